@@ -1,0 +1,55 @@
+"""Quire's own exceptions: one class per kind of mistake, each message saying what to change."""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """Base of every error that Quire raises on purpose."""
+
+
+class ConfigError(QuireError, ValueError):
+    """An engine option is unknown, out of range or contradicts another one."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class InvalidRequestError(QuireError, ValueError):
+    """A request cannot be served as asked; the engine and the other requests go on."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ChatTemplateError(InvalidRequestError):
+    """The model's chat template is missing, refused the messages or did something unsafe."""
+
+
+class ModelLoadError(QuireError):
+    """A model's files are missing, truncated, corrupted or of a shape that cannot be."""
+
+
+class UnsupportedModelError(ModelLoadError):
+    """The architecture (or one of its features) is not one that Quire knows."""
+
+
+class DownloadError(QuireError):
+    """A model could not be fetched: no network, no disk, wrong checksum."""
+
+
+class KernelBuildError(QuireError):
+    """The compiled CPU kernels are missing or do not run on this machine."""
+
+
+class OutOfMemoryError(QuireError):
+    """The machine has no room for what was asked; the message says what to lower."""
+
+
+class EngineError(QuireError):
+    """The engine itself failed; requests in flight are reported with this."""
+
+
+class InvariantError(EngineError):
+    """The engine's bookkeeping contradicts itself; the sequences concerned are quarantined."""
