@@ -1,0 +1,125 @@
+"""The compute operations the layers need: one implementation per device, chosen once when a model is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from quire.attention.context import StepContext
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """How one row of a merged qkv projection splits into heads: queries, then keys, then values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Columns of the merged qkv projection."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """The paged keys and values of one layer.
+
+    The layout belongs to the `Ops` that allocated it; the block is always the first dimension, so that copying a
+    block is one slice. On a CPU keys are stored transposed inside the block so that scores vectorise over keys:
+    k [num_blocks, Hkv, head_dim, block_size], v [num_blocks, Hkv, block_size, head_dim].
+    """
+
+    k: Tensor
+    v: Tensor
+    block_size: int
+
+
+@runtime_checkable
+class PackedLinear(Protocol):
+    """A weight (and bias) in the form its device wants; only the `Ops` that packed it looks inside."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Ops(Protocol):
+    """Every operation a decoder runs. Activations are contiguous float32 [tokens, features] tensors on a CPU.
+
+    Contract in fp32: each output element is reduced in an order fixed by the element itself, so that its bits do
+    not depend on the other tokens of the step, on chunking, on the block size or on the number of threads.
+    """
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Take a weight [N, K] (and bias [N]) of any float type; the caller drops its copy afterwards."""
+        ...
+
+    def linear(self, x: Tensor, w: PackedLinear, residual: Tensor | None = None) -> Tensor:
+        """[M, N] = x W^T (+ bias) (+ residual), in that order."""
+        ...
+
+    def embed(self, ids: Tensor, w: PackedLinear) -> Tensor:
+        """Rows `ids` of a packed weight, exactly as they were before packing (tied head: one copy of both)."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...
+
+    def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
+        """[M, 2I] -> [M, I]: act(first half) * second half; kind is silu, gelu_tanh or gelu."""
+        ...
+
+    def act(self, x: Tensor, kind: str) -> Tensor:
+        """kind is silu, gelu_tanh, gelu or relu."""
+        ...
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        rope: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        norm_eps: float,
+    ) -> None:
+        """In place on qkv [T, shape.width]: per-head RMS norm of q and k, rotation of both, k and v to the cache.
+
+        `rope` is [max_pos, rotary_dim], cosines in the first half of a row and sines in the second, for the
+        half-split ("neox") pairing of the first rotary_dim elements of a head; None rotates nothing.
+        """
+        ...
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """[T, Hq*hd]: causal attention over the cache; a window of w sees the last w keys, itself included."""
+        ...
+
+    def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
+        """A zeroed cache of one layer."""
+        ...
+
+    def copy_blocks(self, layer: LayerCache, src: list[int], dst: list[int]) -> None:
+        """Block src[i] -> dst[i] for every i, each read before any is written."""
+        ...
