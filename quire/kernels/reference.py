@@ -1,0 +1,180 @@
+"""The operations of the layers in plain torch: slow, clear, on any device; what the kernels are checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.attention.context import StepContext
+from quire.layers.ops import HeadShape, LayerCache
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@dataclass(slots=True)
+class PlainLinear:
+    """A linear layer's weight kept as it came, [out_features, in_features]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+
+class TorchOps:
+    """Reference implementation of `quire.layers.ops.Ops`.
+
+    Correct to rounding, not bit-reproducible: torch's matmul may round a row differently in another batch.
+    """
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PlainLinear:
+        return PlainLinear(weight, bias)
+
+    def linear(self, x: Tensor, w: PlainLinear, residual: Tensor | None = None) -> Tensor:
+        out = F.linear(x, w.weight, w.bias)
+        return out if residual is None else out + residual
+
+    def embed(self, ids: Tensor, w: PlainLinear) -> Tensor:
+        return w.weight[ids.long()]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _rms(x, eps) * weight
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+    def act(self, x: Tensor, kind: str) -> Tensor:
+        return _ACTIVATIONS[kind](x)
+
+    def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _ACTIVATIONS[kind](gate) * up
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        rope: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        norm_eps: float,
+    ) -> None:
+        """Normalise and rotate q and k in place, then write k and v to the slots of this step's tokens."""
+        q, k, v = _split_heads(qkv, shape)
+        if q_norm is not None:
+            q.copy_(_rms(q, norm_eps) * q_norm)
+        if k_norm is not None:
+            k.copy_(_rms(k, norm_eps) * k_norm)
+        if rope is not None:
+            table = rope[ctx.positions].unsqueeze(1)
+            q.copy_(_rotate(q, table))
+            k.copy_(_rotate(k, table))
+        slots = ctx.slots[group]
+        block, offset = slots // layer.block_size, slots % layer.block_size
+        layer.k[block, :, :, offset] = k
+        layer.v[block, :, offset, :] = v
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Causal attention of this step's queries over their sequences' cached keys and values."""
+        q, _, _ = _split_heads(qkv, shape)
+        out = qkv.new_zeros(q.shape)
+        starts, lengths = ctx.query_start.tolist(), ctx.context_len.tolist()
+        for s, length in enumerate(lengths):
+            lo, hi = starts[s], starts[s + 1]
+            if lo == hi:
+                continue
+            k, v = _gather(layer, ctx.block_tables[group][s], length)
+            queries = torch.arange(length - (hi - lo), length, device=qkv.device)
+            visible = _visible(queries, length, window)
+            out[lo:hi] = _softmax_attention(q[lo:hi], k, v, visible, scale, softcap)
+        return out.reshape(qkv.shape[0], shape.num_heads * shape.head_dim)
+
+    def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        return LayerCache(
+            k=torch.zeros(num_blocks, heads, dim, block_size),
+            v=torch.zeros(num_blocks, heads, block_size, dim),
+            block_size=block_size,
+        )
+
+    def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy whole blocks, in order, so that a chain a→b, b→c moves a's content to c."""
+        for source, target in zip(src, dst, strict=True):
+            layer.k[target].copy_(layer.k[source])
+            layer.v[target].copy_(layer.v[source])
+
+
+def _rms(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _split_heads(qkv: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Views [T, heads, head_dim] of the three parts of the fused projection."""
+    heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
+    q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+    return q, k, v
+
+
+def _rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate the first `rot_dim` features, pairing feature i with i + rot_dim / 2 (neox style)."""
+    rot = table.shape[-1]
+    cos, sin = table.chunk(2, dim=-1)
+    a, b = x[..., :rot].chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., rot:]), dim=-1)
+
+
+def _gather(layer: LayerCache, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [Hkv, length, head_dim] of the first `length` positions of one sequence."""
+    blocks = table[: -(-length // layer.block_size)].long()
+    k = layer.k[blocks].permute(1, 0, 3, 2).flatten(1, 2)
+    v = layer.v[blocks].transpose(0, 1).flatten(1, 2)
+    return k[:, :length], v[:, :length]
+
+
+def _visible(queries: Tensor, length: int, window: int | None) -> Tensor:
+    """Which of the keys 0..length-1 each query (given by its own key's index) sees: at most `window` of them."""
+    keys = torch.arange(length, device=queries.device)
+    distance = queries[:, None] - keys[None, :]
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def _softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """Attention of q [T, Hq, hd] over k, v [Hkv, L, hd]; query heads share a key head in order."""
+    share = q.shape[1] // k.shape[0]
+    k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
+    scores = torch.einsum("thd,hld->htl", q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    return torch.einsum("htl,hld->thd", scores.softmax(-1), v)
