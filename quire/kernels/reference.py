@@ -35,6 +35,10 @@ class PlainLinear:
     def in_features(self) -> int:
         return self.weight.shape[1]
 
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
 
 class TorchOps:
     """Reference implementation of `quire.layers.ops.Ops`.
@@ -43,7 +47,7 @@ class TorchOps:
     """
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PlainLinear:
-        return PlainLinear(weight, bias)
+        return PlainLinear(weight.float(), None if bias is None else bias.float())
 
     def linear(self, x: Tensor, w: PlainLinear, residual: Tensor | None = None) -> Tensor:
         out = F.linear(x, w.weight, w.bias)
@@ -111,9 +115,10 @@ class TorchOps:
             lo, hi = starts[s], starts[s + 1]
             if lo == hi:
                 continue
-            k, v = _gather(layer, ctx.block_tables[group][s], length)
             queries = torch.arange(length - (hi - lo), length, device=qkv.device)
-            visible = _visible(queries, length, window)
+            first = 0 if window is None else max(0, length - (hi - lo) - window + 1)
+            k, v, start = _gather(layer, ctx.block_tables[group][s], first, length)
+            visible = _visible(queries, torch.arange(start, length, device=qkv.device), window)
             out[lo:hi] = _softmax_attention(q[lo:hi], k, v, visible, scale, softcap)
         return out.reshape(qkv.shape[0], shape.num_heads * shape.head_dim)
 
@@ -126,10 +131,9 @@ class TorchOps:
         )
 
     def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copy whole blocks, in order, so that a chain a→b, b→c moves a's content to c."""
-        for source, target in zip(src, dst, strict=True):
-            layer.k[target].copy_(layer.k[source])
-            layer.v[target].copy_(layer.v[source])
+        """Block src[i] -> dst[i]; indexing gathers every source before the first target is written."""
+        layer.k[list(dst)] = layer.k[list(src)]
+        layer.v[list(dst)] = layer.v[list(src)]
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:
@@ -151,17 +155,18 @@ def _rotate(x: Tensor, table: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., rot:]), dim=-1)
 
 
-def _gather(layer: LayerCache, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [Hkv, length, head_dim] of the first `length` positions of one sequence."""
-    blocks = table[: -(-length // layer.block_size)].long()
+def _gather(layer: LayerCache, table: Tensor, first: int, length: int) -> tuple[Tensor, Tensor, int]:
+    """Keys and values [Hkv, length - start, head_dim] from the start of the block of key `first`; and that start."""
+    head = first // layer.block_size
+    start = head * layer.block_size
+    blocks = table[head : -(-length // layer.block_size)].long()
     k = layer.k[blocks].permute(1, 0, 3, 2).flatten(1, 2)
     v = layer.v[blocks].transpose(0, 1).flatten(1, 2)
-    return k[:, :length], v[:, :length]
+    return k[:, : length - start], v[:, : length - start], start
 
 
-def _visible(queries: Tensor, length: int, window: int | None) -> Tensor:
-    """Which of the keys 0..length-1 each query (given by its own key's index) sees: at most `window` of them."""
-    keys = torch.arange(length, device=queries.device)
+def _visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Which keys each query (given by its own key's index) sees: itself and before, at most `window` of them."""
     distance = queries[:, None] - keys[None, :]
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
