@@ -23,7 +23,7 @@ class StepContext:
     context_len: Tensor
     """int32 [S]"""
     block_tables: tuple[Tensor, ...]
-    """One per cache group: int32 [S, max_blocks]. Entries past a sequence's keys, or behind its window, are
-    never read and may hold anything."""
+    """One per cache group: int32 [S, max_blocks]. Entries past a sequence's keys are never read. Entries wholly
+    behind its window may name any block that exists (its content does not change the result, but must be finite)."""
     slots: tuple[Tensor, ...]
     """One per cache group: int64 [T], `block * block_size + offset` where the token's keys and values go."""

@@ -1,0 +1,30 @@
+"""The feed-forward part of a layer, gated or plain."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.attention.context import StepContext
+from quire.layers.linear import Linear
+from quire.layers.ops import Ops
+from quire.layers.spec import MlpSpec
+
+
+class Mlp:
+    """down(act(gate) * up) or down(act(up)); gate and up are one projection."""
+
+    def __init__(self, ops: Ops, spec: MlpSpec, hidden: int, dtype: torch.dtype) -> None:
+        self._ops = ops
+        self._spec = spec
+        parts = {"gate": spec.intermediate, "up": spec.intermediate} if spec.gated else {"up": spec.intermediate}
+        self.up = Linear(ops, parts, hidden, spec.bias, dtype)
+        self.down = Linear(ops, {"down": hidden}, spec.intermediate, spec.bias, dtype)
+
+    def receive(self, part: str, kind: str, tensor: Tensor) -> None:
+        (self.down if part == "down" else self.up).receive(part, kind, tensor)
+
+    def __call__(self, x: Tensor, ctx: StepContext, residual: Tensor | None = None) -> Tensor:
+        up = self.up(x, ctx)
+        act = self._ops.act_mul if self._spec.gated else self._ops.act
+        return self.down(act(up, self._spec.activation), ctx, residual)

@@ -1,0 +1,35 @@
+"""Normalisation layers: RMS and layer norm behind one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.layers.ops import Ops
+from quire.layers.spec import NormSpec
+
+
+class Norm:
+    """One normalisation and its learned vectors, kept in float32 whatever the weights are."""
+
+    def __init__(self, ops: Ops, spec: NormSpec, size: int) -> None:
+        self._ops = ops
+        self._spec = spec
+        self.weight = torch.ones(size)
+        self.bias: Tensor | None = torch.zeros(size) if spec.kind == "layer" and spec.affine and spec.bias else None
+
+    @property
+    def eps(self) -> float:
+        return self._spec.eps
+
+    def receive(self, part: str, kind: str, tensor: Tensor) -> None:
+        """Take the stored weight or bias, folding the family's offset into the weight."""
+        if kind == "bias":
+            self.bias = tensor.to(torch.float32).clone()
+        else:
+            self.weight = tensor.to(torch.float32) + self._spec.weight_offset
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._spec.kind == "rms":
+            return self._ops.rms_norm(x, self.weight, self._spec.eps)
+        return self._ops.layer_norm(x, self.weight, self.bias, self._spec.eps)

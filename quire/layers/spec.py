@@ -1,0 +1,72 @@
+"""What one layer's parts look like, as plain data: the vocabulary in which every model family is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+NormKind = Literal["rms", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A normalisation over the last dimension."""
+
+    kind: NormKind
+    eps: float
+    bias: bool = False
+    affine: bool = True
+    """False: no weight and no bias in the checkpoint (an OPT option)."""
+    weight_offset: float = 0.0
+    """Added to the weight when it is loaded: Gemma stores w for a factor of 1 + w."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """One rotation: how fast each pair of features turns with the position."""
+
+    theta: float
+    rotary_dim: int
+    """How many leading features of a head turn; the rest stay."""
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    """The length the model was trained at; read by dynamic, llama3 and yarn."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    """Multiplies cosines and sines (yarn)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One layer's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: NormSpec | None = None
+    """RMS norm of each query and key head before the rotation."""
+    rope: int | None = 0
+    """Which of the decoder's rotations; None: positions come in with the embeddings."""
+    window: int | None = None
+    """How many keys a query sees, itself included; None: all of them."""
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """One layer's feed-forward part: gated (act(gate) * up, then down) or plain (act(up), then down)."""
+
+    intermediate: int
+    activation: Activation
+    gated: bool = True
+    bias: bool = False

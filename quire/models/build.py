@@ -1,0 +1,93 @@
+"""Puts a decoder together from a config and a stream of weights, or of random ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelLoadError
+from quire.layers.ops import Ops
+from quire.models.decoder import Decoder
+from quire.models.registry import family_of, read_spec
+
+_NAMED_IN_MESSAGE = 4
+
+
+def build_decoder(
+    config: Mapping[str, Any],
+    weights: Iterable[tuple[str, Tensor]],
+    ops: Ops,
+    *,
+    max_model_len: int | None = None,
+    first_layer: int = 0,
+    last_layer: int | None = None,
+    rank: int = 0,
+    size: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> Decoder:
+    """A ready decoder. `weights` yields (name as Hugging Face spells it, tensor) and may reuse memory afterwards
+    only if `ops.pack_linear` copies; each tensor is let go of as soon as its layer has packed it."""
+    names = family_of(config).names
+    spec = read_spec(config)
+    decoder = Decoder(
+        spec,
+        ops,
+        max_model_len=max_model_len,
+        first_layer=first_layer,
+        last_layer=last_layer,
+        rank=rank,
+        size=size,
+        dtype=dtype,
+    )
+    shapes = spec.parameters()
+    extra: list[str] = []
+    for source, tensor in weights:
+        try:
+            parts = list(names.split(source, tensor, shapes))
+        except KeyError:
+            extra.append(source)
+            continue
+        for name, part in parts:
+            if name == "head.weight" and spec.tied_head:
+                continue  # stored by some checkpoints beside the table it is tied to
+            decoder.load(name, part, source)
+        del tensor, parts
+    _check_complete(decoder, [names.stored_name(name) for name in decoder.missing()], extra)
+    return decoder
+
+
+def dummy_weights(config: Mapping[str, Any], seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Random weights for a config, under checkpoint names: cheap, the same for a seed, of a scale that keeps
+    activations near one (so that logits are neither flat nor infinite)."""
+    spec, names = read_spec(config), family_of(config).names
+    generator = torch.Generator().manual_seed(seed)
+    offset = -spec.layers[0].norm.weight_offset
+    for name, shape in names.stored(spec).items():
+        if len(shape) == 2:
+            bound = math.sqrt(3.0 / shape[1])
+            yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        elif name.endswith(".bias"):
+            yield name, torch.zeros(shape)
+        else:
+            yield name, torch.ones(shape) + offset
+
+
+def _check_complete(decoder: Decoder, missing: list[str], extra: list[str]) -> None:
+    shapes = decoder.spec.parameters()
+    if missing:
+        where = f"{len(missing)} of {len(shapes)} tensors of {decoder.spec.architecture} are missing"
+        raise ModelLoadError(f"{where}: {_some(missing)}; is a file of the checkpoint absent?")
+    if extra:
+        raise ModelLoadError(
+            f"{len(extra)} tensors are not ones that {decoder.spec.architecture} has: {_some(extra)}; "
+            "the checkpoint is of another architecture, or its config.json hides a feature"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED_IN_MESSAGE} more" if len(names) > _NAMED_IN_MESSAGE else ""
+    return ", ".join(names[:_NAMED_IN_MESSAGE]) + more

@@ -1,0 +1,222 @@
+"""The one decoder: every model family runs through this code, shaped by its spec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.attention.context import StepContext
+from quire.errors import ConfigError, ModelLoadError
+from quire.layers.attention import Attention
+from quire.layers.linear import Embedding, Linear
+from quire.layers.mlp import Mlp
+from quire.layers.norm import Norm
+from quire.layers.ops import LayerCache, Ops
+from quire.layers.rotary import rope_table
+from quire.models.spec import DecoderSpec, LayerSpec
+
+
+class DecoderLayer:
+    """Attention and feed-forward with their residuals, norms placed as the spec says."""
+
+    def __init__(
+        self, ops: Ops, spec: LayerSpec, hidden: int, rope: Tensor | None, group: int, dtype: torch.dtype
+    ) -> None:
+        self._placement = spec.placement
+        self.attn = Attention(ops, spec.attention, hidden, rope, group, dtype)
+        self.mlp = Mlp(ops, spec.mlp, hidden, dtype)
+        self.attn_norm = Norm(ops, spec.norm, hidden)
+        self.mlp_norm = Norm(ops, spec.norm, hidden)
+        if spec.placement == "sandwich":
+            self.attn_post_norm = Norm(ops, spec.norm, hidden)
+            self.mlp_post_norm = Norm(ops, spec.norm, hidden)
+
+    def receive(self, path: list[str], kind: str, tensor: Tensor) -> None:
+        """`path` is the parameter's place inside the layer: attn.q, mlp.down, attn_norm."""
+        getattr(self, path[0]).receive(path[-1], kind, tensor)
+
+    def __call__(self, x: Tensor, ctx: StepContext, cache: LayerCache) -> Tensor:
+        if self._placement == "pre":
+            x = self.attn(self.attn_norm(x), ctx, cache, residual=x)
+            return self.mlp(self.mlp_norm(x), ctx, residual=x)
+        if self._placement == "sandwich":
+            x = x + self.attn_post_norm(self.attn(self.attn_norm(x), ctx, cache))
+            return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), ctx))
+        x = self.attn_norm(self.attn(x, ctx, cache, residual=x))
+        return self.mlp_norm(self.mlp(x, ctx, residual=x))
+
+
+class Decoder:
+    """A decoder, or the layers [first_layer, last_layer) of one.
+
+    Built empty; `load` brings the weights one tensor at a time under the names of `spec.parameters()`, and
+    `finish_loading` says what is missing. The first stage owns the embeddings, the last one the head.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        ops: Ops,
+        *,
+        max_model_len: int | None = None,
+        first_layer: int = 0,
+        last_layer: int | None = None,
+        rank: int = 0,
+        size: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        last_layer = spec.num_layers if last_layer is None else last_layer
+        _check_shard(spec, first_layer, last_layer, rank, size)
+        self.spec = spec
+        self.ops = ops
+        self.max_model_len = _checked_length(spec, max_model_len)
+        self.first_layer, self.last_layer = first_layer, last_layer
+        self._dtype = dtype
+        parameters = spec.parameters()
+        self._shapes = {name: shape for name, shape in parameters.items() if self._owns(name)}
+        self._of_other_stages = parameters.keys() - self._shapes.keys()
+        self._missing = set(self._shapes)
+        self._build_ends()
+        ropes = [rope_table(rope, self.max_model_len) for rope in spec.ropes]
+        groups = spec.group_of_layer()
+        self.layers = [self._build_layer(index, ropes, groups[index]) for index in range(first_layer, last_layer)]
+
+    def _build_ends(self) -> None:
+        spec, ops, dtype = self.spec, self.ops, self._dtype
+        projected = spec.embed_dim != spec.hidden_size
+        self.embed = Embedding(ops, spec.vocab_size, spec.embed_dim, dtype)
+        self.head: Linear = self.embed
+        if not spec.tied_head:
+            self.head = Linear(ops, {"": spec.vocab_size}, spec.embed_dim, False, dtype)
+        table = spec.positions
+        self.positions = Embedding(ops, table.rows, spec.hidden_size, dtype) if table else None
+        self.embed_in = Linear(ops, {"": spec.hidden_size}, spec.embed_dim, False, dtype) if projected else None
+        self.embed_out = Linear(ops, {"": spec.embed_dim}, spec.hidden_size, False, dtype) if projected else None
+        self.final_norm = Norm(ops, spec.final_norm, spec.hidden_size) if spec.final_norm else None
+
+    def _build_layer(self, index: int, ropes: list[Tensor], group: int) -> DecoderLayer:
+        layer = self.spec.layers[index]
+        rope = None if layer.attention.rope is None else ropes[layer.attention.rope]
+        return DecoderLayer(self.ops, layer, self.spec.hidden_size, rope, group, self._dtype)
+
+    @property
+    def is_first(self) -> bool:
+        return self.first_layer == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.last_layer == self.spec.num_layers
+
+    def _owns(self, name: str) -> bool:
+        """Whether a parameter belongs to this range of layers (a tied table belongs to both ends)."""
+        place = name.split(".")
+        if place[0] == "layers":
+            return self.first_layer <= int(place[1]) < self.last_layer
+        if place[0] in ("head", "final_norm", "embed_out"):
+            return self.is_last
+        return self.is_first or (place[0] == "embed" and self.spec.tied_head and self.is_last)
+
+    def load(self, name: str, tensor: Tensor, source: str | None = None) -> None:
+        """Take one tensor; `source` is its name in the checkpoint, for messages."""
+        shown = source or name
+        if name not in self._shapes:
+            if name in self._of_other_stages:
+                return
+            raise ModelLoadError(f"tensor {shown!r} is not one that {self.spec.architecture} has")
+        if name not in self._missing:
+            raise ModelLoadError(f"tensor {shown!r} is in the checkpoint twice: remove one of its files")
+        if tuple(tensor.shape) != self._shapes[name]:
+            raise ModelLoadError(
+                f"tensor {shown!r} has shape {tuple(tensor.shape)}, but the config asks for {self._shapes[name]}: "
+                "config.json and the weights are not of the same model"
+            )
+        if not tensor.is_floating_point():
+            raise ModelLoadError(f"tensor {shown!r} has type {tensor.dtype}, but weights are floating point")
+        self._missing.discard(name)
+        *path, kind = name.split(".")
+        if path[0] == "layers":
+            self.layers[int(path[1]) - self.first_layer].receive(path[2:], kind, tensor)
+        else:
+            getattr(self, path[0]).receive("", kind, tensor)
+
+    def missing(self) -> list[str]:
+        """Parameters that have not come yet, in the order of the spec."""
+        return [name for name in self._shapes if name in self._missing]
+
+    def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:
+        """One zeroed cache per layer, with `num_blocks[g]` blocks in those of cache group g."""
+        groups = self.spec.group_of_layer()[self.first_layer : self.last_layer]
+        return [
+            self.ops.allocate_cache(layer.attn.shape, num_blocks[group], block_size)
+            for layer, group in zip(self.layers, groups, strict=True)
+        ]
+
+    def forward(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> Tensor:
+        """Token ids [T] (first stage) or hidden rows [T, hidden] to the hidden rows after the last layer owned.
+
+        The final norm is part of `logits`, so that it runs only on the rows that are asked for.
+        """
+        return self.forward_capturing(x, ctx, caches, ())[0]
+
+    def forward_capturing(
+        self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache], capture: Sequence[str]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `forward`, with the named hidden states beside: "embed", or "layers.i" for what layer i puts out."""
+        unknown = set(capture) - {"embed"} - {f"layers.{i}" for i in range(self.first_layer, self.last_layer)}
+        if unknown:
+            raise ConfigError(f"no hidden state is called {sorted(unknown)[0]!r}: use embed or layers.<index>")
+        captured: dict[str, Tensor] = {}
+        hidden = self._embed(x, ctx) if self.is_first else x
+        if "embed" in capture:
+            captured["embed"] = hidden
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), self.first_layer):
+            hidden = layer(hidden, ctx, cache)
+            if f"layers.{index}" in capture:
+                captured[f"layers.{index}"] = hidden
+        return hidden, captured
+
+    def logits(self, hidden: Tensor, ctx: StepContext | None = None) -> Tensor:
+        """[R, vocab] float32 of hidden rows [R, hidden] that came out of the last layer."""
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        if self.embed_out is not None:
+            hidden = self.embed_out(hidden, ctx)
+        logits = self.head(hidden, ctx)
+        cap = self.spec.logit_softcap
+        if cap is not None:
+            # float64, because torch's float32 tanh rounds differently in the tail of a tensor, and so in another batch
+            logits = (torch.tanh(logits.to(torch.float64) / cap) * cap).to(torch.float32)
+        return logits
+
+    def _embed(self, ids: Tensor, ctx: StepContext) -> Tensor:
+        hidden = self.embed.rows(ids)
+        if self.spec.embed_scale != 1.0:
+            hidden = hidden * self.spec.embed_scale
+        if self.embed_in is not None:
+            hidden = self.embed_in(hidden, ctx)
+        if self.positions is not None and self.spec.positions is not None:
+            hidden = hidden + self.positions.rows(ctx.positions + self.spec.positions.offset)
+        return hidden
+
+
+def _check_shard(spec: DecoderSpec, first: int, last: int, rank: int, size: int) -> None:
+    if size != 1 or rank != 0:
+        raise ConfigError(f"tensor parallel shards are not built yet: rank {rank} of {size}; use size 1")
+    if not 0 <= first < last <= spec.num_layers:
+        raise ConfigError(f"layers [{first}, {last}) are not a range of the model's {spec.num_layers} layers")
+
+
+def _checked_length(spec: DecoderSpec, max_model_len: int | None) -> int:
+    """Rotations go on past the trained length; a table of learned positions ends."""
+    length = spec.max_positions if max_model_len is None else max_model_len
+    if length < 1:
+        raise ConfigError(f"max_model_len must be at least 1, not {length}", field="max_model_len")
+    if spec.positions is not None and length + spec.positions.offset > spec.positions.rows:
+        room = spec.positions.rows - spec.positions.offset
+        raise ConfigError(
+            f"max_model_len {length} is more than the {room} learned positions of {spec.architecture}: lower it",
+            field="max_model_len",
+        )
+    return length

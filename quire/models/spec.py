@@ -1,0 +1,184 @@
+"""A whole decoder described as plain data, with the cache it needs and the weights it expects; no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec, RopeSpec
+
+__all__ = [
+    "AttentionSpec",
+    "CacheGroup",
+    "DecoderSpec",
+    "KVSpec",
+    "LayerSpec",
+    "MlpSpec",
+    "NormSpec",
+    "PositionSpec",
+    "RopeSpec",
+]
+
+NormPlacement = Literal["pre", "sandwich", "post"]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """What one layer keeps of each token."""
+
+    kind: Literal["full", "window"]
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def bytes_per_token(self, element_size: int = 4) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * element_size
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that keep the same tokens, and so share one block table per sequence."""
+
+    kind: Literal["full", "window"]
+    window: int | None
+    layers: tuple[int, ...]
+    bytes_per_token: int
+    """Of all its layers together, in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer.
+
+    pre: x + f(norm(x)), as Llama; sandwich: x + post(f(pre(x))), as Gemma; post: norm(x + f(x)), as OPT-350M.
+    """
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    norm: NormSpec
+    placement: NormPlacement = "pre"
+
+    @property
+    def kv(self) -> KVSpec:
+        a = self.attention
+        return KVSpec("full" if a.window is None else "window", a.num_kv_heads, a.head_dim, a.window)
+
+
+@dataclass(frozen=True, slots=True)
+class PositionSpec:
+    """Learned position embeddings: row `position + offset` of a table of `rows`."""
+
+    rows: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """Everything the decoder needs to know about a model besides its weights."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeSpec, ...] = ()
+    final_norm: NormSpec | None = None
+    embed_dim: int = 0
+    """Width of the token embeddings; where it is not hidden_size they are projected in, and out before the head."""
+    embed_scale: float = 1.0
+    positions: PositionSpec | None = None
+    tied_head: bool = False
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.embed_dim == 0:
+            object.__setattr__(self, "embed_dim", self.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of the float32 cache of all layers, for a token that every group keeps."""
+        return sum(layer.kv.bytes_per_token() for layer in self.layers)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.parameters().values())
+
+    def cache_groups(self) -> list[CacheGroup]:
+        """The full layers first, then one group per window size, narrowest first."""
+        members: dict[int | None, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            members.setdefault(layer.kv.window, []).append(index)
+        windows = sorted(members, key=lambda w: -1 if w is None else w)
+        return [
+            CacheGroup(
+                "full" if window is None else "window",
+                window,
+                tuple(members[window]),
+                sum(self.layers[i].kv.bytes_per_token() for i in members[window]),
+            )
+            for window in windows
+        ]
+
+    def group_of_layer(self) -> tuple[int, ...]:
+        """For each layer, the index of its cache group."""
+        owner = {layer: g for g, group in enumerate(self.cache_groups()) for layer in group.layers}
+        return tuple(owner[i] for i in range(self.num_layers))
+
+    def parameters(self) -> dict[str, Shape]:
+        """Name and shape of every tensor the decoder is loaded from, in the decoder's own names."""
+        shapes: dict[str, Shape] = {"embed.weight": (self.vocab_size, self.embed_dim)}
+        if self.positions is not None:
+            shapes["positions.weight"] = (self.positions.rows, self.hidden_size)
+        if self.embed_dim != self.hidden_size:
+            shapes["embed_in.weight"] = (self.hidden_size, self.embed_dim)
+            shapes["embed_out.weight"] = (self.embed_dim, self.hidden_size)
+        for index, layer in enumerate(self.layers):
+            for name, shape in _layer_parameters(layer, self.hidden_size).items():
+                shapes[f"layers.{index}.{name}"] = shape
+        if self.final_norm is not None:
+            shapes |= _norm_parameters("final_norm", self.final_norm, self.hidden_size)
+        if not self.tied_head:
+            shapes["head.weight"] = (self.vocab_size, self.embed_dim)
+        return shapes
+
+
+def _layer_parameters(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
+    a, m = layer.attention, layer.mlp
+    q_width, kv_width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    shapes = {
+        **_linear_parameters("attn.q", q_width, hidden, a.qkv_bias),
+        **_linear_parameters("attn.k", kv_width, hidden, a.qkv_bias),
+        **_linear_parameters("attn.v", kv_width, hidden, a.qkv_bias),
+        **_linear_parameters("attn.out", hidden, q_width, a.out_bias),
+        **_linear_parameters("mlp.up", m.intermediate, hidden, m.bias),
+        **_linear_parameters("mlp.down", hidden, m.intermediate, m.bias),
+        **_norm_parameters("attn_norm", layer.norm, hidden),
+        **_norm_parameters("mlp_norm", layer.norm, hidden),
+    }
+    if m.gated:
+        shapes |= _linear_parameters("mlp.gate", m.intermediate, hidden, m.bias)
+    if a.qk_norm is not None:
+        shapes |= _norm_parameters("attn.q_norm", a.qk_norm, a.head_dim)
+        shapes |= _norm_parameters("attn.k_norm", a.qk_norm, a.head_dim)
+    if layer.placement == "sandwich":
+        shapes |= _norm_parameters("attn_post_norm", layer.norm, hidden)
+        shapes |= _norm_parameters("mlp_post_norm", layer.norm, hidden)
+    return shapes
+
+
+def _linear_parameters(name: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {f"{name}.weight": (rows, columns)}
+    return shapes | {f"{name}.bias": (rows,)} if bias else shapes
+
+
+def _norm_parameters(name: str, norm: NormSpec, size: int) -> dict[str, Shape]:
+    if not norm.affine:
+        return {}
+    shapes: dict[str, Shape] = {f"{name}.weight": (size,)}
+    return shapes | {f"{name}.bias": (size,)} if norm.bias else shapes
