@@ -1,0 +1,117 @@
+"""Tiny random checkpoints of every family, made with transformers, which is also the oracle they are checked with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""A config that every Llama-like family takes; GQA with three query heads to a key head."""
+
+_SMALL_GPT2: dict[str, Any] = {
+    "vocab_size": 97,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_SMALL_OPT: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "ffn_dim": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 256,
+    "word_embed_proj_dim": 48,
+}
+_BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", SMALL),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**SMALL, "sliding_window": 24}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", SMALL),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**SMALL, "head_dim": 16}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {**SMALL, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "opt": ("OPTConfig", "OPTForCausalLM", _SMALL_OPT),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _SMALL_GPT2),
+}
+FAMILY_NAMES = tuple(_BASE)
+
+
+def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
+    """A tiny random transformers model of a family, in fp32 with eager attention, ready to be an oracle.
+
+    Every weight is random, norms and biases too: as transformers initialises them, half the mistakes would not show.
+    """
+    import transformers
+
+    config_class, model_class, base = _BASE[family]
+    config = getattr(transformers, config_class)(**{**base, **overrides})
+    config._attn_implementation = "eager"
+    model = getattr(transformers, model_class)(config).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                weight.normal_(0.0, 1.3 / weight.shape[1] ** 0.5, generator=generator)
+            elif name.endswith("bias") or family == "gemma3":
+                weight.normal_(0.0, 0.3, generator=generator)
+            else:
+                weight.normal_(1.0, 0.3, generator=generator)
+    return model
+
+
+def make_checkpoint(folder: Path, family: str = "llama", *, seed: int = 0, shards: int = 1, **overrides: Any) -> Any:
+    """Save such a model as config.json and one or several safetensors files; returns the model."""
+    model = make_model(family, seed, **overrides)
+    total = sum(weight.numel() * 4 for weight in model.parameters())
+    model.save_pretrained(folder, max_shard_size=total if shards == 1 else -(-total // shards))
+    return model
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    """The config.json that transformers would write for a model."""
+    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    config["architectures"] = [type(model).__name__]
+    return config
+
+
+def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a checkpoint of the model holds, a tied one once."""
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    return [(name, tensor.detach()) for name, tensor in model.state_dict().items() if name not in tied]
+
+
+def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """[n, vocab] of one whole pass."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def oracle_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """The next tokens by argmax, each from a whole pass over all before it."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(oracle_logits(model, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
