@@ -1,0 +1,167 @@
+"""Every option of the engine, documented once; keyword arguments and command-line flags derive from here."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError
+
+
+def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field that carries the one description of an option."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, from where, and in what shape it is loaded."""
+
+    model: str = option("smollm2-135m", "alias, path of a .gguf file, Hugging Face folder, or hub id")
+    tokenizer: str | None = option(None, "folder, tokenizer.json or .gguf to take the tokenizer from (default: the model)")
+    skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids only")
+    dtype: str = option("auto", "type of weights and activations; auto is float32 on a CPU",
+                        ("auto", "float32", "bfloat16", "float16"))
+    seed: int = option(0, "seed from which requests without one of their own draw theirs")
+    max_model_len: int | None = option(None, "longest prompt plus output (default: what model and KV pool allow)")
+    load_format: str = option("auto", "how weights are stored; dummy makes random ones",
+                              ("auto", "gguf", "safetensors", "dummy"))
+    cache_dir: str | None = option(None, "where downloaded models are kept (default: the user's cache folder)")
+    device: str = option("auto", "where the model runs", ("auto", "cpu"))
+    num_threads: int | None = option(None, "threads of the CPU kernels (default: the cores this process may use)")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache: size of a block, number of blocks, what is kept for reuse."""
+
+    block_size: int = option(16, "tokens per KV block")
+    num_kv_blocks: int | None = option(None, "number of KV blocks (default: from kv_cache_memory)")
+    kv_cache_memory: int | str | None = option(None, "bytes for the KV pool, or a text such as 2GiB "
+                                                     "(default: a share of free memory)")
+    enable_prefix_caching: bool = option(True, "reuse the KV of prompts that start alike")
+    eviction_policy: str = option("lru", "which idle cached block gives up its place first", ("lru",))
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What one step may hold, and who goes first."""
+
+    max_num_seqs: int = option(128, "most sequences running at once")
+    max_num_batched_tokens: int | None = option(None, "most tokens computed in one step (default: 2048)")
+    enable_chunked_prefill: bool = option(True, "let a long prompt be computed in pieces beside decoding sequences")
+    max_num_partial_prefills: int = option(1, "most prompts that may be half computed at once")
+    long_prefill_token_threshold: int = option(0, "most tokens of one prompt in one step (0: no such limit)")
+    scheduling_policy: str = option("fcfs", "order of the waiting queue", ("fcfs", "priority"))
+    batching_policy: str = option("decode-first", "what fills a step first", ("decode-first", "prefill-first"))
+    max_steps_in_flight: int = option(1, "steps planned ahead of the results (1: none)")
+
+
+_SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All sections together; build it with `EngineConfig.create(block_size=32, ...)`."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+
+    @classmethod
+    def create(cls, **options: Any) -> EngineConfig:
+        """Sort flat keywords into sections; an unknown one raises with the nearest known name."""
+        sections: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+        owner = {f.name: name for name, section in _SECTIONS.items() for f in dataclasses.fields(section)}
+        for key, value in options.items():
+            if key not in owner:
+                near = difflib.get_close_matches(key, owner, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(sorted(owner))}"
+                raise ConfigError(f"unknown option {key!r}{hint}", field=key)
+            sections[owner[key]][key] = value
+        config = cls(**{name: _SECTIONS[name](**values) for name, values in sections.items()})
+        config.validate()
+        return config
+
+    def validate(self) -> None:
+        for section in (self.model, self.cache, self.scheduler):
+            for f in dataclasses.fields(section):
+                _check_type(f, getattr(section, f.name))
+        _check_ranges(self)
+
+
+def option_fields() -> list[tuple[str, dataclasses.Field[Any]]]:
+    """(section name, field) of every option, for the command line and the docs."""
+    return [(name, f) for name, section in _SECTIONS.items() for f in dataclasses.fields(section)]
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int)}
+
+
+def _check_type(f: dataclasses.Field[Any], value: Any) -> None:
+    names = [part.strip() for part in str(f.type).split("|")]
+    if value is None:
+        if "None" not in names:
+            raise ConfigError(f"{f.name} may not be None", field=f.name)
+        return
+    allowed = tuple(t for n in names if n != "None" for t in _TYPES[n])
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        raise ConfigError(f"{f.name} must be {f.type}, not {type(value).__name__} {value!r}", field=f.name)
+    choices = f.metadata.get("choices")
+    if choices and value not in choices:
+        raise ConfigError(f"{f.name} must be one of {', '.join(choices)}, not {value!r}", field=f.name)
+
+
+def _check_ranges(config: EngineConfig) -> None:
+    lows: list[tuple[str, int | None, int, int]] = [
+        ("max_model_len", config.model.max_model_len, 1, 1 << 30),
+        ("num_threads", config.model.num_threads, 1, 1024),
+        ("block_size", config.cache.block_size, 1, 1024),
+        ("num_kv_blocks", config.cache.num_kv_blocks, 1, 1 << 30),
+        ("max_num_seqs", config.scheduler.max_num_seqs, 1, 1 << 16),
+        ("max_num_batched_tokens", config.scheduler.max_num_batched_tokens, 1, 1 << 24),
+        ("max_num_partial_prefills", config.scheduler.max_num_partial_prefills, 1, 1 << 16),
+        ("long_prefill_token_threshold", config.scheduler.long_prefill_token_threshold, 0, 1 << 24),
+        ("max_steps_in_flight", config.scheduler.max_steps_in_flight, 1, 16),
+    ]
+    for name, value, low, high in lows:
+        if value is not None and not low <= value <= high:
+            raise ConfigError(f"{name} must be between {low} and {high}, not {value}", field=name)
+    if not 0 <= config.model.seed < 1 << 64:
+        raise ConfigError(f"seed must be between 0 and 2**64 - 1, not {config.model.seed}", field="seed")
+    if config.cache.num_kv_blocks is not None and config.cache.kv_cache_memory is not None:
+        raise ConfigError("give num_kv_blocks or kv_cache_memory, not both", field="num_kv_blocks")
+    if config.cache.kv_cache_memory is not None:
+        parse_bytes(config.cache.kv_cache_memory, "kv_cache_memory")
+
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """`1500000`, `"512MiB"` or `"2GB"` as a number of bytes."""
+    if isinstance(value, int):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(f"{name} must be a number of bytes or a text such as 512MiB or 2GB, not {value!r}", field=name)
+        size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size <= 0:
+        raise ConfigError(f"{name} must be positive, not {value!r}", field=name)
+    return size
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder for models: $QUIRE_CACHE, else $XDG_CACHE_HOME/quire, else ~/.cache/quire."""
+    override = os.environ.get("QUIRE_CACHE")
+    if override:
+        return Path(override).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "quire"

@@ -1,0 +1,64 @@
+"""The step loop: plan, submit, collect, take in. Everything else is somebody else's room."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+
+from quire.errors import QuireError
+from quire.executor.base import Executor
+from quire.scheduler.plan import StepResult
+from quire.scheduler.request import FinishReason, Request, Sequence
+from quire.scheduler.scheduler import Scheduler, SequenceUpdate
+
+
+class EngineCore:
+    """Drives a scheduler and an executor. With a depth of 2, step N+1 is planned while step N runs."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, max_steps_in_flight: int = 1) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self._depth = max_steps_in_flight
+        self._futures: deque[Future[StepResult]] = deque()
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        return self.scheduler.abort(request_id)
+
+    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        self.scheduler.finish(seq, reason, stop_reason)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[SequenceUpdate]:
+        """Keep the executor supplied, wait for the oldest step, and return what became of its sequences."""
+        while len(self._futures) < self._depth:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self._futures.append(self.executor.submit(plan))
+        if self._futures:
+            self._collect(self._futures.popleft())
+        elif len(self.scheduler.waiting):
+            self.scheduler.fail_stuck()
+        return self.scheduler.take_updates()
+
+    def _collect(self, future: Future[StepResult]) -> None:
+        try:
+            result = future.result()
+        except Exception as error:
+            shown = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+            self.scheduler.fail_step(f"the step that computed this request failed: {shown}")
+        else:
+            self.scheduler.update(result)
+
+    def close(self) -> None:
+        """Abandon what is in flight and let go of the executor."""
+        for future in self._futures:
+            future.cancel()
+        self._futures.clear()
+        self.executor.close()

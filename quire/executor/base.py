@@ -1,0 +1,23 @@
+"""The one way to have a plan carried out: hand it in, get a future."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+
+from quire.scheduler.plan import StepPlan, StepResult
+
+
+class Executor(ABC):
+    """Carries out plans in the order of `submit`, whatever runs them: a thread, processes, machines.
+
+    The future holds the step's result, or the exception that lost the whole step. What concerns one sequence alone
+    is not an exception but the `error` of its entry.
+    """
+
+    @abstractmethod
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        """Queue a plan; may run it before returning."""
+
+    def close(self) -> None:
+        """Let go of threads, processes and memory. Idempotent."""

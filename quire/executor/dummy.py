@@ -1,0 +1,51 @@
+"""An executor without a model: tokens are a function of the sequence and the position, and arrive at once.
+
+The scheduler's tests, its benchmark and the simulator run on it; it also checks that each plan is carried out
+against a table that says what the plan assumes.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from quire.errors import InvariantError
+from quire.executor.base import Executor
+from quire.scheduler.plan import EntryResult, PlanEntry, StepPlan, StepResult
+
+
+def dummy_token(seed: int, index: int, position: int, vocab_size: int) -> int:
+    """The token that stands at `position` of a dummy sequence: a cheap mix of its arguments."""
+    x = (seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9 + position * 0x94D049BB133111EB) & (1 << 64) - 1
+    x ^= x >> 31
+    return (x * 0xD6E8FEB86659FD93 & (1 << 64) - 1) % vocab_size
+
+
+class DummyExecutor(Executor):
+    """Keeps rows as the worker would and draws `dummy_token`s."""
+
+    def __init__(self, vocab_size: int = 1000) -> None:
+        self.vocab_size = vocab_size
+        self._rows: dict[int, tuple[int, int]] = {}
+        self._computed: dict[int, int] = {}
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        future: Future[StepResult] = Future()
+        future.set_result(self.execute(plan))
+        return future
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for row in plan.freed_rows:
+            self._rows.pop(row, None)
+            self._computed.pop(row, None)
+        for start in plan.starts:
+            self._rows[start.row] = (start.seed, start.sequence_index)
+        return StepResult(plan.step, [self._run(entry) for entry in plan.entries])
+
+    def _run(self, entry: PlanEntry) -> EntryResult:
+        if self._computed.setdefault(entry.row, entry.start) != entry.start:
+            raise InvariantError(f"row {entry.row} computed {self._computed[entry.row]} tokens, not {entry.start}")
+        self._computed[entry.row] = end = entry.start + entry.num_tokens
+        if not entry.sample:
+            return EntryResult()
+        seed, index = self._rows[entry.row]
+        return EntryResult([dummy_token(seed, index, end, self.vocab_size)])

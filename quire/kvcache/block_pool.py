@@ -1,0 +1,164 @@
+"""Physical KV blocks: who holds them, what they cache, which are free. Plain integers, O(1) per block."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from quire.errors import InvariantError
+from quire.kvcache.eviction import EvictionPolicy
+
+NO_BLOCK = -1
+
+
+class BlockPool:
+    """Blocks 0 … n-1 of one cache group, with reference counts and an index of cached prefixes.
+
+    A block is in one of three states:
+      used    references > 0; may also be registered under a hash, and then others can acquire it
+      cached  references == 0, registered; kept until the eviction policy picks it
+      free    references == 0, not registered
+
+    In a chained pool (full attention) a registered block is useful only while its parent is: callers hold whole
+    prefixes and release them deepest block first, so a parent is never evicted before its child.
+    """
+
+    def __init__(self, num_blocks: int, policy: EvictionPolicy, chained: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.chained = chained
+        self._policy = policy
+        self._free: deque[int] = deque(range(num_blocks))
+        self._references = [0] * num_blocks
+        self._hash: list[bytes | None] = [None] * num_blocks
+        self._parent = [NO_BLOCK] * num_blocks
+        self._children = [0] * num_blocks
+        self._index: dict[bytes, int] = {}
+        self.num_evicted = 0
+
+    # ---- counts
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could hand out now, evicting cached ones if need be."""
+        return len(self._free) + len(self._policy)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._policy)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def references(self, block: int) -> int:
+        return self._references[block]
+
+    def hash_of(self, block: int) -> bytes | None:
+        return self._hash[block]
+
+    # ---- taking and giving back
+
+    def allocate(self) -> int:
+        """A block with one reference and no content; evicts a cached one when none is free."""
+        if self._free:
+            block = self._free.popleft()
+        elif len(self._policy):
+            block = self._policy.pop()
+            self._forget(block)
+            self.num_evicted += 1
+        else:
+            raise InvariantError("KV block asked for when none is available: callers check num_available first")
+        if self._references[block]:
+            raise InvariantError(f"KV block {block} was handed out while {self._references[block]} hold it")
+        self._references[block] = 1
+        return block
+
+    def acquire(self, block: int) -> None:
+        """One more holder of a used or cached block."""
+        if self._references[block] == 0:
+            if self._hash[block] is None:
+                raise InvariantError(f"free KV block {block} acquired: it holds nothing")
+            self._policy.remove(block)
+        self._references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One holder less for each; give a chain deepest block first. Registered blocks stay cached."""
+        for block in blocks:
+            count = self._references[block] - 1
+            if count < 0:
+                raise InvariantError(f"KV block {block} released more often than it was taken")
+            self._references[block] = count
+            if count == 0:
+                key = self._hash[block]
+                if key is None:
+                    self._free.append(block)
+                else:
+                    self._policy.add(block, key)
+
+    # ---- the prefix index
+
+    def lookup(self, key: bytes) -> int:
+        """The block registered under `key`, or NO_BLOCK. Takes no reference."""
+        return self._index.get(key, NO_BLOCK)
+
+    def register(self, block: int, key: bytes, parent: int) -> None:
+        """Let others find a full block under `key`. `parent` is the registered block before it, or NO_BLOCK."""
+        if key in self._index or self._hash[block] is not None:
+            raise InvariantError(f"KV block {block} registered twice")
+        if self._references[block] == 0:
+            raise InvariantError(f"KV block {block} registered while nobody holds it")
+        self._hash[block] = key
+        self._index[key] = block
+        if self.chained and parent != NO_BLOCK:
+            if self._hash[parent] is None:
+                raise InvariantError(f"KV block {block} registered behind unregistered parent {parent}")
+            self._parent[block] = parent
+            self._children[parent] += 1
+
+    def drop_cached(self) -> int:
+        """Evict everything that nobody uses; returns how many blocks that freed."""
+        dropped = 0
+        while len(self._policy):
+            block = self._policy.pop()
+            self._forget(block)
+            self._free.append(block)
+            dropped += 1
+        return dropped
+
+    def _forget(self, block: int) -> None:
+        key = self._hash[block]
+        if key is None:
+            raise InvariantError(f"KV block {block} evicted but never registered")
+        if self._children[block]:
+            raise InvariantError(f"KV block {block} evicted before its {self._children[block]} children")
+        del self._index[key]
+        self._hash[block] = None
+        parent = self._parent[block]
+        if parent != NO_BLOCK:
+            self._children[parent] -= 1
+            self._parent[block] = NO_BLOCK
+
+    # ---- self-examination
+
+    def check(self) -> None:
+        """Verify every invariant; O(blocks). An idle engine calls it."""
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise InvariantError("a KV block is in the free list twice")
+        children = [0] * self.num_blocks
+        idle = 0
+        for block in range(self.num_blocks):
+            key, references = self._hash[block], self._references[block]
+            if (block in free) != (references == 0 and key is None):
+                raise InvariantError(f"KV block {block} is in the wrong state: references {references}, hash {key!r}")
+            idle += references == 0 and key is not None
+            if key is not None and self._index.get(key) != block:
+                raise InvariantError(f"KV block {block} is not the one its hash leads to")
+            if self._parent[block] != NO_BLOCK:
+                children[self._parent[block]] += 1
+                if self._hash[self._parent[block]] is None:
+                    raise InvariantError(f"KV block {block} is stranded behind an evicted parent")
+        if children != self._children:
+            raise InvariantError("child counts of KV blocks do not add up")
+        if idle != len(self._policy) or sum(k is not None for k in self._hash) != len(self._index):
+            raise InvariantError("the eviction policy or the prefix index has lost track of a KV block")

@@ -1,0 +1,53 @@
+"""Which idle cached block gives up its place: policies behind one small interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+
+
+class EvictionPolicy(ABC):
+    """Orders the blocks that hold a cached prefix and are used by nobody.
+
+    The pool calls `add` when a block becomes idle, `remove` when it is used again, and `pop` for a victim. The pool
+    releases a chain deepest block first and never holds a child without its parent, so an order by time of `add`
+    always yields children before parents; a policy with another order must keep that property itself.
+    """
+
+    @abstractmethod
+    def add(self, block: int, key: bytes) -> None:
+        """`block`, caching the prefix named `key`, is idle from now on."""
+
+    @abstractmethod
+    def remove(self, block: int) -> None:
+        """`block` is in use again, or no longer caches anything."""
+
+    @abstractmethod
+    def pop(self) -> int:
+        """Take out and return the block to evict next; only called when there is one."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Idle cached blocks."""
+
+
+class LRU(EvictionPolicy):
+    """Least recently used first; O(1)."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, block: int, key: bytes) -> None:
+        self._blocks[block] = None
+
+    def remove(self, block: int) -> None:
+        del self._blocks[block]
+
+    def pop(self) -> int:
+        return self._blocks.popitem(last=False)[0]
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+
+EVICTION_POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU}

@@ -1,0 +1,48 @@
+"""Names for prefixes: a chain of keyed hashes over full blocks of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections.abc import Iterable
+
+from quire.kvcache.table import SequenceKV
+
+_DIGEST_BYTES = 16
+
+
+class HashChain:
+    """Hashes block i from its tokens and the hash of block i-1, so equal hashes mean equal prefixes.
+
+    BLAKE2b with a secret key drawn per engine: 128 bits make an accidental collision unthinkable, and the key keeps
+    anyone outside from preparing one on purpose.
+    """
+
+    def __init__(self, block_size: int, secret: bytes | None = None) -> None:
+        self.block_size = block_size
+        self._secret = secrets.token_bytes(32) if secret is None else secret
+
+    def extend(self, kv: SequenceKV, tokens: list[int], num_tokens: int) -> list[bytes]:
+        """The chain over the full blocks in the first `num_tokens` of `tokens`, hashing only what is new."""
+        size = self.block_size
+        hashes = kv.hashes
+        full = num_tokens // size
+        if len(hashes) < full:
+            parent = hashes[-1] if hashes else kv.key
+            for i in range(len(hashes), full):
+                content = array("q", tokens[i * size : (i + 1) * size]).tobytes()
+                parent = hashlib.blake2b(parent + content, digest_size=_DIGEST_BYTES, key=self._secret).digest()
+                hashes.append(parent)
+        return hashes
+
+
+def cache_key(parts: Iterable[str]) -> bytes:
+    """Root of a chain from salt, adapter, tenant …: unambiguous whatever the parts contain."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    empty = True
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+        empty = False
+    return b"" if empty else digest.digest()

@@ -1,0 +1,46 @@
+"""What the cache keeps for one sequence: block tables, hash chain, how much of it others may find."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """Logical-to-physical map of one sequence in one cache group, and from where the worker's copy is stale."""
+
+    blocks: list[int] = field(default_factory=list)
+    first_live: int = 0
+    """Entries before this one have left a sliding window: they are NO_BLOCK and hold nothing."""
+    dirty_from: int = 0
+
+    def replace(self, index: int, block: int) -> None:
+        self.blocks[index] = block
+        if index < self.dirty_from:
+            self.dirty_from = index
+
+    def take_dirty(self) -> tuple[int, list[int]]:
+        """(start, blocks) that the worker has not been told of yet; they count as told from now on."""
+        start = self.dirty_from
+        self.dirty_from = len(self.blocks)
+        return start, self.blocks[start:]
+
+
+@dataclass(slots=True)
+class SequenceKV:
+    """A sequence's hold on the cache. `key` roots its hash chain: different keys never share blocks."""
+
+    key: bytes = b""
+    tables: list[BlockTable] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    """Chain over the full blocks of known tokens, extended lazily."""
+    num_registered: int = 0
+    """Leading blocks that have been offered to the prefix index."""
+
+
+@dataclass(slots=True)
+class PrefixMatch:
+    """A cached prefix: how many tokens, and its blocks in every group (NO_BLOCK where a window has passed)."""
+
+    num_tokens: int = 0
+    blocks: list[list[int]] = field(default_factory=list)

@@ -1,0 +1,109 @@
+"""What one step does and what came of it: the only words that scheduler and worker exchange.
+
+Both are plain data (ints, lists, bytes), so any transport can carry them. The scheduler names the rows, so every
+rank of a sharded executor agrees on them without talking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.sampling.params import SamplingParams
+
+DEVICE = "device"
+
+
+@dataclass(slots=True)
+class RowStart:
+    """A sequence takes a row of the request table: all that the worker will ever need to know of it."""
+
+    row: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    sequence_index: int
+    stop_ids: list[int] = field(default_factory=list)
+    """Ids that may not be drawn before `min_tokens` (end of sequence and the request's stop ids)."""
+    bad_words: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class TableDiff:
+    """Entries of one row's block table from `start` on; the worker's copy is overwritten from there."""
+
+    row: int
+    group: int
+    start: int
+    blocks: list[int]
+
+
+@dataclass(slots=True)
+class BlockCopy:
+    """Copy one block; done before the forward pass. Tiers are names such as "device", "host"."""
+
+    group: int
+    source: int
+    target: int
+    source_tier: str = DEVICE
+    target_tier: str = DEVICE
+
+
+@dataclass(slots=True)
+class PlanEntry:
+    """Compute `num_tokens` more tokens of the sequence in `row`, the first of them at position `start`."""
+
+    row: int
+    start: int
+    num_tokens: int
+    sample: bool
+    """Draw the token after the last computed one (false in the middle of a prompt)."""
+    drafts: list[int] = field(default_factory=list)
+    """Proposed tokens: the last len(drafts) of `num_tokens`; their values are not in the table yet."""
+    prompt_logprobs_from: int | None = None
+    """First position of this chunk whose logits are wanted for prompt log-probabilities."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. The worker applies, in order: freed rows, starts, table diffs, copies; then runs the entries."""
+
+    step: int
+    freed_rows: list[int] = field(default_factory=list)
+    starts: list[RowStart] = field(default_factory=list)
+    diffs: list[TableDiff] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    entries: list[PlanEntry] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.entries)
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probability and rank of one token, and the most likely ids at its position with theirs."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(slots=True)
+class EntryResult:
+    """What one plan entry gave: 0 to k tokens, or an error that concerns this sequence alone."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Results in the order of the plan's entries."""
+
+    step: int
+    entries: list[EntryResult]

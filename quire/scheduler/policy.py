@@ -1,0 +1,48 @@
+"""What fills a step first. A policy names the phases in order; the scheduler knows how to do each."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+
+
+class Phase(enum.Enum):
+    DECODE = "decode"
+    """Running sequences that lack one token."""
+    PREFILL = "prefill"
+    """Running sequences in the middle of a prompt."""
+    ADMIT = "admit"
+    """Waiting requests."""
+
+
+class BatchingPolicy(ABC):
+    @abstractmethod
+    def phases(self) -> tuple[Phase, ...]:
+        """Phases in the order in which they take tokens from the step's budget."""
+
+    @abstractmethod
+    def goes_on(self, done: Phase, num_tokens: int) -> bool:
+        """After phase `done`, with `num_tokens` planned so far: look at the next phase?"""
+
+
+class DecodeFirst(BatchingPolicy):
+    """Nobody who is streaming waits for a prompt; prompts fill what is left of the budget."""
+
+    def phases(self) -> tuple[Phase, ...]:
+        return (Phase.DECODE, Phase.PREFILL, Phase.ADMIT)
+
+    def goes_on(self, done: Phase, num_tokens: int) -> bool:
+        return True
+
+
+class PrefillFirst(BatchingPolicy):
+    """Prompts go before everything and are not mixed with decoding: best time to first token, worst stutter."""
+
+    def phases(self) -> tuple[Phase, ...]:
+        return (Phase.PREFILL, Phase.ADMIT, Phase.DECODE)
+
+    def goes_on(self, done: Phase, num_tokens: int) -> bool:
+        return done is not Phase.ADMIT or num_tokens == 0
+
+
+BATCHING_POLICIES: dict[str, type[BatchingPolicy]] = {"decode-first": DecodeFirst, "prefill-first": PrefillFirst}

@@ -1,0 +1,116 @@
+"""A request, its sequences and their life cycle.
+
+A sequence's progress is two numbers: the tokens it knows and the tokens it has KV for. Everything that happens to
+it (a chunk of prompt, a cache hit, a preemption, a refused draft) is a change of those.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as TokenSequence
+from dataclasses import dataclass, field
+
+from quire.kvcache.table import SequenceKV
+from quire.sampling.params import SamplingParams
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(str, enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One stream of tokens of a request.
+
+    `num_computed` counts tokens whose KV exists or is being written by a submitted plan; `num_confirmed` those whose
+    step has come back; `num_pending` tokens drawn by a submitted plan whose values the host does not have yet.
+    """
+
+    request: Request
+    index: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    num_computed: int = 0
+    num_confirmed: int = 0
+    num_pending: int = 0
+    kv: SequenceKV = field(default_factory=SequenceKV)
+    row: int = -1
+    epoch: int = 0
+    """Raised when the sequence leaves its row, so that late results of the old row are dropped."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens plus those in flight."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_to_compute(self) -> int:
+        return len(self.tokens) + self.num_pending - self.num_computed
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def rewind(self) -> None:
+        """Leave the row with no KV: what preemption by recompute does, once the cache took the blocks back."""
+        self.num_computed = self.num_confirmed = self.num_pending = 0
+        self.row = -1
+        self.epoch += 1
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt with its parameters, waiting, running or finished as one."""
+
+    request_id: str
+    prompt_token_ids: TokenSequence[int]
+    params: SamplingParams
+    seed: int
+    arrival_time: float
+    eos_token_ids: frozenset[int] = frozenset()
+    bad_words: list[list[int]] = field(default_factory=list)
+    priority: int = 0
+    """Lower goes first, as in vLLM."""
+    cache_key: bytes = b""
+    """Root of the hash chain: salt, adapter, tenant; requests that differ here never share KV."""
+    arrival_index: int = 0
+    status: Status = Status.WAITING
+    sequences: list[Sequence] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache when the request was first admitted."""
+    num_preemptions: int = 0
+    prompt_logprobs_done: int = 0
+    first_scheduled_time: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sequences:
+            tokens = list(self.prompt_token_ids)
+            self.sequences = [Sequence(self, 0, tokens, len(tokens), kv=SequenceKV(self.cache_key))]
+
+    @property
+    def live(self) -> list[Sequence]:
+        return [seq for seq in self.sequences if seq.finish_reason is None]
+
+    @property
+    def finished(self) -> bool:
+        return all(seq.finish_reason is not None for seq in self.sequences)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        ids = frozenset(self.params.stop_token_ids or ())
+        return ids if self.params.ignore_eos else ids | self.eos_token_ids
