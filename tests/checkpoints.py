@@ -49,7 +49,13 @@ _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
-        {**SMALL, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+        {
+            **SMALL,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 16,
+            "tie_word_embeddings": True,
+        }
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "opt": ("OPTConfig", "OPTForCausalLM", _SMALL_OPT),
@@ -81,7 +87,9 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     return model
 
 
-def make_checkpoint(folder: Path, family: str = "llama", *, seed: int = 0, shards: int = 1, **overrides: Any) -> Any:
+def make_checkpoint(
+    folder: Path, family: str = "llama", *, seed: int = 0, shards: int = 1, **overrides: Any
+) -> Any:
     """Save such a model as config.json and one or several safetensors files; returns the model."""
     model = make_model(family, seed, **overrides)
     total = sum(weight.numel() * 4 for weight in model.parameters())

@@ -19,7 +19,9 @@ class PagedDriver:
     belongs to nobody: a decoder that read behind its window would read another sequence's keys.
     """
 
-    def __init__(self, decoder: Decoder, *, block_size: int = 16, num_blocks: int = 64, seed: int = 0) -> None:
+    def __init__(
+        self, decoder: Decoder, *, block_size: int = 16, num_blocks: int = 64, seed: int = 0
+    ) -> None:
         self.decoder = decoder
         self.block_size = block_size
         self._groups = decoder.spec.cache_groups()

@@ -37,7 +37,9 @@ class Attention:
         else:
             (self.out if part == "out" else self.qkv).receive(part, kind, tensor)
 
-    def __call__(self, x: Tensor, ctx: StepContext, cache: LayerCache, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, ctx: StepContext, cache: LayerCache, residual: Tensor | None = None
+    ) -> Tensor:
         s = self._spec
         qkv = self.qkv(x, ctx)
         self._ops.rope_and_cache(

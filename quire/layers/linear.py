@@ -16,12 +16,16 @@ class Linear:
     is there the buffer is packed and released. Peak memory is the packed weights plus one such buffer.
     """
 
-    def __init__(self, ops: Ops, parts: dict[str, int], in_features: int, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, ops: Ops, parts: dict[str, int], in_features: int, bias: bool, dtype: torch.dtype
+    ) -> None:
         self._ops = ops
         self._parts = parts
         self._in_features = in_features
         self._dtype = dtype
-        self._missing = {(part, kind) for part in parts for kind in (("weight", "bias") if bias else ("weight",))}
+        self._missing = {
+            (part, kind) for part in parts for kind in (("weight", "bias") if bias else ("weight",))
+        }
         self._weight: Tensor | None = None
         self._bias: Tensor | None = torch.empty(sum(parts.values()), dtype=dtype) if bias else None
         self._packed: PackedLinear | None = None

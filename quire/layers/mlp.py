@@ -17,7 +17,9 @@ class Mlp:
     def __init__(self, ops: Ops, spec: MlpSpec, hidden: int, dtype: torch.dtype) -> None:
         self._ops = ops
         self._spec = spec
-        parts = {"gate": spec.intermediate, "up": spec.intermediate} if spec.gated else {"up": spec.intermediate}
+        parts = (
+            {"gate": spec.intermediate, "up": spec.intermediate} if spec.gated else {"up": spec.intermediate}
+        )
         self.up = Linear(ops, parts, hidden, spec.bias, dtype)
         self.down = Linear(ops, {"down": hidden}, spec.intermediate, spec.bias, dtype)
 

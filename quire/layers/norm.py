@@ -16,7 +16,9 @@ class Norm:
         self._ops = ops
         self._spec = spec
         self.weight = torch.ones(size)
-        self.bias: Tensor | None = torch.zeros(size) if spec.kind == "layer" and spec.affine and spec.bias else None
+        self.bias: Tensor | None = (
+            torch.zeros(size) if spec.kind == "layer" and spec.affine and spec.bias else None
+        )
 
     @property
     def eps(self) -> float:

@@ -24,7 +24,9 @@ def rope_table(spec: RopeSpec, length: int) -> Tensor:
     table = torch.empty(length, spec.rotary_dim)
     for rows in torch.arange(length).split(_ROWS_AT_ONCE):
         angles = (rows.to(torch.float32)[:, None] * frequencies[rows]).to(torch.float64)
-        table[rows] = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(spec.attention_factor).to(torch.float32)
+        table[rows] = (
+            torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(spec.attention_factor).to(torch.float32)
+        )
     return table
 
 

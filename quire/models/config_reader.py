@@ -53,7 +53,9 @@ class ConfigReader:
         raise ModelLoadError(f"config.json of {self.architecture}: {field} {why}")
 
     def refuse(self, field: str, value: object, hint: str = "") -> NoReturn:
-        raise UnsupportedModelError(f"config.json of {self.architecture}: {field}={value!r} is not supported{hint}")
+        raise UnsupportedModelError(
+            f"config.json of {self.architecture}: {field}={value!r} is not supported{hint}"
+        )
 
     def get(self, field: str) -> Any:
         return self._config.get(field)
@@ -101,7 +103,9 @@ class ConfigReader:
         heads = self.size("num_attention_heads", most=65536)
         kv_heads = self.size("num_key_value_heads", heads, most=65536)
         if heads % kv_heads:
-            self.fail("num_key_value_heads", f"must divide num_attention_heads: {kv_heads} does not divide {heads}")
+            self.fail(
+                "num_key_value_heads", f"must divide num_attention_heads: {kv_heads} does not divide {heads}"
+            )
         if self.get("head_dim") is None and default_head_dim is None and hidden % heads:
             self.fail("num_attention_heads", f"must divide hidden_size: {heads} does not divide {hidden}")
         return heads, kv_heads, self.size("head_dim", default_head_dim or hidden // heads, most=65536)
@@ -137,7 +141,9 @@ class ConfigReader:
                 self.refuse("rope_parameters", sorted(fields), "; one rotation for all layers is")
             fields = fields.get(layer_type) or {}
         theta = fields.get("rope_theta")
-        theta = positive(self, "rope_theta", self.get("rope_theta") if theta is None else theta, default_theta)
+        theta = positive(
+            self, "rope_theta", self.get("rope_theta") if theta is None else theta, default_theta
+        )
         return read_rope(self, fields, theta, head_dim)
 
 
@@ -190,10 +196,16 @@ def _scaled_rope(
     factor = positive(reader, "rope_parameters.factor", fields.get("factor"), ratio)
     if kind == "dynamic" and head_dim < 4:
         reader.fail("head_dim", "must be at least 4 for dynamic rope scaling")
-    low = positive(reader, "low_freq_factor", fields.get("low_freq_factor"), None if kind == "llama3" else 1.0)
-    high = positive(reader, "high_freq_factor", fields.get("high_freq_factor"), None if kind == "llama3" else 4.0)
+    low = positive(
+        reader, "low_freq_factor", fields.get("low_freq_factor"), None if kind == "llama3" else 1.0
+    )
+    high = positive(
+        reader, "high_freq_factor", fields.get("high_freq_factor"), None if kind == "llama3" else 4.0
+    )
     if high <= low:
-        reader.fail("rope_parameters.high_freq_factor", f"must be above low_freq_factor: {high} is not above {low}")
+        reader.fail(
+            "rope_parameters.high_freq_factor", f"must be above low_freq_factor: {high} is not above {low}"
+        )
     return RopeSpec(
         theta,
         head_dim,

@@ -81,7 +81,9 @@ class Decoder:
         self._build_ends()
         ropes = [rope_table(rope, self.max_model_len) for rope in spec.ropes]
         groups = spec.group_of_layer()
-        self.layers = [self._build_layer(index, ropes, groups[index]) for index in range(first_layer, last_layer)]
+        self.layers = [
+            self._build_layer(index, ropes, groups[index]) for index in range(first_layer, last_layer)
+        ]
 
     def _build_ends(self) -> None:
         spec, ops, dtype = self.spec, self.ops, self._dtype
@@ -92,8 +94,12 @@ class Decoder:
             self.head = Linear(ops, {"": spec.vocab_size}, spec.embed_dim, False, dtype)
         table = spec.positions
         self.positions = Embedding(ops, table.rows, spec.hidden_size, dtype) if table else None
-        self.embed_in = Linear(ops, {"": spec.hidden_size}, spec.embed_dim, False, dtype) if projected else None
-        self.embed_out = Linear(ops, {"": spec.embed_dim}, spec.hidden_size, False, dtype) if projected else None
+        self.embed_in = (
+            Linear(ops, {"": spec.hidden_size}, spec.embed_dim, False, dtype) if projected else None
+        )
+        self.embed_out = (
+            Linear(ops, {"": spec.embed_dim}, spec.hidden_size, False, dtype) if projected else None
+        )
         self.final_norm = Norm(ops, spec.final_norm, spec.hidden_size) if spec.final_norm else None
 
     def _build_layer(self, index: int, ropes: list[Tensor], group: int) -> DecoderLayer:
@@ -166,7 +172,9 @@ class Decoder:
         """As `forward`, with the named hidden states beside: "embed", or "layers.i" for what layer i puts out."""
         unknown = set(capture) - {"embed"} - {f"layers.{i}" for i in range(self.first_layer, self.last_layer)}
         if unknown:
-            raise ConfigError(f"no hidden state is called {sorted(unknown)[0]!r}: use embed or layers.<index>")
+            raise ConfigError(
+                f"no hidden state is called {sorted(unknown)[0]!r}: use embed or layers.<index>"
+            )
         captured: dict[str, Tensor] = {}
         hidden = self._embed(x, ctx) if self.is_first else x
         if "embed" in capture:

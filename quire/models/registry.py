@@ -7,11 +7,13 @@ from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.config_reader import ConfigReader
-from quire.models.families import llama
+from quire.models.families import gemma3, gpt2, llama, mistral, opt, qwen2, qwen3
 from quire.models.family import Family
 from quire.models.spec import DecoderSpec
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (llama.FAMILY,)}
+FAMILIES: dict[str, Family] = {
+    room.FAMILY.architecture: room.FAMILY for room in (llama, mistral, qwen2, qwen3, gemma3, opt, gpt2)
+}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

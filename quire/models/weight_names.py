@@ -47,7 +47,9 @@ class WeightNames:
                     return tuple(f"layers.{index}.{part}.{kind}" for part in parts)
         raise KeyError(name)
 
-    def split(self, name: str, tensor: Tensor, spec_shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
+    def split(
+        self, name: str, tensor: Tensor, spec_shapes: Mapping[str, Shape]
+    ) -> Iterator[tuple[str, Tensor]]:
         """The decoder's parameters stored in one tensor, as views of it."""
         targets = self.targets(name)
         if targets and self._is_transposed(targets[0]) and tensor.dim() == 2:
@@ -67,7 +69,9 @@ class WeightNames:
         shapes: dict[str, Shape] = {}
         for target, shape in spec.parameters().items():
             name = self.stored_name(target)
-            rows = shape[0] + (shapes[name][-1 if self._is_transposed(target) else 0] if name in shapes else 0)
+            rows = shape[0] + (
+                shapes[name][-1 if self._is_transposed(target) else 0] if name in shapes else 0
+            )
             whole = (rows, *shape[1:])
             shapes[name] = whole[::-1] if self._is_transposed(target) else whole
         return shapes
@@ -83,7 +87,9 @@ class WeightNames:
     def _is_transposed(self, target: str) -> bool:
         """Whether a parameter (a weight, not a bias) is stored as [in, out]."""
         module, _, kind = target.rpartition(".")
-        return kind == "weight" and module.startswith("layers.") and module.split(".", 2)[2] in self.transposed
+        return (
+            kind == "weight" and module.startswith("layers.") and module.split(".", 2)[2] in self.transposed
+        )
 
 
 def _key_of(names: Mapping[str, str] | Mapping[str, str | tuple[str, ...]], wanted: str) -> str:
