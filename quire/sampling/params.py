@@ -203,9 +203,6 @@ class SamplingParams:
             raise _refuse("best_of", f"({self.best_of}) may not be below n ({self.n})")
         if self.stop and not self.detokenize:
             raise _refuse("stop", "needs text to look at: set detokenize=True, or use stop_token_ids")
-        if self.greedy and (self.best_of or self.n) > 1:
-            field = "n" if self.n > 1 else "best_of"
-            raise _refuse(field, "must be 1 when temperature is 0: greedy sequences would all be the same")
 
     @property
     def greedy(self) -> bool:
