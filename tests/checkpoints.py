@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, made with transformers, which is also the oracle they are checked with."""
+"""Tiny random checkpoints of every family, made with transformers, which is also their oracle."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ FAMILY_NAMES = tuple(_BASE)
 def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     """A tiny random transformers model of a family, in fp32 with eager attention, ready to be an oracle.
 
-    Every weight is random, norms and biases too: as transformers initialises them, half the mistakes would not show.
+    Norms and biases are random too: as transformers initialises them, half the mistakes would not show.
     """
     import transformers
 

@@ -1,4 +1,4 @@
-"""Drives a decoder by hand over a paged cache, so that tests choose batches, chunks, block sizes and placement."""
+"""Drives a decoder by hand over a paged cache: tests choose batches, chunks, block sizes and placement."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.models.decoder import Decoder
 class PagedDriver:
     """Sequences by number, their blocks handed out in shuffled order; works with any `Ops`.
 
-    Blocks wholly behind every layer's window are given back and reused, and the table then names block 0, which
-    belongs to nobody: a decoder that read behind its window would read another sequence's keys.
+    Blocks wholly behind every layer's window are given back and reused, and the table then names block 0,
+    which belongs to nobody: a decoder that read behind its window would read another sequence's keys.
     """
 
     def __init__(

@@ -11,9 +11,9 @@ from torch import Tensor
 class StepContext:
     """The step's metadata, built once per step and passed to every layer; there is no global copy of it.
 
-    Sequence `s` owns the tokens `query_start[s]:query_start[s+1]`, which are consecutive in it. Its last token
-    sees `context_len[s]` keys, itself included, so token `t` of `n` sees `context_len[s] - (n - 1 - t)` of them,
-    and the key at absolute position `p` lies in block `block_tables[g][s, p // block_size]`.
+    Sequence `s` owns the tokens `query_start[s]:query_start[s+1]`, which are consecutive in it. Its last
+    token sees `context_len[s]` keys, itself included, so token `t` of `n` sees `context_len[s] - (n - 1 -
+    t)` of them, and the key at absolute position `p` lies in block `block_tables[g][s, p // block_size]`.
     """
 
     positions: Tensor
@@ -23,7 +23,7 @@ class StepContext:
     context_len: Tensor
     """int32 [S]"""
     block_tables: tuple[Tensor, ...]
-    """One per cache group: int32 [S, max_blocks]. Entries past a sequence's keys are never read. Entries wholly
-    behind its window may name any block that exists (its content does not change the result, but must be finite)."""
+    """One per cache group: int32 [S, max_blocks]. Entries past a sequence's keys are never read. Those wholly
+    behind its window may name any block that exists: its content must be finite, but does not matter."""
     slots: tuple[Tensor, ...]
     """One per cache group: int64 [T], `block * block_size + offset` where the token's keys and values go."""

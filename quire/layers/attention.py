@@ -1,4 +1,4 @@
-"""Attention over the paged cache: project, norm and rotate, write the step's keys and values, attend, project out."""
+"""Attention over the paged cache: project, rotate, write the step's keys and values, attend, project out."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ class Attention:
     """One layer's attention; `rope` is the shared table of its rotation, `group` its cache group."""
 
     def __init__(
-        self, ops: Ops, spec: AttentionSpec, hidden: int, rope: Tensor | None, group: int, dtype: torch.dtype
+        self, ops: Ops, spec: AttentionSpec, rope: Tensor | None, group: int, dtype: torch.dtype
     ) -> None:
         self._ops = ops
         self._spec = spec
         self._rope = rope
         self._group = group
         self.shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.qkv = Linear(ops, {"q": q_width, "k": kv_width, "v": kv_width}, hidden, spec.qkv_bias, dtype)
-        self.out = Linear(ops, {"out": hidden}, q_width, spec.out_bias, dtype)
+        self.qkv = Linear(ops, ("q", "k", "v"), spec.qkv_bias, dtype)
+        self.out = Linear(ops, ("out",), spec.out_bias, dtype)
         self.q_norm = Norm(ops, spec.qk_norm, spec.head_dim) if spec.qk_norm else None
         self.k_norm = Norm(ops, spec.qk_norm, spec.head_dim) if spec.qk_norm else None
 

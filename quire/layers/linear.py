@@ -2,70 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from quire.attention.context import StepContext
+from quire.errors import InvariantError
 from quire.layers.ops import Ops, PackedLinear
 
 
 class Linear:
     """One projection, or several that share their input and are run as one (q, k and v; gate and up).
 
-    Parts are copied into one buffer as they arrive, so a source tensor can be dropped at once; when the last one
-    is there the buffer is packed and released. Peak memory is the packed weights plus one such buffer.
+    Parts wait as they came until the last one is there, then are joined, packed and let go of: peak memory
+    is the packed weights plus one layer's sources. Nothing is allocated from what a config says before the
+    tensors came.
     """
 
-    def __init__(
-        self, ops: Ops, parts: dict[str, int], in_features: int, bias: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, ops: Ops, parts: Sequence[str], bias: bool, dtype: torch.dtype) -> None:
         self._ops = ops
-        self._parts = parts
-        self._in_features = in_features
+        self._parts = tuple(parts)
+        self._bias = bias
         self._dtype = dtype
-        self._missing = {
-            (part, kind) for part in parts for kind in (("weight", "bias") if bias else ("weight",))
-        }
-        self._weight: Tensor | None = None
-        self._bias: Tensor | None = torch.empty(sum(parts.values()), dtype=dtype) if bias else None
+        self._waiting: dict[tuple[str, str], Tensor] = {}
         self._packed: PackedLinear | None = None
 
     @property
     def packed(self) -> PackedLinear:
         if self._packed is None:
-            raise RuntimeError(f"linear layer used before its weights came: {sorted(self._missing)}")
+            raise InvariantError(f"a linear layer of {self._parts} was used before its weights came")
         return self._packed
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         """Take one stored tensor, of the shape the spec declared."""
+        self._waiting[part, kind] = tensor
+        if len(self._waiting) == len(self._parts) * (2 if self._bias else 1):
+            weight = self._joined("weight")
+            self._packed = self._ops.pack_linear(weight, self._joined("bias") if self._bias else None)
+
+    def _joined(self, kind: str) -> Tensor:
+        parts = [self._waiting.pop((part, kind)) for part in self._parts]
+        if len(parts) == 1:
+            return parts[0].to(self._dtype).contiguous()
+        joined = torch.empty(sum(part.shape[0] for part in parts), *parts[0].shape[1:], dtype=self._dtype)
         start = 0
-        for name, rows in self._parts.items():
-            if name == part:
-                break
-            start += rows
-        if kind == "bias" and self._bias is not None:
-            self._bias[start : start + self._parts[part]].copy_(tensor)
-        elif len(self._parts) == 1 and tensor.dtype == self._dtype and tensor.is_contiguous():
-            self._weight = tensor
-        else:
-            if self._weight is None:
-                self._weight = torch.empty(sum(self._parts.values()), self._in_features, dtype=self._dtype)
-            self._weight[start : start + self._parts[part]].copy_(tensor)
-        self._missing.discard((part, kind))
-        if not self._missing and self._weight is not None:
-            self._packed = self._ops.pack_linear(self._weight, self._bias)
-            self._weight = self._bias = None
+        for part in parts:
+            joined[start : start + part.shape[0]].copy_(part)
+            start += part.shape[0]
+        return joined
 
     def __call__(self, x: Tensor, ctx: StepContext | None, residual: Tensor | None = None) -> Tensor:
-        """x W^T (+ bias) (+ residual). The step's context is there for layers that add adapters to some rows."""
+        """x W^T (+ bias) (+ residual). The step's context is for layers that add adapters to some rows."""
         return self._ops.linear(x, self.packed, residual)
 
 
 class Embedding(Linear):
-    """A table of rows: token or position embeddings. As a tied head, the same packed table is also projected on."""
+    """A table of rows: token or position embeddings. A tied head projects on the same packed table."""
 
-    def __init__(self, ops: Ops, rows: int, width: int, dtype: torch.dtype) -> None:
-        super().__init__(ops, {"": rows}, width, False, dtype)
+    def __init__(self, ops: Ops, dtype: torch.dtype) -> None:
+        super().__init__(ops, ("",), False, dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self._ops.embed(ids, self.packed)

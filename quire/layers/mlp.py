@@ -14,14 +14,11 @@ from quire.layers.spec import MlpSpec
 class Mlp:
     """down(act(gate) * up) or down(act(up)); gate and up are one projection."""
 
-    def __init__(self, ops: Ops, spec: MlpSpec, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(self, ops: Ops, spec: MlpSpec, dtype: torch.dtype) -> None:
         self._ops = ops
         self._spec = spec
-        parts = (
-            {"gate": spec.intermediate, "up": spec.intermediate} if spec.gated else {"up": spec.intermediate}
-        )
-        self.up = Linear(ops, parts, hidden, spec.bias, dtype)
-        self.down = Linear(ops, {"down": hidden}, spec.intermediate, spec.bias, dtype)
+        self.up = Linear(ops, ("gate", "up") if spec.gated else ("up",), spec.bias, dtype)
+        self.down = Linear(ops, ("down",), spec.bias, dtype)
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         (self.down if part == "down" else self.up).receive(part, kind, tensor)

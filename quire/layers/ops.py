@@ -1,4 +1,4 @@
-"""The compute operations the layers need: one implementation per device, chosen once when a model is built."""
+"""The compute operations the layers need: one implementation per device, chosen when a model is built."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class HeadShape:
 class LayerCache:
     """The paged keys and values of one layer.
 
-    The layout belongs to the `Ops` that allocated it; the block is always the first dimension, so that copying a
-    block is one slice. On a CPU keys are stored transposed inside the block so that scores vectorise over keys:
-    k [num_blocks, Hkv, head_dim, block_size], v [num_blocks, Hkv, block_size, head_dim].
+    The layout belongs to the `Ops` that allocated it; the block is always the first dimension, so that
+    copying a block is one slice. On a CPU keys are stored transposed inside the block so that scores
+    vectorise over keys: k [num_blocks, Hkv, head_dim, block_size], v [num_blocks, Hkv, block_size, head_dim].
     """
 
     k: Tensor
@@ -51,9 +51,9 @@ class PackedLinear(Protocol):
 class Ops(Protocol):
     """Every operation a decoder runs. Activations are contiguous float32 [tokens, features] tensors on a CPU.
 
-    Contract in fp32: each output element is reduced in an order fixed by the element itself, so that its bits do
-    not depend on the other tokens of the step, on chunking, on the block size or on the number of threads. A packed
-    weight goes back only to the object that packed it, hence `Any` where one comes in.
+    Contract in fp32: each output element is reduced in an order fixed by the element itself, so that its
+    bits do not depend on the other tokens of the step, on chunking, on the block size or on the number of
+    threads. A packed weight goes back only to the object that packed it, hence `Any` where one comes in.
     """
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
@@ -65,7 +65,7 @@ class Ops(Protocol):
         ...
 
     def embed(self, ids: Tensor, w: Any) -> Tensor:
-        """Rows `ids` of a packed weight, exactly as they were before packing (tied head: one copy of both)."""
+        """Rows `ids` of a packed weight, exactly as before packing (a tied head is one copy of both)."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -92,7 +92,8 @@ class Ops(Protocol):
         k_norm: Tensor | None,
         norm_eps: float,
     ) -> None:
-        """In place on qkv [T, shape.width]: per-head RMS norm of q and k, rotation of both, k and v to the cache.
+        """In place on qkv [T, shape.width]: RMS norm of q and k heads, rotation of both, k and v to the
+        cache.
 
         `rope` is [max_pos, rotary_dim], cosines in the first half of a row and sines in the second, for the
         half-split ("neox") pairing of the first rotary_dim elements of a head; None rotates nothing.
@@ -110,7 +111,7 @@ class Ops(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """[T, Hq*hd]: causal attention over the cache; a window of w sees the last w keys, itself included."""
+        """[T, Hq*hd]: causal attention over the cache; a window of w is the last w keys, itself included."""
         ...
 
     def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:

@@ -16,14 +16,16 @@ _ROWS_AT_ONCE = 4096
 def rope_table(spec: RopeSpec, length: int) -> Tensor:
     """float32 [length, rotary_dim]: cosines of the rotary_dim / 2 pairs, then their sines.
 
-    Frequencies and angles are rounded to float32 where transformers rounds them, so that both turn by the same
-    angle at any position; cosine and sine are taken in float64, so that a row's bits depend on nothing but its
-    angle (a vectorised float32 cosine may round differently in the tail of a tensor).
+    Frequencies and angles are rounded to float32 where transformers rounds them, so that both turn by the
+    same angle at any position; cosine and sine are taken in float64, so that a row's bits depend on nothing
+    but its angle (a vectorised float32 cosine may round differently in the tail of a tensor).
     """
     frequencies = _frequencies(spec, length).expand(length, -1)
     table = torch.empty(length, spec.rotary_dim)
-    for rows in torch.arange(length).split(_ROWS_AT_ONCE):
-        angles = (rows.to(torch.float32)[:, None] * frequencies[rows]).to(torch.float64)
+    for start in range(0, length, _ROWS_AT_ONCE):
+        rows = slice(start, min(length, start + _ROWS_AT_ONCE))
+        positions = torch.arange(rows.start, rows.stop, dtype=torch.float32)
+        angles = (positions[:, None] * frequencies[rows]).to(torch.float64)
         table[rows] = (
             torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(spec.attention_factor).to(torch.float32)
         )
@@ -51,10 +53,11 @@ def _exponents(spec: RopeSpec) -> Tensor:
 def _dynamic(spec: RopeSpec, length: int) -> Tensor:
     """NTK scaling whose base grows with the sequence, made a function of the position alone.
 
-    Position p turns with the base of a sequence of p + 1 tokens (of the trained length, if that is more). So a
-    token's keys do not depend on how the sequence was chunked or on what came later, short sequences are as in
-    transformers, and longer ones as in its token-by-token decoding, where a key keeps the base it was made with.
-    (transformers' prefill of a longer prompt turns all of it with the base of the whole: it is path-dependent.)
+    Position p turns with the base of a sequence of p + 1 tokens (of the trained length, if that is more). So
+    a token's keys do not depend on how the sequence was chunked or on what came later, short sequences are
+    as in transformers, and longer ones as in its token-by-token decoding, where a key keeps the base it was
+    made with. (transformers' prefill of a longer prompt turns all of it with the base of the whole: it is
+    path-dependent.)
     """
     trained, dim = spec.original_max_positions, spec.rotary_dim
     lengths = torch.arange(1, length + 1, dtype=torch.float64).clamp_(min=trained)

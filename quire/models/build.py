@@ -13,6 +13,8 @@ from quire.errors import ModelLoadError
 from quire.layers.ops import Ops
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of, read_spec
+from quire.models.spec import Shape
+from quire.models.weight_names import WeightNames
 
 _NAMED_IN_MESSAGE = 4
 
@@ -29,8 +31,10 @@ def build_decoder(
     size: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """A ready decoder. `weights` yields (name as Hugging Face spells it, tensor) and may reuse memory afterwards
-    only if `ops.pack_linear` copies; each tensor is let go of as soon as its layer has packed it."""
+    """A ready decoder; `weights` yields (name as Hugging Face spells it, tensor).
+
+    Each tensor is let go of as soon as its layer has packed it.
+    """
     names = family_of(config).names
     spec = read_spec(config)
     decoder = Decoder(
@@ -46,18 +50,28 @@ def build_decoder(
     shapes = spec.parameters()
     extra: list[str] = []
     for source, tensor in weights:
-        try:
-            parts = list(names.split(source, tensor, shapes))
-        except KeyError:
+        if not _load_stored(decoder, names, source, tensor, shapes):
             extra.append(source)
-            continue
-        for name, part in parts:
-            if name == "head.weight" and spec.tied_head:
-                continue  # stored by some checkpoints beside the table it is tied to
-            decoder.load(name, part, source)
-        del tensor, parts
+        del tensor  # before the next one is made, not after
     _check_complete(decoder, [names.stored_name(name) for name in decoder.missing()], extra)
     return decoder
+
+
+def _load_stored(
+    decoder: Decoder, names: WeightNames, source: str, tensor: Tensor, shapes: Mapping[str, Shape]
+) -> bool:
+    """Hand one stored tensor to the decoder; False if the family has no such tensor."""
+    try:
+        parts = list(names.split(source, tensor, shapes))
+    except KeyError:
+        return False
+    for name, part in parts:
+        if name == "head.weight" and decoder.spec.tied_head:
+            continue  # stored by some checkpoints beside the table it is tied to
+        if name not in shapes:
+            return False
+        decoder.load(name, part, source)
+    return True
 
 
 def dummy_weights(config: Mapping[str, Any], seed: int = 0) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config field by field: what cannot be is refused by the field's name, nothing is guessed."""
+"""Reads a Hugging Face config field by field; what cannot be is refused by the field's name."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
-    "num_local_experts": (0, 1),
-    "num_experts": (0, 1),
-    "n_routed_experts": (0, 1),
+    "num_local_experts": (0,),
+    "num_experts": (0,),
+    "n_routed_experts": (0,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "use_bidirectional_attention": (False,),
@@ -36,7 +36,11 @@ _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
 """Features of related models that change the result and that no family here has: refused, never ignored."""
 
 MAX_LAYERS = 4096
-MAX_SIZE = 2**31 - 1
+MAX_HEADS = 65536
+MAX_HIDDEN = 2**20
+MAX_WIDTH = 2**24
+"""Of a vocabulary or an MLP. Limits far above any model: a corrupted config cannot ask for the moon."""
+MAX_POSITIONS = 2**26
 
 
 class ConfigReader:
@@ -66,7 +70,7 @@ class ConfigReader:
         if value is not None and value not in values:
             self.refuse(field, value)
 
-    def size(self, field: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+    def size(self, field: str, default: int | None = None, most: int = MAX_WIDTH) -> int:
         """A positive integer."""
         value = self.get(field)
         value = default if value is None else value
@@ -100,18 +104,18 @@ class ConfigReader:
 
     def heads(self, hidden: int, default_head_dim: int | None = None) -> tuple[int, int, int]:
         """(query heads, key-value heads, head size)."""
-        heads = self.size("num_attention_heads", most=65536)
-        kv_heads = self.size("num_key_value_heads", heads, most=65536)
+        heads = self.size("num_attention_heads", most=MAX_HEADS)
+        kv_heads = self.size("num_key_value_heads", heads, most=MAX_HEADS)
         if heads % kv_heads:
             self.fail(
                 "num_key_value_heads", f"must divide num_attention_heads: {kv_heads} does not divide {heads}"
             )
         if self.get("head_dim") is None and default_head_dim is None and hidden % heads:
             self.fail("num_attention_heads", f"must divide hidden_size: {heads} does not divide {hidden}")
-        return heads, kv_heads, self.size("head_dim", default_head_dim or hidden // heads, most=65536)
+        return heads, kv_heads, self.size("head_dim", default_head_dim or hidden // heads, most=MAX_HEADS)
 
     def layer_windows(self, num_layers: int, window: int | None, default: Sequence[bool]) -> list[int | None]:
-        """Each layer's window, from `layer_types` where the config has it, else by `default` (True: windowed)."""
+        """Each layer's window: by `layer_types` if the config has it, else by `default` (True: windowed)."""
         types = self.get("layer_types")
         if types is None:
             windowed = list(default)
@@ -127,7 +131,8 @@ class ConfigReader:
         return [window if sliding else None for sliding in windowed]
 
     def rope(self, head_dim: int, layer_type: str | None = None, default_theta: float = 10000.0) -> RopeSpec:
-        """The rotation: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (transformers 4).
+        """The rotation: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers
+        4).
 
         `layer_type` picks one of a config that has several; without it such a config is refused.
         """
@@ -167,7 +172,7 @@ def read_rope(reader: ConfigReader, fields: Mapping[str, Any], theta: float, hea
 
 _ROPE_FIELDS: dict[RopeKind, tuple[str, ...]] = {
     "default": (),
-    "linear": ("factor",),
+    "linear": ("factor", "original_max_position_embeddings"),
     "dynamic": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
@@ -186,14 +191,16 @@ _ROPE_FIELDS: dict[RopeKind, tuple[str, ...]] = {
 def _scaled_rope(
     reader: ConfigReader, fields: Mapping[str, Any], theta: float, head_dim: int, kind: RopeKind
 ) -> RopeSpec:
-    limit = reader.size("max_position_embeddings")
+    limit = reader.size("max_position_embeddings", most=MAX_POSITIONS)
     trained = reader.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
     if kind == "dynamic" or trained is None:
-        # transformers takes the trained length of dynamic scaling from max_position_embeddings, whatever else is there
+        # transformers takes the trained length of dynamic scaling from max_position_embeddings in any case
         trained = limit
     trained = int(positive(reader, "original_max_position_embeddings", trained))
     ratio = limit / trained if kind == "yarn" else None
     factor = positive(reader, "rope_parameters.factor", fields.get("factor"), ratio)
+    if kind == "yarn" and theta <= 1:
+        reader.fail("rope_theta", f"must be above 1 for yarn, not {theta}")
     if kind == "dynamic" and head_dim < 4:
         reader.fail("head_dim", "must be at least 4 for dynamic rope scaling")
     low = positive(

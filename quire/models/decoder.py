@@ -25,8 +25,8 @@ class DecoderLayer:
         self, ops: Ops, spec: LayerSpec, hidden: int, rope: Tensor | None, group: int, dtype: torch.dtype
     ) -> None:
         self._placement = spec.placement
-        self.attn = Attention(ops, spec.attention, hidden, rope, group, dtype)
-        self.mlp = Mlp(ops, spec.mlp, hidden, dtype)
+        self.attn = Attention(ops, spec.attention, rope, group, dtype)
+        self.mlp = Mlp(ops, spec.mlp, dtype)
         self.attn_norm = Norm(ops, spec.norm, hidden)
         self.mlp_norm = Norm(ops, spec.norm, hidden)
         if spec.placement == "sandwich":
@@ -88,18 +88,11 @@ class Decoder:
     def _build_ends(self) -> None:
         spec, ops, dtype = self.spec, self.ops, self._dtype
         projected = spec.embed_dim != spec.hidden_size
-        self.embed = Embedding(ops, spec.vocab_size, spec.embed_dim, dtype)
-        self.head: Linear = self.embed
-        if not spec.tied_head:
-            self.head = Linear(ops, {"": spec.vocab_size}, spec.embed_dim, False, dtype)
-        table = spec.positions
-        self.positions = Embedding(ops, table.rows, spec.hidden_size, dtype) if table else None
-        self.embed_in = (
-            Linear(ops, {"": spec.hidden_size}, spec.embed_dim, False, dtype) if projected else None
-        )
-        self.embed_out = (
-            Linear(ops, {"": spec.embed_dim}, spec.hidden_size, False, dtype) if projected else None
-        )
+        self.embed = Embedding(ops, dtype)
+        self.head: Linear = self.embed if spec.tied_head else Linear(ops, ("",), False, dtype)
+        self.positions = Embedding(ops, dtype) if spec.positions else None
+        self.embed_in = Linear(ops, ("",), False, dtype) if projected else None
+        self.embed_out = Linear(ops, ("",), False, dtype) if projected else None
         self.final_norm = Norm(ops, spec.final_norm, spec.hidden_size) if spec.final_norm else None
 
     def _build_layer(self, index: int, ropes: list[Tensor], group: int) -> DecoderLayer:
@@ -135,8 +128,8 @@ class Decoder:
             raise ModelLoadError(f"tensor {shown!r} is in the checkpoint twice: remove one of its files")
         if tuple(tensor.shape) != self._shapes[name]:
             raise ModelLoadError(
-                f"tensor {shown!r} has shape {tuple(tensor.shape)}, but the config asks for {self._shapes[name]}: "
-                "config.json and the weights are not of the same model"
+                f"tensor {shown!r} has shape {tuple(tensor.shape)}, but the config asks for "
+                f"{self._shapes[name]}: config.json and the weights are not of the same model"
             )
         if not tensor.is_floating_point():
             raise ModelLoadError(f"tensor {shown!r} has type {tensor.dtype}, but weights are floating point")
@@ -160,7 +153,7 @@ class Decoder:
         ]
 
     def forward(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> Tensor:
-        """Token ids [T] (first stage) or hidden rows [T, hidden] to the hidden rows after the last layer owned.
+        """Token ids [T] (first stage) or hidden rows [T, hidden] to the rows after the last layer owned.
 
         The final norm is part of `logits`, so that it runs only on the rows that are asked for.
         """
@@ -169,7 +162,7 @@ class Decoder:
     def forward_capturing(
         self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache], capture: Sequence[str]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `forward`, with the named hidden states beside: "embed", or "layers.i" for what layer i puts out."""
+        """As `forward`, with the named hidden states: "embed", or "layers.i" for what layer i puts out."""
         unknown = set(capture) - {"embed"} - {f"layers.{i}" for i in range(self.first_layer, self.last_layer)}
         if unknown:
             raise ConfigError(
@@ -194,7 +187,7 @@ class Decoder:
         logits = self.head(hidden, ctx)
         cap = self.spec.logit_softcap
         if cap is not None:
-            # float64, because torch's float32 tanh rounds differently in the tail of a tensor, and so in another batch
+            # float64: torch's float32 tanh rounds differently in the tail of a tensor, so in another batch
             logits = (torch.tanh(logits.to(torch.float64) / cap) * cap).to(torch.float32)
         return logits
 
@@ -224,7 +217,7 @@ def _checked_length(spec: DecoderSpec, max_model_len: int | None) -> int:
     if spec.positions is not None and length + spec.positions.offset > spec.positions.rows:
         room = spec.positions.rows - spec.positions.offset
         raise ConfigError(
-            f"max_model_len {length} is more than the {room} learned positions of {spec.architecture}: lower it",
+            f"max_model_len {length} is more than the {room} positions this model learned: lower it",
             field="max_model_len",
         )
     return length

@@ -86,7 +86,7 @@ class DecoderSpec:
     ropes: tuple[RopeSpec, ...] = ()
     final_norm: NormSpec | None = None
     embed_dim: int = 0
-    """Width of the token embeddings; where it is not hidden_size they are projected in, and out before the head."""
+    """Width of the token embeddings; if not hidden_size, they are projected in, and out before the head."""
     embed_scale: float = 1.0
     positions: PositionSpec | None = None
     tied_head: bool = False

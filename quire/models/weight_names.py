@@ -17,8 +17,9 @@ if TYPE_CHECKING:  # reading a spec must not cost the import of torch
 class WeightNames:
     """How one family spells its weights.
 
-    `top` and `layer` map a checkpoint's module name (without `.weight` or `.bias`) to the decoder's; where it is a
-    tuple, the checkpoint stores these stacked in one tensor, in that order, along the output dimension.
+    `top` and `layer` map a checkpoint's module name (without `.weight` or `.bias`) to the decoder's; where
+    it is a tuple, the checkpoint stores these stacked in one tensor, in that order, along the output
+    dimension.
     """
 
     top: Mapping[str, str]
@@ -60,9 +61,9 @@ class WeightNames:
         rows = [spec_shapes[target][0] if target in spec_shapes else 0 for target in targets]
         if tensor.dim() == 0 or tensor.shape[0] != sum(rows):
             raise ModelLoadError(
-                f"tensor {name!r} has shape {tuple(tensor.shape)}, but the config asks for {sum(rows)} outputs"
+                f"tensor {name!r} has shape {tuple(tensor.shape)}, but the config asks for {sum(rows)} rows"
             )
-        yield from zip(targets, tensor.split(rows), strict=True)
+        yield from zip(targets, tensor.split(rows), strict=True)  # type: ignore[no-untyped-call]
 
     def stored(self, spec: DecoderSpec) -> dict[str, Shape]:
         """Name and shape of every tensor a checkpoint of this model must hold."""

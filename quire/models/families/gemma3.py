@@ -1,11 +1,18 @@
-"""Gemma 3 text: window and full layers in turn, each kind with its own rotation, and norms around every part."""
+"""Gemma 3 text: window and full layers, each kind with its own rotation; norms around every part."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec, RopeSpec
-from quire.models.config_reader import MAX_LAYERS, ConfigReader, positive, read_rope
+from quire.models.config_reader import (
+    MAX_HIDDEN,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    ConfigReader,
+    positive,
+    read_rope,
+)
 from quire.models.families import llama
 from quire.models.family import Family
 from quire.models.spec import DecoderSpec, LayerSpec
@@ -25,7 +32,7 @@ FULL_ROPE, WINDOW_ROPE = 0, 1
 
 
 def _ropes(c: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
-    """The full layers' rotation and the window layers', which has its own base and is never scaled in old configs."""
+    """The full layers' rotation and the window layers', which transformers 4 never scales."""
     fields = c.get("rope_parameters")
     if fields is None:
         scaling = c.get("rope_scaling") or {}
@@ -44,12 +51,14 @@ def _windows(c: ConfigReader) -> list[int | None]:
     count = c.size("num_hidden_layers", most=MAX_LAYERS)
     every = c.size("sliding_window_pattern", 6)
     return c.layer_windows(
-        count, c.size("sliding_window", 4096), [bool((i + 1) % every) for i in range(count)]
+        count,
+        c.size("sliding_window", 4096, most=MAX_POSITIONS),
+        [bool((i + 1) % every) for i in range(count)],
     )
 
 
 def read(c: ConfigReader) -> DecoderSpec:
-    hidden = c.size("hidden_size", 2304)
+    hidden = c.size("hidden_size", 2304, most=MAX_HIDDEN)
     heads, kv_heads, dim = c.heads(hidden, 256)
     norm = NormSpec("rms", c.number("rms_norm_eps", 1e-6), weight_offset=1.0)
     bias = c.flag("attention_bias", False)
@@ -83,7 +92,7 @@ def read(c: ConfigReader) -> DecoderSpec:
         c.architecture,
         vocab_size=c.size("vocab_size", 262_208),
         hidden_size=hidden,
-        max_positions=c.size("max_position_embeddings", 131_072),
+        max_positions=c.size("max_position_embeddings", 131_072, most=MAX_POSITIONS),
         layers=layers,
         ropes=_ropes(c, dim),
         final_norm=norm,

@@ -1,9 +1,9 @@
-"""GPT-2: learned positions, layer norms, plain GELU MLP; its weights are stored transposed and q, k, v in one."""
+"""GPT-2: learned positions, layer norms, plain GELU MLP; weights stored transposed, q, k and v in one."""
 
 from __future__ import annotations
 
 from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec
-from quire.models.config_reader import MAX_LAYERS, ConfigReader
+from quire.models.config_reader import MAX_HEADS, MAX_HIDDEN, MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.models.family import Family
 from quire.models.spec import DecoderSpec, LayerSpec, PositionSpec
 from quire.models.weight_names import WeightNames
@@ -31,8 +31,8 @@ NAMES = WeightNames(
 
 
 def read(c: ConfigReader) -> DecoderSpec:
-    hidden = c.size("n_embd", 768)
-    heads = c.size("n_head", 12, most=65536)
+    hidden = c.size("n_embd", 768, most=MAX_HIDDEN)
+    heads = c.size("n_head", 12, most=MAX_HEADS)
     if hidden % heads:
         c.fail("n_head", f"must divide n_embd: {heads} does not divide {hidden}")
     dim = hidden // heads
@@ -41,7 +41,7 @@ def read(c: ConfigReader) -> DecoderSpec:
     norm = NormSpec("layer", c.number("layer_norm_epsilon", 1e-5), bias=True)
     act = c.activation("activation_function", "gelu_new", gated=False)
     mlp = MlpSpec(c.size("n_inner", 4 * hidden), act, gated=False, bias=True)
-    limit = c.size("n_positions", 1024)
+    limit = c.size("n_positions", 1024, most=MAX_POSITIONS)
     layers = tuple(
         LayerSpec(
             AttentionSpec(

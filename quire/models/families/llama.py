@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec
-from quire.models.config_reader import MAX_LAYERS, ConfigReader
+from quire.models.config_reader import MAX_HIDDEN, MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.models.family import Family
 from quire.models.spec import DecoderSpec, LayerSpec
 from quire.models.weight_names import WeightNames
@@ -40,7 +40,7 @@ def llama_like(
     windows: Sequence[int | None] | None = None,
 ) -> DecoderSpec:
     """Pre-norm RMS layers, one rotation, gated MLP; `windows` has one entry per layer."""
-    hidden = c.size("hidden_size")
+    hidden = c.size("hidden_size", most=MAX_HIDDEN)
     heads, kv_heads, dim = c.heads(hidden, head_dim)
     norm = NormSpec("rms", c.number("rms_norm_eps", 1e-6))
     count = c.size("num_hidden_layers", most=MAX_LAYERS)
@@ -66,7 +66,7 @@ def llama_like(
         c.architecture,
         vocab_size=c.size("vocab_size"),
         hidden_size=hidden,
-        max_positions=c.size("max_position_embeddings", 2048),
+        max_positions=c.size("max_position_embeddings", most=MAX_POSITIONS),
         layers=layers,
         ropes=(c.rope(dim),),
         final_norm=norm,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.models.config_reader import MAX_LAYERS, ConfigReader
+from quire.models.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.models.families.llama import NAMES, llama_like
 from quire.models.family import Family
 from quire.models.spec import DecoderSpec
@@ -12,7 +12,7 @@ def read(c: ConfigReader) -> DecoderSpec:
     c.allow("attention_bias", False)
     c.allow("mlp_bias", False)
     count = c.size("num_hidden_layers", most=MAX_LAYERS)
-    window = None if c.get("sliding_window") is None else c.size("sliding_window")
+    window = None if c.get("sliding_window") is None else c.size("sliding_window", most=MAX_POSITIONS)
     windows = c.layer_windows(count, window, [window is not None] * count)
     return llama_like(c, qkv_bias=False, out_bias=False, windows=windows)
 

@@ -1,9 +1,9 @@
-"""OPT: learned positions, layer norms before (or, in the 350M, after) each part, plain ReLU MLP, biases everywhere."""
+"""OPT: learned positions, layer norms before (in the 350M after) each part, plain ReLU MLP, biases."""
 
 from __future__ import annotations
 
 from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec
-from quire.models.config_reader import MAX_LAYERS, ConfigReader
+from quire.models.config_reader import MAX_HIDDEN, MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.models.family import Family
 from quire.models.spec import DecoderSpec, LayerSpec, PositionSpec
 from quire.models.weight_names import WeightNames
@@ -35,7 +35,7 @@ POSITION_OFFSET = 2
 
 
 def read(c: ConfigReader) -> DecoderSpec:
-    hidden = c.size("hidden_size", 768)
+    hidden = c.size("hidden_size", 768, most=MAX_HIDDEN)
     c.allow("num_key_value_heads", c.get("num_attention_heads"))
     heads, kv_heads, dim = c.heads(hidden)
     if dim * heads != hidden:
@@ -55,7 +55,7 @@ def read(c: ConfigReader) -> DecoderSpec:
         norm,
         placement="pre" if before else "post",
     )
-    limit = c.size("max_position_embeddings", 2048)
+    limit = c.size("max_position_embeddings", 2048, most=MAX_POSITIONS)
     return DecoderSpec(
         c.architecture,
         vocab_size=c.size("vocab_size", 50272),
@@ -63,7 +63,7 @@ def read(c: ConfigReader) -> DecoderSpec:
         max_positions=limit,
         layers=(layer,) * c.size("num_hidden_layers", 12, most=MAX_LAYERS),
         final_norm=norm if before and not c.flag("_remove_final_layer_norm", False) else None,
-        embed_dim=c.size("word_embed_proj_dim", hidden),
+        embed_dim=c.size("word_embed_proj_dim", hidden, most=MAX_HIDDEN),
         positions=PositionSpec(limit + POSITION_OFFSET, POSITION_OFFSET),
         tied_head=c.flag("tie_word_embeddings", True),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.models.config_reader import MAX_LAYERS, ConfigReader
+from quire.models.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.models.families.llama import NAMES, llama_like
 from quire.models.family import Family
 from quire.models.spec import DecoderSpec
@@ -12,7 +12,7 @@ def upper_windows(c: ConfigReader) -> list[int | None]:
     """Layers from max_window_layers on have the window, if use_sliding_window says so."""
     count = c.size("num_hidden_layers", most=MAX_LAYERS)
     used = c.flag("use_sliding_window", False) and c.get("sliding_window") is not None
-    window = c.size("sliding_window") if used else None
+    window = c.size("sliding_window", most=MAX_POSITIONS) if used else None
     first = c.get("max_window_layers")
     first = 28 if first is None else first
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:

@@ -1,0 +1,64 @@
+"""Rotation tables against transformers' own rotary embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire.layers.rotary import rope_table
+from quire.models.registry import read_spec
+from tests.checkpoints import config_of, make_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 500_000.0},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {**LLAMA3, "rope_theta": 500_000.0},
+    "yarn": YARN,
+    "yarn sharpened": {**YARN, "attention_factor": 1.25, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn mscale": {**YARN, "mscale": 1.2, "mscale_all_dim": 0.8},
+    "yarn smooth": {**YARN, "truncate": False},
+}
+
+
+def oracle_table(model: Any, length: int, step_by_step: bool = False) -> torch.Tensor:
+    """cos || sin as transformers computes them, all at once or one position after another."""
+    positions = torch.arange(length)[None]
+    x = torch.zeros(1, 1)
+    chunks = positions.split(1, dim=1) if step_by_step else (positions,)
+    rows = [torch.cat([half[0, :, : half.shape[-1] // 2] for half in model.model.rotary_emb(x, p)], -1) for p in chunks]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("head_dim", [8, 64])
+def test_a_table_turns_as_transformers_does(variant: str, head_dim: int) -> None:
+    model = make_model("llama", head_dim=head_dim, rope_parameters=dict(VARIANTS[variant]))
+    table = rope_table(read_spec(config_of(model)).ropes[0], 256)
+    assert (table - oracle_table(model, 256)).abs().max() < 2e-6
+
+
+def test_dynamic_scaling_past_the_trained_length_is_that_of_token_by_token_decoding() -> None:
+    model = make_model("llama", max_position_embeddings=32, rope_parameters=dict(VARIANTS["dynamic"]))
+    table = rope_table(read_spec(config_of(model)).ropes[0], 96)
+    # the base is rounded in float32 there and in float64 here, and the angle multiplies the difference
+    assert (table - oracle_table(model, 96, step_by_step=True)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_row_does_not_depend_on_how_long_the_table_is(variant: str) -> None:
+    model = make_model("llama", head_dim=24, rope_parameters=dict(VARIANTS[variant]))
+    spec = read_spec(config_of(model)).ropes[0]
+    long = rope_table(spec, 5000)
+    for length in (1, 37, 4096, 4099):
+        assert torch.equal(rope_table(spec, length), long[:length])

@@ -1,0 +1,183 @@
+"""Every family against transformers: tiny random checkpoints of many shapes, whole, in chunks and token by token."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from quire.kernels.reference import TorchOps
+from quire.models.build import build_decoder
+from quire.models.decoder import Decoder
+from tests.checkpoints import config_of, make_model, oracle_greedy, oracle_logits, weights_of
+from tests.layers.test_rotary import VARIANTS
+from tests.paged_driver import PagedDriver
+
+TOLERANCE = 1e-4
+WINDOWS = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 24}
+QWEN_WINDOWS = {**WINDOWS, "use_sliding_window": True}
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama mqa": ("llama", {"num_key_value_heads": 1}),
+    "llama mha tied": ("llama", {"num_key_value_heads": 6, "tie_word_embeddings": True}),
+    "llama odd heads": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 30}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama wide heads": ("llama", {"head_dim": 20}),
+    "llama one layer": ("llama", {"num_hidden_layers": 1, "vocab_size": 33, "intermediate_size": 17}),
+    **{f"llama rope {name}": ("llama", {"rope_parameters": VARIANTS[name]}) for name in VARIANTS},
+    "mistral": ("mistral", {}),
+    "mistral no window": ("mistral", {"sliding_window": None}),
+    "mistral window of one": ("mistral", {"sliding_window": 1}),
+    "mistral wide heads": ("mistral", {"head_dim": 12, "num_key_value_heads": 3, "sliding_window": 17}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied mqa": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen2 window": ("qwen2", QWEN_WINDOWS),
+    "qwen2 yarn": ("qwen2", {"rope_parameters": VARIANTS["yarn"]}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 biases": ("qwen3", {"attention_bias": True, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "qwen3 tied window": ("qwen3", {**QWEN_WINDOWS, "tie_word_embeddings": True}),
+    "gemma3": ("gemma3", {}),
+    "gemma3 untied mqa": ("gemma3", {"tie_word_embeddings": False, "num_key_value_heads": 1}),
+    "gemma3 soft cap": ("gemma3", {"final_logit_softcapping": 1.5}),
+    "gemma3 biases": ("gemma3", {"attention_bias": True, "query_pre_attn_scalar": 40}),
+    "gemma3 scaled": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "opt": ("opt", {}),
+    "opt 350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 20}),
+    "opt no biases": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
+    "opt no final norm": ("opt", {"_remove_final_layer_norm": True, "activation_function": "gelu"}),
+    "opt untied odd heads": ("opt", {"tie_word_embeddings": False, "num_attention_heads": 3}),
+    "gpt2": ("gpt2", {}),
+    "gpt2 scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 50}),
+    "gpt2 unscaled untied": ("gpt2", {"scale_attn_weights": False, "tie_word_embeddings": False, "n_head": 3}),
+    "gpt2 relu": ("gpt2", {"activation_function": "relu"}),
+}
+
+
+def tokens_of(length: int, vocab: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(vocab), k=length)
+
+
+def decoder_of(model: Any) -> Decoder:
+    return build_decoder(config_of(model), weights_of(model), TorchOps())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_those_of_transformers(shape: str) -> None:
+    family, overrides = SHAPES[shape]
+    model = make_model(family, **overrides)
+    vocab = model.config.vocab_size
+    tokens = tokens_of(75, vocab)
+    expected = oracle_logits(model, tokens)
+    driver = PagedDriver(decoder_of(model), block_size=8, num_blocks=40)
+    for chunks in ([75], [7, 1, 30, 37], [2] + [1] * 73):
+        got = driver.run(0, tokens, chunks)
+        assert (got - expected).abs().max() < TOLERANCE, f"in chunks {chunks}"
+        driver.release(0)
+
+
+@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "opt", "gpt2"])
+def test_sequences_of_one_step_do_not_see_each_other(shape: str) -> None:
+    family, overrides = SHAPES[shape]
+    model = make_model(family, **overrides)
+    decoder = decoder_of(model)
+    prompts = {seq: tokens_of(length, 97, seq) for seq, length in enumerate([40, 1, 17, 33])}
+    expected = {seq: oracle_logits(model, tokens) for seq, tokens in prompts.items()}
+    driver = PagedDriver(decoder, block_size=4, num_blocks=64)
+    done = dict.fromkeys(prompts, 0)
+    draw = random.Random(5)
+    while any(done[seq] < len(prompts[seq]) for seq in prompts):
+        sizes = {seq: draw.randint(0, min(12, len(prompts[seq]) - done[seq])) for seq in prompts}
+        step = {seq: prompts[seq][done[seq] : done[seq] + size] for seq, size in sizes.items() if size}
+        if not step:
+            continue
+        for seq, logits in driver.step(step).items():
+            end = done[seq] + len(step[seq])
+            assert (logits - expected[seq][done[seq] : end]).abs().max() < TOLERANCE
+            done[seq] = end
+
+
+@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2 window", "qwen3", "gemma3", "opt 350m", "gpt2"])
+def test_greedy_tokens_past_the_window_are_those_of_transformers(shape: str) -> None:
+    family, overrides = SHAPES[shape]
+    model = make_model(family, seed=3, **overrides)
+    prompt = tokens_of(20, 97, seed=9)
+    driver = PagedDriver(decoder_of(model), block_size=4)
+    token = int(driver.step({0: prompt})[0][-1].argmax())
+    got = [token]
+    while len(got) < 30:
+        token = int(driver.step({0: [token]})[0][-1].argmax())
+        got.append(token)
+    assert got == oracle_greedy(model, prompt, 30)
+
+
+def test_gemma3_attention_soft_cap_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads this field of Gemma 3 and then leaves it out of the call; its own eager function has it."""
+    from transformers.models.gemma3 import modeling_gemma3
+
+    plain = modeling_gemma3.eager_attention_forward
+    model = make_model("gemma3", attn_logit_softcapping=0.7)
+    tokens = tokens_of(40, 97)
+    uncapped = oracle_logits(model, tokens)
+    monkeypatch.setattr(
+        modeling_gemma3, "eager_attention_forward", lambda *args, **kwargs: plain(*args, softcap=0.7, **kwargs)
+    )
+    expected = oracle_logits(model, tokens)
+    assert (expected - uncapped).abs().max() > 0.01
+    assert (PagedDriver(decoder_of(model)).run(0, tokens, [40]) - expected).abs().max() < TOLERANCE
+
+
+def test_weights_in_half_precision_are_computed_in_float32() -> None:
+    model = make_model("llama")
+    weights = [(name, tensor.to(torch.bfloat16)) for name, tensor in weights_of(model)]
+    model.load_state_dict({name: tensor.float() for name, tensor in weights})
+    tokens = tokens_of(30, 97)
+    got = PagedDriver(build_decoder(config_of(model), weights, TorchOps())).run(0, tokens, [30])
+    assert got.dtype == torch.float32
+    assert (got - oracle_logits(model, tokens)).abs().max() < TOLERANCE
+
+
+OLD_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 1000.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
+    "qwen2": {
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        "use_sliding_window": False,
+        "sliding_window": 16,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"rope_theta": 1e6, "rope_scaling": None, "use_sliding_window": True, "sliding_window": 16}
+    | {"max_window_layers": 1},
+    "gemma3": {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 2,
+        "sliding_window": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("family", OLD_CONFIGS)
+def test_a_config_of_transformers_4_means_the_same(family: str) -> None:
+    old = OLD_CONFIGS[family]
+    overrides = dict(old) | ({"layer_types": None} if family != "llama" else {})
+    model = make_model(family, **overrides)
+    config = config_of(model)
+    for field in ("rope_parameters", "layer_types", "head_dim", "_sliding_window_pattern", "dtype"):
+        if not (field == "head_dim" and family in ("qwen3", "gemma3")):
+            config.pop(field, None)
+    config = {**config, **old, "torch_dtype": "float32", "transformers_version": "4.40.0"}
+    tokens = tokens_of(60, 97)
+    decoder = build_decoder(config, weights_of(model), TorchOps())
+    assert (PagedDriver(decoder).run(0, tokens, [60]) - oracle_logits(model, tokens)).abs().max() < TOLERANCE
