@@ -1,0 +1,1 @@
+"""Getting a model onto the machine and reading it: aliases, downloads, GGUF and safetensors files."""

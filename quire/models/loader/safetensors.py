@@ -1,0 +1,85 @@
+"""Reads the weights of a Hugging Face folder: one safetensors file or several behind an index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from quire.errors import ModelLoadError
+from quire.models.loader.json_file import read_json_object
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, in a fixed order; ModelLoadError names what is missing."""
+    if (folder / INDEX).is_file():
+        return _indexed_files(folder)
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    others = sorted(folder.glob("*.safetensors"))
+    if len(others) == 1:
+        return others
+    if others:
+        raise ModelLoadError(f"{folder} has several safetensors files but no {INDEX} that says which to read")
+    pickled = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
+    hint = f" ({pickled[0].name} is a pickle, which Quire does not read: convert it)" if pickled else ""
+    raise ModelLoadError(f"{folder} has no {SINGLE} and no {INDEX}{hint}")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    index = read_json_object(folder / INDEX)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ModelLoadError(f"{folder / INDEX} has no 'weight_map' of tensor names to file names")
+    return weight_map
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    files = []
+    for name in sorted(set(_weight_map(folder).values())):
+        # A shard is a plain file name. Anything else could point outside the folder.
+        if name != Path(name).name or name in ("", ".", "..") or "\\" in name:
+            raise ModelLoadError(f"{folder / INDEX} points outside its folder: {name!r}")
+        if not (folder / name).is_file():
+            raise ModelLoadError(f"the shard {name} that {INDEX} names is missing from {folder}; download it again")
+        files.append(folder / name)
+    return files
+
+
+def _names_by_file(folder: Path) -> dict[str, set[str]] | None:
+    if not (folder / INDEX).is_file():
+        return None
+    wanted: dict[str, set[str]] = {}
+    for tensor, file in _weight_map(folder).items():
+        wanted.setdefault(file, set()).add(tensor)
+    return wanted
+
+
+def iterate_weights(folder: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) pairs, one in memory at a time, cast to `dtype` (None keeps the stored type)."""
+    from safetensors import SafetensorError, safe_open
+
+    wanted = _names_by_file(folder)
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as shard:
+                names = list(shard.keys())
+                missing = wanted[path.name].difference(names) if wanted is not None else ()
+                if missing:
+                    raise ModelLoadError(f"{path} lacks the tensor {min(missing)!r} that {INDEX} places there")
+                for name in names:
+                    yield name, _cast(name, shard.get_tensor(name), dtype, path)
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise ModelLoadError(f"{path} is truncated or corrupted ({error}); download it again") from error
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, path: Path) -> torch.Tensor:
+    if not tensor.dtype.is_floating_point:
+        return tensor
+    if tensor.dtype.itemsize < 2:
+        raise ModelLoadError(f"{path}: {name} is stored as {tensor.dtype}; Quire reads float32, float16 and bfloat16")
+    return tensor if dtype is None else tensor.to(dtype)

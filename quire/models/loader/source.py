@@ -1,0 +1,243 @@
+"""resolve_model: from what a person calls a model to its config, weights and tokenizer."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.errors import ConfigError, ModelLoadError
+from quire.models.loader import safetensors
+from quire.models.loader.catalog import CATALOG
+from quire.models.loader.gguf import GgufFile, GgufTensor
+from quire.models.loader.gguf_names import ROPE_FACTORS, architecture_of, hf_config, hf_name
+from quire.models.loader.hub import fetch_from_hub, looks_like_hub_id
+from quire.models.loader.json_file import read_json_object
+from quire.models.loader.pull import pull
+from quire.tokenizer.from_folder import has_tokenizer, tokenizer_from_folder
+from quire.tokenizer.from_gguf import tokenizer_from_gguf
+from quire.tokenizer.tokenizer import Tokenizer
+
+LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
+# Tensors being dequantized ahead of the one that is handed out, and threads that do it. Numpy lets go of the
+# interpreter lock, so that two halve the time of a load; more tensors ahead would only cost memory.
+READ_AHEAD = 2
+READ_THREADS = 2
+
+
+class ModelSource(ABC):
+    """A model found on this machine: what it is, and how to get at its parts. Nothing large is read before asked."""
+
+    def __init__(self, name: str, path: Path, tokenizer_path: Path | None, dummy: bool) -> None:
+        self.name = name
+        self.path = path
+        self.is_dummy = dummy
+        self._tokenizer_path = tokenizer_path
+
+    @property
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """A Hugging Face style config, whatever the file's format."""
+
+    @property
+    @abstractmethod
+    def generation_config(self) -> dict[str, Any]:
+        """Defaults for generation: eos_token_id (a list), bos_token_id, and what generation_config.json says."""
+
+    @abstractmethod
+    def _weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    @abstractmethod
+    def _own_tokenizer(self) -> Tokenizer: ...
+
+    def weights(self, dtype: torch.dtype | None = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor) one after the other; each is the caller's, to keep or to change.
+
+        `dtype` None keeps what the file stores (float32 for a quantized one).
+        """
+        if self.is_dummy:
+            raise ModelLoadError(f"{self.name} was opened with load_format='dummy': it has no weights to read")
+        return self._weights(dtype)
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer (or the one asked for instead); ModelLoadError where there is none."""
+        if self._tokenizer_path is not None:
+            return load_tokenizer(self._tokenizer_path)
+        return self._own_tokenizer()
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer."""
+        return _as_ids(self.generation_config.get("eos_token_id"))
+
+
+def _as_ids(value: Any) -> tuple[int, ...]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return tuple(dict.fromkeys(v for v in values if isinstance(v, int) and not isinstance(v, bool)))
+
+
+class GgufSource(ModelSource):
+    """A model in one GGUF file."""
+
+    def __init__(self, name: str, path: Path, tokenizer_path: Path | None = None, dummy: bool = False) -> None:
+        super().__init__(name, path, tokenizer_path, dummy)
+        self._file = GgufFile(path)
+        self._arch = architecture_of(self._file)[1]
+        self._config = hf_config(self._file)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._config
+
+    @cached_property
+    def _gguf_tokenizer(self) -> Tokenizer:
+        return tokenizer_from_gguf(self._file.metadata, str(self.path))
+
+    def _own_tokenizer(self) -> Tokenizer:
+        return self._gguf_tokenizer
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:  # type: ignore[override]
+        named = {key: self._config[key] for key in ("bos_token_id", "pad_token_id") if self._config[key] is not None}
+        has_vocabulary = "tokenizer.ggml.tokens" in self._file.metadata
+        eos = self._gguf_tokenizer.eos_token_ids if has_vocabulary else _as_ids(self._config["eos_token_id"])
+        return {**named, "eos_token_id": list(eos)}
+
+    def _read(self, tensor: GgufTensor, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+        values = torch.empty(tensor.shape, dtype=torch.float32)
+        self._file.read(tensor, values.view(-1).numpy())
+        values = self._arch.undo(name, values, self._config)
+        return values if dtype is None else values.to(dtype)
+
+    def _weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        layers = self._config.get("num_hidden_layers", self._config.get("n_layer", 0))
+        tensors = [tensor for name, tensor in self._file.tensors.items() if name != ROPE_FACTORS]
+        named = [(hf_name(tensor.name, self._arch, layers), tensor) for tensor in tensors]
+        pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="quire-load")
+        ahead: deque[tuple[str, Future[torch.Tensor]]] = deque()
+        try:
+            for name, tensor in named:
+                ahead.append((name, pool.submit(self._read, tensor, name, dtype)))
+                if len(ahead) > READ_AHEAD:
+                    ready, future = ahead.popleft()
+                    yield ready, future.result()
+            while ahead:
+                ready, future = ahead.popleft()
+                yield ready, future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+class FolderSource(ModelSource):
+    """A model in a Hugging Face folder."""
+
+    def __init__(self, name: str, path: Path, tokenizer_path: Path | None = None, dummy: bool = False) -> None:
+        super().__init__(name, path, tokenizer_path, dummy)
+        self._config = read_json_object(path / "config.json")
+        architectures = self._config.get("architectures")
+        if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+            raise ModelLoadError(f"{path / 'config.json'} does not say the model's 'architectures'")
+        if not dummy:
+            safetensors.weight_files(path)  # a missing shard is found before anything is allocated
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._config
+
+    @cached_property
+    def _folder_tokenizer(self) -> Tokenizer:
+        return tokenizer_from_folder(self.path)
+
+    def _own_tokenizer(self) -> Tokenizer:
+        return self._folder_tokenizer
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:  # type: ignore[override]
+        path = self.path / "generation_config.json"
+        stored = read_json_object(path) if path.is_file() else {}
+        ids = list(_as_ids(stored.get("eos_token_id")) or _as_ids(self._text_config().get("eos_token_id")))
+        if has_tokenizer(self.path):
+            ids += [i for i in self._folder_tokenizer.eos_token_ids if i not in ids]
+        return {**stored, "eos_token_id": ids}
+
+    def _text_config(self) -> dict[str, Any]:
+        inner = self._config.get("text_config")
+        return {**self._config, **inner} if isinstance(inner, dict) else self._config
+
+    def _weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        return safetensors.iterate_weights(self.path, dtype)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a GGUF file, of a folder, or of a tokenizer.json."""
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        with GgufFile(path) as file:
+            return tokenizer_from_gguf(file.metadata, str(path))
+    return tokenizer_from_folder(path)
+
+
+def locate(model: str, *, cache_dir: str | os.PathLike[str] | None, progress: bool, prefer_gguf: bool = False) -> Path:
+    """The .gguf file or the folder that a name stands for, fetched if it must be."""
+    path = Path(model).expanduser()
+    if model in CATALOG and not path.exists():
+        return pull(model, cache_dir=cache_dir, progress=progress)
+    if path.exists():
+        return path
+    if looks_like_hub_id(model) and not model.lower().endswith(".gguf"):
+        hub_cache = None if cache_dir is None else Path(cache_dir).expanduser() / "hub"
+        return fetch_from_hub(model, prefer_gguf=prefer_gguf, cache_dir=hub_cache, progress=progress)
+    raise ModelLoadError(
+        f"there is no model {model!r}: no file or folder has that path, and it is none of the aliases "
+        f"{', '.join(CATALOG)} nor a hub id of the form org/name"
+    )
+
+
+def _gguf_in(path: Path, load_format: str) -> Path | None:
+    """The GGUF file to read, or None when `path` is a Hugging Face folder."""
+    if path.is_file():
+        if load_format == "safetensors":
+            raise ModelLoadError(f"{path} is a file; load_format='safetensors' needs a folder with config.json")
+        return path
+    if load_format == "safetensors" or (load_format != "gguf" and (path / "config.json").is_file()):
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    if load_format == "gguf" or files:
+        found = ", ".join(file.name for file in files) or "none"
+        raise ModelLoadError(f"{path} should have one .gguf file, it has {found}; pass the path of one")
+    return None
+
+
+def resolve_model(
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    load_format: str = "auto",
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> ModelSource:
+    """Find a model by alias, path or hub id, fetching it if it must be, and read what it says about itself.
+
+    `tokenizer` names another model, folder, tokenizer.json or .gguf to take the tokenizer from.
+    `load_format` "auto" goes by the files; "dummy" needs a config only, and gives a source without weights.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, not {load_format!r}", "load_format")
+    if not isinstance(model, str) or not model or "\0" in model:
+        raise ConfigError(f"model must be an alias, a path or a hub id, not {model!r}", "model")
+    path = locate(model, cache_dir=cache_dir, progress=progress, prefer_gguf=load_format == "gguf")
+    tokenizer_path = None if tokenizer is None else locate(tokenizer, cache_dir=cache_dir, progress=progress)
+    gguf = _gguf_in(path, load_format)
+    dummy = load_format == "dummy"
+    name = model if model in CATALOG else path.name
+    if gguf is not None:
+        return GgufSource(name, gguf, tokenizer_path, dummy)
+    return FolderSource(name, path, tokenizer_path, dummy)
