@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from quire.errors import QuireError
 from quire.executor.base import Executor
-from quire.scheduler.plan import StepResult
+from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.request import FinishReason, Request, Sequence
 from quire.scheduler.scheduler import Scheduler, SequenceUpdate
 
@@ -40,21 +40,38 @@ class EngineCore:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
-            self._futures.append(self.executor.submit(plan))
+            self._submit(plan)
         if self._futures:
-            self._collect(self._futures.popleft())
-        elif len(self.scheduler.waiting):
+            self._collect()
+        elif len(self.scheduler.waiting) or self.scheduler.running:
             self.scheduler.fail_stuck()
-        return self.scheduler.take_updates()
+        updates = self.scheduler.take_updates()
+        if not self.scheduler.has_work:
+            self.scheduler.examine()
+        return updates
 
-    def _collect(self, future: Future[StepResult]) -> None:
+    def _submit(self, plan: StepPlan) -> None:
+        """Every plan that the scheduler made gets its future, whatever happens, so the two stay in step."""
+        future: Future[StepResult] = Future()
         try:
-            result = future.result()
-        except Exception as error:
+            future = self.executor.submit(plan)
+        except BaseException as error:
+            future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._futures.append(future)
+
+    def _collect(self) -> None:
+        # It stays in the queue while we wait, so that a Ctrl-C here loses nothing.
+        wait([self._futures[0]])
+        error = self._futures[0].exception()
+        if error is None:
+            self.scheduler.update(self._futures.popleft().result())
+        else:
+            self._futures.popleft()
             shown = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
             self.scheduler.fail_step(f"the step that computed this request failed: {shown}")
-        else:
-            self.scheduler.update(result)
 
     def close(self) -> None:
         """Abandon what is in flight and let go of the executor."""

@@ -1,16 +1,16 @@
 """One row per running sequence: its tokens, block tables and sampling state, kept where the model runs.
 
-Plans bring diffs; inputs of a step are gathered from the rows. There is no other copy to keep in step.
+Plans bring diffs; the inputs of a step are gathered from the rows. There is no other copy to keep in step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
-from quire.scheduler.plan import RowStart, TableDiff
+from quire.errors import InvariantError
+from quire.sampling.batch import SamplingRow
+from quire.scheduler.plan import RowStart, StepPlan
 
 Ints = npt.NDArray[np.int32]
 
@@ -24,20 +24,31 @@ class RequestTable:
         self.tokens: Ints = np.zeros((num_rows, max_model_len), np.int32)
         width = -(-max_model_len // block_size)
         self.tables: list[Ints] = [np.zeros((num_rows, width), np.int32) for _ in range(num_groups)]
-        self.starts: list[RowStart | None] = [None] * num_rows
-        """What each row was started with: parameters, seed, length of its prompt."""
+        self._sampling: list[SamplingRow | None] = [None] * num_rows
 
-    def apply(self, freed: Sequence[int], starts: Sequence[RowStart], diffs: Sequence[TableDiff]) -> None:
-        for row in freed:
-            self.starts[row] = None
-        for start in starts:
-            self.starts[start.row] = start
+    def apply(self, plan: StepPlan) -> None:
+        """Bring the rows to the state that the plan's entries speak of."""
+        for row in plan.freed_rows:
+            self._sampling[row] = None
+        for start in plan.starts:
             self.tokens[start.row, : len(start.token_ids)] = start.token_ids
-        for diff in diffs:
+            self._sampling[start.row] = _sampling_row(start)
+        for diff in plan.diffs:
             self.tables[diff.group][diff.row, diff.start : diff.start + len(diff.blocks)] = diff.blocks
 
-    def started(self, row: int) -> RowStart:
-        start = self.starts[row]
-        if start is None:
-            raise KeyError(f"row {row} of the request table is empty")
-        return start
+    def sampling(self, row: int) -> SamplingRow:
+        state = self._sampling[row]
+        if state is None:
+            raise InvariantError(f"row {row} of the request table is empty")
+        return state
+
+    def append(self, row: int, position: int, token: int) -> None:
+        """A token was drawn for `position`; the next step reads it from here."""
+        if position < self.tokens.shape[1]:
+            self.tokens[row, position] = token
+        self.sampling(row).append(token)
+
+
+def _sampling_row(start: RowStart) -> SamplingRow:
+    return SamplingRow(start.params, start.seed, start.sequence_index, start.token_ids, start.num_prompt_tokens,
+                       start.stop_ids, start.bad_words)

@@ -1,0 +1,48 @@
+# Two commands do everything: `make demo` answers three prompts, `make test` proves the engine right.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := pyproject.toml setup.py build_backend.py requirements/constraints.txt $(wildcard quire/kernels/cpu/*.[ch])
+
+.PHONY: demo test lint bench fuzz clean help
+
+help:
+	@echo "make demo   set up everything and answer three prompts"
+	@echo "make test   set up what tests need and run them all"
+	@echo "make lint   ruff and mypy"
+	@echo "make bench  cases A to D on the CPU, Quire against transformers in one run"
+	@echo "make fuzz   differential fuzzer: random workloads against the plain path"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Quire needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "no virtual environment could be made: apt-get install python3-venv"; exit 1; }
+
+$(VENV)/.ready: $(BIN)/python $(SOURCES)
+	$(PIP) install --progress-bar on -c requirements/constraints.txt -e .
+	@touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready
+	$(PIP) install --progress-bar on -c requirements/constraints.txt -e '.[test,dev]'
+	@touch $@
+
+demo: $(VENV)/.ready
+	@$(BIN)/quire demo
+
+test: $(VENV)/.ready-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.ready-test
+	$(BIN)/quire bench cpu
+	$(BIN)/quire bench scheduler
+
+fuzz: $(VENV)/.ready-test
+	$(BIN)/quire fuzz
+
+clean:
+	rm -rf $(VENV) build quire.egg-info quire/kernels/cpu/*.so

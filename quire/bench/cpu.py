@@ -1,0 +1,127 @@
+"""`quire bench cpu`: cases A to D on a CPU, Quire and transformers in one run, with the ratio and the share of the limit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from quire.bench.cpu_cases import CASES, Workload, workload
+from quire.bench.machine import Ceilings, describe_machine, measure_ceilings
+from quire.errors import QuireError
+
+_UNITS = {"A": "output tok/s", "B": "output tok/s", "C": "prompt tok/s", "D": "seconds"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2-135m", help="model to measure (default: %(default)s)")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, help="which cases (default: all)")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each engine per case; the median counts")
+    parser.add_argument("--no-rival", action="store_true", help="measure Quire alone (transformers need not be installed)")
+
+
+def run(args: argparse.Namespace) -> int:
+    machine = describe_machine()
+    shape = _shape(args.model)
+    ceilings = measure_ceilings()
+    _print({"bench": "cpu", "case": "ceilings", **machine, "read_GB_s": round(ceilings.read_bytes_per_s / 1e9, 1),
+            "gemm_GFLOP_s": round(ceilings.flops_per_s / 1e9, 1)})
+    for case in args.cases:
+        _print({**_case(case, args, shape, ceilings), **machine})
+    _print({**_cold_start(args.model), **machine})
+    return 0
+
+
+def _case(case: str, args: argparse.Namespace, shape: dict[str, int], ceilings: Ceilings) -> dict[str, Any]:
+    work = workload(case, shape["vocab_size"])
+    mine = _contest("quire", case, args)
+    limit = limit_seconds(work, shape, ceilings)
+    seconds = statistics.median(mine["seconds"])
+    extra = mine["peak_bytes"] - shape["weight_bytes"] - mine["kv_pool_bytes"]
+    line: dict[str, Any] = {
+        "bench": "cpu", "case": case, "model": args.model, "unit": _UNITS[case], "dtype": "float32",
+        "prompt_tokens": work.num_prompt_tokens, "output_tokens": work.num_output_tokens,
+        "quire": _figure(case, work, seconds), "quire_seconds": [round(s, 3) for s in mine["seconds"]],
+        "limit": _figure(case, work, limit), "share_of_limit": round(limit / seconds, 3),
+        "first_token_ms": round(mine["first_token_seconds"] * 1e3, 1),
+        "peak_MB": round(mine["peak_bytes"] / 1e6), "peak_over_weights_and_pool_MB": round(extra / 1e6),
+    }
+    if not args.no_rival:
+        rival = _contest("transformers", case, args)
+        rival_seconds = statistics.median(rival["seconds"])
+        line |= {"transformers": _figure(case, work, rival_seconds), "ratio": round(rival_seconds / seconds, 2),
+                 "transformers_seconds": [round(s, 3) for s in rival["seconds"]],
+                 "transformers_peak_MB": round(rival["peak_bytes"] / 1e6)}
+    return line
+
+
+def _figure(case: str, work: Workload, seconds: float) -> float:
+    if case == "D":
+        return round(seconds, 3)
+    return round((work.num_prompt_tokens if case == "C" else work.num_output_tokens) / seconds, 2)
+
+
+def limit_seconds(work: Workload, shape: dict[str, int], ceilings: Ceilings) -> float:
+    """No engine of this model in fp32 can be faster: each distinct prompt token is computed once, each decode step
+    reads every weight once with all requests in it and each sequence's KV once, at the measured ceilings."""
+    per_token = 2 * shape["layer_parameters"]
+    head = 2 * shape["head_parameters"]
+    prompts = {tuple(p[: i + 1]) for p in work.prompts for i in range(15, len(p), 16)}
+    distinct = 16 * len(prompts) + sum(len(p) % 16 for p in work.prompts)
+    attention = sum(2 * len(p) ** 2 * shape["query_width"] * shape["layers"] for p in work.prompts[:1]) \
+        if len(work.prompts) == 1 else 0
+    prefill = (distinct * per_token + len(work.prompts) * head + attention) / ceilings.flops_per_s
+    decoded = [n - 1 for n in work.outputs]
+    steps = max(decoded)
+    kv = sum((len(p) + n / 2) * n * shape["kv_bytes_per_token"] for p, n in zip(work.prompts, decoded, strict=True))
+    read = (steps * shape["weight_bytes"] + kv) / ceilings.read_bytes_per_s
+    compute = sum(decoded) * (per_token + head) / ceilings.flops_per_s
+    return prefill + max(read, compute)
+
+
+def _shape(model: str) -> dict[str, int]:
+    from quire.models.loader.source import resolve_model
+    from quire.models.registry import read_spec
+
+    spec = read_spec(resolve_model(model).config)
+    head = spec.vocab_size * spec.embed_dim
+    table = 0 if spec.tied_head else head
+    return {
+        "vocab_size": spec.vocab_size, "layers": spec.num_layers,
+        "weight_bytes": 4 * spec.num_parameters, "head_parameters": head,
+        "layer_parameters": spec.num_parameters - head - table,
+        "kv_bytes_per_token": spec.kv_bytes_per_token,
+        "query_width": spec.layers[0].attention.num_heads * spec.layers[0].attention.head_dim,
+    }
+
+
+def _contest(engine: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "quire.bench.cpu_contestant", engine, case, args.model, str(args.repeat)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise QuireError(f"case {case} failed on {engine}: {done.stderr.strip().splitlines()[-1:]}")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def _cold_start(model: str) -> dict[str, Any]:
+    """Process start to first token on the cached model."""
+    program = (
+        "import sys; from quire import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1])\n"
+        "for _ in llm.stream('The capital of France is', SamplingParams(temperature=0, max_tokens=1)): pass\n")
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", program, model], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - start)
+    return {"bench": "cpu", "case": "start", "model": model, "unit": "s from process start to first token and exit",
+            "quire": round(statistics.median(seconds), 2), "runs": [round(s, 2) for s in seconds]}
+
+
+def _print(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)

@@ -1,0 +1,78 @@
+"""What the machine is and what it can do at most: the ceilings that shares of the limit refer to."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Measured on this machine, now: bytes read per second, fp32 multiply-adds per second (counted as two)."""
+
+    read_bytes_per_s: float
+    flops_per_s: float
+
+
+def measure_ceilings(seconds: float = 0.5) -> Ceilings:
+    """Best of several reads of a large array and of several large matrix products."""
+    import torch
+
+    data = torch.ones(1 << 27)
+    left, right = torch.randn(1024, 1024), torch.randn(1024, 4096)
+    read = _best(lambda: data.sum(), seconds)
+    product = _best(lambda: left @ right, seconds)
+    return Ceilings(data.numel() * 4 / read, 2 * 1024 * 1024 * 4096 / product)
+
+
+def _best(action: Any, seconds: float) -> float:
+    action()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        action()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores and commit: what a figure must be read with."""
+    model = ""
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith(("model name", "CPU part")):
+            model = line.split(":", 1)[1].strip()
+            break
+    return {"machine": platform.machine(), "cpu": model or platform.processor(), "cores": usable_cores(),
+            "commit": _commit()}
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _commit() -> str:
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, timeout=10,
+                               capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+def peak_memory_bytes() -> int:
+    """Most resident memory this process ever had."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,124 @@
+"""From what a caller gives to what the scheduler takes: template, tokenize, validate."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.errors import InvalidRequestError
+from quire.kvcache.prefix import cache_key
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import Request
+from quire.tokenizer.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+class InputProcessor:
+    """Makes requests. Whatever is wrong with one is said here, before the engine has seen it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int,
+                 eos_token_ids: frozenset[int], seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._seeds = random.Random(seed)
+
+    def request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0,
+                cache_salt: str | None = None, arrival_time: float | None = None) -> tuple[Request, str | None]:
+        """The request for a prompt, and the prompt's text where there is one."""
+        text, tokens, salt = self._read(prompt)
+        self._check_params(params)
+        salt = salt if cache_salt is None else cache_salt
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tokens,
+            params=params,
+            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+            eos_token_ids=self._eos_token_ids,
+            bad_words=self._bad_words(params),
+            priority=_integer(priority, "priority"),
+            cache_key=b"" if salt is None else cache_key(["salt", salt]),
+        )
+        return request, text
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        salt = None
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - _PROMPT_KEYS
+            if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+                raise InvalidRequestError(
+                    "a prompt given as a dict has either 'prompt' or 'prompt_token_ids', and optionally 'cache_salt'; "
+                    f"not {sorted(map(str, prompt))}", field="prompt")
+            salt = prompt.get("cache_salt")
+            if salt is not None and not isinstance(salt, str):
+                raise InvalidRequestError("cache_salt must be a string", field="cache_salt")
+            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+        if isinstance(prompt, str):
+            return prompt, self._tokenize(prompt), salt
+        return None, self._checked_ids(prompt), salt
+
+    def _tokenize(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "this engine has no tokenizer (skip_tokenizer_init): give the prompt as token ids", field="prompt")
+        if not text:
+            raise InvalidRequestError("the prompt is empty: give at least one character or token", field="prompt")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the prompt is not valid Unicode: {error.reason}", field="prompt") from None
+        tokens = self._tokenizer.encode(text)
+        if not tokens:
+            raise InvalidRequestError("the prompt has no tokens", field="prompt")
+        return tokens
+
+    def _checked_ids(self, ids: Any) -> list[int]:
+        if isinstance(ids, (bytes, bytearray)) or not isinstance(ids, Sequence):
+            raise InvalidRequestError(f"a prompt is a string or a list of token ids, not {type(ids).__name__}", field="prompt")
+        if not ids:
+            raise InvalidRequestError("the prompt is empty: give at least one character or token", field="prompt")
+        tokens = list(ids)
+        if set(map(type, tokens)) != {int}:
+            wrong = next(t for t in tokens if type(t) is not int)
+            raise InvalidRequestError(f"token ids are integers, not {type(wrong).__name__} {wrong!r:.80}", field="prompt")
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self._vocab_size:
+            raise InvalidRequestError(
+                f"token id {low if low < 0 else high} is outside the vocabulary (0 to {self._vocab_size - 1})", field="prompt")
+        return tokens
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, not {type(params).__name__}", field="sampling_params")
+        if params.n != 1 or params.best_of not in (None, 1):
+            raise InvalidRequestError("n and best_of above 1 are not supported yet: send the prompt several times",
+                                      field="n" if params.n != 1 else "best_of")
+        params.validate_for_vocab(self._vocab_size)
+        if self._tokenizer is None and (params.stop or params.bad_words):
+            raise InvalidRequestError("stop strings and bad_words need a tokenizer; use stop_token_ids",
+                                      field="stop" if params.stop else "bad_words")
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each word as it is tokenized at the start of a text and inside one."""
+        if not params.bad_words or self._tokenizer is None:
+            return []
+        found: list[list[int]] = []
+        for word in params.bad_words:
+            for form in (word, " " + word.lstrip()):
+                tokens = self._tokenizer.encode(form, add_special_tokens=False)
+                if tokens and tokens not in found:
+                    found.append(tokens)
+        return found
+
+
+def _integer(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError(f"{name} must be an integer, not {value!r:.80}", field=name)
+    return value

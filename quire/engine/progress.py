@@ -1,0 +1,39 @@
+"""The progress bar of a batch: finished requests, prefill and decode tokens per second."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from quire.scheduler.scheduler import SchedulerStats
+
+
+class Progress:
+    def __init__(self, total: int, stats: SchedulerStats, enabled: bool) -> None:
+        self._total = total
+        self._stats = stats
+        self._enabled = enabled
+        self._before = (stats.prompt_tokens, stats.output_tokens)
+
+    def __enter__(self) -> Progress:
+        self._bar = None
+        if self._enabled:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._total, desc="Generating", unit="req", dynamic_ncols=True)
+        self._start = time.perf_counter()
+        return self
+
+    def update(self, finished: int) -> None:
+        if self._bar is None:
+            return
+        elapsed = max(time.perf_counter() - self._start, 1e-9)
+        prefill = (self._stats.prompt_tokens - self._before[0]) / elapsed
+        decode = (self._stats.output_tokens - self._before[1]) / elapsed
+        self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)
+        self._bar.update(finished - self._bar.n)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()

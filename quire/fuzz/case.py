@@ -1,0 +1,127 @@
+"""One fuzz case as plain data: a tiny model, engine options, and requests that come and go at given steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.errors import InvalidRequestError
+
+VOCABULARY = 61
+
+
+@dataclass(slots=True)
+class FuzzRequest:
+    """A prompt that arrives before engine step `at_step` and, perhaps, is aborted before step `abort_at`."""
+
+    name: str
+    at_step: int
+    prompt: list[int]
+    params: dict[str, Any]
+    priority: int = 0
+    cache_salt: str | None = None
+    abort_at: int | None = None
+
+
+@dataclass(slots=True)
+class FuzzCase:
+    model: dict[str, Any]
+    options: dict[str, Any]
+    requests: list[FuzzRequest] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> FuzzCase:
+        try:
+            data = json.loads(text)
+            return cls(data["model"], data["options"], [FuzzRequest(**request) for request in data["requests"]])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequestError(f"this is not a fuzz case as `quire fuzz` prints them: {error}") from None
+
+
+def random_case(seed: int) -> FuzzCase:
+    """The case of a seed: the same on every machine."""
+    rng = random.Random(seed)
+    case = FuzzCase(_model(rng), {})
+    prefixes = [_tokens(rng, rng.randint(1, 40)) for _ in range(3)]
+    for index in range(rng.randint(1, 12)):
+        prompt = (rng.choice(prefixes)[: rng.randint(0, 40)] if rng.random() < 0.7 else []) + _tokens(rng, rng.randint(1, 30))
+        at_step = rng.randint(0, 12)
+        case.requests.append(FuzzRequest(
+            name=f"r{index}",
+            at_step=at_step,
+            prompt=prompt,
+            params=_params(rng),
+            priority=rng.randint(-1, 1),
+            cache_salt=rng.choice([None, None, None, "a"]),
+            abort_at=at_step + rng.randint(0, 20) if rng.random() < 0.15 else None,
+        ))
+    case.options = _options(rng, max(len(r.prompt) + r.params["max_tokens"] for r in case.requests))
+    return case
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+
+def _model(rng: random.Random) -> dict[str, Any]:
+    heads = rng.choice([(4, 2), (3, 1), (2, 2)])
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCABULARY,
+        "hidden_size": heads[0] * 8,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": rng.random() < 0.5,
+        "hidden_act": "silu",
+        "eos_token_id": 0,
+    }
+    if rng.random() < 0.3:
+        config |= {"architectures": ["MistralForCausalLM"], "sliding_window": rng.choice([5, 16, 33])}
+    return config
+
+
+def _options(rng: random.Random, longest: int) -> dict[str, Any]:
+    """An engine with room for the longest request and little more."""
+    block_size = rng.choice([1, 2, 3, 4, 8, 16, 32])
+    return {
+        "block_size": block_size,
+        "num_kv_blocks": -(-longest // block_size) + rng.randint(1, 12),
+        "max_num_seqs": rng.randint(1, 8),
+        "max_num_batched_tokens": rng.choice([1, 7, 32, 64, 256]),
+        "enable_prefix_caching": rng.random() < 0.8,
+        "max_num_partial_prefills": rng.randint(1, 3),
+        "long_prefill_token_threshold": rng.choice([0, 0, 5, 17]),
+        "scheduling_policy": rng.choice(["fcfs", "priority"]),
+        "batching_policy": rng.choice(["decode-first", "decode-first", "prefill-first"]),
+        "max_steps_in_flight": rng.choice([1, 1, 2, 3]),
+        "num_threads": rng.choice([1, 2]),
+    }
+
+
+def _params(rng: random.Random) -> dict[str, Any]:
+    params: dict[str, Any] = {"max_tokens": rng.randint(1, 40), "temperature": 0.0, "seed": rng.getrandbits(32)}
+    if rng.random() < 0.6:
+        params |= {"temperature": rng.choice([0.3, 1.0, 1.7]), "top_k": rng.choice([0, 0, 3, 20]),
+                   "top_p": rng.choice([1.0, 1.0, 0.5, 0.9]), "min_p": rng.choice([0.0, 0.0, 0.1])}
+    if rng.random() < 0.3:
+        params |= {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+    if rng.random() < 0.2:
+        params |= {"logit_bias": {str(rng.randrange(VOCABULARY)): 4.0}}
+    if rng.random() < 0.2:
+        params |= {"min_tokens": rng.randint(0, params["max_tokens"])}
+    params["logprobs"] = 3
+    if rng.random() < 0.15:
+        params["prompt_logprobs"] = 2
+    params["ignore_eos"] = rng.random() < 0.5
+    return params

@@ -1,0 +1,73 @@
+"""Makes a failing case small: fewer requests, plainer options, shorter prompts, as long as it still fails."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+from quire.fuzz.case import FuzzCase
+
+_PLAIN_OPTIONS = {
+    "enable_prefix_caching": False,
+    "max_num_partial_prefills": 1,
+    "long_prefill_token_threshold": 0,
+    "scheduling_policy": "fcfs",
+    "batching_policy": "decode-first",
+    "max_steps_in_flight": 1,
+    "num_threads": 1,
+    "max_num_batched_tokens": 256,
+}
+
+
+def shrink(case: FuzzCase, fails: Callable[[FuzzCase], bool], tries: int = 200) -> FuzzCase:
+    """The smallest case found that still fails; each try runs the whole case."""
+    progress = True
+    while progress and tries > 0:
+        progress = False
+        for candidate in _simpler(case):
+            tries -= 1
+            if fails(candidate):
+                case, progress = candidate, True
+                break
+            if tries <= 0:
+                break
+    return case
+
+
+def _simpler(case: FuzzCase) -> Iterator[FuzzCase]:
+    for index in range(len(case.requests)):
+        if len(case.requests) > 1:
+            smaller = copy.deepcopy(case)
+            del smaller.requests[index]
+            yield smaller
+    for name, value in _PLAIN_OPTIONS.items():
+        if case.options.get(name, value) != value:
+            plainer = copy.deepcopy(case)
+            plainer.options[name] = value
+            yield plainer
+    for index, request in enumerate(case.requests):
+        yield from _simpler_request(case, index, len(request.prompt))
+
+
+def _simpler_request(case: FuzzCase, index: int, length: int) -> Iterator[FuzzCase]:
+    params = case.requests[index].params
+    if length > 1:
+        shorter = copy.deepcopy(case)
+        shorter.requests[index].prompt = case.requests[index].prompt[: length // 2]
+        yield shorter
+    if params["max_tokens"] > 1:
+        shorter = copy.deepcopy(case)
+        shorter.requests[index].params["max_tokens"] = params["max_tokens"] // 2
+        shorter.requests[index].params.pop("min_tokens", None)
+        yield shorter
+    extras = set(params) - {"max_tokens", "temperature", "seed", "logprobs", "ignore_eos"}
+    if extras:
+        plainer = copy.deepcopy(case)
+        for name in extras:
+            del plainer.requests[index].params[name]
+        yield plainer
+    if case.requests[index].abort_at is not None or case.requests[index].at_step:
+        simpler = copy.deepcopy(case)
+        simpler.requests[index].abort_at = None
+        simpler.requests[index].at_step = 0
+        yield simpler

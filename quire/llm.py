@@ -1,0 +1,281 @@
+"""The offline front door: load a model, give prompts, get outputs."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.assembly import Engine, build_engine
+from quire.engine.input import InputProcessor, Prompt
+from quire.engine.interrupt import DeferredInterrupt
+from quire.engine.metrics import flat_metrics
+from quire.engine.output import OutputProcessor, RequestOutput
+from quire.engine.progress import Progress
+from quire.errors import EngineError, InvalidRequestError
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import FinishReason
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model with an engine around it.
+
+    Options are those of `quire.config` (`quire generate --help` lists them): `LLM("smollm2-135m", block_size=32)`.
+    One thread drives one LLM; several LLMs live happily in one process.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **options: Any) -> None:
+        self._engine: Engine | None = None
+        config = EngineConfig.create(model=model, **options)
+        engine = build_engine(config)
+        tokenizer = None if config.model.skip_tokenizer_init else engine.source.tokenizer()
+        self.config = config
+        self.tokenizer = tokenizer
+        self.vocab_size = engine.spec.vocab_size
+        self.max_model_len = engine.pool.max_model_len
+        self._engine = engine
+        self._inputs = InputProcessor(tokenizer, engine.spec.vocab_size, engine.pool.max_model_len,
+                                      frozenset(engine.source.eos_token_ids), config.model.seed)
+        self._outputs = OutputProcessor(tokenizer)
+        self._ids = itertools.count()
+        self._held_back: list[RequestOutput] = []
+
+    # ---- whole batches
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Outputs for all prompts, in their order.
+
+        A prompt is a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. One
+        `SamplingParams` serves all prompts; a list gives each its own. A prompt that cannot be served raises before
+        any of them has started; one that fails while it runs comes back with its `error` set.
+        """
+        batch = _prompt_list(prompts)
+        params = _params_list(sampling_params, len(batch))
+        ids = self._add_batch(batch, params, _priorities(priority, len(batch)))
+        finished: dict[str, RequestOutput] = {}
+        with Progress(len(batch), self._core.scheduler.stats, enabled=use_tqdm) as progress:
+            for output in self._drive(ids):
+                if output.finished:
+                    finished[output.request_id] = output
+                progress.update(len(finished))
+        return [finished[request_id] for request_id in ids]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, yielding each request's output whenever it has grown; the last of each has `finished` set."""
+        batch = _prompt_list(prompts)
+        ids = self._add_batch(batch, _params_list(sampling_params, len(batch)), [0] * len(batch))
+        yield from self._drive(ids)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list of them, through the model's chat template."""
+        prompts = [
+            self.render_chat(conversation, add_generation_prompt=add_generation_prompt, tools=tools,
+                             **dict(chat_template_kwargs or {}))
+            for conversation in _conversations(messages)
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def render_chat(self, messages: Sequence[Message], **kwargs: Any) -> str:
+        """The prompt that the model's chat template makes of a conversation."""
+        if self.tokenizer is None:
+            raise InvalidRequestError("this engine has no tokenizer (skip_tokenizer_init): chat needs one", field="messages")
+        return self.tokenizer.apply_chat_template(messages, **kwargs)
+
+    # ---- driving the loop by hand
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queue a request; `step` brings its outputs. Refused requests raise and leave no trace."""
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError("request_id must be a non-empty string", field="request_id")
+        params = SamplingParams() if sampling_params is None else sampling_params
+        request, text = self._inputs.request(request_id, prompt, params, priority, cache_salt, arrival_time)
+        self._core.add(request)
+        self._outputs.add(request, text)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one engine step; outputs of the requests that have news."""
+        held_back, self._held_back = self._held_back, []
+        return held_back + self._step()
+
+    def _step(self) -> list[RequestOutput]:
+        outputs = []
+        for update in self._core.step():
+            output, stop = self._outputs.process(update)
+            if stop is not None:
+                self._core.finish(update.sequence, FinishReason.STOP, stop)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def abort(self, request_id: str | Sequence[str]) -> None:
+        """Stop requests, wherever they are; unknown ids are ignored. `step` still reports each one's end."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            self._core.abort(name)
+
+    def has_unfinished_requests(self) -> bool:
+        return self._core.has_work or bool(self._held_back)
+
+    # ---- looking after it
+
+    def metrics(self) -> dict[str, int | float]:
+        """Counters and gauges, flat: tokens, steps, preemptions, prefix hits, blocks by state, queue lengths."""
+        return flat_metrics(self._core.scheduler, self._running_engine.pool)
+
+    def clear_prefix_cache(self) -> int:
+        """Forget cached prefixes that nobody uses; returns the number of blocks freed."""
+        return self._core.scheduler.cache.drop_cached()
+
+    def check(self) -> None:
+        """Verify the engine's bookkeeping; raises InvariantError where it contradicts itself."""
+        self._core.scheduler.check()
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        if self._engine is not None:
+            self._engine.core.close()
+            self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- inside
+
+    @property
+    def _running_engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineError("this LLM is closed: make a new one")
+        return self._engine
+
+    @property
+    def _core(self) -> Any:
+        return self._running_engine.core
+
+    def _add_batch(self, prompts: list[Prompt], params: list[SamplingParams], priorities: list[int]) -> list[str]:
+        """Add all or none: when one is refused, those before it are taken back."""
+        ids: list[str] = []
+        arrival = time.time()
+        try:
+            for index, (prompt, each, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+                request_id = f"q{next(self._ids)}"
+                try:
+                    self.add_request(request_id, prompt, each, priority=priority, arrival_time=arrival)
+                except InvalidRequestError as error:
+                    if len(prompts) > 1:
+                        error.args = (f"prompt {index}: {error}",)
+                    raise
+                ids.append(request_id)
+        except BaseException:
+            self._withdraw(ids)
+            raise
+        return ids
+
+    def _drive(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
+        """Step until all of `ids` are finished. Outputs of other requests wait for their owner's next `step`."""
+        unfinished = set(ids)
+        try:
+            while unfinished:
+                with DeferredInterrupt():
+                    outputs = self._step()
+                for output in outputs:
+                    if output.request_id not in unfinished:
+                        self._held_back.append(output)
+                        continue
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                    yield output
+        finally:
+            if unfinished and self._engine is not None:
+                self._withdraw(list(unfinished))
+
+    def _withdraw(self, ids: list[str]) -> None:
+        self.abort(ids)
+        self._held_back += [output for output in self._collect_news() if output.request_id not in ids]
+
+    def _collect_news(self) -> list[RequestOutput]:
+        """Outputs that need no step, such as those of aborted requests."""
+        found = []
+        for update in self._core.scheduler.take_updates():
+            output, _ = self._outputs.process(update)
+            if output is not None:
+                found.append(output)
+        return found
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        raise InvalidRequestError(
+            f"prompts must be a string, a list of token ids or a list of those, not {type(prompts).__name__}",
+            field="prompts")
+    if not prompts:
+        raise InvalidRequestError("there are no prompts: give at least one", field="prompts")
+    if all(isinstance(token, int) and not isinstance(token, bool) for token in prompts):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise InvalidRequestError("sampling_params must be a SamplingParams or a list of them", field="sampling_params")
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"there are {count} prompts but {len(params)} sampling_params: give one for all, or one for each",
+            field="sampling_params")
+    return list(params)
+
+
+def _priorities(priority: Sequence[int] | None, count: int) -> list[int]:
+    if priority is None:
+        return [0] * count
+    if len(priority) != count:
+        raise InvalidRequestError(f"there are {count} prompts but {len(priority)} priorities", field="priority")
+    return list(priority)
+
+
+def _conversations(messages: Any) -> list[Sequence[Message]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise InvalidRequestError("messages must be a list of messages, or a list of such lists", field="messages")
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)

@@ -1,0 +1,90 @@
+"""How many KV blocks fit, and how long a sequence may grow with them. Looks at the machine, never at tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config import CacheConfig, parse_bytes
+from quire.errors import ConfigError, OutOfMemoryError
+from quire.models.spec import DecoderSpec
+
+_DEFAULT_POOL_BYTES = 1 << 30
+_DEFAULT_POOL_SHARE = 0.4
+"""Most of the free memory that the default pool takes; the weights come out of the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """The KV pool and the longest sequence it is used for."""
+
+    num_blocks: int
+    max_model_len: int
+    bytes_per_block: int
+
+
+def available_memory() -> int:
+    """Bytes that this process could still take: the machine's free memory, or less under a cgroup limit."""
+    free = 8 << 30
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    for limit_file, used_file in (("memory.max", "memory.current"),
+                                  ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        limit, used = _read(f"/sys/fs/cgroup/{limit_file}").strip(), _read(f"/sys/fs/cgroup/{used_file}").strip()
+        if limit.isdigit() and used.isdigit():
+            free = min(free, max(0, int(limit) - int(used)))
+    return free
+
+
+def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, free: int | None = None) -> PoolSize:
+    """Blocks from num_kv_blocks, kv_cache_memory or a share of free memory; the length that they and the model allow."""
+    free = available_memory() if free is None else free
+    per_block = spec.kv_bytes_per_token * cache.block_size
+    wanted_len = _model_length(spec, max_model_len)
+    num_blocks = _num_blocks(cache, per_block, free, wanted_len)
+    if num_blocks * per_block > free:
+        raise OutOfMemoryError(
+            f"a KV pool of {num_blocks} blocks takes {_gib(num_blocks * per_block)}, but {_gib(free)} are free: "
+            "lower num_kv_blocks or kv_cache_memory")
+    capacity = num_blocks * cache.block_size
+    if max_model_len is not None and max_model_len > capacity:
+        raise ConfigError(
+            f"max_model_len {max_model_len} does not fit the KV pool, which holds {capacity} tokens ({num_blocks} blocks "
+            f"of {cache.block_size}): lower max_model_len or raise num_kv_blocks or kv_cache_memory",
+            field="max_model_len")
+    return PoolSize(num_blocks, min(wanted_len, capacity), per_block)
+
+
+def _model_length(spec: DecoderSpec, max_model_len: int | None) -> int:
+    if max_model_len is None:
+        return spec.max_positions
+    if max_model_len > spec.max_positions:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is more than the {spec.max_positions} positions the model was made for: "
+            "lower it", field="max_model_len")
+    return max_model_len
+
+
+def _num_blocks(cache: CacheConfig, per_block: int, free: int, wanted_len: int) -> int:
+    if cache.num_kv_blocks is not None:
+        return cache.num_kv_blocks
+    if cache.kv_cache_memory is not None:
+        memory = parse_bytes(cache.kv_cache_memory, "kv_cache_memory")
+        if memory < per_block:
+            raise ConfigError(f"kv_cache_memory {memory} does not hold one block of {per_block} bytes: raise it",
+                              field="kv_cache_memory")
+        return memory // per_block
+    one_sequence = -(-wanted_len // cache.block_size) * per_block
+    return max(1, int(min(max(_DEFAULT_POOL_BYTES, one_sequence), free * _DEFAULT_POOL_SHARE)) // per_block)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
