@@ -1,0 +1,339 @@
+/* Causal attention of a mixed batch over a paged cache.
+ *
+ * A query folds its keys in tiles of TILE at absolute positions 0, 64, 128, ...: a score is one fused chain over the
+ * features, the softmax runs online over the tiles, and an output feature is one fused chain over the keys in order.
+ * Nothing in that depends on the other queries, on how the prompt was cut, on the block size or on the threads.
+ * Keys that a query must not see never enter its sums, so a slot that nobody has written cannot leak into them.
+ *
+ * Keys are stored [block][kv head][feature][slot], values [block][kv head][slot][feature]. */
+#include "export.h"
+#include "pool.h"
+#include "vmath.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#define TILE 64
+#define MAX_DIM 512
+#define ROWS 6       /* (query, head) pairs of a register tile */
+#define MAX_BLOCK 48 /* (query, head) pairs of a task */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define WIDE 4 /* vectors of a register tile: 24 sums in 32 registers */
+#else
+#define WIDE 2 /* 12 sums in 16 registers */
+#endif
+
+typedef struct {
+    const float *qkv, *k, *v;
+    float *out;
+    const int32_t *query_start, *context_len, *tables;
+    int64_t table_stride, seqs, heads, kv_heads, dim, block_size, window;
+    float scale, softcap;           /* softcap 0: none */
+    int64_t share, parts, queries;  /* query heads of a kv head; pieces they are cut into; queries of a task */
+    const int64_t *first_task;      /* [seqs + 1] */
+} attend_job;
+
+/* One task's state: `rows` pairs (query, head) against one kv head of one sequence. */
+typedef struct {
+    const attend_job *job;
+    const int32_t *table;
+    int64_t kv_head, rows, row_heads; /* row r is query r / row_heads, head r % row_heads of the task */
+    int64_t first_key;                /* index of the key of the task's first query */
+    int64_t stride;                   /* floats between rows of q and acc: dim rounded up to a vector */
+    float *q, *acc;
+    float top[MAX_BLOCK], total[MAX_BLOCK];
+    const float *k_group[TILE / VL], *v_row[TILE]; /* this tile's keys, by vector; its values, by key */
+    const float *k_next[TILE / VL], *v_next[TILE]; /* where to prefetch: the next tile's */
+    int64_t k_step;                                /* floats between features of a key vector */
+    float *k_packed, *v_packed;
+} attend_task;
+
+/* scores[r][0 .. WIDE*VL) of `rows` rows against WIDE vectors of keys. */
+INLINE void score_tile(int rows, int ahead, const float *q, int64_t ldq, const float *const *k, int64_t step,
+                       const float *const *next, int64_t dim, float *scores) {
+    vf acc[ROWS * WIDE];
+    UNROLL for (int i = 0; i < rows * WIDE; i++) acc[i] = set_v(0.0f);
+    for (int64_t d = 0; d < dim; d++) {
+        vf keys[WIDE];
+        UNROLL for (int j = 0; j < WIDE; j++) {
+            keys[j] = load_v(k[j] + d * step);
+            if (ahead) __builtin_prefetch(next[j] + d * step);
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            vf x = set_v(q[r * ldq + d]);
+            UNROLL for (int j = 0; j < WIDE; j++) acc[r * WIDE + j] = fma_v(x, keys[j], acc[r * WIDE + j]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int j = 0; j < WIDE; j++) store_v(scores + r * TILE + j * VL, acc[r * WIDE + j]);
+}
+
+/* acc[r][0 .. vectors*VL) += sum over keys [low, high) in order of p[r][key] * v[key]. */
+INLINE void value_tile(int rows, int vectors, int ahead, const float *p, const float *const *v,
+                       const float *const *next, int64_t offset, int64_t low, int64_t high, float *acc, int64_t ld) {
+    vf sum[ROWS * WIDE];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int j = 0; j < vectors; j++) sum[r * vectors + j] = load_v(acc + r * ld + offset + j * VL);
+    for (int64_t key = low; key < high; key++) {
+        vf values[WIDE];
+        UNROLL for (int j = 0; j < vectors; j++) {
+            values[j] = load_v(v[key] + offset + j * VL);
+            if (ahead) __builtin_prefetch(next[key] + offset + j * VL);
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            vf x = set_v(p[r * TILE + key]);
+            UNROLL for (int j = 0; j < vectors; j++)
+                sum[r * vectors + j] = fma_v(x, values[j], sum[r * vectors + j]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int j = 0; j < vectors; j++) store_v(acc + r * ld + offset + j * VL, sum[r * vectors + j]);
+}
+
+#define EACH_ROW_COUNT(CALL)                                                                                        \
+    switch (rows) {                                                                                                 \
+        case 1: CALL(1); break;                                                                                     \
+        case 2: CALL(2); break;                                                                                     \
+        case 3: CALL(3); break;                                                                                     \
+        case 4: CALL(4); break;                                                                                     \
+        case 5: CALL(5); break;                                                                                     \
+        default: CALL(6);                                                                                           \
+    }
+
+/* Raw scores of rows [row, row + rows) against the first `keys` keys of the tile. */
+static void score_rows(const attend_task *t, int64_t row, int64_t rows, int64_t keys, float *scores) {
+    const float *q = t->q + row * t->stride;
+    int ahead = row == 0;
+    for (int64_t g = 0; g * VL < keys; g += WIDE) {
+        const float *const *k = t->k_group + g, *const *next = t->k_next + g;
+        float *to = scores + g * VL;
+#define SCORE(R)                                                                                                    \
+    if (ahead) score_tile(R, 1, q, t->stride, k, t->k_step, next, t->job->dim, to);                                 \
+    else score_tile(R, 0, q, t->stride, k, t->k_step, next, t->job->dim, to)
+        EACH_ROW_COUNT(SCORE)
+    }
+}
+
+static void value_rows(const attend_task *t, int64_t row, int64_t rows, int64_t low, int64_t high, const float *p) {
+    float *acc = t->acc + row * t->stride;
+    int ahead = row == 0;
+    int64_t offset = 0;
+#define VALUE_WIDE(R)                                                                                               \
+    if (ahead) value_tile(R, WIDE, 1, p, t->v_row, t->v_next, offset, low, high, acc, t->stride);                   \
+    else value_tile(R, WIDE, 0, p, t->v_row, t->v_next, offset, low, high, acc, t->stride)
+#define VALUE_ONE(R) value_tile(R, 1, 0, p, t->v_row, t->v_next, offset, low, high, acc, t->stride)
+    for (; offset + WIDE * VL <= t->stride; offset += WIDE * VL) EACH_ROW_COUNT(VALUE_WIDE)
+    for (; offset < t->stride; offset += VL) EACH_ROW_COUNT(VALUE_ONE)
+}
+
+INLINE float exp_one(float x) { return exp_v(set_v(x))[0]; }
+
+/* Scores of one row -> weights, zero outside keys [low, high); brings the row's running sums up to date. */
+static void softmax_row(attend_task *t, int64_t row, int64_t low, int64_t high, float *s) {
+    const vf minus_inf = set_v(-INFINITY), cap = set_v(t->job->softcap), uncap = set_v(1.0f / t->job->softcap);
+    const vi lane = iota_v();
+    int64_t start = low / LANES * LANES;
+    vf top = minus_inf;
+    for (int64_t i = start; i < high; i += VL) {
+        vf x = load_v(s + i);
+        if (t->job->softcap != 0.0f) x = cap * tanh_v(x * uncap);
+        vi key = lane + set_i((int32_t)i);
+        vi seen = (key >= set_i((int32_t)low)) & (key < set_i((int32_t)high));
+        x = select_v(seen, x, minus_inf);
+        store_v(s + i, x);
+        top = max_v(top, x);
+    }
+    float before = t->top[row], now = greater(before, max_lanes(top));
+    vf sum[SUB];
+    for (int j = 0; j < SUB; j++) sum[j] = set_v(0.0f);
+    for (int64_t i = start; i < high; i += LANES)
+        for (int j = 0; j < SUB && i + j * VL < high; j++) {
+            vf p = exp_v(load_v(s + i + j * VL) - set_v(now));
+            store_v(s + i + j * VL, p);
+            sum[j] += p;
+        }
+    t->top[row] = now;
+    if (now > before && before != -INFINITY) {
+        float shrink = exp_one(before - now);
+        t->total[row] *= shrink;
+        float *acc = t->acc + row * t->stride;
+        for (int64_t d = 0; d < t->stride; d += VL) store_v(acc + d, load_v(acc + d) * set_v(shrink));
+    }
+    t->total[row] += sum_lanes(sum);
+}
+
+/* The keys of tile [start, start + TILE) that row `row` sees: [*low, *high) relative to start, perhaps empty. */
+INLINE void visible(const attend_task *t, int64_t row, int64_t start, int64_t *low, int64_t *high) {
+    int64_t own = t->first_key + row / t->row_heads;
+    int64_t from = t->job->window > 0 ? own - t->job->window + 1 - start : 0, to = own + 1 - start;
+    *low = from > 0 ? from : 0;
+    *high = to < TILE ? to : TILE;
+    if (*low >= *high) *low = *high = 0;
+}
+
+/* Fold one tile of keys into up to ROWS rows. */
+static void fold_rows(attend_task *t, int64_t row, int64_t rows, int64_t start) {
+    float scores[ROWS * TILE] __attribute__((aligned(64)));
+    int64_t low[ROWS], high[ROWS], most = 0, common_low = 0, common_high = TILE;
+    for (int64_t r = 0; r < rows; r++) {
+        visible(t, row + r, start, &low[r], &high[r]);
+        if (high[r] > most) most = high[r];
+        if (low[r] > common_low) common_low = low[r];
+        if (high[r] < common_high) common_high = high[r];
+    }
+    if (most == 0) return;
+    score_rows(t, row, rows, most, scores);
+    for (int64_t r = 0; r < rows; r++)
+        if (low[r] < high[r]) softmax_row(t, row + r, low[r], high[r], scores + r * TILE);
+    if (common_low >= common_high) common_low = common_high = TILE;
+    for (int64_t r = 0; r < rows; r++) { /* what this row sees and another does not, before the common keys */
+        int64_t end = high[r] < common_low ? high[r] : common_low;
+        if (low[r] < end) value_rows(t, row + r, 1, low[r], end, scores + r * TILE);
+    }
+    if (common_low < common_high) value_rows(t, row, rows, common_low, common_high, scores);
+    for (int64_t r = 0; r < rows; r++)
+        if (common_high < high[r]) value_rows(t, row + r, 1, common_high, high[r], scores + r * TILE);
+}
+
+/* Point k_group and v_row at keys [low, high) of the cache itself (absolute; high > low). */
+static void locate(const attend_task *t, int64_t start, int64_t low, int64_t high, const float **k_group,
+                   const float **v_row) {
+    const attend_job *job = t->job;
+    int64_t size = job->block_size, dim = job->dim, number = low / size, group = (low - start) / VL;
+    for (int64_t key = low; key < high; number++) {
+        int64_t block = (t->table[number] * job->kv_heads + t->kv_head) * dim * size, origin = number * size;
+        int64_t end = origin + size < high ? origin + size : high;
+        for (; key < end; key++) v_row[key - start] = job->v + block + (key - origin) * dim;
+        if (t->k_packed) continue;
+        for (; start + group * VL < end; group++) k_group[group] = job->k + block + (start + group * VL - origin);
+    }
+    if (t->k_packed) return;
+    /* Vectors that no row sees read one that some row does; their scores are dropped. */
+    for (int64_t g = 0; g < (low - start) / VL; g++) k_group[g] = k_group[group - 1];
+    for (int64_t g = group; g < TILE / VL; g++) k_group[g] = k_group[group - 1];
+}
+
+/* Blocks too narrow for a vector: copy the tile's keys side by side. */
+static void pack_keys(attend_task *t, int64_t start, int64_t low, int64_t high) {
+    const attend_job *job = t->job;
+    int64_t size = job->block_size, dim = job->dim, number = low / size;
+    for (int64_t key = low; key < high; number++) {
+        int64_t offset = key - number * size, count = size - offset < high - key ? size - offset : high - key;
+        const float *from = job->k + (t->table[number] * job->kv_heads + t->kv_head) * dim * size + offset;
+        float *to = t->k_packed + key - start;
+        for (int64_t d = 0; d < dim; d++)
+            for (int64_t i = 0; i < count; i++) to[d * TILE + i] = from[d * size + i];
+        key += count;
+    }
+    for (int64_t g = 0; g < TILE / VL; g++) t->k_group[g] = t->k_packed + g * VL;
+}
+
+/* Heads that do not fill a vector: copy the tile's values to rows that do. */
+static void pack_values(attend_task *t, int64_t start, int64_t low, int64_t high) {
+    for (int64_t key = low - start; key < high - start; key++) {
+        float *to = t->v_packed + key * t->stride;
+        memcpy(to, t->v_row[key], (size_t)t->job->dim * sizeof(float));
+        t->v_row[key] = to;
+    }
+}
+
+/* Fold every tile that some row of the task sees. */
+static void fold_tiles(attend_task *t) {
+    int64_t window = t->job->window;
+    int64_t end = t->first_key + (t->rows - 1) / t->row_heads + 1;
+    int64_t begin = window > 0 && t->first_key - window + 1 > 0 ? t->first_key - window + 1 : 0;
+    for (int64_t start = begin / TILE * TILE; start < end; start += TILE) {
+        int64_t low = start > begin ? start : begin, high = start + TILE < end ? start + TILE : end;
+        if (low == begin) locate(t, start, low, high, t->k_next, t->v_next);
+        memcpy(t->k_group, t->k_next, sizeof t->k_group);
+        memcpy(t->v_row, t->v_next, sizeof t->v_row);
+        int64_t after = high + TILE < end ? high + TILE : end;
+        if (high < after) locate(t, high, high, after, t->k_next, t->v_next);
+        if (t->k_packed) pack_keys(t, start, low, high);
+        if (t->v_packed) pack_values(t, start, low, high);
+        for (int64_t row = 0; row < t->rows; row += ROWS)
+            fold_rows(t, row, t->rows - row < ROWS ? t->rows - row : ROWS, start);
+    }
+}
+
+/* First head of the task's query, and how many of them the task takes. */
+static void task_rows(const attend_job *job, int64_t seq, int64_t index, attend_task *t, int64_t *token, int64_t *head) {
+    int64_t part = index % job->parts, rest = index / job->parts;
+    int64_t start = job->query_start[seq], count = job->query_start[seq + 1] - start;
+    int64_t blocks = (count + job->queries - 1) / job->queries;
+    int64_t block = blocks - 1 - rest / job->kv_heads; /* the longest first, so that threads end together */
+    int64_t from = block * job->queries, to = from + job->queries < count ? from + job->queries : count;
+    int64_t first = job->share * part / job->parts;
+    t->kv_head = rest % job->kv_heads;
+    t->row_heads = job->share * (part + 1) / job->parts - first;
+    t->rows = (to - from) * t->row_heads;
+    t->first_key = job->context_len[seq] - count + from;
+    t->table = job->tables + seq * job->table_stride;
+    *token = start + from;
+    *head = t->kv_head * job->share + first;
+}
+
+static int64_t find_seq(const attend_job *job, int64_t task) {
+    int64_t low = 0, high = job->seqs;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (job->first_task[middle] <= task) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+static void attend_one(void *arg, int64_t index) {
+    const attend_job *job = arg;
+    float q[MAX_BLOCK * MAX_DIM] __attribute__((aligned(64))), acc[MAX_BLOCK * MAX_DIM] __attribute__((aligned(64)));
+    float k_packed[TILE * MAX_DIM] __attribute__((aligned(64))), v_packed[TILE * MAX_DIM] __attribute__((aligned(64)));
+    attend_task t = {.job = job, .q = q, .acc = acc, .k_step = job->block_size};
+    int64_t seq = find_seq(job, index), token, head, dim = job->dim;
+    task_rows(job, seq, index - job->first_task[seq], &t, &token, &head);
+    t.stride = (dim + VL - 1) / VL * VL;
+    if (job->block_size % VL) t.k_packed = k_packed, t.k_step = TILE;
+    if (dim % VL) t.v_packed = v_packed;
+    int64_t width = (job->heads + 2 * job->kv_heads) * dim;
+    for (int64_t r = 0; r < t.rows; r++) {
+        const float *from = job->qkv + (token + r / t.row_heads) * width + (head + r % t.row_heads) * dim;
+        for (int64_t d = 0; d < dim; d++) q[r * t.stride + d] = from[d] * job->scale;
+        for (int64_t d = 0; d < t.stride; d++) acc[r * t.stride + d] = 0.0f;
+        t.top[r] = -INFINITY;
+        t.total[r] = 0.0f;
+    }
+    fold_tiles(&t);
+    for (int64_t r = 0; r < t.rows; r++) {
+        float *to = job->out + ((token + r / t.row_heads) * job->heads + head + r % t.row_heads) * dim;
+        float inverse = 1.0f / t.total[r];
+        for (int64_t d = 0; d < dim; d++) to[d] = acc[r * t.stride + d] * inverse;
+    }
+}
+
+EXPORT int32_t quire_max_head_dim(void) { return MAX_DIM; }
+
+/* out [tokens, heads * dim]: attention of the queries in qkv over the cache. Returns 0, or 1 for want of memory. */
+EXPORT int32_t quire_attend(const float *qkv, const float *k, const float *v, float *out, const int32_t *query_start,
+                     const int32_t *context_len, const int32_t *tables, int64_t table_stride, int64_t seqs,
+                     int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window, float scale,
+                     float softcap) {
+    attend_job job = {.qkv = qkv, .k = k, .v = v, .out = out, .query_start = query_start, .context_len = context_len,
+                      .tables = tables, .table_stride = table_stride, .seqs = seqs, .heads = heads,
+                      .kv_heads = kv_heads, .dim = dim, .block_size = block_size, .window = window, .scale = scale,
+                      .softcap = softcap, .share = heads / kv_heads, .parts = 1};
+    int64_t *first = malloc((size_t)(seqs + 1) * sizeof *first);
+    if (!first) return 1;
+    int64_t threads = quire_get_num_threads(), tokens = query_start[seqs] - query_start[0];
+    /* A lone decoding sequence has too few kv heads to keep every thread busy: cut their query heads apart. */
+    while (job.parts < job.share && tokens * kv_heads * job.parts < threads * 2) job.parts++;
+    while ((job.share + job.parts - 1) / job.parts > MAX_BLOCK) job.parts++;
+    job.queries = MAX_BLOCK / ((job.share + job.parts - 1) / job.parts);
+    first[0] = 0;
+    for (int64_t s = 0; s < seqs; s++) {
+        int64_t blocks = (query_start[s + 1] - query_start[s] + job.queries - 1) / job.queries;
+        first[s + 1] = first[s] + blocks * kv_heads * job.parts;
+    }
+    job.first_task = first;
+    quire_parallel(attend_one, &job, first[seqs]);
+    free(first);
+    return 0;
+}

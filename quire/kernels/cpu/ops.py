@@ -1,0 +1,315 @@
+"""The operations of the layers on a CPU: checks what it is given, then calls the compiled kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.attention.context import StepContext
+from quire.errors import EngineError
+from quire.kernels.cpu.build import SOURCE_DIR
+from quire.kernels.cpu.library import load
+from quire.layers.ops import HeadShape, LayerCache
+
+_F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
+_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_STEP_FAULTS = {
+    1: "query_start must rise from 0 to the number of tokens",
+    2: "context_len must hold a sequence's queries and fit its block table",
+    3: "a block table names a block outside the cache",
+    4: "a slot lies outside the cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PanelLinear:
+    """A weight in panels [ceil(N / width)][K][width], and its bias, as the compiled product reads them."""
+
+    panels: Tensor
+    bias: Tensor | None
+    out_features: int
+    in_features: int
+    panels_ptr: int
+    bias_ptr: int | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(slots=True)
+class _Step:
+    """The addresses of one StepContext, taken once per step instead of once per layer; keeps its tensors alive."""
+
+    ctx: StepContext
+    tensors: tuple[object, ...]
+    tokens: int
+    seqs: int
+    positions: int
+    query_start: int
+    context_len: int
+    slots: list[int]
+    tables: list[int]
+    strides: list[int]
+    widths: list[int]
+    checked: set[tuple[int, ...]] = field(default_factory=set)
+
+
+class CpuOps:
+    """Compiled implementation of `quire.layers.ops.Ops` in fp32; results are the same for any number of threads.
+
+    One object serves one engine; several may live in a process and share the library's threads.
+    """
+
+    def __init__(
+        self, num_threads: int | None = None, variant: str | None = None, library_dir: Path = SOURCE_DIR
+    ) -> None:
+        library = load(variant, library_dir)
+        self._library = library
+        self._panel_width = library.quire_panel_width()
+        self._max_head_dim = library.quire_max_head_dim()
+        self._linear = library.quire_linear
+        self._rms_norm = library.quire_rms_norm
+        self._act_mul = library.quire_act_mul
+        self._rope_and_cache = library.quire_rope_and_cache
+        self._attend = library.quire_attend
+        self._step: _Step | None = None
+        self.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+
+    def set_num_threads(self, count: int) -> None:
+        """Threads that one operation may use, the caller's included; a property of the process's library."""
+        self._library.quire_set_num_threads(count)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PanelLinear:
+        """Copy a weight [N, K] into panels."""
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            raise EngineError(f"a linear weight is [N, K] with a bias [N], not {tuple(weight.shape)}")
+        n, k = weight.shape
+        width = self._panel_width
+        source = weight.to(_F32).contiguous()
+        panels = torch.empty(-(-n // width), k, width)
+        self._library.quire_advise_huge_pages(panels.data_ptr(), panels.nbytes)
+        self._library.quire_pack(source.data_ptr(), panels.data_ptr(), n, k)
+        kept = None if bias is None else bias.detach().to(_F32, copy=True).contiguous()
+        return PanelLinear(panels, kept, n, k, panels.data_ptr(), None if kept is None else kept.data_ptr())
+
+    def linear(self, x: Tensor, w: PanelLinear, residual: Tensor | None = None) -> Tensor:
+        rows = _rows(x, w.in_features)
+        if residual is not None and _rows(residual, w.out_features) != rows:
+            raise EngineError(f"the residual has {residual.shape[0]} rows, the input {rows}")
+        out = torch.empty(rows, w.out_features)
+        self._linear(
+            x.data_ptr(), w.panels_ptr, w.bias_ptr, None if residual is None else residual.data_ptr(), out.data_ptr(),
+            rows, w.out_features, w.in_features,
+        )  # fmt: skip
+        return out
+
+    def embed(self, ids: Tensor, w: PanelLinear) -> Tensor:
+        ids = ids if ids.dtype is _I64 and ids.is_contiguous() else ids.to(_I64).contiguous()
+        count = ids.numel()
+        if self._library.quire_check_ids(ids.data_ptr(), count, w.out_features):
+            raise EngineError(f"a token id lies outside 0..{w.out_features - 1}")
+        out = torch.empty(count, w.in_features)
+        self._library.quire_embed(ids.data_ptr(), w.panels_ptr, out.data_ptr(), count, w.in_features)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        width = _vector(weight)
+        rows = _rows(x, width)
+        out = torch.empty(rows, width)
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        width = _vector(weight)
+        rows = _rows(x, width)
+        if bias is not None and _vector(bias) != width:
+            raise EngineError(f"the norm's bias has {bias.shape[0]} elements, its weight {width}")
+        out = torch.empty(rows, width)
+        bias_ptr = None if bias is None else bias.data_ptr()
+        self._library.quire_layer_norm(x.data_ptr(), weight.data_ptr(), bias_ptr, out.data_ptr(), rows, width, eps)
+        return out
+
+    def act(self, x: Tensor, kind: str) -> Tensor:
+        width = x.shape[-1]
+        out = torch.empty(_rows(x, width), width)
+        self._library.quire_act(x.data_ptr(), out.data_ptr(), out.shape[0], width, _KINDS[kind])
+        return out
+
+    def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
+        double = gate_up.shape[-1]
+        rows = _rows(gate_up, double)
+        if double % 2:
+            raise EngineError(f"gate and up projections of one width make an even number of columns, not {double}")
+        out = torch.empty(rows, double // 2)
+        self._act_mul(gate_up.data_ptr(), out.data_ptr(), rows, double // 2, _KINDS[kind])
+        return out
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        rope: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        norm_eps: float,
+    ) -> None:
+        step = self._enter(qkv, layer, ctx, group, shape, 0)
+        rot = 0 if rope is None else self._check_rope(step, rope, shape)
+        for norm in (q_norm, k_norm):
+            if norm is not None and _vector(norm) != shape.head_dim:
+                raise EngineError(f"a head norm has {shape.head_dim} weights, not {norm.shape[0]}")
+        self._rope_and_cache(
+            qkv.data_ptr(), layer.k.data_ptr(), layer.v.data_ptr(),
+            None if rope is None else rope.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            step.positions, step.slots[group], step.tokens, shape.num_heads, shape.num_kv_heads, shape.head_dim,
+            layer.block_size, rot, norm_eps,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        step = self._enter(qkv, layer, ctx, group, shape, window or 0)
+        out = torch.empty(step.tokens, shape.num_heads * shape.head_dim)
+        failed = self._attend(
+            qkv.data_ptr(), layer.k.data_ptr(), layer.v.data_ptr(), out.data_ptr(),
+            step.query_start, step.context_len, step.tables[group], step.strides[group], step.seqs,
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.block_size, window or 0, scale, softcap or 0.0,
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for the attention's task list")
+        return out
+
+    def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        if dim > self._max_head_dim:
+            raise EngineError(f"heads of {dim} features are wider than the CPU kernels take ({self._max_head_dim})")
+        k = torch.empty(num_blocks, heads, dim, block_size)
+        v = torch.empty(num_blocks, heads, block_size, dim)
+        for part in (k, v):
+            self._library.quire_advise_huge_pages(part.data_ptr(), part.nbytes)
+            part.zero_()
+        return LayerCache(k, v, block_size)
+
+    def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Block src[i] -> dst[i] for every i, each read before any is written."""
+        blocks = layer.k.shape[0]
+        if len(src) != len(dst) or any(not 0 <= block < blocks for block in (*src, *dst)):
+            raise EngineError(f"block copies {list(src)} -> {list(dst)} do not pair blocks of 0..{blocks - 1}")
+        if not set(src).isdisjoint(dst):
+            layer.k[list(dst)], layer.v[list(dst)] = layer.k[list(src)], layer.v[list(src)]
+            return
+        sources, targets = torch.tensor(src, dtype=_I64), torch.tensor(dst, dtype=_I64)
+        for part in (layer.k, layer.v):
+            self._library.quire_copy_blocks(
+                part.data_ptr(), sources.data_ptr(), targets.data_ptr(), len(src), part[0].numel()
+            )
+
+    def _enter(
+        self, qkv: Tensor, layer: LayerCache, ctx: StepContext, group: int, shape: HeadShape, window: int
+    ) -> _Step:
+        """The step's addresses, once everything the kernel will follow is known to lie inside its array."""
+        step = self._step
+        if step is None or step.ctx is not ctx or step.tensors[0] is not ctx.positions:
+            step = self._step = _read_step(ctx)
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        if _rows(qkv, (shape.num_heads + 2 * heads) * dim) != step.tokens:
+            raise EngineError(f"qkv has {qkv.shape[0]} rows, the step {step.tokens} tokens")
+        blocks, size = layer.k.shape[0], layer.block_size
+        key = (group, window, blocks, size, heads, dim, shape.num_heads)
+        if key not in step.checked:
+            self._check_step(step, group, window, blocks, size, shape)
+            step.checked.add(key)
+        if layer.k.shape != (blocks, heads, dim, size) or layer.v.shape != (blocks, heads, size, dim):
+            raise EngineError(f"the cache {tuple(layer.k.shape)} is not one of {heads} heads of {dim} in blocks of {size}")
+        if not (layer.k.dtype is layer.v.dtype is _F32 and layer.k.is_contiguous() and layer.v.is_contiguous()):
+            raise EngineError("the CPU kernels want a contiguous float32 cache; get one from allocate_cache")
+        return step
+
+    def _check_step(self, step: _Step, group: int, window: int, blocks: int, size: int, shape: HeadShape) -> None:
+        if shape.num_heads % shape.num_kv_heads or shape.head_dim > self._max_head_dim or window < 0:
+            raise EngineError(f"the CPU kernels cannot attend with {shape} and window {window}")
+        fault = self._library.quire_check_step(
+            step.query_start, step.context_len, step.tables[group], step.slots[group], step.strides[group],
+            step.widths[group], step.seqs, step.tokens, size, blocks, window,
+        )  # fmt: skip
+        if fault:
+            raise EngineError(f"the step's context is broken: {_STEP_FAULTS[fault]}")
+
+    def _check_rope(self, step: _Step, rope: Tensor, shape: HeadShape) -> int:
+        rows, rot = rope.shape
+        key = (rows, rot)
+        if key not in step.checked:
+            if rot % 2 or rot > shape.head_dim:
+                raise EngineError(f"a rotary table of {rot} columns does not fit heads of {shape.head_dim}")
+            if self._library.quire_check_ids(step.positions, step.tokens, rows):
+                raise EngineError(f"a position lies outside the rotary table's 0..{rows - 1}")
+            step.checked.add(key)
+        if rope.dtype is not _F32 or not rope.is_contiguous():
+            raise EngineError("the rotary table must be contiguous float32")
+        return rot
+
+
+
+
+def _rows(x: Tensor, width: int) -> int:
+    """Rows of a contiguous float32 [rows, width] tensor; anything else must not reach a pointer."""
+    shape = x.shape
+    if len(shape) != 2 or shape[1] != width or x.dtype is not _F32 or not x.is_contiguous() or not x.is_cpu:
+        raise EngineError(
+            f"the CPU kernels want a contiguous float32 [rows, {width}] tensor, not {x.dtype} {tuple(shape)} "
+            f"with strides {x.stride()} on {x.device}"
+        )
+    return shape[0]
+
+
+def _vector(x: Tensor) -> int:
+    """Length of a contiguous float32 vector."""
+    shape = x.shape
+    if len(shape) != 1 or x.dtype is not _F32 or not x.is_contiguous() or not x.is_cpu:
+        raise EngineError(f"the CPU kernels want a contiguous float32 vector, not {x.dtype} {tuple(shape)}")
+    return shape[0]
+
+
+def _read_step(ctx: StepContext) -> _Step:
+    """Check the types of a step's tensors and take their addresses."""
+    tokens, seqs = ctx.positions.shape[0], ctx.context_len.shape[0]
+    wanted = [(ctx.positions, _I64, (tokens,)), (ctx.query_start, _I32, (seqs + 1,)), (ctx.context_len, _I32, (seqs,))]
+    wanted += [(slots, _I64, (tokens,)) for slots in ctx.slots]
+    wanted += [(table, _I32, (seqs, table.shape[-1])) for table in ctx.block_tables]
+    for tensor, dtype, shape in wanted:
+        if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
+            raise EngineError(f"the step's context wants {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+        if not tensor.is_contiguous() and not (tensor.dim() == 2 and tensor.stride(1) == 1):
+            raise EngineError("the step's context must be contiguous")
+    return _Step(
+        ctx=ctx,
+        tensors=(ctx.positions, ctx.query_start, ctx.context_len, ctx.slots, ctx.block_tables),
+        tokens=tokens,
+        seqs=seqs,
+        positions=ctx.positions.data_ptr(),
+        query_start=ctx.query_start.data_ptr(),
+        context_len=ctx.context_len.data_ptr(),
+        slots=[slots.data_ptr() for slots in ctx.slots],
+        tables=[table.data_ptr() for table in ctx.block_tables],
+        strides=[table.stride(0) for table in ctx.block_tables],
+        widths=[table.shape[1] for table in ctx.block_tables],
+    )

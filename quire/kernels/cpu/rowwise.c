@@ -1,0 +1,163 @@
+/* Norms and activations: each row, and for activations each element, on its own. */
+#include "export.h"
+#include "pool.h"
+#include "vmath.h"
+
+#include <math.h>
+
+enum { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
+
+#define ROWS_WORTH_SHARING 8192 /* elements of a task: below this a second thread costs more than it brings */
+
+typedef struct {
+    const float *x, *weight, *bias;
+    float *out;
+    int64_t rows, width, step; /* step: rows of a task */
+    float eps;
+    int32_t kind;
+} row_job;
+
+/* Sum of squares (of x - mean) in LANES interleaved chains, the tail as zeros. */
+INLINE float square_sum(const float *x, int64_t n, float mean) {
+    vf acc[SUB];
+    for (int j = 0; j < SUB; j++) acc[j] = set_v(0.0f);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int j = 0; j < SUB; j++) {
+            vf v = load_v(x + i + j * VL) - set_v(mean);
+            acc[j] = fma_v(v, v, acc[j]);
+        }
+    float rest[LANES] = {0};
+    for (int64_t t = i; t < n; t++) rest[t - i] = x[t] - mean;
+    if (i < n)
+        for (int j = 0; j < SUB; j++) acc[j] = fma_v(load_v(rest + j * VL), load_v(rest + j * VL), acc[j]);
+    return sum_lanes(acc);
+}
+
+INLINE float plain_sum(const float *x, int64_t n) {
+    vf acc[SUB];
+    for (int j = 0; j < SUB; j++) acc[j] = set_v(0.0f);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int j = 0; j < SUB; j++) acc[j] += load_v(x + i + j * VL);
+    float rest[LANES] = {0};
+    for (int64_t t = i; t < n; t++) rest[t - i] = x[t];
+    if (i < n)
+        for (int j = 0; j < SUB; j++) acc[j] += load_v(rest + j * VL);
+    return sum_lanes(acc);
+}
+
+/* out = ((x - mean) * scale) * weight + bias; a product and a sum, each rounded, in the tail too. */
+INLINE void scale_row(const float *x, const float *weight, const float *bias, float *out, int64_t n, float mean,
+                      float scale) {
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) {
+        vf v = (load_v(x + i) - set_v(mean)) * set_v(scale) * load_v(weight + i);
+        store_v(out + i, bias ? v + load_v(bias + i) : v);
+    }
+    for (; i < n; i++) {
+        float v = (x[i] - mean) * scale * weight[i];
+        out[i] = bias ? v + bias[i] : v;
+    }
+}
+
+void quire_rms_row(const float *x, const float *weight, float *out, int64_t n, float eps) {
+    float scale = 1.0f / sqrtf(square_sum(x, n, 0.0f) / (float)n + eps);
+    scale_row(x, weight, NULL, out, n, 0.0f, scale);
+}
+
+static void rms_task(void *arg, int64_t task) {
+    const row_job *job = arg;
+    int64_t end = (task + 1) * job->step < job->rows ? (task + 1) * job->step : job->rows;
+    for (int64_t r = task * job->step; r < end; r++)
+        quire_rms_row(job->x + r * job->width, job->weight, job->out + r * job->width, job->width, job->eps);
+}
+
+static void layer_norm_task(void *arg, int64_t task) {
+    const row_job *job = arg;
+    int64_t n = job->width, end = (task + 1) * job->step < job->rows ? (task + 1) * job->step : job->rows;
+    for (int64_t r = task * job->step; r < end; r++) {
+        const float *x = job->x + r * n;
+        float mean = plain_sum(x, n) / (float)n;
+        float scale = 1.0f / sqrtf(square_sum(x, n, mean) / (float)n + job->eps);
+        scale_row(x, job->weight, job->bias, job->out + r * n, n, mean, scale);
+    }
+}
+
+static void share_rows(task_fn fn, row_job *job) {
+    job->step = ROWS_WORTH_SHARING / (job->width > 0 ? job->width : 1);
+    if (job->step < 1) job->step = 1;
+    quire_parallel(fn, job, (job->rows + job->step - 1) / job->step);
+}
+
+EXPORT void quire_rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t width, float eps) {
+    row_job job = {x, weight, NULL, out, rows, width, 0, eps, 0};
+    share_rows(rms_task, &job);
+}
+
+EXPORT void quire_layer_norm(const float *x, const float *weight, const float *bias, float *out, int64_t rows, int64_t width,
+                      float eps) {
+    row_job job = {x, weight, bias, out, rows, width, 0, eps, 0};
+    share_rows(layer_norm_task, &job);
+}
+
+INLINE vf activate(vf x, int32_t kind) {
+    const vf one = set_v(1.0f), half = set_v(0.5f);
+    switch (kind) {
+        case SILU:
+            return x / (one + exp_v(-x));
+        case GELU:
+            return half * x * (one + erf_v(x * set_v(0.70710678f)));
+        case GELU_TANH: {
+            vf cubic = fma_v(x * x * x, set_v(0.044715f), x);
+            return half * x * (one + tanh_v(cubic * set_v(0.79788456f)));
+        }
+        default:
+            return max_v(set_v(0.0f), x);
+    }
+}
+
+INLINE void activate_row(const float *x, const float *up, float *out, int64_t n, int32_t kind) {
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) {
+        vf y = activate(load_v(x + i), kind);
+        store_v(out + i, up ? y * load_v(up + i) : y);
+    }
+    if (i < n) {
+        vf y = activate(load_tail(x + i, n - i), kind);
+        store_tail(out + i, up ? y * load_tail(up + i, n - i) : y, n - i);
+    }
+}
+
+INLINE void activate_rows(const row_job *job, int64_t row, int64_t end, int gated, int32_t kind) {
+    int64_t n = job->width;
+    for (; row < end; row++) {
+        const float *x = job->x + row * n * (gated ? 2 : 1);
+        activate_row(x, gated ? x + n : NULL, job->out + row * n, n, kind);
+    }
+}
+
+INLINE void activate_task(const row_job *job, int64_t task, int gated) {
+    int64_t row = task * job->step, end = row + job->step < job->rows ? row + job->step : job->rows;
+    switch (job->kind) {
+        case SILU: activate_rows(job, row, end, gated, SILU); break;
+        case GELU: activate_rows(job, row, end, gated, GELU); break;
+        case GELU_TANH: activate_rows(job, row, end, gated, GELU_TANH); break;
+        default: activate_rows(job, row, end, gated, RELU);
+    }
+}
+
+static void act_task(void *arg, int64_t task) { activate_task(arg, task, 0); }
+static void act_mul_task(void *arg, int64_t task) { activate_task(arg, task, 1); }
+
+/* out [rows, width] = act(x [rows, width]) */
+EXPORT void quire_act(const float *x, float *out, int64_t rows, int64_t width, int32_t kind) {
+    row_job job = {x, NULL, NULL, out, rows, width, 0, 0.0f, kind};
+    share_rows(act_task, &job);
+}
+
+/* out [rows, width] = act(x[:, :width]) * x[:, width:] */
+EXPORT void quire_act_mul(const float *x, float *out, int64_t rows, int64_t width, int32_t kind) {
+    row_job job = {x, NULL, NULL, out, rows, width, 0, 0.0f, kind};
+    share_rows(act_mul_task, &job);
+}

@@ -1,0 +1,147 @@
+/* One vector type for every CPU: as wide as the machine, with an explicit fused multiply-add.
+ *
+ * Everything is compiled with -ffp-contract=off, so a product is fused with a sum exactly where the source says
+ * `fma_v`; two inlined copies of a function can then never round differently. Reductions use LANES logical lanes
+ * whatever the vector width, so machines with a fused multiply-add agree with each other bit for bit. */
+#ifndef QUIRE_SIMD_H
+#define QUIRE_SIMD_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define VL 16
+#elif defined(__AVX__)
+#include <immintrin.h>
+#define VL 8
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#define VL 4
+#else
+#define VL 4
+#endif
+
+#define LANES 16
+#define SUB (LANES / VL) /* vectors per logical vector of LANES floats */
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 64")
+#endif
+
+INLINE vf load_v(const float *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store_v(float *p, vf v) { memcpy(p, &v, sizeof v); }
+
+INLINE vf set_v(float x) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_set1_ps(x);
+#elif defined(__AVX__)
+    return (vf)_mm256_set1_ps(x);
+#elif defined(__aarch64__)
+    return (vf)vdupq_n_f32(x);
+#else
+    return (vf){x, x, x, x};
+#endif
+}
+
+INLINE vi set_i(int32_t x) {
+    vi v;
+    for (int i = 0; i < VL; i++) v[i] = x;
+    return v;
+}
+
+/* a * b + c, rounded once where the machine can (x86-64-v2 cannot and rounds twice, always). */
+INLINE vf fma_v(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+/* Lanes of a where mask is all ones, of b where it is zero. */
+INLINE vf select_v(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+
+INLINE vf max_v(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return select_v(a > b, a, b);
+#endif
+}
+
+INLINE vf min_v(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return select_v(a < b, a, b);
+#endif
+}
+
+/* 0, 1, 2, ... */
+INLINE vi iota_v(void) {
+    vi v;
+    for (int i = 0; i < VL; i++) v[i] = i;
+    return v;
+}
+
+/* The first n (< VL) floats at p, zeros after. */
+INLINE vf load_tail(const float *p, int64_t n) {
+    vf v = set_v(0.0f);
+    memcpy(&v, p, (size_t)n * sizeof(float));
+    return v;
+}
+
+INLINE void store_tail(float *p, vf v, int64_t n) { memcpy(p, &v, (size_t)n * sizeof(float)); }
+
+typedef float f8 __attribute__((vector_size(32)));
+typedef float f4 __attribute__((vector_size(16)));
+
+/* Sum of LANES lanes by a fixed tree: lane i with i + 8, then + 4, + 2, + 1. */
+INLINE float sum_lanes(const vf *v) {
+    f8 low, high;
+    memcpy(&low, v, sizeof low);
+    memcpy(&high, (const char *)v + sizeof low, sizeof high);
+    low += high;
+    f4 a, b;
+    memcpy(&a, &low, sizeof a);
+    memcpy(&b, (const char *)&low + sizeof a, sizeof b);
+    a += b;
+    return (a[0] + a[2]) + (a[1] + a[3]);
+}
+
+INLINE float greater(float a, float b) { return a > b ? a : b; }
+
+INLINE float max_lanes(vf v) {
+    float x[VL];
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#endif
+    memcpy(x, &v, sizeof x);
+    for (int half = VL / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) x[i] = greater(x[i], x[i + half]);
+    return x[0];
+}
+
+#endif

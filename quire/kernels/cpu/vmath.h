@@ -1,0 +1,59 @@
+/* exp, tanh and erf of a vector, accurate to about an ulp or two; a lane's result depends on that lane alone.
+ *
+ * The polynomials are minimax fits on the intervals named beside them. NaN goes in and comes out. */
+#ifndef QUIRE_VMATH_H
+#define QUIRE_VMATH_H
+
+#include "simd.h"
+
+#define POLY(x, ...) polynomial(x, (const float[]){__VA_ARGS__}, sizeof((const float[]){__VA_ARGS__}) / sizeof(float))
+
+/* Horner's rule, highest coefficient first. */
+INLINE vf polynomial(vf x, const float *c, int count) {
+    vf y = set_v(c[0]);
+    UNROLL for (int i = 1; i < count; i++) y = fma_v(y, x, set_v(c[i]));
+    return y;
+}
+
+/* e^x = 2^n e^r, |r| <= ln 2 / 2; 0 below the smallest normal float, the largest power kept finite above. */
+INLINE vf exp_v(vf x) {
+    const vf shift = set_v(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer held in the low bits */
+    const vf low = set_v(-87.33654f);
+    vf y = min_v(set_v(88.37626f), max_v(low, x));
+    vf biased = fma_v(y, set_v(1.44269504f), shift);
+    vf n = biased - shift;
+    vf r = fma_v(n, set_v(-0.693359375f), y);
+    r = fma_v(n, set_v(2.12194440e-4f), r);
+    vf q = POLY(r, 1.9917832e-4f, 1.3946086e-3f, 8.333266e-3f, 4.166627e-2f, 1.6666667e-1f, 0.5f);
+    vf e = fma_v(r * r, q, r) + set_v(1.0f);
+    vi power = ((vi)biased + set_i(127)) << 23;
+    return select_v(x < low, set_v(0.0f), e * (vf)power);
+}
+
+INLINE vf abs_v(vf x) { return (vf)((vi)x & set_i(0x7fffffff)); }
+
+INLINE vf copy_sign(vf magnitude, vf sign) {
+    return (vf)((vi)magnitude | ((vi)sign & set_i((int32_t)0x80000000)));
+}
+
+INLINE vf tanh_v(vf x) {
+    vf a = abs_v(x), z = x * x;
+    vf q = POLY(z, 2.147537e-3f, -8.182674e-3f, 2.1702968e-2f, -5.3947203e-2f, 1.333321e-1f, -3.333333e-1f);
+    vf small = fma_v(x * z, q, x); /* |x| < 0.625 */
+    vf e = exp_v(a + a);
+    vf large = set_v(1.0f) - set_v(2.0f) / (e + set_v(1.0f));
+    return select_v(a < set_v(0.625f), small, copy_sign(large, x));
+}
+
+INLINE vf erf_v(vf x) {
+    vf a = min_v(set_v(4.0f), abs_v(x)), z = x * x;
+    vf s = POLY(z, 8.29661e-5f, -8.1258063e-4f, 5.1996e-3f, -2.6858851e-2f, 1.1283686e-1f, -3.7612632e-1f,
+                1.2837917e-1f);
+    vf small = fma_v(x, s, x); /* |x| < 0.9375 */
+    vf log_erfc = POLY(a, -2.1278764e-5f, 4.36575e-4f, -4.181241e-3f, 2.5146078e-2f, -1.0832107e-1f, -6.333099e-1f,
+                       -1.1295332f, 1.7845235e-4f);
+    vf large = set_v(1.0f) - exp_v(log_erfc);
+    return select_v(abs_v(x) < set_v(0.9375f), small, copy_sign(large, x));
+}
+
+#endif
