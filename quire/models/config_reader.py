@@ -145,6 +145,8 @@ class ConfigReader:
             if layer_type is None:
                 self.refuse("rope_parameters", sorted(fields), "; one rotation for all layers is")
             fields = fields.get(layer_type) or {}
+            if not isinstance(fields, Mapping):
+                self.fail("rope_parameters", f"must hold an object for {layer_type}, not {fields!r}")
         theta = fields.get("rope_theta")
         theta = positive(
             self, "rope_theta", self.get("rope_theta") if theta is None else theta, default_theta
@@ -154,8 +156,10 @@ class ConfigReader:
 
 def read_rope(reader: ConfigReader, fields: Mapping[str, Any], theta: float, head_dim: int) -> RopeSpec:
     """One rotation from its own fields; those it does not know are refused."""
+    if not isinstance(fields, Mapping):
+        reader.fail("rope_parameters", f"must be an object, not {fields!r}")
     kind = fields.get("rope_type", fields.get("type")) or "default"
-    if kind not in _ROPE_FIELDS:
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         reader.refuse("rope_type", kind, f"; known: {', '.join(_ROPE_FIELDS)}")
     if head_dim % 2:
         reader.fail("head_dim", f"must be even for a rotation, not {head_dim}")

@@ -36,7 +36,10 @@ def oracle_table(model: Any, length: int, step_by_step: bool = False) -> torch.T
     positions = torch.arange(length)[None]
     x = torch.zeros(1, 1)
     chunks = positions.split(1, dim=1) if step_by_step else (positions,)
-    rows = [torch.cat([half[0, :, : half.shape[-1] // 2] for half in model.model.rotary_emb(x, p)], -1) for p in chunks]
+    rows = [
+        torch.cat([half[0, :, : half.shape[-1] // 2] for half in model.model.rotary_emb(x, p)], -1)
+        for p in chunks
+    ]
     return torch.cat(rows)
 
 

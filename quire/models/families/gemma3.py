@@ -43,7 +43,8 @@ def _ropes(c: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
     if not isinstance(fields, Mapping) or not {"full_attention", "sliding_attention"} & fields.keys():
         c.fail("rope_parameters", "must hold full_attention and sliding_attention")
     window = fields.get("sliding_attention") or {}
-    theta = positive(c, "rope_theta", window.get("rope_theta"), c.number("rope_local_base_freq", 10_000.0))
+    theta = window.get("rope_theta") if isinstance(window, Mapping) else None
+    theta = positive(c, "rope_theta", theta, c.number("rope_local_base_freq", 10_000.0))
     return c.rope(head_dim, "full_attention", 1_000_000.0), read_rope(c, window, theta, head_dim)
 
 

@@ -1,0 +1,147 @@
+"""Loading: what is missing, too much, of another shape or twice; dummy weights; memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from quire.errors import ModelLoadError
+from quire.kernels.reference import TorchOps
+from quire.models.build import build_decoder, dummy_weights
+from tests.checkpoints import FAMILY_NAMES, config_of, make_model, oracle_logits, weights_of
+from tests.paged_driver import PagedDriver
+
+TOKENS = [5, 3, 96, 0, 41, 7]
+
+
+def build(model: Any, weights: Any) -> torch.Tensor:
+    decoder = build_decoder(config_of(model), weights, TorchOps())
+    return PagedDriver(decoder).run(0, TOKENS, [len(TOKENS)])
+
+
+def matches(model: Any, weights: Any) -> bool:
+    return bool((build(model, weights) - oracle_logits(model, TOKENS)).abs().max() < 1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_missing_tensor_is_named_as_the_checkpoint_spells_it(family: str) -> None:
+    model = make_model(family)
+    weights = weights_of(model)
+    for dropped in (0, len(weights) // 2, len(weights) - 1):
+        name = weights[dropped][0]
+        with pytest.raises(ModelLoadError, match=name.replace(".", r"\.")):
+            build(model, weights[:dropped] + weights[dropped + 1 :])
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.rope.weight", "model.layers.3.mlp.up_proj.weight"]
+)
+def test_a_tensor_the_model_has_no_place_for_is_named(name: str) -> None:
+    model = make_model("llama")
+    with pytest.raises(ModelLoadError, match=name.replace(".", r"\.")):
+        build(model, [*weights_of(model), (name, torch.zeros(80, 48))])
+
+
+def test_a_bias_the_config_does_not_announce_is_refused() -> None:
+    model = make_model("llama")
+    with pytest.raises(ModelLoadError, match=r"q_proj\.bias"):
+        build(model, [*weights_of(model), ("model.layers.0.self_attn.q_proj.bias", torch.zeros(48))])
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(family: str) -> None:
+    model = make_model(family)
+    weights = weights_of(model)
+    index = next(i for i, (name, _) in enumerate(weights) if "1" in name and name.endswith("weight"))
+    name, tensor = weights[index]
+    wrong = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 1)
+    with pytest.raises(ModelLoadError, match=name.replace(".", r"\.")):
+        build(model, [*weights[:index], (name, wrong), *weights[index + 1 :]])
+
+
+def test_a_tensor_that_comes_twice_is_refused() -> None:
+    model = make_model("llama")
+    weights = weights_of(model)
+    with pytest.raises(ModelLoadError, match="twice"):
+        build(model, [*weights, weights[3]])
+
+
+def test_integers_are_not_weights() -> None:
+    model = make_model("llama")
+    weights = [(name, t.to(torch.int32) if "norm" in name else t) for name, t in weights_of(model)]
+    with pytest.raises(ModelLoadError, match="int32"):
+        build(model, weights)
+
+
+def test_weights_come_in_any_order() -> None:
+    model = make_model("gpt2")
+    assert matches(model, reversed(weights_of(model)))
+
+
+def test_a_stored_copy_of_a_tied_head_is_not_needed() -> None:
+    model = make_model("llama", tie_word_embeddings=True)
+    assert matches(model, [*weights_of(model), ("lm_head.weight", model.lm_head.weight.detach())])
+
+
+def test_constants_of_old_checkpoints_are_not_needed() -> None:
+    llama = make_model("llama")
+    assert matches(
+        llama, [*weights_of(llama), ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))]
+    )
+    gpt2 = make_model("gpt2")
+    constants = [("h.0.attn.bias", torch.ones(1, 1, 8, 8)), ("h.0.attn.masked_bias", torch.tensor(-1e4))]
+    assert matches(gpt2, [*weights_of(gpt2), *constants])
+
+
+def test_checkpoints_without_the_outer_prefix_are_read() -> None:
+    gpt2 = make_model("gpt2")
+    assert matches(gpt2, [(name.removeprefix("transformer."), t) for name, t in weights_of(gpt2)])
+    opt = make_model("opt")
+    assert matches(opt, [(name.removeprefix("model."), t) for name, t in weights_of(opt)])
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_dummy_weights_fit_and_repeat(family: str) -> None:
+    model = make_model(family)
+    config = config_of(model)
+    assert {name: tuple(t.shape) for name, t in dummy_weights(config)} == {
+        name: tuple(t.shape) for name, t in weights_of(model)
+    }
+    first, again, other = (build(model, dummy_weights(config, seed)) for seed in (4, 4, 5))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert 0.2 < first.std() < 5.0
+
+
+class _CopyingOps(TorchOps):
+    """Packs as kernels do: into memory of its own."""
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        return super().pack_linear(weight.clone(), None if bias is None else bias.clone())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_sources_are_released_while_loading(family: str) -> None:
+    config = config_of(
+        make_model(family, num_hidden_layers=6) if family == "llama" else make_model(family, n_layer=6)
+    )
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def watched() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for name, tensor in dummy_weights(config):
+            gc.collect()
+            most = max(most, sum(ref() is not None for ref in alive))
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    build_decoder(config, watched(), _CopyingOps())
+    assert len(alive) > 30
+    assert most <= 4
