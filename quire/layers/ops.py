@@ -119,5 +119,5 @@ class Ops(Protocol):
         ...
 
     def copy_blocks(self, layer: LayerCache, src: list[int], dst: list[int]) -> None:
-        """Block src[i] -> dst[i], one after another, so that a chain a->b, b->c moves a to c."""
+        """Block src[i] -> dst[i] for every i, each read before any is written."""
         ...

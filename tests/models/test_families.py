@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from quire.kernels.cpu.ops import CpuOps
 from quire.kernels.reference import TorchOps
+from quire.layers.ops import Ops
 from quire.models.build import build_decoder
 from quire.models.decoder import Decoder
 from tests.checkpoints import config_of, make_model, oracle_greedy, oracle_logits, weights_of
@@ -71,18 +74,22 @@ def tokens_of(length: int, vocab: int, seed: int = 1) -> list[int]:
     return random.Random(seed).choices(range(vocab), k=length)
 
 
-def decoder_of(model: Any) -> Decoder:
-    return build_decoder(config_of(model), weights_of(model), TorchOps())
+OPS: dict[str, Callable[[], Ops]] = {"torch": TorchOps, "cpu": CpuOps}
 
 
+def decoder_of(model: Any, ops: str = "cpu") -> Decoder:
+    return build_decoder(config_of(model), weights_of(model), OPS[ops]())
+
+
+@pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_those_of_transformers(shape: str) -> None:
+def test_logits_are_those_of_transformers(shape: str, ops: str) -> None:
     family, overrides = SHAPES[shape]
     model = make_model(family, **overrides)
     vocab = model.config.vocab_size
     tokens = tokens_of(48, vocab)
     expected = oracle_logits(model, tokens)
-    driver = PagedDriver(decoder_of(model), block_size=8, num_blocks=40)
+    driver = PagedDriver(decoder_of(model, ops), block_size=8, num_blocks=40)
     for chunks in ([48], [7, 1, 30, 10], [2] + [1] * 46):
         got = driver.run(0, tokens, chunks)
         assert (got - expected).abs().max() < TOLERANCE, f"in chunks {chunks}"
