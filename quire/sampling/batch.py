@@ -15,10 +15,11 @@ from torch import Tensor
 
 from quire.sampling.params import SamplingParams
 from quire.sampling.penalties import Penalties, TokenHistory, gather_penalties
-from quire.sampling.philox import signed_seed
+from quire.sampling.philox import Purpose, signed_seed, uniform, uniforms
 
 _NO_CUT = 2.0
 """A top_p no cumulative share can reach."""
+_FEW_ROWS = 48
 
 
 class SamplingRow:
@@ -110,11 +111,10 @@ class Draws:
     rows: Tensor
     temperature: Tensor
     log_min_p: Tensor
-    seed: Tensor
-    seq_index: Tensor
-    position: Tensor
+    noise: Tensor
+    """The one random number of each draw."""
     top_k: list[int]
-    """0: no limit. On the host too, since it decides how many candidates are looked at."""
+    """0: no limit. On the host, since it decides how much is looked at."""
     top_p: Tensor
     uses_min_p: bool
 
@@ -188,13 +188,20 @@ def _draws(rows: Sequence[SamplingRow], places: list[int], vocab_size: int, devi
         rows=torch.tensor(places, dtype=torch.int64, device=device),
         temperature=tensor(temperature, torch.float32),
         log_min_p=tensor(log_min_p, torch.float32),
-        seed=tensor(lambda row: row.seed, torch.int64),
-        seq_index=tensor(lambda row: row.seq_index, torch.int64),
-        position=tensor(lambda row: row.position, torch.int64),
+        noise=_noise(chosen, device),
         top_k=[row.params.top_k if row.params.top_k < vocab_size else 0 for row in chosen],
         top_p=tensor(top_p, torch.float64),
         uses_min_p=any(row.params.min_p > 0 for row in chosen),
     )
+
+
+def _noise(rows: Sequence[SamplingRow], device: torch.device) -> Tensor:
+    """One Philox number per row; a hundred tensor operations only pay for themselves over many rows."""
+    if len(rows) <= _FEW_ROWS:
+        numbers = [uniform(row.seed, row.seq_index, row.position, Purpose.SAMPLE) for row in rows]
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+    columns = torch.tensor([(row.seed, row.seq_index, row.position) for row in rows], device=device)
+    return uniforms(columns[:, 0], columns[:, 1], columns[:, 2], Purpose.SAMPLE)
 
 
 def _edits(rows: Sequence[SamplingRow], special: list[int], device: torch.device) -> Edits:
