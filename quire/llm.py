@@ -10,14 +10,17 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.engine.assembly import Engine, build_engine
+from quire.engine.core import EngineCore
 from quire.engine.input import InputProcessor, Prompt
 from quire.engine.interrupt import DeferredInterrupt
 from quire.engine.metrics import flat_metrics
-from quire.engine.output import OutputProcessor, RequestOutput
+from quire.engine.output import RequestOutput
 from quire.engine.progress import Progress
+from quire.engine.streams import News, OutputStreams
 from quire.errors import EngineError, InvalidRequestError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import FinishReason
+from quire.scheduler.scheduler import SequenceUpdate
 
 Message = Mapping[str, Any]
 
@@ -41,7 +44,7 @@ class LLM:
         self._engine = engine
         self._inputs = InputProcessor(tokenizer, engine.spec.vocab_size, engine.pool.max_model_len,
                                       frozenset(engine.source.eos_token_ids), config.model.seed)
-        self._outputs = OutputProcessor(tokenizer)
+        self._streams = OutputStreams(tokenizer)
         self._ids = itertools.count()
         self._held_back: list[RequestOutput] = []
 
@@ -66,9 +69,9 @@ class LLM:
         ids = self._add_batch(batch, params, _priorities(priority, len(batch)))
         finished: dict[str, RequestOutput] = {}
         with Progress(len(batch), self._core.scheduler.stats, enabled=use_tqdm) as progress:
-            for output in self._drive(ids):
-                if output.finished:
-                    finished[output.request_id] = output
+            for news in self._drive(ids):
+                if news.finished:
+                    finished[news.processor.request_id] = news.output()
                 progress.update(len(finished))
         return [finished[request_id] for request_id in ids]
 
@@ -80,7 +83,8 @@ class LLM:
         """As `generate`, yielding each request's output whenever it has grown; the last of each has `finished` set."""
         batch = _prompt_list(prompts)
         ids = self._add_batch(batch, _params_list(sampling_params, len(batch)), [0] * len(batch))
-        yield from self._drive(ids)
+        for news in self._drive(ids):
+            yield news.output()
 
     def chat(
         self,
@@ -124,22 +128,22 @@ class LLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         request, text = self._inputs.request(request_id, prompt, params, priority, cache_salt, arrival_time)
         self._core.add(request)
-        self._outputs.add(request, text)
+        self._streams.add(request, text)
 
     def step(self) -> list[RequestOutput]:
         """Run one engine step; outputs of the requests that have news."""
         held_back, self._held_back = self._held_back, []
-        return held_back + self._step()
+        return held_back + [news.output() for news in self._step()]
 
-    def _step(self) -> list[RequestOutput]:
-        outputs = []
-        for update in self._core.step():
-            output, stop = self._outputs.process(update)
-            if stop is not None:
-                self._core.finish(update.sequence, FinishReason.STOP, stop)
-            if output is not None:
-                outputs.append(output)
-        return outputs
+    def _step(self) -> list[News]:
+        found = self._read_news(self._core.step())
+        for news in found:
+            if news.stopped is not None:
+                self._core.finish(news.stopped[0], FinishReason.STOP, news.stopped[1])
+        return found
+
+    def _read_news(self, updates: list[SequenceUpdate]) -> list[News]:
+        return [news for update in updates if (news := self._streams.process(update)) is not None]
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """Stop requests, wherever they are; unknown ids are ignored. `step` still reports each one's end."""
@@ -185,7 +189,7 @@ class LLM:
         return self._engine
 
     @property
-    def _core(self) -> Any:
+    def _core(self) -> EngineCore:
         return self._running_engine.core
 
     def _add_batch(self, prompts: list[Prompt], params: list[SamplingParams], priorities: list[int]) -> list[str]:
@@ -207,36 +211,30 @@ class LLM:
             raise
         return ids
 
-    def _drive(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
+    def _drive(self, ids: Sequence[str]) -> Iterator[News]:
         """Step until all of `ids` are finished. Outputs of other requests wait for their owner's next `step`."""
         unfinished = set(ids)
         try:
             while unfinished:
                 with DeferredInterrupt():
-                    outputs = self._step()
-                for output in outputs:
-                    if output.request_id not in unfinished:
-                        self._held_back.append(output)
+                    found = self._step()
+                for news in found:
+                    if news.processor.request_id not in unfinished:
+                        self._held_back.append(news.output())
                         continue
-                    if output.finished:
-                        unfinished.discard(output.request_id)
-                    yield output
+                    if news.finished:
+                        unfinished.discard(news.processor.request_id)
+                    yield news
         finally:
             if unfinished and self._engine is not None:
                 self._withdraw(list(unfinished))
 
     def _withdraw(self, ids: list[str]) -> None:
+        """Abort requests whose caller is gone; news of others is kept for theirs."""
         self.abort(ids)
-        self._held_back += [output for output in self._collect_news() if output.request_id not in ids]
-
-    def _collect_news(self) -> list[RequestOutput]:
-        """Outputs that need no step, such as those of aborted requests."""
-        found = []
-        for update in self._core.scheduler.take_updates():
-            output, _ = self._outputs.process(update)
-            if output is not None:
-                found.append(output)
-        return found
+        for news in self._read_news(self._core.scheduler.take_updates()):
+            if news.processor.request_id not in ids:
+                self._held_back.append(news.output())
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

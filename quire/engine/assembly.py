@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.executor.local import LocalExecutor
 from quire.kvcache.manager import CacheGroup, KVCacheManager
-from quire.models.loader.source import ModelSource, resolve_model
 from quire.models.spec import DecoderSpec
 from quire.scheduler.policy import BATCHING_POLICIES
 from quire.scheduler.queue import QUEUES
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.worker.memory import PoolSize
+
+if TYPE_CHECKING:
+    from quire.models.loader.source import ModelSource
 
 _DEFAULT_BATCHED_TOKENS = 2048
 
@@ -30,6 +34,8 @@ class Engine:
 
 
 def open_source(config: EngineConfig, progress: bool = True) -> ModelSource:
+    from quire.models.loader.source import resolve_model
+
     model = config.model
     return resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
                          cache_dir=model.cache_dir, progress=progress)
@@ -54,6 +60,7 @@ def build_engine(config: EngineConfig, progress: bool = True) -> Engine:
         cache,
         queue=QUEUES[config.scheduler.scheduling_policy](),
         policy=BATCHING_POLICIES[config.scheduler.batching_policy](),
+        clock=time.time,
     )
     core = EngineCore(scheduler, LocalExecutor(worker, overlap=depth > 1), depth)
     return Engine(config, source, worker.spec, worker.pool, core)

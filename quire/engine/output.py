@@ -1,0 +1,346 @@
+"""What callers get back: tokens become text, stop strings end a sequence, log-probabilities get their words."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.engine.detokenizer import StopStrings, TextDecoder, make_detokenizer
+from quire.errors import InvalidRequestError
+from quire.sampling.params import SamplingParams
+from quire.scheduler.plan import TokenLogprobs
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Log-probability of one token at one position, its rank there (1: likeliest), and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PositionLogprobs = dict[int, Logprob]
+"""The token of a position first, then the likeliest ones, best first."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sequence of a request, as far as it has come."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    """stop, length or abort; None while it runs."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it; None for the model's own end."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of the engine's clock."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def queue_time(self) -> float | None:
+        """From arrival until some of it was first computed."""
+        return self._since_arrival(self.first_scheduled_time)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return self._since_arrival(self.first_token_time)
+
+    @property
+    def latency(self) -> float | None:
+        return self._since_arrival(self.finished_time)
+
+    def _since_arrival(self, time: float | None) -> float | None:
+        return None if time is None else time - self.arrival_time
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request with all its sequences so far."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_cached_tokens: int | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    seed: int | None = None
+    """The seed its tokens were drawn with, also where none was asked for: pass it to get the same tokens."""
+    error: str | None = None
+    """Why the request was ended by the engine (finish_reason abort); None when all went well."""
+
+
+@dataclass(slots=True)
+class SequenceUpdate:
+    """What one `process` call changed in one sequence."""
+
+    index: int
+    text_delta: str
+    token_ids: list[int]
+    """The new tokens that count: those after a stop string are dropped."""
+    logprobs: list[PositionLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    hit_stop_string: bool = False
+    """The text ended the sequence, which the scheduler cannot know: finish it there."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class SequenceText:
+    """Text of one sequence: detokenized, checked for stop strings, in pieces and as a whole."""
+
+    __slots__ = ("_detokenizer", "_include_stop", "_min_tokens", "_num_tokens", "_pieces", "_stops")
+
+    def __init__(self, params: SamplingParams, tokenizer: TextDecoder | None) -> None:
+        self._detokenizer = None
+        if params.detokenize and tokenizer is not None:
+            self._detokenizer = make_detokenizer(tokenizer, params.skip_special_tokens)
+        self._include_stop = params.include_stop_str_in_output
+        self._stops = StopStrings(params.stop_strings, self._include_stop)
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._stops.matched
+
+    def push(self, token_id: int) -> str:
+        """Text that may be shown after one more token; see `stop_string` for whether it is the last."""
+        self._num_tokens += 1
+        if self._detokenizer is None:
+            return ""
+        return self._show(self._detokenizer.push(token_id))
+
+    def push_stop_token(self, token_id: int) -> str:
+        """The token that ended the sequence: not part of the text unless asked for."""
+        if self._include_stop:
+            return self.push(token_id)
+        self._num_tokens += 1
+        return ""
+
+    def finish(self) -> str:
+        """The rest of the text, now that no token will follow."""
+        if self._detokenizer is None or self._stops.matched is not None:
+            return ""
+        rest = self._show(self._detokenizer.finish())
+        if self._stops.matched is None:
+            held = self._stops.finish()
+            self._pieces.append(held)
+            rest += held
+        return rest
+
+    def _show(self, text: str) -> str:
+        shown = self._stops.push(text, armed=self._num_tokens >= self._min_tokens) if text else ""
+        if shown:
+            self._pieces.append(shown)
+        return shown
+
+
+class _SequenceState:
+    """One sequence of a request between two steps."""
+
+    __slots__ = ("cumulative_logprob", "finish_reason", "index", "logprobs", "stop_reason", "text", "token_ids")
+
+    def __init__(self, index: int, params: SamplingParams, tokenizer: TextDecoder | None) -> None:
+        self.index = index
+        self.text = SequenceText(params, tokenizer)
+        self.token_ids: list[int] = []
+        wanted = params.logprobs is not None
+        self.logprobs: list[PositionLogprobs] | None = [] if wanted else None
+        self.cumulative_logprob: float | None = 0.0 if wanted else None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    def completion(self) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text=self.text.text,
+            token_ids=list(self.token_ids),
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+class OutputProcessor:
+    """Turns the tokens of one request into what its caller sees.
+
+    `process` takes the new tokens of one of its sequences and says what came of them; `output` is the whole
+    request so far. `tokenizer` None (or detokenize=False) leaves the text empty.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        tokenizer: TextDecoder | None,
+        prompt_token_ids: Sequence[int],
+        prompt: str | None = None,
+        *,
+        num_sequences: int | None = None,
+        seed: int | None = None,
+        arrival_time: float = 0.0,
+    ) -> None:
+        if tokenizer is None and params.stop_strings:
+            raise InvalidRequestError("stop needs a tokenizer, and the engine was made without one "
+                                      "(skip_tokenizer_init); use stop_token_ids", field="stop")
+        self.request_id = request_id
+        self.params = params
+        self.prompt = prompt
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.seed = seed
+        self.num_cached_tokens: int | None = None
+        self.metrics = RequestMetrics(arrival_time=arrival_time)
+        self.error: str | None = None
+        self._tokenizer = tokenizer
+        count = num_sequences if num_sequences is not None else params.n
+        self._sequences = [_SequenceState(i, params, tokenizer) for i in range(count)]
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]
+
+    @property
+    def finished(self) -> bool:
+        return all(state.finish_reason is not None for state in self._sequences)
+
+    def process(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+        *,
+        index: int = 0,
+        now: float | None = None,
+    ) -> SequenceUpdate:
+        """Take new tokens of sequence `index`, and `finish_reason` if the scheduler ended it with them.
+
+        With finish_reason "stop" the last token is the one that stopped it (an end of sequence or a stop id).
+        A stop string overrides the scheduler's reason; tokens of a sequence that has ended are ignored.
+        """
+        state = self._sequences[index]
+        if state.finish_reason is not None:
+            return SequenceUpdate(index, "", [], None, state.finish_reason, state.stop_reason)
+        reason = _plain_reason(finish_reason)
+        delta, kept = self._add_text(state, token_ids, stopped_by_token=reason == "stop")
+        hit = state.text.stop_string
+        if hit is None and reason is not None:
+            delta += state.text.finish()
+            hit = state.text.stop_string
+        new_logprobs = self._add_logprobs(state, logprobs, kept)
+        new_ids = list(token_ids[:kept])
+        state.token_ids.extend(new_ids)
+        state.finish_reason = "stop" if hit is not None else reason
+        state.stop_reason = hit if hit is not None else stop_reason
+        self._note_time(bool(new_ids), now)
+        return SequenceUpdate(index, delta, new_ids, new_logprobs, state.finish_reason, state.stop_reason,
+                              hit_stop_string=hit is not None)
+
+    def abort(self, error: str | None = None, now: float | None = None) -> list[SequenceUpdate]:
+        """End all sequences that still run; `error` says why, if it was the engine's doing."""
+        self.error = error
+        running = [state.index for state in self._sequences if state.finish_reason is None]
+        updates = [self.process([], finish_reason="abort", index=index) for index in running]
+        self._note_time(False, now)
+        return updates
+
+    def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Log-probabilities of the next prompt tokens, in order, starting with the second token."""
+        if self._prompt_logprobs is not None:
+            count = self.params.prompt_logprobs or 0
+            self._prompt_logprobs.extend(self._position(entry, count) for entry in logprobs)
+
+    def output(self) -> RequestOutput:
+        """The request as a whole, as far as it has come."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[state.completion() for state in self._sequences],
+            finished=self.finished,
+            prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=self.metrics,
+            seed=self.seed,
+            error=self.error,
+        )
+
+    @staticmethod
+    def _add_text(state: _SequenceState, token_ids: Sequence[int], stopped_by_token: bool) -> tuple[str, int]:
+        """Text of the tokens up to a stop string, and how many tokens that took."""
+        pieces, last = [], len(token_ids) - 1
+        for place, token in enumerate(token_ids):
+            push = state.text.push_stop_token if stopped_by_token and place == last else state.text.push
+            pieces.append(push(token))
+            if state.text.stop_string is not None:
+                return "".join(pieces), place + 1
+        return "".join(pieces), len(token_ids)
+
+    def _add_logprobs(
+        self, state: _SequenceState, logprobs: Sequence[TokenLogprobs] | None, kept: int
+    ) -> list[PositionLogprobs] | None:
+        if state.logprobs is None or logprobs is None:
+            return None
+        new = [self._position(entry, self.params.logprobs or 0) for entry in logprobs[:kept]]
+        state.logprobs.extend(new)
+        state.cumulative_logprob = (state.cumulative_logprob or 0.0) + sum(entry.logprob for entry in logprobs[:kept])
+        return new
+
+    def _position(self, entry: TokenLogprobs, count: int) -> PositionLogprobs:
+        position = {entry.token_id: Logprob(entry.logprob, entry.rank, self._word(entry.token_id))}
+        best = zip(entry.top_ids[:count], entry.top_logprobs[:count], strict=True)
+        for rank, (token, logprob) in enumerate(best, start=1):
+            position.setdefault(token, Logprob(logprob, rank, self._word(token)))
+        return position
+
+    def _word(self, token_id: int) -> str | None:
+        if self._tokenizer is None or not self.params.detokenize:
+            return None
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def _note_time(self, got_tokens: bool, now: float | None) -> None:
+        if now is None:
+            return
+        if got_tokens and self.metrics.first_token_time is None:
+            self.metrics.first_token_time = now
+        if self.finished and self.metrics.finished_time is None:
+            self.metrics.finished_time = now
+
+
+def _plain_reason(reason: str | None) -> str | None:
+    """The reason as a plain string, whether it came as one or as a member of an enumeration of strings."""
+    value = reason.value if isinstance(reason, enum.Enum) else reason
+    if value is not None and value not in FINISH_REASONS:
+        raise ValueError(f"finish_reason must be one of {', '.join(FINISH_REASONS)}, not {value!r}")
+    return value
