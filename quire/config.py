@@ -23,17 +23,21 @@ class ModelConfig:
     """Which model, from where, and in what shape it is loaded."""
 
     model: str = option("smollm2-135m", "alias, path of a .gguf file, Hugging Face folder, or hub id")
-    tokenizer: str | None = option(None, "folder, tokenizer.json or .gguf to take the tokenizer from (default: the model)")
+    tokenizer: str | None = option(
+        None, "folder, tokenizer.json or .gguf to take the tokenizer from (default: the model)")
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids only")
     dtype: str = option("auto", "type of weights and activations; auto is float32 on a CPU",
                         ("auto", "float32", "bfloat16", "float16"))
     seed: int = option(0, "seed from which requests without one of their own draw theirs")
-    max_model_len: int | None = option(None, "longest prompt plus output (default: what model and KV pool allow)")
+    max_model_len: int | None = option(
+        None, "longest prompt plus output (default: what model and KV pool allow)")
     load_format: str = option("auto", "how weights are stored; dummy makes random ones",
                               ("auto", "gguf", "safetensors", "dummy"))
-    cache_dir: str | None = option(None, "where downloaded models are kept (default: the user's cache folder)")
+    cache_dir: str | None = option(
+        None, "where downloaded models are kept (default: the user's cache folder)")
     device: str = option("auto", "where the model runs", ("auto", "cpu"))
-    num_threads: int | None = option(None, "threads of the CPU kernels (default: the cores this process may use)")
+    num_threads: int | None = option(
+        None, "threads of the CPU kernels (default: the cores this process may use)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +58,13 @@ class SchedulerConfig:
 
     max_num_seqs: int = option(128, "most sequences running at once")
     max_num_batched_tokens: int | None = option(None, "most tokens computed in one step (default: 2048)")
-    enable_chunked_prefill: bool = option(True, "let a long prompt be computed in pieces beside decoding sequences")
+    enable_chunked_prefill: bool = option(
+        True, "let a long prompt be computed in pieces beside decoding sequences")
     max_num_partial_prefills: int = option(1, "most prompts that may be half computed at once")
     long_prefill_token_threshold: int = option(0, "most tokens of one prompt in one step (0: no such limit)")
     scheduling_policy: str = option("fcfs", "order of the waiting queue", ("fcfs", "priority"))
-    batching_policy: str = option("decode-first", "what fills a step first", ("decode-first", "prefill-first"))
+    batching_policy: str = option(
+        "decode-first", "what fills a step first", ("decode-first", "prefill-first"))
     max_steps_in_flight: int = option(1, "steps planned ahead of the results (1: none)")
 
 
@@ -81,8 +87,8 @@ class EngineConfig:
         for key, value in options.items():
             if key not in owner:
                 near = difflib.get_close_matches(key, owner, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(sorted(owner))}"
-                raise ConfigError(f"unknown option {key!r}{hint}", field=key)
+                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(sorted(owner))}"
+                raise ConfigError(f"unknown option {key!r}; {hint}", field=key)
             sections[owner[key]][key] = value
         config = cls(**{name: _SECTIONS[name](**values) for name, values in sections.items()})
         config.validate()
@@ -151,7 +157,8 @@ def parse_bytes(value: int | str, name: str) -> int:
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].lower() not in _UNITS:
-            raise ConfigError(f"{name} must be a number of bytes or a text such as 512MiB or 2GB, not {value!r}", field=name)
+            raise ConfigError(
+                f"{name} must be a number of bytes or a text like 512MiB or 2GB, not {value!r}", field=name)
         size = int(float(match[1]) * _UNITS[match[2].lower()])
     if size <= 0:
         raise ConfigError(f"{name} must be positive, not {value!r}", field=name)

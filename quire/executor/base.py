@@ -11,8 +11,8 @@ from quire.scheduler.plan import StepPlan, StepResult
 class Executor(ABC):
     """Carries out plans in the order of `submit`, whatever runs them: a thread, processes, machines.
 
-    The future holds the step's result, or the exception that lost the whole step. What concerns one sequence alone
-    is not an exception but the `error` of its entry.
+    The future holds the step's result, or the exception that lost the whole step. What concerns one sequence
+    alone is not an exception but the `error` of its entry.
     """
 
     @abstractmethod

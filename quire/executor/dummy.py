@@ -1,7 +1,7 @@
 """An executor without a model: tokens are a function of the sequence and the position, and arrive at once.
 
 The scheduler's tests, its benchmark and the simulator run on it; it also checks that each plan is carried out
-against a table that says what the plan assumes.
+against rows in the state that the plan assumes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from quire.errors import InvariantError
 from quire.executor.base import Executor
 from quire.scheduler.plan import EntryResult, PlanEntry, StepPlan, StepResult
 
+_MASK = (1 << 64) - 1
+
 
 def dummy_token(seed: int, index: int, position: int, vocab_size: int) -> int:
     """The token that stands at `position` of a dummy sequence: a cheap mix of its arguments."""
-    x = (seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9 + position * 0x94D049BB133111EB) & (1 << 64) - 1
+    x = seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9 + position * 0x94D049BB133111EB & _MASK
     x ^= x >> 31
-    return (x * 0xD6E8FEB86659FD93 & (1 << 64) - 1) % vocab_size
+    return (x * 0xD6E8FEB86659FD93 & _MASK) % vocab_size
 
 
 class DummyExecutor(Executor):
@@ -26,6 +28,7 @@ class DummyExecutor(Executor):
     def __init__(self, vocab_size: int = 1000) -> None:
         self.vocab_size = vocab_size
         self._rows: dict[int, tuple[int, int]] = {}
+        """Seed and sequence index of every row in use."""
         self._computed: dict[int, int] = {}
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -42,8 +45,11 @@ class DummyExecutor(Executor):
         return StepResult(plan.step, [self._run(entry) for entry in plan.entries])
 
     def _run(self, entry: PlanEntry) -> EntryResult:
-        if self._computed.setdefault(entry.row, entry.start) != entry.start:
-            raise InvariantError(f"row {entry.row} computed {self._computed[entry.row]} tokens, not {entry.start}")
+        if entry.row not in self._rows:
+            raise InvariantError(f"row {entry.row} was never started")
+        computed = self._computed.setdefault(entry.row, entry.start)
+        if computed != entry.start:
+            raise InvariantError(f"row {entry.row} computed {computed} tokens, not {entry.start}")
         self._computed[entry.row] = end = entry.start + entry.num_tokens
         if not entry.sample:
             return EntryResult()

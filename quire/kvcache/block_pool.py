@@ -19,8 +19,8 @@ class BlockPool:
       cached  references == 0, registered; kept until the eviction policy picks it
       free    references == 0, not registered
 
-    In a chained pool (full attention) a registered block is useful only while its parent is: callers hold whole
-    prefixes and release them deepest block first, so a parent is never evicted before its child.
+    In a chained pool (full attention) a registered block is useful only while its parent is: callers hold
+    whole prefixes and release them deepest block first, so a parent is never evicted before its child.
     """
 
     def __init__(self, num_blocks: int, policy: EvictionPolicy, chained: bool = True) -> None:
@@ -34,6 +34,7 @@ class BlockPool:
         self._children = [0] * num_blocks
         self._index: dict[bytes, int] = {}
         self.num_evicted = 0
+        """Cached blocks that gave up their place, over the pool's life."""
 
     # ---- counts
 
@@ -67,7 +68,7 @@ class BlockPool:
             self._forget(block)
             self.num_evicted += 1
         else:
-            raise InvariantError("KV block asked for when none is available: callers check num_available first")
+            raise InvariantError("KV block asked for when none is left: callers check num_available first")
         if self._references[block]:
             raise InvariantError(f"KV block {block} was handed out while {self._references[block]} hold it")
         self._references[block] = 1
@@ -82,18 +83,26 @@ class BlockPool:
         self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One holder less for each; give a chain deepest block first. Registered blocks stay cached."""
+        """One holder less for each; give a chain deepest block first. Registered blocks stay cached.
+
+        A block that nobody holds is left alone and reported after the others were released.
+        """
+        overdrawn = NO_BLOCK
         for block in blocks:
             count = self._references[block] - 1
-            if count < 0:
-                raise InvariantError(f"KV block {block} released more often than it was taken")
-            self._references[block] = count
-            if count == 0:
+            if count > 0:
+                self._references[block] = count
+            elif count == 0:
+                self._references[block] = 0
                 key = self._hash[block]
                 if key is None:
                     self._free.append(block)
                 else:
                     self._policy.add(block, key)
+            else:
+                overdrawn = block
+        if overdrawn != NO_BLOCK:
+            raise InvariantError(f"KV block {overdrawn} released more often than it was taken")
 
     # ---- the prefix index
 
@@ -102,16 +111,17 @@ class BlockPool:
         return self._index.get(key, NO_BLOCK)
 
     def register(self, block: int, key: bytes, parent: int) -> None:
-        """Let others find a full block under `key`. `parent` is the registered block before it, or NO_BLOCK."""
+        """Let others find a full block under `key`; `parent`: the registered one before it, or NO_BLOCK."""
         if key in self._index or self._hash[block] is not None:
             raise InvariantError(f"KV block {block} registered twice")
         if self._references[block] == 0:
             raise InvariantError(f"KV block {block} registered while nobody holds it")
+        linked = self.chained and parent != NO_BLOCK
+        if linked and self._hash[parent] is None:
+            raise InvariantError(f"KV block {block} registered behind unregistered parent {parent}")
         self._hash[block] = key
         self._index[key] = block
-        if self.chained and parent != NO_BLOCK:
-            if self._hash[parent] is None:
-                raise InvariantError(f"KV block {block} registered behind unregistered parent {parent}")
+        if linked:
             self._parent[block] = parent
             self._children[parent] += 1
 
@@ -150,7 +160,7 @@ class BlockPool:
         for block in range(self.num_blocks):
             key, references = self._hash[block], self._references[block]
             if (block in free) != (references == 0 and key is None):
-                raise InvariantError(f"KV block {block} is in the wrong state: references {references}, hash {key!r}")
+                raise InvariantError(f"KV block {block} is misplaced: {references} references, hash {key!r}")
             idle += references == 0 and key is not None
             if key is not None and self._index.get(key) != block:
                 raise InvariantError(f"KV block {block} is not the one its hash leads to")

@@ -9,9 +9,9 @@ from collections import OrderedDict
 class EvictionPolicy(ABC):
     """Orders the blocks that hold a cached prefix and are used by nobody.
 
-    The pool calls `add` when a block becomes idle, `remove` when it is used again, and `pop` for a victim. The pool
-    releases a chain deepest block first and never holds a child without its parent, so an order by time of `add`
-    always yields children before parents; a policy with another order must keep that property itself.
+    The pool calls `add` when a block becomes idle, `remove` when it is used again, `pop` for a victim. Users
+    of the pool release a chain deepest block first and never hold a child without its parent, so an order by
+    time of `add` yields children before parents; a policy with another order must keep that property itself.
     """
 
     @abstractmethod

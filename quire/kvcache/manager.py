@@ -1,12 +1,13 @@
 """Slots for sequences: find a cached prefix, grow, copy on write, publish full blocks, give back.
 
-Works on block numbers only. Every group of layers with its own kind of KV has its own pool and every sequence one
-table per group; one group is the ordinary case.
+Works on block numbers only. Every group of layers with its own kind of KV has its own pool and every sequence
+one table per group; one group is the ordinary case.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from quire.errors import InvariantError
@@ -30,16 +31,20 @@ class CacheStats:
     prefix_queries: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
-    blocks_evicted: int = 0
     copies_on_write: int = 0
     blocks_deduplicated: int = 0
+
+
+Copy = tuple[int, int, int]
+"""Group, source block, target block."""
 
 
 class KVCacheManager:
     """The scheduler's view of KV memory.
 
-    Contract: a sequence holds a reference on every block of its tables. Blocks given back while submitted plans may
-    still name them wait in limbo until those plans are done (`steps_submitted`, `steps_done`).
+    Contract: a sequence holds a reference on every block of its tables. Blocks given back while submitted
+    plans may still name them wait in limbo until those plans are done (`steps_submitted`, `steps_done`); so
+    does the source of a copy until the plan that makes the copy is done.
     """
 
     def __init__(
@@ -55,33 +60,76 @@ class KVCacheManager:
         self.block_size = block_size
         self.groups = groups
         self.prefix_caching = prefix_caching
-        policy = EVICTION_POLICIES[eviction_policy]
-        self.pools = [BlockPool(num_blocks, policy(), chained=group.window is None) for group in groups]
+        self.has_windows = any(group.window is not None for group in groups)
+        self._policy = EVICTION_POLICIES[eviction_policy]
+        self.pools = self._empty_pools()
         self.chain = HashChain(block_size, secret)
         self.stats = CacheStats()
         self._limbo: deque[tuple[int, int, list[int]]] = deque()
         self._newest_submitted = 0
         self._newest_done = 0
 
+    def _empty_pools(self) -> list[BlockPool]:
+        return [BlockPool(self.num_blocks, self._policy(), chained=g.window is None) for g in self.groups]
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that the pool holds when it has it to itself."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_evicted(self) -> int:
+        """Cached blocks that gave up their place, over all groups."""
+        return sum(pool.num_evicted for pool in self.pools)
+
     # ---- admission
 
     def match(self, kv: SequenceKV, tokens: list[int]) -> PrefixMatch:
-        """The longest cached prefix valid in every group; never all of `tokens`, whose last must be computed."""
+        """The longest cached prefix valid in every group; never all of `tokens`: one is computed."""
         if not self.prefix_caching:
-            return PrefixMatch(0, [[] for _ in self.groups])
+            return self.no_match()
         hashes = self.chain.extend(kv, tokens, len(tokens) - 1)
-        found = [[pool.lookup(key) for key in hashes] for pool in self.pools]
-        length = len(hashes)
-        for group, blocks in zip(self.groups, found, strict=True):
+        length = (len(tokens) - 1) // self.block_size
+        found: list[list[int]] = [[] for _ in self.groups]
+        for index, group in enumerate(self.groups):
             if group.window is None:
-                length = min(length, _leading(blocks))
-        while length and not all(self._window_held(g, b, length) for g, b in zip(self.groups, found, strict=True)):
-            length -= 1
-        return PrefixMatch(length * self.block_size, [
-            [NO_BLOCK] * self._first_needed(group, length * self.block_size)
-            + blocks[self._first_needed(group, length * self.block_size) : length]
-            for group, blocks in zip(self.groups, found, strict=True)
-        ])
+                found[index] = self._leading(index, hashes[:length])
+                length = len(found[index])
+        for index, group in enumerate(self.groups):
+            if group.window is not None:
+                found[index] = [self.pools[index].lookup(key) for key in hashes[:length]]
+        length = self._valid_in_windows(found, length)
+        blocks = []
+        for index, group in enumerate(self.groups):
+            first = self._first_needed(group, length * self.block_size)
+            blocks.append([NO_BLOCK] * first + found[index][first:length])
+        return PrefixMatch(length * self.block_size, blocks)
+
+    def no_match(self) -> PrefixMatch:
+        return PrefixMatch(0, [[] for _ in self.groups])
+
+    def _leading(self, index: int, hashes: list[bytes]) -> list[int]:
+        """Cached blocks before the first miss."""
+        lookup = self.pools[index].lookup
+        blocks: list[int] = []
+        for key in hashes:
+            block = lookup(key)
+            if block == NO_BLOCK:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _valid_in_windows(self, found: list[list[int]], length: int) -> int:
+        """The longest prefix, at most `length` blocks, whose last window is cached in every window group."""
+        gap = length
+        while gap >= 0:
+            length, gap = gap, -1
+            for group, blocks in zip(self.groups, found, strict=True):
+                if group.window is not None:
+                    first = self._first_needed(group, length * self.block_size)
+                    # Every prefix that ends behind a gap and inside its window has that gap too.
+                    gap = max(gap, _last_gap(blocks, first, length))
+        return length
 
     def open(self, kv: SequenceKV, match: PrefixMatch) -> None:
         """Give a sequence without tables the matched prefix."""
@@ -100,13 +148,17 @@ class KVCacheManager:
         self.stats.prefix_query_tokens += num_tokens
         self.stats.prefix_hit_tokens += num_hit
 
-    def fits(self, num_tokens: int, match: PrefixMatch | None = None) -> bool:
-        """Could a new sequence of `num_tokens` hold all its blocks now, on top of `match`?"""
+    def fits(self, num_tokens: int, match: PrefixMatch, first_chunk: int) -> bool:
+        """Could a new sequence of `num_tokens` hold its blocks now, on top of `match`?
+
+        Its first step computes `first_chunk` tokens, and they need blocks even where a window will pass them.
+        """
         for index, (pool, group) in enumerate(zip(self.pools, self.groups, strict=True)):
-            held = match.blocks[index] if match else []
+            held = match.blocks[index]
             need = self.blocks_for(num_tokens) - len(held)
             if group.window is not None:
-                need = min(need, self._window_blocks(group.window))
+                at_once = self.blocks_for(match.num_tokens + first_chunk) - len(held)
+                need = max(at_once, min(need, self._window_blocks(group.window)))
             idle = sum(1 for b in held if b != NO_BLOCK and pool.references(b) == 0)
             if need > pool.num_available - idle:
                 return False
@@ -114,32 +166,46 @@ class KVCacheManager:
 
     # ---- growth
 
-    def extend(self, kv: SequenceKV, num_tokens: int, write_from: int) -> list[tuple[int, int, int]] | None:
+    def extend(self, kv: SequenceKV, num_tokens: int, write_from: int) -> Seq[Copy] | None:
         """Slots for tokens up to `num_tokens`, where those from `write_from` on are about to be written.
 
-        Returns copies (group, source, target) to make first, or None (and no change) when blocks are short.
+        Returns copies to make first, or None (and no change) when blocks are short.
         """
-        wanted = self.blocks_for(num_tokens)
+        wanted = -(-num_tokens // self.block_size)
         first_written = write_from // self.block_size
+        # A decoding sequence nearly always writes into a last block that is its own: nothing to do.
+        if first_written == wanted - 1:
+            for pool, table in zip(self.pools, kv.tables, strict=True):
+                if len(table.blocks) != wanted or pool.references(table.blocks[first_written]) != 1:
+                    break
+            else:
+                return ()
+        return self._grow(kv, wanted, first_written)
+
+    def _grow(self, kv: SequenceKV, wanted: int, first_written: int) -> Seq[Copy] | None:
         for pool, table in zip(self.pools, kv.tables, strict=True):
             shared = sum(pool.references(b) > 1 for b in table.blocks[first_written:])
             if wanted - len(table.blocks) + shared > pool.num_available:
                 return None
-        copies: list[tuple[int, int, int]] = []
+        copies: list[Copy] = []
         for index, (pool, table) in enumerate(zip(self.pools, kv.tables, strict=True)):
             for i in range(first_written, len(table.blocks)):
-                if pool.references(table.blocks[i]) > 1:
-                    copies.append((index, table.blocks[i], self._copy_on_write(index, table, i)))
+                holders = pool.references(table.blocks[i])
+                if holders > 1:
+                    copies.append(self._copy_on_write(index, table, i))
+                elif holders < 1:
+                    raise InvariantError(f"KV block {table.blocks[i]} is in a table but counts no holder")
             while len(table.blocks) < wanted:
                 table.blocks.append(pool.allocate())
         return copies
 
-    def _copy_on_write(self, index: int, table: BlockTable, i: int) -> int:
-        target = self.pools[index].allocate()
-        self._give_back(index, [table.blocks[i]])
+    def _copy_on_write(self, index: int, table: BlockTable, i: int) -> Copy:
+        source, target = table.blocks[i], self.pools[index].allocate()
+        # The copy is made by the plan being drafted: until that one is done, nobody may reuse the source.
+        self._limbo.append((self._newest_submitted + 1, index, [source]))
         table.replace(i, target)
         self.stats.copies_on_write += 1
-        return target
+        return index, source, target
 
     def leave_window(self, kv: SequenceKV, position: int) -> None:
         """Give back blocks that no token from `position` on can see. Unpublished ones wait until they are."""
@@ -158,8 +224,8 @@ class KVCacheManager:
     def publish(self, kv: SequenceKV, tokens: list[int], num_confirmed: int) -> None:
         """Register the full blocks among the first `num_confirmed` tokens, whose KV is known to be written.
 
-        Where another block already caches the same prefix the sequence changes over to that one and gives its own
-        back: memory is saved, and whoever holds a cached block holds its registered parent too.
+        Where another block already caches the same prefix the sequence changes over to that one and gives its
+        own back: memory is saved, and whoever holds a cached block holds its registered parent too.
         """
         full = num_confirmed // self.block_size
         if not self.prefix_caching or full <= kv.num_registered:
@@ -188,16 +254,16 @@ class KVCacheManager:
             for block in table.blocks[table.first_live :]:
                 pool.acquire(block)
             tables.append(BlockTable(list(table.blocks), first_live=table.first_live))
-        return SequenceKV(kv.key, tables, list(kv.hashes), kv.num_registered)
+        # The two may differ from the first token that is not computed yet: hashes beyond it are not shared.
+        return SequenceKV(kv.key, tables, kv.hashes[: kv.num_registered], kv.num_registered)
 
     # ---- giving back
 
     def free(self, kv: SequenceKV) -> None:
         """Give back all that a sequence holds, deepest block first."""
-        for index, table in enumerate(kv.tables):
-            self._give_back(index, table.blocks[: table.first_live - 1 if table.first_live else None : -1])
-        kv.tables = []
-        kv.num_registered = 0
+        tables, kv.tables, kv.num_registered = kv.tables, [], 0
+        for index, table in enumerate(tables):
+            self._give_back(index, table.blocks[table.first_live :][::-1])
 
     def _give_back(self, group: int, blocks: list[int]) -> None:
         if self._newest_submitted > self._newest_done:
@@ -225,6 +291,14 @@ class KVCacheManager:
         """Forget every prefix that nobody uses."""
         return sum(pool.drop_cached() for pool in self.pools)
 
+    def reset(self) -> None:
+        """Start afresh with every block free: for an engine at rest whose bookkeeping broke."""
+        evicted = [pool.num_evicted for pool in self.pools]
+        self.pools = self._empty_pools()
+        for pool, count in zip(self.pools, evicted, strict=True):
+            pool.num_evicted = count
+        self._limbo.clear()
+
     # ---- arithmetic
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -236,10 +310,6 @@ class KVCacheManager:
     def _first_needed(self, group: CacheGroup, position: int) -> int:
         """First table entry that a token at `position` can still see."""
         return 0 if group.window is None else max(0, position - group.window + 1) // self.block_size
-
-    def _window_held(self, group: CacheGroup, blocks: list[int], length: int) -> bool:
-        first = self._first_needed(group, length * self.block_size)
-        return group.window is None or NO_BLOCK not in blocks[first:length]
 
     # ---- self-examination
 
@@ -257,10 +327,13 @@ class KVCacheManager:
                     counts[block] += 1
             for block, count in enumerate(counts):
                 if count != pool.references(block):
-                    raise InvariantError(
-                        f"KV block {block} of group {index} counts {pool.references(block)} references, {count} exist")
+                    raise InvariantError(f"KV block {block} of group {index} counts {pool.references(block)} "
+                                         f"holders and has {count}")
 
 
-def _leading(blocks: list[int]) -> int:
-    """How many entries come before the first miss."""
-    return blocks.index(NO_BLOCK) if NO_BLOCK in blocks else len(blocks)
+def _last_gap(blocks: list[int], first: int, end: int) -> int:
+    """Index of the last missing block in blocks[first:end], or -1."""
+    for i in range(end - 1, first - 1, -1):
+        if blocks[i] == NO_BLOCK:
+            return i
+    return -1

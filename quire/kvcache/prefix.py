@@ -15,8 +15,8 @@ _DIGEST_BYTES = 16
 class HashChain:
     """Hashes block i from its tokens and the hash of block i-1, so equal hashes mean equal prefixes.
 
-    BLAKE2b with a secret key drawn per engine: 128 bits make an accidental collision unthinkable, and the key keeps
-    anyone outside from preparing one on purpose.
+    BLAKE2b with a secret key drawn per engine: 128 bits make an accidental collision unthinkable, and the key
+    keeps anyone outside from preparing one on purpose.
     """
 
     def __init__(self, block_size: int, secret: bytes | None = None) -> None:
@@ -24,7 +24,10 @@ class HashChain:
         self._secret = secrets.token_bytes(32) if secret is None else secret
 
     def extend(self, kv: SequenceKV, tokens: list[int], num_tokens: int) -> list[bytes]:
-        """The chain over the full blocks in the first `num_tokens` of `tokens`, hashing only what is new."""
+        """The chain over at least the full blocks of `tokens[:num_tokens]`, hashing only what is new.
+
+        It is the sequence's own list and may reach further, over tokens hashed before.
+        """
         size = self.block_size
         hashes = kv.hashes
         full = num_tokens // size
@@ -32,7 +35,8 @@ class HashChain:
             parent = hashes[-1] if hashes else kv.key
             for i in range(len(hashes), full):
                 content = array("q", tokens[i * size : (i + 1) * size]).tobytes()
-                parent = hashlib.blake2b(parent + content, digest_size=_DIGEST_BYTES, key=self._secret).digest()
+                digest = hashlib.blake2b(parent + content, digest_size=_DIGEST_BYTES, key=self._secret)
+                parent = digest.digest()
                 hashes.append(parent)
         return hashes
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class BlockTable:
-    """Logical-to-physical map of one sequence in one cache group, and from where the worker's copy is stale."""
+    """Logical-to-physical map of one sequence in one cache group, and from where the worker's is stale."""
 
     blocks: list[int] = field(default_factory=list)
     first_live: int = 0
@@ -40,7 +40,7 @@ class SequenceKV:
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """A cached prefix: how many tokens, and its blocks in every group (NO_BLOCK where a window has passed)."""
+    """A cached prefix: its length in tokens, its blocks per group (NO_BLOCK where a window has passed)."""
 
     num_tokens: int = 0
     blocks: list[list[int]] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """What one step does and what came of it: the only words that scheduler and worker exchange.
 
-Both are plain data (ints, lists, bytes), so any transport can carry them. The scheduler names the rows, so every
-rank of a sharded executor agrees on them without talking.
+Both are plain data (ints, lists, bytes), so any transport can carry them. The scheduler names the rows, so
+every rank of a sharded executor agrees on them without talking.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PlanEntry:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. The worker applies, in order: freed rows, starts, table diffs, copies; then runs the entries."""
+    """One step. The worker applies freed rows, starts, table diffs and copies, then runs the entries."""
 
     step: int
     freed_rows: list[int] = field(default_factory=list)

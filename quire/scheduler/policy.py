@@ -36,7 +36,7 @@ class DecodeFirst(BatchingPolicy):
 
 
 class PrefillFirst(BatchingPolicy):
-    """Prompts go before everything and are not mixed with decoding: best time to first token, worst stutter."""
+    """Prompts go first and are not mixed with decoding: best time to first token, worst stutter."""
 
     def phases(self) -> tuple[Phase, ...]:
         return (Phase.PREFILL, Phase.ADMIT, Phase.DECODE)
@@ -45,4 +45,7 @@ class PrefillFirst(BatchingPolicy):
         return done is not Phase.ADMIT or num_tokens == 0
 
 
-BATCHING_POLICIES: dict[str, type[BatchingPolicy]] = {"decode-first": DecodeFirst, "prefill-first": PrefillFirst}
+BATCHING_POLICIES: dict[str, type[BatchingPolicy]] = {
+    "decode-first": DecodeFirst,
+    "prefill-first": PrefillFirst,
+}

@@ -11,7 +11,7 @@ from quire.scheduler.request import Request
 
 
 class WaitingQueue(ABC):
-    """Requests not running yet or not any more; `put_back` is for a preempted one, which goes before its equals."""
+    """Requests not running yet or not any more; a preempted one is `put_back` and goes before its equals."""
 
     @abstractmethod
     def add(self, request: Request) -> None: ...
@@ -68,29 +68,30 @@ class PriorityQueue(WaitingQueue):
     """Lowest priority number first, then first come; a preempted request keeps its time of arrival."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, str]] = []
-        self._requests: dict[str, Request] = {}
+        self._heap: list[tuple[int, int]] = []
+        # By time of arrival, since an id may come again with another priority.
+        self._requests: dict[int, Request] = {}
 
     def add(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        heapq.heappush(self._heap, (request.priority, request.arrival_index, request.request_id))
+        self._requests[request.arrival_index] = request
+        heapq.heappush(self._heap, (request.priority, request.arrival_index))
 
     put_back = add
 
     def peek(self) -> Request:
         # Removed requests leave their heap entry behind; it is dropped when it surfaces.
-        while self._heap[0][2] not in self._requests:
+        while self._heap[0][1] not in self._requests:
             heapq.heappop(self._heap)
-        return self._requests[self._heap[0][2]]
+        return self._requests[self._heap[0][1]]
 
     def pop(self) -> Request:
         request = self.peek()
         heapq.heappop(self._heap)
-        del self._requests[request.request_id]
+        del self._requests[request.arrival_index]
         return request
 
     def remove(self, request: Request) -> None:
-        del self._requests[request.request_id]
+        del self._requests[request.arrival_index]
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -1,7 +1,7 @@
 """A request, its sequences and their life cycle.
 
-A sequence's progress is two numbers: the tokens it knows and the tokens it has KV for. Everything that happens to
-it (a chunk of prompt, a cache hit, a preemption, a refused draft) is a change of those.
+A sequence's progress is two numbers: the tokens it knows and the tokens it has KV for. Everything that
+happens to it (a chunk of prompt, a cache hit, a preemption, a refused draft) is a change of those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -30,8 +30,8 @@ class FinishReason(str, enum.Enum):
 class Sequence:
     """One stream of tokens of a request.
 
-    `num_computed` counts tokens whose KV exists or is being written by a submitted plan; `num_confirmed` those whose
-    step has come back; `num_pending` tokens drawn by a submitted plan whose values the host does not have yet.
+    `num_computed` counts tokens whose KV exists or is being written by a submitted plan; `num_confirmed`
+    those whose step has come back; `num_pending` tokens drawn by a submitted plan but not known here yet.
     """
 
     request: Request
@@ -67,7 +67,7 @@ class Sequence:
         return self.finish_reason is not None
 
     def rewind(self) -> None:
-        """Leave the row with no KV: what preemption by recompute does, once the cache took the blocks back."""
+        """Leave the row with no KV: what preemption by recompute does, once the cache has the blocks back."""
         self.num_computed = self.num_confirmed = self.num_pending = 0
         self.row = -1
         self.epoch += 1
@@ -89,6 +89,8 @@ class Request:
     cache_key: bytes = b""
     """Root of the hash chain: salt, adapter, tenant; requests that differ here never share KV."""
     arrival_index: int = 0
+    max_len: int = 0
+    """Most tokens, prompt included, that one of its sequences may have; the scheduler fills it in."""
     status: Status = Status.WAITING
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None

@@ -1,6 +1,6 @@
 """Plans each step: who computes how many tokens, who waits, who is preempted; and takes in what came of it.
 
-There is no prefill phase and no decode phase here, only sequences that know more tokens than they have KV for.
+It knows no prefill phase and no decode phase, only sequences that know more tokens than they have KV for.
 """
 
 from __future__ import annotations
@@ -8,12 +8,22 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from quire.errors import InvalidRequestError, InvariantError
-from quire.kvcache.manager import KVCacheManager
-from quire.kvcache.table import PrefixMatch
-from quire.scheduler.plan import BlockCopy, EntryResult, PlanEntry, RowStart, StepPlan, StepResult, TableDiff, TokenLogprobs
+from quire.kvcache.manager import Copy, KVCacheManager
+from quire.kvcache.table import PrefixMatch, SequenceKV
+from quire.scheduler.plan import (
+    BlockCopy,
+    EntryResult,
+    PlanEntry,
+    RowStart,
+    StepPlan,
+    StepResult,
+    TableDiff,
+    TokenLogprobs,
+)
 from quire.scheduler.policy import BatchingPolicy, DecodeFirst, Phase
 from quire.scheduler.queue import FCFSQueue, WaitingQueue
 from quire.scheduler.request import FinishReason, Request, Sequence, Status
@@ -44,6 +54,8 @@ class SchedulerStats:
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_failed: int = 0
+    invariant_errors: int = 0
+    """Times that the bookkeeping contradicted itself; anything but 0 is a bug of ours."""
 
 
 @dataclass(slots=True)
@@ -63,7 +75,7 @@ class _Planned:
 
     sequence: Sequence
     entry: PlanEntry
-    copies: list[BlockCopy]
+    copies: Seq[Copy]
     epoch: int
 
 
@@ -72,18 +84,18 @@ class _Draft:
     """The step under construction."""
 
     budget: int
+    decoding: list[Sequence] = field(default_factory=list)
+    """Running sequences that lack one token; some may lose their row while the draft is made."""
+    prefilling: list[Sequence] = field(default_factory=list)
+    """Running sequences that lack more."""
     planned: dict[int, _Planned] = field(default_factory=dict)
     """By row, in the order of planning."""
     starts: list[RowStart] = field(default_factory=list)
     preempted: bool = False
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(p.entry.num_tokens for p in self.planned.values())
-
 
 class Scheduler:
-    """Continuous batching over a `KVCacheManager`. Holds no tensors and reads no clock but the one it is given."""
+    """Continuous batching over a `KVCacheManager`: no tensors, and no clock but the one it is given."""
 
     def __init__(
         self,
@@ -99,13 +111,15 @@ class Scheduler:
         self.policy = DecodeFirst() if policy is None else policy
         self.running: dict[str, Request] = {}
         self.stats = SchedulerStats()
+        self._max_len = min(limits.max_model_len, cache.max_tokens)
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_rows: list[int] = []
         self._in_flight: deque[tuple[StepPlan, list[_Planned]]] = deque()
         self._updates: list[SequenceUpdate] = []
-        self._quarantined: list[Sequence] = []
+        self._quarantined: list[SequenceKV] = []
+        self._broken = False
         self._arrivals = 0
         self._steps = 0
 
@@ -114,24 +128,35 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request, or refuse one that could never run."""
         if request.request_id in self._requests:
-            raise InvalidRequestError(f"request id {request.request_id!r} is already in use", field="request_id")
-        self._refuse_oversized(len(request.prompt_token_ids))
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", field="request_id")
+        num_prompt = len(request.prompt_token_ids)
+        self._refuse_unfit(num_prompt)
+        max_tokens = request.params.max_tokens
+        request.max_len = self._max_len if max_tokens is None else min(self._max_len, num_prompt + max_tokens)
         request.arrival_index = self._arrivals
         self._arrivals += 1
         self._requests[request.request_id] = request
         self.waiting.add(request)
 
-    def _refuse_oversized(self, num_prompt: int) -> None:
-        limits = self.limits
+    def _refuse_unfit(self, num_prompt: int) -> None:
+        limits, cache = self.limits, self.cache
+        said = f"the prompt has {num_prompt} tokens"
+        if num_prompt == 0:
+            raise InvalidRequestError("the prompt is empty: give at least one token", field="prompt")
         if num_prompt >= limits.max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens; with at least one to generate, max_model_len "
-                f"({limits.max_model_len}) allows {limits.max_model_len - 1}: shorten it or raise max_model_len",
-                field="prompt")
+                f"{said}; with at least one to generate, max_model_len ({limits.max_model_len}) allows "
+                f"{limits.max_model_len - 1}: shorten it or raise max_model_len", field="prompt")
+        if num_prompt >= cache.max_tokens:
+            raise InvalidRequestError(
+                f"{said}; with at least one to generate, a pool of num_kv_blocks ({cache.num_blocks}) times "
+                f"block_size ({cache.block_size}) allows {cache.max_tokens - 1}: shorten it or raise "
+                "num_kv_blocks", field="prompt")
         if not limits.chunked_prefill and num_prompt > limits.max_num_batched_tokens:
             raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens and chunked prefill is off, so max_num_batched_tokens "
-                f"({limits.max_num_batched_tokens}) is its limit: turn chunked prefill on or raise it", field="prompt")
+                f"{said} and chunked prefill is off, so max_num_batched_tokens "
+                f"({limits.max_num_batched_tokens}) is its limit: turn chunked prefill on or raise it",
+                field="prompt")
 
     def abort(self, request_id: str) -> bool:
         """Stop a request wherever it is and free all it holds; false if there is no such request."""
@@ -165,42 +190,43 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a result comes in."""
         draft = _Draft(self.limits.max_num_batched_tokens)
+        self._sort_running(draft)
         for phase in self.policy.phases():
             if phase is Phase.ADMIT:
                 self._admit(draft)
             else:
-                self._continue_running(draft, phase)
-            if not self.policy.goes_on(phase, len(draft.planned)):
+                self._continue_running(draft, draft.decoding if phase is Phase.DECODE else draft.prefilling)
+            if not self.policy.goes_on(phase, self.limits.max_num_batched_tokens - draft.budget):
                 break
         if not draft.planned:
             return None
         return self._submit(draft)
 
-    def _continue_running(self, draft: _Draft, phase: Phase) -> None:
-        decode = phase is Phase.DECODE
-        for request in list(self.running.values()):
+    def _sort_running(self, draft: _Draft) -> None:
+        for request in self.running.values():
+            for seq in request.sequences:
+                known = len(seq.tokens) + seq.num_pending
+                todo = known - seq.num_computed
+                # Without a row it is finished; at its longest with tokens in flight, it only waits for those.
+                if seq.row < 0 or todo < 1 or (known >= request.max_len and seq.num_pending):
+                    continue
+                (draft.decoding if todo == 1 else draft.prefilling).append(seq)
+
+    def _continue_running(self, draft: _Draft, sequences: list[Sequence]) -> None:
+        for seq in sequences:
             if draft.budget <= 0:
                 return
-            for seq in request.sequences:
-                if seq.row < 0 or seq.finish_reason is not None:
-                    continue
-                todo = len(seq.tokens) + seq.num_pending - seq.num_computed
-                if (todo == 1) is decode and todo > 0 and not self._drawn_out(seq):
-                    self._continue(draft, seq, todo)
+            if seq.row >= 0:
+                self._continue(draft, seq)
 
-    def _drawn_out(self, seq: Sequence) -> bool:
-        """Every token that the sequence may have is drawn or in flight."""
-        return seq.num_pending > 0 and seq.num_tokens >= self._length_limit(seq)
-
-    def _continue(self, draft: _Draft, seq: Sequence, todo: int) -> None:
-        tokens = self._chunk(todo, draft.budget, whole=False)
-        if tokens <= 0:
-            return
+    def _continue(self, draft: _Draft, seq: Sequence) -> None:
+        start = seq.num_computed
+        tokens = self._chunk(seq.num_to_compute, draft.budget)
         while True:
             try:
-                copies = self.cache.extend(seq.kv, seq.num_computed + tokens, seq.num_computed)
+                copies = self.cache.extend(seq.kv, start + tokens, start)
             except InvariantError as error:
-                self._quarantine(draft, seq, error)
+                self._quarantine(seq, error)
                 return
             if copies is not None:
                 self._plan(draft, seq, tokens, copies)
@@ -218,27 +244,30 @@ class Scheduler:
             seq = request.live[0]
             match = self._match(seq)
             todo = len(seq.tokens) - match.num_tokens
-            tokens = self._chunk(todo, draft.budget, whole=not self.limits.chunked_prefill and not request.num_preemptions)
-            if tokens <= 0 or (tokens < todo and self._partial_prefills(draft) >= self.limits.max_num_partial_prefills):
+            tokens = self._first_chunk(draft, request, todo)
+            # One slot more than is known: who cannot even hold the next token would be preempted at once.
+            if tokens == 0 or not self.cache.fits(min(len(seq.tokens) + 1, self._max_len), match, tokens):
                 return
-            # One slot more than is known: a sequence that cannot even hold its next token would be preempted at once.
-            if not self.cache.fits(min(len(seq.tokens) + 1, self.limits.max_model_len), match):
-                return
-            self.waiting.pop()
             self._start(draft, request, seq, match, tokens)
 
     def _match(self, seq: Sequence) -> PrefixMatch:
         request = seq.request
-        if request.params.prompt_logprobs is not None and request.prompt_logprobs_done < seq.num_prompt_tokens - 1:
+        wants_logprobs = request.params.prompt_logprobs is not None
+        if wants_logprobs and request.prompt_logprobs_done < seq.num_prompt_tokens - 1:
             # Their log-probabilities need the logits of every prompt token, cached or not.
-            return PrefixMatch(0, [[] for _ in self.cache.groups])
+            return self.cache.no_match()
         return self.cache.match(seq.kv, seq.tokens)
 
     def _start(self, draft: _Draft, request: Request, seq: Sequence, match: PrefixMatch, tokens: int) -> None:
-        self.cache.open(seq.kv, match)
-        copies = self.cache.extend(seq.kv, match.num_tokens + tokens, match.num_tokens)
-        if copies is None:
-            raise InvariantError("the cache promised room for a sequence and then had none")
+        try:
+            self.cache.open(seq.kv, match)
+            copies = self.cache.extend(seq.kv, match.num_tokens + tokens, match.num_tokens)
+            if copies is None:
+                raise InvariantError("the cache promised room for a sequence and then had none")
+        except InvariantError as error:
+            self._quarantine(seq, error)
+            return
+        self.waiting.pop()
         if request.num_cached_tokens is None:
             request.num_cached_tokens = match.num_tokens
             request.first_scheduled_time = self._clock()
@@ -254,14 +283,14 @@ class Scheduler:
             sorted(request.stop_ids), request.bad_words))
         self._plan(draft, seq, tokens, copies)
 
-    def _plan(self, draft: _Draft, seq: Sequence, tokens: int, copies: list[tuple[int, int, int]]) -> None:
+    def _plan(self, draft: _Draft, seq: Sequence, tokens: int, copies: Seq[Copy]) -> None:
         start = seq.num_computed
         end = start + tokens
-        entry = PlanEntry(seq.row, start, tokens, sample=end == len(seq.tokens) + seq.num_pending)
-        if seq.request.params.prompt_logprobs is not None and start < seq.num_prompt_tokens - 1:
+        entry = PlanEntry(seq.row, start, tokens, end == len(seq.tokens) + seq.num_pending)
+        if start < seq.num_prompt_tokens - 1 and seq.request.params.prompt_logprobs is not None:
             first = max(start, seq.request.prompt_logprobs_done)
             entry.prompt_logprobs_from = first if first < min(end, seq.num_prompt_tokens - 1) else None
-        draft.planned[seq.row] = _Planned(seq, entry, [BlockCopy(*copy) for copy in copies], seq.epoch)
+        draft.planned[seq.row] = _Planned(seq, entry, copies, seq.epoch)
         draft.budget -= tokens
 
     def _submit(self, draft: _Draft) -> StepPlan:
@@ -273,14 +302,16 @@ class Scheduler:
         for item in planned:
             seq, entry = item.sequence, item.entry
             plan.entries.append(entry)
-            plan.copies.extend(item.copies)
+            if item.copies:
+                plan.copies.extend(BlockCopy(*copy) for copy in item.copies)
             for group, table in enumerate(seq.kv.tables):
                 if table.dirty_from < len(table.blocks):
                     start, blocks = table.take_dirty()
                     plan.diffs.append(TableDiff(seq.row, group, start, blocks))
+            end = entry.start + entry.num_tokens
             if entry.start < seq.num_prompt_tokens:
-                self.stats.prompt_tokens += min(entry.start + entry.num_tokens, seq.num_prompt_tokens) - entry.start
-            seq.num_computed = entry.start + entry.num_tokens
+                self.stats.prompt_tokens += min(end, seq.num_prompt_tokens) - entry.start
+            seq.num_computed = end
             if entry.sample:
                 seq.num_pending += 1
         self._in_flight.append((plan, planned))
@@ -288,27 +319,29 @@ class Scheduler:
         self.stats.steps += 1
         return plan
 
-    def _chunk(self, todo: int, budget: int, whole: bool) -> int:
-        """How many of `todo` tokens to compute now; `whole` asks for all or nothing."""
-        if whole:
-            return todo if todo <= budget else 0
+    def _chunk(self, todo: int, budget: int) -> int:
+        """How many of `todo` tokens to compute now."""
         threshold = self.limits.long_prefill_token_threshold
         return min(todo, budget, threshold) if threshold else min(todo, budget)
+
+    def _first_chunk(self, draft: _Draft, request: Request, todo: int) -> int:
+        """How many tokens of a waiting request to begin with; 0: not now."""
+        # A preempted request may have outgrown the step that its prompt was admitted for.
+        if not self.limits.chunked_prefill and not request.num_preemptions:
+            return todo if todo <= draft.budget else 0
+        tokens = self._chunk(todo, draft.budget)
+        if tokens < todo and self._partial_prefills(draft) >= self.limits.max_num_partial_prefills:
+            return 0
+        return tokens
 
     def _partial_prefills(self, draft: _Draft) -> int:
         """Running sequences that will still lack more than one token after what is planned for them."""
         count = 0
         for request in self.running.values():
-            for seq in request.sequences:
+            for seq in request.live:
                 planned = draft.planned.get(seq.row)
                 count += seq.num_to_compute - (planned.entry.num_tokens if planned else 0) > 1
         return count
-
-    def _length_limit(self, seq: Sequence) -> int:
-        limit = self.limits.max_model_len
-        if seq.request.params.max_tokens is not None:
-            limit = min(limit, seq.num_prompt_tokens + seq.request.params.max_tokens)
-        return limit
 
     # ---- preemption
 
@@ -318,82 +351,132 @@ class Scheduler:
 
     def _preempt(self, draft: _Draft, request: Request) -> None:
         """Take a request's memory away; it goes back to the head of the queue with the tokens it has."""
+        draft.preempted = True
         for seq in request.live:
             planned = draft.planned.pop(seq.row, None)
             if planned is not None:
                 draft.budget += planned.entry.num_tokens
             draft.starts = [start for start in draft.starts if start.row != seq.row]
-            self._leave_row(seq)
+            error = self._leave_row(seq)
+            if error is not None:
+                self._finish(seq, FinishReason.ABORT, error=error)
+        if request.finished:
+            return
         del self.running[request.request_id]
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.stats.preemptions += 1
         self.waiting.put_back(request)
-        draft.preempted = True
 
-    def _leave_row(self, seq: Sequence) -> None:
-        self.cache.free(seq.kv)
+    def _leave_row(self, seq: Sequence) -> str | None:
+        """Give back row and blocks; says so if somebody else may have used the blocks meanwhile."""
+        error = None
+        try:
+            self.cache.free(seq.kv)
+        except InvariantError as broken:
+            error = self._note_broken(broken)
         if seq.row >= 0:
             self._freed_rows.append(seq.row)
             self._rows.append(seq.row)
         seq.rewind()
+        return error
 
-    def _quarantine(self, draft: _Draft, seq: Sequence, error: InvariantError) -> None:
-        """Bookkeeping broke around this sequence: end it, leave its blocks out of circulation, go on serving."""
-        draft.planned.pop(seq.row, None)
-        self._quarantined.append(seq)
-        kv, seq.kv = seq.kv, type(seq.kv)()
-        self._finish(seq, FinishReason.ABORT, error=f"internal error, the request was stopped: {error}")
-        seq.kv = kv
+    # ---- when the bookkeeping contradicts itself
+
+    def _note_broken(self, error: InvariantError) -> str:
+        self._broken = True
+        self.stats.invariant_errors += 1
+        return f"internal error, the request was stopped: {error}"
+
+    def _quarantine(self, seq: Sequence, error: InvariantError) -> None:
+        """End the sequence around which it broke, keep its blocks out of circulation, go on serving."""
+        self._quarantined.append(seq.kv)
+        seq.kv = SequenceKV(seq.kv.key)
+        self._finish(seq, FinishReason.ABORT, error=self._note_broken(error))
+
+    def examine(self) -> bool:
+        """For an engine at rest: check everything, and start the cache afresh if anything is or was wrong.
+
+        True if it had to. While sequences run nothing is mended: those concerned find out themselves.
+        """
+        if self.running or self._in_flight:
+            return False
+        try:
+            self.check()
+        except InvariantError as error:
+            self._note_broken(error)
+        if not self._broken:
+            return False
+        self.cache.reset()
+        self._quarantined.clear()
+        self._broken = False
+        return True
 
     # ---- results
 
     def update(self, result: StepResult) -> None:
-        """Take in the oldest step in flight: confirm KV, append tokens, stop what is done, publish full blocks."""
-        plan, planned = self._in_flight.popleft()
+        """Take in the oldest step in flight: confirm KV, append tokens, stop what is done."""
+        plan, planned = self._in_flight[0]
         if plan.step != result.step or len(result.entries) != len(planned):
-            raise InvariantError(f"result of step {result.step} came when step {plan.step} was due")
-        self.cache.steps_done(plan.step)
+            error = InvariantError(f"result of step {result.step} came when step {plan.step} was due")
+            self.fail_step(self._note_broken(error))
+            return
+        self._retire_step()
         for item, entry_result in zip(planned, result.entries, strict=True):
             seq = item.sequence
-            if seq.epoch != item.epoch or seq.finish_reason is not None:
-                continue
-            if entry_result.error is not None:
-                self._finish(seq, FinishReason.ABORT, error=entry_result.error)
-            else:
-                self._take_in(seq, item.entry, entry_result)
+            # Who finished, or was preempted, after the plan was made has left this row.
+            if seq.epoch == item.epoch:
+                if entry_result.error is not None:
+                    self._finish(seq, FinishReason.ABORT, error=entry_result.error)
+                else:
+                    self._take_in(seq, item.entry, entry_result)
 
     def fail_step(self, message: str) -> None:
         """The oldest step in flight was lost: its sequences end with an error, everyone else goes on."""
+        for item in self._retire_step():
+            if item.sequence.epoch == item.epoch:
+                self._finish(item.sequence, FinishReason.ABORT, error=message)
+
+    def _retire_step(self) -> list[_Planned]:
         plan, planned = self._in_flight.popleft()
-        self.cache.steps_done(plan.step)
-        for item in planned:
-            seq = item.sequence
-            if seq.epoch == item.epoch and seq.finish_reason is None:
-                self._finish(seq, FinishReason.ABORT, error=message)
+        try:
+            self.cache.steps_done(plan.step)
+        except InvariantError as error:
+            self._note_broken(error)
+        return planned
 
     def fail_stuck(self) -> None:
-        """Nothing runs, nothing is in flight and the head of the queue does not fit: end it rather than wait for ever."""
-        request = self.waiting.peek()
+        """Requests are left, nothing is in flight, nothing could be planned: end the one in the way."""
+        if self.examine():
+            return
+        request = self.waiting.peek() if len(self.waiting) else self._victim()
         for seq in request.live:
             self._finish(seq, FinishReason.ABORT, error="the KV pool has no room left for this request")
 
     def _take_in(self, seq: Sequence, entry: PlanEntry, result: EntryResult) -> None:
-        seq.num_confirmed = entry.start + entry.num_tokens
+        end = seq.num_confirmed = entry.start + entry.num_tokens
+        tokens = result.tokens
         if entry.prompt_logprobs_from is not None:
-            seq.request.prompt_logprobs_done = min(seq.num_confirmed, seq.num_prompt_tokens - 1)
+            seq.request.prompt_logprobs_done = min(end, seq.num_prompt_tokens - 1)
         if entry.sample:
+            if not tokens:
+                self._finish(seq, FinishReason.ABORT, error="the step of this request drew no token for it")
+                return
             seq.num_pending -= 1
-            seq.tokens.extend(result.tokens)
-            self.stats.output_tokens += len(result.tokens)
-        if seq.num_confirmed // self.cache.block_size > seq.kv.num_registered:
-            self.cache.publish(seq.kv, seq.tokens, seq.num_confirmed)
-        if len(self.cache.groups) > 1 or self.cache.groups[0].window is not None:
-            self.cache.leave_window(seq.kv, seq.num_computed)
-        if result.tokens or result.prompt_logprobs:
-            self._updates.append(SequenceUpdate(
-                seq.request, seq, result.tokens, result.logprobs, result.prompt_logprobs))
-        if result.tokens:
+            seq.tokens.extend(tokens)
+            self.stats.output_tokens += len(tokens)
+        if tokens or result.prompt_logprobs:
+            self._updates.append(
+                SequenceUpdate(seq.request, seq, tokens, result.logprobs, result.prompt_logprobs))
+        try:
+            if end // self.cache.block_size > seq.kv.num_registered:
+                self.cache.publish(seq.kv, seq.tokens, end)
+            if self.cache.has_windows:
+                self.cache.leave_window(seq.kv, seq.num_computed)
+        except InvariantError as error:
+            self._quarantine(seq, error)
+            return
+        if tokens:
             self._stop_if_done(seq)
 
     def _stop_if_done(self, seq: Sequence) -> None:
@@ -403,37 +486,41 @@ class Scheduler:
             self._finish(seq, FinishReason.STOP, last, silent=True)
         elif last in request.eos_token_ids and not params.ignore_eos:
             self._finish(seq, FinishReason.STOP, silent=True)
-        elif len(seq.tokens) >= self._length_limit(seq):
+        elif len(seq.tokens) >= request.max_len:
             self._finish(seq, FinishReason.LENGTH, silent=True)
 
     def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None,
                 error: str | None = None, silent: bool = False) -> None:
-        """End one sequence; when it is its request's last, the request leaves. `silent`: news of it already goes out."""
-        request = seq.request
+        """End one sequence, and its request with the last one. `silent`: news of it goes out already."""
+        broken = self._leave_row(seq)
+        if broken is not None and error is None:
+            reason, stop_reason, error = FinishReason.ABORT, None, broken
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop_reason, error
-        self._leave_row(seq)
         if not silent:
-            self._updates.append(SequenceUpdate(request, seq, []))
-        if request.finished:
-            if request.status is Status.WAITING:
-                self.waiting.remove(request)
-            else:
-                del self.running[request.request_id]
-            request.status = Status.FINISHED
-            del self._requests[request.request_id]
-            if error is not None:
-                self.stats.requests_failed += 1
-            elif reason is FinishReason.ABORT:
-                self.stats.requests_aborted += 1
-            else:
-                self.stats.requests_finished += 1
+            self._updates.append(SequenceUpdate(seq.request, seq, []))
+        if seq.request.finished:
+            self._part_with(seq.request)
+
+    def _part_with(self, request: Request) -> None:
+        if request.status is Status.WAITING:
+            self.waiting.remove(request)
+        else:
+            del self.running[request.request_id]
+        request.status = Status.FINISHED
+        del self._requests[request.request_id]
+        if any(seq.error is not None for seq in request.sequences):
+            self.stats.requests_failed += 1
+        elif any(seq.finish_reason is FinishReason.ABORT for seq in request.sequences):
+            self.stats.requests_aborted += 1
+        else:
+            self.stats.requests_finished += 1
 
     # ---- self-examination
 
     def check(self) -> None:
         """Every invariant of the cache against the sequences that hold it; for idle moments and tests."""
-        holders = [seq.kv for request in self._requests.values() for seq in request.sequences if not seq.finished]
-        self.cache.check(holders + [seq.kv for seq in self._quarantined])
+        holders = [seq.kv for request in self._requests.values() for seq in request.live]
+        self.cache.check(holders + self._quarantined)
         taken = [seq.row for request in self.running.values() for seq in request.live]
         if sorted(taken + self._rows) != list(range(self.limits.max_num_seqs)):
             raise InvariantError("rows of the request table are lost or shared")

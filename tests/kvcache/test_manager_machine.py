@@ -1,0 +1,210 @@
+"""A random life of the cache manager: nobody ever reads a block whose content is not its own prefix.
+
+Physical contents are simulated slot by slot. Plans name several sequences, stay in flight for a while, and in
+between sequences come, fork, diverge, leave their windows and go.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from quire.kvcache.block_pool import NO_BLOCK
+from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.table import PrefixMatch, SequenceKV
+from tests.kvcache.contents import BlockContents, fingerprints
+
+TOKENS = st.integers(0, 1)
+GROUPS = st.sampled_from([(None,), (None,), (3,), (None, 3), (5, None), (1,), (None, 2, 7)])
+
+
+@dataclass(eq=False)
+class Life:
+    """One sequence of the model."""
+
+    kv: SequenceKV
+    tokens: list[int]
+    computed: int = 0
+    confirmed: int = 0
+    alive: bool = True
+
+
+@dataclass
+class Flight:
+    step: int
+    ends: list[tuple[Life, int]] = field(default_factory=list)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    @initialize(num_blocks=st.integers(3, 14), block_size=st.integers(1, 4), windows=GROUPS, caching=st.booleans())
+    def make(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...], caching: bool) -> None:
+        caching = caching or num_blocks % 2 == 0
+        self.cache = KVCacheManager(num_blocks, block_size, tuple(CacheGroup(w) for w in windows), caching)
+        self.contents = BlockContents(num_blocks, block_size, windows)
+        self.windows = windows
+        self.lives: list[Life] = []
+        self.flights: deque[Flight] = deque()
+        self.step = 0
+
+    # ---- the oracle
+
+    def longest_match(self, key: bytes, tokens: list[int]) -> int:
+        """Brute force over what registered blocks contain; knows no hashes."""
+        size, chain = self.cache.block_size, fingerprints(key, tokens)
+        if not self.cache.prefix_caching:
+            return 0
+        offered = [
+            {self.contents.full_prefix(g, b) for b in range(pool.num_blocks) if pool.hash_of(b) is not None}
+            for g, pool in enumerate(self.cache.pools)]
+        for length in range((len(tokens) - 1) // size * size, 0, -size):
+            seen = [{p // size for p in self.contents.visible(g, length, length)} for g in range(len(self.windows))]
+            if all(chain[(i + 1) * size - 1] in offered[g] for g, needed in enumerate(seen) for i in needed):
+                return length
+        return 0
+
+    def holds_its_prefix(self, match: PrefixMatch, chain: list[int]) -> None:
+        size = self.cache.block_size
+        for group, blocks in enumerate(match.blocks):
+            assert len(blocks) == match.num_tokens // size
+            for position in self.contents.visible(group, match.num_tokens, match.num_tokens):
+                slot = self.contents.slots[group][blocks[position // size]][position % size]
+                assert slot == chain[position], "a matched block holds another prefix"
+
+    # ---- rules
+
+    @rule(tokens=st.lists(TOKENS, min_size=1, max_size=14), key=st.sampled_from([b"", b"", b"tenant"]),
+          most=st.integers(1, 20))
+    def arrive(self, tokens: list[int], key: bytes, most: int) -> None:
+        if len(tokens) >= self.cache.max_tokens:
+            return
+        kv = SequenceKV(key)
+        match = self.cache.match(kv, tokens)
+        assert match.num_tokens < len(tokens)
+        assert match.num_tokens == self.longest_match(key, tokens)
+        self.holds_its_prefix(match, fingerprints(key, tokens))
+        chunk = min(len(tokens) - match.num_tokens, most)
+        if self.cache.fits(len(tokens), match, chunk):
+            self.cache.open(kv, match)
+            life = Life(kv, list(tokens), match.num_tokens, match.num_tokens)
+            self.lives.append(life)
+            self.submit([life], [chunk])
+            assert life.computed == match.num_tokens + chunk, "fits() promised room that extend() did not find"
+
+    @precondition(lambda self: self.runnable())
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.runnable()), min_size=1, max_size=4, unique=True))
+        self.submit(chosen, [data.draw(st.integers(1, len(s.tokens) - s.computed)) for s in chosen])
+
+    def runnable(self) -> list[Life]:
+        return [life for life in self.lives if life.computed < len(life.tokens)]
+
+    def submit(self, chosen: list[Life], counts: list[int]) -> None:
+        """As the scheduler and a worker do: slots for all, then one plan, whose copies come before its writes."""
+        planned = []
+        for life, count in zip(chosen, counts, strict=True):
+            before = [list(table.blocks) for table in life.kv.tables]
+            copies = self.cache.extend(life.kv, life.computed + count, life.computed)
+            if copies is None:
+                assert [table.blocks for table in life.kv.tables] == before, "a refusal changed something"
+            else:
+                planned.append((life, count, copies))
+        if not planned:
+            return
+        self.step += 1
+        names = self.contents.begin(self.step)
+        for life, _, copies in planned:
+            for group, source, target in copies:
+                index = life.kv.tables[group].blocks.index(target)
+                self.contents.copy(names, group, source, target, life, index)
+        for life, count, _ in planned:
+            tables = [table.blocks for table in life.kv.tables]
+            chain = fingerprints(life.kv.key, life.tokens)
+            self.contents.run(names, life, tables, chain, life.computed, life.computed + count)
+            life.computed += count
+        self.cache.steps_submitted(self.step)
+        self.flights.append(Flight(self.step, [(life, life.computed) for life, _, _ in planned]))
+
+    @precondition(lambda self: self.flights)
+    @rule()
+    def collect(self) -> None:
+        flight = self.flights.popleft()
+        self.cache.steps_done(flight.step)
+        self.contents.retire(flight.step)
+        for life, end in flight.ends:
+            if life.alive:
+                life.confirmed = end
+                self.cache.publish(life.kv, life.tokens, end)
+                self.cache.leave_window(life.kv, life.computed)
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data(), token=TOKENS)
+    def learn_a_token(self, data: st.DataObject, token: int) -> None:
+        life = data.draw(st.sampled_from(self.lives))
+        if len(life.tokens) < self.cache.max_tokens:
+            life.tokens.append(token)
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        life = data.draw(st.sampled_from(self.lives))
+        tokens = life.tokens[: max(life.computed, 1)]
+        self.lives.append(Life(self.cache.fork(life.kv), list(tokens), life.computed, life.confirmed))
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        life = data.draw(st.sampled_from(self.lives))
+        self.lives.remove(life)
+        self.cache.free(life.kv)
+        life.alive = False
+
+    @rule()
+    def drop_cached(self) -> None:
+        self.cache.drop_cached()
+
+    # ---- what must hold after each
+
+    @invariant()
+    def adds_up(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.check([life.kv for life in self.lives])
+
+    @invariant()
+    def registered_blocks_are_full_and_distinct(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for group, pool in enumerate(self.cache.pools):
+            held = [self.contents.full_prefix(group, b) for b in range(pool.num_blocks) if pool.hash_of(b)]
+            assert None not in held and len(set(held)) == len(held)
+
+    @invariant()
+    def windows_are_left(self) -> None:
+        """A sequence with nothing in flight holds no block behind its window longer than it must."""
+        if not hasattr(self, "cache") or self.flights:
+            return
+        for life in self.lives:
+            for group, table in enumerate(life.kv.tables):
+                assert all(b == NO_BLOCK for b in table.blocks[: table.first_live])
+                assert NO_BLOCK not in table.blocks[table.first_live :]
+                if self.windows[group] is None:
+                    assert table.first_live == 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        while self.flights:
+            self.collect()
+        for life in self.lives:
+            self.cache.free(life.kv)
+        self.cache.check([])
+        assert all(pool.num_available == pool.num_blocks for pool in self.cache.pools)
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, database=None, print_blob=True)

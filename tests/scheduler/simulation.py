@@ -1,0 +1,170 @@
+"""A worker made of lists: rows, block tables and block contents, with a check of everything that a plan assumes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from quire.executor.base import Executor
+from quire.executor.dummy import dummy_token
+from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.sampling.params import SamplingParams
+from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, StepResult, TokenLogprobs
+from quire.scheduler.policy import BATCHING_POLICIES
+from quire.scheduler.queue import QUEUES
+from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Limits, Scheduler
+from tests.kvcache.contents import BlockContents, Names, fingerprints
+
+VOCAB = 1000
+
+
+def make_scheduler(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    windows: tuple[int | None, ...] = (None,),
+    queue: str = "fcfs",
+    policy: str = "decode-first",
+    caching: bool = True,
+    **limits: int | bool,
+) -> Scheduler:
+    """A scheduler in one line; limits default to generous ones."""
+    wanted = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256} | limits
+    cache = KVCacheManager(num_blocks, block_size, tuple(CacheGroup(w) for w in windows), caching)
+    return Scheduler(Limits(**wanted), cache, QUEUES[queue](), BATCHING_POLICIES[policy]())  # type: ignore[arg-type]
+
+
+def make_request(name: str, prompt: list[int], max_tokens: int | None = 4, *, seed: int | None = None, priority: int = 0,
+                 cache_key: bytes = b"", eos: frozenset[int] = frozenset(), **params: object) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+    return Request(name, prompt, sampling, hash(name) & 0xFFFF if seed is None else seed, 0.0, eos,
+                   priority=priority, cache_key=cache_key)
+
+
+def expected_tokens(request: Request, max_len: int) -> list[int]:
+    """What a request must generate, worked out without any engine."""
+    params = request.params
+    prompt = len(request.prompt_token_ids)
+    stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(request.eos_token_ids))
+    tokens: list[int] = []
+    while prompt + len(tokens) < max_len and len(tokens) < (params.max_tokens or max_len):
+        tokens.append(dummy_token(request.seed, 0, prompt + len(tokens), VOCAB))
+        if tokens[-1] in stops:
+            break
+    return tokens
+
+
+@dataclass(eq=False)
+class Row:
+    """One row of the request table; its identity tells one tenant of a row from the next."""
+
+    start: RowStart
+    tokens: list[int]
+    tables: list[list[int]]
+    computed: int = -1
+    failed: bool = False
+
+
+@dataclass
+class SimulatedWorker:
+    """Carries out plans in order. `keys` gives the cache key of a request by its seed."""
+
+    contents: BlockContents
+    keys: dict[int, bytes] = field(default_factory=dict)
+    rows: dict[int, Row] = field(default_factory=dict)
+
+    @classmethod
+    def beside(cls, scheduler: Scheduler) -> SimulatedWorker:
+        cache = scheduler.cache
+        return cls(BlockContents(cache.num_blocks, cache.block_size, [g.window for g in cache.groups]))
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for row in plan.freed_rows:
+            self.rows.pop(row, None)
+        for start in plan.starts:
+            assert start.row not in self.rows, f"row {start.row} was started while in use"
+            self.rows[start.row] = Row(start, list(start.token_ids), [[] for _ in self.contents.windows])
+        for diff in plan.diffs:
+            table = self.rows[diff.row].tables[diff.group]
+            assert diff.start <= len(table), "a diff leaves a hole in the block table"
+            table[diff.start : diff.start + len(diff.blocks)] = diff.blocks
+        names = self.contents.begin(plan.step)
+        self._copy(plan, names)
+        assert len({entry.row for entry in plan.entries}) == len(plan.entries), "a row is in the plan twice"
+        return StepResult(plan.step, [self._run(entry, names) for entry in plan.entries])
+
+    def _copy(self, plan: StepPlan, names: Names) -> None:
+        for copy in plan.copies:
+            row, index = next((row, row.tables[copy.group].index(copy.target)) for row in self.rows.values()
+                              if copy.target in row.tables[copy.group])
+            self.contents.copy(names, copy.group, copy.source, copy.target, row, index)
+
+    def _run(self, entry: PlanEntry, names: Names) -> EntryResult:
+        row = self.rows[entry.row]
+        end = entry.start + entry.num_tokens
+        assert entry.num_tokens > 0 and end <= len(row.tokens), "a token is computed before it is known"
+        assert row.computed in (-1, entry.start), f"row {entry.row} is at {row.computed}, not {entry.start}"
+        row.computed = end
+        chain = fingerprints(self.keys.get(row.start.seed, b""), row.tokens)
+        self.contents.run(names, row, row.tables, chain, entry.start, end)
+        result = EntryResult(prompt_logprobs=self._prompt_logprobs(entry, row))
+        assert entry.sample == (end == len(row.tokens))
+        if entry.sample:
+            row.tokens.append(dummy_token(row.start.seed, row.start.sequence_index, end, VOCAB))
+            result.tokens.append(row.tokens[-1])
+        return result
+
+    def _prompt_logprobs(self, entry: PlanEntry, row: Row) -> list[TokenLogprobs] | None:
+        if entry.prompt_logprobs_from is None:
+            return None
+        assert entry.start <= entry.prompt_logprobs_from
+        last = min(entry.start + entry.num_tokens, row.start.num_prompt_tokens - 1)
+        return [TokenLogprobs(row.tokens[p + 1], -float(p), 1, [], [])
+                for p in range(entry.prompt_logprobs_from, last)]
+
+    def retire(self, step: int) -> None:
+        """The step's result is with the scheduler: it names no block any more."""
+        self.contents.retire(step)
+
+    def close(self) -> None:
+        self.rows.clear()
+
+
+class SimulatedExecutor(Executor):
+    """Runs a `SimulatedWorker`; a step counts as in flight until its result is asked for.
+
+    `fail_steps` lose their step before anything of it was carried out; `fail_rows` maps a step to rows whose entry
+    comes back with an error.
+    """
+
+    def __init__(self, worker: SimulatedWorker) -> None:
+        self.worker = worker
+        self.fail_steps: set[int] = set()
+        self.fail_rows: dict[int, set[int]] = {}
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        self.plans.append(plan)
+        future: Future[StepResult] = _Collected(self.worker, plan.step)
+        if plan.step in self.fail_steps:
+            self.worker.contents.begin(plan.step)
+            future.set_exception(RuntimeError("the device fell over"))
+            return future
+        result = self.worker.execute(plan)
+        for entry, entry_result in zip(plan.entries, result.entries, strict=True):
+            if entry.row in self.fail_rows.get(plan.step, ()):
+                entry_result.tokens, entry_result.error = [], "this row is cursed"
+        future.set_result(result)
+        return future
+
+
+class _Collected(Future[StepResult]):
+    def __init__(self, worker: SimulatedWorker, step: int) -> None:
+        super().__init__()
+        self._worker, self._step, self._retired = worker, step, False
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self._retired:
+            self._retired = True
+            self._worker.retire(self._step)
+        return super().exception(timeout)

@@ -1,0 +1,192 @@
+"""Random arrivals, aborts, shared prefixes and tiny pools: every request gets exactly its tokens, nothing leaks."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from quire.executor.dummy import dummy_token
+from quire.scheduler.plan import StepPlan, StepResult, TokenLogprobs
+from quire.scheduler.request import FinishReason, Request, Status
+from quire.scheduler.scheduler import Scheduler
+from tests.scheduler.simulation import VOCAB, SimulatedWorker, expected_tokens, make_request, make_scheduler
+
+WINDOWS = st.sampled_from([(None,), (None,), (None,), (3,), (None, 4), (6, None)])
+
+
+@st.composite
+def schedulers(draw: st.DrawFn) -> Scheduler:
+    chunked = draw(st.booleans())
+    return make_scheduler(
+        num_blocks=draw(st.integers(4, 16)),
+        block_size=draw(st.integers(1, 4)),
+        windows=draw(WINDOWS),
+        queue=draw(st.sampled_from(["fcfs", "priority"])),
+        policy=draw(st.sampled_from(["decode-first", "prefill-first"])),
+        caching=draw(st.sampled_from([True, True, False])),
+        max_num_seqs=draw(st.integers(1, 5)),
+        max_num_batched_tokens=draw(st.integers(1, 12)),
+        max_model_len=draw(st.integers(4, 40)),
+        chunked_prefill=chunked,
+        max_num_partial_prefills=draw(st.integers(1, 3)),
+        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1, 3])),
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(scheduler=schedulers(), depth=st.integers(1, 3))
+    def make(self, scheduler: Scheduler, depth: int) -> None:
+        self.scheduler = scheduler
+        self.depth = depth
+        self.worker = SimulatedWorker.beside(scheduler)
+        self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self.requests: list[Request] = []
+        self.aborted: set[str] = set()
+        self.outputs: dict[str, list[int]] = {}
+        self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.preempted: dict[str, int] = {}
+
+    # ---- rules
+
+    @rule(data=st.data(), priority=st.integers(0, 2), logprobs=st.sampled_from([None, None, None, 1]),
+          max_tokens=st.sampled_from([None, 1, 2, 5, 9]), key=st.sampled_from([b"", b"", b"", b"other"]),
+          stops=st.booleans())
+    def arrive(self, data: st.DataObject, priority: int, logprobs: int | None, max_tokens: int | None, key: bytes,
+               stops: bool) -> None:
+        name = f"r{len(self.requests)}"
+        limits, cache = self.scheduler.limits, self.scheduler.cache
+        longest = min(limits.max_model_len, cache.max_tokens) - 1
+        if not limits.chunked_prefill:
+            longest = min(longest, limits.max_num_batched_tokens)
+        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=min(longest, 20)))
+        if self.requests and data.draw(st.booleans()):  # a second turn, or a shared beginning
+            earlier = self.requests[data.draw(st.integers(0, len(self.requests) - 1))].sequences[0].tokens
+            prompt = (earlier[: data.draw(st.integers(1, len(earlier)))] + prompt)[:longest]
+        seed = 1000 + len(self.requests)
+        stop = [dummy_token(seed, 0, len(prompt) + 2, VOCAB)] if stops else None
+        fcfs = self.scheduler.waiting.__class__.__name__ == "FCFSQueue"
+        request = make_request(name, prompt, max_tokens, seed=seed, priority=0 if fcfs else priority, cache_key=key,
+                               prompt_logprobs=logprobs, stop_token_ids=stop)
+        self.worker.keys[seed] = key
+        self.requests.append(request)
+        self.outputs[name], self.prompt_logprobs[name], self.preempted[name] = [], [], 0
+        self.scheduler.add(request)
+
+    @precondition(lambda self: any(r.status is not Status.FINISHED for r in self.requests))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        living = [r for r in self.requests if r.status is not Status.FINISHED]
+        request = data.draw(st.sampled_from(living))
+        assert self.scheduler.abort(request.request_id)
+        self.aborted.add(request.request_id)
+        self.take_news()
+
+    @precondition(lambda self: len(self.in_flight) < self.depth)
+    @rule()
+    def plan(self) -> None:
+        self.plan_one()
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def collect(self) -> None:
+        plan, result = self.in_flight.popleft()
+        self.worker.retire(plan.step)
+        self.scheduler.update(result)
+        self.take_news()
+
+    def plan_one(self) -> bool:
+        before = {r.request_id: r.num_preemptions for r in self.requests}
+        plan = self.scheduler.schedule()
+        self.preempted_are_at_the_head(before)
+        if plan is None:
+            idle = not self.in_flight and any(r.status is not Status.FINISHED for r in self.requests)
+            assert not idle, "requests wait and nothing is planned for them"
+            return False
+        self.within_limits(plan)
+        self.in_flight.append((plan, self.worker.execute(plan)))
+        return True
+
+    def take_news(self) -> None:
+        for update in self.scheduler.take_updates():
+            name = update.request.request_id
+            self.outputs[name] += update.new_tokens
+            self.prompt_logprobs[name] += update.prompt_logprobs or []
+            assert update.sequence.error is None, update.sequence.error
+
+    # ---- what must hold
+
+    def preempted_are_at_the_head(self, before: dict[str, int]) -> None:
+        put_back = [r for r in self.requests if r.num_preemptions > before[r.request_id]]
+        queue = list(self.scheduler.waiting)
+        assert all(r in queue for r in put_back)
+        rank = [(r.priority, r.arrival_index) for r in queue]
+        assert rank == sorted(rank), "the waiting queue is out of order"
+        lowest = [(r.priority, r.arrival_index) for r in put_back]
+        assert all(low > (r.priority, r.arrival_index) for low in lowest for r in self.scheduler.running.values())
+
+    def within_limits(self, plan: StepPlan) -> None:
+        limits = self.scheduler.limits
+        assert 0 < plan.num_tokens <= limits.max_num_batched_tokens
+        running = [seq for r in self.scheduler.running.values() for seq in r.live]
+        assert len(running) <= limits.max_num_seqs
+        partial = [seq for seq in running if seq.num_to_compute > 1]
+        assert len(partial) <= limits.max_num_partial_prefills
+        if not limits.chunked_prefill:
+            assert not [seq for seq in partial if not seq.request.num_preemptions], "a prompt was cut"
+        for seq in running:
+            assert seq.num_tokens <= seq.request.max_len
+        if limits.long_prefill_token_threshold and limits.chunked_prefill:
+            assert all(e.num_tokens <= limits.long_prefill_token_threshold for e in plan.entries)
+
+    @invariant()
+    def adds_up(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+            assert self.scheduler.stats.invariant_errors == 0
+
+    def teardown(self) -> None:
+        """Without new arrivals all comes to an end, within a bound, and with the right tokens."""
+        if not hasattr(self, "scheduler"):
+            return
+        total = sum(r.max_len for r in self.requests)
+        longest = max((r.max_len for r in self.requests), default=0)
+        bound = 20 + (self.depth + 1) * total * (longest if self.scheduler.policy.phases()[0].value == "prefill" else 2)
+        steps = 0
+        while any(r.status is not Status.FINISHED for r in self.requests) or self.in_flight:
+            while len(self.in_flight) < self.depth and self.plan_one():
+                pass
+            self.collect()
+            self.scheduler.check()
+            steps += 1
+            assert steps < bound, "a request starves"
+        assert not self.scheduler.has_work
+        for request in self.requests:
+            self.has_its_tokens(request)
+        cache = self.scheduler.cache
+        assert all(pool.num_available == pool.num_blocks for pool in cache.pools), "blocks leaked"
+        self.scheduler.check()
+
+    def has_its_tokens(self, request: Request) -> None:
+        name, prompt = request.request_id, len(request.prompt_token_ids)
+        seq = request.sequences[0]
+        expected = expected_tokens(request, request.max_len)
+        if name in self.aborted:
+            assert seq.finish_reason is FinishReason.ABORT
+            expected = expected[: len(self.outputs[name])]
+        else:
+            stopped = expected[-1] in (request.params.stop_token_ids or ())
+            assert seq.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            assert (request.num_cached_tokens or 0) < prompt
+        assert self.outputs[name] == expected == seq.tokens[prompt:]
+        if request.params.prompt_logprobs is not None:
+            found = [(-p.logprob, p.token_id) for p in self.prompt_logprobs[name]]
+            wanted = [(float(i), t) for i, t in enumerate(request.prompt_token_ids[1:])]
+            assert found == (wanted[: len(found)] if name in self.aborted else wanted)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, database=None, print_blob=True)
