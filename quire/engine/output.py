@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.engine.detokenizer import StopStrings, TextDecoder, make_detokenizer
 from quire.errors import InvalidRequestError
@@ -40,6 +40,9 @@ class CompletionOutput:
     """stop, length or abort; None while it runs."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for the model's own end."""
+    text_delta: str = ""
+    """The end of `text` that is new since the request's previous output: join them for a stream."""
+    token_ids_delta: list[int] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -91,7 +94,7 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
-class SequenceUpdate:
+class OutputUpdate:
     """What one `process` call changed in one sequence."""
 
     index: int
@@ -166,31 +169,90 @@ class SequenceText:
         return shown
 
 
-class _SequenceState:
-    """One sequence of a request between two steps."""
+class SequenceState:
+    """One sequence between two steps: what its caller has seen, and whether it is over."""
 
-    __slots__ = ("cumulative_logprob", "finish_reason", "index", "logprobs", "stop_reason", "text", "token_ids")
+    __slots__ = ("_new_text", "_num_reported", "_params", "_text", "_tokenizer", "cumulative_logprob",
+                 "finish_reason", "index", "logprobs", "stop_reason", "token_ids")
 
     def __init__(self, index: int, params: SamplingParams, tokenizer: TextDecoder | None) -> None:
         self.index = index
-        self.text = SequenceText(params, tokenizer)
         self.token_ids: list[int] = []
         wanted = params.logprobs is not None
         self.logprobs: list[PositionLogprobs] | None = [] if wanted else None
         self.cumulative_logprob: float | None = 0.0 if wanted else None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self._params = params
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._text = SequenceText(params, tokenizer)
+        self._new_text: list[str] = []
+        self._num_reported = 0
+
+    def take(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> tuple[str, bool]:
+        """The text that new tokens give, and whether a stop string ended the sequence with them."""
+        if self.finish_reason is not None:
+            return "", False
+        text, kept = self._add_text(token_ids, stopped_by_token=finish_reason == "stop")
+        if self._text.stop_string is None and finish_reason is not None:
+            text += self._text.finish()
+        self._new_text.append(text)
+        self.token_ids.extend(token_ids[:kept])
+        if self.logprobs is not None and logprobs is not None:
+            count = self._params.logprobs or 0
+            self.logprobs.extend(describe(entry, count, self._tokenizer) for entry in logprobs[:kept])
+            added = sum(entry.logprob for entry in logprobs[:kept])
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + added
+        found = self._text.stop_string
+        self.finish_reason = finish_reason if found is None else "stop"
+        self.stop_reason = stop_reason if found is None else found
+        return text, found is not None
 
     def completion(self) -> CompletionOutput:
+        """The sequence so far, with what is new since this was last asked."""
+        delta, self._new_text = "".join(self._new_text), []
+        start, self._num_reported = self._num_reported, len(self.token_ids)
         return CompletionOutput(
             index=self.index,
-            text=self.text.text,
+            text=self._text.text,
             token_ids=list(self.token_ids),
             cumulative_logprob=self.cumulative_logprob,
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            text_delta=delta,
+            token_ids_delta=self.token_ids[start:],
         )
+
+    def _add_text(self, token_ids: Sequence[int], stopped_by_token: bool) -> tuple[str, int]:
+        """Detokenize up to a stop string; the text, and how many tokens it took."""
+        text, last = "", len(token_ids) - 1
+        for place, token in enumerate(token_ids):
+            push = self._text.push_stop_token if stopped_by_token and place == last else self._text.push
+            text += push(token)
+            if self._text.stop_string is not None:
+                return text, place + 1
+        return text, len(token_ids)
+
+
+def describe(entry: TokenLogprobs, count: int, tokenizer: TextDecoder | None) -> PositionLogprobs:
+    """The log-probabilities of one position, with the words of their tokens."""
+
+    def word(token_id: int) -> str | None:
+        return None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+
+    position = {entry.token_id: Logprob(entry.logprob, entry.rank, word(entry.token_id))}
+    best = zip(entry.top_ids[:count], entry.top_logprobs[:count], strict=True)
+    for rank, (token, logprob) in enumerate(best, start=1):
+        if token not in position:
+            position[token] = Logprob(logprob, rank, word(token))
+    return position
 
 
 class OutputProcessor:
@@ -213,8 +275,8 @@ class OutputProcessor:
         arrival_time: float = 0.0,
     ) -> None:
         if tokenizer is None and params.stop_strings:
-            raise InvalidRequestError("stop needs a tokenizer, and the engine was made without one "
-                                      "(skip_tokenizer_init); use stop_token_ids", field="stop")
+            raise InvalidRequestError("stop needs a tokenizer, and this engine has none (skip_tokenizer_init): "
+                                      "use stop_token_ids", field="stop")
         self.request_id = request_id
         self.params = params
         self.prompt = prompt
@@ -223,9 +285,9 @@ class OutputProcessor:
         self.num_cached_tokens: int | None = None
         self.metrics = RequestMetrics(arrival_time=arrival_time)
         self.error: str | None = None
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer if params.detokenize else None
         count = num_sequences if num_sequences is not None else params.n
-        self._sequences = [_SequenceState(i, params, tokenizer) for i in range(count)]
+        self._sequences = [SequenceState(index, params, tokenizer) for index in range(count)]
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
@@ -243,46 +305,34 @@ class OutputProcessor:
         *,
         index: int = 0,
         now: float | None = None,
-    ) -> SequenceUpdate:
+    ) -> OutputUpdate:
         """Take new tokens of sequence `index`, and `finish_reason` if the scheduler ended it with them.
 
-        With finish_reason "stop" the last token is the one that stopped it (an end of sequence or a stop id).
-        A stop string overrides the scheduler's reason; tokens of a sequence that has ended are ignored.
+        With "stop" the last token is the one that stopped it (an end of sequence or a stop id). A stop string
+        overrides the scheduler's reason; tokens of a sequence that has ended are ignored.
         """
         state = self._sequences[index]
-        if state.finish_reason is not None:
-            return SequenceUpdate(index, "", [], None, state.finish_reason, state.stop_reason)
-        reason = _plain_reason(finish_reason)
-        delta, kept = self._add_text(state, token_ids, stopped_by_token=reason == "stop")
-        hit = state.text.stop_string
-        if hit is None and reason is not None:
-            delta += state.text.finish()
-            hit = state.text.stop_string
-        new_logprobs = self._add_logprobs(state, logprobs, kept)
-        new_ids = list(token_ids[:kept])
-        state.token_ids.extend(new_ids)
-        state.finish_reason = "stop" if hit is not None else reason
-        state.stop_reason = hit if hit is not None else stop_reason
-        self._note_time(bool(new_ids), now)
-        return SequenceUpdate(index, delta, new_ids, new_logprobs, state.finish_reason, state.stop_reason,
-                              hit_stop_string=hit is not None)
+        before = len(state.token_ids)
+        text, hit = state.take(token_ids, logprobs, _plain_reason(finish_reason), stop_reason)
+        if now is not None:
+            self._note_time(now)
+        new = state.logprobs[before:] if state.logprobs is not None else None
+        return OutputUpdate(index, text, state.token_ids[before:], new, state.finish_reason, state.stop_reason, hit)
 
-    def abort(self, error: str | None = None, now: float | None = None) -> list[SequenceUpdate]:
+    def abort(self, error: str | None = None, now: float | None = None) -> list[OutputUpdate]:
         """End all sequences that still run; `error` says why, if it was the engine's doing."""
         self.error = error
         running = [state.index for state in self._sequences if state.finish_reason is None]
-        updates = [self.process([], finish_reason="abort", index=index) for index in running]
-        self._note_time(False, now)
-        return updates
+        return [self.process([], finish_reason="abort", index=index, now=now) for index in running]
 
     def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Log-probabilities of the next prompt tokens, in order, starting with the second token."""
         if self._prompt_logprobs is not None:
             count = self.params.prompt_logprobs or 0
-            self._prompt_logprobs.extend(self._position(entry, count) for entry in logprobs)
+            self._prompt_logprobs.extend(describe(entry, count, self._tokenizer) for entry in logprobs)
 
     def output(self) -> RequestOutput:
-        """The request as a whole, as far as it has come."""
+        """The request as a whole, as far as it has come; deltas are since the previous call."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -291,50 +341,15 @@ class OutputProcessor:
             finished=self.finished,
             prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
             num_cached_tokens=self.num_cached_tokens,
-            metrics=self.metrics,
+            metrics=replace(self.metrics),
             seed=self.seed,
             error=self.error,
         )
 
-    @staticmethod
-    def _add_text(state: _SequenceState, token_ids: Sequence[int], stopped_by_token: bool) -> tuple[str, int]:
-        """Text of the tokens up to a stop string, and how many tokens that took."""
-        pieces, last = [], len(token_ids) - 1
-        for place, token in enumerate(token_ids):
-            push = state.text.push_stop_token if stopped_by_token and place == last else state.text.push
-            pieces.append(push(token))
-            if state.text.stop_string is not None:
-                return "".join(pieces), place + 1
-        return "".join(pieces), len(token_ids)
-
-    def _add_logprobs(
-        self, state: _SequenceState, logprobs: Sequence[TokenLogprobs] | None, kept: int
-    ) -> list[PositionLogprobs] | None:
-        if state.logprobs is None or logprobs is None:
-            return None
-        new = [self._position(entry, self.params.logprobs or 0) for entry in logprobs[:kept]]
-        state.logprobs.extend(new)
-        state.cumulative_logprob = (state.cumulative_logprob or 0.0) + sum(entry.logprob for entry in logprobs[:kept])
-        return new
-
-    def _position(self, entry: TokenLogprobs, count: int) -> PositionLogprobs:
-        position = {entry.token_id: Logprob(entry.logprob, entry.rank, self._word(entry.token_id))}
-        best = zip(entry.top_ids[:count], entry.top_logprobs[:count], strict=True)
-        for rank, (token, logprob) in enumerate(best, start=1):
-            position.setdefault(token, Logprob(logprob, rank, self._word(token)))
-        return position
-
-    def _word(self, token_id: int) -> str | None:
-        if self._tokenizer is None or not self.params.detokenize:
-            return None
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
-
-    def _note_time(self, got_tokens: bool, now: float | None) -> None:
-        if now is None:
-            return
-        if got_tokens and self.metrics.first_token_time is None:
+    def _note_time(self, now: float) -> None:
+        if self.metrics.first_token_time is None and any(state.token_ids for state in self._sequences):
             self.metrics.first_token_time = now
-        if self.finished and self.metrics.finished_time is None:
+        if self.metrics.finished_time is None and self.finished:
             self.metrics.finished_time = now
 
 

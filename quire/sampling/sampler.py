@@ -112,10 +112,10 @@ def argmax_rows(values: Tensor) -> Tensor:
     whole = width // block * block
     if values.device.type != "cpu" or whole == 0:
         return values.argmax(-1)
-    blocks = values[:, :whole].unflatten(1, (-1, block))
+    blocks = values[:, :whole].view(rows, -1, block)
     best = blocks.amax(-1).argmax(-1)
     inside = blocks.gather(1, best[:, None, None].expand(rows, 1, block)).squeeze(1)
-    found = best * block + inside.argmax(-1)
+    found: Tensor = best * block + inside.argmax(-1)
     if whole == width:
         return found
     tail = values[:, whole:].argmax(-1) + whole
