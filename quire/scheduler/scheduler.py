@@ -92,6 +92,8 @@ class _Draft:
     """By row, in the order of planning."""
     starts: list[RowStart] = field(default_factory=list)
     preempted: bool = False
+    short: bool = False
+    """A running sequence found no block, though some will come free when plans in flight are done."""
 
 
 class Scheduler:
@@ -122,6 +124,7 @@ class Scheduler:
         self._broken = False
         self._arrivals = 0
         self._steps = 0
+        self._short = False
 
     # ---- requests come and go
 
@@ -198,6 +201,7 @@ class Scheduler:
                 self._continue_running(draft, draft.decoding if phase is Phase.DECODE else draft.prefilling)
             if not self.policy.goes_on(phase, self.limits.max_num_batched_tokens - draft.budget):
                 break
+        self._short = draft.short or draft.preempted
         if not draft.planned:
             return None
         return self._submit(draft)
@@ -232,6 +236,7 @@ class Scheduler:
                 self._plan(draft, seq, tokens, copies)
                 return
             if self.cache.waits_for_limbo:
+                draft.short = True
                 return
             victim = self._victim()
             self._preempt(draft, victim)
@@ -239,6 +244,9 @@ class Scheduler:
                 return
 
     def _admit(self, draft: _Draft) -> None:
+        # Memory taken back for running sequences is theirs first: else a newcomer takes it again, for ever.
+        if self._short and self.running:
+            return
         while draft.budget > 0 and self._rows and len(self.waiting) and not draft.preempted:
             request = self.waiting.peek()
             seq = request.live[0]
