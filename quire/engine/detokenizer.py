@@ -1,8 +1,8 @@
 """Token ids to text, one token at a time: no half characters, no part of a stop string, nothing lost.
 
 The contract of a detokenizer: what `push` returned so far is always a prefix of the full decode of any
-continuation, and with `finish` added it is exactly the full decode. Text that a later token could still change
-is withheld.
+continuation, and with `finish` added it is exactly the full decode. Text that a later token could still
+change is withheld.
 """
 
 from __future__ import annotations
@@ -71,12 +71,13 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other vocabulary: decode a short window twice, with and without the new tokens, and take the rest.
+    """For any other vocabulary: decode a short window twice, with and without the new tokens, and take the
+    rest.
 
-    The window starts with tokens whose text is out already, so that what a decoder does to the start of a text
-    (SentencePiece drops a space there) happens to both decodes alike. Three things are withheld:
-    a run of byte tokens, since one bad byte turns the whole run into U+FFFD; a text that ends in U+FFFD, which may
-    be half a character; a window whose start changed. `finish` decodes everything once.
+    The window starts with tokens whose text is out already, so that what a decoder does to the start of a
+    text (SentencePiece drops a space there) happens to both decodes alike. Three things are withheld: a run
+    of byte tokens, since one bad byte turns the whole run into U+FFFD; a text that ends in U+FFFD, which
+    may be half a character; a window whose start changed. `finish` decodes everything once.
     """
 
     __slots__ = ("_context", "_emitted", "_ids", "_skip", "_start", "_text_of", "_tokenizer", "_try_at")
@@ -97,7 +98,9 @@ class WindowDetokenizer:
         if token_id in self._skip:
             return ""
         self._ids.append(token_id)
-        if _is_byte_token(self._text_of(token_id)) or len(self._ids) < self._try_at:
+        text = self._text_of(token_id)
+        # An id without a token leaves an open run of bytes open.
+        if not text or _is_byte_token(text) or len(self._ids) < self._try_at:
             return ""
         known = self._decode(self._ids[self._start : self._context])
         text = self._decode(self._ids[self._start :])
@@ -113,7 +116,7 @@ class WindowDetokenizer:
         return self._emit(text[len(emitted) :])
 
     def _advance(self) -> None:
-        """All is out: the last tokens become the context, unless they alone would leave the next one first."""
+        """All is out: the last tokens become the context, unless the next one would be first after them."""
         if self._decode(self._ids[self._context :]):
             self._start = self._context
         self._context = len(self._ids)
@@ -135,8 +138,8 @@ def _is_byte_token(text: str) -> bool:
 class StopStrings:
     """Looks for stop strings in text that arrives in pieces, and withholds what may become one.
 
-    The string that is complete first wins; of two complete at the same character, the longer one. So the result
-    does not depend on how the text was cut into pieces.
+    The string that is complete first wins; of two complete at the same character, the longer one. So the
+    result does not depend on how the text was cut into pieces.
     """
 
     __slots__ = ("_fallback", "_held", "_include", "_matched", "_state", "_stops")
@@ -156,7 +159,7 @@ class StopStrings:
         return self._matched
 
     def push(self, text: str, armed: bool = True) -> str:
-        """Take a piece of text; return what may be shown. Matches that end in an unarmed piece do not count."""
+        """Take some text; return what may be shown. Matches that end in an unarmed piece do not count."""
         if not self._stops:
             return text
         buffer, start = self._held + text, len(self._held)
@@ -190,7 +193,7 @@ class StopStrings:
 
 
 def _borders(text: str) -> list[int]:
-    """For each prefix, the length of the longest shorter prefix that is also its end (Knuth, Morris, Pratt)."""
+    """For each prefix, the longest shorter prefix that is also its end (Knuth, Morris, Pratt)."""
     borders = [0] * len(text)
     length = 0
     for i in range(1, len(text)):

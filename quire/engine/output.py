@@ -1,4 +1,4 @@
-"""What callers get back: tokens become text, stop strings end a sequence, log-probabilities get their words."""
+"""What callers get back: tokens as text, stop strings obeyed, log-probabilities with their words."""
 
 from __future__ import annotations
 
@@ -172,8 +172,19 @@ class SequenceText:
 class SequenceState:
     """One sequence between two steps: what its caller has seen, and whether it is over."""
 
-    __slots__ = ("_new_text", "_num_reported", "_params", "_text", "_tokenizer", "cumulative_logprob",
-                 "finish_reason", "index", "logprobs", "stop_reason", "token_ids")
+    __slots__ = (
+        "_new_text",
+        "_num_reported",
+        "_params",
+        "_text",
+        "_tokenizer",
+        "cumulative_logprob",
+        "finish_reason",
+        "index",
+        "logprobs",
+        "stop_reason",
+        "token_ids",
+    )
 
     def __init__(self, index: int, params: SamplingParams, tokenizer: TextDecoder | None) -> None:
         self.index = index
@@ -275,8 +286,10 @@ class OutputProcessor:
         arrival_time: float = 0.0,
     ) -> None:
         if tokenizer is None and params.stop_strings:
-            raise InvalidRequestError("stop needs a tokenizer, and this engine has none (skip_tokenizer_init): "
-                                      "use stop_token_ids", field="stop")
+            raise InvalidRequestError(
+                "stop needs a tokenizer, and this engine has none (skip_tokenizer_init): use stop_token_ids",
+                field="stop",
+            )
         self.request_id = request_id
         self.params = params
         self.prompt = prompt
@@ -317,7 +330,9 @@ class OutputProcessor:
         if now is not None:
             self._note_time(now)
         new = state.logprobs[before:] if state.logprobs is not None else None
-        return OutputUpdate(index, text, state.token_ids[before:], new, state.finish_reason, state.stop_reason, hit)
+        return OutputUpdate(
+            index, text, state.token_ids[before:], new, state.finish_reason, state.stop_reason, hit
+        )
 
     def abort(self, error: str | None = None, now: float | None = None) -> list[OutputUpdate]:
         """End all sequences that still run; `error` says why, if it was the engine's doing."""

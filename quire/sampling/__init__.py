@@ -1,4 +1,4 @@
-"""How the next token is chosen: parameters, random numbers and the batched sampler (import torch parts by module)."""
+"""How the next token is chosen: parameters, random numbers and the batched sampler."""
 
 from quire.sampling.params import BeamSearchParams, SamplingParams
 

@@ -1,7 +1,8 @@
-"""The rows of one sampling pass, sorted by what they ask for, so that a plain row pays for nothing it did not ask.
+"""The rows of one sampling pass, sorted by what they ask for, so that a plain row pays for nothing it did
+not ask.
 
-The worker keeps one `SamplingRow` per sequence and builds a `SamplingBatch` of those that draw a token in a step.
-All decisions about who needs what are taken here on the host; the pass itself only runs over tensors.
+The worker keeps one `SamplingRow` per sequence and builds a `SamplingBatch` of those that draw a token in a
+step. All decisions about who needs what are taken here on the host; the pass itself only runs over tensors.
 """
 
 from __future__ import annotations
@@ -25,16 +26,33 @@ _FEW_ROWS = 48
 class SamplingRow:
     """What sampling knows of one sequence; `append` every token it draws.
 
-    `token_ids` are prompt and output known so far (all of them after a preemption), `stop_ids` the ids that may
-    not be drawn before `min_tokens`, `bad_words` the token sequences that may not appear in the output.
+    `token_ids` are prompt and output known so far (all of them after a preemption), `stop_ids` the ids that
+    may not be drawn before `min_tokens`, `bad_words` the token sequences that may not appear in the output.
     """
 
-    __slots__ = ("allowed", "bad_words", "history", "num_output", "params", "position", "recent", "seed",
-                 "seq_index", "stop_ids")
+    __slots__ = (
+        "allowed",
+        "bad_words",
+        "history",
+        "num_output",
+        "params",
+        "position",
+        "recent",
+        "seed",
+        "seq_index",
+        "stop_ids",
+    )
 
-    def __init__(self, params: SamplingParams, seed: int, seq_index: int, token_ids: Sequence[int],
-                 num_prompt_tokens: int, stop_ids: Sequence[int] = (),
-                 bad_words: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        seq_index: int,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        stop_ids: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.params = params
         self.seed = signed_seed(seed)
         self.seq_index = seq_index
@@ -60,7 +78,7 @@ class SamplingRow:
             self.recent.append(token)
 
     def ahead(self, tokens: Sequence[int]) -> SamplingRow:
-        """This row as it will be after `tokens`: one per draft, for a verifier. The row itself is unchanged."""
+        """A copy of this row as it will be after `tokens`: one per draft, for a verifier."""
         other: SamplingRow = object.__new__(SamplingRow)
         for name in SamplingRow.__slots__:
             setattr(other, name, getattr(self, name))
@@ -76,7 +94,7 @@ class SamplingRow:
         recent = self.recent or []
         for word in self.bad_words:
             head = word[:-1]
-            if len(head) <= len(recent) and list(head) == recent[len(recent) - len(head):]:
+            if len(head) <= len(recent) and list(head) == recent[len(recent) - len(head) :]:
                 banned.append(word[-1])
         return list(dict.fromkeys(banned))
 
@@ -121,7 +139,7 @@ class Draws:
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """One pass: every row is greedy unless it is among `plain` (whole vocabulary) or `filtered` (top_k, top_p)."""
+    """One pass: rows are greedy but for `plain` (whole vocabulary) and `filtered` (top_k, top_p) ones."""
 
     num_rows: int
     any_greedy: bool
@@ -132,8 +150,9 @@ class SamplingBatch:
     logprob_counts: list[int]
 
     @classmethod
-    def build(cls, rows: Sequence[SamplingRow], vocab_size: int,
-              device: torch.device | str = "cpu") -> SamplingBatch:
+    def build(
+        cls, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str = "cpu"
+    ) -> SamplingBatch:
         device = torch.device(device)
         plain: list[int] = []
         filtered: list[int] = []
@@ -222,7 +241,9 @@ def _edits(rows: Sequence[SamplingRow], special: list[int], device: torch.device
 
     return Edits(
         allowed=allowed,
-        bias=(index(bias, 0), index(bias, 1), torch.tensor([b[2] for b in bias], device=device)) if bias else None,
+        bias=(index(bias, 0), index(bias, 1), torch.tensor([b[2] for b in bias], device=device))
+        if bias
+        else None,
         banned=(index(banned, 0), index(banned, 1)) if banned else None,
         penalties=gather_penalties(penalised, device),
     )

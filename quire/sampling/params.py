@@ -1,4 +1,4 @@
-"""What a caller may ask of sampling: every field checked when the object is made, refused by name when wrong."""
+"""What a caller may ask of sampling: every field is checked at once and refused by name."""
 
 from __future__ import annotations
 
@@ -77,12 +77,16 @@ def _strings(field: str, value: Any, most: int) -> tuple[str, ...]:
         if not word:
             raise _refuse(field, "may not hold an empty string: it would match everywhere")
         if len(word) > MAX_STOP_LENGTH:
-            raise _refuse(field, f"holds a string of {len(word)} characters; at most {MAX_STOP_LENGTH} are allowed")
+            raise _refuse(
+                field, f"holds a string of {len(word)} characters; at most {MAX_STOP_LENGTH} are allowed"
+            )
     return tuple(dict.fromkeys(words))
 
 
 def _token_ids(field: str, value: Any) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_integer(field, item, 0, _INT_MAX) for item in _items(field, value, MAX_TOKEN_IDS)))
+    return tuple(
+        dict.fromkeys(_integer(field, item, 0, _INT_MAX) for item in _items(field, value, MAX_TOKEN_IDS))
+    )
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -108,8 +112,9 @@ def _from_dict(cls: type[_Params], data: Mapping[str, Any]) -> _Params:
     known = {f.name for f in dataclasses.fields(cls)}
     for name in data:
         if name not in known:
-            raise InvalidRequestError(f"{name} is not a field of {cls.__name__}; known: {', '.join(sorted(known))}",
-                                      field=str(name))
+            raise InvalidRequestError(
+                f"{name} is not a field of {cls.__name__}; known: {', '.join(sorted(known))}", field=str(name)
+            )
     return cls(**data)
 
 
@@ -183,11 +188,17 @@ class SamplingParams:
         if allowed is not None:
             allowed = _token_ids("allowed_token_ids", allowed)
             if not allowed:
-                raise _refuse("allowed_token_ids", "is empty, so no token could ever be drawn; leave it out instead")
+                raise _refuse(
+                    "allowed_token_ids", "is empty, so no token could ever be drawn; leave it out instead"
+                )
         return {
             "stop": _strings("stop", self.stop, MAX_STOPS),
-            "stop_token_ids": () if self.stop_token_ids is None else _token_ids("stop_token_ids", self.stop_token_ids),
-            "include_stop_str_in_output": _flag("include_stop_str_in_output", self.include_stop_str_in_output),
+            "stop_token_ids": ()
+            if self.stop_token_ids is None
+            else _token_ids("stop_token_ids", self.stop_token_ids),
+            "include_stop_str_in_output": _flag(
+                "include_stop_str_in_output", self.include_stop_str_in_output
+            ),
             "ignore_eos": _flag("ignore_eos", self.ignore_eos),
             "logit_bias": None if self.logit_bias is None else _logit_bias(self.logit_bias),
             "bad_words": bad_words,
@@ -198,7 +209,9 @@ class SamplingParams:
 
     def _check_contradictions(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _refuse("min_tokens", f"({self.min_tokens}) may not be above max_tokens ({self.max_tokens})")
+            raise _refuse(
+                "min_tokens", f"({self.min_tokens}) may not be above max_tokens ({self.max_tokens})"
+            )
         if self.best_of is not None and self.best_of < self.n:
             raise _refuse("best_of", f"({self.best_of}) may not be below n ({self.n})")
         if self.stop and not self.detokenize:
@@ -227,7 +240,9 @@ class SamplingParams:
         for field, ids in named.items():
             highest = max(ids, default=0)
             if highest >= vocab_size:
-                raise _refuse(field, f"holds token id {highest}; the model's vocabulary ends at {vocab_size - 1}")
+                raise _refuse(
+                    field, f"holds token id {highest}; the model's vocabulary ends at {vocab_size - 1}"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` of it gives an equal object."""
@@ -256,7 +271,9 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         _integer("max_tokens", self.max_tokens, 1, _INT_MAX)
-        object.__setattr__(self, "length_penalty", _number("length_penalty", self.length_penalty, -10.0, 10.0))
+        object.__setattr__(
+            self, "length_penalty", _number("length_penalty", self.length_penalty, -10.0, 10.0)
+        )
         object.__setattr__(self, "temperature", _number("temperature", self.temperature, 0.0, math.inf))
         for field in ("early_stopping", "ignore_eos", "include_stop_str_in_output"):
             _flag(field, getattr(self, field))

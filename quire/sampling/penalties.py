@@ -1,4 +1,4 @@
-"""What a sequence has said so far, as the penalties see it: its distinct tokens and how often each was drawn."""
+"""What a sequence has said so far, as penalties see it: its tokens and how often each was drawn."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Penalties:
     subtract: Tensor
 
     def apply_(self, logits: Tensor) -> None:
-        """Repetition first (divide what is positive, multiply what is negative), then subtract the two others."""
+        """Repetition first (divide positive, multiply negative values), then subtract the two others."""
         values = logits[self.rows, self.ids]
         values = torch.where(values > 0, values / self.repetition, values * self.repetition)
         logits[self.rows, self.ids] = values - self.subtract

@@ -1,9 +1,9 @@
 """Philox4x32-10: random numbers that are a pure function of (seed, sequence, position, purpose).
 
-The key is the 64-bit seed; the counter is (position, sequence index, purpose, 0). Nothing is carried from draw to
-draw, so a token's noise cannot depend on the batch, on preemption or on the device. The scalar form is plain
-Python; `uniforms` does the same over int64 tensors of any device with the same bits (torch is imported there only
-by whoever passes tensors in).
+The key is the 64-bit seed; the counter is (position, sequence index, purpose, 0). Nothing is carried from
+draw to draw, so a token's noise cannot depend on the batch, on preemption or on the device. The scalar form
+is plain Python; `uniforms` does the same over int64 tensors of any device with the same bits (torch is
+imported there only by whoever passes tensors in).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def philox4x32_tensors(
 
 
 def uniforms(seed: Tensor, seq_index: Tensor, position: Tensor, purpose: int = Purpose.SAMPLE) -> Tensor:
-    """`uniform` for each row of int64 tensors of one shape (seeds as `signed_seed`); float64 on their device."""
+    """`uniform` for each entry of int64 tensors (seeds as `signed_seed`); float64 on their device."""
     counter = (position & _MASK, seq_index & _MASK, (position & 0) + int(purpose), position & 0)
     high, low, _, _ = philox4x32_tensors(counter, (seed & _MASK, (seed >> 32) & _MASK))
     return (((high >> 5) << 26) | (low >> 6)).double() * 2.0**-53

@@ -1,4 +1,5 @@
-"""The plain way to draw one token: slow, one row at a time, in float64; what the batched pass is tested against.
+"""The plain way to draw one token: slow, one row at a time, in float64; what the batched pass is tested
+against.
 
 Same meaning as `sampler.py`, written without its devices (no integers, no candidates, no batching).
 """
@@ -37,7 +38,7 @@ def edited_logits(logits: Sequence[float], row: ReferenceRow) -> list[float]:
         values[token] += bias
     for word in row.bad_words:
         head = list(word[:-1])
-        if not head or row.output_ids[-len(head):] == head:
+        if not head or row.output_ids[-len(head) :] == head:
             values[word[-1]] = -math.inf
     if len(row.output_ids) < params.min_tokens:
         for token in row.stop_ids:
@@ -69,7 +70,8 @@ def probabilities(logits: Sequence[float], row: ReferenceRow) -> np.ndarray:
         for i in order:
             weights[i] = weights[i] if reached < wanted else 0.0
             reached += weights[i]
-    return weights / weights.sum()
+    normalised: np.ndarray = weights / weights.sum()
+    return normalised
 
 
 def noise(row: ReferenceRow) -> float:
@@ -79,10 +81,14 @@ def noise(row: ReferenceRow) -> float:
 def sample_one(logits: Sequence[float], row: ReferenceRow) -> int:
     """First token whose cumulative probability exceeds the row's random number."""
     cumulative = np.cumsum(probabilities(logits, row))
-    return min(int(np.searchsorted(cumulative, noise(row) * cumulative[-1], side="right")), len(cumulative) - 1)
+    return min(
+        int(np.searchsorted(cumulative, noise(row) * cumulative[-1], side="right")), len(cumulative) - 1
+    )
 
 
-def logprobs_one(logits: Sequence[float], token: int, count: int) -> tuple[float, int, list[int], list[float]]:
+def logprobs_one(
+    logits: Sequence[float], token: int, count: int
+) -> tuple[float, int, list[int], list[float]]:
     """(log-probability, rank, likeliest ids, their log-probabilities) of the raw logits."""
     values = np.asarray(logits, dtype=np.float64)
     logs = values - values.max() - math.log(np.exp(values - values.max()).sum())

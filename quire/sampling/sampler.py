@@ -1,8 +1,9 @@
 """One batched pass from logits to tokens, in which a token depends on its own row and on nothing else.
 
-Order of processing, as vLLM has it: allowed ids, logit bias, bad words and min_tokens; repetition, presence and
-frequency penalties; argmax where the temperature is 0; else temperature, min_p, top_k, top_p, and one draw by
-inverse CDF in vocabulary order with one Philox number. Log-probabilities are of the raw logits, before all that.
+Order of processing, as vLLM has it: allowed ids, logit bias, bad words and min_tokens; repetition, presence
+and frequency penalties; argmax where the temperature is 0; else temperature, min_p, top_k, top_p, and one
+draw by inverse CDF in vocabulary order with one Philox number. Log-probabilities are of the raw logits,
+before all that.
 
 Why the result cannot depend on the batch, the thread count or the path taken: probabilities become integers
 (`floor(exp((logit - max) / T) * 2**40)`) and integers add up to the same total in any order. What remains is
@@ -28,8 +29,8 @@ NOT_FINITE: Final = 1
 NOTHING_ALLOWED: Final = 2
 FAILURES: Final = {
     NOT_FINITE: "the model gave logits that are not finite (NaN or infinity) for this request",
-    NOTHING_ALLOWED: "allowed_token_ids, bad_words, stop ids before min_tokens and logit_bias together leave no "
-                     "token that may be drawn; relax one of them",
+    NOTHING_ALLOWED: "allowed_token_ids, bad_words, stop ids before min_tokens and logit_bias together leave
+    no " "token that may be drawn; relax one of them",
 }
 
 _SCALE: Final = 2.0**40
@@ -53,8 +54,15 @@ class SampledLogprobs:
 
     def to_list(self) -> list[tuple[int, float, int, list[int], list[float]]]:
         """(token id, logprob, rank, top ids, their logprobs) of each of `rows`, on the host."""
-        columns = zip(self.token_ids.tolist(), self.logprob.tolist(), self.rank.tolist(), self.top_ids.tolist(),
-                      self.top_logprobs.tolist(), self.counts, strict=True)
+        columns = zip(
+            self.token_ids.tolist(),
+            self.logprob.tolist(),
+            self.rank.tolist(),
+            self.top_ids.tolist(),
+            self.top_logprobs.tolist(),
+            self.counts,
+            strict=True,
+        )
         return [(token, logprob, rank, ids[:n], tops[:n]) for token, logprob, rank, ids, tops, n in columns]
 
 
@@ -141,7 +149,9 @@ def _pick(weights: Tensor, noise: Tensor) -> Tensor:
     running = weights.cumsum(-1)
     total = running[:, -1]
     target = (noise * total.double()).to(torch.int64).minimum(total - 1)
-    return torch.searchsorted(running, target[:, None], right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
+    return (
+        torch.searchsorted(running, target[:, None], right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
+    )
 
 
 def _draw_plain(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
@@ -164,7 +174,7 @@ def _min_p_floor(peak: Tensor, draws: Draws) -> Tensor:
 
 
 def _draw_filtered(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
-    """Draw under top_k and top_p: on a CPU by looking for the cut, elsewhere by sorting, which needs no sync."""
+    """Draw under top_k and top_p: on a CPU by finding the cut, elsewhere by a sort, without sync."""
     if logits.device.type == "cpu":
         return draw_by_cut(logits, peak, draws)
     return draw_by_sort(logits, peak, draws)
@@ -194,8 +204,15 @@ def draw_by_cut(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
 
     Sorting values alone takes numpy 0.24 ms for 49,152 of them, where torch's sort with indices takes 3 ms.
     """
-    columns = zip(draws.rows.tolist(), peak[draws.rows].tolist(), draws.temperature.tolist(),
-                  _min_p_floor(peak, draws).tolist(), draws.top_k, draws.top_p.tolist(), strict=True)
+    columns = zip(
+        draws.rows.tolist(),
+        peak[draws.rows].tolist(),
+        draws.temperature.tolist(),
+        _min_p_floor(peak, draws).tolist(),
+        draws.top_k,
+        draws.top_p.tolist(),
+        strict=True,
+    )
     noise, tokens = draws.noise, []
     for i, (row, best, temperature, floor, top_k, top_p) in enumerate(columns):
         if not math.isfinite(best):
@@ -229,7 +246,7 @@ class _Cut:
         return self._keep(ids, ranked, self._kept(ranked, top_p, None))
 
     def nucleus(self, top_p: float) -> tuple[np.ndarray, Tensor]:
-        """The share `top_p` of the row; likely tokens are looked at first, all of them if that is not enough."""
+        """The share `top_p` of the row; likely tokens are looked at first, all if that is not enough."""
         weights = self.weights(self.values)
         if self.floor > -math.inf:
             weights *= torch.from_numpy(self.values >= self.floor)
@@ -243,14 +260,14 @@ class _Cut:
         return self._keep(ids, ranked, kept)
 
     def _kept(self, ranked: np.ndarray, top_p: float, total: int | None) -> int:
-        """How many of the best tokens it takes to reach the share (of the weight of `ranked`, or of `total`)."""
+        """How many of the best tokens it takes to reach the share (of `ranked`, or of `total`)."""
         weights = self.weights(ranked)
         running = weights.cumsum(0)
         wanted = top_p * float(int(running[-1]) if total is None else total)
         return int(((running - weights).double() < wanted).sum())
 
     def _keep(self, ids: np.ndarray, ranked: np.ndarray, kept: int) -> tuple[np.ndarray, Tensor]:
-        """The `kept` best of `ids` (ascending) with their weights; among equals at the cut the lower ids stay."""
+        """The `kept` best of `ids` (ascending) with weights; of equals at the cut the lower ids stay."""
         last = ranked[kept - 1]
         values = self.values[ids]
         stays = values > last
@@ -291,7 +308,8 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> SampledLogp
     rows, width = logits.shape
     count = min(count, width)
     parts = [
-        _token_logprobs(logits[part], token_ids[part], count) for part in _chunks(max(rows, 1), width, logits.device)
+        _token_logprobs(logits[part], token_ids[part], count)
+        for part in _chunks(max(rows, 1), width, logits.device)
     ]
     merged = [torch.cat(columns) for columns in zip(*parts, strict=True)]
     return SampledLogprobs(list(range(rows)), [count] * rows, token_ids, *merged)

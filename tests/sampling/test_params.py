@@ -16,25 +16,78 @@ from quire.sampling.params import MAX_LOGPROBS
 NAN, INF = float("nan"), float("inf")
 
 WRONG = [
-    ("n", 0), ("n", 65), ("n", True), ("n", 1.0), ("n", "1"), ("n", None),
-    ("best_of", 0), ("best_of", "2"),
-    ("temperature", -0.1), ("temperature", NAN), ("temperature", INF), ("temperature", "1"), ("temperature", True),
-    ("temperature", None), ("temperature", 10**400),
-    ("top_p", 0.0), ("top_p", 1.01), ("top_p", -1), ("top_p", NAN), ("top_p", [0.5]),
-    ("top_k", -2), ("top_k", 1.5), ("top_k", False), ("top_k", 1 << 40),
-    ("min_p", -0.01), ("min_p", 1.1), ("min_p", NAN),
-    ("repetition_penalty", 0), ("repetition_penalty", -1.0), ("repetition_penalty", INF),
-    ("presence_penalty", 2.1), ("presence_penalty", NAN), ("frequency_penalty", -2.1), ("frequency_penalty", "x"),
-    ("seed", -1), ("seed", 1 << 64), ("seed", 1.5), ("seed", True),
-    ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 2.0), ("min_tokens", -1), ("min_tokens", 17),
-    ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", 5), ("stop", {"a": 1}), ("stop", ["x"] * 65),
-    ("stop", "x" * 1025), ("stop_token_ids", [-1]), ("stop_token_ids", ["1"]), ("stop_token_ids", 3),
-    ("stop_token_ids", [True]), ("include_stop_str_in_output", 1), ("ignore_eos", "yes"),
-    ("logprobs", -1), ("logprobs", MAX_LOGPROBS + 1), ("logprobs", True), ("prompt_logprobs", 21),
-    ("logit_bias", {1: NAN}), ("logit_bias", {1: 101}), ("logit_bias", {-1: 1}), ("logit_bias", {"1": 1}),
-    ("logit_bias", [1]), ("bad_words", [""]), ("bad_words", [7]),
-    ("allowed_token_ids", []), ("allowed_token_ids", [-3]), ("allowed_token_ids", "12"),
-    ("skip_special_tokens", 0), ("detokenize", None),
+    ("n", 0),
+    ("n", 65),
+    ("n", True),
+    ("n", 1.0),
+    ("n", "1"),
+    ("n", None),
+    ("best_of", 0),
+    ("best_of", "2"),
+    ("temperature", -0.1),
+    ("temperature", NAN),
+    ("temperature", INF),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("temperature", None),
+    ("temperature", 10**400),
+    ("top_p", 0.0),
+    ("top_p", 1.01),
+    ("top_p", -1),
+    ("top_p", NAN),
+    ("top_p", [0.5]),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("top_k", False),
+    ("top_k", 1 << 40),
+    ("min_p", -0.01),
+    ("min_p", 1.1),
+    ("min_p", NAN),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1.0),
+    ("repetition_penalty", INF),
+    ("presence_penalty", 2.1),
+    ("presence_penalty", NAN),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", "x"),
+    ("seed", -1),
+    ("seed", 1 << 64),
+    ("seed", 1.5),
+    ("seed", True),
+    ("max_tokens", 0),
+    ("max_tokens", -5),
+    ("max_tokens", 2.0),
+    ("min_tokens", -1),
+    ("min_tokens", 17),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", [1]),
+    ("stop", 5),
+    ("stop", {"a": 1}),
+    ("stop", ["x"] * 65),
+    ("stop", "x" * 1025),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", ["1"]),
+    ("stop_token_ids", 3),
+    ("stop_token_ids", [True]),
+    ("include_stop_str_in_output", 1),
+    ("ignore_eos", "yes"),
+    ("logprobs", -1),
+    ("logprobs", MAX_LOGPROBS + 1),
+    ("logprobs", True),
+    ("prompt_logprobs", 21),
+    ("logit_bias", {1: NAN}),
+    ("logit_bias", {1: 101}),
+    ("logit_bias", {-1: 1}),
+    ("logit_bias", {"1": 1}),
+    ("logit_bias", [1]),
+    ("bad_words", [""]),
+    ("bad_words", [7]),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [-3]),
+    ("allowed_token_ids", "12"),
+    ("skip_special_tokens", 0),
+    ("detokenize", None),
 ]
 
 
@@ -45,11 +98,14 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(field, value):
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(("fields", "named"), [
-    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
-    ({"n": 3, "best_of": 2}, "best_of"),
-    ({"stop": ["x"], "detokenize": False}, "stop"),
-])
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"stop": ["x"], "detokenize": False}, "stop"),
+    ],
+)
 def test_fields_that_contradict_each_other_are_refused(fields, named):
     with pytest.raises(InvalidRequestError, match=named) as caught:
         SamplingParams(**fields)
@@ -62,9 +118,24 @@ def test_an_unknown_keyword_raises():
 
 
 def test_values_at_the_bounds_are_accepted():
-    SamplingParams(n=64, best_of=64, temperature=0, top_p=1, top_k=-1, min_p=1, repetition_penalty=100,
-                   presence_penalty=-2, frequency_penalty=2, seed=(1 << 64) - 1, max_tokens=None, min_tokens=100,
-                   stop=["x"] * 64, logprobs=MAX_LOGPROBS, prompt_logprobs=0, logit_bias={0: -100})
+    SamplingParams(
+        n=64,
+        best_of=64,
+        temperature=0,
+        top_p=1,
+        top_k=-1,
+        min_p=1,
+        repetition_penalty=100,
+        presence_penalty=-2,
+        frequency_penalty=2,
+        seed=(1 << 64) - 1,
+        max_tokens=None,
+        min_tokens=100,
+        stop=["x"] * 64,
+        logprobs=MAX_LOGPROBS,
+        prompt_logprobs=0,
+        logit_bias={0: -100},
+    )
 
 
 def test_values_are_normalised():
@@ -103,8 +174,15 @@ def test_ids_beyond_the_vocabulary_are_refused_by_field(field):
 
 
 def test_plain_data_goes_there_and_back():
-    params = SamplingParams(n=2, stop=["a", "b"], stop_token_ids=[4], logit_bias={7: -1.5}, seed=5, bad_words=["no"],
-                            allowed_token_ids=[1, 2])
+    params = SamplingParams(
+        n=2,
+        stop=["a", "b"],
+        stop_token_ids=[4],
+        logit_bias={7: -1.5},
+        seed=5,
+        bad_words=["no"],
+        allowed_token_ids=[1, 2],
+    )
     data = params.to_dict()
     assert SamplingParams.from_dict(data) == params
     assert json.loads(json.dumps(data))["stop"] == ["a", "b"]
@@ -114,10 +192,19 @@ def test_plain_data_goes_there_and_back():
     assert BeamSearchParams.from_dict(beam.to_dict()) == beam
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("beam_width", 0), ("beam_width", 65), ("beam_width", True), ("max_tokens", 0), ("length_penalty", NAN),
-    ("early_stopping", "never"), ("ignore_eos", 1), ("temperature", -1),
-])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("beam_width", 0),
+        ("beam_width", 65),
+        ("beam_width", True),
+        ("max_tokens", 0),
+        ("length_penalty", NAN),
+        ("early_stopping", "never"),
+        ("ignore_eos", 1),
+        ("temperature", -1),
+    ],
+)
 def test_beam_parameters_are_refused_by_name_too(field, value):
     with pytest.raises(InvalidRequestError, match=field) as caught:
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 5, field: value})

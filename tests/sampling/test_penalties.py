@@ -19,7 +19,9 @@ def test_counts_are_of_the_output_and_ids_of_prompt_and_output(prompt, past, new
     for token in new:
         history.append(token)
     assert dict(zip(before.ids.tolist(), before.counts.tolist(), strict=True)) == {
-        **dict.fromkeys(prompt, 0), **Counter(past)}
+        **dict.fromkeys(prompt, 0),
+        **Counter(past),
+    }
     expected = {**dict.fromkeys(prompt, 0), **Counter(past + new)}
     assert dict(zip(history.ids.tolist(), history.counts.tolist(), strict=True)) == expected
     assert len(history) == len(expected)

@@ -1,4 +1,4 @@
-"""The batched pass: equal to the plain reference, and equal to itself whatever the batch, the threads or the path."""
+"""The batched pass: equal to the plain reference, and to itself whatever the batch and the threads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ import torch
 
 from quire.sampling import SamplingParams, sampler
 from quire.sampling.batch import SamplingBatch, SamplingRow
-from quire.sampling.reference import ReferenceRow, edited_logits, logprobs_one, noise, probabilities, sample_one
+from quire.sampling.reference import (
+    ReferenceRow,
+    edited_logits,
+    logprobs_one,
+    noise,
+    probabilities,
+    sample_one,
+)
 from quire.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, argmax_rows, sample, token_logprobs
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Keeps these small tensors off the thread pool, so that a busy machine does not slow the tests tenfold."""
+    """Keeps small tensors off the thread pool, which on a busy machine slows them tenfold."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -25,8 +32,15 @@ def one_thread():
 
 
 def batch_row(row: ReferenceRow) -> SamplingRow:
-    return SamplingRow(row.params, row.seed, row.seq_index, row.prompt_ids + row.output_ids, len(row.prompt_ids),
-                       row.stop_ids, row.bad_words)
+    return SamplingRow(
+        row.params,
+        row.seed,
+        row.seq_index,
+        row.prompt_ids + row.output_ids,
+        len(row.prompt_ids),
+        row.stop_ids,
+        row.bad_words,
+    )
 
 
 def draw(logits: torch.Tensor, rows: list[ReferenceRow]) -> sampler.SamplerOutput:
@@ -54,13 +68,25 @@ def random_params(rng: random.Random, vocab: int) -> SamplingParams:
 
 def random_row(rng: random.Random, vocab: int) -> ReferenceRow:
     output = [rng.randrange(vocab) for _ in range(rng.randrange(16))]
-    words = [[*output[-2:], rng.randrange(vocab)], [rng.randrange(vocab)], [1, 2, 3]] if rng.random() < 0.2 else []
-    return ReferenceRow(random_params(rng, vocab), rng.getrandbits(64), rng.randrange(4),
-                        [rng.randrange(vocab) for _ in range(rng.randrange(1, 20))], output,
-                        rng.sample(range(vocab), 3), words)
+    words = (
+        [[*output[-2:], rng.randrange(vocab)], [rng.randrange(vocab)], [1, 2, 3]]
+        if rng.random() < 0.2
+        else []
+    )
+    return ReferenceRow(
+        random_params(rng, vocab),
+        rng.getrandbits(64),
+        rng.randrange(4),
+        [rng.randrange(vocab) for _ in range(rng.randrange(1, 20))],
+        output,
+        rng.sample(range(vocab), 3),
+        words,
+    )
 
 
-def random_case(seed: int, rows: int, vocab: int, spread: float = 3.0) -> tuple[torch.Tensor, list[ReferenceRow]]:
+def random_case(
+    seed: int, rows: int, vocab: int, spread: float = 3.0
+) -> tuple[torch.Tensor, list[ReferenceRow]]:
     rng = random.Random(seed)
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
     if seed % 3 == 0:
@@ -70,7 +96,9 @@ def random_case(seed: int, rows: int, vocab: int, spread: float = 3.0) -> tuple[
 
 @pytest.mark.parametrize("seed", range(60))
 def test_mixed_batches_draw_what_the_plain_reference_draws(seed):
-    logits, rows = random_case(seed, rows=12, vocab=[97, 512, 1500][seed % 3], spread=[0.5, 3.0, 8.0][seed // 3 % 3])
+    logits, rows = random_case(
+        seed, rows=12, vocab=[97, 512, 1500][seed % 3], spread=[0.5, 3.0, 8.0][seed // 3 % 3]
+    )
     before = logits.clone()
     out = draw(logits, rows)
     assert torch.equal(before, logits)
@@ -99,8 +127,11 @@ def test_at_most_a_few_draws_in_ten_thousand_fall_on_an_edge():
 def test_a_row_alone_among_others_and_reordered_draws_the_same_token_and_logprobs(seed):
     logits, rows = random_case(seed, rows=32, vocab=4999)
     together = draw(logits, rows)
-    listed = {} if together.logprobs is None else dict(zip(together.logprobs.rows, together.logprobs.to_list(),
-                                                           strict=True))
+    listed = (
+        {}
+        if together.logprobs is None
+        else dict(zip(together.logprobs.rows, together.logprobs.to_list(), strict=True))
+    )
     order = random.Random(seed).sample(range(32), 32)
     shuffled = draw(logits[order], [rows[i] for i in order])
     assert shuffled.token_ids.tolist() == together.token_ids[order].tolist()
@@ -125,7 +156,7 @@ def test_thread_count_and_a_large_vocabulary_change_no_bit():
 @pytest.mark.parametrize("function", [torch.exp, torch.log])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_elementwise_functions_we_rely_on_do_not_depend_on_where_an_element_lies(function, dtype):
-    """exp2, for one, does: its vector body and its scalar tail differ. If torch ever does that to these, we hear."""
+    """exp2, for one, does: its vector body and its scalar tail differ. We want to hear of it here."""
     x = torch.rand(70001, generator=torch.Generator().manual_seed(0)).to(dtype) * 30 + 0.01
     x = x if function is torch.log else -x
     whole = function(x)
@@ -142,15 +173,22 @@ def test_looking_for_the_cut_and_sorting_whole_rows_keep_the_same_tokens(seed):
     batch = SamplingBatch.build([batch_row(r) for r in rows], 1500)
     batch.edits.apply_(logits)
     peak = logits.amax(-1)
-    assert torch.equal(sampler.draw_by_cut(logits, peak, batch.filtered),
-                       sampler.draw_by_sort(logits, peak, batch.filtered))
+    assert torch.equal(
+        sampler.draw_by_cut(logits, peak, batch.filtered), sampler.draw_by_sort(logits, peak, batch.filtered)
+    )
 
 
 def test_draws_follow_the_distribution():
     n, vocab = 8_000, 12
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(5)) * 1.5
-    cases = [SamplingParams(), SamplingParams(temperature=0.6), SamplingParams(top_p=0.8), SamplingParams(top_k=5),
-             SamplingParams(min_p=0.1), SamplingParams(temperature=1.4, top_k=9, top_p=0.9, min_p=0.02)]
+    cases = [
+        SamplingParams(),
+        SamplingParams(temperature=0.6),
+        SamplingParams(top_p=0.8),
+        SamplingParams(top_k=5),
+        SamplingParams(min_p=0.1),
+        SamplingParams(temperature=1.4, top_k=9, top_p=0.9, min_p=0.02),
+    ]
     for params in cases:
         rows = [SamplingRow(params, 11, 0, [0] * 3, 3) for _ in range(n)]
         for position, row in enumerate(rows):
@@ -187,8 +225,13 @@ def test_a_row_of_bad_logits_fails_alone():
     logits = torch.randn(6, 500)
     logits[1, 17], logits[2, 3], logits[3] = math.nan, math.inf, -math.inf
     logits[4, :400] = -math.inf
-    for params in [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=9), SamplingParams(top_p=0.7),
-                   SamplingParams(top_p=0.7, min_p=0.1, logprobs=3, repetition_penalty=1.2)]:
+    for params in [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(top_k=9),
+        SamplingParams(top_p=0.7),
+        SamplingParams(top_p=0.7, min_p=0.1, logprobs=3, repetition_penalty=1.2),
+    ]:
         rows = [ReferenceRow(params, 5, 0, [1, 2], [3]) for _ in range(6)]
         out = draw(logits, rows)
         assert out.ok.tolist() == [True, False, False, False, True, True]
@@ -200,8 +243,10 @@ def test_a_row_of_bad_logits_fails_alone():
 
 def test_a_row_left_with_no_token_says_so():
     params = SamplingParams(allowed_token_ids=[4], min_tokens=2)
-    out = draw(torch.randn(2, 50), [ReferenceRow(params, 1, 0, [1], [], stop_ids=[4]),
-                                    ReferenceRow(SamplingParams(), 1, 0, [1], [])])
+    out = draw(
+        torch.randn(2, 50),
+        [ReferenceRow(params, 1, 0, [1], [], stop_ids=[4]), ReferenceRow(SamplingParams(), 1, 0, [1], [])],
+    )
     assert out.status.tolist() == [NOTHING_ALLOWED, 0]
 
 
@@ -217,7 +262,10 @@ def test_top_k_keeps_exactly_k_of_equal_tokens_the_lower_ids_first():
 def test_extreme_temperatures_neither_fail_nor_leave_the_filter(temperature):
     logits = torch.randn(8, 1000) * 20
     logits[:, 0] = -math.inf
-    rows = [ReferenceRow(SamplingParams(temperature=temperature, top_k=4, min_p=0.0), s, 0, [1], []) for s in range(8)]
+    rows = [
+        ReferenceRow(SamplingParams(temperature=temperature, top_k=4, min_p=0.0), s, 0, [1], [])
+        for s in range(8)
+    ]
     out = draw(logits, rows)
     assert bool(out.ok.all())
     best = logits.topk(4).indices
@@ -239,8 +287,15 @@ def test_a_row_that_grew_token_by_token_equals_one_built_from_its_past():
     rng = random.Random(4)
     for _ in range(20):
         reference = random_row(rng, 64)
-        grown = SamplingRow(reference.params, reference.seed, 0, reference.prompt_ids, len(reference.prompt_ids),
-                            reference.stop_ids, reference.bad_words)
+        grown = SamplingRow(
+            reference.params,
+            reference.seed,
+            0,
+            reference.prompt_ids,
+            len(reference.prompt_ids),
+            reference.stop_ids,
+            reference.bad_words,
+        )
         start = grown.ahead([])
         for token in reference.output_ids:
             grown.append(token)
@@ -254,11 +309,13 @@ def test_a_row_that_grew_token_by_token_equals_one_built_from_its_past():
 
 @pytest.mark.parametrize("vocab", [10, 700])
 def test_logprobs_are_of_the_raw_logits_with_ranks(vocab):
-    logits = (torch.randn(9, vocab, generator=torch.Generator().manual_seed(1)) * 3)
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(1)) * 3
     logits[4:] = logits[4:].round()
     targets = torch.randint(0, vocab, (9,), generator=torch.Generator().manual_seed(2))
     found = token_logprobs(logits, targets, 20)
-    torch.testing.assert_close(found.logprob, logits.log_softmax(-1).gather(1, targets[:, None])[:, 0], rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        found.logprob, logits.log_softmax(-1).gather(1, targets[:, None])[:, 0], rtol=0, atol=2e-6
+    )
     for i, (token, logprob, rank, ids, tops) in enumerate(found.to_list()):
         expected = logprobs_one(logits[i].tolist(), token, 20)
         assert (rank, ids) == expected[1:3]
@@ -268,8 +325,10 @@ def test_logprobs_are_of_the_raw_logits_with_ranks(vocab):
 
 def test_logprobs_come_for_those_who_asked_and_as_many_as_they_asked():
     logits = torch.randn(4, 100)
-    rows = [ReferenceRow(SamplingParams(logprobs=n, temperature=0.9, logit_bias={3: 50.0}), 1, i, [1], [])
-            for i, n in enumerate([None, 0, 2, 5])]
+    rows = [
+        ReferenceRow(SamplingParams(logprobs=n, temperature=0.9, logit_bias={3: 50.0}), 1, i, [1], [])
+        for i, n in enumerate([None, 0, 2, 5])
+    ]
     found = draw(logits, rows).logprobs
     assert found.rows == [1, 2, 3]
     assert [len(entry[3]) for entry in found.to_list()] == [0, 2, 5]
