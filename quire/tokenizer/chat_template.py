@@ -1,7 +1,7 @@
 """Renders chat messages with a model's jinja2 template, in a sandbox with bounds on time, size and memory.
 
-A template comes with a model or even with a request, so it is code of strangers. jinja2's sandbox keeps it away
-from Python's internals; the bounds here keep it from running for ever or from building texts without end.
+A template comes with a model or even with a request, so it is code of strangers. jinja2's sandbox keeps it
+away from Python's internals; the bounds here keep it from running for ever and from building endless texts.
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, "_counted", [], [], None, None, lineno=loop.lineno, environment=self)
+            loop.iter = nodes.Filter(
+                loop.iter, "_counted", [], [], None, None, lineno=loop.lineno, environment=self
+            )
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -143,7 +145,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "*":
             _check_multiply(left, right)
         elif operator == "**":
-            if not isinstance(right, int | float) or abs(right) > 1024 or (isinstance(left, int) and abs(left) > 1 << 64):
+            if (
+                not isinstance(right, int | float)
+                or abs(right) > 1024
+                or (isinstance(left, int) and abs(left) > 1 << 64)
+            ):
                 raise SecurityError("the template computes a power that is too large")
         elif operator == "%":
             _check_width(left)
@@ -151,7 +157,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             _check_size(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         # Named as in the base class, so that a template may pass self= or context=.
         _budget.get().step()
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
@@ -170,7 +176,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 class _GenerationTag(Extension):
     """`{% generation %}` marks what the assistant wrote, for training; when rendering it is its content."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         line = next(parser.stream).lineno
@@ -198,7 +204,9 @@ class _Namespace(Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a chat template may not set {name!r} on a namespace: it starts with an underscore")
+        raise SecurityError(
+            f"a chat template may not set {name!r} on a namespace: it starts with an underscore"
+        )
 
 
 class _Dict:
@@ -225,7 +233,9 @@ def _tojson(
     """Plain JSON. jinja2's own filter escapes HTML, which a prompt must not."""
     if isinstance(indent, int):
         _check_size(indent * 1024)
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
     _check_size(len(text))
     return text
 
@@ -236,7 +246,7 @@ def _now(pattern: str) -> str:
 
 
 def _guard(function: Callable[..., Any], check: Callable[..., None], takes: int = 0) -> Callable[..., Any]:
-    """`function` as a filter that looks at its arguments first, keeping what jinja2 passes to it by itself."""
+    """`function` as a filter that looks at its arguments first; what jinja2 passes to it by itself stays."""
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         _budget.get().step()
@@ -333,7 +343,9 @@ def _reason(error: BaseException) -> str:
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages as plain dicts, or ChatTemplateError that says which one is wrong and how."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise ChatTemplateError("messages must be a list such as [{'role': 'user', 'content': 'Hello'}]", "messages")
+        raise ChatTemplateError(
+            "messages must be a list such as [{'role': 'user', 'content': 'Hello'}]", "messages"
+        )
     if not messages:
         raise ChatTemplateError("messages is empty: give at least one", "messages")
     if len(messages) > MAX_MESSAGES:
@@ -359,7 +371,9 @@ def _checked_message(message: Any, index: int) -> dict[str, Any]:
 def _check_parts(content: Any, where: str) -> None:
     """Content may be a list of parts, as in [{'type': 'text', 'text': 'Hello'}]."""
     if not isinstance(content, list):
-        raise ChatTemplateError(f"{where} has content of type {type(content).__name__}; give text", f"{where}.content")
+        raise ChatTemplateError(
+            f"{where} has content of type {type(content).__name__}; give text", f"{where}.content"
+        )
     for part in content:
         if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
             raise ChatTemplateError(f"{where} has a content part without a 'type'", f"{where}.content")

@@ -27,8 +27,12 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     path = folder if folder.is_file() else folder / "tokenizer.json"
     folder = path.parent
     if not path.is_file():
-        other = next((n for n in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / n).is_file()), None)
-        hint = f" ({other} alone is not enough: save it with a fast tokenizer of transformers)" if other else ""
+        other = next(
+            (n for n in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / n).is_file()), None
+        )
+        hint = (
+            f" ({other} alone is not enough: save it with a fast tokenizer of transformers)" if other else ""
+        )
         raise ModelLoadError(
             f"{folder} has no tokenizer.json{hint}; pass tokenizer= with a folder that has one, "
             "or skip_tokenizer_init=True to work with token ids"
@@ -105,7 +109,9 @@ def _add_configured_tokens(backend: Backend, config: dict[str, Any], special: di
             continue
         if backend.token_to_id(text) not in (None, int(key)):
             raise ModelLoadError(f"tokenizer_config.json gives {text!r} the id {key}, tokenizer.json another")
-        flags = {name: entry[name] for name in ("lstrip", "rstrip", "normalized", "single_word") if name in entry}
+        flags = {
+            name: entry[name] for name in ("lstrip", "rstrip", "normalized", "single_word") if name in entry
+        }
         backend.add_tokens([AddedToken(text, special=bool(entry.get("special")), **flags)])
     marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     missing = [text for text in dict.fromkeys(special.values()) if text not in marked]
@@ -135,7 +141,11 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str]
         templates["default"] = inline
     elif isinstance(inline, list):
         for item in inline:
-            if isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str):
+            if (
+                isinstance(item, dict)
+                and isinstance(item.get("name"), str)
+                and isinstance(item.get("template"), str)
+            ):
                 templates[item["name"]] = item["template"]
     legacy = _companion(folder / "chat_template.json").get("chat_template")
     if isinstance(legacy, str):

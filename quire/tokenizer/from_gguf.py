@@ -42,7 +42,9 @@ class _Vocabulary:
     def _strings(self, name: str) -> list[str]:
         value = self.metadata.get(f"{KEY}.{name}")
         if not isinstance(value, list):
-            raise self.fail(f"{KEY}.{name} is missing or no list of texts; pass tokenizer= with a folder that has one")
+            raise self.fail(
+                f"{KEY}.{name} is missing or no list of texts; pass tokenizer= with a folder that has one"
+            )
         return value
 
     def _numbers(self, name: str, count: int, default: float) -> list[Any]:
@@ -81,7 +83,9 @@ class _Vocabulary:
         if value is None:
             return None
         if not isinstance(value, int) or not 0 <= value < len(self.tokens):
-            raise self.fail(f"{KEY}.{name}_token_id is {value!r}, the vocabulary has {len(self.tokens)} tokens")
+            raise self.fail(
+                f"{KEY}.{name}_token_id is {value!r}, the vocabulary has {len(self.tokens)} tokens"
+            )
         return value
 
 
@@ -125,7 +129,7 @@ def tokenizer_from_gguf(metadata: Metadata, where: str = "GGUF file") -> Tokeniz
 
 
 def _byte_level_bpe(vocabulary: _Vocabulary) -> tuple[Backend, bool, bool]:
-    """GPT-2 style: regular expressions cut the text, bytes are spelt as printable characters, merges join them."""
+    """GPT-2 style: regular expressions cut the text, bytes are spelt as printable characters and merged."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers
 
@@ -157,7 +161,9 @@ def _raw_bpe(vocabulary: _Vocabulary) -> tuple[Backend, bool, bool]:
     )
     backend = Backend(model)
     backend.normalizer = normalizers.Replace(" ", SPACE)
-    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return backend, True, False
 
 
@@ -204,7 +210,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _wordpiece(vocabulary: _Vocabulary) -> tuple[Backend, bool, bool]:
-    """BERT style. The file marks the start of a word with '▁'; the library marks its continuation with '##'."""
+    """BERT style. The file marks the start of a word with '▁', the library its continuation with '##'."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 

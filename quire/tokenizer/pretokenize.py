@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizerRule:
-    """Regular expressions applied one after the other; each isolates its matches in what the last one left."""
+    """Regular expressions applied one after the other, each isolating its matches in the pieces so far."""
 
     patterns: tuple[str, ...] = ()
     ignore_merges: bool = False
@@ -27,7 +27,9 @@ class PreTokenizerRule:
         from tokenizers import Regex, pre_tokenizers
 
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
-        return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        return pre_tokenizers.Sequence(
+            [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
 
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -36,7 +38,7 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 def _words(digits: str, contraction: str = f"{_CONTRACTION}|") -> str:
-    """GPT-4's way to cut: words with one leading mark, numbers in groups, marks with the newlines after them."""
+    """GPT-4's way: words with one leading mark, numbers in groups, marks with the newlines after them."""
     return rf"{contraction}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
 
 
@@ -86,11 +88,15 @@ _GPT4O = PreTokenizerRule((_cased_words(f"{_CONTRACTION}?", r"\p{N}{1,3}"),))
 
 RULES: dict[str, PreTokenizerRule] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), _PLAIN),
-    **dict.fromkeys(("jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum", "gigachat"), _PLAIN),
+    **dict.fromkeys(
+        ("jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum", "gigachat"), _PLAIN
+    ),
     **dict.fromkeys(("modern-bert", "exaone4"), _PLAIN),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
     **dict.fromkeys(("minerva-7b", "mellum2"), _DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
+    ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
     **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "kormo", "grok-2"), replace(_QWEN2, nfc=False)),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _GPT4),
@@ -119,9 +125,7 @@ RULES: dict[str, PreTokenizerRule] = {
             r"\p{N}+",
         )
     ),
-    "deepseek-coder": PreTokenizerRule(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
-    ),
+    "deepseek-coder": PreTokenizerRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
     "falcon": PreTokenizerRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     "default": PreTokenizerRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "gemma4": PreTokenizerRule(raw_text=True, add_bos=True),

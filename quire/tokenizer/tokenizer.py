@@ -21,8 +21,8 @@ TOOL_TEMPLATE = "tool_use"
 class Tokenizer:
     """Encodes and decodes text, and renders chat messages with the model's template.
 
-    `encode` adds the special tokens that the model's own tokenizer adds (a BOS, for some). A text that already
-    starts with the BOS, as the output of many chat templates does, does not get a second one; pass
+    `encode` adds the special tokens that the model's own tokenizer adds (a BOS, for some). A text that
+    already starts with the BOS, as the output of many chat templates does, does not get a second one; pass
     `add_special_tokens=False` for rendered chats all the same, as transformers does.
     """
 
@@ -66,12 +66,16 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognized as such."""
         if not isinstance(text, str):
-            raise InvalidRequestError(f"a prompt to tokenize must be text, not {type(text).__name__}", field="prompt")
+            raise InvalidRequestError(
+                f"a prompt to tokenize must be text, not {type(text).__name__}", field="prompt"
+            )
         try:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, ValueError, TypeError) as error:
             # A lone surrogate (half of a UTF-16 pair) has no UTF-8 form.
-            raise InvalidRequestError(f"the prompt is not valid Unicode text: {error}", field="prompt") from error
+            raise InvalidRequestError(
+                f"the prompt is not valid Unicode text: {error}", field="prompt"
+            ) from error
         bos = self.bos_token_id
         if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
             del ids[0]
@@ -89,8 +93,11 @@ class Tokenizer:
         return self.backend.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for. Joined over a text's ids and decoded, with invalid UTF-8 replaced, they
-        are `decode(ids, skip_special_tokens=False)`, but for the first space of a vocabulary that adds one."""
+        """The bytes a token stands for.
+
+        Joined over a text's ids and decoded, with invalid UTF-8 replaced, they are
+        `decode(ids, skip_special_tokens=False)`, but for the first space of a vocabulary that adds one.
+        """
         text = self.token_text(token_id)
         if self._is_byte_level:
             table = self._byte_of_char
@@ -106,7 +113,7 @@ class Tokenizer:
 
     @cached_property
     def _byte_of_char(self) -> dict[str, int]:
-        """GPT-2's printable stand-ins: a printable Latin-1 byte is itself, the others are U+0100 and up in order."""
+        """GPT-2's printable stand-ins: a printable Latin-1 byte is itself, the others are U+0100 and up."""
         shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         hidden = [byte for byte in range(256) if byte not in set(shown)]
         return {chr(b): b for b in shown} | {chr(0x100 + n): b for n, b in enumerate(hidden)}
@@ -126,9 +133,10 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """Render messages to a prompt. `chat_template` may be another template, or the name of one the model has.
+        """Render messages to a prompt.
 
-        Encode the result with `add_special_tokens=False`: the template writes the special tokens itself.
+        `chat_template` may be another template, or the name of one that the model has. Encode the result
+        with `add_special_tokens=False`: the template writes the special tokens itself.
         """
         source = self._choose_template(chat_template, with_tools=bool(tools))
         template = self._compiled.get(source)
@@ -155,7 +163,7 @@ class Tokenizer:
         source = self.chat_template
         if source is None:
             raise ChatTemplateError(
-                "this model has no chat template (it is a base model, perhaps): use generate() with a plain prompt, "
+                "this model has no chat template (a base model, perhaps): give generate() a plain prompt, "
                 "or pass chat_template"
             )
         return source

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 _GEMMA_TERMS = (
     "Gemma is provided under and subject to the Gemma Terms of Use found at https://ai.google.dev/gemma/terms.\n"
-    "By using it you agree to them and to the prohibited-use policy they name; a copy is kept beside the model."
+    "By using it you agree to them and to the prohibited-use policy they name; a copy lies beside the model."
 )
 
 

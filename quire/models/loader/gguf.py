@@ -17,7 +17,7 @@ from quire.models.loader.gguf_quants import QUANT_FORMATS, QuantFormat, dequanti
 
 MAGIC = b"GGUF"
 KNOWN_VERSIONS = (2, 3)
-# Real headers are under 20 MB (a 262k vocabulary with its merges). The caps keep a forged one from costing memory.
+# Real headers are under 20 MB (a 262k vocabulary with its merges). The caps keep a forged one cheap.
 MAX_HEADER_BYTES = 128 << 20
 MAX_METADATA_KEYS = 65_536
 MAX_TENSORS = 262_144

@@ -24,7 +24,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
-    """One architecture of the format: name tables, how to undo the converter's changes, the config's own keys."""
+    """One architecture of the format: its names, how to undo the converter's changes, its own config keys."""
 
     hf_architecture: str
     model_type: str
@@ -128,7 +128,9 @@ def _shared_config(file: GgufFile, arch: str) -> Config:
     if layers > MAX_LAYERS or heads % kv_heads:
         raise ModelLoadError(f"{file.path}: {layers} layers, {heads} heads, {kv_heads} key heads cannot be")
     if len(embedding.shape) != 2 or embedding.shape[1] != hidden:
-        raise ModelLoadError(f"{file.path}: the embedding is {embedding.shape}, its rows should have {hidden} values")
+        raise ModelLoadError(
+            f"{file.path}: the embedding is {embedding.shape}, its rows should have {hidden} values"
+        )
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -168,11 +170,15 @@ def _rope_scaling(file: GgufFile, arch: str, theta: float, rotary: int) -> Confi
         return llama3_scaling(factors, theta, rotary)
     key = f"{arch}.rope.scaling"
     kind = str_value(file.metadata, f"{key}.type", "none")
-    factor = float_value(file.metadata, f"{key}.factor", float_value(file.metadata, f"{arch}.rope.scale_linear", 1.0))
+    factor = float_value(
+        file.metadata, f"{key}.factor", float_value(file.metadata, f"{arch}.rope.scale_linear", 1.0)
+    )
     if kind in ("none", "linear"):
         return {"rope_type": "linear", "factor": factor} if factor not in (0.0, 1.0) else None
     if kind != "yarn":
-        raise UnsupportedModelError(f"{file.path}: rope scaling of type {kind!r}; Quire knows linear, llama3 and yarn")
+        raise UnsupportedModelError(
+            f"{file.path}: rope scaling of type {kind!r}; Quire knows linear, llama3 and yarn"
+        )
     scaling: Config = {"rope_type": "yarn", "factor": factor}
     if f"{key}.original_context_length" in file.metadata:
         scaling["original_max_position_embeddings"] = _positive(file, f"{key}.original_context_length")
@@ -205,7 +211,9 @@ def llama3_scaling(factors: np.ndarray, theta: float, rotary: int) -> Config:
     standard = _llama3(round(factor, 4), 4.0, 8192)
     if np.allclose(_llama3_divisors(standard, rates), factors, rtol=1e-4):
         return standard
-    raise UnsupportedModelError(f"{ROPE_FACTORS} holds frequency factors that are not those of llama3 rope scaling")
+    raise UnsupportedModelError(
+        f"{ROPE_FACTORS} holds frequency factors that are not those of llama3 rope scaling"
+    )
 
 
 def _llama3(factor: float, high: float, original: int) -> Config:
@@ -266,7 +274,8 @@ def _gemma3_config(file: GgufFile, arch: str, config: Config) -> None:
         sliding_window=window or None,
         sliding_window_pattern=period,
         layer_types=[
-            "sliding_attention" if window and (layer + 1) % period else "full_attention" for layer in range(layers)
+            "sliding_attention" if window and (layer + 1) % period else "full_attention"
+            for layer in range(layers)
         ],
         # Not stored: the 27B model (62 layers) alone scales by the width of a head in the residual stream.
         query_pre_attn_scalar=(
@@ -303,7 +312,13 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         "Qwen3ForCausalLM", "qwen3", _LLAMA_TOP, _LLAMA_BLOCK, "model.layers", _keep, _qwen3_config
     ),
     "gemma3": GgufArchitecture(
-        "Gemma3ForCausalLM", "gemma3_text", _LLAMA_TOP, _GEMMA_BLOCK, "model.layers", _undo_gemma, _gemma3_config
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        _LLAMA_TOP,
+        _GEMMA_BLOCK,
+        "model.layers",
+        _undo_gemma,
+        _gemma3_config,
     ),
     "gpt2": GgufArchitecture(
         "GPT2LMHeadModel", "gpt2", _GPT2_TOP, _GPT2_BLOCK, "transformer.h", _undo_gpt2, _gpt2_config
@@ -318,7 +333,7 @@ def architecture_of(file: GgufFile) -> tuple[str, GgufArchitecture]:
     known = ARCHITECTURES.get(arch)
     if known is None:
         raise UnsupportedModelError(
-            f"{file.path}: GGUF architecture {arch!r} is not supported; Quire reads {', '.join(ARCHITECTURES)}"
+            f"{file.path}: GGUF architecture {arch!r} is not supported; known: {', '.join(ARCHITECTURES)}"
         )
     return arch, known
 

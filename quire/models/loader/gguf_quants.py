@@ -30,7 +30,7 @@ def _half(blocks: np.ndarray, start: int) -> np.ndarray:
 
 
 def _nibbles(packed: np.ndarray, out: np.ndarray) -> None:
-    """Low nibbles of the bytes into the first half of the last axis of `out`, high nibbles into the second."""
+    """Low nibbles of the bytes into the first half of `out`'s last axis, high nibbles into the second."""
     half = packed.shape[-1]
     np.bitwise_and(packed, 15, out=out[..., :half])
     np.right_shift(packed, 4, out=out[..., half:])
@@ -123,9 +123,9 @@ def _q5_k(blocks: np.ndarray, out: np.ndarray) -> None:
 def _q6_k(blocks: np.ndarray, out: np.ndarray) -> None:
     low = blocks[:, :128].reshape(-1, 2, 64)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
-    quants = np.empty((len(blocks), 2, 128), np.uint8)
-    _nibbles(low, quants)
-    quants = quants.reshape(-1, 2, 4, 32)
+    nibbles = np.empty((len(blocks), 2, 128), np.uint8)
+    _nibbles(low, nibbles)
+    quants = nibbles.reshape(-1, 2, 4, 32)
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
     np.bitwise_or(quants, ((high >> shifts) & 3) << 4, out=quants)
     np.subtract(quants, 32, out=quants)
@@ -162,5 +162,5 @@ def dequantize_into(quant: QuantFormat, read_at: Callable[[int, memoryview], Non
     for start in range(0, total, per_chunk):
         stop = min(start + per_chunk, total)
         blocks = buffer[: stop - start]
-        read_at(start * quant.block_bytes, memoryview(blocks).cast("B"))
+        read_at(start * quant.block_bytes, blocks.reshape(-1).data)
         quant.decode(blocks, rows[start:stop])

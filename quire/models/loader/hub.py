@@ -13,7 +13,7 @@ from quire.errors import DownloadError, ModelLoadError
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(:[\w.-]+)?")
 REPLY_SECONDS = 10.0
 FOLDER_FILES = ("*.json", "*.jinja", "*.safetensors")
-# Which quantization of a GGUF repository is meant when none is named: closest to what the model was, small first.
+# Which quantization of a GGUF repository is meant when none is named.
 GGUF_PREFERENCE = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "F16", "BF16", "Q5_0", "Q4_1", "Q4_0", "F32")
 
 
@@ -23,7 +23,9 @@ def looks_like_hub_id(model: str) -> bool:
 
 def choose_gguf(files: Sequence[str], tag: str | None, repo: str) -> str:
     """The GGUF file that `org/name` or `org/name:TAG` means."""
-    candidates = sorted(name for name in files if name.lower().endswith(".gguf") and "mmproj" not in name.lower())
+    candidates = sorted(
+        name for name in files if name.lower().endswith(".gguf") and "mmproj" not in name.lower()
+    )
     wanted = [tag] if tag else list(GGUF_PREFERENCE)
     for quant in wanted:
         ending = re.compile(rf"(^|[-._/]){re.escape(quant)}\.gguf$", re.IGNORECASE)
@@ -61,7 +63,7 @@ def fetch_from_hub(
     places: dict[str, Any] = {"repo_id": repo, "cache_dir": cache_dir, "endpoint": endpoint}
     try:
         info = huggingface_hub.HfApi(endpoint=endpoint).model_info(repo, timeout=REPLY_SECONDS)
-    except Exception as error:  # noqa: BLE001  (requests, httpx and hub errors, different in each release)
+    except Exception as error:
         cached = _from_cache(places, tag or None, prefer_gguf) if _is_unreachable(error) else None
         if cached is not None:
             return cached
@@ -71,7 +73,7 @@ def fetch_from_hub(
         return _download(places, files, tag or None, prefer_gguf, info.sha, progress)
     except ModelLoadError:
         raise
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise _explain(repo, error) from error
 
 
@@ -80,14 +82,21 @@ def _wants_gguf(files: Sequence[str], tag: str | None, prefer_gguf: bool) -> boo
 
 
 def _download(
-    places: dict[str, Any], files: list[str], tag: str | None, prefer_gguf: bool, revision: str | None, progress: bool
+    places: dict[str, Any],
+    files: list[str],
+    tag: str | None,
+    prefer_gguf: bool,
+    revision: str | None,
+    progress: bool,
 ) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     (enable_progress_bars if progress else disable_progress_bars)()
     options = {**places, "revision": revision, "etag_timeout": REPLY_SECONDS}
-    if any(name.endswith((".safetensors", ".gguf")) for name in files) and _wants_gguf(files, tag, prefer_gguf):
+    if any(name.endswith((".safetensors", ".gguf")) for name in files) and _wants_gguf(
+        files, tag, prefer_gguf
+    ):
         return Path(hf_hub_download(filename=choose_gguf(files, tag, places["repo_id"]), **options))
     return Path(snapshot_download(allow_patterns=list(FOLDER_FILES), ignore_patterns=["*/*"], **options))
 
@@ -98,7 +107,7 @@ def _from_cache(places: dict[str, Any], tag: str | None, prefer_gguf: bool) -> P
 
     try:
         folder = Path(snapshot_download(local_files_only=True, **places))
-    except Exception:  # noqa: BLE001  (nothing cached)
+    except Exception:
         return None
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     if _wants_gguf(files, tag, prefer_gguf):
@@ -122,15 +131,17 @@ def _explain(repo: str, error: BaseException) -> DownloadError:
     status = _status(error)
     if status in (401, 403):
         return DownloadError(
-            f"the hub refuses access to {repo}: it does not exist, or is private or gated. Check the name, accept its "
-            "terms on the hub's page, and log in with `hf auth login`"
+            f"the hub refuses access to {repo}: it does not exist, or is private or gated. Check the name, "
+            "accept its terms on the hub's page, and log in with `hf auth login`"
         )
     if status == 404:
         return DownloadError(f"the hub has no repository {repo} (or a file of it is gone); check the name")
     if isinstance(error, OSError) and error.errno is not None and "space" in str(error):
-        return DownloadError(f"the disk filled up while {repo} was fetched; free some, or choose another cache_dir")
+        return DownloadError(
+            f"the disk filled up while {repo} was fetched; free some, or choose another cache_dir"
+        )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return DownloadError(
-        f"cannot fetch {repo} from the hub ({reason}). Check the network (or the proxy, or HF_ENDPOINT for a mirror); "
-        f"or download it elsewhere with `hf download {repo} --local-dir FOLDER` and pass the folder as the model"
+        f"cannot fetch {repo} from the hub ({reason}). Check the network (or the proxy, or HF_ENDPOINT for a "
+        f"mirror); or download it elsewhere with `hf download {repo} --local-dir FOLDER` and pass the folder"
     )

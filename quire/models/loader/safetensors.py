@@ -45,7 +45,9 @@ def _indexed_files(folder: Path) -> list[Path]:
         if name != Path(name).name or name in ("", ".", "..") or "\\" in name:
             raise ModelLoadError(f"{folder / INDEX} points outside its folder: {name!r}")
         if not (folder / name).is_file():
-            raise ModelLoadError(f"the shard {name} that {INDEX} names is missing from {folder}; download it again")
+            raise ModelLoadError(
+                f"the shard {name} that {INDEX} names is missing from {folder}; download it again"
+            )
         files.append(folder / name)
     return files
 
@@ -70,7 +72,9 @@ def iterate_weights(folder: Path, dtype: torch.dtype | None) -> Iterator[tuple[s
                 names = list(shard.keys())
                 missing = wanted[path.name].difference(names) if wanted is not None else ()
                 if missing:
-                    raise ModelLoadError(f"{path} lacks the tensor {min(missing)!r} that {INDEX} places there")
+                    raise ModelLoadError(
+                        f"{path} lacks the tensor {min(missing)!r} that {INDEX} places there"
+                    )
                 for name in names:
                     yield name, _cast(name, shard.get_tensor(name), dtype, path)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
@@ -81,5 +85,7 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, path: Path
     if not tensor.dtype.is_floating_point:
         return tensor
     if tensor.dtype.itemsize < 2:
-        raise ModelLoadError(f"{path}: {name} is stored as {tensor.dtype}; Quire reads float32, float16 and bfloat16")
+        raise ModelLoadError(
+            f"{path}: {name} is stored as {tensor.dtype}; Quire reads float32, float16 and bfloat16"
+        )
     return tensor if dtype is None else tensor.to(dtype)

@@ -33,7 +33,7 @@ READ_THREADS = 2
 
 
 class ModelSource(ABC):
-    """A model found on this machine: what it is, and how to get at its parts. Nothing large is read before asked."""
+    """A model found on this machine: what it is, and how to get at its parts, read when asked for."""
 
     def __init__(self, name: str, path: Path, tokenizer_path: Path | None, dummy: bool) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class ModelSource(ABC):
     @property
     @abstractmethod
     def generation_config(self) -> dict[str, Any]:
-        """Defaults for generation: eos_token_id (a list), bos_token_id, and what generation_config.json says."""
+        """Defaults for generation: eos_token_id (a list), and what generation_config.json says."""
 
     @abstractmethod
     def _weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]: ...
@@ -63,7 +63,9 @@ class ModelSource(ABC):
         `dtype` None keeps what the file stores (float32 for a quantized one).
         """
         if self.is_dummy:
-            raise ModelLoadError(f"{self.name} was opened with load_format='dummy': it has no weights to read")
+            raise ModelLoadError(
+                f"{self.name} was opened with load_format='dummy': it has no weights to read"
+            )
         return self._weights(dtype)
 
     def tokenizer(self) -> Tokenizer:
@@ -86,7 +88,9 @@ def _as_ids(value: Any) -> tuple[int, ...]:
 class GgufSource(ModelSource):
     """A model in one GGUF file."""
 
-    def __init__(self, name: str, path: Path, tokenizer_path: Path | None = None, dummy: bool = False) -> None:
+    def __init__(
+        self, name: str, path: Path, tokenizer_path: Path | None = None, dummy: bool = False
+    ) -> None:
         super().__init__(name, path, tokenizer_path, dummy)
         self._file = GgufFile(path)
         self._arch = architecture_of(self._file)[1]
@@ -104,8 +108,12 @@ class GgufSource(ModelSource):
         return self._gguf_tokenizer
 
     @cached_property
-    def generation_config(self) -> dict[str, Any]:  # type: ignore[override]
-        named = {key: self._config[key] for key in ("bos_token_id", "pad_token_id") if self._config[key] is not None}
+    def generation_config(self) -> dict[str, Any]:
+        named = {
+            key: self._config[key]
+            for key in ("bos_token_id", "pad_token_id")
+            if self._config[key] is not None
+        }
         has_vocabulary = "tokenizer.ggml.tokens" in self._file.metadata
         eos = self._gguf_tokenizer.eos_token_ids if has_vocabulary else _as_ids(self._config["eos_token_id"])
         return {**named, "eos_token_id": list(eos)}
@@ -117,7 +125,7 @@ class GgufSource(ModelSource):
         return values if dtype is None else values.to(dtype)
 
     def _weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        layers = self._config.get("num_hidden_layers", self._config.get("n_layer", 0))
+        layers = int(self._config.get("num_hidden_layers") or self._config["n_layer"])
         tensors = [tensor for name, tensor in self._file.tensors.items() if name != ROPE_FACTORS]
         named = [(hf_name(tensor.name, self._arch, layers), tensor) for tensor in tensors]
         pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="quire-load")
@@ -138,7 +146,9 @@ class GgufSource(ModelSource):
 class FolderSource(ModelSource):
     """A model in a Hugging Face folder."""
 
-    def __init__(self, name: str, path: Path, tokenizer_path: Path | None = None, dummy: bool = False) -> None:
+    def __init__(
+        self, name: str, path: Path, tokenizer_path: Path | None = None, dummy: bool = False
+    ) -> None:
         super().__init__(name, path, tokenizer_path, dummy)
         self._config = read_json_object(path / "config.json")
         architectures = self._config.get("architectures")
@@ -159,7 +169,7 @@ class FolderSource(ModelSource):
         return self._folder_tokenizer
 
     @cached_property
-    def generation_config(self) -> dict[str, Any]:  # type: ignore[override]
+    def generation_config(self) -> dict[str, Any]:
         path = self.path / "generation_config.json"
         stored = read_json_object(path) if path.is_file() else {}
         ids = list(_as_ids(stored.get("eos_token_id")) or _as_ids(self._text_config().get("eos_token_id")))
@@ -183,7 +193,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer_from_folder(path)
 
 
-def locate(model: str, *, cache_dir: str | os.PathLike[str] | None, progress: bool, prefer_gguf: bool = False) -> Path:
+def locate(
+    model: str, *, cache_dir: str | os.PathLike[str] | None, progress: bool, prefer_gguf: bool = False
+) -> Path:
     """The .gguf file or the folder that a name stands for, fetched if it must be."""
     path = Path(model).expanduser()
     if model in CATALOG and not path.exists():
@@ -203,7 +215,9 @@ def _gguf_in(path: Path, load_format: str) -> Path | None:
     """The GGUF file to read, or None when `path` is a Hugging Face folder."""
     if path.is_file():
         if load_format == "safetensors":
-            raise ModelLoadError(f"{path} is a file; load_format='safetensors' needs a folder with config.json")
+            raise ModelLoadError(
+                f"{path} is a file; load_format='safetensors' needs a folder with config.json"
+            )
         return path
     if load_format == "safetensors" or (load_format != "gguf" and (path / "config.json").is_file()):
         return None
@@ -230,7 +244,9 @@ def resolve_model(
     `load_format` "auto" goes by the files; "dummy" needs a config only, and gives a source without weights.
     """
     if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, not {load_format!r}", "load_format")
+        raise ConfigError(
+            f"load_format must be one of {', '.join(LOAD_FORMATS)}, not {load_format!r}", "load_format"
+        )
     if not isinstance(model, str) or not model or "\0" in model:
         raise ConfigError(f"model must be an alias, a path or a hub id, not {model!r}", "model")
     path = locate(model, cache_dir=cache_dir, progress=progress, prefer_gguf=load_format == "gguf")
