@@ -1,0 +1,175 @@
+"""Attention of one new token per sequence over its paged keys, split over keys, bound by memory bandwidth.
+
+One program reads one piece of one sequence's keys for one KV head, with all query heads that share it. The program
+that finishes a sequence last puts the pieces together, in the order of the pieces whoever is last, so no second
+kernel is launched and the result does not depend on timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.attention_split import PIECE_STEP, DecodeSplit
+from quire.layers.ops import HeadShape, LayerCache
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(slots=True)
+class DecodeScratch:
+    """Where pieces leave their results for the one that joins them; shared by all layers of a model."""
+
+    partial: Tensor
+    """float32 [tasks * kv heads, group, head_dim]"""
+    summary: Tensor
+    """float32 [2, tasks * kv heads, group]: maxima and sums of the pieces."""
+    arrived: Tensor
+    """int32 [sequences * kv heads]: pieces done; the joiner sets it back to 0."""
+
+    @classmethod
+    def allocate(cls, tasks: int, num_seqs: int, shape: HeadShape, device: torch.device | str) -> DecodeScratch:
+        group = shape.num_heads // shape.num_kv_heads
+        size = tasks * shape.num_kv_heads
+        return cls(
+            torch.empty(size, group, shape.head_dim, dtype=torch.float32, device=device),
+            torch.empty(2, size, group, dtype=torch.float32, device=device),
+            torch.zeros(num_seqs * shape.num_kv_heads, dtype=torch.int32, device=device))
+
+
+@triton.jit
+def _decode_kernel(qkv, k_cache, v_cache, out, tables, rows, context_len, task_seq, task_piece, piece_count,
+                   piece_length, partial, summary, arrived, scale, softcap, window, kv_scale, num_parts,
+                   q_stride, table_stride,
+                   NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+                   GROUP_POW: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr,
+                   KEYS: tl.constexpr, STEP: tl.constexpr, JOIN: tl.constexpr, SOFTCAP: tl.constexpr,
+                   HAS_ROWS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    head = tl.program_id(0)
+    task = tl.program_id(1)
+    seq = tl.load(task_seq + task)
+    if seq >= 0:
+        piece = tl.load(task_piece + task)
+        pieces = tl.load(piece_count + seq)
+        step = tl.load(piece_length)
+        length = tl.load(context_len + seq)
+        row = seq
+        if HAS_ROWS:
+            row = tl.load(rows + seq)
+        table = tables + row.to(tl.int64) * table_stride
+        visible = tl.maximum(length - window, 0)
+        begin = visible // STEP * STEP + piece * step
+        end = tl.minimum(begin + step, length)
+
+        member = tl.arange(0, GROUP_PAD)
+        dim = tl.arange(0, BLOCK_DIM)
+        in_dim = dim < DIM
+        places = (head * GROUP + member)[:, None] * DIM + dim[None, :]
+        used = (member < GROUP)[:, None] & in_dim[None, :]
+        q = tl.load(qkv + seq.to(tl.int64) * q_stride + places, mask=used, other=0.0)
+
+        key = tl.arange(0, KEYS)
+        maximum = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_PAD], tl.float32)
+        acc = tl.zeros([GROUP_PAD, BLOCK_DIM], tl.float32)
+        for start in range(begin, end, KEYS):
+            position = start + key
+            seen = (position >= visible) & (position < end)
+            block = tl.load(table + position // PAGE, mask=seen, other=0).to(tl.int64)
+            base = ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
+            loads = seen[:, None] & in_dim[None, :]
+            k = tl.load(k_cache + base[:, None] + dim[None, :], mask=loads, other=0.0).to(q.dtype)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            if SOFTCAP:
+                # scores come in units of log2: back to natural for the cap, which is a tanh
+                z = scores * (0.6931471805599453 / softcap)
+                scores = softcap * 1.4426950408889634 * (1.0 - 2.0 / (1.0 + tl.exp2(2.885390081777927 * z)))
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(maximum, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - higher[:, None])
+            shrink = tl.exp2(maximum - higher)
+            total = total * shrink + tl.sum(weights, axis=1)
+            v = tl.load(v_cache + base[:, None] + dim[None, :], mask=loads, other=0.0).to(q.dtype)
+            acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            maximum = higher
+        acc = acc * kv_scale
+        target = out + seq.to(tl.int64) * (NUM_HEADS * DIM) + places
+        if pieces == 1:
+            tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=used)
+        else:
+            mine = (task * NUM_KV + head) * GROUP
+            tl.store(partial + (mine + member)[:, None].to(tl.int64) * DIM + dim[None, :], acc, mask=used)
+            tl.store(summary + mine + member, maximum, mask=member < GROUP)
+            tl.store(summary + num_parts * GROUP + mine + member, total, mask=member < GROUP)
+            # Every thread's stores come before the one thread's atomic that publishes them.
+            tl.debug_barrier()
+            before = tl.atomic_add(arrived + seq * NUM_KV + head, 1, sem="acq_rel")
+            if before == pieces - 1:
+                _join(partial, summary, out + seq.to(tl.int64) * (NUM_HEADS * DIM) + head * GROUP * DIM, num_parts,
+                      (task - piece) * NUM_KV + head, pieces, NUM_KV, GROUP, GROUP_POW, DIM, BLOCK_DIM, JOIN)
+                tl.store(arrived + seq * NUM_KV + head, 0)
+
+
+@triton.jit
+def _join(partial, summary, target, num_parts, first, pieces, NUM_KV: tl.constexpr, GROUP: tl.constexpr,
+          GROUP_POW: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, JOIN: tl.constexpr):
+    """Weighted mean of the pieces of one sequence and KV head, JOIN of them at a time."""
+    member = tl.arange(0, GROUP_POW)
+    dim = tl.arange(0, BLOCK_DIM)
+    lane = tl.arange(0, JOIN)
+    peak = tl.full([GROUP_POW], float("-inf"), tl.float32)
+    for start in range(0, pieces, JOIN):
+        index = start + lane
+        part = ((first + index * NUM_KV) * GROUP)[:, None] + member[None, :]
+        real = (index < pieces)[:, None] & (member < GROUP)[None, :]
+        peak = tl.maximum(peak, tl.max(
+            tl.load(summary + part, mask=real, other=float("-inf"), cache_modifier=".cg"), axis=0))
+    total = tl.zeros([GROUP_POW], tl.float32)
+    acc = tl.zeros([GROUP_POW, BLOCK_DIM], tl.float32)
+    for start in range(0, pieces, JOIN):
+        index = start + lane
+        part = ((first + index * NUM_KV) * GROUP)[:, None] + member[None, :]
+        real = (index < pieces)[:, None] & (member < GROUP)[None, :]
+        height = tl.load(summary + part, mask=real, other=float("-inf"), cache_modifier=".cg")
+        # Padding members have no peak; 0 instead keeps their weight from being NaN.
+        share = tl.exp2(height - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
+        weight = tl.load(summary + num_parts * GROUP + part, mask=real, other=0.0, cache_modifier=".cg")
+        total += tl.sum(share * weight, axis=0)
+        values = tl.load(partial + part[:, :, None].to(tl.int64) * DIM + dim[None, None, :],
+                         mask=real[:, :, None] & (dim < DIM)[None, None, :], other=0.0, cache_modifier=".cg")
+        acc += tl.sum(values * share[:, :, None], axis=0)
+    used = (member < GROUP)[:, None] & (dim < DIM)[None, :]
+    tl.store(target + member[:, None] * DIM + dim[None, :], (acc / total[:, None]).to(target.dtype.element_ty), mask=used)
+
+
+def decode_attention(qkv: Tensor, cache: LayerCache, tables: Tensor, rows: Tensor | None, context_len: Tensor,
+                     split: DecodeSplit, scratch: DecodeScratch, shape: HeadShape, scale: float, *,
+                     window: int | None = None, softcap: float | None = None, kv_scale: float = 1.0,
+                     out: Tensor | None = None, keys: int = 128, num_warps: int = 4, num_stages: int = 2,
+                     pdl: bool = False) -> Tensor:
+    """[S, Hq*hd] for the S sequences of `split`, whose queries are the first S rows of qkv.
+
+    Sequence s has its block table in row `rows[s]` (s itself without `rows`) of int32 `tables`. Nothing is written
+    for a sequence of no length.
+    """
+    num_seqs = context_len.shape[0]
+    group = shape.num_heads // shape.num_kv_heads
+    if out is None:
+        out = torch.empty(num_seqs, shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+    ieee = qkv.dtype == torch.float32
+    launch = {"num_warps": num_warps, "num_stages": num_stages, **({"launch_pdl": True} if pdl else {})}
+    _decode_kernel[(shape.num_kv_heads, split.tasks)](
+        qkv, cache.k, cache.v, out, tables, tables if rows is None else rows, context_len, split.sequence, split.piece,
+        split.count, split.length, scratch.partial, scratch.summary, scratch.arrived, scale * kv_scale * LOG2_E,
+        0.0 if softcap is None else softcap, 1 << 30 if window is None else window, kv_scale,
+        scratch.partial.shape[0], qkv.stride(0), tables.stride(0),
+        shape.num_heads, shape.num_kv_heads, group, max(16, triton.next_power_of_2(group)),
+        triton.next_power_of_2(group), shape.head_dim, max(16, triton.next_power_of_2(shape.head_dim)),
+        cache.block_size, keys, PIECE_STEP, 8, softcap is not None, rows is not None, "ieee" if ieee else "tf32", pdl, **launch)
+    return out

@@ -1,0 +1,209 @@
+"""Attention of any number of new tokens per sequence over paged keys: prefill, chunks of it, mixed batches.
+
+A program takes a tile of queries: some consecutive tokens of one sequence with all query heads that share a KV head,
+stacked as rows of one matrix, so that each key is read once for all of them. Keys are folded in tiles at fixed
+absolute positions, so a query's result depends on nothing but its own sequence (see `tile_rows`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.reference import _softmax_attention
+from quire.kernels.triton.attention_decode import LOG2_E
+from quire.layers.ops import HeadShape, LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class MixedShape:
+    """Compile-time sizes: rows of queries in a tile, keys folded at once, warps and stages."""
+
+    rows: int = 128
+    keys: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+@triton.jit
+def _fold(q, acc, maximum, total, start, table, k_cache, v_cache, head, begin, limit, reach, row_limit, window, scale,
+          softcap, tree, tree_row, tree_stride, tree_start,
+          NUM_KV: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+          MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
+          PRECISION: tl.constexpr):
+    """Fold the keys [start, start + KEYS) into the running softmax of the tile."""
+    dim = tl.arange(0, BLOCK_DIM)
+    position = start + tl.arange(0, KEYS)
+    if MASKED:
+        present = (position >= begin) & (position < limit)
+        block = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
+    else:
+        block = tl.load(table + position // PAGE).to(tl.int64)
+    base = ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
+    places = base[:, None] + dim[None, :]
+    if MASKED:
+        loads = present[:, None] & (dim < DIM)[None, :]
+        k = tl.load(k_cache + places, mask=loads, other=0.0).to(q.dtype)
+    elif DIM == BLOCK_DIM:
+        k = tl.load(k_cache + places).to(q.dtype)
+    else:
+        k = tl.load(k_cache + places, mask=(dim < DIM)[None, :], other=0.0).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if SOFTCAP:
+        z = scores * (0.6931471805599453 / softcap)
+        scores = softcap * 1.4426950408889634 * (1.0 - 2.0 / (1.0 + tl.exp2(2.885390081777927 * z)))
+    if MASKED:
+        seen = (position[None, :] <= reach[:, None]) & present[None, :]
+        if WINDOW:
+            seen = seen & (position[None, :] > reach[:, None] - window)
+        if TREE:
+            own = position - tree_start
+            branch = tl.load(tree + tree_row[:, None] * tree_stride + own[None, :],
+                             mask=(own >= 0)[None, :] & (position < limit)[None, :] & row_limit[:, None], other=1)
+            seen = seen & (branch != 0)
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(maximum, tl.max(scores, axis=1))
+    # A row that has seen no key yet stays at -inf; 0 instead keeps it from becoming NaN.
+    level = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - level[:, None])
+    shrink = tl.exp2(maximum - level)
+    total = total * shrink + tl.sum(weights, axis=1)
+    if MASKED:
+        v = tl.load(v_cache + places, mask=loads, other=0.0).to(q.dtype)
+    elif DIM == BLOCK_DIM:
+        v = tl.load(v_cache + places).to(q.dtype)
+    else:
+        v = tl.load(v_cache + places, mask=(dim < DIM)[None, :], other=0.0).to(q.dtype)
+    acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, higher, total
+
+
+@triton.jit
+def _mixed_kernel(qkv, k_cache, v_cache, out, tables, rows, query_start, context_len, tile_seq, tile_first, tree,
+                  scale, softcap, window, kv_scale, q_stride, table_stride, tree_stride,
+                  NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+                  BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, HAS_ROWS: tl.constexpr,
+                  PRECISION: tl.constexpr):
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
+    seq = tl.load(tile_seq + tile)
+    if seq >= 0:
+        first = tl.load(tile_first + tile)
+        begin_q = tl.load(query_start + seq)
+        queries = tl.load(query_start + seq + 1) - begin_q
+        length = tl.load(context_len + seq)
+        row = seq
+        if HAS_ROWS:
+            row = tl.load(rows + seq)
+        table = tables + row.to(tl.int64) * table_stride
+        TOKENS: tl.constexpr = ROWS // GROUP
+        index = tl.arange(0, ROWS)
+        token = first + index // GROUP
+        dim = tl.arange(0, BLOCK_DIM)
+        real = (index < TOKENS * GROUP) & (token < queries)
+        used = real[:, None] & (dim < DIM)[None, :]
+        place = (begin_q + token).to(tl.int64)
+        column = (head * GROUP + index % GROUP)[:, None] * DIM + dim[None, :]
+        q = tl.load(qkv + place[:, None] * q_stride + column, mask=used, other=0.0)
+        reach = length - queries + token
+        last = tl.minimum(first + TOKENS, queries)
+        limit = length - queries + last
+        begin = 0
+        if WINDOW:
+            begin = tl.maximum(length - queries + first - window + 1, 0)
+        acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        # Keys that every row sees need no mask; a window's edge and the diagonal do.
+        open_end = (length - queries + first + 1) // KEYS * KEYS
+        open_begin = 0
+        if TREE:
+            open_end = tl.minimum(open_end, (length - queries) // KEYS * KEYS)
+        if WINDOW:
+            edge = tl.maximum(length - queries + last - window, 0)
+            open_begin = tl.minimum((edge + KEYS - 1) // KEYS * KEYS, open_end)
+            for start in range(begin // KEYS * KEYS, open_begin, KEYS):
+                acc, maximum, total = _fold(
+                    q, acc, maximum, total, start, table, k_cache, v_cache, head, begin, limit, reach, real, window,
+                    scale, softcap, tree, place, tree_stride, length - queries, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS,
+                    True, WINDOW, SOFTCAP, TREE, PRECISION)
+        for start in range(open_begin, open_end, KEYS):
+            acc, maximum, total = _fold(
+                q, acc, maximum, total, start, table, k_cache, v_cache, head, begin, limit, reach, real, window, scale,
+                softcap, tree, place, tree_stride, length - queries, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS,
+                False, WINDOW, SOFTCAP, TREE, PRECISION)
+        for start in range(open_end, limit, KEYS):
+            acc, maximum, total = _fold(
+                q, acc, maximum, total, start, table, k_cache, v_cache, head, begin, limit, reach, real, window, scale,
+                softcap, tree, place, tree_stride, length - queries, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS,
+                True, WINDOW, SOFTCAP, TREE, PRECISION)
+        result = acc * kv_scale / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + place[:, None] * (NUM_HEADS * DIM) + column, result.to(out.dtype.element_ty), mask=used)
+
+
+def query_tiles(counts: np.ndarray, tokens_per_tile: int, first_seq: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(sequence, first token) of every tile of a batch with these numbers of queries.
+
+    The tiles with the most keys come last in a sequence; they go first, so that the short ones fill the end.
+    """
+    tiles = -(-counts // tokens_per_tile)
+    seqs = np.repeat(np.arange(len(counts)), tiles)
+    index = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    order = np.argsort(-index, kind="stable")
+    return (seqs[order] + first_seq).astype(np.int32), (index[order] * tokens_per_tile).astype(np.int32)
+
+
+def mixed_attention(qkv: Tensor, cache: LayerCache, tables: Tensor, rows: Tensor | None, query_start: Tensor,
+                    context_len: Tensor, tile_seq: Tensor, tile_first: Tensor, shape: HeadShape, scale: float, *,
+                    window: int | None = None, softcap: float | None = None, kv_scale: float = 1.0,
+                    tree: Tensor | None = None, out: Tensor | None = None,
+                    sizes: MixedShape = MixedShape()) -> Tensor:  # noqa: B008 (frozen)
+    """[T, Hq*hd]: causal attention of the queries in the tiles; a tile whose sequence is -1 does nothing.
+
+    `tree` uint8 [T, most queries of a sequence] narrows what a token sees of its own step: entry j for the j-th new
+    token of its sequence (its ancestors and itself, for a tree of drafts); the keys before the step are seen by all.
+    """
+    group = shape.num_heads // shape.num_kv_heads
+    if out is None:
+        out = torch.empty(qkv.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+    ieee = qkv.dtype == torch.float32
+    _mixed_kernel[(shape.num_kv_heads, tile_seq.shape[0])](
+        qkv, cache.k, cache.v, out, tables, tables if rows is None else rows, query_start, context_len, tile_seq,
+        tile_first, tables if tree is None else tree, scale * kv_scale * LOG2_E, 0.0 if softcap is None else softcap,
+        0 if window is None else window, kv_scale, qkv.stride(0), tables.stride(0),
+        0 if tree is None else tree.stride(0),
+        shape.num_heads, shape.num_kv_heads, group, shape.head_dim, max(16, triton.next_power_of_2(shape.head_dim)),
+        cache.block_size, sizes.rows, sizes.keys, window is not None, softcap is not None, tree is not None,
+        rows is not None, "ieee" if ieee else "tf32", num_warps=sizes.warps, num_stages=sizes.stages)
+    return out
+
+
+def attention_reference(qkv: Tensor, cache: LayerCache, tables: Tensor, query_start: Tensor, context_len: Tensor,
+                        shape: HeadShape, scale: float, *, window: int | None = None, softcap: float | None = None,
+                        kv_scale: float = 1.0, tree: Tensor | None = None) -> Tensor:
+    """What both attention kernels compute, in float32, one sequence at a time."""
+    q = qkv.view(qkv.shape[0], -1, shape.head_dim)[:, : shape.num_heads].float()
+    out = torch.zeros_like(q)
+    starts = query_start.tolist()
+    for s, length in enumerate(context_len.tolist()):
+        lo, hi = starts[s], starts[s + 1]
+        if lo == hi or length == 0:
+            continue
+        blocks = tables[s, : -(-length // cache.block_size)].long()
+        k = cache.k[blocks].float().transpose(0, 1).flatten(1, 2)[:, :length] * kv_scale
+        v = cache.v[blocks].float().transpose(0, 1).flatten(1, 2)[:, :length] * kv_scale
+        reach = torch.arange(length - (hi - lo), length, device=q.device)
+        keys = torch.arange(length, device=q.device)
+        seen = keys[None, :] <= reach[:, None]
+        if window is not None:
+            seen &= keys[None, :] > reach[:, None] - window
+        if tree is not None:
+            seen[:, length - (hi - lo):] &= tree[lo:hi, : hi - lo] != 0
+        out[lo:hi] = _softmax_attention(q[lo:hi], k, v, seen, scale, softcap)
+    return out.reshape(qkv.shape[0], -1).to(qkv.dtype)

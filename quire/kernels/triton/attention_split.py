@@ -1,0 +1,111 @@
+"""Shares out the keys of a decode batch: how long a piece is, and which piece each program takes.
+
+A captured graph has a fixed grid while context lengths change every step, so the division is computed on the device,
+once per step, for all layers of a cache group. Pieces are as long as keeps the chip full and no longer: one sequence
+of 4,000 keys becomes some 30 pieces, 256 of them about 5 each, so that no long sequence is left running alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PIECE_STEP = 64
+"""A piece is a multiple of this many keys, and starts at a multiple of it."""
+MAX_SEQUENCES = 2048
+
+
+@dataclass(slots=True)
+class DecodeSplit:
+    """The division of one step. `tasks` is a bound that a graph can be captured with; unused tasks are -1."""
+
+    sequence: Tensor
+    """int32 [tasks]: whose keys, or -1."""
+    piece: Tensor
+    """int32 [tasks]: which piece of them; the pieces of a sequence are neighbours, in order."""
+    count: Tensor
+    """int32 [sequences]: how many pieces a sequence has."""
+    length: Tensor
+    """int32 [1]: keys in a piece."""
+
+    @property
+    def tasks(self) -> int:
+        return self.sequence.shape[0]
+
+    @classmethod
+    def allocate(cls, num_seqs: int, extra: int, device: torch.device | str) -> DecodeSplit:
+        """Room for `num_seqs` sequences cut into at most `num_seqs + extra` pieces."""
+
+        def ints(size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.int32, device=device)
+
+        return cls(ints(num_seqs + extra), ints(num_seqs + extra), ints(num_seqs), ints(1))
+
+
+def extra_pieces(num_seqs: int, num_kv_heads: int, multiprocessors: int) -> int:
+    """Pieces beyond one per sequence: about 8 programs a multiprocessor at large batches, 2 at one sequence."""
+    wanted = multiprocessors * (2 if num_seqs <= 8 else 8 if num_seqs <= 64 else 32)
+    return max(1, wanted // num_kv_heads)
+
+
+@triton.jit
+def _split_kernel(context_len, sequence, piece, count, length_out, num_seqs, extra, window,
+                  BLOCK: tl.constexpr, STEP: tl.constexpr, FIXED: tl.constexpr):
+    """Each program finds the whole division again (it is a handful of instructions) and writes its own pieces."""
+    me = tl.program_id(0)
+    places = tl.arange(0, BLOCK)
+    lengths = tl.load(context_len + places, mask=places < num_seqs, other=0)
+    first = tl.maximum(lengths - window, 0) // STEP * STEP
+    spans = tl.where(lengths > 0, lengths - first, 0)
+    if FIXED > 0:
+        length = FIXED
+    else:
+        length = tl.maximum((tl.sum(spans, axis=0) + extra - 1) // extra, 1)
+        length = (length + STEP - 1) // STEP * STEP
+    pieces = (spans + length - 1) // length
+    before = tl.sum(tl.where(places < me, pieces, 0), axis=0)
+    mine = tl.sum(tl.where(places == me, pieces, 0), axis=0)
+    for start in range(0, mine, 64):
+        index = start + tl.arange(0, 64)
+        tl.store(sequence + before + index, tl.zeros_like(index) + me, mask=index < mine)
+        tl.store(piece + before + index, index, mask=index < mine)
+    tl.store(count + me, mine)
+    if me == 0:
+        tl.store(length_out, length)
+        total = tl.sum(pieces, axis=0)
+        for start in range(total, num_seqs + extra, 256):
+            index = start + tl.arange(0, 256)
+            tl.store(sequence + index, tl.zeros_like(index) - 1, mask=index < num_seqs + extra)
+
+
+_NO_WINDOW = 1 << 30
+
+
+def split_decode(split: DecodeSplit, context_len: Tensor, window: int | None, fixed: int = 0) -> None:
+    """Fill `split` for sequences of these lengths (0: padding), of which only a window may be visible.
+
+    `fixed` gives every piece that length whatever the batch; `split` must then have room for them all.
+    """
+    num_seqs = context_len.shape[0]
+    _split_kernel[(num_seqs,)](
+        context_len, split.sequence, split.piece, split.count, split.length, num_seqs, split.tasks - num_seqs,
+        _NO_WINDOW if window is None else window, triton.next_power_of_2(num_seqs), PIECE_STEP, fixed, num_warps=4)
+
+
+def split_decode_reference(split: DecodeSplit, context_len: Tensor, window: int | None, fixed: int = 0) -> None:
+    lengths = context_len.tolist()
+    firsts = [max(0, n - (_NO_WINDOW if window is None else window)) // PIECE_STEP * PIECE_STEP for n in lengths]
+    spans = [n - first if n else 0 for n, first in zip(lengths, firsts, strict=True)]
+    extra = split.tasks - len(lengths)
+    length = fixed or -(-max(-(-sum(spans) // extra), 1) // PIECE_STEP) * PIECE_STEP
+    counts = [-(-span // length) for span in spans]
+    tasks = [(s, p) for s, n in enumerate(counts) for p in range(n)]
+    split.sequence.fill_(-1)
+    for index, (seq, piece) in enumerate(tasks):
+        split.sequence[index], split.piece[index] = seq, piece
+    split.count.copy_(torch.tensor(counts, dtype=torch.int32))
+    split.length.fill_(length)

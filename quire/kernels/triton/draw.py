@@ -1,0 +1,187 @@
+"""From logits to tokens on the device: argmax, or one draw at a temperature (with min_p) over the whole vocabulary.
+
+The same choice as `quire.sampling.sampler` makes: integer weights, so that the order of summation does not matter, and
+one Philox number per (seed, sequence, position). Rows that ask for more (top_k, top_p, penalties, log-probabilities)
+are drawn again from the same logits by that sampler. Three small kernels, none of which the host waits for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.sampling.philox import Purpose, uniforms
+from quire.sampling.sampler import NOT_FINITE, OK
+
+BLOCK = 4096
+FIELDS = 8
+"""int32 words of a row's sampling state: temperature, log(min_p), seed (two), sequence index; three spare."""
+TEMPERATURE, LOG_MIN_P, SEED_LOW, SEED_HIGH, SEQ_INDEX = range(5)
+
+
+@dataclass(slots=True)
+class DrawScratch:
+    """What the blocks of a vocabulary tell each other."""
+
+    peak: Tensor
+    place: Tensor
+    weight: Tensor
+
+    @classmethod
+    def allocate(cls, rows: int, vocab_size: int, device: torch.device | str) -> DrawScratch:
+        blocks = triton.cdiv(vocab_size, BLOCK)
+        return cls(torch.empty(rows, blocks, dtype=torch.float32, device=device),
+                   torch.empty(rows, blocks, dtype=torch.int32, device=device),
+                   torch.empty(rows, blocks, dtype=torch.int64, device=device))
+
+
+@triton.jit
+def _peak_kernel(logits, peak, place, stride, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB,
+                     other=float("-inf")).to(tl.float32)
+    # A NaN must not hide: as +inf it makes the row's maximum infinite, which is reported.
+    values = tl.where(values == values, values, float("inf"))
+    best, where = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(peak + row * BLOCKS + block, best)
+    tl.store(place + row * BLOCKS + block, block * BLOCK + where)
+
+
+@triton.jit
+def _weights(values, peak, temperature, floor):
+    """floor(exp((logit - peak) / temperature) * 2**40), nothing under the min_p floor."""
+    weights = (tl.exp((values - peak) / temperature) * 1099511627776.0).to(tl.int64)
+    return tl.where(values >= floor, weights, 0)
+
+
+@triton.jit
+def _weight_kernel(logits, peak, weight, state, rows, stride, VOCAB: tl.constexpr, BLOCKS: tl.constexpr,
+                   BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1)
+    owner = tl.load(rows + row)
+    if owner >= 0:
+        temperature = tl.load(state + owner * FIELDS)
+        if temperature > 0:
+            all_blocks = tl.arange(0, BLOCKS_POW)
+            top = tl.max(tl.load(peak + row * BLOCKS + all_blocks, mask=all_blocks < BLOCKS, other=float("-inf")))
+            floor = top + temperature * tl.load(state + owner * FIELDS + 1)
+            token = block * BLOCK + tl.arange(0, BLOCK)
+            values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB,
+                             other=float("-inf")).to(tl.float32)
+            tl.store(weight + row * BLOCKS + block, tl.sum(_weights(values, top, temperature, floor)))
+
+
+@triton.jit
+def _philox(c0, c1, k0, k1):
+    """The first two words of Philox4x32-10 for counter (c0, c1, purpose 0, 0)."""
+    c2 = tl.zeros_like(c0)
+    c3 = tl.zeros_like(c0)
+    for _ in tl.static_range(10):
+        a: tl.constexpr = 0xD2511F53
+        b: tl.constexpr = 0xCD9E8D57
+        high_b, low_b = tl.umulhi(c2, (tl.zeros_like(c2) + b).to(tl.uint32)), (c2 * b).to(tl.uint32)
+        high_a, low_a = tl.umulhi(c0, (tl.zeros_like(c0) + a).to(tl.uint32)), (c0 * a).to(tl.uint32)
+        c0, c1 = high_b ^ c1 ^ k0, low_b
+        c2, c3 = high_a ^ c3 ^ k1, low_a
+        k0 = (k0 + 0x9E3779B9).to(tl.uint32)
+        k1 = (k1 + 0xBB67AE85).to(tl.uint32)
+    return c0, c1
+
+
+@triton.jit
+def _pick_kernel(logits, peak, place, weight, state, state_bits, rows, positions, tokens, out, ring, stride,
+                 tokens_stride, max_len, out_stride, VOCAB: tl.constexpr, BLOCKS: tl.constexpr,
+                 BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+    """Find the token of one row; write it where the host reads it and where the next step does."""
+    row = tl.program_id(0)
+    owner = tl.load(rows + row)
+    if owner >= 0:
+        position = tl.load(positions + row)
+        all_blocks = tl.arange(0, BLOCKS_POW)
+        inside = all_blocks < BLOCKS
+        peaks = tl.load(peak + row * BLOCKS + all_blocks, mask=inside, other=float("-inf"))
+        top = tl.max(peaks)
+        temperature = tl.load(state + owner * FIELDS)
+        if temperature > 0:
+            floor = top + temperature * tl.load(state + owner * FIELDS + 1)
+            word = state_bits + owner * FIELDS
+            high, low = _philox(position.to(tl.uint32), tl.load(word + 4).to(tl.uint32),
+                                tl.load(word + 2).to(tl.uint32), tl.load(word + 3).to(tl.uint32))
+            bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
+            noise = bits.to(tl.float64) * 1.1102230246251565e-16
+            sums = tl.load(weight + row * BLOCKS + all_blocks, mask=inside, other=0)
+            total = tl.sum(sums)
+            target = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
+            running = tl.cumsum(sums, axis=0)
+            block = tl.minimum(tl.sum((running <= target).to(tl.int32)), BLOCKS - 1)
+            target -= tl.sum(tl.where(all_blocks < block, sums, 0))
+            lane = tl.arange(0, BLOCK)
+            token = block * BLOCK + lane
+            values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB,
+                             other=float("-inf")).to(tl.float32)
+            inner = tl.cumsum(_weights(values, top, temperature, floor), axis=0)
+            chosen = block * BLOCK + tl.sum((inner <= target).to(tl.int32))
+            chosen = tl.minimum(chosen, VOCAB - 1)
+        else:
+            places = tl.load(place + row * BLOCKS + all_blocks, mask=inside, other=VOCAB)
+            chosen = tl.min(tl.where(peaks == top, places, VOCAB))
+            chosen = tl.minimum(chosen, VOCAB - 1)
+        finite = (top < float("inf")) & (top > float("-inf"))
+        chosen = tl.where(finite, chosen, 0)
+        slot = out + tl.load(ring).to(tl.int64) * out_stride
+        tl.store(slot + row * 2, chosen)
+        tl.store(slot + row * 2 + 1, tl.where(finite, 0, 1))
+        tl.store(tokens + owner.to(tl.int64) * tokens_stride + position, chosen, mask=position < max_len)
+
+
+def draw(logits: Tensor, state: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, out: Tensor, ring: Tensor,
+         scratch: DrawScratch) -> None:
+    """Draw a token for each row of logits [R, V] whose table row `rows[i]` is not negative.
+
+    `state` int32 [table rows, FIELDS] holds how each row draws (temperature 0: argmax). The token of position
+    `positions[i]` goes to `tokens[rows[i], positions[i]]` (if it has room) and, with its status, to
+    `out[ring[0], i]`, int32 [slots, >= R, 2].
+    """
+    count, vocab = logits.shape
+    blocks = triton.cdiv(vocab, BLOCK)
+    pow2 = triton.next_power_of_2(blocks)
+    floats = state.view(torch.float32)
+    _peak_kernel[(blocks, count)](logits, scratch.peak, scratch.place, logits.stride(0), vocab, blocks, BLOCK,
+                                  num_warps=4)
+    _weight_kernel[(blocks, count)](logits, scratch.peak, scratch.weight, floats, rows, logits.stride(0), vocab, blocks,
+                                    pow2, BLOCK, FIELDS, num_warps=4)
+    _pick_kernel[(count,)](logits, scratch.peak, scratch.place, scratch.weight, floats, state, rows, positions, tokens,
+                           out, ring, logits.stride(0), tokens.stride(0), tokens.shape[1], out.stride(0), vocab, blocks,
+                           pow2, BLOCK, FIELDS, num_warps=8)
+
+
+def draw_reference(logits: Tensor, state: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, out: Tensor,
+                   ring: Tensor, scratch: DrawScratch | None = None) -> None:
+    """The same in torch, with the very operations of `quire.sampling.sampler`."""
+    real = rows >= 0
+    owner = rows.clamp(min=0).long()
+    mine = state[owner]
+    floats = mine.view(torch.float32)
+    values = logits.float()
+    peak, chosen = values.amax(-1), values.argmax(-1)
+    temperature = floats[:, TEMPERATURE]
+    warm = torch.where(temperature > 0, temperature, 1.0)
+    weights = ((values - peak[:, None]) / warm[:, None]).exp_().mul_(2.0**40).to(torch.int64)
+    weights *= values >= (peak + warm * floats[:, LOG_MIN_P])[:, None]
+    seed = (mine[:, SEED_HIGH].long() << 32) | (mine[:, SEED_LOW].long() & 0xFFFFFFFF)
+    noise = uniforms(seed, mine[:, SEQ_INDEX].long(), positions.long(), Purpose.SAMPLE)
+    running = weights.cumsum(-1)
+    total = running[:, -1]
+    target = (noise * total.double()).to(torch.int64).minimum(total - 1)
+    drawn = torch.searchsorted(running, target[:, None], right=True).squeeze(1).clamp_(max=values.shape[1] - 1)
+    finite = torch.isfinite(peak)
+    chosen = torch.where(finite, torch.where(temperature > 0, drawn, chosen), 0).to(torch.int32)
+    out_slot = out[int(ring[0])]
+    out_slot[: len(rows)][real] = torch.stack((chosen, torch.where(finite, OK, NOT_FINITE).to(torch.int32)), 1)[real]
+    fits = real & (positions < tokens.shape[1])
+    tokens[owner[fits], positions[fits].long()] = chosen[fits]

@@ -1,0 +1,180 @@
+"""Matrix products of few rows, where reading the weight once at full memory bandwidth is all that matters.
+
+Two shapes of kernel. Up to 4 rows: no tensor cores, one program per output feature (or two), the whole width in flight
+at once; norm before, activation, bias and residual after are fused, since at this size every launch costs as much as
+a small matrix. Up to 64 rows: tensor cores over narrow strips of output features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.activation import KINDS, act_mul_reference, activate
+from quire.kernels.triton.norm import rms_norm_reference
+
+MAX_VECTOR_ROWS = 4
+MAX_STRIP_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class VectorShape:
+    """Output features per program, columns read at once, warps."""
+
+    features: int = 1
+    columns: int = 1024
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StripShape:
+    """Output features per program, columns read at once, warps and stages."""
+
+    features: int = 16
+    columns: int = 256
+    warps: int = 4
+    stages: int = 4
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _vector_kernel(x, weight, bias, residual, gain, out, eps, num_rows, num_features,
+                   ROWS: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr,
+                   BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+                   KIND: tl.constexpr, PDL: tl.constexpr):
+    """FEATURES outputs of all rows. The norm's scale is a factor of the whole sum, so one pass does both."""
+    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    real = feature < num_features
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    used = row < num_rows
+    acc = tl.zeros([ROWS, FEATURES, COLUMNS], tl.float32)
+    square = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if GATED:
+        other = tl.zeros([ROWS, FEATURES, COLUMNS], tl.float32)
+    start_row = weight + feature.to(tl.int64)[:, None] * WIDTH
+    if PDL:
+        # Weights depend on no kernel before: the first of them are asked for while that one still runs.
+        first = real[:, None] & (column < WIDTH)[None, :]
+        early = tl.load(start_row + column[None, :], mask=first, other=0.0)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        place = start + column
+        inside = place < WIDTH
+        loads = real[:, None] & inside[None, :]
+        if PDL and start == 0:
+            w = early
+        else:
+            w = tl.load(start_row + place[None, :], mask=loads, other=0.0)
+        if GATED:
+            w2 = tl.load(start_row + num_features.to(tl.int64) * WIDTH + place[None, :], mask=loads, other=0.0)
+        values = tl.load(x + row[:, None] * WIDTH + place[None, :], mask=used[:, None] & inside[None, :],
+                         other=0.0).to(tl.float32)
+        if NORM:
+            square += values * values
+            values = values * tl.load(gain + place, mask=inside, other=0.0)[None, :]
+        acc += values[:, None, :] * w.to(tl.float32)[None, :, :]
+        if GATED:
+            other += values[:, None, :] * w2.to(tl.float32)[None, :, :]
+    result = tl.sum(acc, axis=2)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(square, axis=1) / WIDTH + eps)[:, None]
+        result = result * scale
+    stores = used[:, None] & real[None, :]
+    if BIAS:
+        result += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        up = tl.sum(other, axis=2)
+        if NORM:
+            up = up * scale
+        if BIAS:
+            up += tl.load(bias + num_features + feature, mask=real, other=0.0).to(tl.float32)[None, :]
+        result = activate(result, KIND) * up
+    target = row[:, None].to(tl.int64) * num_features + feature[None, :]
+    if RESIDUAL:
+        result += tl.load(residual + target, mask=stores, other=0.0).to(tl.float32)
+    tl.store(out + target, result.to(out.dtype.element_ty), mask=stores)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _strip_kernel(x, weight, bias, residual, out, num_rows, num_features, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+                  FEATURES: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+                  PRECISION: tl.constexpr):
+    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    real = feature < num_features
+    row = tl.arange(0, ROWS)
+    used = row < num_rows
+    acc = tl.zeros([ROWS, FEATURES], tl.float32)
+    for start in range(0, WIDTH, COLUMNS):
+        place = start + tl.arange(0, COLUMNS)
+        inside = place < WIDTH
+        w = tl.load(weight + feature.to(tl.int64)[:, None] * WIDTH + place[None, :],
+                    mask=real[:, None] & inside[None, :], other=0.0)
+        values = tl.load(x + row[:, None] * WIDTH + place[None, :], mask=used[:, None] & inside[None, :], other=0.0)
+        acc = tl.dot(values, tl.trans(w), acc, input_precision=PRECISION)
+    if BIAS:
+        acc += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)[None, :]
+    target = row[:, None].to(tl.int64) * num_features + feature[None, :]
+    stores = used[:, None] & real[None, :]
+    if RESIDUAL:
+        acc += tl.load(residual + target, mask=stores, other=0.0).to(tl.float32)
+    tl.store(out + target, acc.to(out.dtype.element_ty), mask=stores)
+
+
+def vector_shape(num_features: int, width: int, gated: bool, rows: int) -> VectorShape:
+    """Measured on an H200 (docs/gpu-speed.md)."""
+    columns = min(2048 if rows <= 1 and not gated else 1024, triton.next_power_of_2(width))
+    return VectorShape(1, columns, max(1, min(8, columns // 256)))
+
+
+def linear_vector(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *,
+                  norm: Tensor | None = None, eps: float = 0.0, gated: str | None = None,
+                  sizes: VectorShape | None = None, pdl: bool = False) -> Tensor:
+    """[rows, features] of 1 to 4 rows: norm(x) W^T + bias, or act(first half) * second half of it, + residual."""
+    rows, width = x.shape
+    features = weight.shape[0] // (2 if gated else 1)
+    sizes = sizes or vector_shape(features, width, gated is not None, rows)
+    out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
+    launch = {"num_warps": sizes.warps, **({"launch_pdl": True} if pdl else {})}
+    _vector_kernel[(triton.cdiv(features, sizes.features),)](
+        x, weight, weight if bias is None else bias, x if residual is None else residual, x if norm is None else norm,
+        out, eps, rows, features, triton.next_power_of_2(rows), width, sizes.features, sizes.columns,
+        bias is not None, residual is not None, norm is not None, gated is not None, KINDS[gated or "silu"], pdl,
+        **launch)
+    return out
+
+
+def linear_strip(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *,
+                 sizes: StripShape = StripShape()) -> Tensor:  # noqa: B008 (frozen)
+    """[rows, features] of up to 64 rows: x W^T + bias + residual."""
+    rows, width = x.shape
+    features = weight.shape[0]
+    out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
+    ieee = x.dtype == torch.float32
+    _strip_kernel[(triton.cdiv(features, sizes.features),)](
+        x, weight, weight if bias is None else bias, x if residual is None else residual, out, rows, features,
+        max(16, triton.next_power_of_2(rows)), width, sizes.features, min(sizes.columns, _pow2_floor(width)),
+        bias is not None, residual is not None, "ieee" if ieee else "tf32",
+        num_warps=sizes.warps, num_stages=sizes.stages)
+    return out
+
+
+def _pow2_floor(width: int) -> int:
+    return max(16, 1 << (width.bit_length() - 1))
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *,
+                     norm: Tensor | None = None, eps: float = 0.0, gated: str | None = None) -> Tensor:
+    wide = x.double() if norm is None else rms_norm_reference(x.float(), norm, eps).double()
+    result = wide @ weight.double().T
+    if bias is not None:
+        result = result + bias.double()
+    if gated is not None:
+        result = act_mul_reference(result.float(), gated).double()
+    if residual is not None:
+        result = result + residual.double()
+    return result.to(x.dtype)

@@ -1,0 +1,89 @@
+"""Row normalisations: RMS norm, RMS norm fused with the residual sum before it, layer norm."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm_kernel(x, residual, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+                     ADD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    values = tl.load(x + row * HIDDEN + columns, mask=inside, other=0.0)
+    if ADD:
+        values = (values.to(tl.float32) + tl.load(residual + row * HIDDEN + columns, mask=inside, other=0.0)
+                  .to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(residual + row * HIDDEN + columns, values, mask=inside)
+    # The norm is of the stored sum, rounded, so that fused and separate give the same bits.
+    values = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=0) / HIDDEN + eps)
+    gain = tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(out + row * HIDDEN + columns, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _layer_norm_kernel(x, weight, bias, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+                       HAS_BIAS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    values = tl.load(x + row * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
+    centred = tl.where(inside, values - tl.sum(values, axis=0) / HIDDEN, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, axis=0) / HIDDEN + eps)
+    result = centred * scale * tl.load(weight + columns, mask=inside, other=0.0)
+    if HAS_BIAS:
+        result += tl.load(bias + columns, mask=inside, other=0.0)
+    tl.store(out + row * HIDDEN + columns, result.to(out.dtype.element_ty), mask=inside)
+
+
+def _warps(block: int) -> int:
+    """One warp per 512 columns keeps 16 elements in a thread's registers."""
+    return max(1, min(16, block // 512))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension of a contiguous [rows, hidden]; the weight is float32."""
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(x.shape[1])
+    if x.shape[0]:
+        _rms_norm_kernel[(x.shape[0],)](x, x, weight, out, eps, x.shape[1], block, False, num_warps=_warps(block))
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += x, in place; returns the RMS norm of the sum."""
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(x.shape[1])
+    if x.shape[0]:
+        _rms_norm_kernel[(x.shape[0],)](x, residual, weight, out, eps, x.shape[1], block, True,
+                                        num_warps=_warps(block))
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(x.shape[1])
+    if x.shape[0]:
+        _layer_norm_kernel[(x.shape[0],)](x, weight, weight if bias is None else bias, out, eps, x.shape[1], block,
+                                          bias is not None, num_warps=_warps(block))
+    return out
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    residual.copy_((x.float() + residual.float()).to(x.dtype))
+    return rms_norm_reference(residual, weight, eps)
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x.float(), (x.shape[-1],), weight, bias, eps).to(x.dtype)

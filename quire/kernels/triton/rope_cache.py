@@ -1,0 +1,133 @@
+"""Per-head norm of q and k, rotation of both, and the write of k and v to the paged cache, in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.layers.ops import HeadShape, LayerCache
+
+_HEADS_AT_ONCE = 4
+
+
+@triton.jit
+def _rope_cache_kernel(qkv, k_cache, v_cache, slots, positions, rope, q_norm, k_norm, eps, inverse_scale,
+                       NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+                       BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+                       PAGE: tl.constexpr, ROTATE: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr,
+                       HEADS: tl.constexpr, PDL: tl.constexpr):
+    """One token, HEADS heads of its q, k and v: features [0, HALF) and [HALF, 2 HALF) turn as pairs."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_q = head < NUM_HEADS
+    is_k = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
+    is_v = (head >= NUM_HEADS + NUM_KV) & (head < NUM_HEADS + 2 * NUM_KV)
+    turns = (is_q | is_k)[:, None]
+    pair = tl.arange(0, BLOCK_HALF)
+    in_pair = (pair < HALF)[None, :] & (turns | is_v[:, None])
+    start = qkv + token * (NUM_HEADS + 2 * NUM_KV) * DIM + head[:, None] * DIM
+    a = tl.load(start + pair[None, :], mask=in_pair, other=0.0).to(tl.float32)
+    b = tl.load(start + HALF + pair[None, :], mask=in_pair, other=0.0).to(tl.float32)
+    square = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+    if REST > 0:
+        tail = 2 * HALF + tl.arange(0, BLOCK_REST)
+        in_tail = (tail < DIM)[None, :] & (turns | is_v[:, None])
+        c = tl.load(start + tail[None, :], mask=in_tail, other=0.0).to(tl.float32)
+        square += tl.sum(c * c, axis=1)
+    if NORM_Q or NORM_K:
+        factor = tl.rsqrt(square / DIM + eps)[:, None]
+        if NORM_Q:
+            a = tl.where(is_q[:, None], a * factor * tl.load(q_norm + pair, mask=pair < HALF, other=0.0)[None, :], a)
+            b = tl.where(is_q[:, None],
+                         b * factor * tl.load(q_norm + HALF + pair, mask=pair < HALF, other=0.0)[None, :], b)
+        if NORM_K:
+            a = tl.where(is_k[:, None], a * factor * tl.load(k_norm + pair, mask=pair < HALF, other=0.0)[None, :], a)
+            b = tl.where(is_k[:, None],
+                         b * factor * tl.load(k_norm + HALF + pair, mask=pair < HALF, other=0.0)[None, :], b)
+        if REST > 0:
+            if NORM_Q:
+                gain = tl.load(q_norm + tail, mask=tail < DIM, other=0.0)[None, :]
+                c = tl.where(is_q[:, None], c * factor * gain, c)
+            if NORM_K:
+                gain = tl.load(k_norm + tail, mask=tail < DIM, other=0.0)[None, :]
+                c = tl.where(is_k[:, None], c * factor * gain, c)
+    if ROTATE:
+        row = rope + tl.load(positions + token) * (2 * HALF)
+        cos = tl.load(row + pair, mask=pair < HALF, other=0.0)[None, :]
+        sin = tl.load(row + HALF + pair, mask=pair < HALF, other=0.0)[None, :]
+        turned = a * cos - b * sin
+        b = tl.where(turns, b * cos + a * sin, b)
+        a = tl.where(turns, turned, a)
+    kind = qkv.dtype.element_ty
+    if ROTATE or NORM_Q or NORM_K:
+        tl.store(start + pair[None, :], a.to(kind), mask=in_pair & turns)
+        tl.store(start + HALF + pair[None, :], b.to(kind), mask=in_pair & turns)
+        if REST > 0 and (NORM_Q or NORM_K):
+            tl.store(start + tail[None, :], c.to(kind), mask=in_tail & turns)
+    slot = tl.load(slots + token)
+    if slot >= 0:
+        page = (slot // PAGE) * NUM_KV
+        offset = slot % PAGE
+        kv_head = tl.where(is_k, head - NUM_HEADS, head - NUM_HEADS - NUM_KV)
+        place = ((page + kv_head) * PAGE + offset).to(tl.int64)[:, None] * DIM
+        stored = k_cache.dtype.element_ty
+        # Rounded to the activations' type first, so that what a step attends to is what a later one reads.
+        a, b = (a.to(kind).to(tl.float32) * inverse_scale).to(stored), (b.to(kind).to(tl.float32) * inverse_scale).to(stored)
+        tl.store(k_cache + place + pair[None, :], a, mask=in_pair & is_k[:, None])
+        tl.store(k_cache + place + HALF + pair[None, :], b, mask=in_pair & is_k[:, None])
+        tl.store(v_cache + place + pair[None, :], a, mask=in_pair & is_v[:, None])
+        tl.store(v_cache + place + HALF + pair[None, :], b, mask=in_pair & is_v[:, None])
+        if REST > 0:
+            c = (c.to(kind).to(tl.float32) * inverse_scale).to(stored)
+            tl.store(k_cache + place + tail[None, :], c, mask=in_tail & is_k[:, None])
+            tl.store(v_cache + place + tail[None, :], c, mask=in_tail & is_v[:, None])
+
+
+def rope_and_cache(qkv: Tensor, cache: LayerCache, slots: Tensor, positions: Tensor, shape: HeadShape,
+                   rope: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, *,
+                   kv_scale: float = 1.0, pdl: bool = False) -> None:
+    """In place on qkv; tokens with a negative slot (padding) leave the cache alone.
+
+    The cache is k, v [num_blocks, num_kv_heads, block_size, head_dim], values divided by `kv_scale`.
+    """
+    tokens = qkv.shape[0]
+    if tokens == 0:
+        return
+    half = (shape.head_dim if rope is None else rope.shape[1]) // 2
+    rest = shape.head_dim - 2 * half
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    launch = {"num_warps": 4, **({"launch_pdl": True} if pdl else {})}
+    _rope_cache_kernel[(tokens, triton.cdiv(heads, _HEADS_AT_ONCE))](
+        qkv, cache.k, cache.v, slots, positions, qkv if rope is None else rope,
+        qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, eps, 1.0 / kv_scale,
+        shape.num_heads, shape.num_kv_heads, shape.head_dim, half, triton.next_power_of_2(max(half, 1)),
+        rest, triton.next_power_of_2(max(rest, 1)), cache.block_size, rope is not None,
+        q_norm is not None, k_norm is not None, _HEADS_AT_ONCE, pdl, **launch)
+
+
+def rope_and_cache_reference(qkv: Tensor, cache: LayerCache, slots: Tensor, positions: Tensor, shape: HeadShape,
+                             rope: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, *,
+                             kv_scale: float = 1.0) -> None:
+    heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
+    turned = shape.num_heads + shape.num_kv_heads
+    wide = heads[:, :turned].float()
+    norms = [q_norm] * shape.num_heads + [k_norm] * shape.num_kv_heads
+    factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    for h, norm in enumerate(norms):
+        if norm is not None:
+            wide[:, h] = wide[:, h] * factor[:, h] * norm
+    if rope is not None:
+        width = rope.shape[1]
+        cos, sin = rope[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+        a, b = wide[..., :width].chunk(2, dim=-1)
+        wide = torch.cat((a * cos - b * sin, b * cos + a * sin, wide[..., width:]), dim=-1)
+    heads[:, :turned] = wide.to(qkv.dtype)
+    real = slots >= 0
+    block, offset = slots[real] // cache.block_size, slots[real] % cache.block_size
+    scaled = (heads[real, shape.num_heads:].float() / kv_scale).to(cache.k.dtype)
+    cache.k[block, :, offset] = scaled[:, : shape.num_kv_heads]
+    cache.v[block, :, offset] = scaled[:, shape.num_kv_heads :]

@@ -1,0 +1,278 @@
+"""One check per kernel against its torch reference, on any device: the interpreter's tests and the GPU's share them.
+
+Every check draws fresh random inputs, poisons outputs with NaN first, and returns the relative error it saw.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.triton import (
+    activation,
+    attention_decode,
+    attention_mixed,
+    attention_split,
+    copy,
+    draw,
+    inputs,
+    linear_few,
+    linear_fixed,
+    norm,
+    rope_cache,
+)
+from quire.layers.ops import HeadShape, LayerCache
+
+LIMIT = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""Relative error that rounding of inputs and outputs explains; a wrong index is far beyond it."""
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want||; infinite if anything is not finite (so an unwritten output shows)."""
+    got, want = got.double(), want.double()
+    if not bool(torch.isfinite(got).all()):
+        return math.inf
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))
+
+
+def close(got: Tensor, want: Tensor, factor: float = 1.0) -> float:
+    found = error(got, want)
+    limit = LIMIT[got.dtype] * factor
+    if not found <= limit:
+        raise AssertionError(f"relative error {found:.2e} is more than {limit:.1e}")
+    return found
+
+
+def rand(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=device) * scale).to(dtype)
+
+
+def check_norms(device: str, dtype: torch.dtype, rows: int, hidden: int) -> float:
+    x, residual = rand(rows, hidden, dtype=dtype, device=device), rand(rows, hidden, dtype=dtype, device=device)
+    weight, bias = torch.rand(hidden, device=device) + 0.5, torch.randn(hidden, device=device)
+    worst = close(norm.rms_norm(x, weight, 1e-6), norm.rms_norm_reference(x, weight, 1e-6))
+    worst = max(worst, close(norm.layer_norm(x, weight, bias, 1e-5), norm.layer_norm_reference(x, weight, bias, 1e-5)))
+    worst = max(worst, close(norm.layer_norm(x, weight, None, 1e-5), norm.layer_norm_reference(x, weight, None, 1e-5)))
+    mine, other = residual.clone(), residual.clone()
+    got = norm.add_rms_norm(x, mine, weight, 1e-6)
+    worst = max(worst, close(got, norm.add_rms_norm_reference(x, other, weight, 1e-6)), close(mine, other))
+    if not torch.equal(got, norm.rms_norm(mine, weight, 1e-6)):
+        raise AssertionError("the fused norm is not the norm of the sum")
+    return worst
+
+
+def check_activations(device: str, dtype: torch.dtype, rows: int, width: int) -> float:
+    worst = 0.0
+    x = rand(rows, 2 * width, dtype=dtype, device=device, scale=3.0)
+    for kind in ("silu", "gelu_tanh", "gelu"):
+        worst = max(worst, close(activation.act_mul(x, kind), activation.act_mul_reference(x, kind)))
+    for kind in activation.KINDS:
+        worst = max(worst, close(activation.act(x, kind), activation.act_reference(x, kind)))
+    return worst
+
+
+def make_cache(device: str, dtype: torch.dtype, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
+    size = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
+    return LayerCache(rand(*size, dtype=dtype, device=device), rand(*size, dtype=dtype, device=device), block_size)
+
+
+def check_rope_cache(device: str, dtype: torch.dtype, shape: HeadShape, tokens: int, block_size: int, *,
+                     rotary: int | None, norms: bool) -> float:
+    num_blocks = tokens // block_size + 3
+    qkv = rand(tokens, shape.width, dtype=dtype, device=device)
+    cache, other = make_cache(device, dtype, shape, num_blocks, block_size), None
+    other = LayerCache(cache.k.clone(), cache.v.clone(), block_size)
+    slots = torch.randperm(num_blocks * block_size, device=device)[:tokens]
+    slots[0] = -1
+    positions = torch.randint(0, 300, (tokens,), device=device)
+    angles = torch.rand(300, (rotary or 2) // 2, device=device) * 6
+    rope = None if rotary is None else torch.cat((angles.cos(), angles.sin()), 1)
+    gains = [torch.rand(shape.head_dim, device=device) + 0.5 if norms else None for _ in range(2)]
+    mine, want = qkv.clone(), qkv.clone()
+    rope_cache.rope_and_cache(mine, cache, slots, positions, shape, rope, *gains, 1e-6)
+    rope_cache.rope_and_cache_reference(want, other, slots, positions, shape, rope, *gains, 1e-6)
+    return max(close(mine, want), close(cache.k, other.k), close(cache.v, other.v))
+
+
+def paged_batch(device: str, dtype: torch.dtype, shape: HeadShape, block_size: int, queries: list[int],
+                lengths: list[int]) -> tuple[Tensor, LayerCache, Tensor, Tensor, Tensor]:
+    """qkv, cache, shuffled block tables, query_start, context_len of a batch."""
+    counts = [-(-length // block_size) for length in lengths]
+    cache = make_cache(device, dtype, shape, sum(counts) + 2, block_size)
+    blocks = list(range(sum(counts) + 2))
+    random.shuffle(blocks)
+    table = torch.zeros(len(lengths), max(max(counts), 1) + 1, dtype=torch.int32)
+    for s, count in enumerate(counts):
+        table[s, :count] = torch.tensor(blocks[:count], dtype=torch.int32)
+        del blocks[:count]
+    start = torch.tensor(np.cumsum([0, *queries]), dtype=torch.int32, device=device)
+    qkv = rand(int(start[-1]), shape.width, dtype=dtype, device=device)
+    return qkv, cache, table.to(device), start, torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+def check_decode(device: str, dtype: torch.dtype, shape: HeadShape, block_size: int, lengths: list[int], *,
+                 window: int | None = None, softcap: float | None = None, extra: int = 8, keys: int = 128,
+                 rows: bool = False, pdl: bool = False, repeat: int = 1) -> float:
+    qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, [1] * len(lengths), lengths)
+    split = attention_split.DecodeSplit.allocate(len(lengths), extra, device)
+    attention_split.split_decode(split, length, window)
+    scratch = attention_decode.DecodeScratch.allocate(split.tasks, len(lengths), shape, device)
+    where = None
+    kernel_table = table
+    if rows:
+        order = torch.randperm(len(lengths), device=device)
+        kernel_table = torch.empty_like(table)
+        kernel_table[order] = table
+        where = order.to(torch.int32)
+    want = attention_mixed.attention_reference(qkv, cache, table, start, length, shape, 0.2, window=window,
+                                               softcap=softcap)
+    worst, first = 0.0, None
+    for _ in range(repeat):
+        out = torch.full((len(lengths), shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device)
+        attention_decode.decode_attention(qkv, cache, kernel_table, where, length, split, scratch, shape, 0.2,
+                                          window=window, softcap=softcap, out=out, keys=keys, pdl=pdl)
+        real = length > 0
+        worst = max(worst, close(out[real], want[real], 2.0))
+        if first is not None and not torch.equal(first, out[real]):
+            raise AssertionError("two runs differ: the pieces race")
+        first = out[real]
+    if int(scratch.arrived.abs().sum()):
+        raise AssertionError("a counter of arrived pieces was not set back")
+    return worst
+
+
+def check_split(device: str, lengths: list[int], extra: int, window: int | None) -> None:
+    length = torch.tensor(lengths, dtype=torch.int32, device=device)
+    mine, want = (attention_split.DecodeSplit.allocate(len(lengths), extra, device) for _ in range(2))
+    attention_split.split_decode(mine, length, window)
+    attention_split.split_decode_reference(want, length, window)
+    real = want.sequence >= 0
+    same = (torch.equal(mine.sequence, want.sequence) and torch.equal(mine.piece[real], want.piece[real])
+            and torch.equal(mine.count, want.count) and torch.equal(mine.length, want.length))
+    if not same:
+        raise AssertionError(f"split of {lengths} differs")
+
+
+def check_mixed(device: str, dtype: torch.dtype, shape: HeadShape, block_size: int, queries: list[int],
+                contexts: list[int], *, window: int | None = None, softcap: float | None = None, tree: bool = False,
+                sizes: attention_mixed.MixedShape = attention_mixed.MixedShape(32, 32, 4, 2)) -> float:
+    lengths = [q + c for q, c in zip(queries, contexts, strict=True)]
+    qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, queries, lengths)
+    group = shape.num_heads // shape.num_kv_heads
+    seqs, firsts = (torch.from_numpy(a).to(device)
+                    for a in attention_mixed.query_tiles(np.array(queries), sizes.rows // group))
+    branches = None
+    if tree:
+        branches = (torch.rand(qkv.shape[0], max(queries), device=device) < 0.5).to(torch.uint8)
+        for s, count in enumerate(queries):
+            for i in range(count):
+                branches[int(start[s]) + i, i] = 1
+    want = attention_mixed.attention_reference(qkv, cache, table, start, length, shape, 0.2, window=window,
+                                               softcap=softcap, tree=branches)
+    out = torch.full_like(want, math.nan)
+    attention_mixed.mixed_attention(qkv, cache, table, None, start, length, seqs, firsts, shape, 0.2, window=window,
+                                    softcap=softcap, tree=branches, out=out, sizes=sizes)
+    return close(out, want, 2.0)
+
+
+def check_linear_few(device: str, dtype: torch.dtype, rows: int, features: int, width: int, *, pdl: bool = False,
+                     sizes: linear_few.VectorShape | None = None) -> float:
+    x, weight = rand(rows, width, dtype=dtype, device=device), rand(features, width, dtype=dtype, device=device)
+    bias, gain = rand(features, dtype=dtype, device=device), torch.rand(width, device=device) + 0.5
+    residual = rand(rows, features, dtype=dtype, device=device)
+    worst = close(linear_few.linear_strip(x, weight, bias, residual),
+                  linear_few.linear_reference(x, weight, bias, residual), 2.0)
+    if rows <= linear_few.MAX_VECTOR_ROWS:
+        for options in ({}, {"norm": gain, "eps": 1e-6}):
+            got = linear_few.linear_vector(x, weight, bias, residual, sizes=sizes, pdl=pdl, **options)
+            worst = max(worst, close(got, linear_few.linear_reference(x, weight, bias, residual, **options), 2.0))
+        if features % 2 == 0:
+            got = linear_few.linear_vector(x, weight, None, None, norm=gain, eps=1e-6, gated="silu", sizes=sizes, pdl=pdl)
+            worst = max(worst, close(got, linear_few.linear_reference(x, weight, norm=gain, eps=1e-6, gated="silu"), 2.0))
+    return worst
+
+
+def check_linear_fixed(device: str, dtype: torch.dtype, rows: int, features: int, width: int) -> float:
+    x, weight = rand(rows, width, dtype=dtype, device=device), rand(features, width, dtype=dtype, device=device)
+    bias, residual = rand(features, dtype=dtype, device=device), rand(rows, features, dtype=dtype, device=device)
+    got = linear_fixed.linear_fixed(x, weight, bias, residual)
+    worst = close(got, linear_few.linear_reference(x, weight, bias, residual), 2.0)
+    for part in (slice(0, 1), slice(rows // 2, rows)):
+        if not torch.equal(linear_fixed.linear_fixed(x[part], weight, bias, residual[part]), got[part]):
+            raise AssertionError(f"rows {part} alone have other bits than among {rows}")
+    return worst
+
+
+def check_copies(device: str, dtype: torch.dtype, shape: HeadShape, block_size: int) -> None:
+    cache = make_cache(device, dtype, shape, 9, block_size)
+    other = LayerCache(cache.k.clone(), cache.v.clone(), block_size)
+    source = torch.tensor([1, 4, 1], dtype=torch.int32, device=device)
+    target = torch.tensor([0, 2, 8], dtype=torch.int32, device=device)
+    copy.copy_blocks(cache, source, target)
+    copy.copy_blocks_reference(other, source, target)
+    slots = torch.randperm(9 * block_size, device=device)
+    copy.copy_slots(cache, slots[:4], slots[4:8])
+    copy.copy_slots_reference(other, slots[:4], slots[4:8])
+    if not (torch.equal(cache.k, other.k) and torch.equal(cache.v, other.v)):
+        raise AssertionError("copies differ")
+
+
+def check_draw(device: str, dtype: torch.dtype, rows: int, vocab: int) -> float:
+    """Share of rows that drew another token than the reference: only a draw on a boundary may."""
+    logits = rand(rows, vocab, dtype=dtype, device=device, scale=3.0)
+    table_rows = rows + 3
+    state = torch.zeros(table_rows, draw.FIELDS, dtype=torch.int32, device=device)
+    floats = state.view(torch.float32)
+    floats[:, draw.TEMPERATURE] = torch.where(torch.arange(table_rows, device=device) % 3 == 0, 0.0, 0.7)
+    floats[:, draw.LOG_MIN_P] = torch.where(torch.arange(table_rows, device=device) % 2 == 0, -math.inf, math.log(0.05))
+    state[:, 2:5] = torch.randint(-2**31, 2**31 - 1, (table_rows, 3), device=device, dtype=torch.int64).to(torch.int32)
+    owner = torch.randperm(table_rows, device=device)[:rows].to(torch.int32)
+    owner[rows // 2] = -1
+    position = torch.randint(1, 40, (rows,), device=device, dtype=torch.int32)
+    if rows > 3:
+        logits[0, 5] = math.nan
+        logits[1, 3] = math.inf
+    results = []
+    for run in (draw.draw, draw.draw_reference):
+        tokens = torch.full((table_rows, 38), -7, dtype=torch.int32, device=device)
+        out = torch.full((3, rows + 2, 2), -9, dtype=torch.int32, device=device)
+        run(logits, state, owner, position, tokens, out, torch.tensor([1], dtype=torch.int32, device=device),
+            draw.DrawScratch.allocate(rows, vocab, device))
+        results.append((tokens, out))
+    if not torch.equal(results[0][1][..., 1], results[1][1][..., 1]):
+        raise AssertionError("statuses differ")
+    greedy = torch.isin(owner, torch.arange(0, table_rows, 3, device=device))
+    if not torch.equal(results[0][1][1, :rows, 0][greedy], results[1][1][1, :rows, 0][greedy]):
+        raise AssertionError("argmax differs")
+    wrong = float((results[0][1] != results[1][1]).any(-1).float().sum()) / rows
+    moved = float((results[0][0] != results[1][0]).any(-1).float().sum()) / rows
+    if max(wrong, moved) > 0.02 + 1.0 / rows * (rows > 50):
+        raise AssertionError(f"{wrong:.1%} of the rows drew another token")
+    return max(wrong, moved)
+
+
+def check_inputs(device: str) -> None:
+    arena = torch.zeros(5000, dtype=torch.int32, device=device)
+    other = arena.clone()
+    places = torch.randperm(5000, device=device)[:700].to(torch.int32)
+    values = torch.randint(0, 90, (700,), device=device, dtype=torch.int32)
+    inputs.scatter(arena, places, values)
+    inputs.scatter_reference(other, places, values)
+    if not torch.equal(arena, other):
+        raise AssertionError("scatter differs")
+    tokens = torch.randint(0, 99, (6, 40), device=device, dtype=torch.int32)
+    tables = tuple(torch.randint(0, 30, (6, 10), device=device, dtype=torch.int32) for _ in range(2))
+    rows = torch.tensor([3, -1, 0, 5, 5], device=device, dtype=torch.int32)
+    positions = torch.tensor([7, 0, 39, 1, 2], device=device, dtype=torch.int32)
+    results = []
+    for run in (inputs.gather_inputs, inputs.gather_inputs_reference):
+        ids, wide, *slots = (torch.full((5,), -5, dtype=torch.int64, device=device) for _ in range(4))
+        lengths = torch.full((5,), -5, dtype=torch.int32, device=device)
+        run(tokens, tables, 4, rows, positions, ids, wide, tuple(slots), lengths)
+        results.append([ids, wide, *slots, lengths])
+    if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
+        raise AssertionError("gathered inputs differ")

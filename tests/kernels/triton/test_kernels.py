@@ -1,0 +1,97 @@
+"""Every kernel agrees with its torch reference on small shapes (interpreted on a CPU, compiled on a GPU)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from quire.layers.ops import HeadShape
+from tests.kernels.triton import cases
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLOATS = [torch.float32, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 48), (3, 64), (5, 130)])
+def test_norms_agree_and_the_fused_one_is_the_norm_of_the_sum(dtype: torch.dtype, rows: int, hidden: int) -> None:
+    cases.check_norms(DEVICE, dtype, rows, hidden)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_activations_agree(dtype: torch.dtype) -> None:
+    cases.check_activations(DEVICE, dtype, 3, 70)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("shape", "rotary"), [
+    (HeadShape(4, 2, 16), 16), (HeadShape(3, 1, 16), 8), (HeadShape(2, 2, 8), None), (HeadShape(6, 2, 20), 20),
+])
+@pytest.mark.parametrize("norms", [False, True])
+def test_rope_norm_and_cache_write_agree(dtype: torch.dtype, shape: HeadShape, rotary: int | None, norms: bool) -> None:
+    cases.check_rope_cache(DEVICE, dtype, shape, 5, 4, rotary=rotary, norms=norms)
+
+
+@pytest.mark.parametrize(("lengths", "extra", "window"), [
+    ([1], 1, None), ([700, 0, 3, 64, 65], 7, None), ([500, 90, 1], 5, 100), ([64 * 40], 33, None),
+])
+def test_decode_work_is_shared_out_as_the_reference_does(lengths: list[int], extra: int, window: int | None) -> None:
+    cases.check_split(DEVICE, lengths, extra, window)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("shape", "block_size", "lengths", "options"), [
+    (HeadShape(4, 2, 16), 16, [1, 200, 0, 77], {}),
+    (HeadShape(4, 2, 16), 16, [300, 70], {"extra": 40, "keys": 64, "rows": True}),
+    (HeadShape(6, 2, 8), 4, [33, 129], {"window": 40}),
+    (HeadShape(5, 1, 20), 1, [90], {"softcap": 3.0, "extra": 2}),
+])
+def test_decode_attention_agrees(dtype: torch.dtype, shape: HeadShape, block_size: int, lengths: list[int],
+                                 options: dict) -> None:
+    cases.check_decode(DEVICE, dtype, shape, block_size, lengths, **options)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("shape", "block_size", "queries", "contexts", "options"), [
+    (HeadShape(4, 2, 16), 16, [5, 1, 40], [0, 50, 13], {}),
+    (HeadShape(6, 2, 8), 4, [30, 3], [20, 90], {"window": 17}),
+    (HeadShape(3, 1, 20), 16, [9], [60], {"softcap": 3.0}),
+    (HeadShape(4, 4, 16), 8, [7, 6], [40, 0], {"tree": True}),
+    (HeadShape(5, 1, 16), 16, [33], [0], {"window": 200}),
+])
+def test_mixed_attention_agrees(dtype: torch.dtype, shape: HeadShape, block_size: int, queries: list[int],
+                                contexts: list[int], options: dict) -> None:
+    cases.check_mixed(DEVICE, dtype, shape, block_size, queries, contexts, **options)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "features", "width"), [(1, 18, 48), (2, 7, 130), (3, 34, 64), (11, 20, 96)])
+def test_few_row_products_agree(dtype: torch.dtype, rows: int, features: int, width: int) -> None:
+    cases.check_linear_few(DEVICE, dtype, rows, features, width)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_row_of_the_fixed_order_product_has_the_same_bits_alone(dtype: torch.dtype) -> None:
+    cases.check_linear_fixed(DEVICE, dtype, 70, 50, 72)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_block_and_slot_copies_agree(dtype: torch.dtype) -> None:
+    cases.check_copies(DEVICE, dtype, HeadShape(4, 2, 16), 4)
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 50), (7, 5000), (9, 4096)])
+def test_drawn_tokens_and_statuses_are_those_of_the_sampler(rows: int, vocab: int) -> None:
+    cases.check_draw(DEVICE, torch.float32, rows, vocab)
+
+
+def test_table_diffs_and_gathered_inputs_agree() -> None:
+    cases.check_inputs(DEVICE)
