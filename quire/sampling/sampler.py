@@ -29,8 +29,8 @@ NOT_FINITE: Final = 1
 NOTHING_ALLOWED: Final = 2
 FAILURES: Final = {
     NOT_FINITE: "the model gave logits that are not finite (NaN or infinity) for this request",
-    NOTHING_ALLOWED: "allowed_token_ids, bad_words, stop ids before min_tokens and logit_bias together leave
-    no " "token that may be drawn; relax one of them",
+    NOTHING_ALLOWED: "allowed_token_ids, bad_words, min_tokens and logit_bias together leave no token that "
+    "may be drawn; relax one of them",
 }
 
 _SCALE: Final = 2.0**40
