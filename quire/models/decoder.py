@@ -187,7 +187,7 @@ class Decoder:
         logits = self.head(hidden, ctx)
         cap = self.spec.logit_softcap
         if cap is not None:
-            # float64: torch's float32 tanh rounds differently in the tail of a tensor, so in another batch
+            # float64, because a vectorised float32 tanh may round differently at another place of the batch
             logits = (torch.tanh(logits.to(torch.float64) / cap) * cap).to(torch.float32)
         return logits
 
