@@ -1,0 +1,146 @@
+"""Writes tiny GGUF models for tests: a random transformers model, laid out as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SMALL, "rms_norm_eps": 1e-5, "rope_theta": 50000.0},
+    "qwen2": {"model_type": "qwen2", **SMALL, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
+    "qwen3": {"model_type": "qwen3", **SMALL, "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **SMALL,
+        "num_hidden_layers": 7,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 8,
+        "tie_word_embeddings": True,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_positions": 128,
+        "vocab_size": 96,
+        "n_inner": 256,
+    },
+}
+ARCHS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name in CONFIGS}
+
+
+def tiny_model(arch: str, **changes: Any) -> PreTrainedModel:
+    """A random model whose norms and biases are not the zeros and ones of a fresh one."""
+    fields = {**CONFIGS[arch], **changes}
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.randn(parameter.shape) * 0.2)
+    return model
+
+
+def permute_for_llama_cpp(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weight.shape)
+    )
+
+
+def converted(arch: str, model: PreTrainedModel, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """What llama.cpp's converter does to a tensor."""
+    if arch == "llama" and ".q_proj." in name:
+        return permute_for_llama_cpp(weight, model.config.num_attention_heads)
+    if arch == "llama" and ".k_proj." in name:
+        return permute_for_llama_cpp(weight, model.config.num_key_value_heads)
+    if arch == "gemma3" and name.endswith("norm.weight"):
+        return weight + 1
+    if arch == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        return weight.t()
+    return weight
+
+
+def _write_shape(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    if arch == "gpt2":
+        writer.add_feed_forward_length(config.n_inner)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if arch == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+
+
+def write_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["<s>", "</s>", *(chr(0x100 + i) for i in range(size - 2))])
+    writer.add_token_types([3, 3, *([1] * (size - 2))])
+    writer.add_token_merges([])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+
+
+def write_gguf(
+    path: Path,
+    arch: str,
+    model: PreTrainedModel,
+    quant: str = "F32",
+    extra_tensors: dict[str, np.ndarray] | None = None,
+    extra: dict[str, Any] | None = None,
+) -> Path:
+    """`model` as a GGUF file; matrices are stored as `quant`, the rest as F32."""
+    writer = gguf.GGUFWriter(path, arch)
+    _write_shape(writer, arch, model.config)
+    write_vocabulary(writer, model.config.vocab_size)
+    for key, value in (extra or {}).items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add(key, value)
+    names = gguf.get_tensor_name_map(ARCHS[arch], model.config.num_hidden_layers)
+    kind = gguf.GGMLQuantizationType[quant]
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        values = converted(arch, model, name, weight).float().contiguous().numpy()
+        stored = gguf.quants.quantize(values, kind) if values.ndim == 2 else values
+        writer.add_tensor(
+            names.get_name(name, try_suffixes=(".weight", ".bias")),
+            stored,
+            raw_dtype=kind if values.ndim == 2 else None,
+        )
+    for name, values in (extra_tensors or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
