@@ -46,7 +46,7 @@ def cache_key(parts: Iterable[str]) -> bytes:
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     empty = True
     for part in parts:
-        data = part.encode()
+        data = part.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)
         empty = False
     return b"" if empty else digest.digest()

@@ -1,0 +1,120 @@
+"""Options are checked by name, type, range and against each other; and importing the package costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.config import CacheConfig, EngineConfig, default_cache_dir, option_fields, parse_bytes
+from quire.errors import ConfigError
+
+
+def refused(**options: object) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.create(**options)
+    return caught.value
+
+
+def test_flat_options_find_their_sections() -> None:
+    config = EngineConfig.create(model="m", block_size=32, max_num_seqs=3, seed=9)
+    assert (config.model.model, config.cache.block_size, config.scheduler.max_num_seqs) == ("m", 32, 3)
+    assert config.model.seed == 9 and config.cache.enable_prefix_caching
+
+
+def test_an_unknown_option_raises_with_the_nearest_known_one() -> None:
+    error = refused(blocksize=3)
+    assert str(error) == "unknown option 'blocksize'; did you mean 'block_size'?" and error.field == "blocksize"
+
+
+def test_an_unknown_option_unlike_any_other_raises_with_all_of_them() -> None:
+    assert "known options: batching_policy, block_size" in str(refused(zzz=1))
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"block_size": "16"}, "block_size must be int, not str '16'"),
+    ({"block_size": 16.0}, "block_size must be int, not float"),
+    ({"block_size": True}, "block_size must be int, not bool"),
+    ({"block_size": None}, "block_size may not be None"),
+    ({"enable_prefix_caching": 1}, "enable_prefix_caching must be bool, not int"),
+    ({"tokenizer": 5}, "tokenizer must be str | None, not int"),
+    ({"dtype": "int3"}, "dtype must be one of auto, float32"),
+    ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of fcfs, priority"),
+])
+def test_a_value_of_the_wrong_kind_is_refused_by_name(options: dict[str, object], says: str) -> None:
+    error = refused(**options)
+    assert says in str(error) and error.field in options
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("block_size", 0), ("block_size", 1025), ("num_kv_blocks", 0), ("max_num_seqs", 0), ("max_model_len", -1),
+    ("max_num_batched_tokens", 0), ("max_num_partial_prefills", 0), ("long_prefill_token_threshold", -1),
+    ("max_steps_in_flight", 0), ("num_threads", 0), ("seed", -1), ("seed", 1 << 64),
+])
+def test_a_value_out_of_range_is_refused_by_name(name: str, value: int) -> None:
+    error = refused(**{name: value})
+    assert f"{name} must be between" in str(error) and str(value) in str(error) and error.field == name
+
+
+def test_two_sizes_of_the_pool_contradict_each_other() -> None:
+    assert "not both" in str(refused(num_kv_blocks=4, kv_cache_memory="1GiB"))
+
+
+@pytest.mark.parametrize(("text", "size"), [
+    (1500, 1500), ("1500", 1500), ("1k", 1000), ("512MiB", 512 << 20), ("2GB", 2 * 10**9), (" 1.5 GiB ", 3 << 29),
+    ("7B", 7),
+])
+def test_sizes_in_bytes_are_read(text: int | str, size: int) -> None:
+    assert parse_bytes(text, "kv_cache_memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 parsec", "1..5G", "0", "0.1", 0, -5, "nan", "inf", "1e3"])
+def test_what_is_no_size_is_refused_by_name(text: int | str) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory must be") as caught:
+        parse_bytes(text, "kv_cache_memory")
+    assert caught.value.field == "kv_cache_memory"
+    refused(kv_cache_memory=text)
+
+
+def test_a_size_too_long_to_be_a_number_is_refused() -> None:
+    refused(kv_cache_memory="9" * 400)
+
+
+def test_configuration_cannot_change_behind_its_back() -> None:
+    with pytest.raises(AttributeError):
+        EngineConfig.create().cache.block_size = 3  # type: ignore[misc]
+
+
+def test_every_option_is_described_once() -> None:
+    names = [f.name for _, f in option_fields()]
+    assert len(set(names)) == len(names)
+    assert all(f.metadata["help"] for _, f in option_fields())
+    assert {"block_size", "num_kv_blocks"} <= {f.name for section, f in option_fields() if section == "cache"}
+    assert CacheConfig().block_size == 16
+
+
+def test_the_cache_folder_follows_the_users_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_cache_dir() == Path.home() / ".cache" / "quire"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert default_cache_dir() == Path("/x/quire")
+    monkeypatch.setenv("QUIRE_CACHE", "/y")
+    assert default_cache_dir() == Path("/y")
+
+
+def test_importing_quire_takes_under_a_third_of_a_second_and_no_torch() -> None:
+    code = """
+import sys, time
+start = time.process_time()
+import quire
+quire.SamplingParams, quire.EngineConfig, quire.QuireError
+took = time.process_time() - start
+print(took, "torch" in sys.modules, "numpy" in sys.modules)
+"""
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+            for _ in range(3)]
+    assert min(float(run[0]) for run in runs) < 0.3
+    assert {tuple(run[1:]) for run in runs} == {("False", "False")}
