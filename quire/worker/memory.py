@@ -37,12 +37,13 @@ def available_memory() -> int:
     return free
 
 
-def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, free: int | None = None) -> PoolSize:
-    """Blocks from num_kv_blocks, kv_cache_memory or a share of free memory; the length that they and the model allow."""
+def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, max_num_seqs: int,
+              free: int | None = None) -> PoolSize:
+    """Blocks from num_kv_blocks, kv_cache_memory or a share of free memory; the length they and the model allow."""
     free = available_memory() if free is None else free
     per_block = spec.kv_bytes_per_token * cache.block_size
     wanted_len = _model_length(spec, max_model_len)
-    num_blocks = _num_blocks(cache, per_block, free, wanted_len)
+    num_blocks = _num_blocks(cache, per_block, free, wanted_len, max_num_seqs)
     if num_blocks * per_block > free:
         raise OutOfMemoryError(
             f"a KV pool of {num_blocks} blocks takes {_gib(num_blocks * per_block)}, but {_gib(free)} are free: "
@@ -50,8 +51,8 @@ def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, 
     capacity = num_blocks * cache.block_size
     if max_model_len is not None and max_model_len > capacity:
         raise ConfigError(
-            f"max_model_len {max_model_len} does not fit the KV pool, which holds {capacity} tokens ({num_blocks} blocks "
-            f"of {cache.block_size}): lower max_model_len or raise num_kv_blocks or kv_cache_memory",
+            f"max_model_len {max_model_len} does not fit the KV pool, which holds {capacity} tokens ({num_blocks} "
+            f"blocks of {cache.block_size}): lower max_model_len or raise num_kv_blocks or kv_cache_memory",
             field="max_model_len")
     return PoolSize(num_blocks, min(wanted_len, capacity), per_block)
 
@@ -66,7 +67,7 @@ def _model_length(spec: DecoderSpec, max_model_len: int | None) -> int:
     return max_model_len
 
 
-def _num_blocks(cache: CacheConfig, per_block: int, free: int, wanted_len: int) -> int:
+def _num_blocks(cache: CacheConfig, per_block: int, free: int, wanted_len: int, max_num_seqs: int) -> int:
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks
     if cache.kv_cache_memory is not None:
@@ -75,8 +76,10 @@ def _num_blocks(cache: CacheConfig, per_block: int, free: int, wanted_len: int) 
             raise ConfigError(f"kv_cache_memory {memory} does not hold one block of {per_block} bytes: raise it",
                               field="kv_cache_memory")
         return memory // per_block
-    one_sequence = -(-wanted_len // cache.block_size) * per_block
-    return max(1, int(min(max(_DEFAULT_POOL_BYTES, one_sequence), free * _DEFAULT_POOL_SHARE)) // per_block)
+    one_sequence = -(-wanted_len // cache.block_size)
+    affordable = int(min(max(_DEFAULT_POOL_BYTES, one_sequence * per_block), free * _DEFAULT_POOL_SHARE)) // per_block
+    # A tiny model's blocks are tiny: more than all sequences at full length, twice, would only slow the start.
+    return max(1, min(affordable, 2 * max_num_seqs * one_sequence))
 
 
 def _read(path: str) -> str:

@@ -23,7 +23,8 @@ class Worker:
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
         check_device(config)
         self.spec = read_spec(source.config)
-        self.pool: PoolSize = size_pool(self.spec, config.cache, config.model.max_model_len)
+        self.pool: PoolSize = size_pool(self.spec, config.cache, config.model.max_model_len,
+                                        config.scheduler.max_num_seqs)
         ops = CpuOps(num_threads=config.model.num_threads)
         weights = (dummy_weights(source.config, config.model.seed) if config.model.load_format == "dummy"
                    else source.weights())
