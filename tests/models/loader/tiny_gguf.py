@@ -103,9 +103,10 @@ def _write_shape(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
 def write_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["<s>", "</s>", *(chr(0x100 + i) for i in range(size - 2))])
+    letters = [chr(0x100 + i) for i in range(size - 3)]
+    writer.add_token_list(["<s>", "</s>", *letters, letters[0] + letters[1]])
     writer.add_token_types([3, 3, *([1] * (size - 2))])
-    writer.add_token_merges([])
+    writer.add_token_merges([f"{letters[0]} {letters[1]}"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
 
