@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the package carries libraries compiled at install, one per instruction set."""
+"""What pyproject.toml cannot say: the package carries libraries compiled at install."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ class BuildWithKernels(build_py):
     """Compile the kernels into the package that is being built (into the source tree for an editable one)."""
 
     def _libraries_dir(self) -> Path:
-        return SOURCE_DIR if self.editable_mode else Path(self.build_lib, SOURCE_DIR.relative_to(ROOT.resolve()))
+        if self.editable_mode:
+            return SOURCE_DIR
+        return Path(self.build_lib, SOURCE_DIR.resolve().relative_to(ROOT.resolve()))
 
     def run(self) -> None:
         super().run()
         build(self._libraries_dir())
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        names = [library_name(variant) for variant in VARIANTS[machine()]]
-        return [*super().get_outputs(include_bytecode), *(str(self._libraries_dir() / name) for name in names)]
+        libraries = [str(self._libraries_dir() / library_name(variant)) for variant in VARIANTS[machine()]]
+        return [*super().get_outputs(include_bytecode), *libraries]
 
 
 class PlatformWheel(bdist_wheel):

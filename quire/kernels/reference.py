@@ -1,8 +1,8 @@
-"""The operations of the layers in plain torch: slow, clear, on any device; what the kernels are checked against."""
+"""The operations of the layers in plain torch, on any device: slow, clear, what the kernels are held against."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.attention.context import StepContext
 from quire.layers.ops import HeadShape, LayerCache
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -156,7 +156,7 @@ def _rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 def _gather(layer: LayerCache, table: Tensor, first: int, length: int) -> tuple[Tensor, Tensor, int]:
-    """Keys and values [Hkv, length - start, head_dim] from the start of the block of key `first`; and that start."""
+    """Keys and values [Hkv, length - start, head_dim] from the block of key `first`; and that start."""
     head = first // layer.block_size
     start = head * layer.block_size
     blocks = table[head : -(-length // layer.block_size)].long()
@@ -166,7 +166,7 @@ def _gather(layer: LayerCache, table: Tensor, first: int, length: int) -> tuple[
 
 
 def _visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Which keys each query (given by its own key's index) sees: itself and before, at most `window` of them."""
+    """Which keys each query (given by its own key's index) sees: itself and before, at most `window`."""
     distance = queries[:, None] - keys[None, :]
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)

@@ -19,7 +19,8 @@ FIX = (
     "`python -m quire.kernels.cpu.build`"
 )
 # Products are fused with sums only where the source says so: two copies of a loop must round alike.
-_FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"]
+_FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden"]
+_FLAGS += ["-Wno-psabi"]
 _LIBRARIES = ["-lpthread", "-lm"]
 # The variants of each machine, best first; `library.py` picks by what the processor can do.
 VARIANTS: dict[str, dict[str, list[str]]] = {
@@ -30,7 +31,12 @@ VARIANTS: dict[str, dict[str, list[str]]] = {
     },
     "aarch64": {"armv8-a": ["-march=armv8-a"]},
 }
-_ZIG_CPU = {"x86-64-v4": "x86_64_v4", "x86-64-v3": "x86_64_v3", "x86-64-v2": "x86_64_v2", "armv8-a": "generic"}
+_ZIG_CPU = {
+    "x86-64-v4": "x86_64_v4",
+    "x86-64-v3": "x86_64_v3",
+    "x86-64-v2": "x86_64_v2",
+    "armv8-a": "generic",
+}
 
 
 def machine() -> str:
@@ -81,8 +87,10 @@ def compile_command(compiler: list[str], variant: str, output: Path, target: str
     return [*compiler, *_FLAGS, *arch, "-shared", "-o", str(output), *sources, *_LIBRARIES]
 
 
-def build(output_dir: Path = SOURCE_DIR, compiler: list[str] | None = None, target: str | None = None) -> list[Path]:
-    """Build every variant of `target` (default: this machine) into `output_dir`; returns the libraries' paths."""
+def build(
+    output_dir: Path = SOURCE_DIR, compiler: list[str] | None = None, target: str | None = None
+) -> list[Path]:
+    """Build every variant of `target` (default: this machine) into `output_dir`; returns the libraries."""
     target = target or machine()
     if target not in VARIANTS:
         raise KernelBuildError(f"Quire has no CPU kernels for {target}; it runs on {' and '.join(VARIANTS)}")
@@ -96,13 +104,14 @@ def build(output_dir: Path = SOURCE_DIR, compiler: list[str] | None = None, targ
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         jobs.append((process, partial, output))
     # Wait for all before the first complaint, so that no compiler outlives us.
-    results = [(process.communicate()[0], process.returncode, partial, output) for process, partial, output in jobs]
-    for text, code, partial, output in results:
-        if code != 0:
-            raise KernelBuildError(f"building {output.name} with `{' '.join(compiler)}` failed:\n{text}\n{FIX}")
+    texts = [process.communicate()[0] for process, _, _ in jobs]
+    for text, (process, partial, output) in zip(texts, jobs, strict=True):
+        if process.returncode != 0:
+            used = " ".join(compiler)
+            raise KernelBuildError(f"building {output.name} with `{used}` failed:\n{text}\n{FIX}")
         # A process that has the old library mapped keeps it; a reader never sees half a file.
         partial.replace(output)
-    return [output for *_, output in results]
+    return [output for _, _, output in jobs]
 
 
 def main() -> int:

@@ -69,7 +69,8 @@ EXPORT void quire_rope_and_cache(float *qkv, float *k, float *v, const float *ro
 }
 
 /* Is every index that a step gives us inside its array? 0, or which of them is not: 1 query_start, 2 context_len,
- * 3 block table, 4 slot. Table entries that no query reads (past the keys, behind the window) may hold anything. */
+ * 3 block table, 4 slot. Table entries that no query reads (past the keys, behind the window) may hold anything;
+ * with a negative window no table is read at all. */
 EXPORT int32_t quire_check_step(const int32_t *query_start, const int32_t *context_len, const int32_t *tables,
                                 const int64_t *slots, int64_t table_stride, int64_t table_width, int64_t seqs,
                                 int64_t tokens, int64_t block_size, int64_t num_blocks, int64_t window) {
@@ -78,7 +79,7 @@ EXPORT int32_t quire_check_step(const int32_t *query_start, const int32_t *conte
         int64_t count = query_start[s + 1] - query_start[s], length = context_len[s];
         if (count < 0) return 1;
         if (count > length || length > table_width * block_size) return 2;
-        if (count == 0) continue;
+        if (count == 0 || window < 0) continue;
         int64_t first = window > 0 && length - count - window + 1 > 0 ? length - count - window + 1 : 0;
         for (int64_t b = first / block_size; b * block_size < length; b++) {
             int64_t block = tables[s * table_stride + b];

@@ -65,7 +65,9 @@ def load(variant: str | None = None, folder: Path = SOURCE_DIR) -> ctypes.CDLL:
         if path.exists():
             return _open(path)
     wanted = ", ".join(library_name(name) for name in names) or f"any library for {machine()}"
-    raise KernelBuildError(f"Quire's compiled CPU kernels are missing ({wanted} in {folder}): {FIX}, or reinstall Quire")
+    raise KernelBuildError(
+        f"Quire's compiled CPU kernels are missing ({wanted} in {folder}): {FIX}, or reinstall Quire"
+    )
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -78,5 +80,7 @@ def _open(path: Path) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise KernelBuildError(f"{path} cannot be used ({error}): rebuild it, {FIX}") from error
     if version != ABI_VERSION:
-        raise KernelBuildError(f"{path} is of another version of Quire ({version}, not {ABI_VERSION}): rebuild it, {FIX}")
+        raise KernelBuildError(
+            f"{path} is of another version of Quire ({version}, not {ABI_VERSION}): rebuild it, {FIX}"
+        )
     return library

@@ -18,6 +18,7 @@ from quire.layers.ops import HeadShape, LayerCache
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_NO_TABLE = -1  # in place of a window: this operation writes to slots and follows no block table
 _STEP_FAULTS = {
     1: "query_start must rise from 0 to the number of tokens",
     2: "context_len must hold a sequence's queries and fit its block table",
@@ -44,7 +45,7 @@ class PanelLinear:
 
 @dataclass(slots=True)
 class _Step:
-    """The addresses of one StepContext, taken once per step instead of once per layer; keeps its tensors alive."""
+    """The addresses of one StepContext, taken once per step and not per layer; keeps its tensors alive."""
 
     ctx: StepContext
     tensors: tuple[object, ...]
@@ -61,7 +62,7 @@ class _Step:
 
 
 class CpuOps:
-    """Compiled implementation of `quire.layers.ops.Ops` in fp32; results are the same for any number of threads.
+    """Compiled implementation of `quire.layers.ops.Ops` in fp32; any number of threads gives the same bits.
 
     One object serves one engine; several may live in a process and share the library's threads.
     """
@@ -104,8 +105,8 @@ class CpuOps:
             raise EngineError(f"the residual has {residual.shape[0]} rows, the input {rows}")
         out = torch.empty(rows, w.out_features)
         self._linear(
-            x.data_ptr(), w.panels_ptr, w.bias_ptr, None if residual is None else residual.data_ptr(), out.data_ptr(),
-            rows, w.out_features, w.in_features,
+            x.data_ptr(), w.panels_ptr, w.bias_ptr, None if residual is None else residual.data_ptr(),
+            out.data_ptr(), rows, w.out_features, w.in_features,
         )  # fmt: skip
         return out
 
@@ -131,8 +132,9 @@ class CpuOps:
         if bias is not None and _vector(bias) != width:
             raise EngineError(f"the norm's bias has {bias.shape[0]} elements, its weight {width}")
         out = torch.empty(rows, width)
-        bias_ptr = None if bias is None else bias.data_ptr()
-        self._library.quire_layer_norm(x.data_ptr(), weight.data_ptr(), bias_ptr, out.data_ptr(), rows, width, eps)
+        shift = None if bias is None else bias.data_ptr()
+        norm = self._library.quire_layer_norm
+        norm(x.data_ptr(), weight.data_ptr(), shift, out.data_ptr(), rows, width, eps)
         return out
 
     def act(self, x: Tensor, kind: str) -> Tensor:
@@ -145,7 +147,7 @@ class CpuOps:
         double = gate_up.shape[-1]
         rows = _rows(gate_up, double)
         if double % 2:
-            raise EngineError(f"gate and up projections of one width make an even number of columns, not {double}")
+            raise EngineError(f"gate and up make an even number of columns, not {double}")
         out = torch.empty(rows, double // 2)
         self._act_mul(gate_up.data_ptr(), out.data_ptr(), rows, double // 2, _KINDS[kind])
         return out
@@ -162,7 +164,7 @@ class CpuOps:
         k_norm: Tensor | None,
         norm_eps: float,
     ) -> None:
-        step = self._enter(qkv, layer, ctx, group, shape, 0)
+        step = self._enter(qkv, layer, ctx, group, shape, _NO_TABLE)
         rot = 0 if rope is None else self._check_rope(step, rope, shape)
         for norm in (q_norm, k_norm):
             if norm is not None and _vector(norm) != shape.head_dim:
@@ -172,8 +174,8 @@ class CpuOps:
             None if rope is None else rope.data_ptr(),
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(),
-            step.positions, step.slots[group], step.tokens, shape.num_heads, shape.num_kv_heads, shape.head_dim,
-            layer.block_size, rot, norm_eps,
+            step.positions, step.slots[group], step.tokens,
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.block_size, rot, norm_eps,
         )  # fmt: skip
 
     def attend(
@@ -187,12 +189,15 @@ class CpuOps:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
+        if window is not None and window < 1:
+            raise EngineError(f"an attention window holds at least the token itself, not {window}")
         step = self._enter(qkv, layer, ctx, group, shape, window or 0)
         out = torch.empty(step.tokens, shape.num_heads * shape.head_dim)
         failed = self._attend(
             qkv.data_ptr(), layer.k.data_ptr(), layer.v.data_ptr(), out.data_ptr(),
             step.query_start, step.context_len, step.tables[group], step.strides[group], step.seqs,
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.block_size, window or 0, scale, softcap or 0.0,
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.block_size, window or 0,
+            scale, softcap or 0.0,
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the attention's task list")
@@ -201,7 +206,7 @@ class CpuOps:
     def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
         heads, dim = shape.num_kv_heads, shape.head_dim
         if dim > self._max_head_dim:
-            raise EngineError(f"heads of {dim} features are wider than the CPU kernels take ({self._max_head_dim})")
+            raise EngineError(f"heads of {dim} are wider than the CPU kernels take ({self._max_head_dim})")
         k = torch.empty(num_blocks, heads, dim, block_size)
         v = torch.empty(num_blocks, heads, block_size, dim)
         for part in (k, v):
@@ -213,7 +218,7 @@ class CpuOps:
         """Block src[i] -> dst[i] for every i, each read before any is written."""
         blocks = layer.k.shape[0]
         if len(src) != len(dst) or any(not 0 <= block < blocks for block in (*src, *dst)):
-            raise EngineError(f"block copies {list(src)} -> {list(dst)} do not pair blocks of 0..{blocks - 1}")
+            raise EngineError(f"block copies {list(src)} -> {list(dst)} do not pair 0..{blocks - 1}")
         if not set(src).isdisjoint(dst):
             layer.k[list(dst)], layer.v[list(dst)] = layer.k[list(src)], layer.v[list(src)]
             return
@@ -239,14 +244,16 @@ class CpuOps:
             self._check_step(step, group, window, blocks, size, shape)
             step.checked.add(key)
         if layer.k.shape != (blocks, heads, dim, size) or layer.v.shape != (blocks, heads, size, dim):
-            raise EngineError(f"the cache {tuple(layer.k.shape)} is not one of {heads} heads of {dim} in blocks of {size}")
-        if not (layer.k.dtype is layer.v.dtype is _F32 and layer.k.is_contiguous() and layer.v.is_contiguous()):
+            raise EngineError(f"the cache {tuple(layer.k.shape)} does not suit {shape} in blocks of {size}")
+        if not (layer.k.dtype is layer.v.dtype is _F32 and _dense(layer.k, layer.v)):
             raise EngineError("the CPU kernels want a contiguous float32 cache; get one from allocate_cache")
         return step
 
-    def _check_step(self, step: _Step, group: int, window: int, blocks: int, size: int, shape: HeadShape) -> None:
-        if shape.num_heads % shape.num_kv_heads or shape.head_dim > self._max_head_dim or window < 0:
-            raise EngineError(f"the CPU kernels cannot attend with {shape} and window {window}")
+    def _check_step(
+        self, step: _Step, group: int, window: int, blocks: int, size: int, shape: HeadShape
+    ) -> None:
+        if shape.num_heads % shape.num_kv_heads or shape.head_dim > self._max_head_dim:
+            raise EngineError(f"the CPU kernels cannot attend with {shape}")
         fault = self._library.quire_check_step(
             step.query_start, step.context_len, step.tables[group], step.slots[group], step.strides[group],
             step.widths[group], step.seqs, step.tokens, size, blocks, window,
@@ -281,6 +288,10 @@ def _rows(x: Tensor, width: int) -> int:
     return shape[0]
 
 
+def _dense(*tensors: Tensor) -> bool:
+    return all(tensor.is_contiguous() and tensor.is_cpu for tensor in tensors)
+
+
 def _vector(x: Tensor) -> int:
     """Length of a contiguous float32 vector."""
     shape = x.shape
@@ -292,12 +303,14 @@ def _vector(x: Tensor) -> int:
 def _read_step(ctx: StepContext) -> _Step:
     """Check the types of a step's tensors and take their addresses."""
     tokens, seqs = ctx.positions.shape[0], ctx.context_len.shape[0]
-    wanted = [(ctx.positions, _I64, (tokens,)), (ctx.query_start, _I32, (seqs + 1,)), (ctx.context_len, _I32, (seqs,))]
+    wanted: list[tuple[Tensor, torch.dtype, tuple[int, ...]]]
+    wanted = [(ctx.positions, _I64, (tokens,)), (ctx.query_start, _I32, (seqs + 1,))]
+    wanted += [(ctx.context_len, _I32, (seqs,))]
     wanted += [(slots, _I64, (tokens,)) for slots in ctx.slots]
     wanted += [(table, _I32, (seqs, table.shape[-1])) for table in ctx.block_tables]
     for tensor, dtype, shape in wanted:
         if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
-            raise EngineError(f"the step's context wants {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+            raise EngineError(f"the step wants {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
         if not tensor.is_contiguous() and not (tensor.dim() == 2 and tensor.stride(1) == 1):
             raise EngineError("the step's context must be contiguous")
     return _Step(

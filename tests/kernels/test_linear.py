@@ -1,0 +1,134 @@
+"""The packed product: right, and the same bits for every row count, thread count and machine with an FMA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.errors import EngineError
+from quire.kernels.cpu.library import supported_variants
+from quire.kernels.cpu.ops import CpuOps
+
+SHAPES = [(1, 1), (7, 5), (31, 17), (33, 64), (100, 1000), (960, 576), (576, 1536), (130, 2500)]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 24, 25, 32, 97, 200]
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_linear_agrees_with_float64(variant_ops, randn, n, k):
+    weight, bias = randn(n, k), randn(n, seed=1)
+    packed = variant_ops.pack_linear(weight, bias)
+    for rows in (1, 3, 13, 100):
+        x, residual = randn(rows, k, seed=2), randn(rows, n, seed=3)
+        exact = x.double() @ weight.double().T + bias + residual
+        bound = 1e-6 * (1 + x.abs().double() @ weight.abs().double().T + bias.abs() + residual.abs())
+        assert ((variant_ops.linear(x, packed, residual) - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_rows_bits_do_not_depend_on_the_other_rows(variant_ops, randn, n, k):
+    packed = variant_ops.pack_linear(randn(n, k), randn(n, seed=1))
+    x, residual = randn(200, k, seed=2), randn(200, n, seed=3)
+    full = variant_ops.linear(x, packed, residual)
+    for rows in ROWS:
+        for start in {0, 200 - rows}:
+            part = slice(start, start + rows)
+            assert torch.equal(variant_ops.linear(x[part], packed, residual[part]), full[part])
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_bits_do_not_depend_on_the_number_of_threads(randn, n, k):
+    ops = CpuOps(num_threads=1)
+    packed = ops.pack_linear(randn(n, k))
+    inputs = [randn(rows, k, seed=rows) for rows in (1, 8, 33, 200)]
+    alone = [ops.linear(x, packed) for x in inputs]
+    for threads in (2, 3):
+        ops.set_num_threads(threads)
+        assert all(torch.equal(ops.linear(x, packed), one) for x, one in zip(inputs, alone, strict=True))
+
+
+def test_the_chain_is_fused_and_runs_over_k_in_order(ops, randn):
+    """Each element is fma(x[k], w[k], sum) for k = 0, 1, ...: each step exact, then rounded once."""
+    if supported_variants()[0] == "x86-64-v2":
+        pytest.skip("this processor has no fused multiply-add")
+    x, weight = randn(1, 40), randn(5, 40, seed=1)
+    expected = torch.zeros(5, dtype=torch.float64)
+    for k in range(40):
+        # A product of two floats is exact in double; adding a float to it rounds twice almost never, and not
+        # with this seed.
+        expected = (x[0, k].double() * weight[:, k].double() + expected).float().double()
+    assert torch.equal(ops.linear(x, ops.pack_linear(weight))[0], expected.float())
+
+
+def test_variants_with_an_fma_give_the_same_bits(randn):
+    names = [name for name in supported_variants() if name != "x86-64-v2"]
+    x, weight = randn(30, 333, seed=2), randn(77, 333)
+    results = []
+    for name in names:
+        ops = CpuOps(num_threads=2, variant=name)
+        results.append(ops.linear(x, ops.pack_linear(weight)))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_packing_keeps_every_row_exactly(variant_ops, randn):
+    weight = randn(101, 37)
+    packed = variant_ops.pack_linear(weight)
+    ids = torch.tensor([0, 100, 5, 5, 31, 32, 33])
+    assert torch.equal(variant_ops.embed(ids, packed), weight[ids])
+    assert torch.equal(variant_ops.embed(ids.int(), packed), weight[ids])
+
+
+def test_half_precision_weights_are_widened_exactly(ops, randn):
+    weight = randn(40, 24).to(torch.bfloat16)
+    assert torch.equal(ops.embed(torch.arange(40), ops.pack_linear(weight)), weight.float())
+
+
+def test_packing_leaves_the_callers_bias_alone(ops, randn):
+    bias = randn(8)
+    packed = ops.pack_linear(randn(8, 4), bias)
+    bias.zero_()
+    assert packed.bias.abs().sum() > 0
+
+
+def test_no_rows_give_no_rows(ops, randn):
+    packed = ops.pack_linear(randn(8, 4))
+    assert ops.linear(torch.empty(0, 4), packed).shape == (0, 8)
+
+
+def test_a_nan_in_one_row_stays_in_that_row(ops, randn):
+    packed = ops.pack_linear(randn(50, 64))
+    x = randn(20, 64, seed=1)
+    clean = ops.linear(x, packed)
+    x[7, 3] = float("nan")
+    dirty = ops.linear(x, packed)
+    assert dirty[7].isnan().all()
+    rest = torch.arange(20) != 7
+    assert torch.equal(dirty[rest], clean[rest])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        torch.zeros(2, 5),
+        torch.zeros(2, 4, dtype=torch.float64),
+        torch.zeros(4, 2).T,
+        torch.zeros(4),
+        torch.zeros(1, 2, 4),
+    ],
+)
+def test_inputs_of_another_kind_are_refused(ops, randn, bad):
+    packed = ops.pack_linear(randn(8, 4))
+    with pytest.raises(EngineError, match="contiguous float32"):
+        ops.linear(bad, packed)
+
+
+def test_a_residual_of_another_height_is_refused(ops, randn):
+    packed = ops.pack_linear(randn(8, 4))
+    with pytest.raises(EngineError, match="residual"):
+        ops.linear(randn(3, 4), packed, randn(2, 8))
+
+
+@pytest.mark.parametrize("token", [-1, 10])
+def test_ids_outside_the_table_are_refused(ops, randn, token):
+    packed = ops.pack_linear(randn(10, 4))
+    with pytest.raises(EngineError, match="outside"):
+        ops.embed(torch.tensor([0, token]), packed)
