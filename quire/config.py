@@ -161,7 +161,7 @@ def parse_bytes(value: int | str, name: str) -> int:
                 f"{name} must be a number of bytes or a text like 512MiB or 2GB, not {value!r}", field=name)
         size = int(min(float(match[1]) * _UNITS[match[2].lower()], 1 << 63))
     if not 0 < size < 1 << 63:
-        raise ConfigError(f"{name} must be more than 0 and less than 2**63 bytes, not {value!r:.40}", field=name)
+        raise ConfigError(f"{name} must be between 1 and 2**63 - 1 bytes, not {value!r:.40}", field=name)
     return size
 
 

@@ -19,5 +19,5 @@ class Executor(ABC):
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Queue a plan; may run it before returning."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most have nothing to let go of)
         """Let go of threads, processes and memory. Idempotent."""

@@ -28,7 +28,8 @@ class BlockPool:
         self.chained = chained
         self._policy = policy
         self._free: deque[int] = deque(range(num_blocks))
-        self._references = [0] * num_blocks
+        self.counts = [0] * num_blocks
+        """References of every block. Others may read it: the manager does for every decoded token."""
         self._hash: list[bytes | None] = [None] * num_blocks
         self._parent = [NO_BLOCK] * num_blocks
         self._children = [0] * num_blocks
@@ -52,7 +53,7 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def references(self, block: int) -> int:
-        return self._references[block]
+        return self.counts[block]
 
     def hash_of(self, block: int) -> bytes | None:
         return self._hash[block]
@@ -69,18 +70,18 @@ class BlockPool:
             self.num_evicted += 1
         else:
             raise InvariantError("KV block asked for when none is left: callers check num_available first")
-        if self._references[block]:
-            raise InvariantError(f"KV block {block} was handed out while {self._references[block]} hold it")
-        self._references[block] = 1
+        if self.counts[block]:
+            raise InvariantError(f"KV block {block} was handed out while {self.counts[block]} hold it")
+        self.counts[block] = 1
         return block
 
     def acquire(self, block: int) -> None:
         """One more holder of a used or cached block."""
-        if self._references[block] == 0:
+        if self.counts[block] == 0:
             if self._hash[block] is None:
                 raise InvariantError(f"free KV block {block} acquired: it holds nothing")
             self._policy.remove(block)
-        self._references[block] += 1
+        self.counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """One holder less for each; give a chain deepest block first. Registered blocks stay cached.
@@ -89,11 +90,11 @@ class BlockPool:
         """
         overdrawn = NO_BLOCK
         for block in blocks:
-            count = self._references[block] - 1
+            count = self.counts[block] - 1
             if count > 0:
-                self._references[block] = count
+                self.counts[block] = count
             elif count == 0:
-                self._references[block] = 0
+                self.counts[block] = 0
                 key = self._hash[block]
                 if key is None:
                     self._free.append(block)
@@ -114,7 +115,7 @@ class BlockPool:
         """Let others find a full block under `key`; `parent`: the registered one before it, or NO_BLOCK."""
         if key in self._index or self._hash[block] is not None:
             raise InvariantError(f"KV block {block} registered twice")
-        if self._references[block] == 0:
+        if self.counts[block] == 0:
             raise InvariantError(f"KV block {block} registered while nobody holds it")
         linked = self.chained and parent != NO_BLOCK
         if linked and self._hash[parent] is None:
@@ -158,7 +159,7 @@ class BlockPool:
         children = [0] * self.num_blocks
         idle = 0
         for block in range(self.num_blocks):
-            key, references = self._hash[block], self._references[block]
+            key, references = self._hash[block], self.counts[block]
             if (block in free) != (references == 0 and key is None):
                 raise InvariantError(f"KV block {block} is misplaced: {references} references, hash {key!r}")
             idle += references == 0 and key is not None

@@ -171,16 +171,17 @@ class KVCacheManager:
 
         Returns copies to make first, or None (and no change) when blocks are short.
         """
-        wanted = -(-num_tokens // self.block_size)
         first_written = write_from // self.block_size
+        last_written = (num_tokens - 1) // self.block_size
         # A decoding sequence nearly always writes into a last block that is its own: nothing to do.
-        if first_written == wanted - 1:
-            for pool, table in zip(self.pools, kv.tables, strict=True):
-                if len(table.blocks) != wanted or pool.references(table.blocks[first_written]) != 1:
+        if first_written == last_written:
+            for group, table in enumerate(kv.tables):
+                blocks = table.blocks
+                if len(blocks) != last_written + 1 or self.pools[group].counts[blocks[last_written]] != 1:
                     break
             else:
                 return ()
-        return self._grow(kv, wanted, first_written)
+        return self._grow(kv, last_written + 1, first_written)
 
     def _grow(self, kv: SequenceKV, wanted: int, first_written: int) -> Seq[Copy] | None:
         for pool, table in zip(self.pools, kv.tables, strict=True):

@@ -58,7 +58,7 @@ class PlanEntry:
     num_tokens: int
     sample: bool
     """Draw the token after the last computed one (false in the middle of a prompt)."""
-    drafts: list[int] = field(default_factory=list)
+    drafts: tuple[int, ...] = ()
     """Proposed tokens: the last len(drafts) of `num_tokens`; their values are not in the table yet."""
     prompt_logprobs_from: int | None = None
     """First position of this chunk whose logits are wanted for prompt log-probabilities."""

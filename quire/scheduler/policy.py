@@ -24,6 +24,10 @@ class BatchingPolicy(ABC):
     def goes_on(self, done: Phase, num_tokens: int) -> bool:
         """After phase `done`, with `num_tokens` planned so far: look at the next phase?"""
 
+    def admits(self, num_running: int) -> bool:
+        """May waiting requests join a step that begins with `num_running` requests in it?"""
+        return True
+
 
 class DecodeFirst(BatchingPolicy):
     """Nobody who is streaming waits for a prompt; prompts fill what is left of the budget."""
@@ -45,7 +49,18 @@ class PrefillFirst(BatchingPolicy):
         return done is not Phase.ADMIT or num_tokens == 0
 
 
+class StaticBatch(DecodeFirst):
+    """Those who wait together run together, and nobody joins until the last of them has finished.
+
+    What engines did before continuous batching; here to be compared with.
+    """
+
+    def admits(self, num_running: int) -> bool:
+        return num_running == 0
+
+
 BATCHING_POLICIES: dict[str, type[BatchingPolicy]] = {
     "decode-first": DecodeFirst,
     "prefill-first": PrefillFirst,
+    "static": StaticBatch,
 }

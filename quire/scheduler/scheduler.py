@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -69,14 +69,8 @@ class SequenceUpdate:
     prompt_logprobs: list[TokenLogprobs] | None = None
 
 
-@dataclass(slots=True)
-class _Planned:
-    """A plan entry with the sequence it speaks of and the copies that must come first."""
-
-    sequence: Sequence
-    entry: PlanEntry
-    copies: Seq[Copy]
-    epoch: int
+_Planned = tuple[Sequence, PlanEntry, Seq[Copy], int]
+"""A plan entry with the sequence it speaks of, the copies that come first, and the sequence's epoch."""
 
 
 @dataclass(slots=True)
@@ -225,7 +219,8 @@ class Scheduler:
 
     def _continue(self, draft: _Draft, seq: Sequence) -> None:
         start = seq.num_computed
-        tokens = self._chunk(seq.num_to_compute, draft.budget)
+        todo = len(seq.tokens) + seq.num_pending - start
+        tokens = 1 if todo == 1 else self._chunk(todo, draft.budget)
         while True:
             try:
                 copies = self.cache.extend(seq.kv, start + tokens, start)
@@ -298,7 +293,7 @@ class Scheduler:
         if start < seq.num_prompt_tokens - 1 and seq.request.params.prompt_logprobs is not None:
             first = max(start, seq.request.prompt_logprobs_done)
             entry.prompt_logprobs_from = first if first < min(end, seq.num_prompt_tokens - 1) else None
-        draft.planned[seq.row] = _Planned(seq, entry, copies, seq.epoch)
+        draft.planned[seq.row] = (seq, entry, copies, seq.epoch)
         draft.budget -= tokens
 
     def _submit(self, draft: _Draft) -> StepPlan:
@@ -307,19 +302,18 @@ class Scheduler:
         plan = StepPlan(self._steps, freed_rows=self._freed_rows, starts=draft.starts)
         self._freed_rows = []
         planned = list(draft.planned.values())
-        for item in planned:
-            seq, entry = item.sequence, item.entry
-            plan.entries.append(entry)
-            if item.copies:
-                plan.copies.extend(BlockCopy(*copy) for copy in item.copies)
-            for group, table in enumerate(seq.kv.tables):
+        plan.entries = [entry for _, entry, _, _ in planned]
+        for seq, entry, copies, _ in planned:
+            if copies:
+                plan.copies.extend(BlockCopy(*copy) for copy in copies)
+            for table in seq.kv.tables:
                 if table.dirty_from < len(table.blocks):
-                    start, blocks = table.take_dirty()
-                    plan.diffs.append(TableDiff(seq.row, group, start, blocks))
-            end = entry.start + entry.num_tokens
-            if entry.start < seq.num_prompt_tokens:
-                self.stats.prompt_tokens += min(end, seq.num_prompt_tokens) - entry.start
-            seq.num_computed = end
+                    plan.diffs.extend(_table_diffs(seq))
+                    break
+            start = entry.start
+            seq.num_computed = end = start + entry.num_tokens
+            if start < seq.num_prompt_tokens:
+                self.stats.prompt_tokens += min(end, seq.num_prompt_tokens) - start
             if entry.sample:
                 seq.num_pending += 1
         self._in_flight.append((plan, planned))
@@ -348,7 +342,7 @@ class Scheduler:
         for request in self.running.values():
             for seq in request.live:
                 planned = draft.planned.get(seq.row)
-                count += seq.num_to_compute - (planned.entry.num_tokens if planned else 0) > 1
+                count += seq.num_to_compute - (planned[1].num_tokens if planned else 0) > 1
         return count
 
     # ---- preemption
@@ -363,7 +357,7 @@ class Scheduler:
         for seq in request.live:
             planned = draft.planned.pop(seq.row, None)
             if planned is not None:
-                draft.budget += planned.entry.num_tokens
+                draft.budget += planned[1].num_tokens
             draft.starts = [start for start in draft.starts if start.row != seq.row]
             error = self._leave_row(seq)
             if error is not None:
@@ -430,20 +424,19 @@ class Scheduler:
             self.fail_step(self._note_broken(error))
             return
         self._retire_step()
-        for item, entry_result in zip(planned, result.entries, strict=True):
-            seq = item.sequence
+        for (seq, entry, _, epoch), entry_result in zip(planned, result.entries, strict=True):
             # Who finished, or was preempted, after the plan was made has left this row.
-            if seq.epoch == item.epoch:
+            if seq.epoch == epoch:
                 if entry_result.error is not None:
                     self._finish(seq, FinishReason.ABORT, error=entry_result.error)
                 else:
-                    self._take_in(seq, item.entry, entry_result)
+                    self._take_in(seq, entry, entry_result)
 
     def fail_step(self, message: str) -> None:
         """The oldest step in flight was lost: its sequences end with an error, everyone else goes on."""
-        for item in self._retire_step():
-            if item.sequence.epoch == item.epoch:
-                self._finish(item.sequence, FinishReason.ABORT, error=message)
+        for seq, _, _, epoch in self._retire_step():
+            if seq.epoch == epoch:
+                self._finish(seq, FinishReason.ABORT, error=message)
 
     def _retire_step(self) -> list[_Planned]:
         plan, planned = self._in_flight.popleft()
@@ -532,3 +525,11 @@ class Scheduler:
         taken = [seq.row for request in self.running.values() for seq in request.live]
         if sorted(taken + self._rows) != list(range(self.limits.max_num_seqs)):
             raise InvariantError("rows of the request table are lost or shared")
+
+
+def _table_diffs(seq: Sequence) -> Iterator[TableDiff]:
+    """What the worker does not know yet of a sequence's block tables."""
+    for group, table in enumerate(seq.kv.tables):
+        if table.dirty_from < len(table.blocks):
+            start, blocks = table.take_dirty()
+            yield TableDiff(seq.row, group, start, blocks)

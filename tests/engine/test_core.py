@@ -39,17 +39,19 @@ def run(core: EngineCore, most: int = 500) -> list[SequenceUpdate]:
 
 
 def requests(count: int, length: int = 5, max_tokens: int = 6) -> list[Request]:
-    return [make_request(f"r{i}", [100 * i + j for j in range(length)], max_tokens, seed=i) for i in range(count)]
+    prompts = [[100 * i + j for j in range(length)] for i in range(count)]
+    return [make_request(f"r{i}", prompt, max_tokens, seed=i) for i, prompt in enumerate(prompts)]
 
 
 def got_its_tokens(request: Request) -> bool:
     seq = request.sequences[0]
-    return seq.error is None and seq.tokens[seq.num_prompt_tokens :] == expected_tokens(request, request.max_len)
+    expected = expected_tokens(request, request.max_len)
+    return seq.error is None and seq.tokens[seq.num_prompt_tokens :] == expected
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_every_request_gets_its_tokens_at_any_depth(depth: int) -> None:
-    core, executor = make_core(depth, num_blocks=9, block_size=2, max_num_seqs=3)
+    core, _ = make_core(depth, num_blocks=9, block_size=2, max_num_seqs=3)
     made = requests(7)
     for request in made:
         core.add(request)
@@ -193,7 +195,7 @@ def test_an_interrupt_while_waiting_for_a_result_loses_nothing() -> None:
 
 def corrupt_last_block(scheduler: Scheduler, request: Request, references: int) -> None:
     block = request.sequences[0].kv.tables[0].blocks[-1]
-    scheduler.cache.pools[0]._references[block] = references
+    scheduler.cache.pools[0].counts[block] = references
 
 
 @pytest.mark.parametrize("references", [0, 3])

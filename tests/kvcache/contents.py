@@ -1,7 +1,7 @@
-"""What physical KV blocks contain, as far as bookkeeping can tell: every slot knows the prefix it was written for.
+"""What physical KV blocks contain, as bookkeeping sees it: a slot remembers the prefix it was written for.
 
-The KV of a token depends on all the tokens before it and on the cache key, so a slot holds a fingerprint of those.
-Reading a slot that holds another prefix's fingerprint is the bug that the paged cache must never have.
+The KV of a token depends on all the tokens before it and on the cache key, so a slot holds a fingerprint of
+those. Reading a slot that holds another prefix's fingerprint is the bug that a paged cache must never have.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class BlockContents:
     def _nobody_else(self, own: Names, group: int, block: int, owner: object, index: int) -> None:
         for names in self.in_flight:
             others = names.users.get((group, block), set()) - {(owner, index)}
-            # Within one plan copies come before the forward pass, so reading and then writing a block is fine.
+            # Within one plan copies come before the forward pass: reading and then writing a block is fine.
             assert names is own or not others, f"block {block} is written while step {names.step} names it"
 
     def full_prefix(self, group: int, block: int) -> int | None:

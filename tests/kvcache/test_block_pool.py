@@ -101,8 +101,8 @@ def test_evicting_a_parent_before_its_child_is_caught() -> None:
 
 
 @pytest.mark.parametrize("corrupt", [
-    lambda pool: pool._references.__setitem__(0, 5),
-    lambda pool: pool._references.__setitem__(2, 1),
+    lambda pool: pool.counts.__setitem__(0, 5),
+    lambda pool: pool.counts.__setitem__(2, 1),
     lambda pool: pool._free.append(2),
     lambda pool: pool._index.pop(b"k0"),
     lambda pool: pool._children.__setitem__(0, 7),

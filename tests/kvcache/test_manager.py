@@ -206,7 +206,7 @@ def test_room_for_a_first_chunk_is_asked_for_even_behind_a_window() -> None:
 def test_a_block_in_a_table_that_counts_no_holder_is_noticed_when_written() -> None:
     cache = make()
     kv, _ = compute(cache, list(range(5)))
-    cache.pools[0]._references[kv.tables[0].blocks[1]] = 0
+    cache.pools[0].counts[kv.tables[0].blocks[1]] = 0
     with pytest.raises(InvariantError, match="counts no holder"):
         cache.extend(kv, 6, 5)
 

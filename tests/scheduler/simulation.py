@@ -1,4 +1,4 @@
-"""A worker made of lists: rows, block tables and block contents, with a check of everything that a plan assumes."""
+"""A worker made of lists: rows, block tables and block contents; it checks all that a plan assumes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def make_scheduler(
     return Scheduler(Limits(**wanted), cache, QUEUES[queue](), BATCHING_POLICIES[policy]())  # type: ignore[arg-type]
 
 
-def make_request(name: str, prompt: list[int], max_tokens: int | None = 4, *, seed: int | None = None, priority: int = 0,
-                 cache_key: bytes = b"", eos: frozenset[int] = frozenset(), **params: object) -> Request:
+def make_request(name: str, prompt: list[int], max_tokens: int | None = 4, *, seed: int | None = None,
+                 priority: int = 0, cache_key: bytes = b"", eos: frozenset[int] = frozenset(),
+                 **params: object) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
     return Request(name, prompt, sampling, hash(name) & 0xFFFF if seed is None else seed, 0.0, eos,
                    priority=priority, cache_key=cache_key)
@@ -62,7 +63,6 @@ class Row:
     tokens: list[int]
     tables: list[list[int]]
     computed: int = -1
-    failed: bool = False
 
 
 @dataclass
@@ -133,8 +133,8 @@ class SimulatedWorker:
 class SimulatedExecutor(Executor):
     """Runs a `SimulatedWorker`; a step counts as in flight until its result is asked for.
 
-    `fail_steps` lose their step before anything of it was carried out; `fail_rows` maps a step to rows whose entry
-    comes back with an error.
+    `fail_steps` lose their step before anything of it was carried out; `fail_rows` maps a step to rows whose
+    entry comes back with an error.
     """
 
     def __init__(self, worker: SimulatedWorker) -> None:

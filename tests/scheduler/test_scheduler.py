@@ -74,7 +74,8 @@ def test_a_lower_priority_number_is_served_first_and_equals_by_arrival() -> None
 
 def test_the_head_of_the_queue_is_not_overtaken_by_one_that_would_fit() -> None:
     d = drive(num_blocks=4, block_size=4)
-    d.add(make_request("a", prompt(7), 3), make_request("big", prompt(11, 1), 1), make_request("c", prompt(2, 2), 1))
+    d.add(make_request("a", prompt(7), 3), make_request("big", prompt(11, 1), 1))
+    d.add(make_request("small", prompt(2, 2), 1))
     assert d.step() == {"a": 7}
     assert d.scheduler.waiting.peek().request_id == "big"
 
@@ -123,7 +124,8 @@ def test_the_long_prefill_threshold_caps_one_prompt_not_the_step() -> None:
 
 def test_at_most_max_num_partial_prefills_prompts_are_half_computed() -> None:
     d = drive(max_num_batched_tokens=8, max_num_partial_prefills=1)
-    d.add(make_request("a", prompt(20), 1), make_request("b", prompt(20, 1), 1), make_request("c", prompt(2, 2), 1))
+    lengths = {"a": 20, "b": 21, "c": 2}
+    d.add(*[make_request(name, prompt(length, length), 1) for name, length in lengths.items()])
     assert [d.step() for _ in range(3)] == [{"a": 8}, {"a": 8}, {"a": 4, "b": 4}]
 
 
@@ -288,7 +290,8 @@ def test_the_last_come_is_preempted_goes_back_to_the_head_and_loses_no_token() -
 
 def test_the_lowest_priority_is_preempted_even_if_it_came_first() -> None:
     d = drive(num_blocks=6, block_size=2, queue="priority")
-    low, high = make_request("low", prompt(3), 8, priority=1), make_request("high", prompt(3, 1), 8, priority=0)
+    low = make_request("low", prompt(3), 8, priority=1)
+    high = make_request("high", prompt(3, 1), 8, priority=0)
     d.add(low)
     d.step()
     d.add(high)

@@ -1,0 +1,108 @@
+"""Keeps streams smooth: sizes the prompt chunks of a step so that those who decode get their next token in time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from quire.scheduler.step_cost import StepCostModel, StepLoad
+
+_PROBE_TOKENS = 16
+"""Chunk to begin with beside decoding sequences, before any was measured."""
+_GROWTH = 2
+"""A chunk may be this many times the largest that was measured: predictions far outside are worth little."""
+_MISSES = 0.02
+"""Share of steps that may take longer than predicted times the margin."""
+_MARGIN_STEP = 0.05
+_MAX_MARGIN = 4.0
+
+
+class StepPacer:
+    """Learns what steps cost and says how much prompt fits beside the sequences that decode.
+
+    The bound is on the time from one result to the next, which is what a stream's reader sees: planning and
+    output handling are in it. Nobody decoding: no limit. A request whose own tokens would make the decoding step
+    too long waits until others have finished. Where even one stream alone is over the bound, the bound cannot be
+    held by anyone, and prompts go on in small chunks.
+    """
+
+    def __init__(self, bound_seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.bound = bound_seconds
+        self._clock = clock
+        self._model = StepCostModel(bound_seconds)
+        self._margin = 1.0
+        """Actual over predicted time that only `_MISSES` of the steps exceed, followed step by step."""
+        self._largest = _PROBE_TOKENS // _GROWTH
+        self._in_flight: deque[tuple[StepLoad, float, float]] = deque()
+        """Load, predicted seconds and time of submission of the steps not done."""
+        self._last_done = float("-inf")
+
+    # ---- while a step is planned
+
+    def room(self, load: StepLoad, start: int, todo: int) -> int:
+        """How many of `todo` prompt tokens from position `start` may join `load`."""
+        if load.decodes == 0:
+            return todo
+        if not self._model.num_observed:
+            return min(todo, _PROBE_TOKENS)
+        most = min(todo, max(_PROBE_TOKENS, _GROWTH * self._largest - load.prefill_tokens))
+        target = self.bound / self._margin
+        if self._alone(start + todo) > target:
+            return min(todo, max(0, _PROBE_TOKENS - load.prefill_tokens))
+        if self._one_more(load, start + todo) > target:
+            return 0
+        return self._largest_fitting(load, start, most, todo, target)
+
+    def _largest_fitting(self, load: StepLoad, start: int, most: int, todo: int, target: float) -> int:
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._model.predict_with(load, start, middle, int(middle == todo)) <= target:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _alone(self, length: int) -> float:
+        """Seconds of a step in which one sequence of `length` tokens decodes."""
+        return self._model.predict_with(StepLoad(), length, 1, 1)
+
+    def _one_more(self, load: StepLoad, length: int) -> float:
+        """Seconds of a step in which all who decode now and one of `length` tokens do so."""
+        decoding = StepLoad(tokens=load.decodes, logit_rows=load.decodes, pairs=self._decode_pairs(load))
+        return self._model.predict_with(decoding, length, 1, 1)
+
+    @staticmethod
+    def _decode_pairs(load: StepLoad) -> int:
+        """A bound from above: chunks planned already are in `pairs` too, as they will be when they decode."""
+        return load.pairs
+
+    # ---- when it runs
+
+    def submitted(self, load: StepLoad) -> None:
+        predicted = self._model.predict(load) if self._model.num_observed else 0.0
+        self._in_flight.append((load, predicted, self._clock()))
+
+    def done(self, lost: bool = False) -> None:
+        """The oldest step is back; a `lost` one teaches nothing."""
+        load, predicted, submitted = self._in_flight.popleft()
+        now = self._clock()
+        # Who decodes has waited since the last result; an engine that only prefills may have been idle before.
+        began = self._last_done if load.decodes else max(submitted, self._last_done)
+        seconds = now - began
+        self._last_done = now
+        if lost or not 0.0 < seconds < float("inf"):
+            return
+        if load.decodes and load.prefill_tokens:
+            self._largest = max(self._largest, load.prefill_tokens)
+        if load.decodes and predicted > 0.0:
+            self._follow(seconds / predicted)
+        self._model.observe(load, seconds)
+
+    def _follow(self, ratio: float) -> None:
+        """Move the margin towards the quantile of the ratios: a rare miss raises it much, a hit lowers it little."""
+        if ratio > self._margin:
+            self._margin = min(_MAX_MARGIN, self._margin + _MARGIN_STEP)
+        else:
+            self._margin = max(1.0, self._margin - _MARGIN_STEP * _MISSES / (1 - _MISSES))
