@@ -1,0 +1,178 @@
+"""The commands of `quire` by name; each one's module is imported, and its parser made, only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from quire.errors import QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A line of `quire --help`. The module has `add_arguments(parser)` and `run(args) -> int`, or there are `children`."""
+
+    module: str
+    summary: str
+    children: Mapping[str, Command] | None = None
+
+
+BENCHES: dict[str, Command] = {
+    "cpu": Command("quire.bench.cpu", "cases A to D on a CPU, against transformers in one run"),
+    "scheduler": Command("quire.cli.bench_scheduler", "microseconds of planning one step, for 16 to 1,024 sequences"),
+    "prefix-cache": Command("quire.cli.bench_prefix_cache", "hit rates of the eviction policies on a trace"),
+    "gpu": Command("quire.cli.bench_gpu", "throughput and latency on a GPU"),
+}
+COMMANDS: dict[str, Command] = {
+    "demo": Command("quire.cli.demo", "fetch the default model and let it answer three questions"),
+    "generate": Command("quire.cli.generate", "complete prompts, or answer them"),
+    "chat": Command("quire.cli.chat", "talk with a model in the terminal"),
+    "pull": Command("quire.cli.pull", "download a model, so that it is there when needed"),
+    "models": Command("quire.cli.models", "models known by a short name, and what is on this machine"),
+    "inspect": Command("quire.cli.inspect", "what a model is and what of it fits in this machine"),
+    "env": Command("quire.cli.env", "versions, processor, memory and kernels, for a bug report"),
+    "bench": Command("quire.cli.bench", "measure speed; one JSON line per case", BENCHES),
+    "fuzz": Command("quire.cli.fuzz", "look for workloads whose tokens differ from the plain path's"),
+    "completion": Command("quire.cli.completion", "print a completion script for bash, zsh or fish"),
+}
+
+
+class UsageError(QuireError):
+    """The command line itself is wrong: exit code 2."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line that says where help is."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (`{self.prog} --help` explains)")
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Descriptions and examples as they are written, and room for the names of long options."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return action.option_strings[0].replace("--", "--[no-]", 1)
+        return super()._format_action_invocation(action)
+
+
+def find(name: str, among: Mapping[str, Command], prog: str) -> Command:
+    """The command of a name; a mistyped one raises with the nearest that exists."""
+    if name in among:
+        return among[name]
+    near = difflib.get_close_matches(name, among, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(among)}"
+    raise UsageError(f"{prog} has no command {name!r}: {hint}")
+
+
+def load(command: Command, prog: str) -> Any:
+    """The command's module. One that is missing or broken harms no other command."""
+    try:
+        return importlib.import_module(command.module)
+    except ImportError as error:
+        raise QuireError(f"`{prog}` cannot run in this installation: {error}") from error
+
+
+def make_parser(module: Any, prog: str) -> CommandParser:
+    """The command's parser: described by its module's docstring, with its `EXAMPLES` at the end."""
+    parser = CommandParser(
+        prog=prog, description=_description(module.__doc__ or ""), epilog=getattr(module, "EXAMPLES", None),
+        formatter_class=HelpFormatter)
+    parser.add_argument("-v", "--verbose", action="store_true", help="show a traceback when something fails")
+    module.add_arguments(parser)
+    # argparse would list every flag here, a screenful of them, before it lists them again with their meaning.
+    parser.usage = " ".join([prog, "[options]", *_places(parser)]).replace("%", "%%")
+    return parser
+
+
+def _places(parser: argparse.ArgumentParser) -> list[str]:
+    """The positional arguments as a usage line shows them."""
+    places = []
+    for action in parser._get_positional_actions():
+        name = str(action.metavar or action.dest)
+        places.append({"*": f"[{name} ...]", "+": f"{name} ...", "?": f"[{name}]"}.get(str(action.nargs), name))
+    return places
+
+
+def _description(docstring: str) -> str:
+    """The docstring for people who type: without the command's name in front, which the usage line has said."""
+    head, colon, rest = docstring.strip().partition(": ")
+    text = rest if colon and head.startswith("`quire") else docstring.strip()
+    return text[:1].upper() + text[1:]
+
+
+def overview(prog: str, intro: str, among: Mapping[str, Command], outro: str) -> str:
+    """The help of a command that has commands below it."""
+    width = max(map(len, among)) + 2
+    lines = [f"  {name:<{width}}{command.summary}" for name, command in among.items()]
+    return "\n".join([f"usage: {prog} COMMAND [options]", "", intro, "", "commands:", *lines, "", outro])
+
+
+def dispatch(argv: Sequence[str]) -> tuple[Any, argparse.Namespace] | str:
+    """What `argv` asks for: a module with its parsed arguments, or a text to print."""
+    words, among, prog, verbose = list(argv), COMMANDS, "quire", False
+    while True:
+        while words and words[0] in ("-v", "--verbose"):
+            verbose, words = True, words[1:]
+        if not words or words[0] in ("-h", "--help"):
+            return _help(prog, among)
+        if prog == "quire" and words[0] == "--version":
+            from quire import __version__
+
+            return f"quire {__version__}"
+        if words[0].startswith("-"):
+            raise UsageError(f"{words[0]} comes after a command, or is unknown: `{prog} --help` explains")
+        command, prog = find(words[0], among, prog), f"{prog} {words[0]}"
+        words = words[1:]
+        if command.children is None:
+            module = load(command, prog)
+            args = make_parser(module, prog).parse_args(words)
+            args.verbose = args.verbose or verbose
+            return module, args
+        among = dict(command.children)
+
+
+def _help(prog: str, among: Mapping[str, Command]) -> str:
+    if prog != "quire":
+        bench = importlib.import_module("quire.cli.bench")
+        return overview(prog, bench.INTRO, among, bench.EXAMPLES)
+    return overview(
+        prog,
+        "Quire runs language models on this machine: paged KV cache, continuous batching, the same tokens\n"
+        "whatever the batch.",
+        among,
+        "`quire COMMAND --help` explains each of them, with examples. Start with:\n\n"
+        "  quire demo\n"
+        '  quire generate "The capital of France is"\n'
+        "  quire chat\n\n"
+        "options:\n"
+        "  -h, --help      this text\n"
+        "  --version       the version\n"
+        "  -v, --verbose   show a traceback when something fails")
+
+
+def all_parsers() -> dict[str, CommandParser]:
+    """The parser of every command that can be loaded, by the words that lead to it ("bench cpu")."""
+    found: dict[str, CommandParser] = {}
+    for name, command in COMMANDS.items():
+        for words, leaf in _leaves(name, command):
+            try:
+                found[words] = make_parser(load(leaf, f"quire {words}"), f"quire {words}")
+            except Exception as error:
+                print(f"quire: note: {words} is left out: {error}", file=sys.stderr)
+    return found
+
+
+def _leaves(name: str, command: Command) -> list[tuple[str, Command]]:
+    if command.children is None:
+        return [(name, command)]
+    return [leaf for child, below in command.children.items() for leaf in _leaves(f"{name} {child}", below)]

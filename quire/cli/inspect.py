@@ -1,0 +1,197 @@
+"""Says what a model is and what of it fits in this machine, from its headers: no weight is loaded.
+
+MODEL is a short name, the path of a .gguf file, a Hugging Face folder or a hub id."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.engine import fetch
+from quire.cli.options import add_engine_options, engine_options
+from quire.cli.terminal import size_text
+from quire.config import EngineConfig, option_fields
+from quire.errors import ModelLoadError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from quire.models.loader.source import ModelSource
+    from quire.models.spec import DecoderSpec
+    from quire.worker.memory import PoolSize
+
+EXAMPLES = (
+    "examples:\n"
+    "  quire inspect smollm2-135m\n"
+    "  quire inspect ./model.gguf --kv-cache-memory 4GiB\n"
+    "  quire inspect ./folder --load-format dummy --json"
+)
+_LENGTHS = (512, 2048, 8192, 32768)
+_SETTINGS = ("tokenizer", "load_format", "cache_dir", "max_model_len")
+"""Options of the model section that change what this command says."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="alias, path or hub id")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    unused = [f.name for section, f in option_fields() if section != "cache" and f.name not in _SETTINGS]
+    add_engine_options(parser, leave_out=unused)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = EngineConfig.create(model=args.model, **engine_options(args))
+    fetch(config.model.model, config.model.cache_dir)
+    from quire.engine.assembly import open_source
+    from quire.models.registry import read_spec
+
+    source = open_source(config)
+    spec = read_spec(source.config)
+    facts = {**_identity(source), **_shape(spec), **_memory(spec, config)}
+    print(json.dumps(facts) if args.json else _page(facts))
+    return 0
+
+
+def _identity(source: ModelSource) -> dict[str, Any]:
+    formats = {} if source.is_dummy else _stored_formats(source)
+    tokenizer, template = None, False
+    try:
+        found = source.tokenizer()
+        tokenizer, template = found.vocab_size, found.chat_template is not None
+    except ModelLoadError:
+        pass
+    return {"name": source.name, "path": str(source.path), "stored_as": formats,
+            "stored_bytes": sum(entry["bytes"] for entry in formats.values()),
+            "tokenizer_tokens": tokenizer, "chat_template": template, "eos_token_ids": list(source.eos_token_ids)}
+
+
+def _stored_formats(source: ModelSource) -> dict[str, dict[str, int]]:
+    """Number of tensors and bytes by the type they are stored in, largest first."""
+    found: dict[str, dict[str, int]] = {}
+    for kind, size in _tensors(source):
+        entry = found.setdefault(kind, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += size
+    return dict(sorted(found.items(), key=lambda item: -item[1]["bytes"]))
+
+
+def _tensors(source: ModelSource) -> list[tuple[str, int]]:
+    """(type, bytes) of every stored tensor, from the headers of the files."""
+    if source.path.is_file():
+        from quire.models.loader.gguf import GgufFile
+
+        with GgufFile(source.path) as file:
+            return [(tensor.format.name, tensor.nbytes) for tensor in file.tensors.values()]
+    from safetensors import SafetensorError, safe_open
+
+    from quire.models.loader.safetensors import weight_files
+
+    found = []
+    for path in weight_files(source.path):
+        try:
+            with safe_open(path, framework="np") as shard:
+                slices = [shard.get_slice(name) for name in shard.keys()]
+                found += [(s.get_dtype(), math.prod(s.get_shape()) * _bytes_of(s.get_dtype())) for s in slices]
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelLoadError(f"{path} is truncated or corrupted ({error}); download it again") from error
+    return found
+
+
+def _bytes_of(kind: str) -> int:
+    """Size of a safetensors type: its name ends with its bits (BF16, F8_E4M3 apart)."""
+    digits = "".join(c for c in kind.split("_")[0] if c.isdigit())
+    return int(digits) // 8 if digits else 1
+
+
+def _shape(spec: DecoderSpec) -> dict[str, Any]:
+    attention = spec.layers[0].attention
+    return {
+        "architecture": spec.architecture,
+        "parameters": spec.num_parameters,
+        "weight_bytes": 4 * spec.num_parameters,
+        "layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "heads": attention.num_heads,
+        "kv_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "vocab_size": spec.vocab_size,
+        "context": spec.max_positions,
+        "tied_head": spec.tied_head,
+        "kv_bytes_per_token": spec.kv_bytes_per_token,
+        "kv_groups": [{"kind": group.kind, "window": group.window, "layers": len(group.layers),
+                       "bytes_per_token": group.bytes_per_token} for group in spec.cache_groups()],
+    }
+
+
+def _memory(spec: DecoderSpec, config: EngineConfig) -> dict[str, Any]:
+    """What an engine started now with these options would have."""
+    from quire.worker.memory import available_memory, size_pool
+
+    free, weights = available_memory(), 4 * spec.num_parameters
+    facts: dict[str, Any] = {"available_memory": free, "fits": False, "pool": None, "sequences": {}}
+    try:
+        pool = size_pool(spec, config.cache, config.model.max_model_len, free)
+    except OutOfMemoryError as error:
+        return {**facts, "reason": str(error)}
+    block = config.cache.block_size
+    total = weights + pool.num_blocks * pool.bytes_per_block
+    facts["fits"] = total <= free
+    facts["pool"] = {"blocks": pool.num_blocks, "block_size": block, "bytes": pool.num_blocks * pool.bytes_per_block,
+                     "tokens": pool.num_blocks * block, "longest_sequence": pool.max_model_len}
+    lengths = sorted({length for length in _LENGTHS if length < pool.max_model_len} | {pool.max_model_len})
+    facts["sequences"] = {str(length): _sequences(spec, pool, block, length) for length in lengths}
+    return facts
+
+
+def _sequences(spec: DecoderSpec, pool: PoolSize, block: int, length: int) -> int:
+    """How many sequences of a length the pool holds at once; a window layer keeps no more than its window."""
+    def blocks(window: int | None) -> int:
+        whole = -(-length // block)
+        return whole if window is None else min(whole, -(-window // block) + 1)
+
+    return min(pool.num_blocks // blocks(group.window) for group in spec.cache_groups())
+
+
+def _page(facts: dict[str, Any]) -> str:
+    stored = ", ".join(f"{kind} ({entry['tensors']} tensors, {size_text(entry['bytes'])})"
+                       for kind, entry in facts["stored_as"].items())
+    heads = f"{facts['heads']} heads, {facts['kv_heads']} of keys and values, of {facts['head_dim']}"
+    template = "yes" if facts["chat_template"] else "no: complete texts with it, do not chat"
+    tokenizer = "none" if facts["tokenizer_tokens"] is None else f"{facts['tokenizer_tokens']:,} tokens"
+    tied = ", head tied to the embedding" if facts["tied_head"] else ""
+    rows = [
+        ("model", f"{facts['name']} ({facts['path']})"),
+        ("architecture", f"{facts['architecture']}, {facts['layers']} layers, width {facts['hidden_size']:,}"),
+        ("attention", heads),
+        ("vocabulary", f"{facts['vocab_size']:,}{tied}; tokenizer: {tokenizer}"),
+        ("context", f"{facts['context']:,} tokens"),
+        ("chat template", template),
+        ("parameters", f"{facts['parameters']:,}"),
+        ("stored as", stored or "nothing (random weights)"),
+        ("weights in float32", size_text(facts["weight_bytes"])),
+        ("KV per token", f"{facts['kv_bytes_per_token']:,} bytes"),
+        *[("", _group(group)) for group in facts["kv_groups"] if len(facts["kv_groups"]) > 1 or group["window"]],
+        *_fit_rows(facts),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _group(group: dict[str, Any]) -> str:
+    reach = "every token" if group["window"] is None else f"the last {group['window']:,} tokens"
+    return f"  {group['layers']} layers keep {reach}: {group['bytes_per_token']:,} bytes of each"
+
+
+def _fit_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    free = f"{size_text(facts['available_memory'])} of memory available"
+    pool = facts["pool"]
+    if pool is None:
+        return [("this machine", f"{free}: does not fit, {facts['reason']}")]
+    total = facts["weight_bytes"] + pool["bytes"]
+    verdict = "fits" if facts["fits"] else "does NOT fit: take a smaller model or lower --kv-cache-memory"
+    return [
+        ("this machine", f"{free}; weights and KV pool take {size_text(total)}: {verdict}"),
+        ("KV pool", f"{size_text(pool['bytes'])}: {pool['blocks']:,} blocks of {pool['block_size']}, "
+                    f"{pool['tokens']:,} tokens, the longest sequence {pool['longest_sequence']:,}"),
+        ("at once", ", ".join(f"{count:,} × {int(length):,}" for length, count in facts["sequences"].items())
+                    + " (sequences × tokens)"),
+    ]
