@@ -47,7 +47,9 @@ def test_pieces_of_soups_of_bytes_and_special_tokens_join_to_the_full_decode(kin
     known = [tokenizer.backend.token_to_id(byte) for byte in vocabularies.BYTES]
     bytes_ = [i for i in known if i is not None] or list(range(4, min(size, 260)))
     special = sorted(tokenizer.special_ids)
+    spaces = [i for i in range(size) if not tokenizer.token_text(i).strip("▁ Ġ")]
     pools = [
+        spaces * 8 + list(range(size)),
         bytes_,
         bytes_ + special * 40,
         special * 20 + list(range(size)),

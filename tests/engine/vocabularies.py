@@ -53,8 +53,8 @@ def byte_level_in_sequence() -> Tokenizer:
     return tokenizer
 
 
-def sentencepiece(strip: bool) -> Tokenizer:
-    """BPE over ▁ with byte fallback; `strip` drops the first space, as Llama 2 does and Gemma does not."""
+def sentencepiece(strip: int) -> Tokenizer:
+    """BPE over ▁ with byte fallback; `strip` first spaces are dropped (Llama 2: one, Gemma: none)."""
     trained = Backend(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.train_from_iterator(
@@ -66,7 +66,7 @@ def sentencepiece(strip: bool) -> Tokenizer:
     backend = Backend(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if strip else []))
+    backend.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", strip, 0)] if strip else []))
     backend.add_special_tokens(SPECIALS)
     return wrap(backend)
 
@@ -97,8 +97,9 @@ def all_kinds() -> dict[str, Tokenizer]:
     return {
         "byte_level": byte_level(),
         "byte_level_in_sequence": byte_level_in_sequence(),
-        "llama2": sentencepiece(strip=True),
-        "gemma": sentencepiece(strip=False),
+        "llama2": sentencepiece(strip=1),
+        "gemma": sentencepiece(strip=0),
+        "strips_three": sentencepiece(strip=3),
         "unigram": unigram(),
         "word_piece": word_piece(),
     }

@@ -178,6 +178,37 @@ def test_looking_for_the_cut_and_sorting_whole_rows_keep_the_same_tokens(seed):
     )
 
 
+def test_weights_of_a_row_have_the_same_bits_alone_and_among_others_and_with_any_threads():
+    """Tokens would almost never show a last bit that differs, so look at the bits."""
+    logits = torch.randn(9, 4999, generator=torch.Generator().manual_seed(8)) * 3
+    peak = logits.amax(-1, keepdim=True)
+    together = sampler._weights(logits, peak, 0.7)
+    for i in range(9):
+        assert torch.equal(sampler._weights(logits[i], float(peak[i]), 0.7), together[i])
+        some = torch.randperm(4999)[:37].sort().values
+        assert torch.equal(sampler._weights(logits[i, some], float(peak[i]), 0.7), together[i, some])
+    torch.set_num_threads(2)
+    assert torch.equal(sampler._weights(logits, peak, 0.7), together)
+
+
+def test_a_draw_is_the_first_place_whose_exact_running_total_exceeds_its_share():
+    def pick(weights, noise):
+        return int(sampler._pick(torch.tensor([weights]), torch.tensor([noise], dtype=torch.float64)))
+
+    assert [pick([1, 2, 1], u) for u in (0.0, 0.24, 0.25, 0.74, 0.75, 0.999)] == [0, 0, 1, 1, 2, 2]
+    assert pick([0, 0, 3, 0], 0.0) == 2  # a token without weight is not drawn, not even by zero
+    assert pick([5, 0], 1 - 2**-53) == 0
+    huge = [1 << 40, 1, 1, 1, 1 << 40]
+    assert [pick(huge, ((1 << 40) + k + 0.5) / sum(huge)) for k in range(-1, 4)] == [0, 1, 2, 3, 4]
+    rng = random.Random(6)
+    for _ in range(200):
+        weights = [rng.randrange(1 << rng.randrange(1, 41)) for _ in range(300)]
+        noise = rng.random()
+        target = min(int(noise * float(sum(weights))), sum(weights) - 1)
+        running = np.cumsum(np.array(weights, dtype=object))
+        assert pick(weights, noise) == next(i for i, total in enumerate(running) if total > target)
+
+
 def test_draws_follow_the_distribution():
     n, vocab = 5_000, 12
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(5)) * 1.5
