@@ -47,7 +47,7 @@ class EngineCore:
             self.scheduler.fail_stuck()
         updates = self.scheduler.take_updates()
         if not self.scheduler.has_work:
-            self.scheduler.examine()
+            self.scheduler.rest()
         return updates
 
     def _submit(self, plan: StepPlan) -> None:

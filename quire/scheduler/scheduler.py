@@ -29,6 +29,10 @@ from quire.scheduler.queue import FCFSQueue, WaitingQueue
 from quire.scheduler.request import FinishReason, Request, Sequence, Status
 
 
+_EXAMINE_EVERY = 10.0
+"""Seconds: a full check takes milliseconds for ten thousand blocks, too long for every pause of a busy engine."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one step and one sequence may hold."""
@@ -116,6 +120,7 @@ class Scheduler:
         self._updates: list[SequenceUpdate] = []
         self._quarantined: list[SequenceKV] = []
         self._broken = False
+        self._examined_at = float("-inf")
         self._arrivals = 0
         self._steps = 0
         self._short = False
@@ -395,6 +400,13 @@ class Scheduler:
         self._quarantined.append(seq.kv)
         seq.kv = SequenceKV(seq.kv.key)
         self._finish(seq, FinishReason.ABORT, error=self._note_broken(error))
+
+    def rest(self) -> None:
+        """There is nothing to do: a moment to examine everything, if that was not done lately."""
+        now = self._clock()
+        if self._broken or now - self._examined_at >= _EXAMINE_EVERY:
+            self._examined_at = now
+            self.examine()
 
     def examine(self) -> bool:
         """For an engine at rest: check everything, and start the cache afresh if anything is or was wrong.

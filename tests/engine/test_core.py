@@ -190,6 +190,36 @@ def test_an_interrupt_while_waiting_for_a_result_loses_nothing() -> None:
     assert got_its_tokens(request)
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("lost", [1, 2, 3, 5])
+def test_plans_made_before_a_lost_step_was_known_harm_nobody_else(depth: int, lost: int) -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=9, max_num_partial_prefills=2, max_num_seqs=4)
+
+    class Stumbling(SimulatedWorker):
+        def execute(self, plan: StepPlan) -> StepResult:
+            if plan.step == lost:
+                self.contents.begin(plan.step)
+                self.retire(plan.step)
+                raise RuntimeError("the device fell over")
+            result = super().execute(plan)
+            self.retire(plan.step)
+            return result
+
+    core = EngineCore(scheduler, LocalExecutor(Stumbling.beside(scheduler)), depth)
+    made = requests(7)
+    for request in made:
+        core.add(request)
+    run(core)
+    failed = [request for request in made if request.sequences[0].error]
+    assert 0 < len(failed) < len(made), [r.sequences[0].error for r in made]
+    assert all(got_its_tokens(request) for request in made if request not in failed)
+    scheduler.check()
+    again = make_request("again", [1, 2, 3], 5)
+    core.add(again)
+    run(core)
+    assert got_its_tokens(again)
+
+
 # ---- quarantine
 
 
@@ -266,6 +296,18 @@ def test_a_request_that_finds_no_room_for_ever_is_ended() -> None:
     core.add(request)
     run(core)
     assert "no room left" in (request.sequences[0].error or "")
+
+
+def test_an_engine_at_rest_is_examined_but_not_at_every_pause() -> None:
+    core, _ = make_core()
+    now, examined = [0.0], []
+    core.scheduler._clock = lambda: now[0]
+    core.scheduler.check = lambda: examined.append(now[0])  # type: ignore[method-assign, assignment, return-value]
+    for time in (0.0, 1.0, 9.0, 10.0, 15.0, 20.0):
+        now[0] = time
+        core.add(make_request("a", [1, 2], 1))
+        run(core)
+    assert examined == [0.0, 10.0, 20.0]
 
 
 def test_a_leak_in_an_idle_engine_is_mended_before_it_costs_a_request() -> None:
