@@ -165,7 +165,6 @@ def test_random_cuts_of_a_stream_give_the_same_text():
             size = rng.randint(1, 4)
             cut.process(rest[:size], finish_reason="length" if len(rest) <= size else None)
             rest = rest[size:]
-        assert cut.output().outputs == whole.output().outputs or rest  # deltas differ only when cut mid-way
         assert cut.output().outputs[0].text == whole.output().outputs[0].text
         assert cut.output().outputs[0].token_ids == whole.output().outputs[0].token_ids
 
