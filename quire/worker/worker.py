@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from quire.config import EngineConfig
@@ -35,7 +38,7 @@ class Worker:
         self._runner = ModelRunner(decoder, self._cache, self._table)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        with torch.inference_mode():
+        with torch.inference_mode(), _one_torch_thread():
             self._table.apply(plan)
             if plan.copies:
                 self._cache.copy(plan.copies)
@@ -45,6 +48,17 @@ class Worker:
         """Give the memory of cache and weights back even while somebody still holds the worker."""
         for name in ("_runner", "_cache", "_table"):
             self.__dict__.pop(name, None)
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """The kernels have threads of their own; torch's would spin on the same cores between its few small operations."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_device(config: EngineConfig) -> None:
