@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 INTRO = (
-    "Measures speed on this machine and prints one JSON line per case: the machine, the commit, the workload, the\n"
-    "figures and, where there is one, the share of the physical limit."
+    "Measures speed on this machine and prints one JSON line per case: the machine, the commit, the\n"
+    "workload, the figures and, where there is one, the share of the physical limit."
 )
 EXAMPLES = (
     "examples:\n"

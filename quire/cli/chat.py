@@ -1,7 +1,7 @@
 """Talks with a model: answers appear as they are made, and the model remembers what was said.
 
-Ctrl-C stops an answer, Ctrl-D or /exit ends the chat. A line that ends in a backslash goes on in the next one; three
-double quotes open and close a text of several lines. /help lists the commands."""
+Ctrl-C stops an answer, Ctrl-D or /exit ends the chat. A line that ends in a backslash goes on in the next
+one; three double quotes open and close a text of several lines. /help lists the commands."""
 
 from __future__ import annotations
 
@@ -39,8 +39,13 @@ PROMPT, CONTINUED, QUOTES = "› ", "… ", '"""'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", default="smollm2-135m",
-                        help="alias, path or hub id (default: %(default)s)")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default="smollm2-135m",
+        help="alias, path or hub id (default: %(default)s)",
+    )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     add_sampling_options(parser, DEFAULTS, leave_out=UNUSED)
     add_engine_options(parser, leave_out=("model", "skip_tokenizer_init"), rename={"seed": "--engine-seed"})
@@ -52,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise ChatTemplateError(
                 f"{args.model} has no chat template, so it was not made for chats (a base model, perhaps): "
-                f"complete texts with `quire generate --model {args.model}` instead")
+                f"complete texts with `quire generate --model {args.model}` instead"
+            )
         Chat(llm, params, args.system).talk()
     return 0
 
@@ -91,10 +97,10 @@ class Chat:
                 self._answer(text)
 
     def _read(self) -> str | None:
-        """One message: a line, lines that end in a backslash, or lines between triple quotes; None for an empty one."""
+        """A message: a line, lines that end in a backslash, or lines between triple quotes; None if empty."""
         line = self._input(PROMPT)
         if line.strip().startswith(QUOTES):
-            return self._read_quoted(line.strip()[len(QUOTES):]).strip() or None
+            return self._read_quoted(line.strip()[len(QUOTES) :]).strip() or None
         lines = []
         while line.endswith("\\"):
             lines.append(line[:-1])
@@ -128,8 +134,11 @@ class Chat:
             self._note("(the conversation is forgotten)")
         elif word == "/system":
             self._conversation = Conversation(self._llm, rest.strip() or None)
-            self._note(f"(new conversation, system prompt: {rest.strip()})" if rest.strip()
-                       else "(new conversation without a system prompt)")
+            self._note(
+                f"(new conversation, system prompt: {rest.strip()})"
+                if rest.strip()
+                else "(new conversation without a system prompt)"
+            )
         else:
             self._note(f"there is no command {word}; /help lists them")
         return True
@@ -141,8 +150,10 @@ class Chat:
             self._note(f"({error})")
             return
         if forgotten:
-            self._note(f"(the context of {self._llm.max_model_len:,} tokens is full: "
-                       f"the oldest {forgotten} messages are forgotten)")
+            self._note(
+                f"(the context of {self._llm.max_model_len:,} tokens is full: "
+                f"the oldest {forgotten} messages are forgotten)"
+            )
         answer, note = self._stream(prompt)
         self._conversation.answered(answer)
         if note:
@@ -171,8 +182,11 @@ class Chat:
 
     def _note(self, text: str) -> None:
         """Something that the model did not say."""
-        print(styled(text, DIM, sys.stdout) if self._interactive else text,
-              file=sys.stdout if self._interactive else sys.stderr, flush=True)
+        print(
+            styled(text, DIM, sys.stdout) if self._interactive else text,
+            file=sys.stdout if self._interactive else sys.stderr,
+            flush=True,
+        )
 
 
 def _enable_editing() -> None:

@@ -1,4 +1,4 @@
-"""The commands of `quire` by name; each one's module is imported, and its parser made, only when it is asked for."""
+"""The commands of `quire` by name; each one's module and parser are made only when it is asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.errors import QuireError
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A line of `quire --help`. The module has `add_arguments(parser)` and `run(args) -> int`, or there are `children`."""
+    """A line of `quire --help`: a module with `add_arguments(parser)` and `run(args)`, or `children`."""
 
     module: str
     summary: str
@@ -24,7 +24,7 @@ class Command:
 
 BENCHES: dict[str, Command] = {
     "cpu": Command("quire.bench.cpu", "cases A to D on a CPU, against transformers in one run"),
-    "scheduler": Command("quire.cli.bench_scheduler", "microseconds of planning one step, for 16 to 1,024 sequences"),
+    "scheduler": Command("quire.cli.bench_scheduler", "time to plan a step of 16 to 1,024 sequences"),
     "prefix-cache": Command("quire.cli.bench_prefix_cache", "hit rates of the eviction policies on a trace"),
     "gpu": Command("quire.cli.bench_gpu", "throughput and latency on a GPU"),
 }
@@ -85,8 +85,11 @@ def load(command: Command, prog: str) -> Any:
 def make_parser(module: Any, prog: str) -> CommandParser:
     """The command's parser: described by its module's docstring, with its `EXAMPLES` at the end."""
     parser = CommandParser(
-        prog=prog, description=_description(module.__doc__ or ""), epilog=getattr(module, "EXAMPLES", None),
-        formatter_class=HelpFormatter)
+        prog=prog,
+        description=_description(module.__doc__ or ""),
+        epilog=getattr(module, "EXAMPLES", None),
+        formatter_class=HelpFormatter,
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="show a traceback when something fails")
     module.add_arguments(parser)
     # argparse would list every flag here, a screenful of them, before it lists them again with their meaning.
@@ -99,12 +102,14 @@ def _places(parser: argparse.ArgumentParser) -> list[str]:
     places = []
     for action in parser._get_positional_actions():
         name = str(action.metavar or action.dest)
-        places.append({"*": f"[{name} ...]", "+": f"{name} ...", "?": f"[{name}]"}.get(str(action.nargs), name))
+        places.append(
+            {"*": f"[{name} ...]", "+": f"{name} ...", "?": f"[{name}]"}.get(str(action.nargs), name)
+        )
     return places
 
 
 def _description(docstring: str) -> str:
-    """The docstring for people who type: without the command's name in front, which the usage line has said."""
+    """The docstring without the command's name in front, which the usage line has said."""
     head, colon, rest = docstring.strip().partition(": ")
     text = rest if colon and head.startswith("`quire") else docstring.strip()
     return text[:1].upper() + text[1:]
@@ -157,7 +162,8 @@ def _help(prog: str, among: Mapping[str, Command]) -> str:
         "options:\n"
         "  -h, --help      this text\n"
         "  --version       the version\n"
-        "  -v, --verbose   show a traceback when something fails")
+        "  -v, --verbose   show a traceback when something fails",
+    )
 
 
 def all_parsers() -> dict[str, CommandParser]:

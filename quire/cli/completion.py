@@ -1,4 +1,4 @@
-"""Prints a script that teaches a shell Quire's commands, flags and model names, derived from the commands themselves."""
+"""Prints a script that teaches a shell Quire's commands, flags and model names."""
 
 from __future__ import annotations
 
@@ -61,8 +61,12 @@ def tree() -> dict[str, Node]:
 
 def _flags(parser: CommandParser) -> tuple[Flag, ...]:
     return tuple(
-        Flag(tuple(action.option_strings), _first_clause(action.help or ""), action.nargs != 0, _values(action))
-        for action in parser._actions if action.option_strings)
+        Flag(
+            tuple(action.option_strings), _first_clause(action.help or ""), action.nargs != 0, _values(action)
+        )
+        for action in parser._actions
+        if action.option_strings
+    )
 
 
 def _first_clause(text: str) -> str:
@@ -97,12 +101,19 @@ def bash(nodes: Mapping[str, Node]) -> str:
         "    esac",
         "  done",
         '  case "$path $prev" in',
-        *[f"    {pattern}) known={shlex.quote(' '.join(flag.values))} ;;"
-          for words, node in nodes.items() for flag in node.flags if flag.takes_value
-          for pattern in ["|".join(shlex.quote(f"{words} {name}") for name in flag.names)]],
-        '    *) case "$path" in',
-        *[f"      {shlex.quote(words)}) known={shlex.quote(' '.join(_completions(node)))} ;;"
-          for words, node in nodes.items()],
+        *[
+            f"    {pattern}) known={shlex.quote(' '.join(flag.values))} ;;"
+            for words, node in nodes.items()
+            for flag in node.flags
+            if flag.takes_value
+            for pattern in ["|".join(shlex.quote(f"{words} {name}") for name in flag.names)]
+        ],
+        '    *) case "$path:$cur" in',
+        *[
+            f"      {shlex.quote(words + ':')}{pattern}) known={shlex.quote(' '.join(offered))} ;;"
+            for words, node in nodes.items()
+            for pattern, offered in (("-*", _flag_names(node)), ("*", [*node.commands, *node.words]))
+        ],
         "      esac ;;",
         "  esac",
         '  COMPREPLY=( $(compgen -W "$known" -- "$cur") )',
@@ -121,8 +132,8 @@ def _key(before: str, last: str) -> str:
     return f"{before}/{last}"
 
 
-def _completions(node: Node) -> list[str]:
-    return [*node.commands, *node.words, *(name for flag in node.flags for name in flag.names)]
+def _flag_names(node: Node) -> list[str]:
+    return [name for flag in node.flags for name in flag.names]
 
 
 def zsh(nodes: Mapping[str, Node]) -> str:
@@ -138,13 +149,19 @@ def zsh(nodes: Mapping[str, Node]) -> str:
         "    esac",
         "  done",
         '  case "$quire_path $prev" in',
-        *[f"    {pattern}) {_zsh_values(flag)} ; return ;;"
-          for words, node in nodes.items() for flag in node.flags if flag.takes_value
-          for pattern in ["|".join(shlex.quote(f"{words} {name}") for name in flag.names)]],
+        *[
+            f"    {pattern}) {_zsh_values(flag)} ; return ;;"
+            for words, node in nodes.items()
+            for flag in node.flags
+            if flag.takes_value
+            for pattern in ["|".join(shlex.quote(f"{words} {name}") for name in flag.names)]
+        ],
         "  esac",
         '  case "$quire_path" in',
-        *[f"    {shlex.quote(words)}) known=({' '.join(shlex.quote(entry) for entry in _described(node))}) ;;"
-          for words, node in nodes.items()],
+        *[
+            f"    {shlex.quote(words)}) known=({' '.join(map(shlex.quote, _described(node)))}) ;;"
+            for words, node in nodes.items()
+        ],
         "  esac",
         "  _describe 'quire' known || _files",
         "}",
@@ -189,7 +206,9 @@ def _fish_condition(words: str, node: Node) -> str:
 
 def _fish_flag(flag: Flag, when: str) -> str:
     names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in flag.names)
-    value = f" -x -a {_fish_text(' '.join(flag.values))}" if flag.values else " -r" if flag.takes_value else ""
+    value = (
+        f" -x -a {_fish_text(' '.join(flag.values))}" if flag.values else " -r" if flag.takes_value else ""
+    )
     return f"complete -c quire -n {when} {names}{value} -d {_fish_text(flag.help)}"
 
 

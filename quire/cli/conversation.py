@@ -37,16 +37,17 @@ class Conversation:
         """
         before = list(self._turns)
         self._turns.append({"role": "user", "content": text})
-        limit = self._llm.max_model_len - self._room(max_tokens)
+        context = self._llm.max_model_len
         try:
-            prompt = self._render()
-            while self._length(prompt) > limit and len(self._turns) > 1:
+            prompt, length = self._render()
+            while length > context - self._room(max_tokens) and len(self._turns) > 1:
                 del self._turns[:2]
-                prompt = self._render()
-            if self._length(prompt) >= self._llm.max_model_len:
+                prompt, length = self._render()
+            if length >= context:
                 raise InvalidRequestError(
-                    f"this message alone has {self._length(prompt):,} tokens, and the context {self._llm.max_model_len:,}: "
-                    "shorten it", field="messages")
+                    f"this message alone makes {length:,} tokens, the context has {context:,}: shorten it",
+                    field="messages",
+                )
         except InvalidRequestError:
             self._turns = before
             raise
@@ -55,11 +56,10 @@ class Conversation:
     def answered(self, text: str) -> None:
         self._turns.append({"role": "assistant", "content": text})
 
-    def _render(self) -> str:
-        return self._llm.render_chat(self.messages)
-
-    def _length(self, prompt: str) -> int:
-        return 0 if self._llm.tokenizer is None else len(self._llm.tokenizer.encode(prompt))
+    def _render(self) -> tuple[str, int]:
+        """The prompt and its number of tokens."""
+        prompt = self._llm.render_chat(self.messages)
+        return prompt, 0 if self._llm.tokenizer is None else len(self._llm.tokenizer.encode(prompt))
 
     def _room(self, max_tokens: int | None) -> int:
         share = max(_LEAST_ROOM, int(self._llm.max_model_len * _ROOM_SHARE))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from quire.cli.engine import open_llm
@@ -18,21 +19,22 @@ if TYPE_CHECKING:
     from quire.llm import LLM
     from quire.sampling.params import SamplingParams
 
-EXAMPLES = (
-    "examples:\n"
-    "  quire demo\n"
-    "  quire demo --max-tokens 40 --num-threads 1"
-)
+EXAMPLES = "examples:\n  quire demo\n  quire demo --max-tokens 40 --num-threads 1"
 QUESTIONS = (
     "What is the capital of France, and what is it known for?",
-    "Explain in two sentences why the sky is blue.",
-    "Write a short poem about the sea.",
+    "How do plants make their food?",
+    "Give three tips for learning to cook.",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=integer, default=96, metavar="N",
-                        help="most tokens of each answer (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens",
+        type=integer,
+        default=96,
+        metavar="N",
+        help="most tokens of each answer (default: %(default)s)",
+    )
     add_engine_options(parser)
 
 
@@ -62,14 +64,14 @@ def _answer(llm: LLM, number: int, params: SamplingParams) -> RequestOutput:
         for output in llm.stream(prompt, params):
             made = len(output.outputs[0].token_ids)
             screen.write(output.outputs[0].text_delta, _status(number, made, params.max_tokens or 1, output))
+        if output.outputs[0].finish_reason == "length":
+            screen.write(" …")
     if output.error is not None:
         print(styled(f"(the answer failed: {output.error})", DIM, sys.stdout))
     return output
 
 
 def _status(number: int, made: int, most: int, output: RequestOutput | None) -> str:
-    import time
-
     share = (number + min(made / most, 1.0)) / len(QUESTIONS)
     text = f"{bar(share)} answer {number + 1} of {len(QUESTIONS)} · {made} tokens"
     first = None if output is None else output.metrics.first_token_time

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def open_llm(options: dict[str, Any], *, quiet: bool = False) -> LLM:
-    """An engine with these options. What it says on the way goes to stderr; nothing where that is no terminal."""
+    """An engine with these options. What it says on the way goes to stderr, if that is a terminal."""
     from quire.config import EngineConfig
 
     config = EngineConfig.create(**options)  # wrong options are refused before anything is fetched

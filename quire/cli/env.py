@@ -1,4 +1,4 @@
-"""Prints what Quire runs on: versions, processor, memory, compiled kernels, folders, GPU. Paste it into a bug report."""
+"""Prints what Quire runs on: versions, processor, memory, compiled kernels, folders, GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from quire.config import default_cache_dir
 from quire.errors import KernelBuildError
 
 EXAMPLES = "examples:\n  quire env\n  quire env --json"
-_PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "huggingface_hub", "transformers", "triton")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "gguf",
+    "huggingface_hub",
+    "transformers",
+    "triton",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +39,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts))
         return 0
-    shown = {**facts, "packages": ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
-             "memory": f"{size_text(facts['memory']['total'])}, {size_text(facts['memory']['available'])} available",
-             "gpus": ", ".join(facts["gpus"]) or "none"}
+    memory = facts["memory"]
+    shown = {
+        **facts,
+        "packages": ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
+        "memory": f"{size_text(memory['total'])}, {size_text(memory['available'])} available",
+        "gpus": ", ".join(facts["gpus"]) or "none",
+    }
     width = max(map(len, shown))
     for name, value in shown.items():
         print(f"{name:<{width}}  {value}")

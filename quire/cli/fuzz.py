@@ -1,7 +1,7 @@
-"""Plays random workloads (arrivals, aborts, tiny KV pools, shared prefixes) through the whole engine and through the
-plain path, and compares tokens and log-probabilities bit by bit.
+"""Plays random workloads through the whole engine and through the plain path, and compares them bit by bit.
 
-The first difference is shrunk to a small case and printed with the command that replays it; the exit code is then 1."""
+Requests come and go, share prefixes, and fight over tiny KV pools. The first difference in tokens or
+log-probabilities is shrunk to a small case and printed with the command that replays it (exit code 1)."""
 
 from __future__ import annotations
 
@@ -33,13 +33,22 @@ _REPORT_SECONDS = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=number, default=60.0, metavar="S",
-                        help="how long to go on (default: %(default)s)")
+    length.add_argument(
+        "--seconds", type=number, default=60.0, metavar="S", help="how long to go on (default: %(default)s)"
+    )
     length.add_argument("--cases", type=integer, metavar="N", help="how many cases to play")
-    length.add_argument("--replay", metavar="CASE", help="play one case: a file with its JSON, or the JSON itself")
-    parser.add_argument("--seed", type=integer, metavar="N",
-                        help="seed of the first case, the next one has the next (default: a random one)")
-    parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="print a failing case as it is")
+    length.add_argument(
+        "--replay", metavar="CASE", help="play one case: a file with its JSON, or the JSON itself"
+    )
+    parser.add_argument(
+        "--seed",
+        type=integer,
+        metavar="N",
+        help="seed of the first case, the next one has the next (default: a random one)",
+    )
+    parser.add_argument(
+        "--no-shrink", dest="shrink", action="store_false", help="print a failing case as it is"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _player(folder: Path) -> Callable[[FuzzCase], str | None]:
     """Plays a case in a folder of its own."""
+
     def play(case: FuzzCase) -> str | None:
         from quire.fuzz.run import find_difference
 
@@ -88,12 +98,14 @@ def _search(args: argparse.Namespace, play: Callable[[FuzzCase], str | None]) ->
             return 1
         seed += 1
     _progress_end()
-    print(f"{seed - first} cases in {time.monotonic() - start:.0f} s, no difference (seeds {first} to {seed - 1})")
+    print(f"{seed - first} cases in {time.monotonic() - start:.0f} s, no difference (seeds from {first})")
     return 0
 
 
-def _report(seed: int, case: FuzzCase, difference: str, shrinking: bool, play: Callable[[FuzzCase], str | None]) -> None:
-    """Say what failed, then make it small; Ctrl-C while that goes on still prints the case as far as it got."""
+def _report(
+    seed: int, case: FuzzCase, difference: str, shrinking: bool, play: Callable[[FuzzCase], str | None]
+) -> None:
+    """Say what failed, then make it small; Ctrl-C ends that, and prints the case as far as it got."""
     print(f"FAILED: case {seed}: {difference}", flush=True)
     if shrinking:
         from quire.fuzz.shrink import shrink

@@ -1,7 +1,7 @@
 """Continues each prompt, or answers it through the model's chat template (--chat).
 
-The text is written as it is made. Several prompts are computed together and shown in their order. A prompt `-` is
-read from standard input."""
+The text is written as it is made. Several prompts are computed together and shown in their order. A prompt
+`-` is read from standard input."""
 
 from __future__ import annotations
 
@@ -42,19 +42,40 @@ _SHOWN_PROMPT = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; - reads standard input")
-    parser.add_argument("--file", action="append", default=[], metavar="FILE",
-                        help="take a prompt from a file; may be given several times")
-    parser.add_argument("--lines", action="store_true",
-                        help="every line of a file or of standard input is a prompt of its own")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="text to continue; - reads standard input"
+    )
+    parser.add_argument(
+        "--file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="take a prompt from a file; may be given several times",
+    )
+    parser.add_argument(
+        "--lines",
+        action="store_true",
+        help="every line of a file or of standard input is a prompt of its own",
+    )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--raw", action="store_true", help="give the model the text as it is (this is the default)")
-    form.add_argument("--chat", action="store_true", help="make it a question, with the model's chat template")
+    form.add_argument(
+        "--raw", action="store_true", help="give the model the text as it is (this is the default)"
+    )
+    form.add_argument(
+        "--chat", action="store_true", help="make it a question, with the model's chat template"
+    )
     parser.add_argument("--system", metavar="TEXT", help="system prompt (with --chat)")
-    parser.add_argument("--json", action="store_true",
-                        help="one JSON object per prompt, with tokens, finish reason and timing, when all are done")
-    parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=None,
-                        help="write text as it is made, or at the end (default: on, off with --json)")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object per prompt, with tokens, finish reason and timing",
+    )
+    parser.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="write text as it is made, or at the end (default: on, off with --json)",
+    )
     add_sampling_options(parser, DEFAULTS)
     add_engine_options(parser, rename={"seed": "--engine-seed"})
 
@@ -87,7 +108,9 @@ def _finish(outputs: list[RequestOutput], quiet: bool) -> int:
     figures = measure(outputs)
     if figures is not None and not quiet and sys.stderr.isatty():
         print(styled(figures.line(), DIM, sys.stderr), file=sys.stderr)
-    failed = [(number, output.error) for number, output in enumerate(outputs, start=1) if output.error is not None]
+    failed = [
+        (number, output.error) for number, output in enumerate(outputs, start=1) if output.error is not None
+    ]
     for number, error in failed:
         print(f"quire: error: prompt {number} failed: {error}", file=sys.stderr)
     return 1 if failed else 0
@@ -122,7 +145,8 @@ def _token_ids(prompt: str) -> list[int]:
         return [int(word) for word in prompt.replace(",", " ").split()]
     except ValueError:
         raise InvalidRequestError(
-            "without a tokenizer (--skip-tokenizer-init) a prompt is a list of token ids, as in '1 5 9'", "prompt"
+            "without a tokenizer (--skip-tokenizer-init) a prompt is a list of token ids, as in 1 5 9",
+            "prompt",
         ) from None
 
 
@@ -222,9 +246,12 @@ def _completion(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _logprobs(positions: Any) -> list[list[dict[str, Any]] | None] | None:
-    """Each position as a list, the token itself first (JSON would turn the ids that key a dict into texts)."""
+    """Each position as a list, the token itself first (as keys of JSON, ids would become texts)."""
     if positions is None:
         return None
-    return [position if position is None else
-            [{"token_id": token, **dataclasses.asdict(entry)} for token, entry in position.items()]
-            for position in positions]
+    return [
+        position
+        if position is None
+        else [{"token_id": token, **dataclasses.asdict(entry)} for token, entry in position.items()]
+        for position in positions
+    ]

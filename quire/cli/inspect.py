@@ -59,9 +59,15 @@ def _identity(source: ModelSource) -> dict[str, Any]:
         tokenizer, template = found.vocab_size, found.chat_template is not None
     except ModelLoadError:
         pass
-    return {"name": source.name, "path": str(source.path), "stored_as": formats,
-            "stored_bytes": sum(entry["bytes"] for entry in formats.values()),
-            "tokenizer_tokens": tokenizer, "chat_template": template, "eos_token_ids": list(source.eos_token_ids)}
+    return {
+        "name": source.name,
+        "path": str(source.path),
+        "stored_as": formats,
+        "stored_bytes": sum(entry["bytes"] for entry in formats.values()),
+        "tokenizer_tokens": tokenizer,
+        "chat_template": template,
+        "eos_token_ids": list(source.eos_token_ids),
+    }
 
 
 def _stored_formats(source: ModelSource) -> dict[str, dict[str, int]]:
@@ -89,8 +95,10 @@ def _tensors(source: ModelSource) -> list[tuple[str, int]]:
     for path in weight_files(source.path):
         try:
             with safe_open(path, framework="np") as shard:
-                slices = [shard.get_slice(name) for name in shard.keys()]
-                found += [(s.get_dtype(), math.prod(s.get_shape()) * _bytes_of(s.get_dtype())) for s in slices]
+                slices = [shard.get_slice(name) for name in list(shard.keys())]
+                found += [
+                    (s.get_dtype(), math.prod(s.get_shape()) * _bytes_of(s.get_dtype())) for s in slices
+                ]
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelLoadError(f"{path} is truncated or corrupted ({error}); download it again") from error
     return found
@@ -117,8 +125,15 @@ def _shape(spec: DecoderSpec) -> dict[str, Any]:
         "context": spec.max_positions,
         "tied_head": spec.tied_head,
         "kv_bytes_per_token": spec.kv_bytes_per_token,
-        "kv_groups": [{"kind": group.kind, "window": group.window, "layers": len(group.layers),
-                       "bytes_per_token": group.bytes_per_token} for group in spec.cache_groups()],
+        "kv_groups": [
+            {
+                "kind": group.kind,
+                "window": group.window,
+                "layers": len(group.layers),
+                "bytes_per_token": group.bytes_per_token,
+            }
+            for group in spec.cache_groups()
+        ],
     }
 
 
@@ -135,8 +150,13 @@ def _memory(spec: DecoderSpec, config: EngineConfig) -> dict[str, Any]:
     block = config.cache.block_size
     total = weights + pool.num_blocks * pool.bytes_per_block
     facts["fits"] = total <= free
-    facts["pool"] = {"blocks": pool.num_blocks, "block_size": block, "bytes": pool.num_blocks * pool.bytes_per_block,
-                     "tokens": pool.num_blocks * block, "longest_sequence": pool.max_model_len}
+    facts["pool"] = {
+        "blocks": pool.num_blocks,
+        "block_size": block,
+        "bytes": pool.num_blocks * pool.bytes_per_block,
+        "tokens": pool.num_blocks * block,
+        "longest_sequence": pool.max_model_len,
+    }
     lengths = sorted({length for length in _LENGTHS if length < pool.max_model_len} | {pool.max_model_len})
     facts["sequences"] = {str(length): _sequences(spec, pool, block, length) for length in lengths}
     return facts
@@ -144,6 +164,7 @@ def _memory(spec: DecoderSpec, config: EngineConfig) -> dict[str, Any]:
 
 def _sequences(spec: DecoderSpec, pool: PoolSize, block: int, length: int) -> int:
     """How many sequences of a length the pool holds at once; a window layer keeps no more than its window."""
+
     def blocks(window: int | None) -> int:
         whole = -(-length // block)
         return whole if window is None else min(whole, -(-window // block) + 1)
@@ -152,15 +173,20 @@ def _sequences(spec: DecoderSpec, pool: PoolSize, block: int, length: int) -> in
 
 
 def _page(facts: dict[str, Any]) -> str:
-    stored = ", ".join(f"{kind} ({entry['tensors']} tensors, {size_text(entry['bytes'])})"
-                       for kind, entry in facts["stored_as"].items())
+    stored = ", ".join(
+        f"{kind} ({entry['tensors']} tensors, {size_text(entry['bytes'])})"
+        for kind, entry in facts["stored_as"].items()
+    )
     heads = f"{facts['heads']} heads, {facts['kv_heads']} of keys and values, of {facts['head_dim']}"
     template = "yes" if facts["chat_template"] else "no: complete texts with it, do not chat"
     tokenizer = "none" if facts["tokenizer_tokens"] is None else f"{facts['tokenizer_tokens']:,} tokens"
     tied = ", head tied to the embedding" if facts["tied_head"] else ""
     rows = [
         ("model", f"{facts['name']} ({facts['path']})"),
-        ("architecture", f"{facts['architecture']}, {facts['layers']} layers, width {facts['hidden_size']:,}"),
+        (
+            "architecture",
+            f"{facts['architecture']}, {facts['layers']} layers, width {facts['hidden_size']:,}",
+        ),
         ("attention", heads),
         ("vocabulary", f"{facts['vocab_size']:,}{tied}; tokenizer: {tokenizer}"),
         ("context", f"{facts['context']:,} tokens"),
@@ -169,7 +195,11 @@ def _page(facts: dict[str, Any]) -> str:
         ("stored as", stored or "nothing (random weights)"),
         ("weights in float32", size_text(facts["weight_bytes"])),
         ("KV per token", f"{facts['kv_bytes_per_token']:,} bytes"),
-        *[("", _group(group)) for group in facts["kv_groups"] if len(facts["kv_groups"]) > 1 or group["window"]],
+        *[
+            ("", _group(group))
+            for group in facts["kv_groups"]
+            if len(facts["kv_groups"]) > 1 or group["window"]
+        ],
         *_fit_rows(facts),
     ]
     width = max(len(name) for name, _ in rows)
@@ -190,8 +220,14 @@ def _fit_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     verdict = "fits" if facts["fits"] else "does NOT fit: take a smaller model or lower --kv-cache-memory"
     return [
         ("this machine", f"{free}; weights and KV pool take {size_text(total)}: {verdict}"),
-        ("KV pool", f"{size_text(pool['bytes'])}: {pool['blocks']:,} blocks of {pool['block_size']}, "
-                    f"{pool['tokens']:,} tokens, the longest sequence {pool['longest_sequence']:,}"),
-        ("at once", ", ".join(f"{count:,} × {int(length):,}" for length, count in facts["sequences"].items())
-                    + " (sequences × tokens)"),
+        (
+            "KV pool",
+            f"{size_text(pool['bytes'])}: {pool['blocks']:,} blocks of {pool['block_size']}, "
+            f"{pool['tokens']:,} tokens, the longest sequence {pool['longest_sequence']:,}",
+        ),
+        (
+            "at once",
+            ", ".join(f"{count:,} × {int(length):,}" for length, count in facts["sequences"].items())
+            + " (sequences × tokens)",
+        ),
     ]

@@ -1,4 +1,4 @@
-"""The `quire` command: finds what is asked for, runs it, and turns every failure into one line and an exit code."""
+"""The `quire` command: runs what is asked for, and turns every failure into one line and an exit code."""
 
 from __future__ import annotations
 

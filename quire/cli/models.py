@@ -22,7 +22,9 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cache-dir", metavar="FOLDER", help="where models are kept (default: the user's cache folder)")
+    parser.add_argument(
+        "--cache-dir", metavar="FOLDER", help="where models are kept (default: the user's cache folder)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per model")
 
 
@@ -42,9 +44,18 @@ def _catalog(cache_dir: str | None) -> list[dict[str, Any]]:
     rows = []
     for entry in CATALOG.values():
         path = cached_file(entry, cache_dir)
-        rows.append({"name": entry.alias, "title": entry.title, "parameters": entry.parameters,
-                     "license": entry.license, "bytes": entry.size, "download_bytes": entry.download_bytes,
-                     "cached": path is not None, "path": None if path is None else str(path)})
+        rows.append(
+            {
+                "name": entry.alias,
+                "title": entry.title,
+                "parameters": entry.parameters,
+                "license": entry.license,
+                "bytes": entry.size,
+                "download_bytes": entry.download_bytes,
+                "cached": path is not None,
+                "path": None if path is None else str(path),
+            }
+        )
     return rows
 
 
@@ -61,8 +72,17 @@ def _from_hub(cache_dir: str | None) -> list[dict[str, Any]]:
     rows = []
     for path in sorted(folder.glob("models--*--*")):
         name = path.name.removeprefix("models--").replace("--", "/")
-        rows.append({"name": name, "title": name, "parameters": "", "license": "", "bytes": _size_of(path / "blobs"),
-                     "cached": True, "path": str(path)})
+        rows.append(
+            {
+                "name": name,
+                "title": name,
+                "parameters": "",
+                "license": "",
+                "bytes": _size_of(path / "blobs"),
+                "cached": True,
+                "path": str(path),
+            }
+        )
     return rows
 
 
@@ -74,10 +94,16 @@ def _size_of(folder: Path) -> int:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    where = row["path"] if row["cached"] else f"no ({size_text(row['download_bytes'])} to download: quire pull {row['name']})"
+    where = (
+        row["path"]
+        if row["cached"]
+        else f"no ({size_text(row['download_bytes'])} to download: quire pull {row['name']})"
+    )
     return row["name"], row["parameters"], row["license"], size_text(row["bytes"]), where
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows
+    )

@@ -1,4 +1,4 @@
-"""Command-line flags derived from the engine's options and from SamplingParams, and read back from parsed arguments."""
+"""Command-line flags derived from the engine's options and from SamplingParams, and read back."""
 
 from __future__ import annotations
 
@@ -44,9 +44,13 @@ SAMPLING_HELP = {
 }
 
 
-def add_engine_options(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = (),
-                       rename: Mapping[str, str] | None = None) -> None:
-    """A flag for every option of `quire.config`, a group for every section. `rename` gives an option another flag."""
+def add_engine_options(
+    parser: argparse.ArgumentParser,
+    *,
+    leave_out: Collection[str] = (),
+    rename: Mapping[str, str] | None = None,
+) -> None:
+    """A flag for every option of `quire.config`, grouped by section; `rename` gives one another flag."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for section, f in option_fields():
         if f.name in leave_out:
@@ -54,8 +58,14 @@ def add_engine_options(parser: argparse.ArgumentParser, *, leave_out: Collection
         if section not in groups:
             groups[section] = parser.add_argument_group(_GROUP_TITLES.get(section, section))
         choices = f.metadata.get("choices")
-        _add(groups[section], ENGINE_PREFIX + f.name, (rename or {}).get(f.name, flag_of(f.name)), str(f.type),
-             _with_default(f.metadata["help"], f.default), choices)
+        _add(
+            groups[section],
+            ENGINE_PREFIX + f.name,
+            (rename or {}).get(f.name, flag_of(f.name)),
+            str(f.type),
+            _with_default(f.metadata["help"], f.default),
+            choices,
+        )
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -63,8 +73,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return _given(args, ENGINE_PREFIX)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], *,
-                         leave_out: Collection[str] = ()) -> None:
+def add_sampling_options(
+    parser: argparse.ArgumentParser, defaults: Mapping[str, Any], *, leave_out: Collection[str] = ()
+) -> None:
     """A flag for every field of SamplingParams; `defaults` are those of the command where they differ."""
     group = parser.add_argument_group("sampling")
     for f in dataclasses.fields(SamplingParams):
@@ -94,8 +105,14 @@ def _with_default(text: str, default: Any) -> str:
     return f"{text} (default: {shown})".replace("%", "%%")
 
 
-def _add(group: argparse._ArgumentGroup, dest: str, flag: str, kind: str, text: str,
-         choices: tuple[str, ...] | None) -> None:
+def _add(
+    group: argparse._ArgumentGroup,
+    dest: str,
+    flag: str,
+    kind: str,
+    text: str,
+    choices: tuple[str, ...] | None,
+) -> None:
     """One flag of the kind that a field's annotation says; absent from the namespace unless given."""
     common: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": text}
     base = kind.removesuffix(" | None")

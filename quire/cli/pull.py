@@ -1,6 +1,7 @@
 """Downloads a model into the cache and prints where it is. What is there already is not fetched again.
 
-MODEL is a short name (`quire models` lists them) or the id of a hub repository, org/name or org/name:QUANT."""
+MODEL is a short name (`quire models` lists them) or the id of a hub repository: org/name, or
+org/name:QUANT for one of several GGUF files."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="short name or hub id")
-    parser.add_argument("--cache-dir", metavar="FOLDER", help="where to keep it (default: the user's cache folder)")
+    parser.add_argument(
+        "--cache-dir", metavar="FOLDER", help="where to keep it (default: the user's cache folder)"
+    )
     parser.add_argument("-q", "--quiet", action="store_true", help="show no progress bar")
 
 
@@ -47,4 +50,6 @@ def _path(model: str, cache_dir: str | None, progress: bool) -> Path:
     if looks_like_hub_id(model):
         hub_cache = None if cache_dir is None else Path(cache_dir).expanduser() / "hub"
         return fetch_from_hub(model, cache_dir=hub_cache, progress=progress)
-    raise DownloadError(f"there is no model {model!r} to fetch: it is none of {', '.join(CATALOG)} nor a hub id org/name")
+    raise DownloadError(
+        f"there is no model {model!r} to fetch: it is none of {', '.join(CATALOG)} nor a hub id org/name"
+    )

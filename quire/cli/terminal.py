@@ -1,4 +1,4 @@
-"""How commands look: colours where a terminal shows them, text wrapped above a live status line, sizes for people."""
+"""How commands look: colours on a terminal, text wrapped above a live status line, sizes for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import TextIO
 
 DIM, BOLD, GREEN, CYAN = "2", "1", "32", "36"
 _MIN_WIDTH = 20
-_REDRAW_SECONDS = 0.05
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
@@ -39,7 +38,7 @@ def bar(share: float, width: int = 24) -> str:
 
 
 def process_age() -> float:
-    """Seconds since this process started, interpreter included; since this call where the system does not tell."""
+    """Seconds since this process started, interpreter included; 0 where the system does not tell."""
     try:
         with open("/proc/self/stat") as file:
             # The second field is the program's name in parentheses, and may hold spaces.
@@ -64,8 +63,8 @@ def printable(text: str) -> str:
 class LiveText:
     """Writes text as it is made, word-wrapped on a terminal, with a status line kept below it.
 
-    Piped, the text goes out as it is, and there is no status. Words are held back until they are complete, so that
-    none is broken at the end of a line.
+    Piped, the text goes out as it is, and there is no status. Words are held back until they are complete, so
+    that none is broken at the end of a line.
     """
 
     def __init__(self, stream: TextIO | None = None, *, status: bool = True) -> None:
@@ -74,14 +73,15 @@ class LiveText:
         self._status_wanted = status and self._live
         self._column = 0
         self._word = ""
-        self._drawn = 0.0
         self._has_status = False
+        self._width = terminal_width()
 
     def __enter__(self) -> LiveText:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.finish()
 
     def write(self, text: str, status: str = "") -> None:
@@ -90,6 +90,7 @@ class LiveText:
             self._stream.write(text)
             self._stream.flush()
             return
+        self._width = terminal_width()
         out = ["\x1b[J"] if self._has_status else []
         self._has_status = False
         for char in printable(text):
@@ -116,17 +117,17 @@ class LiveText:
             if char == "\n":
                 self._column = 0
                 out.append("\n")
-            elif self._column < terminal_width() - 1:
+            elif self._column < self._width - 1:
                 self._column += 1
                 out.append(" ")
         else:
             self._word += char
-            if columns_of(char) == 2 or len(self._word) > terminal_width() // 2:
+            if columns_of(char) == 2 or len(self._word) > self._width // 2:
                 self._flush_word(out)  # scripts without spaces break anywhere
 
     def _flush_word(self, out: list[str]) -> None:
         width = sum(map(columns_of, self._word))
-        if self._column and self._column + width > terminal_width() - 1:
+        if self._column and self._column + width > self._width - 1:
             out.append("\n")
             self._column = 0
         out.append(self._word)
@@ -136,7 +137,7 @@ class LiveText:
     def _put_status(self, status: str, out: list[str]) -> None:
         if not self._status_wanted or not status:
             return
-        shown = status[: terminal_width() - 1]
+        shown = status[: self._width - 1]
         forward = f"\x1b[{self._column}C" if self._column else ""
         out.append(f"\n\x1b[{DIM}m{shown}\x1b[0m\r\x1b[1A{forward}")
         self._has_status = True

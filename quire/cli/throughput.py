@@ -1,4 +1,4 @@
-"""Tokens per second of finished requests, split into prefill and decode: the closing line of demo and generate."""
+"""Tokens per second of finished requests, split into prefill and decode, as a closing line."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ class Throughput:
 def measure(outputs: Sequence[RequestOutput]) -> Throughput | None:
     """None when no request got as far as a token.
 
-    Prefill is the time in which some request was still without a first token, decode the rest of the time in which
-    any was running, so requests that overlap are not counted twice.
+    Prefill is the time in which some request was still without a first token, decode the rest of the time in
+    which any was running, so that requests that overlap are not counted twice.
     """
-    done = [o for o in outputs if o.metrics.first_token_time is not None and o.metrics.finished_time is not None]
+    done = [
+        o for o in outputs if o.metrics.first_token_time is not None and o.metrics.finished_time is not None
+    ]
     if not done:
         return None
     waits = [(o.metrics.arrival_time, o.metrics.first_token_time or 0.0) for o in done]
