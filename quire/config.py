@@ -64,7 +64,10 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = option(0, "most tokens of one prompt in one step (0: no such limit)")
     scheduling_policy: str = option("fcfs", "order of the waiting queue", ("fcfs", "priority"))
     batching_policy: str = option(
-        "decode-first", "what fills a step first", ("decode-first", "prefill-first"))
+        "decode-first", "what fills a step first", ("decode-first", "prefill-first", "static"))
+    itl_slo_ms: float | None = option(
+        None, "longest time between two tokens of a stream, in milliseconds: chunks of prompts are sized to "
+              "hold it (default: no bound)")
     max_steps_in_flight: int = option(1, "steps planned ahead of the results (1: none)")
 
 
@@ -140,10 +143,22 @@ def _check_ranges(config: EngineConfig) -> None:
             raise ConfigError(f"{name} must be between {low} and {high}, not {value}", field=name)
     if not 0 <= config.model.seed < 1 << 64:
         raise ConfigError(f"seed must be between 0 and 2**64 - 1, not {config.model.seed}", field="seed")
+    _check_slo(config.scheduler)
     if config.cache.num_kv_blocks is not None and config.cache.kv_cache_memory is not None:
         raise ConfigError("give num_kv_blocks or kv_cache_memory, not both", field="num_kv_blocks")
     if config.cache.kv_cache_memory is not None:
         parse_bytes(config.cache.kv_cache_memory, "kv_cache_memory")
+
+
+def _check_slo(options: SchedulerConfig) -> None:
+    bound = options.itl_slo_ms
+    if bound is None:
+        return
+    if not 0.0 < bound <= 1e6:
+        raise ConfigError(f"itl_slo_ms must be above 0 and at most 1000000, not {bound}", field="itl_slo_ms")
+    if options.batching_policy != "decode-first" or not options.enable_chunked_prefill:
+        raise ConfigError("itl_slo_ms sizes the chunks of prompts beside decoding sequences: it needs "
+                          "batching_policy 'decode-first' and enable_chunked_prefill", field="itl_slo_ms")
 
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,

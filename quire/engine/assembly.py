@@ -11,6 +11,7 @@ from quire.engine.core import EngineCore
 from quire.executor.local import LocalExecutor
 from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.models.spec import DecoderSpec
+from quire.scheduler.pacing import StepPacer
 from quire.scheduler.policy import BATCHING_POLICIES
 from quire.scheduler.queue import QUEUES
 from quire.scheduler.scheduler import Limits, Scheduler
@@ -61,6 +62,7 @@ def build_engine(config: EngineConfig, progress: bool = True) -> Engine:
         queue=QUEUES[config.scheduler.scheduling_policy](),
         policy=BATCHING_POLICIES[config.scheduler.batching_policy](),
         clock=time.time,
+        pacer=None if config.scheduler.itl_slo_ms is None else StepPacer(config.scheduler.itl_slo_ms / 1e3),
     )
     core = EngineCore(scheduler, LocalExecutor(worker, overlap=depth > 1), depth)
     return Engine(config, source, worker.spec, worker.pool, core)

@@ -1,4 +1,4 @@
-"""Keeps streams smooth: sizes the prompt chunks of a step so that those who decode get their next token in time."""
+"""Keeps streams smooth: sizes the prompt chunks of a step so that those who decode need not wait long."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class StepPacer:
     """Learns what steps cost and says how much prompt fits beside the sequences that decode.
 
     The bound is on the time from one result to the next, which is what a stream's reader sees: planning and
-    output handling are in it. Nobody decoding: no limit. A request whose own tokens would make the decoding step
-    too long waits until others have finished. Where even one stream alone is over the bound, the bound cannot be
-    held by anyone, and prompts go on in small chunks.
+    output handling are in it. Nobody decoding: no limit. A request that would make the decoding step itself
+    too long, once it decodes too, waits until others have finished. Where even one stream alone is over the
+    bound, nobody could hold it, and prompts go on in small chunks.
     """
 
     def __init__(self, bound_seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -40,8 +40,11 @@ class StepPacer:
 
     # ---- while a step is planned
 
-    def room(self, load: StepLoad, start: int, todo: int) -> int:
-        """How many of `todo` prompt tokens from position `start` may join `load`."""
+    def room(self, load: StepLoad, start: int, todo: int, scored: bool = False) -> int:
+        """How many of `todo` prompt tokens from position `start` may join `load`.
+
+        `scored`: the logits of each are wanted, not of the last one only.
+        """
         if load.decodes == 0:
             return todo
         if not self._model.num_observed:
@@ -52,13 +55,10 @@ class StepPacer:
             return min(todo, max(0, _PROBE_TOKENS - load.prefill_tokens))
         if self._one_more(load, start + todo) > target:
             return 0
-        return self._largest_fitting(load, start, most, todo, target)
-
-    def _largest_fitting(self, load: StepLoad, start: int, most: int, todo: int, target: float) -> int:
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            if self._model.predict_with(load, start, middle, int(middle == todo)) <= target:
+            if self._model.predict_with(load, start, middle, middle if scored else 1) <= target:
                 low = middle
             else:
                 high = middle - 1
@@ -70,13 +70,8 @@ class StepPacer:
 
     def _one_more(self, load: StepLoad, length: int) -> float:
         """Seconds of a step in which all who decode now and one of `length` tokens do so."""
-        decoding = StepLoad(tokens=load.decodes, logit_rows=load.decodes, pairs=self._decode_pairs(load))
+        decoding = StepLoad(tokens=load.decodes, logit_rows=load.decodes, pairs=load.decode_pairs)
         return self._model.predict_with(decoding, length, 1, 1)
-
-    @staticmethod
-    def _decode_pairs(load: StepLoad) -> int:
-        """A bound from above: chunks planned already are in `pairs` too, as they will be when they decode."""
-        return load.pairs
 
     # ---- when it runs
 
@@ -84,15 +79,15 @@ class StepPacer:
         predicted = self._model.predict(load) if self._model.num_observed else 0.0
         self._in_flight.append((load, predicted, self._clock()))
 
-    def done(self, lost: bool = False) -> None:
-        """The oldest step is back; a `lost` one teaches nothing."""
+    def done(self) -> None:
+        """The oldest step is back."""
         load, predicted, submitted = self._in_flight.popleft()
         now = self._clock()
-        # Who decodes has waited since the last result; an engine that only prefills may have been idle before.
+        # Who decodes has waited since the last result; an engine that only prefills may have been idle.
         began = self._last_done if load.decodes else max(submitted, self._last_done)
         seconds = now - began
         self._last_done = now
-        if lost or not 0.0 < seconds < float("inf"):
+        if not 0.0 < seconds < float("inf"):
             return
         if load.decodes and load.prefill_tokens:
             self._largest = max(self._largest, load.prefill_tokens)
@@ -101,7 +96,7 @@ class StepPacer:
         self._model.observe(load, seconds)
 
     def _follow(self, ratio: float) -> None:
-        """Move the margin towards the quantile of the ratios: a rare miss raises it much, a hit lowers it little."""
+        """Move the margin towards the quantile: a rare miss raises it much, a hit lowers it little."""
         if ratio > self._margin:
             self._margin = min(_MAX_MARGIN, self._margin + _MARGIN_STEP)
         else:

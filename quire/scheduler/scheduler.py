@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from quire.errors import InvalidRequestError, InvariantError
 from quire.kvcache.manager import Copy, KVCacheManager
 from quire.kvcache.table import PrefixMatch, SequenceKV
+from quire.scheduler.pacing import StepPacer
 from quire.scheduler.plan import (
     BlockCopy,
     EntryResult,
@@ -27,10 +28,10 @@ from quire.scheduler.plan import (
 from quire.scheduler.policy import BatchingPolicy, DecodeFirst, Phase
 from quire.scheduler.queue import FCFSQueue, WaitingQueue
 from quire.scheduler.request import FinishReason, Request, Sequence, Status
-
+from quire.scheduler.step_cost import StepLoad
 
 _EXAMINE_EVERY = 10.0
-"""Seconds: a full check takes milliseconds for ten thousand blocks, too long for every pause of a busy engine."""
+"""Seconds: a full check takes milliseconds for ten thousand blocks, too long for every pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class _Draft:
     """The step under construction."""
 
     budget: int
+    load: StepLoad | None = None
+    """What is planned so far, where a pacer wants to know."""
     decoding: list[Sequence] = field(default_factory=list)
     """Running sequences that lack one token; some may lose their row while the draft is made."""
     prefilling: list[Sequence] = field(default_factory=list)
@@ -104,6 +107,7 @@ class Scheduler:
         queue: WaitingQueue | None = None,
         policy: BatchingPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
+        pacer: StepPacer | None = None,
     ) -> None:
         self.limits = limits
         self.cache = cache
@@ -113,6 +117,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._max_len = min(limits.max_model_len, cache.max_tokens)
         self._clock = clock
+        self._pacer = pacer
         self._requests: dict[str, Request] = {}
         self._rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_rows: list[int] = []
@@ -191,7 +196,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a result comes in."""
-        draft = _Draft(self.limits.max_num_batched_tokens)
+        draft = _Draft(self.limits.max_num_batched_tokens, None if self._pacer is None else StepLoad())
         self._sort_running(draft)
         for phase in self.policy.phases():
             if phase is Phase.ADMIT:
@@ -225,7 +230,9 @@ class Scheduler:
     def _continue(self, draft: _Draft, seq: Sequence) -> None:
         start = seq.num_computed
         todo = len(seq.tokens) + seq.num_pending - start
-        tokens = 1 if todo == 1 else self._chunk(todo, draft.budget)
+        tokens = 1 if todo == 1 else self._chunk(draft, seq, start, todo)
+        if tokens == 0:
+            return
         while True:
             try:
                 copies = self.cache.extend(seq.kv, start + tokens, start)
@@ -245,14 +252,14 @@ class Scheduler:
 
     def _admit(self, draft: _Draft) -> None:
         # Memory taken back for running sequences is theirs first: else a newcomer takes it again, for ever.
-        if self._short and self.running:
+        if (self._short and self.running) or not self.policy.admits(len(self.running)):
             return
         while draft.budget > 0 and self._rows and len(self.waiting) and not draft.preempted:
             request = self.waiting.peek()
             seq = request.live[0]
             match = self._match(seq)
             todo = len(seq.tokens) - match.num_tokens
-            tokens = self._first_chunk(draft, request, todo)
+            tokens = self._first_chunk(draft, seq, match.num_tokens, todo)
             # One slot more than is known: who cannot even hold the next token would be preempted at once.
             if tokens == 0 or not self.cache.fits(min(len(seq.tokens) + 1, self._max_len), match, tokens):
                 return
@@ -300,6 +307,8 @@ class Scheduler:
             entry.prompt_logprobs_from = first if first < min(end, seq.num_prompt_tokens - 1) else None
         draft.planned[seq.row] = (seq, entry, copies, seq.epoch)
         draft.budget -= tokens
+        if draft.load is not None:
+            _add_load(draft.load, seq, entry)
 
     def _submit(self, draft: _Draft) -> StepPlan:
         """Turn the draft into a plan and move the sequences' progress to its end."""
@@ -324,19 +333,24 @@ class Scheduler:
         self._in_flight.append((plan, planned))
         self.cache.steps_submitted(plan.step)
         self.stats.steps += 1
+        if self._pacer is not None and draft.load is not None:
+            self._pacer.submitted(draft.load)
         return plan
 
-    def _chunk(self, todo: int, budget: int) -> int:
-        """How many of `todo` tokens to compute now."""
+    def _chunk(self, draft: _Draft, seq: Sequence, start: int, todo: int) -> int:
+        """How many of `todo` tokens from `start` on to compute now; 0: none."""
         threshold = self.limits.long_prefill_token_threshold
-        return min(todo, budget, threshold) if threshold else min(todo, budget)
+        tokens = min(todo, draft.budget, threshold) if threshold else min(todo, draft.budget)
+        if self._pacer is None or draft.load is None:
+            return tokens
+        return self._pacer.room(draft.load, start, tokens, seq.request.params.prompt_logprobs is not None)
 
-    def _first_chunk(self, draft: _Draft, request: Request, todo: int) -> int:
+    def _first_chunk(self, draft: _Draft, seq: Sequence, start: int, todo: int) -> int:
         """How many tokens of a waiting request to begin with; 0: not now."""
         # A preempted request may have outgrown the step that its prompt was admitted for.
-        if not self.limits.chunked_prefill and not request.num_preemptions:
+        if not self.limits.chunked_prefill and not seq.request.num_preemptions:
             return todo if todo <= draft.budget else 0
-        tokens = self._chunk(todo, draft.budget)
+        tokens = self._chunk(draft, seq, start, todo)
         if tokens < todo and self._partial_prefills(draft) >= self.limits.max_num_partial_prefills:
             return 0
         return tokens
@@ -367,6 +381,10 @@ class Scheduler:
             error = self._leave_row(seq)
             if error is not None:
                 self._finish(seq, FinishReason.ABORT, error=error)
+        if draft.load is not None:
+            draft.load = StepLoad()
+            for planned in draft.planned.values():
+                _add_load(draft.load, planned[0], planned[1])
         if request.finished:
             return
         del self.running[request.request_id]
@@ -452,6 +470,8 @@ class Scheduler:
 
     def _retire_step(self) -> list[_Planned]:
         plan, planned = self._in_flight.popleft()
+        if self._pacer is not None:
+            self._pacer.done()
         try:
             self.cache.steps_done(plan.step)
         except InvariantError as error:
@@ -537,6 +557,15 @@ class Scheduler:
         taken = [seq.row for request in self.running.values() for seq in request.live]
         if sorted(taken + self._rows) != list(range(self.limits.max_num_seqs)):
             raise InvariantError("rows of the request table are lost or shared")
+
+
+def _add_load(load: StepLoad, seq: Sequence, entry: PlanEntry) -> None:
+    """Count a planned entry among what the step costs."""
+    rows = int(entry.sample)
+    if entry.prompt_logprobs_from is not None:
+        rows += min(entry.start + entry.num_tokens, seq.num_prompt_tokens - 1) - entry.prompt_logprobs_from
+    streams = entry.num_tokens == 1 and entry.start >= seq.num_prompt_tokens
+    load.add(entry.start, entry.num_tokens, rows, streams)
 
 
 def _table_diffs(seq: Sequence) -> Iterator[TableDiff]:

@@ -1,4 +1,4 @@
-"""How long a step will take, learned from how long steps took: a small robust regression, updated after each."""
+"""How long a step will take, learned from how long steps took: a small robust regression."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class StepLoad:
     prefill_tokens: int = 0
     """Those of `tokens` that are part of a chunk of several."""
     decodes: int = 0
-    """Sequences that compute a single token: they are streaming, and wait for this step."""
+    """Sequences that compute a single token after others: they are streaming, and wait for this step."""
+    decode_pairs: int = 0
+    """Those of `pairs` that are theirs."""
 
     def add(self, start: int, num_tokens: int, logit_rows: int, decode: bool) -> None:
         self.tokens += num_tokens
@@ -26,6 +28,7 @@ class StepLoad:
         self.pairs += chunk_pairs(start, num_tokens)
         if decode:
             self.decodes += 1
+            self.decode_pairs += start + 1
         else:
             self.prefill_tokens += num_tokens
 
@@ -47,10 +50,10 @@ _UNITS = (1.0, 64.0, 8.0, 65536.0)
 class StepCostModel:
     """seconds = a + b·tokens + c·logit rows + d·attention pairs, every coefficient at least 0.
 
-    Weighted least squares with exponential forgetting. `scale` is the step time that matters: steps near it and
-    below count alike, much longer ones less, since a machine's cost is only roughly linear and the fit should be
-    good where it is used. A step much longer than predicted (the machine was busy with something else) counts
-    less, but for good: a machine that has become slower is followed.
+    Weighted least squares with exponential forgetting. `scale` is the step time that matters: steps near it
+    and below count alike, much longer ones less, since a machine's cost is only roughly linear and the fit
+    should be good where it is used. A step much longer than predicted counts for less, since the machine may
+    have been busy with something else, but it counts: one that has become slower is followed.
     """
 
     def __init__(self, scale: float) -> None:
@@ -62,7 +65,8 @@ class StepCostModel:
         self.num_observed = 0
 
     def predict(self, load: StepLoad) -> float:
-        return sum(w * x for w, x in zip(self._weights, _features(load.tokens, load.logit_rows, load.pairs), strict=True))
+        features = _features(load.tokens, load.logit_rows, load.pairs)
+        return sum(w * x for w, x in zip(self._weights, features, strict=True))
 
     def predict_with(self, load: StepLoad, start: int, num_tokens: int, logit_rows: int) -> float:
         """As `predict`, with a chunk added to the load."""
