@@ -31,6 +31,7 @@ MAX_OUTPUT_CHARS = 16 << 20
 MAX_SECONDS = 10.0
 MAX_STEPS = 5_000_000
 MAX_MESSAGES = 65_536
+MAX_BITS = 4_096
 _HUGE_WIDTH = re.compile(r"\d{6,}|\*")
 
 
@@ -97,8 +98,8 @@ def _check_multiply(left: Any, right: Any) -> None:
     for sequence, count in ((left, right), (right, left)):
         if _is_text_or_list(sequence) and isinstance(count, int):
             _check_size(len(sequence) * max(count, 0))
-    if isinstance(left, int) and isinstance(right, int):
-        _check_size(left.bit_length() + right.bit_length())
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_BITS:
+        raise SecurityError("the template computes a number that is too large")
 
 
 def _check_width(text: Any, *args: Any) -> None:
@@ -160,7 +161,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         # Named as in the base class, so that a template may pass self= or context=.
         _budget.get().step()
-        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, str):
             if name == "replace" and len(args) >= 2 and all(isinstance(a, str) for a in args[:2]):
                 _check_replace(owner, args[0], args[1])

@@ -60,14 +60,10 @@ class _Vocabulary:
         return self._numbers("scores", len(self.tokens), default=0.0)
 
     def merges(self) -> list[tuple[str, str]]:
-        pairs = []
-        for merge in self._strings("merges"):
-            # A piece may itself start with a space (a raw-text vocabulary), never be empty.
-            left, _, right = merge[1:].partition(" ")
-            pair = (merge[:1] + left, right)
-            if pair[0] in self.ids and pair[1] in self.ids and pair[0] + pair[1] in self.ids:
-                pairs.append(pair)
-        return pairs
+        """Pairs of pieces in the order of their rank, without those that join to nothing."""
+        ids = self.ids
+        pairs = [merge.partition(" ") for merge in self._strings("merges")]
+        return [(a, b) for a, _, b in pairs if a in ids and b in ids and a + b in ids]
 
     def text(self, name: str, default: str) -> str:
         value = self.metadata.get(f"{KEY}.{name}", default)

@@ -57,11 +57,8 @@ class Tokenizer:
 
     @cached_property
     def _vocab_size(self) -> int:
-        count = int(self.backend.get_vocab_size(with_added_tokens=True))
-        # Ids may have gaps, so that there are fewer tokens than the largest id says.
-        while self.backend.id_to_token(count) is not None:
-            count += 1
-        return max(count, max(self.backend.get_added_tokens_decoder(), default=-1) + 1)
+        # Ids may have gaps, so that counting the tokens is not enough.
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognized as such."""
