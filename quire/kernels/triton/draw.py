@@ -2,7 +2,8 @@
 
 The same choice as `quire.sampling.sampler` makes: integer weights, so that the order of summation does not matter, and
 one Philox number per (seed, sequence, position). Rows that ask for more (top_k, top_p, penalties, log-probabilities)
-are drawn again from the same logits by that sampler. Three small kernels, none of which the host waits for.
+are drawn again from the same logits by that sampler. Three small kernels, none of which the host waits for; their
+torch reference is `quire.kernels.step_reference.draw`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.sampling.philox import Purpose, uniforms
-from quire.sampling.sampler import NOT_FINITE, OK
+from quire.kernels.step_reference import FIELDS
 
 BLOCK = 4096
-FIELDS = 8
-"""int32 words of a row's sampling state: temperature, log(min_p), seed (two), sequence index; three spare."""
-TEMPERATURE, LOG_MIN_P, SEED_LOW, SEED_HIGH, SEQ_INDEX = range(5)
 
 
 @dataclass(slots=True)
@@ -79,17 +76,17 @@ def _weight_kernel(logits, peak, weight, state, rows, stride, VOCAB: tl.constexp
 @triton.jit
 def _philox(c0, c1, k0, k1):
     """The first two words of Philox4x32-10 for counter (c0, c1, purpose 0, 0)."""
-    c2 = tl.zeros_like(c0)
-    c3 = tl.zeros_like(c0)
+    c2 = c0 ^ c0
+    c3 = c2
+    a: tl.constexpr = 0xD2511F53
+    b: tl.constexpr = 0xCD9E8D57
     for _ in tl.static_range(10):
-        a: tl.constexpr = 0xD2511F53
-        b: tl.constexpr = 0xCD9E8D57
-        high_b, low_b = tl.umulhi(c2, (tl.zeros_like(c2) + b).to(tl.uint32)), (c2 * b).to(tl.uint32)
-        high_a, low_a = tl.umulhi(c0, (tl.zeros_like(c0) + a).to(tl.uint32)), (c0 * a).to(tl.uint32)
+        high_b, low_b = tl.umulhi(b, c2), tl.mul(b, c2, sanitize_overflow=False)
+        high_a, low_a = tl.umulhi(a, c0), tl.mul(a, c0, sanitize_overflow=False)
         c0, c1 = high_b ^ c1 ^ k0, low_b
         c2, c3 = high_a ^ c3 ^ k1, low_a
-        k0 = (k0 + 0x9E3779B9).to(tl.uint32)
-        k1 = (k1 + 0xBB67AE85).to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
     return c0, c1
 
 
@@ -158,30 +155,3 @@ def draw(logits: Tensor, state: Tensor, rows: Tensor, positions: Tensor, tokens:
     _pick_kernel[(count,)](logits, scratch.peak, scratch.place, scratch.weight, floats, state, rows, positions, tokens,
                            out, ring, logits.stride(0), tokens.stride(0), tokens.shape[1], out.stride(0), vocab, blocks,
                            pow2, BLOCK, FIELDS, num_warps=8)
-
-
-def draw_reference(logits: Tensor, state: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, out: Tensor,
-                   ring: Tensor, scratch: DrawScratch | None = None) -> None:
-    """The same in torch, with the very operations of `quire.sampling.sampler`."""
-    real = rows >= 0
-    owner = rows.clamp(min=0).long()
-    mine = state[owner]
-    floats = mine.view(torch.float32)
-    values = logits.float()
-    peak, chosen = values.amax(-1), values.argmax(-1)
-    temperature = floats[:, TEMPERATURE]
-    warm = torch.where(temperature > 0, temperature, 1.0)
-    weights = ((values - peak[:, None]) / warm[:, None]).exp_().mul_(2.0**40).to(torch.int64)
-    weights *= values >= (peak + warm * floats[:, LOG_MIN_P])[:, None]
-    seed = (mine[:, SEED_HIGH].long() << 32) | (mine[:, SEED_LOW].long() & 0xFFFFFFFF)
-    noise = uniforms(seed, mine[:, SEQ_INDEX].long(), positions.long(), Purpose.SAMPLE)
-    running = weights.cumsum(-1)
-    total = running[:, -1]
-    target = (noise * total.double()).to(torch.int64).minimum(total - 1)
-    drawn = torch.searchsorted(running, target[:, None], right=True).squeeze(1).clamp_(max=values.shape[1] - 1)
-    finite = torch.isfinite(peak)
-    chosen = torch.where(finite, torch.where(temperature > 0, drawn, chosen), 0).to(torch.int32)
-    out_slot = out[int(ring[0])]
-    out_slot[: len(rows)][real] = torch.stack((chosen, torch.where(finite, OK, NOT_FINITE).to(torch.int32)), 1)[real]
-    fits = real & (positions < tokens.shape[1])
-    tokens[owner[fits], positions[fits].long()] = chosen[fits]

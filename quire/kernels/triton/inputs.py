@@ -1,8 +1,7 @@
-"""The request table on the device: apply a step's diffs, gather a step's inputs."""
+"""The request table on the device: apply a step's diffs, gather a step's inputs (torch: `step_reference`)."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -54,21 +53,3 @@ def gather_inputs(tokens: Tensor, tables: tuple[Tensor, ...], block_size: int, r
             tokens, table, rows, positions, ids, wide_positions, slot, slot if lengths is None else lengths, count,
             tokens.stride(0), table.stride(0), block_size, group == 0, lengths is not None and group == 0, _BLOCK,
             num_warps=4)
-
-
-def scatter_reference(arena: Tensor, places: Tensor, values: Tensor) -> None:
-    arena[places.long()] = values
-
-
-def gather_inputs_reference(tokens: Tensor, tables: tuple[Tensor, ...], block_size: int, rows: Tensor,
-                            positions: Tensor, ids: Tensor, wide_positions: Tensor, slots: tuple[Tensor, ...],
-                            lengths: Tensor | None) -> None:
-    real = rows >= 0
-    row, position = rows.clamp(min=0).long(), positions.long()
-    ids.copy_(torch.where(real, tokens[row, position].long(), 0))
-    wide_positions.copy_(position)
-    for table, slot in zip(tables, slots, strict=True):
-        block = table[row, position // block_size].long()
-        slot.copy_(torch.where(real, block * block_size + position % block_size, -1))
-    if lengths is not None:
-        lengths.copy_(torch.where(real, positions + 1, 0))

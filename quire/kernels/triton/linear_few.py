@@ -131,6 +131,11 @@ def vector_shape(num_features: int, width: int, gated: bool, rows: int) -> Vecto
     return VectorShape(1, columns, max(1, min(8, columns // 256)))
 
 
+def strip_wins(rows: int, num_features: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether the strip kernel beats cuBLAS, as measured on an H200 (docs/gpu-speed.md)."""
+    return rows <= 16 and dtype != torch.float32
+
+
 def linear_vector(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *,
                   norm: Tensor | None = None, eps: float = 0.0, gated: str | None = None,
                   sizes: VectorShape | None = None, pdl: bool = False) -> Tensor:

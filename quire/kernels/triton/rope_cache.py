@@ -76,15 +76,16 @@ def _rope_cache_kernel(qkv, k_cache, v_cache, slots, positions, rope, q_norm, k_
         place = ((page + kv_head) * PAGE + offset).to(tl.int64)[:, None] * DIM
         stored = k_cache.dtype.element_ty
         # Rounded to the activations' type first, so that what a step attends to is what a later one reads.
-        a, b = (a.to(kind).to(tl.float32) * inverse_scale).to(stored), (b.to(kind).to(tl.float32) * inverse_scale).to(stored)
-        tl.store(k_cache + place + pair[None, :], a, mask=in_pair & is_k[:, None])
-        tl.store(k_cache + place + HALF + pair[None, :], b, mask=in_pair & is_k[:, None])
-        tl.store(v_cache + place + pair[None, :], a, mask=in_pair & is_v[:, None])
-        tl.store(v_cache + place + HALF + pair[None, :], b, mask=in_pair & is_v[:, None])
+        low = (a.to(kind).to(tl.float32) * inverse_scale).to(stored)
+        high = (b.to(kind).to(tl.float32) * inverse_scale).to(stored)
+        tl.store(k_cache + place + pair[None, :], low, mask=in_pair & is_k[:, None])
+        tl.store(k_cache + place + HALF + pair[None, :], high, mask=in_pair & is_k[:, None])
+        tl.store(v_cache + place + pair[None, :], low, mask=in_pair & is_v[:, None])
+        tl.store(v_cache + place + HALF + pair[None, :], high, mask=in_pair & is_v[:, None])
         if REST > 0:
-            c = (c.to(kind).to(tl.float32) * inverse_scale).to(stored)
-            tl.store(k_cache + place + tail[None, :], c, mask=in_tail & is_k[:, None])
-            tl.store(v_cache + place + tail[None, :], c, mask=in_tail & is_v[:, None])
+            still = (c.to(kind).to(tl.float32) * inverse_scale).to(stored)
+            tl.store(k_cache + place + tail[None, :], still, mask=in_tail & is_k[:, None])
+            tl.store(v_cache + place + tail[None, :], still, mask=in_tail & is_v[:, None])
 
 
 def rope_and_cache(qkv: Tensor, cache: LayerCache, slots: Tensor, positions: Tensor, shape: HeadShape,

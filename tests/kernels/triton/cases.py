@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels import step_reference
 from quire.kernels.triton import (
     activation,
     attention_decode,
@@ -225,10 +226,10 @@ def check_draw(device: str, dtype: torch.dtype, rows: int, vocab: int) -> float:
     """Share of rows that drew another token than the reference: only a draw on a boundary may."""
     logits = rand(rows, vocab, dtype=dtype, device=device, scale=3.0)
     table_rows = rows + 3
-    state = torch.zeros(table_rows, draw.FIELDS, dtype=torch.int32, device=device)
+    state = torch.zeros(table_rows, step_reference.FIELDS, dtype=torch.int32, device=device)
     floats = state.view(torch.float32)
-    floats[:, draw.TEMPERATURE] = torch.where(torch.arange(table_rows, device=device) % 3 == 0, 0.0, 0.7)
-    floats[:, draw.LOG_MIN_P] = torch.where(torch.arange(table_rows, device=device) % 2 == 0, -math.inf, math.log(0.05))
+    floats[:, step_reference.TEMPERATURE] = torch.where(torch.arange(table_rows, device=device) % 3 == 0, 0.0, 0.7)
+    floats[:, step_reference.LOG_MIN_P] = torch.where(torch.arange(table_rows, device=device) % 2 == 0, -math.inf, math.log(0.05))
     state[:, 2:5] = torch.randint(-2**31, 2**31 - 1, (table_rows, 3), device=device, dtype=torch.int64).to(torch.int32)
     owner = torch.randperm(table_rows, device=device)[:rows].to(torch.int32)
     owner[rows // 2] = -1
@@ -237,7 +238,7 @@ def check_draw(device: str, dtype: torch.dtype, rows: int, vocab: int) -> float:
         logits[0, 5] = math.nan
         logits[1, 3] = math.inf
     results = []
-    for run in (draw.draw, draw.draw_reference):
+    for run in (draw.draw, step_reference.draw):
         tokens = torch.full((table_rows, 38), -7, dtype=torch.int32, device=device)
         out = torch.full((3, rows + 2, 2), -9, dtype=torch.int32, device=device)
         run(logits, state, owner, position, tokens, out, torch.tensor([1], dtype=torch.int32, device=device),
@@ -261,7 +262,7 @@ def check_inputs(device: str) -> None:
     places = torch.randperm(5000, device=device)[:700].to(torch.int32)
     values = torch.randint(0, 90, (700,), device=device, dtype=torch.int32)
     inputs.scatter(arena, places, values)
-    inputs.scatter_reference(other, places, values)
+    step_reference.scatter(other, places, values)
     if not torch.equal(arena, other):
         raise AssertionError("scatter differs")
     tokens = torch.randint(0, 99, (6, 40), device=device, dtype=torch.int32)
@@ -269,7 +270,7 @@ def check_inputs(device: str) -> None:
     rows = torch.tensor([3, -1, 0, 5, 5], device=device, dtype=torch.int32)
     positions = torch.tensor([7, 0, 39, 1, 2], device=device, dtype=torch.int32)
     results = []
-    for run in (inputs.gather_inputs, inputs.gather_inputs_reference):
+    for run in (inputs.gather_inputs, step_reference.gather_inputs):
         ids, wide, *slots = (torch.full((5,), -5, dtype=torch.int64, device=device) for _ in range(4))
         lengths = torch.full((5,), -5, dtype=torch.int32, device=device)
         run(tokens, tables, 4, rows, positions, ids, wide, tuple(slots), lengths)

@@ -1,0 +1,75 @@
+"""The device worker's small kernels in plain torch: what the Triton ones are checked against, and run on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from quire.sampling.philox import Purpose, uniforms
+from quire.sampling.sampler import NOT_FINITE, OK, argmax_rows
+
+FIELDS: Final = 8
+"""int32 words of a row's sampling state: temperature, log(min_p), seed (two), sequence index; three spare."""
+TEMPERATURE: Final = 0
+LOG_MIN_P: Final = 1
+SEED_LOW: Final = 2
+SEED_HIGH: Final = 3
+SEQ_INDEX: Final = 4
+
+
+def scatter(arena: Tensor, places: Tensor, values: Tensor) -> None:
+    """arena[places[i]] = values[i], all int32; no place twice."""
+    arena[places.long()] = values
+
+
+def gather_inputs(tokens: Tensor, tables: tuple[Tensor, ...], block_size: int, rows: Tensor, positions: Tensor,
+                  ids: Tensor, wide_positions: Tensor, slots: tuple[Tensor, ...], lengths: Tensor | None) -> None:
+    """Token ids, positions and cache slots of tokens given by table row and position.
+
+    A negative row is padding: id 0, slot -1. `lengths`, if asked for, gets position + 1 (0 for padding).
+    """
+    real = rows >= 0
+    row, position = rows.clamp(min=0).long(), positions.long()
+    ids.copy_(torch.where(real, tokens[row, position].long(), 0))
+    wide_positions.copy_(position)
+    for table, slot in zip(tables, slots, strict=True):
+        block = table[row, position // block_size].long()
+        slot.copy_(torch.where(real, block * block_size + position % block_size, -1))
+    if lengths is not None:
+        lengths.copy_(torch.where(real, positions + 1, 0))
+
+
+def draw(logits: Tensor, state: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, out: Tensor,
+         ring: Tensor, scratch: Any = None) -> None:
+    """Draw a token for each row of logits [R, V] whose table row `rows[i]` is not negative.
+
+    `state` int32 [table rows, FIELDS] holds how each row draws (temperature 0: argmax). The token of position
+    `positions[i]` goes to `tokens[rows[i], positions[i]]` (if it has room) and, with its status, to
+    `out[ring[0], i]`, int32 [slots, >= R, 2]. The operations are those of `quire.sampling.sampler`, bit for bit.
+    """
+    real = rows >= 0
+    owner = rows.clamp(min=0).long()
+    mine = state[owner]
+    floats = mine.view(torch.float32)
+    values = logits.float()
+    chosen = argmax_rows(values)
+    peak = values.amax(-1)
+    temperature = floats[:, TEMPERATURE]
+    warm = torch.where(temperature > 0, temperature, 1.0)
+    weights = ((values - peak[:, None]) / warm[:, None]).exp_().mul_(2.0**40).to(torch.int64)
+    weights *= values >= (peak + warm * floats[:, LOG_MIN_P])[:, None]
+    seed = (mine[:, SEED_HIGH].long() << 32) | (mine[:, SEED_LOW].long() & 0xFFFFFFFF)
+    noise = uniforms(seed, mine[:, SEQ_INDEX].long(), positions.long(), Purpose.SAMPLE)
+    running = weights.cumsum(-1)
+    total = running[:, -1]
+    target = (noise * total.double()).to(torch.int64).minimum(total - 1)
+    drawn = torch.searchsorted(running, target[:, None], right=True).squeeze(1).clamp_(max=values.shape[1] - 1)
+    finite = torch.isfinite(peak)
+    chosen = torch.where(finite, torch.where(temperature > 0, drawn, chosen), 0).to(torch.int32)
+    status = torch.where(finite, OK, NOT_FINITE).to(torch.int32)
+    slot = out[int(ring[0])]
+    slot[: len(rows)][real] = torch.stack((chosen, status), 1)[real]
+    fits = real & (positions < tokens.shape[1])
+    tokens[owner[fits], positions[fits].long()] = chosen[fits]

@@ -1,0 +1,123 @@
+"""The layers' operations on a GPU: which kernel runs what, by the number of rows and by what must be reproducible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.attention.context import StepContext
+from quire.attention.triton import TritonAttention
+from quire.kernels.triton import activation, copy, linear_few, linear_fixed, norm, rope_cache
+from quire.layers.ops import HeadShape, LayerCache
+
+KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass(slots=True)
+class DeviceLinear:
+    """A weight [out_features, in_features] as it was stored, on the device."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+
+class TritonOps:
+    """`quire.layers.ops.Ops` for one GPU in bf16, fp16 or fp32. Activations have the type of the weights.
+
+    Norm vectors and rope tables are float32. With `deterministic`, every sum runs in an order fixed by its element.
+    """
+
+    def __init__(self, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16, *,
+                 deterministic: bool = False, kv_dtype: torch.dtype | None = None, kv_scale: float = 1.0,
+                 dense_prefill: bool = True, pdl: bool = False) -> None:
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.deterministic = deterministic
+        self.kv_dtype = kv_dtype or dtype
+        self.kv_scale = kv_scale
+        self.pdl = pdl
+        # fp8 keys lie in the cache only, so a fresh prompt must be read back from there as later steps will.
+        self.attention = TritonAttention(self.device, dtype, deterministic=deterministic, kv_scale=kv_scale, pdl=pdl,
+                                         dense_prefill=dense_prefill and kv_dtype is None)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> DeviceLinear:
+        return DeviceLinear(weight.to(self.device, self.dtype).contiguous(),
+                            None if bias is None else bias.to(self.device, self.dtype).contiguous())
+
+    def linear(self, x: Tensor, w: DeviceLinear, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x W^T + bias + residual; `out`, if given, receives it (a graph's buffer of logits)."""
+        found = self._linear(x, w, residual, out)
+        return found if out is None or found is out else out.copy_(found)
+
+    def _linear(self, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None) -> Tensor:
+        rows = x.shape[0]
+        if self.deterministic:
+            return linear_fixed.linear_fixed(x, w.weight, w.bias, residual)
+        if rows <= linear_few.MAX_VECTOR_ROWS:
+            return linear_few.linear_vector(x, w.weight, w.bias, residual, pdl=self.pdl)
+        if linear_few.strip_wins(rows, w.out_features, w.in_features, x.dtype):
+            return linear_few.linear_strip(x, w.weight, w.bias, residual)
+        if out is not None and w.bias is None and residual is None:
+            return torch.mm(x, w.weight.t(), out=out)
+        found = F.linear(x, w.weight, w.bias)
+        return found if residual is None else found.add_(residual)
+
+    def embed(self, ids: Tensor, w: DeviceLinear) -> Tensor:
+        return F.embedding(ids, w.weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm.rms_norm(x, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return norm.layer_norm(x, weight, bias, eps)
+
+    def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
+        return activation.act_mul(gate_up, kind)
+
+    def act(self, x: Tensor, kind: str) -> Tensor:
+        return activation.act(x, kind)
+
+    def rope_and_cache(self, qkv: Tensor, layer: LayerCache, ctx: StepContext, group: int, shape: HeadShape,
+                       rope: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float) -> None:
+        rope_cache.rope_and_cache(qkv, layer, ctx.slots[group], ctx.positions, shape, rope, q_norm, k_norm, norm_eps,
+                                  kv_scale=self.kv_scale, pdl=self.pdl and qkv.shape[0] <= linear_few.MAX_VECTOR_ROWS)
+
+    def attend(self, qkv: Tensor, layer: LayerCache, ctx: StepContext, group: int, shape: HeadShape, scale: float,
+               window: int | None, softcap: float | None) -> Tensor:
+        return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap)
+
+    def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
+        """k, v [num_blocks, num_kv_heads, block_size, head_dim]: a head's keys of one block lie together."""
+        size = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
+        return LayerCache(torch.zeros(size, dtype=self.kv_dtype, device=self.device),
+                          torch.zeros(size, dtype=self.kv_dtype, device=self.device), block_size)
+
+    def copy_blocks(self, layer: LayerCache, src: list[int], dst: list[int]) -> None:
+        for sources, targets in copy.independent_runs(src, dst):
+            pairs = torch.tensor([sources, targets], dtype=torch.int32).to(self.device, non_blocking=True)
+            copy.copy_blocks(layer, pairs[0], pairs[1])
+
+    # ---- fused forms, for a forward pass that knows what comes next
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x in place; the norm of the sum."""
+        return norm.add_rms_norm(x, residual, weight, eps)
+
+    def fuses_norm(self, rows: int) -> bool:
+        """Whether so few rows are best computed by products that take norm, activation and residual with them."""
+        return rows <= linear_few.MAX_VECTOR_ROWS and not self.deterministic
+
+    def norm_linear(self, x: Tensor, weight: Tensor, eps: float, w: DeviceLinear, gated: str | None = None) -> Tensor:
+        """linear(rms_norm(x)), and the gated activation of it: one launch; only where `fuses_norm`."""
+        return linear_few.linear_vector(x, w.weight, w.bias, None, norm=weight, eps=eps, gated=gated, pdl=self.pdl)

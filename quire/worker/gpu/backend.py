@@ -1,0 +1,32 @@
+"""The step's small kernels (table diffs, inputs, drawing) on a GPU, and in torch where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StepKernels:
+    """What the worker launches besides the model itself; signatures as in `quire.kernels.triton`."""
+
+    scatter: Callable[..., None]
+    gather_inputs: Callable[..., None]
+    draw: Callable[..., None]
+    draw_scratch: Callable[[int, int], Any]
+
+
+def step_kernels(device: torch.device) -> StepKernels:
+    """Triton's on a GPU. On a CPU the references, written in `host_kernels` so that Triton need not be there."""
+    if device.type == "cuda":
+        from quire.kernels.triton import draw, inputs
+
+        return StepKernels(inputs.scatter, inputs.gather_inputs, draw.draw,
+                           lambda rows, vocab: draw.DrawScratch.allocate(rows, vocab, device))
+    from quire.kernels import step_reference
+
+    return StepKernels(step_reference.scatter, step_reference.gather_inputs, step_reference.draw,
+                       lambda rows, vocab: None)

@@ -1,0 +1,44 @@
+"""Captured decode steps: one CUDA graph per rung of the batch ladder, all in one memory pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+
+class GraphCache:
+    """Replays `launch(rung)` from a graph. Capture the largest rung first: the others then fit in its memory."""
+
+    def __init__(self, device: torch.device, launch: Callable[[int], None]) -> None:
+        self._device = device
+        self._launch = launch
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def capture(self, rungs: Iterable[int]) -> None:
+        for rung in sorted(rungs, reverse=True):
+            if rung not in self._graphs:
+                self._graphs[rung] = self._captured(rung)
+
+    def _captured(self, rung: int) -> torch.cuda.CUDAGraph:
+        """One run outside a graph first: kernels are compiled and libraries set up where that is allowed."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            self._launch(rung)
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            self._launch(rung)
+        return graph
+
+    def run(self, rung: int) -> None:
+        graph = self._graphs.get(rung)
+        if graph is None:
+            graph = self._graphs[rung] = self._captured(rung)
+        graph.replay()

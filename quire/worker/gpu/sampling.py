@@ -1,0 +1,88 @@
+"""Rows that ask for more than temperature and min_p: the full sampler over the device's logits and token rows.
+
+Nothing here waits for the device. What penalties and bad words need to know of the text is read from the request
+table, where the last token lies even when the host has not seen it yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.sampling.batch import Edits, SamplingBatch
+from quire.sampling.sampler import SamplerOutput, sample
+from quire.worker.gpu.table import DeviceTable, RowInfo
+
+
+@dataclass(slots=True)
+class SpecialRow:
+    """One row of the logits: its place there, its table row, and the position it draws."""
+
+    place: int
+    row: int
+    position: int
+
+
+@dataclass(slots=True)
+class DeviceEdits:
+    """`Edits` whose last two parts come from the tokens on the device."""
+
+    base: Edits | None
+    table: DeviceTable
+    rows: Sequence[SpecialRow]
+    infos: Sequence[RowInfo]
+
+    def apply_(self, logits: Tensor) -> None:
+        if self.base is not None:
+            self.base.apply_(logits)
+        for index, (row, info) in enumerate(zip(self.rows, self.infos, strict=True)):
+            if info.bad_words:
+                _ban_words(logits[index], self.table, row, info)
+            if info.params.penalised:
+                _penalise(logits[index], self.table, row, info)
+
+
+def sample_special(logits: Tensor, rows: Sequence[SpecialRow], table: DeviceTable) -> SamplerOutput:
+    """Tokens of the rows `rows[i].place` of logits [R, V], with log-probabilities where asked for."""
+    infos = [table.info(row.row) for row in rows]
+    for row, info in zip(rows, infos, strict=True):
+        info.state.position = row.position
+        info.state.num_output = row.position - info.num_prompt
+    places = torch.tensor([row.place for row in rows], dtype=torch.int64, device=logits.device)
+    picked = logits[places].float()
+    batch = SamplingBatch.build([info.state for info in infos], picked.shape[1], logits.device)
+    if any(info.bad_words or info.params.penalised for info in infos):
+        batch.edits = DeviceEdits(batch.edits, table, rows, infos)  # type: ignore[assignment]
+    return sample(picked, batch)
+
+
+def _penalise(logits: Tensor, table: DeviceTable, row: SpecialRow, info: RowInfo) -> None:
+    """Repetition of all tokens so far, presence and frequency of the drawn ones, as `penalties.Penalties` does."""
+    params = info.params
+    known = table.tokens[row.row, : row.position].long()
+    drawn = known[info.num_prompt :]
+    counts = torch.zeros_like(logits).index_add_(0, drawn, torch.ones_like(drawn, dtype=logits.dtype))
+    seen = torch.zeros_like(logits, dtype=torch.bool).index_fill_(0, known, True)
+    factor = params.repetition_penalty
+    repeated = torch.where(logits > 0, logits / factor, logits * factor)
+    amount = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    logits.copy_(torch.where(seen, repeated - amount, logits))
+
+
+def _ban_words(logits: Tensor, table: DeviceTable, row: SpecialRow, info: RowInfo) -> None:
+    """Ban the last token of every bad word whose other tokens were just drawn."""
+    drawn = row.position - info.num_prompt
+    words = [word for word in info.bad_words if len(word) - 1 <= drawn]
+    if not words:
+        return
+    width = max(len(word) - 1 for word in words)
+    heads = torch.tensor([[-1] * (width - len(word) + 1) + list(word[:-1]) for word in words], dtype=torch.int64)
+    heads = heads.reshape(len(words), width).to(logits.device, non_blocking=True)
+    last = torch.tensor([word[-1] for word in words], dtype=torch.int64).to(logits.device, non_blocking=True)
+    recent = table.tokens[row.row, row.position - width : row.position].long()
+    matches = ((heads == recent) | (heads < 0)).all(1)
+    logits.index_add_(0, last, torch.where(matches, -math.inf, 0.0).to(logits.dtype))

@@ -1,0 +1,133 @@
+"""The request table on the device: one row per running sequence, changed only by the diffs that plans bring.
+
+Tokens, block tables and sampling state are one int32 arena, so that any diff is (place, value) and a step's diffs are
+one copy to the device and one scatter. Sampled tokens are written into the rows by the device itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import InvariantError
+from quire.kernels.step_reference import FIELDS
+from quire.sampling.batch import SamplingRow
+from quire.sampling.params import SamplingParams
+from quire.sampling.philox import signed_seed
+from quire.scheduler.plan import RowStart, StepPlan
+
+
+@dataclass(slots=True)
+class RowInfo:
+    """What the host needs to know of a row: nothing in it changes while the sequence runs."""
+
+    params: SamplingParams
+    num_prompt: int
+    special: bool
+    """Draws with more than temperature and min_p, or wants log-probabilities: the full sampler takes it."""
+    state: SamplingRow
+    """Its parameters for that sampler. Values of drawn tokens are not in it: they are on the device."""
+    bad_words: tuple[tuple[int, ...], ...]
+
+
+class DeviceTable:
+    """Rows named by the scheduler. Token t of row r is tokens[r, t]; its KV is in block tables[g][r, t // size]."""
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int, num_groups: int, vocab_size: int,
+                 device: torch.device) -> None:
+        self.num_rows = num_rows
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self._vocab_size = vocab_size
+        self._width = -(-max_model_len // block_size)
+        self._state_base = num_rows * max_model_len
+        self._table_base = [self._state_base + num_rows * (FIELDS + g * self._width) for g in range(num_groups)]
+        size = self._state_base + num_rows * (FIELDS + num_groups * self._width)
+        if size >= 1 << 31:
+            raise InvariantError("the request table would have more than 2**31 entries: lower max_num_seqs")
+        self.arena = torch.zeros(size, dtype=torch.int32, device=device)
+        self.tokens = self.arena[: self._state_base].view(num_rows, max_model_len)
+        self.state = self.arena[self._state_base : self._state_base + num_rows * FIELDS].view(num_rows, FIELDS)
+        self.tables = tuple(self.arena[base : base + num_rows * self._width].view(num_rows, self._width)
+                            for base in self._table_base)
+        self._info: list[RowInfo | None] = [None] * num_rows
+        self._places: list[np.ndarray] = []
+        self._values: list[np.ndarray] = []
+
+    def info(self, row: int) -> RowInfo:
+        found = self._info[row]
+        if found is None:
+            raise InvariantError(f"row {row} of the request table is empty")
+        return found
+
+    def apply(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Take note of a plan's changes; returns (places, values) for the scatter that makes them on the device."""
+        for row in plan.freed_rows:
+            self._info[row] = None
+        for start in plan.starts:
+            self._start(start)
+        places: list[int] = []
+        values: list[int] = []
+        for diff in plan.diffs:
+            base = self._table_base[diff.group] + diff.row * self._width + diff.start
+            places.extend(range(base, base + len(diff.blocks)))
+            values.extend(diff.blocks)
+        for entry in plan.entries:
+            if entry.drafts:
+                end = entry.row * self.max_model_len + entry.start + entry.num_tokens
+                places.extend(range(end - len(entry.drafts), end))
+                values.extend(entry.drafts)
+        if places:
+            self._places.append(np.array(places, np.int32))
+            self._values.append(np.array(values, np.int32))
+        return self._take()
+
+    def _take(self) -> tuple[np.ndarray, np.ndarray]:
+        if not self._places:
+            return _NOTHING, _NOTHING
+        merged = np.concatenate(self._places), np.concatenate(self._values)
+        self._places, self._values = [], []
+        return merged
+
+    def _start(self, start: RowStart) -> None:
+        base = start.row * self.max_model_len
+        self._places.append(np.arange(base, base + len(start.token_ids), dtype=np.int32))
+        self._values.append(np.array(start.token_ids, np.int32))
+        place = self._state_base + start.row * FIELDS
+        self._places.append(np.arange(place, place + 5, dtype=np.int32))
+        self._values.append(_state_words(start))
+        self._info[start.row] = self._row_info(start)
+
+    def _row_info(self, start: RowStart) -> RowInfo:
+        params = start.params
+        # The history stays out of the host's copy: the row of tokens on the device is the history.
+        state = SamplingRow(params, start.seed, start.sequence_index, (), 0, start.stop_ids, ())
+        state.history = None
+        cut = not params.greedy and params.top_k != 1 and (params.top_p < 1.0 or 0 < params.top_k < self._vocab_size)
+        special = (cut or params.logprobs is not None or params.penalised or bool(params.logit_bias)
+                   or params.allowed_token_ids is not None or bool(start.bad_words) or params.min_tokens > 0)
+        return RowInfo(params, start.num_prompt_tokens, special, state,
+                       tuple(tuple(word) for word in start.bad_words))
+
+
+_NOTHING = np.zeros(0, np.int32)
+
+
+def _state_words(start: RowStart) -> np.ndarray:
+    """The sampling state of a row as the drawing kernel reads it."""
+    params = start.params
+    greedy = params.greedy or params.top_k == 1
+    floats = np.array([0.0 if greedy else min(params.temperature, 1e30),
+                       math.log(params.min_p) if params.min_p > 0 else -math.inf], np.float32)
+    seed = signed_seed(start.seed) & ((1 << 64) - 1)
+    words = np.array([seed & 0xFFFFFFFF, seed >> 32, start.sequence_index], np.uint32).view(np.int32)
+    return np.concatenate([floats.view(np.int32), words])
+
+
+def device_tokens(table: DeviceTable, row: int, begin: int, end: int) -> Tensor:
+    """Tokens of a row as int64, on the device."""
+    return table.tokens[row, begin:end].long()

@@ -1,0 +1,48 @@
+"""The device worker's whole path on CPU tensors: same tokens as the plain worker, whatever the depth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.worker.gpu.worker import GpuWorker
+from tests.worker.gpu.engines import GEMMA3, QWEN3, make_engine, run, workload
+
+
+@pytest.mark.parametrize("config", [QWEN3, GEMMA3], ids=["qwen3", "gemma3"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_tokens_and_logprobs_are_those_of_the_plain_worker(config: dict[str, Any], depth: int) -> None:
+    plain = run(make_engine(config, device=False), workload(0, 22))
+    device = run(make_engine(config, device=True, depth=depth), workload(0, 22))
+    assert all(error is None for *_, error in plain.values())
+    assert device == plain
+
+
+def test_preemption_and_recomputation_change_nothing() -> None:
+    plain = run(make_engine(QWEN3, device=False), workload(3, 12))
+    core = make_engine(QWEN3, device=True, depth=2, num_blocks=26)
+    assert run(core, workload(3, 12)) == plain
+    assert core.scheduler.stats.preemptions > 0
+
+
+def test_a_row_with_infinite_logits_fails_alone() -> None:
+    core = make_engine(QWEN3, device=True, depth=2)
+    requests = workload(5, 4)
+    worker: GpuWorker = core.executor._worker  # type: ignore[attr-defined]
+    forward = worker._runner._forward
+    original = forward.logits
+
+    def poisoned(hidden: Any, out: Any = None) -> Any:
+        logits = original(hidden, out)
+        rows = worker._runner._buffers.rows if out is not None else None
+        if rows is not None:
+            for place in range(logits.shape[0]):
+                if int(rows[place]) == 0:
+                    logits[place, 7] = float("nan")
+        return logits
+
+    forward.logits = poisoned  # type: ignore[method-assign]
+    found = run(core, requests)
+    failed = [error for *_, error in found.values() if error is not None]
+    assert len(failed) == 1 and "not finite" in failed[0]
