@@ -70,7 +70,7 @@ def fetch_from_hub(
         raise _explain(repo, error) from error
     files = [sibling.rfilename for sibling in info.siblings or []]
     try:
-        return _download(places, files, tag or None, prefer_gguf, info.sha, progress)
+        return _download(places, files, tag or None, prefer_gguf, progress)
     except ModelLoadError:
         raise
     except Exception as error:
@@ -82,18 +82,14 @@ def _wants_gguf(files: Sequence[str], tag: str | None, prefer_gguf: bool) -> boo
 
 
 def _download(
-    places: dict[str, Any],
-    files: list[str],
-    tag: str | None,
-    prefer_gguf: bool,
-    revision: str | None,
-    progress: bool,
+    places: dict[str, Any], files: list[str], tag: str | None, prefer_gguf: bool, progress: bool
 ) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     (enable_progress_bars if progress else disable_progress_bars)()
-    options = {**places, "revision": revision, "etag_timeout": REPLY_SECONDS}
+    # No revision is named, so that the library notes which one "main" is and finds it again offline.
+    options = {**places, "etag_timeout": REPLY_SECONDS}
     if any(name.endswith((".safetensors", ".gguf")) for name in files) and _wants_gguf(
         files, tag, prefer_gguf
     ):
