@@ -19,6 +19,10 @@ from quire.kvcache.table import PrefixMatch, SequenceKV
 from tests.kvcache.contents import BlockContents, fingerprints
 
 TOKENS = st.integers(0, 1)
+TAILS = st.lists(TOKENS, min_size=1, max_size=4)
+PROMPTS = st.builds(lambda zeros, tail: [0] * zeros + tail, st.integers(0, 11), TAILS)
+"""Many begin alike."""
+CHUNKS = st.sampled_from([1, 2, 3, 20])
 GROUPS = st.sampled_from([(None,), (None,), (3,), (None, 3), (5, None), (1,), (None, 2, 7)])
 
 
@@ -40,15 +44,20 @@ class Flight:
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(3, 14), block_size=st.integers(1, 4), windows=GROUPS,
-                caching=st.sampled_from([True, True, True, False]))
-    def make(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...], caching: bool) -> None:
+    @initialize(num_blocks=st.integers(3, 12), block_size=st.integers(1, 4), windows=GROUPS,
+                caching=st.sampled_from([True, True, True, False]), first=st.lists(PROMPTS, max_size=3))
+    def make(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...], caching: bool,
+             first: list[list[int]]) -> None:
         self.cache = KVCacheManager(num_blocks, block_size, tuple(CacheGroup(w) for w in windows), caching)
         self.contents = BlockContents(num_blocks, block_size, windows)
         self.windows = windows
         self.lives: list[Life] = []
         self.flights: deque[Flight] = deque()
         self.step = 0
+        self.hash_of_prefix: dict[int | None, bytes] = {}
+        """By fingerprint, of every full block ever written; worked out from the tokens alone."""
+        for tokens in first:
+            self.come(tokens, b"", 20)
 
     # ---- the oracle
 
@@ -77,11 +86,12 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # ---- rules
 
-    @rule(tokens=st.lists(TOKENS, min_size=1, max_size=14), key=st.sampled_from([b"", b"", b"tenant"]),
-          most=st.integers(1, 20))
+    @rule(tokens=PROMPTS, key=st.sampled_from([b"", b"", b"", b"tenant"]), most=CHUNKS)
     def arrive(self, tokens: list[int], key: bytes, most: int) -> None:
-        if len(tokens) >= self.cache.max_tokens:
-            return
+        self.come(tokens, key, most)
+
+    def come(self, tokens: list[int], key: bytes, most: int) -> None:
+        tokens = tokens[: self.cache.max_tokens - 1]
         kv = SequenceKV(key)
         match = self.cache.match(kv, tokens)
         assert match.num_tokens < len(tokens)
@@ -95,25 +105,39 @@ class ManagerMachine(RuleBasedStateMachine):
             self.submit([life], [chunk])
             assert life.computed == match.num_tokens + chunk, "fits() promised room that was not there"
 
-    @precondition(lambda self: self.runnable())
-    @rule(data=st.data())
-    def compute(self, data: st.DataObject) -> None:
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data(), tokens=TAILS)
+    def compute(self, data: st.DataObject, tokens: list[int]) -> None:
+        for life in self.lives:
+            if life.computed == len(life.tokens):
+                self.learn(life, tokens)
+        if not self.runnable():
+            return
         chosen = data.draw(st.lists(st.sampled_from(self.runnable()), min_size=1, max_size=4, unique=True))
-        self.submit(chosen, [data.draw(st.integers(1, len(s.tokens) - s.computed)) for s in chosen])
+        counts = [data.draw(st.integers(1, len(s.tokens) - s.computed)) for s in chosen]
+        others = [life for life in self.lives if life not in chosen]
+        self.submit(chosen, counts, data.draw(st.sampled_from([None, None, None, *others])))
+        while len(self.flights) > 3:
+            self.take_in()
 
     def runnable(self) -> list[Life]:
         return [life for life in self.lives if life.computed < len(life.tokens)]
 
-    def submit(self, chosen: list[Life], counts: list[int]) -> None:
-        """As scheduler and worker do: slots for all, then one plan, whose copies come before its writes."""
+    def submit(self, chosen: list[Life], counts: list[int], victim: Life | None = None) -> None:
+        """As scheduler and worker do: slots for all, then one plan, whose copies come before its writes.
+
+        A victim is preempted while the plan is drafted.
+        """
         planned = []
-        for life, count in zip(chosen, counts, strict=True):
+        for life, count in zip(chosen, counts, strict=False):
             before = [list(table.blocks) for table in life.kv.tables]
             copies = self.cache.extend(life.kv, life.computed + count, life.computed)
             if copies is None:
                 assert [table.blocks for table in life.kv.tables] == before, "a refusal changed something"
             else:
                 planned.append((life, count, copies))
+            if victim is not None and victim.alive:
+                self.end(victim)
         if not planned:
             return
         self.step += 1
@@ -127,12 +151,18 @@ class ManagerMachine(RuleBasedStateMachine):
             chain = fingerprints(life.kv.key, life.tokens)
             self.contents.run(names, life, tables, chain, life.computed, life.computed + count)
             life.computed += count
+            size = self.cache.block_size
+            hashes = self.cache.chain.extend(SequenceKV(life.kv.key), life.tokens, life.computed)
+            self.hash_of_prefix |= {chain[(i + 1) * size - 1]: found for i, found in enumerate(hashes)}
         self.cache.steps_submitted(self.step)
         self.flights.append(Flight(self.step, [(life, life.computed) for life, _, _ in planned]))
 
     @precondition(lambda self: self.flights)
     @rule()
     def collect(self) -> None:
+        self.take_in()
+
+    def take_in(self) -> None:
         flight = self.flights.popleft()
         self.cache.steps_done(flight.step)
         self.contents.retire(flight.step)
@@ -142,31 +172,29 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.cache.publish(life.kv, life.tokens, end)
                 self.cache.leave_window(life.kv, life.computed)
 
-    @precondition(lambda self: self.lives)
-    @rule(data=st.data(), token=TOKENS)
-    def learn_a_token(self, data: st.DataObject, token: int) -> None:
-        life = data.draw(st.sampled_from(self.lives))
-        if len(life.tokens) < self.cache.max_tokens:
-            life.tokens.append(token)
+    def learn(self, life: Life, tokens: list[int]) -> None:
+        life.tokens = (life.tokens + tokens)[: self.cache.max_tokens]
 
     @precondition(lambda self: self.lives)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), tail=TAILS, goes_on=st.booleans())
+    def fork(self, data: st.DataObject, tail: list[int], goes_on: bool) -> None:
+        """The child may differ from the first token not computed; both may write into the shared block."""
         life = data.draw(st.sampled_from(self.lives))
-        tokens = life.tokens[: max(life.computed, 1)]
-        self.lives.append(Life(self.cache.fork(life.kv), list(tokens), life.computed, life.confirmed))
+        tokens = (life.tokens[: life.computed] + tail)[: self.cache.max_tokens]
+        child = Life(self.cache.fork(life.kv), tokens, life.computed, life.confirmed)
+        self.lives.append(child)
+        if goes_on:
+            self.submit([x for x in (life, child) if x in self.runnable()], [1, 1])
 
-    @precondition(lambda self: self.lives)
+    @precondition(lambda self: len(self.lives) > 1)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        life = data.draw(st.sampled_from(self.lives))
+        self.end(data.draw(st.sampled_from(self.lives)))
+
+    def end(self, life: Life) -> None:
         self.lives.remove(life)
         self.cache.free(life.kv)
         life.alive = False
-
-    @rule()
-    def drop_cached(self) -> None:
-        self.cache.drop_cached()
 
     # ---- what must hold after each
 
@@ -176,12 +204,13 @@ class ManagerMachine(RuleBasedStateMachine):
             self.cache.check([life.kv for life in self.lives])
 
     @invariant()
-    def registered_blocks_are_full_and_distinct(self) -> None:
+    def blocks_are_registered_under_the_hash_of_what_they_hold(self) -> None:
         if not hasattr(self, "cache"):
             return
         for group, pool in enumerate(self.cache.pools):
-            held = [self.contents.full_prefix(group, b) for b in range(pool.num_blocks) if pool.hash_of(b)]
-            assert None not in held and len(set(held)) == len(held)
+            for block in range(pool.num_blocks):
+                if (found := pool.hash_of(block)) is not None:
+                    assert found == self.hash_of_prefix[self.contents.full_prefix(group, block)]
 
     @invariant()
     def windows_are_left(self) -> None:
@@ -199,7 +228,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         while self.flights:
-            self.collect()
+            self.take_in()
         for life in self.lives:
             self.cache.free(life.kv)
         self.cache.check([])
@@ -208,4 +237,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 TestManagerMachine = ManagerMachine.TestCase
 TestManagerMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, database=None, print_blob=True)
+    max_examples=300, stateful_step_count=40, deadline=None, database=None, print_blob=True)
