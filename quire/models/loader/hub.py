@@ -99,11 +99,14 @@ def _download(
 
 def _from_cache(places: dict[str, Any], tag: str | None, prefer_gguf: bool) -> Path | None:
     """What an earlier download left, when it left enough to load a model."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
 
+    # The library's documented layout. Its own offline lookup refuses a snapshot that lacks files of the
+    # repository, which ours always does.
+    repo = Path(places["cache_dir"] or HF_HUB_CACHE) / f"models--{places['repo_id'].replace('/', '--')}"
     try:
-        folder = Path(snapshot_download(local_files_only=True, **places))
-    except Exception:
+        folder = repo / "snapshots" / (repo / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
         return None
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     if _wants_gguf(files, tag, prefer_gguf):

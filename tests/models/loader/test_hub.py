@@ -41,6 +41,14 @@ def test_what_was_fetched_is_there_without_the_hub(tmp_path: Path) -> None:
         fetch(url, tmp_path, "other/name")
 
 
+def test_a_gguf_that_was_fetched_is_there_without_the_hub(tmp_path: Path) -> None:
+    with fake_hub(QUANTS) as hub:
+        first, url = fetch(hub.url, tmp_path), hub.url
+    assert fetch(url, tmp_path) == first
+    with pytest.raises(DownloadError, match="cannot fetch"):
+        fetch(url, tmp_path, "org/name:Q4_K_M")
+
+
 def test_a_dropped_connection_is_resumed(tmp_path: Path) -> None:
     large = bytes(25 << 20)  # the library keeps what it has in pieces of 10 MiB
     with fake_hub({**FOLDER, "model.safetensors": large}) as hub:
