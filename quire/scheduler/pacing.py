@@ -10,8 +10,10 @@ from quire.scheduler.step_cost import StepCostModel, StepLoad
 
 _PROBE_TOKENS = 16
 """Chunk to begin with beside decoding sequences, before any was measured."""
+_PROBE_SEQUENCES = 4
+"""Sequences to begin with, before a step was measured in which they decode."""
 _GROWTH = 2
-"""A chunk may be this many times the largest that was measured: predictions far outside are worth little."""
+"""Times the largest measured that a chunk or a batch may be: predictions far outside are worth little."""
 _MISSES = 0.02
 """Share of steps that may take longer than predicted times the margin."""
 _MARGIN_STEP = 0.05
@@ -33,7 +35,8 @@ class StepPacer:
         self._model = StepCostModel(bound_seconds)
         self._margin = 1.0
         """Actual over predicted time that only `_MISSES` of the steps exceed, followed step by step."""
-        self._largest = _PROBE_TOKENS // _GROWTH
+        self._largest_chunk = 0
+        self._most_decodes = 0
         self._in_flight: deque[tuple[StepLoad, float, float]] = deque()
         """Load, predicted seconds and time of submission of the steps not done."""
         self._last_done = float("-inf")
@@ -45,17 +48,16 @@ class StepPacer:
 
         `scored`: the logits of each are wanted, not of the last one only.
         """
+        target = self.bound / self._margin
+        possible = self._with_decoding(StepLoad(), start + todo) <= target
+        if load.sequences and possible and self._too_many(load, start + todo, target):
+            return 0
         if load.decodes == 0:
             return todo
-        if not self._model.num_observed:
-            return min(todo, _PROBE_TOKENS)
-        most = min(todo, max(_PROBE_TOKENS, _GROWTH * self._largest - load.prefill_tokens))
-        target = self.bound / self._margin
-        if self._alone(start + todo) > target:
+        if not possible or not self._model.num_observed:
             return min(todo, max(0, _PROBE_TOKENS - load.prefill_tokens))
-        if self._one_more(load, start + todo) > target:
-            return 0
-        low, high = 0, most
+        most = max(_PROBE_TOKENS, _GROWTH * self._largest_chunk) - load.prefill_tokens
+        low, high = 0, max(0, min(todo, most))
         while low < high:
             middle = (low + high + 1) // 2
             if self._model.predict_with(load, start, middle, middle if scored else 1) <= target:
@@ -64,13 +66,15 @@ class StepPacer:
                 high = middle - 1
         return low
 
-    def _alone(self, length: int) -> float:
-        """Seconds of a step in which one sequence of `length` tokens decodes."""
-        return self._model.predict_with(StepLoad(), length, 1, 1)
+    def _too_many(self, load: StepLoad, length: int, target: float) -> bool:
+        """Would the steps in which all of these decode, and one of `length` tokens too, be too long?"""
+        if load.sequences >= max(_PROBE_SEQUENCES, _GROWTH * self._most_decodes):
+            return True
+        return self._with_decoding(load, length) > target
 
-    def _one_more(self, load: StepLoad, length: int) -> float:
-        """Seconds of a step in which all who decode now and one of `length` tokens do so."""
-        decoding = StepLoad(tokens=load.decodes, logit_rows=load.decodes, pairs=load.decode_pairs)
+    def _with_decoding(self, load: StepLoad, length: int) -> float:
+        """Seconds of a step in which all the sequences of `load` and one of `length` tokens decode."""
+        decoding = StepLoad(tokens=load.sequences, logit_rows=load.sequences, pairs=load.length)
         return self._model.predict_with(decoding, length, 1, 1)
 
     # ---- when it runs
@@ -89,8 +93,9 @@ class StepPacer:
         self._last_done = now
         if not 0.0 < seconds < float("inf"):
             return
-        if load.decodes and load.prefill_tokens:
-            self._largest = max(self._largest, load.prefill_tokens)
+        if load.decodes:
+            self._largest_chunk = max(self._largest_chunk, load.prefill_tokens)
+            self._most_decodes = max(self._most_decodes, load.decodes)
         if load.decodes and predicted > 0.0:
             self._follow(seconds / predicted)
         self._model.observe(load, seconds)

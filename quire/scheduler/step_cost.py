@@ -19,16 +19,19 @@ class StepLoad:
     """Those of `tokens` that are part of a chunk of several."""
     decodes: int = 0
     """Sequences that compute a single token after others: they are streaming, and wait for this step."""
-    decode_pairs: int = 0
-    """Those of `pairs` that are theirs."""
+    sequences: int = 0
+    """All that are in the step: sooner or later each of them decodes."""
+    length: int = 0
+    """Their lengths after the step, summed: the pairs of a step in which all of them decode."""
 
     def add(self, start: int, num_tokens: int, logit_rows: int, decode: bool) -> None:
         self.tokens += num_tokens
         self.logit_rows += logit_rows
         self.pairs += chunk_pairs(start, num_tokens)
+        self.sequences += 1
+        self.length += start + num_tokens
         if decode:
             self.decodes += 1
-            self.decode_pairs += start + 1
         else:
             self.prefill_tokens += num_tokens
 
