@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,21 +18,37 @@ from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.simulation import VOCAB, SimulatedWorker, expected_tokens, make_request, make_scheduler
 
 WINDOWS = st.sampled_from([(None,), (None,), (None,), (3,), (None, 4), (6, None)])
+PROMPTS = st.builds(lambda zeros, tail: [0] * zeros + tail, st.sampled_from([0, 1, 2, 3, 4, 6, 9]),
+                    st.lists(st.integers(0, 1), min_size=1, max_size=4))
+
+
+@st.composite
+def wishes(draw: st.DrawFn) -> dict[str, Any]:
+    """What a request asks for, but for its place among the others."""
+    return {
+        "prompt": draw(PROMPTS),
+        "again": draw(st.one_of(st.none(), st.tuples(st.integers(0, 99), st.integers(1, 99)))),
+        "max_tokens": draw(st.sampled_from([1, 5, 12, 20, None])),
+        "priority": draw(st.integers(0, 2)),
+        "key": draw(st.sampled_from([b"", b"", b"", b"other"])),
+        "logprobs": draw(st.sampled_from([None, None, None, 1])),
+        "stops": draw(st.integers(0, 3)) == 3,
+    }
 
 
 @st.composite
 def schedulers(draw: st.DrawFn) -> Scheduler:
     chunked = draw(st.booleans())
     return make_scheduler(
-        num_blocks=draw(st.integers(4, 16)),
-        block_size=draw(st.integers(1, 4)),
+        num_blocks=draw(st.sampled_from([4, 6, 8, 9, 10, 12, 16])),
+        block_size=draw(st.sampled_from([1, 2, 2, 3, 4])),
         windows=draw(WINDOWS),
         queue=draw(st.sampled_from(["fcfs", "priority"])),
         policy=draw(st.sampled_from(["decode-first", "prefill-first"])),
         caching=draw(st.sampled_from([True, True, False])),
-        max_num_seqs=draw(st.integers(1, 5)),
-        max_num_batched_tokens=draw(st.integers(1, 12)),
-        max_model_len=draw(st.integers(4, 40)),
+        max_num_seqs=draw(st.sampled_from([1, 2, 3, 4, 4, 6])),
+        max_num_batched_tokens=draw(st.sampled_from([1, 2, 3, 5, 8, 12, 16, 24])),
+        max_model_len=draw(st.sampled_from([5, 12, 20, 30, 60])),
         chunked_prefill=chunked,
         max_num_partial_prefills=draw(st.integers(1, 3)),
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1, 3])),
@@ -39,8 +56,8 @@ def schedulers(draw: st.DrawFn) -> Scheduler:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(scheduler=schedulers(), depth=st.integers(1, 3))
-    def make(self, scheduler: Scheduler, depth: int) -> None:
+    @initialize(scheduler=schedulers(), depth=st.integers(1, 3), first=st.lists(wishes(), max_size=5))
+    def make(self, scheduler: Scheduler, depth: int, first: list[dict[str, Any]]) -> None:
         self.scheduler = scheduler
         self.depth = depth
         self.worker = SimulatedWorker.beside(scheduler)
@@ -49,43 +66,58 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.outputs: dict[str, list[int]] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
-        self.preempted: dict[str, int] = {}
+        for wish in first:
+            self.come(wish)
 
     # ---- rules
 
-    @rule(data=st.data(), priority=st.integers(0, 2), logprobs=st.sampled_from([None, None, None, 1]),
-          max_tokens=st.sampled_from([None, 1, 2, 5, 9]), key=st.sampled_from([b"", b"", b"", b"other"]),
-          stops=st.booleans())
-    def arrive(self, data: st.DataObject, priority: int, logprobs: int | None, max_tokens: int | None,
-               key: bytes, stops: bool) -> None:
-        name = f"r{len(self.requests)}"
+    @rule(wish=wishes())
+    def arrive(self, wish: dict[str, Any]) -> None:
+        self.come(wish)
+
+    def come(self, wish: dict[str, Any]) -> None:
         limits, cache = self.scheduler.limits, self.scheduler.cache
         longest = min(limits.max_model_len, cache.max_tokens) - 1
         if not limits.chunked_prefill:
             longest = min(longest, limits.max_num_batched_tokens)
-        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=min(longest, 20)))
-        if self.requests and data.draw(st.booleans()):  # a second turn, or a shared beginning
-            earlier = self.requests[data.draw(st.integers(0, len(self.requests) - 1))].sequences[0].tokens
-            prompt = (earlier[: data.draw(st.integers(1, len(earlier)))] + prompt)[:longest]
-        seed = 1000 + len(self.requests)
-        stop = [dummy_token(seed, 0, len(prompt) + 2, VOCAB)] if stops else None
-        if isinstance(self.scheduler.waiting, FCFSQueue):
-            priority = 0
-        request = make_request(name, prompt, max_tokens, seed=seed, priority=priority, cache_key=key,
-                               prompt_logprobs=logprobs, stop_token_ids=stop)
-        self.worker.keys[seed] = key
+        prompt = wish["prompt"]
+        if self.requests and wish["again"] is not None:  # a second turn, or a shared beginning
+            which, length = wish["again"]
+            earlier = self.requests[which % len(self.requests)].sequences[0].tokens
+            prompt = earlier[: 1 + length % len(earlier)] + prompt
+        prompt = prompt[:longest]
+        name, seed = f"r{len(self.requests)}", 1000 + len(self.requests)
+        request = make_request(
+            name, prompt, wish["max_tokens"], seed=seed, cache_key=wish["key"],
+            priority=0 if isinstance(self.scheduler.waiting, FCFSQueue) else wish["priority"],
+            prompt_logprobs=wish["logprobs"],
+            stop_token_ids=[dummy_token(seed, 0, len(prompt) + 2, VOCAB)] if wish["stops"] else None)
+        self.worker.keys[seed] = wish["key"]
         self.requests.append(request)
-        self.outputs[name], self.prompt_logprobs[name], self.preempted[name] = [], [], 0
+        self.outputs[name], self.prompt_logprobs[name] = [], []
         self.scheduler.add(request)
 
-    @precondition(lambda self: any(r.status is not Status.FINISHED for r in self.requests))
+    def living(self) -> list[Request]:
+        return [r for r in self.requests if r.status is not Status.FINISHED]
+
+    @precondition(lambda self: len(self.living()) > 2)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        living = [r for r in self.requests if r.status is not Status.FINISHED]
-        request = data.draw(st.sampled_from(living))
+        request = data.draw(st.sampled_from(self.living()))
         assert self.scheduler.abort(request.request_id)
         self.aborted.add(request.request_id)
         self.take_news()
+
+    @rule(times=st.integers(1, 5))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.step_once()
+
+    def step_once(self) -> None:
+        """As the core does: plan up to the depth or as far as it goes, take in the oldest result."""
+        while len(self.in_flight) < self.depth and self.plan_one():
+            pass
+        self.collect_one()
 
     @precondition(lambda self: len(self.in_flight) < self.depth)
     @rule()
@@ -95,6 +127,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule()
     def collect(self) -> None:
+        self.collect_one()
+
+    def collect_one(self) -> None:
+        if not self.in_flight:
+            return
         plan, result = self.in_flight.popleft()
         self.worker.retire(plan.step)
         self.scheduler.update(result)
@@ -105,8 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.scheduler.schedule()
         self.preempted_are_at_the_head(before)
         if plan is None:
-            idle = not self.in_flight and any(r.status is not Status.FINISHED for r in self.requests)
-            assert not idle, "requests wait and nothing is planned for them"
+            assert self.in_flight or not self.living(), "requests wait and nothing is planned for them"
             return False
         self.within_limits(plan)
         self.in_flight.append((plan, self.worker.execute(plan)))
@@ -160,10 +196,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         between = longest if isinstance(self.scheduler.policy, PrefillFirst) else 2
         bound = 20 + (self.depth + 1) * total * between
         steps = 0
-        while any(r.status is not Status.FINISHED for r in self.requests) or self.in_flight:
-            while len(self.in_flight) < self.depth and self.plan_one():
-                pass
-            self.collect()
+        while self.living() or self.in_flight:
+            self.step_once()
             self.scheduler.check()
             steps += 1
             assert steps < bound, "a request starves"
