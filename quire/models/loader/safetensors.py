@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from quire.models.loader.json_file import read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+REOPEN_BYTES = 64 << 20
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -63,22 +65,35 @@ def _names_by_file(folder: Path) -> dict[str, set[str]] | None:
 
 def iterate_weights(folder: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) pairs, one in memory at a time, cast to `dtype` (None keeps the stored type)."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     wanted = _names_by_file(folder)
     for path in weight_files(folder):
         try:
-            with safe_open(path, framework="pt") as shard:
-                names = list(shard.keys())
-                missing = wanted[path.name].difference(names) if wanted is not None else ()
-                if missing:
-                    raise ModelLoadError(
-                        f"{path} lacks the tensor {min(missing)!r} that {INDEX} places there"
-                    )
-                for name in names:
-                    yield name, _cast(name, shard.get_tensor(name), dtype, path)
+            yield from _read_file(path, None if wanted is None else wanted[path.name], dtype)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise ModelLoadError(f"{path} is truncated or corrupted ({error}); download it again") from error
+
+
+def _read_file(
+    path: Path, wanted: set[str] | None, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as shard:
+        names = deque(shard.keys())
+    missing = (wanted or set()).difference(names)
+    if missing:
+        raise ModelLoadError(f"{path} lacks the tensor {min(missing)!r} that {INDEX} places there")
+    while names:
+        # The pages of a mapped file count as memory until it is closed: read a part, close, open again.
+        with safe_open(path, framework="pt") as shard:
+            read = 0
+            while names and read < REOPEN_BYTES:
+                name = names.popleft()
+                tensor = shard.get_tensor(name)
+                read += tensor.nbytes
+                yield name, _cast(name, tensor, dtype, path)
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, path: Path) -> torch.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,24 @@ def test_eight_bit_floats_are_refused_by_name(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4, 4).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match="float8"):
         list(iterate_weights(tmp_path, torch.float32))
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+import torch
+from quire.models.loader.safetensors import iterate_weights
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for name, tensor in iterate_weights(Path(sys.argv[1]), torch.float32):
+    float(tensor.sum())
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+def test_a_large_file_is_never_in_memory_whole(tmp_path: Path) -> None:
+    save_file(
+        {f"w{i}": torch.full((2048, 2048), float(i)) for i in range(24)}, tmp_path / "model.safetensors"
+    )
+    command = [sys.executable, "-c", PEAK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) < 200  # of 384 MiB
