@@ -142,6 +142,18 @@ def test_smollm2_has_its_special_tokens_and_template() -> None:
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_smollm2_cuts_text_as_its_own_tokenizer_json_does() -> None:
+    """SmolLM2's tokenizer.json says Digits, then ByteLevel with the library's own expression."""
+    from tokenizers import pre_tokenizers
+
+    own = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    ours = smollm2().backend.pre_tokenizer
+    for text in TEXTS:
+        assert ours.pre_tokenize_str(text) == own.pre_tokenize_str(text), text
+
+
 def test_bos_is_added_once(llama_cpp_models: Path) -> None:
     tokenizer = load(llama_cpp_models, "llama-spm")
     assert tokenizer.encode("Hello") == [1, 15043]

