@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         outputs = [_answer(llm, number, params) for number in range(len(QUESTIONS))]
     figures = measure(outputs)
     if figures is not None:
-        line = f"{len(outputs)} answers, {figures.line()} · ready {started:.1f} s after start"
+        line = f"\n{len(outputs)} answers, {figures.line()} · ready {started:.1f} s after start"
         print(styled(line, GREEN, sys.stdout), flush=True)
     return 0
 

