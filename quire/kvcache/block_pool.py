@@ -81,6 +81,14 @@ class BlockPool:
             if self._hash[block] is None:
                 raise InvariantError(f"free KV block {block} acquired: it holds nothing")
             self._policy.remove(block)
+        elif self._hash[block] is not None:
+            self._policy.touch(block)
+        self.counts[block] += 1
+
+    def share(self, block: int) -> None:
+        """One more holder of a used block, on behalf of one that holds it: no sign that others want it."""
+        if self.counts[block] == 0:
+            raise InvariantError(f"KV block {block} shared while nobody holds it")
         self.counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -99,7 +107,7 @@ class BlockPool:
                 if key is None:
                     self._free.append(block)
                 else:
-                    self._policy.add(block, key)
+                    self._policy.add(block, key, self._parent[block])
             else:
                 overdrawn = block
         if overdrawn != NO_BLOCK:

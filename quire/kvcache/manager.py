@@ -70,7 +70,8 @@ class KVCacheManager:
         self._newest_done = 0
 
     def _empty_pools(self) -> list[BlockPool]:
-        return [BlockPool(self.num_blocks, self._policy(), chained=g.window is None) for g in self.groups]
+        size = self.num_blocks
+        return [BlockPool(size, self._policy(size), chained=group.window is None) for group in self.groups]
 
     @property
     def max_tokens(self) -> int:
@@ -253,7 +254,7 @@ class KVCacheManager:
         tables = []
         for pool, table in zip(self.pools, kv.tables, strict=True):
             for block in table.blocks[table.first_live :]:
-                pool.acquire(block)
+                pool.share(block)
             tables.append(BlockTable(list(table.blocks), first_live=table.first_live))
         # The two may differ from the first token that is not computed yet: hashes beyond it are not shared.
         return SequenceKV(kv.key, tables, kv.hashes[: kv.num_registered], kv.num_registered)
