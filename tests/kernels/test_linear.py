@@ -132,3 +132,59 @@ def test_ids_outside_the_table_are_refused(ops, randn, token):
     packed = ops.pack_linear(randn(10, 4))
     with pytest.raises(EngineError, match="outside"):
         ops.embed(torch.tensor([0, token]), packed)
+
+
+def scaled4(n: int, k: int, seed: int = 0) -> torch.Tensor:
+    """Weights as Q4_1 gives them: per 32, a half-precision scale and offset, quanta 0 to 15."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randint(0, 16, (n, k // 32, 32), generator=generator).float()
+    q[..., 3], q[..., 30] = 0, 15
+    d = (torch.rand(n, k // 32, 1, generator=generator) * 0.01 + 1e-3).half().float()
+    m = -(torch.rand(n, k // 32, 1, generator=generator) * 0.1).half().float()
+    return (d * q + m).reshape(n, k)
+
+
+def scaled8(n: int, k: int, top: int = 127) -> torch.Tensor:
+    """Weights as Q8_0 (top 127), Q5_0 (16) or Q4_0 (8) give them: a scale times whole numbers."""
+    generator = torch.Generator().manual_seed(top)
+    q = torch.randint(1 - top, top, (n, k // 32, 32), generator=generator).float()
+    q[..., 7] = -top
+    return (q * (torch.rand(n, k // 32, 1, generator=generator) * 0.01 + 1e-3).half().float()).reshape(n, k)
+
+
+NARROW = {
+    "scaled4": [scaled4(70, 160), scaled4(33, 1536), torch.full((8, 64), 0.25)],
+    "scaled8": [scaled8(70, 160), scaled8(33, 576, 16), scaled8(33, 96, 8)],
+    "bfloat16": [torch.randn(40, 77).bfloat16().float(), torch.full((3, 7), -0.0), torch.full((4, 64), float("nan"))],
+    "float32": [torch.randn(40, 64), torch.randn(40, 65)],
+}
+CASES = [(name, index) for name, weights in NARROW.items() for index in range(len(weights))]
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_a_weight_is_kept_in_the_narrowest_format_that_holds_it(variant_ops, name, index):
+    weight = NARROW[name][index]
+    packed = variant_ops.pack_linear(weight)
+    assert packed.format == name
+    back = variant_ops.embed(torch.arange(weight.shape[0]), packed)
+    assert torch.equal(back.view(torch.int32), weight.view(torch.int32))
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_a_narrow_format_does_not_change_a_bit_of_a_product(variant_ops, randn, name, index):
+    weight = NARROW[name][index]
+    packed = variant_ops.pack_linear(weight)
+    variant_ops.narrow_weights = False
+    plain = variant_ops.pack_linear(weight)
+    assert plain.format == "float32"
+    assert packed.nbytes <= plain.nbytes
+    for rows in (1, 2, 3, 4, 7, 13, 40, 200):
+        x = randn(rows, weight.shape[1], seed=rows)
+        got, expected = variant_ops.linear(x, packed), variant_ops.linear(x, plain)
+        assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
+
+
+def test_one_weight_that_does_not_fit_keeps_the_whole_matrix_wide(ops):
+    weight = scaled4(70, 160)
+    weight[69, 159] += 1e-6
+    assert ops.pack_linear(weight).format == "float32"

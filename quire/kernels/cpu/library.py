@@ -23,9 +23,10 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_set_num_threads": (None, [_N]),
     "quire_get_num_threads": (_N, []),
     "quire_advise_huge_pages": (None, [_P, _I]),
-    "quire_pack": (None, [_P, _P, _I, _I]),
-    "quire_linear": (None, [_P, _P, _P, _P, _P, _I, _I, _I]),
-    "quire_embed": (None, [_P, _P, _P, _I, _I]),
+    "quire_packed_bytes": (_I, [_N, _I, _I]),
+    "quire_pack": (_N, [_P, _P, _I, _I, _N]),
+    "quire_linear": (None, [_P, _P, _N, _P, _P, _P, _I, _I, _I]),
+    "quire_embed": (None, [_P, _P, _N, _P, _I, _I]),
     "quire_rms_norm": (None, [_P, _P, _P, _I, _I, _F]),
     "quire_layer_norm": (None, [_P, _P, _P, _P, _I, _I, _F]),
     "quire_act": (None, [_P, _P, _I, _I, _N]),
@@ -37,7 +38,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_copy_blocks": (None, [_P, _P, _P, _I, _I]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 def cpu_flags() -> set[str]:

@@ -17,6 +17,8 @@ from quire.kernels.cpu.library import load
 from quire.layers.ops import HeadShape, LayerCache
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
+# Formats of a packed weight, narrowest first (see weight.h).
+_FORMATS = {"scaled4": 3, "scaled8": 2, "bfloat16": 1, "float32": 0}
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _NO_TABLE = -1  # in place of a window: this operation writes to slots and follows no block table
 _STEP_FAULTS = {
@@ -29,14 +31,19 @@ _STEP_FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class PanelLinear:
-    """A weight in panels [ceil(N / width)][K][width], and its bias, as the compiled product reads them."""
+    """A weight in panels of columns, and its bias, as the compiled product reads them.
+
+    `format` says how few bytes hold the very same floats: it changes a product's time, never its result.
+    """
 
     panels: Tensor
     bias: Tensor | None
     out_features: int
     in_features: int
+    format: str
     panels_ptr: int
     bias_ptr: int | None
+    format_code: int
 
     @property
     def nbytes(self) -> int:
@@ -68,11 +75,15 @@ class CpuOps:
     """
 
     def __init__(
-        self, num_threads: int | None = None, variant: str | None = None, library_dir: Path = SOURCE_DIR
+        self,
+        num_threads: int | None = None,
+        variant: str | None = None,
+        library_dir: Path = SOURCE_DIR,
+        narrow_weights: bool = True,
     ) -> None:
         library = load(variant, library_dir)
         self._library = library
-        self._panel_width = library.quire_panel_width()
+        self.narrow_weights = narrow_weights
         self._max_head_dim = library.quire_max_head_dim()
         self._linear = library.quire_linear
         self._rms_norm = library.quire_rms_norm
@@ -87,17 +98,29 @@ class CpuOps:
         self._library.quire_set_num_threads(count)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PanelLinear:
-        """Copy a weight [N, K] into panels."""
+        """Copy a weight [N, K] into panels, in the narrowest format that holds every float bit for bit."""
         if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
             raise EngineError(f"a linear weight is [N, K] with a bias [N], not {tuple(weight.shape)}")
         n, k = weight.shape
-        width = self._panel_width
-        source = weight.to(_F32).contiguous()
-        panels = torch.empty(-(-n // width), k, width)
-        self._library.quire_advise_huge_pages(panels.data_ptr(), panels.nbytes)
-        self._library.quire_pack(source.data_ptr(), panels.data_ptr(), n, k)
+        source = weight.detach().to(_F32).contiguous()
         kept = None if bias is None else bias.detach().to(_F32, copy=True).contiguous()
-        return PanelLinear(panels, kept, n, k, panels.data_ptr(), None if kept is None else kept.data_ptr())
+        for name, code in _FORMATS.items() if self.narrow_weights else [("float32", _FORMATS["float32"])]:
+            panels = torch.empty(self._library.quire_packed_bytes(code, n, k), dtype=torch.uint8)
+            if panels.nbytes == 0 and n * k > 0:
+                continue
+            self._library.quire_advise_huge_pages(panels.data_ptr(), panels.nbytes)
+            if self._library.quire_pack(source.data_ptr(), panels.data_ptr(), n, k, code):
+                break
+        return PanelLinear(
+            panels=panels,
+            bias=kept,
+            out_features=n,
+            in_features=k,
+            format=name,
+            panels_ptr=panels.data_ptr(),
+            bias_ptr=None if kept is None else kept.data_ptr(),
+            format_code=code,
+        )
 
     def linear(self, x: Tensor, w: PanelLinear, residual: Tensor | None = None) -> Tensor:
         rows = _rows(x, w.in_features)
@@ -105,8 +128,9 @@ class CpuOps:
             raise EngineError(f"the residual has {residual.shape[0]} rows, the input {rows}")
         out = torch.empty(rows, w.out_features)
         self._linear(
-            x.data_ptr(), w.panels_ptr, w.bias_ptr, None if residual is None else residual.data_ptr(),
-            out.data_ptr(), rows, w.out_features, w.in_features,
+            x.data_ptr(), w.panels_ptr, w.format_code, w.bias_ptr,
+            None if residual is None else residual.data_ptr(), out.data_ptr(),
+            rows, w.out_features, w.in_features,
         )  # fmt: skip
         return out
 
@@ -116,7 +140,9 @@ class CpuOps:
         if self._library.quire_check_ids(ids.data_ptr(), count, w.out_features):
             raise EngineError(f"a token id lies outside 0..{w.out_features - 1}")
         out = torch.empty(count, w.in_features)
-        self._library.quire_embed(ids.data_ptr(), w.panels_ptr, out.data_ptr(), count, w.in_features)
+        self._library.quire_embed(
+            ids.data_ptr(), w.panels_ptr, w.format_code, out.data_ptr(), count, w.in_features
+        )
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

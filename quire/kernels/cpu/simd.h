@@ -10,11 +10,12 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if defined(__AVX512F__)
 #define VL 16
 #elif defined(__AVX__)
-#include <immintrin.h>
 #define VL 8
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -62,6 +63,47 @@ INLINE vi set_i(int32_t x) {
     for (int i = 0; i < VL; i++) v[i] = x;
     return v;
 }
+
+/* VL signed bytes, unsigned bytes or 16-bit numbers at p, each widened to 32 bits. */
+INLINE vi load_i8(const void *p) {
+#if defined(__aarch64__)
+    int8x8_t bytes = vreinterpret_s8_u32(vld1_dup_u32(p));
+    return (vi)vmovl_s16(vget_low_s16(vmovl_s8(bytes)));
+#elif defined(__AVX512F__)
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(p));
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(p));
+#elif defined(__SSE4_1__)
+    return (vi)_mm_cvtepi8_epi32(_mm_loadu_si32(p));
+#endif
+}
+
+INLINE vi load_u8(const void *p) {
+#if defined(__aarch64__)
+    uint8x8_t bytes = vreinterpret_u8_u32(vld1_dup_u32(p));
+    return (vi)vmovl_u16(vget_low_u16(vmovl_u8(bytes)));
+#elif defined(__AVX512F__)
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128(p));
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64(p));
+#elif defined(__SSE4_1__)
+    return (vi)_mm_cvtepu8_epi32(_mm_loadu_si32(p));
+#endif
+}
+
+INLINE vi load_u16(const void *p) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p));
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128(p));
+#elif defined(__SSE4_1__)
+    return (vi)_mm_cvtepu16_epi32(_mm_loadl_epi64(p));
+#elif defined(__aarch64__)
+    return (vi)vmovl_u16(vld1_u16(p));
+#endif
+}
+
+INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 
 /* a * b + c, rounded once where the machine can (x86-64-v2 cannot and rounds twice, always). */
 INLINE vf fma_v(vf a, vf b, vf c) {
