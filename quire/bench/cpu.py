@@ -103,7 +103,8 @@ def _contest(engine: str, case: str, args: argparse.Namespace) -> dict[str, Any]
     command = [sys.executable, "-m", "quire.bench.cpu_contestant", engine, case, args.model, str(args.repeat)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise QuireError(f"case {case} failed on {engine}: {done.stderr.strip().splitlines()[-1:]}")
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise QuireError(f"case {case} failed on {engine}: {last}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 

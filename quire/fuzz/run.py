@@ -12,7 +12,7 @@ from quire.llm import LLM
 from quire.sampling.params import SamplingParams
 
 _STEPS_BOUND = 20_000
-# One request at a time, of at most 256 tokens: the default pool would be hundreds of times larger, and slow to make.
+# One request at a time, of at most 256 tokens: the default pool is far larger, and slow to make.
 _PLAIN = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "num_kv_blocks": 17}
 
 
