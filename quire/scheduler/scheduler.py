@@ -513,12 +513,10 @@ class Scheduler:
             self._stop_if_done(seq)
 
     def _stop_if_done(self, seq: Sequence) -> None:
-        request, params = seq.request, seq.request.params
-        last = seq.tokens[-1]
-        if params.stop_token_ids and last in params.stop_token_ids:
-            self._finish(seq, FinishReason.STOP, last, silent=True)
-        elif last in request.eos_token_ids and not params.ignore_eos:
-            self._finish(seq, FinishReason.STOP, silent=True)
+        request, last = seq.request, seq.tokens[-1]
+        if last in request.stop_ids:
+            asked = last in (request.params.stop_token_ids or ())
+            self._finish(seq, FinishReason.STOP, last if asked else None, silent=True)
         elif len(seq.tokens) >= request.max_len:
             self._finish(seq, FinishReason.LENGTH, silent=True)
 
