@@ -86,7 +86,7 @@ def test_a_model_without_a_template_is_sent_to_generate(
 
 @pytest.fixture(scope="module")
 def llm(tiny: Path) -> Iterator[LLM]:
-    with LLM(str(tiny), load_format="dummy", num_threads=1, max_model_len=128) as made:
+    with LLM(str(tiny), load_format="dummy", num_threads=1, num_kv_blocks=256, max_model_len=128) as made:
         yield made
 
 

@@ -14,13 +14,13 @@ import pytest
 from quire import LLM, SamplingParams
 from tests.cli.conftest import PATIENCE, TEMPLATE, Done, command, environment
 
-FAST = ("--max-tokens", "12", "--ignore-eos", "--num-threads", "1")
+FAST = ("--max-tokens", "12", "--ignore-eos", "--num-threads", "1", "--num-kv-blocks", "256")
 
 
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> Callable[..., list[str]]:
     """What the library generates for prompts."""
-    llm = LLM(str(tiny), load_format="dummy", num_threads=1)
+    llm = LLM(str(tiny), load_format="dummy", num_threads=1, num_kv_blocks=256)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
     def texts(*prompts: str) -> list[str]:
