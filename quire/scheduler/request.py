@@ -98,8 +98,12 @@ class Request:
     num_preemptions: int = 0
     prompt_logprobs_done: int = 0
     first_scheduled_time: float | None = None
+    stop_ids: frozenset[int] = field(init=False)
+    """Ids that end a sequence: the request's own and, unless it ignores them, those that end any."""
 
     def __post_init__(self) -> None:
+        ids = frozenset(self.params.stop_token_ids or ())
+        self.stop_ids = ids if self.params.ignore_eos else ids | self.eos_token_ids
         if not self.sequences:
             tokens = list(self.prompt_token_ids)
             self.sequences = [Sequence(self, 0, tokens, len(tokens), kv=SequenceKV(self.cache_key))]
@@ -111,8 +115,3 @@ class Request:
     @property
     def finished(self) -> bool:
         return all(seq.finish_reason is not None for seq in self.sequences)
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        ids = frozenset(self.params.stop_token_ids or ())
-        return ids if self.params.ignore_eos else ids | self.eos_token_ids
