@@ -1,0 +1,1 @@
+"""Accuracy: tasks of the field, scored through the engine's public API."""
