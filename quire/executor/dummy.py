@@ -22,6 +22,18 @@ def dummy_token(seed: int, index: int, position: int, vocab_size: int) -> int:
     return (x * 0xD6E8FEB86659FD93 & _MASK) % vocab_size
 
 
+def dummy_candidates(seed: int, entry: PlanEntry, vocab_size: int) -> list[tuple[int, float]]:
+    """What may follow a beam: likelihoods fall with the rank, the more the less likely the beam's last token."""
+    last = entry.given[-1] if entry.given else 0
+    end = entry.start + entry.num_tokens
+    tokens: dict[int, None] = {}
+    rank = 0
+    while len(tokens) < min(entry.candidates, vocab_size):
+        tokens[dummy_token(seed + last, rank, end, vocab_size)] = None
+        rank += 1
+    return [(token, -0.1 - (0.5 + (last % 7) / 9) * place) for place, token in enumerate(tokens)]
+
+
 class DummyExecutor(Executor):
     """Keeps rows as the worker would and draws `dummy_token`s."""
 
@@ -42,6 +54,7 @@ class DummyExecutor(Executor):
             self._computed.pop(row, None)
         for start in plan.starts:
             self._rows[start.row] = (start.seed, start.sequence_index)
+            self._computed.pop(start.row, None)
         return StepResult(plan.step, [self._run(entry) for entry in plan.entries])
 
     def _run(self, entry: PlanEntry) -> EntryResult:
@@ -51,7 +64,9 @@ class DummyExecutor(Executor):
         if computed != entry.start:
             raise InvariantError(f"row {entry.row} computed {computed} tokens, not {entry.start}")
         self._computed[entry.row] = end = entry.start + entry.num_tokens
+        seed, index = self._rows[entry.row]
+        if entry.candidates:
+            return EntryResult(candidates=dummy_candidates(seed, entry, self.vocab_size))
         if not entry.sample:
             return EntryResult()
-        seed, index = self._rows[entry.row]
         return EntryResult([dummy_token(seed, index, end, self.vocab_size)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from quire.errors import InvariantError
 from quire.kvcache.eviction import EvictionPolicy
@@ -36,6 +36,8 @@ class BlockPool:
         self._index: dict[bytes, int] = {}
         self.num_evicted = 0
         """Cached blocks that gave up their place, over the pool's life."""
+        self.on_evict: Callable[[int, bytes], None] | None = None
+        """Told of a block and its prefix when its place is taken, so that a tier may keep the content."""
 
     # ---- counts
 
@@ -66,8 +68,11 @@ class BlockPool:
             block = self._free.popleft()
         elif len(self._policy):
             block = self._policy.pop()
+            key = self._hash[block]
             self._forget(block)
             self.num_evicted += 1
+            if self.on_evict is not None and key is not None:
+                self.on_evict(block, key)
         else:
             raise InvariantError("KV block asked for when none is left: callers check num_available first")
         if self.counts[block]:
@@ -103,11 +108,10 @@ class BlockPool:
                 self.counts[block] = count
             elif count == 0:
                 self.counts[block] = 0
-                key = self._hash[block]
-                if key is None:
+                if self._hash[block] is None:
                     self._free.append(block)
                 else:
-                    self._policy.add(block, key, self._parent[block])
+                    self._policy.add(block)
             else:
                 overdrawn = block
         if overdrawn != NO_BLOCK:
@@ -133,6 +137,7 @@ class BlockPool:
         if linked:
             self._parent[block] = parent
             self._children[parent] += 1
+        self._policy.register(block, key, parent if linked else NO_BLOCK)
 
     def drop_cached(self) -> int:
         """Evict everything that nobody uses; returns how many blocks that freed."""

@@ -7,14 +7,17 @@ one table per group; one group is the ordinary case.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Seq
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
 from quire.kvcache.eviction import EVICTION_POLICIES
+from quire.kvcache.host_tier import HostTier
+from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.prefix import HashChain
-from quire.kvcache.table import BlockTable, PrefixMatch, SequenceKV
+from quire.kvcache.table import BlockTable, PrefixMatch, SequenceKV, outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +36,27 @@ class CacheStats:
     prefix_hit_tokens: int = 0
     copies_on_write: int = 0
     blocks_deduplicated: int = 0
+    tier_hits: int = 0
+    """Blocks of admitted requests that another tier brought back."""
+    tier_hit_tokens: int = 0
+    blocks_offloaded: int = 0
+    """Evicted blocks whose content a tier kept."""
+    bytes_offloaded: int = 0
+    bytes_fetched: int = 0
 
 
-Copy = tuple[int, int, int]
-"""Group, source block, target block."""
+Copy = tuple[int, int, int] | tuple[int, int, int, str, str]
+"""Group, source block, target block; their tiers if not both are the device."""
+DEVICE = "device"
 
 
 class KVCacheManager:
     """The scheduler's view of KV memory.
 
     Contract: a sequence holds a reference on every block of its tables. Blocks given back while submitted
-    plans may still name them wait in limbo until those plans are done (`steps_submitted`, `steps_done`); so
-    does the source of a copy until the plan that makes the copy is done.
+    plans may still name them wait in limbo until those plans are done (`steps_submitted`, `steps_done`).
+    Copies that become necessary are collected for the plan being drafted (`take_copies`). They are made in
+    their order and before its forward pass, so a block may be given away in the draft that copies it.
     """
 
     def __init__(
@@ -55,12 +67,21 @@ class KVCacheManager:
         prefix_caching: bool = True,
         eviction_policy: str = "lru",
         secret: bytes | None = None,
+        tier: HostTier | None = None,
+        cost: MoveCost | None = None,
+        block_bytes: tuple[int, ...] = (),
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups = groups
         self.prefix_caching = prefix_caching
         self.has_windows = any(group.window is not None for group in groups)
+        self.tier = tier
+        self.cost = cost
+        """None: what a tier holds is always worth fetching."""
+        self.block_bytes = block_bytes or (0,) * len(groups)
+        """Bytes of one block, by group."""
+        self.copies: list[Copy] = []
         self._policy = EVICTION_POLICIES[eviction_policy]
         self.pools = self._empty_pools()
         self.chain = HashChain(block_size, secret)
@@ -71,7 +92,11 @@ class KVCacheManager:
 
     def _empty_pools(self) -> list[BlockPool]:
         size = self.num_blocks
-        return [BlockPool(size, self._policy(size), chained=group.window is None) for group in self.groups]
+        pools = [BlockPool(size, self._policy(size), chained=group.window is None) for group in self.groups]
+        if self.tier is not None and self.tier.offload:
+            for index, pool in enumerate(pools):
+                pool.on_evict = partial(self._offload, index)
+        return pools
 
     @property
     def max_tokens(self) -> int:
@@ -86,39 +111,56 @@ class KVCacheManager:
     # ---- admission
 
     def match(self, kv: SequenceKV, tokens: list[int]) -> PrefixMatch:
-        """The longest cached prefix valid in every group; never all of `tokens`: one is computed."""
+        """The longest cached prefix valid in every group; never all of `tokens`: one is computed.
+
+        A tier's blocks extend it where fetching them is cheaper than computing.
+        """
         if not self.prefix_caching:
             return self.no_match()
-        hashes = self.chain.extend(kv, tokens, len(tokens) - 1)
-        length = (len(tokens) - 1) // self.block_size
+        hashes = self.chain.extend(kv, tokens, len(tokens) - 1)[: (len(tokens) - 1) // self.block_size]
+        here = self._match(hashes, lambda index, key: self.pools[index].lookup(key))
+        if self.tier is None or not self.tier.offload or here.num_tokens == len(hashes) * self.block_size:
+            return here
+        found = self._match(hashes, self._find_anywhere)
+        found.outside_tokens = found.num_tokens - here.num_tokens
+        return found if self._worth_fetching(found) else here
+
+    def _match(self, hashes: list[bytes], find: Callable[[int, bytes], int]) -> PrefixMatch:
+        length = len(hashes)
         found: list[list[int]] = [[] for _ in self.groups]
         for index, group in enumerate(self.groups):
             if group.window is None:
-                found[index] = self._leading(index, hashes[:length])
+                found[index] = _leading(index, hashes[:length], find)
                 length = len(found[index])
         for index, group in enumerate(self.groups):
             if group.window is not None:
-                found[index] = [self.pools[index].lookup(key) for key in hashes[:length]]
+                found[index] = [find(index, key) for key in hashes[:length]]
         length = self._valid_in_windows(found, length)
         blocks = []
         for index, group in enumerate(self.groups):
-            first = self._first_needed(group, length * self.block_size)
+            first = self.first_needed(group, length * self.block_size)
             blocks.append([NO_BLOCK] * first + found[index][first:length])
-        return PrefixMatch(length * self.block_size, blocks)
+        num_outside = sum(block < NO_BLOCK for held in blocks for block in held)
+        return PrefixMatch(length * self.block_size, blocks, num_outside)
+
+    def _find_anywhere(self, index: int, key: bytes) -> int:
+        block = self.pools[index].lookup(key)
+        if block == NO_BLOCK and self.tier is not None:
+            block = self.tier.match(index, key)
+            return block if block == NO_BLOCK else outside(block)
+        return block
+
+    def _worth_fetching(self, match: PrefixMatch) -> bool:
+        if self.cost is None or not match.num_outside:
+            return match.outside_tokens > 0
+        return self.cost.move(self._outside_bytes(match)) < self.cost.recompute(match.outside_tokens)
+
+    def _outside_bytes(self, match: PrefixMatch) -> int:
+        return sum(size * sum(b < NO_BLOCK for b in held)
+                   for size, held in zip(self.block_bytes, match.blocks, strict=True))
 
     def no_match(self) -> PrefixMatch:
         return PrefixMatch(0, [[] for _ in self.groups])
-
-    def _leading(self, index: int, hashes: list[bytes]) -> list[int]:
-        """Cached blocks before the first miss."""
-        lookup = self.pools[index].lookup
-        blocks: list[int] = []
-        for key in hashes:
-            block = lookup(key)
-            if block == NO_BLOCK:
-                break
-            blocks.append(block)
-        return blocks
 
     def _valid_in_windows(self, found: list[list[int]], length: int) -> int:
         """The longest prefix, at most `length` blocks, whose last window is cached in every window group."""
@@ -127,50 +169,88 @@ class KVCacheManager:
             length, gap = gap, -1
             for group, blocks in zip(self.groups, found, strict=True):
                 if group.window is not None:
-                    first = self._first_needed(group, length * self.block_size)
+                    first = self.first_needed(group, length * self.block_size)
                     # Every prefix that ends behind a gap and inside its window has that gap too.
                     gap = max(gap, _last_gap(blocks, first, length))
         return length
 
     def open(self, kv: SequenceKV, match: PrefixMatch) -> None:
-        """Give a sequence without tables the matched prefix."""
+        """Give a sequence without tables the matched prefix; the caller knows that it fits."""
         if kv.tables:
             raise InvariantError("a sequence that already holds KV was opened again")
-        for pool, group, blocks in zip(self.pools, self.groups, match.blocks, strict=True):
-            first = self._first_needed(group, match.num_tokens)
-            for block in blocks[first:]:
-                pool.acquire(block)
-            kv.tables.append(BlockTable(list(blocks), first_live=first))
-        kv.num_registered = match.num_tokens // self.block_size
+        hold = self.tier.hold if self.tier is not None else None
+        for index, blocks in enumerate(match.blocks):
+            # First hold all that is there: allocating may evict.
+            for block in blocks:
+                if block > NO_BLOCK:
+                    self.pools[index].acquire(block)
+                elif block < NO_BLOCK and hold is not None:
+                    hold(index, outside(block))
+        registered = match.num_tokens // self.block_size
+        for index, (group, blocks) in enumerate(zip(self.groups, match.blocks, strict=True)):
+            table = BlockTable(list(blocks), first_live=self.first_needed(group, match.num_tokens))
+            for i, block in enumerate(blocks):
+                if block < NO_BLOCK:
+                    table.blocks[i] = self._fetch(index, outside(block), kv.hashes[i])
+                    registered = min(registered, i)
+            kv.tables.append(table)
+        # What was fetched counts as registered only when its copy is known to be made.
+        kv.num_registered = registered
+        self.stats.tier_hits += match.num_outside
+        self.stats.tier_hit_tokens += match.outside_tokens
 
-    def count_query(self, num_tokens: int, num_hit: int) -> None:
+    def _fetch(self, index: int, source: int, key: bytes | None) -> int:
+        """A block of the device that gets the content of a held block of the tier."""
+        if self.tier is None:
+            raise InvariantError("a block was to be fetched from a tier that is not there")
+        target = self.pools[index].allocate()
+        self.copies.append((index, source, target, self.tier.name, DEVICE))
+        self.tier.fetched(index, source, key)
+        self.stats.bytes_fetched += self.block_bytes[index]
+        return target
+
+    def _offload(self, index: int, block: int, key: bytes) -> None:
+        """A block is being evicted: let the tier keep what it holds."""
+        target = NO_BLOCK if self.tier is None else self.tier.evicted(index, key)
+        if self.tier is not None and target != NO_BLOCK:
+            self.copies.append((index, block, target, DEVICE, self.tier.name))
+            self.stats.blocks_offloaded += 1
+            self.stats.bytes_offloaded += self.block_bytes[index]
+
+    def take_copies(self) -> list[Copy]:
+        """Copies of the plan being drafted, in the order in which they must be made."""
+        copies, self.copies = self.copies, []
+        return copies
+
+    def count_query(self, num_tokens: int, match: PrefixMatch) -> None:
         """Record one request's look-up, once, when it is admitted."""
         self.stats.prefix_queries += 1
         self.stats.prefix_query_tokens += num_tokens
-        self.stats.prefix_hit_tokens += num_hit
+        self.stats.prefix_hit_tokens += match.num_tokens
 
-    def fits(self, num_tokens: int, match: PrefixMatch, first_chunk: int) -> bool:
-        """Could a new sequence of `num_tokens` hold its blocks now, on top of `match`?
+    def fits(self, num_tokens: int, match: PrefixMatch, first_chunk: int, extra: int = 0) -> bool:
+        """Could a new sequence of `num_tokens` hold its blocks now, on top of `match`, and `extra` more?
 
         Its first step computes `first_chunk` tokens, and they need blocks even where a window will pass them.
         """
         for index, (pool, group) in enumerate(zip(self.pools, self.groups, strict=True)):
             held = match.blocks[index]
-            need = self.blocks_for(num_tokens) - len(held)
+            here = sum(block >= NO_BLOCK for block in held)
+            need = self.blocks_for(num_tokens) - here
             if group.window is not None:
-                at_once = self.blocks_for(match.num_tokens + first_chunk) - len(held)
+                at_once = self.blocks_for(match.num_tokens + first_chunk) - here
                 need = max(at_once, min(need, self._window_blocks(group.window)))
-            idle = sum(1 for b in held if b != NO_BLOCK and pool.references(b) == 0)
-            if need > pool.num_available - idle:
+            idle = sum(1 for b in held if b > NO_BLOCK and pool.references(b) == 0)
+            if need + extra > pool.num_available - idle:
                 return False
         return True
 
     # ---- growth
 
-    def extend(self, kv: SequenceKV, num_tokens: int, write_from: int) -> Seq[Copy] | None:
+    def extend(self, kv: SequenceKV, num_tokens: int, write_from: int) -> bool:
         """Slots for tokens up to `num_tokens`, where those from `write_from` on are about to be written.
 
-        Returns copies to make first, or None (and no change) when blocks are short.
+        False, and no change, when blocks are short.
         """
         first_written = write_from // self.block_size
         last_written = (num_tokens - 1) // self.block_size
@@ -181,40 +261,41 @@ class KVCacheManager:
                 if len(blocks) != last_written + 1 or self.pools[group].counts[blocks[last_written]] != 1:
                     break
             else:
-                return ()
+                return True
         return self._grow(kv, last_written + 1, first_written)
 
-    def _grow(self, kv: SequenceKV, wanted: int, first_written: int) -> Seq[Copy] | None:
+    def _grow(self, kv: SequenceKV, wanted: int, first_written: int) -> bool:
         for pool, table in zip(self.pools, kv.tables, strict=True):
             shared = sum(pool.references(b) > 1 for b in table.blocks[first_written:])
             if wanted - len(table.blocks) + shared > pool.num_available:
-                return None
-        copies: list[Copy] = []
+                return False
         for index, (pool, table) in enumerate(zip(self.pools, kv.tables, strict=True)):
             for i in range(first_written, len(table.blocks)):
                 holders = pool.references(table.blocks[i])
                 if holders > 1:
-                    copies.append(self._copy_on_write(index, table, i))
+                    self._copy_on_write(index, kv, i)
                 elif holders < 1:
                     raise InvariantError(f"KV block {table.blocks[i]} is in a table but counts no holder")
             while len(table.blocks) < wanted:
                 table.blocks.append(pool.allocate())
-        return copies
+        return True
 
-    def _copy_on_write(self, index: int, table: BlockTable, i: int) -> Copy:
-        source, target = table.blocks[i], self.pools[index].allocate()
-        # The copy is made by the plan being drafted: until that one is done, nobody may reuse the source.
-        self._limbo.append((self._newest_submitted + 1, index, [source]))
+    def _copy_on_write(self, index: int, kv: SequenceKV, i: int) -> None:
+        """Others go on with the block; the last of them writes it without copying."""
+        table, pool = kv.tables[index], self.pools[index]
+        source, target = table.blocks[i], pool.allocate()
         table.replace(i, target)
+        pool.release([source])
+        self.copies.append((index, source, target))
+        kv.num_copies += 1
         self.stats.copies_on_write += 1
-        return index, source, target
 
     def leave_window(self, kv: SequenceKV, position: int) -> None:
         """Give back blocks that no token from `position` on can see. Unpublished ones wait until they are."""
         for index, (group, table) in enumerate(zip(self.groups, kv.tables, strict=True)):
             if group.window is None:
                 continue
-            end = self._first_needed(group, position)
+            end = self.first_needed(group, position)
             if self.prefix_caching:
                 end = min(end, kv.num_registered)
             if end <= table.first_live:
@@ -276,10 +357,14 @@ class KVCacheManager:
     def steps_submitted(self, step: int) -> None:
         """Plans up to `step` are under way and may name any block held so far."""
         self._newest_submitted = step
+        if self.tier is not None:
+            self.tier.submitted(step)
 
-    def steps_done(self, step: int) -> None:
+    def steps_done(self, step: int, lost: bool = False) -> None:
         """Plans up to `step` are complete: what was given back before them is reusable now."""
         self._newest_done = step
+        if self.tier is not None:
+            self.tier.settled(step, not lost)
         while self._limbo and self._limbo[0][0] <= step:
             _, group, blocks = self._limbo.popleft()
             self.pools[group].release(blocks)
@@ -291,7 +376,8 @@ class KVCacheManager:
 
     def drop_cached(self) -> int:
         """Forget every prefix that nobody uses."""
-        return sum(pool.drop_cached() for pool in self.pools)
+        dropped = 0 if self.tier is None else self.tier.drop_cached()
+        return dropped + sum(pool.drop_cached() for pool in self.pools)
 
     def reset(self) -> None:
         """Start afresh with every block free: for an engine at rest whose bookkeeping broke."""
@@ -300,6 +386,9 @@ class KVCacheManager:
         for pool, count in zip(self.pools, evicted, strict=True):
             pool.num_evicted = count
         self._limbo.clear()
+        self.copies = []
+        if self.tier is not None:
+            self.tier.reset()
 
     # ---- arithmetic
 
@@ -309,7 +398,7 @@ class KVCacheManager:
     def _window_blocks(self, window: int) -> int:
         return self.blocks_for(window) + 1
 
-    def _first_needed(self, group: CacheGroup, position: int) -> int:
+    def first_needed(self, group: CacheGroup, position: int) -> int:
         """First table entry that a token at `position` can still see."""
         return 0 if group.window is None else max(0, position - group.window + 1) // self.block_size
 
@@ -331,6 +420,17 @@ class KVCacheManager:
                 if count != pool.references(block):
                     raise InvariantError(f"KV block {block} of group {index} counts {pool.references(block)} "
                                          f"holders and has {count}")
+
+
+def _leading(index: int, hashes: list[bytes], find: Callable[[int, bytes], int]) -> list[int]:
+    """Blocks before the first miss."""
+    blocks: list[int] = []
+    for key in hashes:
+        block = find(index, key)
+        if block == NO_BLOCK:
+            break
+        blocks.append(block)
+    return blocks
 
 
 def _last_gap(blocks: list[int], first: int, end: int) -> int:

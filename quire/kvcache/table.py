@@ -36,11 +36,25 @@ class SequenceKV:
     """Chain over the full blocks of known tokens, extended lazily."""
     num_registered: int = 0
     """Leading blocks that have been offered to the prefix index."""
+    num_copies: int = 0
+    """Copies on write since somebody last counted them."""
 
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """A cached prefix: its length in tokens, its blocks per group (NO_BLOCK where a window has passed)."""
+    """A cached prefix: its length in tokens, its blocks per group (NO_BLOCK where a window has passed).
+
+    A block of another tier is written as its `outside` code.
+    """
 
     num_tokens: int = 0
     blocks: list[list[int]] = field(default_factory=list)
+    num_outside: int = 0
+    """Blocks, over all groups, that another tier holds."""
+    outside_tokens: int = 0
+    """How much shorter the prefix would be without them."""
+
+
+def outside(block: int) -> int:
+    """A tier's block number as a code below NO_BLOCK; its own inverse."""
+    return -2 - block

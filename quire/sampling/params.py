@@ -261,8 +261,9 @@ class BeamSearchParams:
     max_tokens: int
     length_penalty: float = 1.0
     """Scores are divided by length ** length_penalty."""
-    early_stopping: bool = False
-    """End as soon as beam_width sequences are complete, even if a running one might still beat them."""
+    early_stopping: bool | str = False
+    """True: end as soon as beam_width sequences are complete. False: go on while a running one would beat them
+    at its present length. "never": go on while one could beat them at any length up to max_tokens."""
     ignore_eos: bool = False
     temperature: float = 0.0
     """0: log-probabilities as the model gives them; else they are of logits divided by it."""
@@ -275,8 +276,11 @@ class BeamSearchParams:
             self, "length_penalty", _number("length_penalty", self.length_penalty, -10.0, 10.0)
         )
         object.__setattr__(self, "temperature", _number("temperature", self.temperature, 0.0, math.inf))
-        for field in ("early_stopping", "ignore_eos", "include_stop_str_in_output"):
+        for field in ("ignore_eos", "include_stop_str_in_output"):
             _flag(field, getattr(self, field))
+        if self.early_stopping not in (True, False, "never") or isinstance(self.early_stopping, int | float) \
+                and not isinstance(self.early_stopping, bool):
+            raise _refuse("early_stopping", f"must be True, False or 'never', not {self.early_stopping!r:.80}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` of it gives an equal object."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from quire.sampling.params import SamplingParams
 
 DEVICE = "device"
+HOST = "host"
 
 
 @dataclass(slots=True)
@@ -40,7 +41,10 @@ class TableDiff:
 
 @dataclass(slots=True)
 class BlockCopy:
-    """Copy one block; done before the forward pass. Tiers are names such as "device", "host"."""
+    """Copy one block. A plan's copies are made in their order, and all of them before its forward pass.
+
+    Tiers are names such as "device", "host".
+    """
 
     group: int
     source: int
@@ -62,6 +66,12 @@ class PlanEntry:
     """Proposed tokens: the last len(drafts) of `num_tokens`; their values are not in the table yet."""
     prompt_logprobs_from: int | None = None
     """First position of this chunk whose logits are wanted for prompt log-probabilities."""
+    shares: int | None = None
+    """Compute nothing (`num_tokens` is 0) and draw from the logits of that row, which gets to `start` now."""
+    given: tuple[int, ...] = ()
+    """Values of the last len(given) of the tokens, chosen by the scheduler: the row takes them over first."""
+    candidates: int = 0
+    """Draw nothing; report so many of the likeliest next tokens."""
 
 
 @dataclass(slots=True)
@@ -98,6 +108,8 @@ class EntryResult:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    candidates: list[tuple[int, float]] | None = None
+    """(token, log-probability), likeliest first, where the entry asked for them."""
     error: str | None = None
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from quire.scheduler.draft import Planned
 from quire.scheduler.request import Request
 
 
@@ -27,6 +28,13 @@ class WaitingQueue(ABC):
 
     @abstractmethod
     def remove(self, request: Request) -> None: ...
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        """May `waiting` take the place of `running`?"""
+        return False
+
+    def charge(self, planned: Iterable[Planned]) -> None:  # noqa: B027 (most queues keep no accounts)
+        """A step was planned; for queues that share out what is computed."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -83,6 +91,9 @@ class PriorityQueue(WaitingQueue):
         while self._heap[0][1] not in self._requests:
             heapq.heappop(self._heap)
         return self._requests[self._heap[0][1]]
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        return waiting.priority < running.priority
 
     def pop(self) -> Request:
         request = self.peek()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as TokenSequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from quire.kvcache.swap import SwappedKV
 from quire.kvcache.table import SequenceKV
 from quire.sampling.params import SamplingParams
+from quire.scheduler.beam import BeamSearch
 
 
 class Status(enum.Enum):
@@ -45,9 +47,15 @@ class Sequence:
     row: int = -1
     epoch: int = 0
     """Raised when the sequence leaves its row, so that late results of the old row are dropped."""
+    held_at: int | None = None
+    """Computes no further than this many tokens, until its siblings have been forked from it there."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    cumulative_logprob: float | None = None
+    """Of a beam that has ended: the sum of its tokens' log-probabilities."""
+    score: float | None = None
+    """That sum after the length penalty."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +78,28 @@ class Sequence:
         """Leave the row with no KV: what preemption by recompute does, once the cache has the blocks back."""
         self.num_computed = self.num_confirmed = self.num_pending = 0
         self.row = -1
+        self.held_at = None
         self.epoch += 1
+
+    @property
+    def num_keepable(self) -> int:
+        """Tokens whose KV is surely written and worth keeping: the last one is computed to draw the next."""
+        return min(self.num_confirmed, len(self.tokens) - 1)
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """What happened to one request besides its tokens."""
+
+    preemptions_for_memory: int = 0
+    preemptions_for_priority: int = 0
+    recomputed_tokens: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
+    swap_bytes: int = 0
+    """Out and back."""
+    copies_on_write: int = 0
+    tier_hit_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +117,12 @@ class Request:
     """Lower goes first, as in vLLM."""
     cache_key: bytes = b""
     """Root of the hash chain: salt, adapter, tenant; requests that differ here never share KV."""
+    tenant: str = ""
+    """On whose account it runs, where the queue is fair."""
+    beams: BeamSearch | None = None
+    """Its sequences are beams that this steers, instead of samples."""
+    places: list[Sequence] = field(default_factory=list)
+    """Which sequence is which of the beams."""
     arrival_index: int = 0
     max_len: int = 0
     """Most tokens, prompt included, that one of its sequences may have; the scheduler fills it in."""
@@ -98,15 +133,43 @@ class Request:
     num_preemptions: int = 0
     prompt_logprobs_done: int = 0
     first_scheduled_time: float | None = None
+    swapped: SwappedKV | None = None
+    """Its KV, where preemption has moved that out of the device."""
+    counts: RequestCounts = field(default_factory=RequestCounts)
     stop_ids: frozenset[int] = field(init=False)
     """Ids that end a sequence: the request's own and, unless it ignores them, those that end any."""
+    width: int = field(init=False)
+    """Most sequences it has at once."""
+    worker_params: SamplingParams = field(init=False)
+    """As the worker sees them: who ranks sequences needs the log-probabilities of what was drawn."""
 
     def __post_init__(self) -> None:
-        ids = frozenset(self.params.stop_token_ids or ())
-        self.stop_ids = ids if self.params.ignore_eos else ids | self.eos_token_ids
+        params = self.params
+        ids = frozenset(params.stop_token_ids or ())
+        self.stop_ids = ids if params.ignore_eos else ids | self.eos_token_ids
+        self.width = (params.best_of or params.n) if self.beams is None else self.beams.width
+        ranked = self.beams is None and self.width > params.n and params.logprobs is None
+        self.worker_params = replace(params, logprobs=0) if ranked else params
         if not self.sequences:
-            tokens = list(self.prompt_token_ids)
-            self.sequences = [Sequence(self, 0, tokens, len(tokens), kv=SequenceKV(self.cache_key))]
+            # Beams part only after the first step; samples are known to be many from the start.
+            for _ in range(self.width if self.beams is None else 1):
+                self.add_sequence()
+        self.places = self.sequences[:1]
+
+    def add_sequence(self) -> Sequence:
+        tokens = list(self.prompt_token_ids)
+        seq = Sequence(self, len(self.sequences), tokens, len(tokens), kv=SequenceKV(self.cache_key))
+        self.sequences.append(seq)
+        return seq
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def rows_wanted(self) -> int:
+        """Rows that it needs, now or soon."""
+        return len(self.live) if self.beams is None else self.width
 
     @property
     def live(self) -> list[Sequence]:

@@ -5,62 +5,31 @@ It knows no prefill phase and no decode phase, only sequences that know more tok
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from quire.errors import InvalidRequestError, InvariantError
-from quire.kvcache.manager import Copy, KVCacheManager
+from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.table import PrefixMatch, SequenceKV
+from quire.scheduler.draft import Draft, Planned, table_diffs
+from quire.scheduler.groups import extra_blocks, fork_from, reseat_beams, unforked
+from quire.scheduler.limits import Limits as Limits
+from quire.scheduler.limits import longest_allowed
 from quire.scheduler.pacing import StepPacer
-from quire.scheduler.plan import (
-    BlockCopy,
-    EntryResult,
-    PlanEntry,
-    RowStart,
-    StepPlan,
-    StepResult,
-    TableDiff,
-    TokenLogprobs,
-)
+from quire.scheduler.plan import BlockCopy, EntryResult, PlanEntry, StepPlan, StepResult, TokenLogprobs
 from quire.scheduler.policy import BatchingPolicy, DecodeFirst, Phase
+from quire.scheduler.preemption import Preemption, PreemptionReason
 from quire.scheduler.queue import FCFSQueue, WaitingQueue
-from quire.scheduler.request import FinishReason, Request, Sequence, Status
+from quire.scheduler.request import FinishReason, Request, Sequence
+from quire.scheduler.roster import Roster
+from quire.scheduler.stats import SchedulerStats as SchedulerStats
 from quire.scheduler.step_cost import StepLoad
 
 _EXAMINE_EVERY = 10.0
 """Seconds: a full check takes milliseconds for ten thousand blocks, too long for every pause."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one step and one sequence may hold."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    chunked_prefill: bool = True
-    max_num_partial_prefills: int = 1
-    long_prefill_token_threshold: int = 0
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Running totals that the metrics report."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    """Prompt tokens computed (not found in the cache), recomputation included."""
-    output_tokens: int = 0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    requests_finished: int = 0
-    requests_aborted: int = 0
-    requests_failed: int = 0
-    invariant_errors: int = 0
-    """Times that the bookkeeping contradicted itself; anything but 0 is a bug of ours."""
 
 
 @dataclass(slots=True)
@@ -74,27 +43,13 @@ class SequenceUpdate:
     prompt_logprobs: list[TokenLogprobs] | None = None
 
 
-_Planned = tuple[Sequence, PlanEntry, Seq[Copy], int]
-"""A plan entry with the sequence it speaks of, the copies that come first, and the sequence's epoch."""
+class _Admission(enum.Enum):
+    """What became of the request at the head of the queue."""
 
-
-@dataclass(slots=True)
-class _Draft:
-    """The step under construction."""
-
-    budget: int
-    load: StepLoad | None = None
-    """What is planned so far, where a pacer wants to know."""
-    decoding: list[Sequence] = field(default_factory=list)
-    """Running sequences that lack one token; some may lose their row while the draft is made."""
-    prefilling: list[Sequence] = field(default_factory=list)
-    """Running sequences that lack more."""
-    planned: dict[int, _Planned] = field(default_factory=dict)
-    """By row, in the order of planning."""
-    starts: list[RowStart] = field(default_factory=list)
-    preempted: bool = False
-    short: bool = False
-    """A running sequence found no block, though some will come free when plans in flight are done."""
+    DONE = "done"
+    LATER = "later"
+    """The step has no tokens left for it, or it waits for a copy."""
+    NO_ROOM = "no room"
 
 
 class Scheduler:
@@ -108,20 +63,23 @@ class Scheduler:
         policy: BatchingPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         pacer: StepPacer | None = None,
+        preemption: Preemption | None = None,
     ) -> None:
         self.limits = limits
         self.cache = cache
-        self.waiting = FCFSQueue() if queue is None else queue
         self.policy = DecodeFirst() if policy is None else policy
-        self.running: dict[str, Request] = {}
+        self.preemption = Preemption(cache) if preemption is None else preemption
         self.stats = SchedulerStats()
-        self._max_len = min(limits.max_model_len, cache.max_tokens)
+        self.waiting = FCFSQueue() if queue is None else queue
+        self._roster = Roster(cache, self.waiting, self.preemption, self.stats, limits.max_num_seqs)
+        self.running = self._roster.running
+        self.on_preempt: Callable[[Request, PreemptionReason], None] | None = None
+        """Told of every preemption, once it is done."""
         self._clock = clock
         self._pacer = pacer
-        self._requests: dict[str, Request] = {}
-        self._rows = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._freed_rows: list[int] = []
-        self._in_flight: deque[tuple[StepPlan, list[_Planned]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, list[Planned]]] = deque()
+        self._returning: dict[int, list[tuple[Sequence, int]]] = {}
+        """By step: leaders, with their epochs, of requests whose KV it brings back."""
         self._updates: list[SequenceUpdate] = []
         self._quarantined: list[SequenceKV] = []
         self._broken = False
@@ -134,40 +92,16 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request, or refuse one that could never run."""
-        if request.request_id in self._requests:
+        if request.request_id in self._roster.requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", field="request_id")
-        num_prompt = len(request.prompt_token_ids)
-        self._refuse_unfit(num_prompt)
-        max_tokens = request.params.max_tokens
-        request.max_len = self._max_len if max_tokens is None else min(self._max_len, num_prompt + max_tokens)
+        request.max_len = longest_allowed(request, self.limits, self.cache)
         request.arrival_index = self._arrivals
         self._arrivals += 1
-        self._requests[request.request_id] = request
-        self.waiting.add(request)
-
-    def _refuse_unfit(self, num_prompt: int) -> None:
-        limits, cache = self.limits, self.cache
-        said = f"the prompt has {num_prompt} tokens"
-        if num_prompt == 0:
-            raise InvalidRequestError("the prompt is empty: give at least one token", field="prompt")
-        if num_prompt >= limits.max_model_len:
-            raise InvalidRequestError(
-                f"{said}; with at least one to generate, max_model_len ({limits.max_model_len}) allows "
-                f"{limits.max_model_len - 1}: shorten it or raise max_model_len", field="prompt")
-        if num_prompt >= cache.max_tokens:
-            raise InvalidRequestError(
-                f"{said}; with at least one to generate, a pool of num_kv_blocks ({cache.num_blocks}) times "
-                f"block_size ({cache.block_size}) allows {cache.max_tokens - 1}: shorten it or raise "
-                "num_kv_blocks", field="prompt")
-        if not limits.chunked_prefill and num_prompt > limits.max_num_batched_tokens:
-            raise InvalidRequestError(
-                f"{said} and chunked prefill is off, so max_num_batched_tokens "
-                f"({limits.max_num_batched_tokens}) is its limit: turn chunked prefill on or raise it",
-                field="prompt")
+        self._roster.add(request)
 
     def abort(self, request_id: str) -> bool:
         """Stop a request wherever it is and free all it holds; false if there is no such request."""
-        request = self._requests.get(request_id)
+        request = self._roster.requests.get(request_id)
         if request is None:
             return False
         for seq in request.live:
@@ -181,7 +115,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests) or bool(self._in_flight) or bool(self._updates)
+        return bool(self._roster.requests) or bool(self._in_flight) or bool(self._updates)
 
     @property
     def num_in_flight(self) -> int:
@@ -196,7 +130,9 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a result comes in."""
-        draft = _Draft(self.limits.max_num_batched_tokens, None if self._pacer is None else StepLoad())
+        draft = Draft(self.limits.max_num_batched_tokens, None if self._pacer is None else StepLoad())
+        if self._roster.forking:
+            self._fork_resumed()
         self._sort_running(draft)
         for phase in self.policy.phases():
             if phase is Phase.ADMIT:
@@ -206,123 +142,227 @@ class Scheduler:
             if not self.policy.goes_on(phase, self.limits.max_num_batched_tokens - draft.budget):
                 break
         self._short = draft.short or draft.preempted
-        if not draft.planned:
+        if not draft.planned and not self.cache.copies:
             return None
         return self._submit(draft)
 
-    def _sort_running(self, draft: _Draft) -> None:
+    def _sort_running(self, draft: Draft) -> None:
         for request in self.running.values():
             for seq in request.sequences:
-                known = len(seq.tokens) + seq.num_pending
+                known = seq.held_at or len(seq.tokens) + seq.num_pending
                 todo = known - seq.num_computed
                 # Without a row it is finished; at its longest with tokens in flight, it only waits for those.
                 if seq.row < 0 or todo < 1 or (known >= request.max_len and seq.num_pending):
                     continue
                 (draft.decoding if todo == 1 else draft.prefilling).append(seq)
 
-    def _continue_running(self, draft: _Draft, sequences: list[Sequence]) -> None:
+    def _continue_running(self, draft: Draft, sequences: list[Sequence]) -> None:
         for seq in sequences:
             if draft.budget <= 0:
                 return
             if seq.row >= 0:
                 self._continue(draft, seq)
 
-    def _continue(self, draft: _Draft, seq: Sequence) -> None:
+    def _continue(self, draft: Draft, seq: Sequence) -> None:
         start = seq.num_computed
-        todo = len(seq.tokens) + seq.num_pending - start
+        todo = (seq.held_at or len(seq.tokens) + seq.num_pending) - start
         tokens = 1 if todo == 1 else self._chunk(draft, seq, start, todo)
         if tokens == 0:
             return
         while True:
             try:
-                copies = self.cache.extend(seq.kv, start + tokens, start)
+                fits = self.cache.extend(seq.kv, start + tokens, start)
             except InvariantError as error:
                 self._quarantine(seq, error)
                 return
-            if copies is not None:
-                self._plan(draft, seq, tokens, copies)
+            if fits:
+                self._plan(draft, seq, tokens)
                 return
             if self.cache.waits_for_limbo:
                 draft.short = True
                 return
-            victim = self._victim()
-            self._preempt(draft, victim)
+            victim = self._roster.victim()
+            self._preempt(draft, victim, PreemptionReason.MEMORY)
             if victim is seq.request:
                 return
 
-    def _admit(self, draft: _Draft) -> None:
+    def _plan(self, draft: Draft, seq: Sequence, tokens: int) -> None:
+        request = seq.request
+        start = seq.num_computed
+        end = start + tokens
+        entry = PlanEntry(seq.row, start, tokens, end == len(seq.tokens) + seq.num_pending)
+        if start < seq.num_prompt_tokens - 1 and request.params.prompt_logprobs is not None:
+            first = max(start, request.prompt_logprobs_done)
+            entry.prompt_logprobs_from = first if first < min(end, seq.num_prompt_tokens - 1) else None
+        if request.beams is not None:
+            # The worker has not drawn these tokens: the search chose them.
+            entry.given = tuple(seq.tokens[max(start, seq.num_prompt_tokens) : end])
+            entry.candidates = request.beams.num_candidates if entry.sample else 0
+            entry.sample = False
+        draft.add(seq, entry)
+        if entry.sample and request.width > 1 and end == seq.num_prompt_tokens:
+            self._fork_at_prompt(draft, seq, end)
+
+    # ---- groups
+
+    def _fork_at_prompt(self, draft: Draft, leader: Sequence, end: int) -> None:
+        """The leader's logits at the end of the prompt are everyone's: each sibling draws from them."""
+        siblings = unforked(leader.request)
+        if self._fork(leader, siblings, end):
+            for seq in siblings:
+                draft.add(seq, PlanEntry(seq.row, end, 0, True, shares=leader.row))
+
+    def _fork_resumed(self) -> None:
+        """Siblings that had drawn tokens before a preemption begin again where the prompt ends."""
+        for request in list(self._roster.forking.values()):
+            leader = request.live[0]
+            if leader.num_computed >= leader.num_prompt_tokens:
+                del self._roster.forking[request.request_id]
+                self._fork(leader, unforked(request), leader.num_prompt_tokens)
+
+    def _fork(self, leader: Sequence, siblings: list[Sequence], at: int) -> bool:
+        try:
+            fork_from(leader, siblings, at, self.cache, self._roster.rows)
+        except InvariantError as error:
+            self._quarantine(leader, error)
+            return False
+        self.stats.forks += len(siblings)
+        return True
+
+    def _advance_beams(self, request: Request) -> None:
+        """All beams have reported what may follow them: choose, fork, free; or end the request."""
+        beams = request.beams
+        if beams is None:
+            return
+        choices = beams.advance(request.max_len - request.num_prompt_tokens)
+        if beams.done:
+            self._finish_beams(request)
+            return
+        roster = self._roster
+        try:
+            self.stats.forks += reseat_beams(request, choices, self.cache, roster.rows, roster.leave_row)
+        except InvariantError as error:
+            self._quarantine(request.live[0], error)
+
+    def _finish_beams(self, request: Request) -> None:
+        """The sequences become the complete beams, best first."""
+        found = request.beams.hypotheses if request.beams is not None else []
+        while len(request.sequences) < len(found):
+            request.add_sequence()
+        for seq, hypothesis in zip(request.sequences, found, strict=True):
+            seq.tokens = [*request.prompt_token_ids, *hypothesis.tokens]
+            seq.cumulative_logprob, seq.score = hypothesis.cumulative_logprob, hypothesis.score
+            self.stats.output_tokens += len(hypothesis.tokens)
+            self._updates.append(SequenceUpdate(request, seq, hypothesis.tokens))
+            self._finish(seq, FinishReason.STOP if hypothesis.ended else FinishReason.LENGTH, silent=True)
+
+    # ---- admission
+
+    def _admit(self, draft: Draft) -> None:
         # Memory taken back for running sequences is theirs first: else a newcomer takes it again, for ever.
         if (self._short and self.running) or not self.policy.admits(len(self.running)):
             return
-        while draft.budget > 0 and self._rows and len(self.waiting) and not draft.preempted:
+        while draft.budget > 0 and len(self.waiting) and not draft.preempted:
             request = self.waiting.peek()
-            seq = request.live[0]
-            match = self._match(seq)
-            todo = len(seq.tokens) - match.num_tokens
-            tokens = self._first_chunk(draft, seq, match.num_tokens, todo)
-            # One slot more than is known: who cannot even hold the next token would be preempted at once.
-            if tokens == 0 or not self.cache.fits(min(len(seq.tokens) + 1, self._max_len), match, tokens):
-                return
-            self._start(draft, request, seq, match, tokens)
+            if not self._roster.has_rows_for(request):
+                came = _Admission.NO_ROOM
+            elif request.swapped is not None:
+                came = self._swap_in(draft, request)
+            else:
+                came = self._begin(draft, request)
+            if came is _Admission.DONE or (came is _Admission.NO_ROOM and self._make_way(draft, request)):
+                continue
+            return
 
-    def _match(self, seq: Sequence) -> PrefixMatch:
+    def _begin(self, draft: Draft, request: Request) -> _Admission:
+        """Start a request from its prompt, or from all the tokens it knows after a preemption."""
+        seq = request.live[0]
+        # Siblings that have tokens of their own fork from the leader at the end of the prompt.
+        held_at = seq.num_prompt_tokens if seq.num_output_tokens and len(request.live) > 1 else None
+        known = held_at or len(seq.tokens)
+        match = self._match(seq, known)
+        tokens = self._first_chunk(draft, seq, match.num_tokens, known - match.num_tokens)
+        if tokens == 0:
+            return _Admission.LATER
+        # One slot more than is known: who cannot even hold the next token would be preempted at once.
+        length = min(len(seq.tokens) + 1, request.max_len)
+        if not self.cache.fits(length, match, tokens, extra_blocks(request, self.cache)):
+            return _Admission.NO_ROOM
+        seq.held_at = held_at
+        self._start(draft, request, seq, match, tokens)
+        return _Admission.DONE
+
+    def _match(self, seq: Sequence, num_tokens: int) -> PrefixMatch:
         request = seq.request
         wants_logprobs = request.params.prompt_logprobs is not None
         if wants_logprobs and request.prompt_logprobs_done < seq.num_prompt_tokens - 1:
             # Their log-probabilities need the logits of every prompt token, cached or not.
             return self.cache.no_match()
-        return self.cache.match(seq.kv, seq.tokens)
+        return self.cache.match(seq.kv, seq.tokens[:num_tokens])
 
-    def _start(self, draft: _Draft, request: Request, seq: Sequence, match: PrefixMatch, tokens: int) -> None:
+    def _start(self, draft: Draft, request: Request, seq: Sequence, match: PrefixMatch, tokens: int) -> None:
         try:
             self.cache.open(seq.kv, match)
-            copies = self.cache.extend(seq.kv, match.num_tokens + tokens, match.num_tokens)
-            if copies is None:
+            if not self.cache.extend(seq.kv, match.num_tokens + tokens, match.num_tokens):
                 raise InvariantError("the cache promised room for a sequence and then had none")
         except InvariantError as error:
             self._quarantine(seq, error)
             return
-        self.waiting.pop()
+        request.counts.tier_hit_tokens += match.outside_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = match.num_tokens
             request.first_scheduled_time = self._clock()
-            self.cache.count_query(len(seq.tokens), match.num_tokens)
+            self.cache.count_query(len(seq.tokens), match)
         else:
-            self.stats.recomputed_tokens += len(seq.tokens) - match.num_tokens
+            again = len(seq.tokens) - match.num_tokens
+            again += sum(other.num_output_tokens for other in request.live[1:])
+            self.stats.recomputed_tokens += again
+            request.counts.recomputed_tokens += again
         seq.num_computed = seq.num_confirmed = match.num_tokens
-        seq.row = self._rows.pop()
-        request.status = Status.RUNNING
-        self.running[request.request_id] = request
-        draft.starts.append(RowStart(
-            seq.row, list(seq.tokens), seq.num_prompt_tokens, request.params, request.seed, seq.index,
-            sorted(request.stop_ids), request.bad_words))
-        self._plan(draft, seq, tokens, copies)
+        self._roster.seat(request, [seq])
+        self._plan(draft, seq, tokens)
 
-    def _plan(self, draft: _Draft, seq: Sequence, tokens: int, copies: Seq[Copy]) -> None:
-        start = seq.num_computed
-        end = start + tokens
-        entry = PlanEntry(seq.row, start, tokens, end == len(seq.tokens) + seq.num_pending)
-        if start < seq.num_prompt_tokens - 1 and seq.request.params.prompt_logprobs is not None:
-            first = max(start, seq.request.prompt_logprobs_done)
-            entry.prompt_logprobs_from = first if first < min(end, seq.num_prompt_tokens - 1) else None
-        draft.planned[seq.row] = (seq, entry, copies, seq.epoch)
-        draft.budget -= tokens
-        if draft.load is not None:
-            _add_load(draft.load, seq, entry)
+    def _swap_in(self, draft: Draft, request: Request) -> _Admission:
+        """Bring a request's KV back from the host; it goes on where it was."""
+        swapped, swapper = request.swapped, self.preemption.swapper
+        if swapped is None or swapper is None:
+            return _Admission.LATER
+        if self._in_flight and swapped.step >= self._in_flight[0][0].step:
+            return _Admission.LATER
+        seats = [seq for seq in request.live if any(seq.kv is kv for kv, _ in swapped.tables)]
+        if not seats:
+            self._roster.forget_swapped(request)
+            return self._begin(draft, request)
+        if any(len(seq.tokens) - seq.num_computed > 1 for seq in seats) and \
+                self._partial_prefills(draft) >= self.limits.max_num_partial_prefills:
+            return _Admission.LATER
+        # With nobody else running what it had must do: the pool held it before.
+        if not swapper.fits(swapped, len(request.live) if self.running else 0):
+            return _Admission.NO_ROOM
+        moved = swapper.back(swapped, [seq.kv for seq in seats])
+        request.swapped = None
+        request.counts.swaps_in += 1
+        request.counts.swap_bytes += moved
+        if len(seats) < len(request.live) and seats[0].num_output_tokens:
+            seats[0].held_at = seats[0].num_prompt_tokens
+        self._roster.seat(request, seats)
+        draft.returning.append(request)
+        self._continue_running(draft, seats)
+        return _Admission.DONE
 
-    def _submit(self, draft: _Draft) -> StepPlan:
+    def _submit(self, draft: Draft) -> StepPlan:
         """Turn the draft into a plan and move the sequences' progress to its end."""
         self._steps += 1
-        plan = StepPlan(self._steps, freed_rows=self._freed_rows, starts=draft.starts)
-        self._freed_rows = []
+        freed, starts = self._roster.rows.take_changes()
+        plan = StepPlan(self._steps, freed_rows=freed, starts=starts)
+        if self.cache.copies:
+            plan.copies = [BlockCopy(*copy) for copy in self.cache.take_copies()]
         planned = list(draft.planned.values())
-        plan.entries = [entry for _, entry, _, _ in planned]
-        for seq, entry, copies, _ in planned:
-            if copies:
-                plan.copies.extend(BlockCopy(*copy) for copy in copies)
+        plan.entries = [entry for _, entry, _ in planned]
+        for seq, entry, _ in planned:
             for table in seq.kv.tables:
                 if table.dirty_from < len(table.blocks):
-                    plan.diffs.extend(_table_diffs(seq))
+                    plan.diffs.extend(table_diffs(seq))
                     break
             start = entry.start
             seq.num_computed = end = start + entry.num_tokens
@@ -331,13 +371,17 @@ class Scheduler:
             if entry.sample:
                 seq.num_pending += 1
         self._in_flight.append((plan, planned))
+        if draft.returning:
+            leaders = [request.live[0] for request in draft.returning if not request.finished]
+            self._returning[plan.step] = [(seq, seq.epoch) for seq in leaders]
+        self.waiting.charge(planned)
         self.cache.steps_submitted(plan.step)
         self.stats.steps += 1
         if self._pacer is not None and draft.load is not None:
             self._pacer.submitted(draft.load)
         return plan
 
-    def _chunk(self, draft: _Draft, seq: Sequence, start: int, todo: int) -> int:
+    def _chunk(self, draft: Draft, seq: Sequence, start: int, todo: int) -> int:
         """How many of `todo` tokens from `start` on to compute now; 0: none."""
         threshold = self.limits.long_prefill_token_threshold
         tokens = min(todo, draft.budget, threshold) if threshold else min(todo, draft.budget)
@@ -345,7 +389,7 @@ class Scheduler:
             return tokens
         return self._pacer.room(draft.load, start, tokens, seq.request.params.prompt_logprobs is not None)
 
-    def _first_chunk(self, draft: _Draft, seq: Sequence, start: int, todo: int) -> int:
+    def _first_chunk(self, draft: Draft, seq: Sequence, start: int, todo: int) -> int:
         """How many tokens of a waiting request to begin with; 0: not now."""
         # A preempted request may have outgrown the step that its prompt was admitted for.
         if not self.limits.chunked_prefill and not seq.request.num_preemptions:
@@ -355,56 +399,41 @@ class Scheduler:
             return 0
         return tokens
 
-    def _partial_prefills(self, draft: _Draft) -> int:
+    def _partial_prefills(self, draft: Draft) -> int:
         """Running sequences that will still lack more than one token after what is planned for them."""
         count = 0
         for request in self.running.values():
-            for seq in request.live:
-                planned = draft.planned.get(seq.row)
-                count += seq.num_to_compute - (planned[1].num_tokens if planned else 0) > 1
+            for seq in request.sequences:
+                if seq.row >= 0:
+                    planned = draft.planned.get(seq.row)
+                    count += seq.num_to_compute - (planned[1].num_tokens if planned else 0) > 1
         return count
 
     # ---- preemption
 
-    def _victim(self) -> Request:
-        """The lowest in priority; among equals, the last to come."""
-        return max(self.running.values(), key=lambda r: (r.priority, r.arrival_index))
+    def _make_way(self, draft: Draft, request: Request) -> bool:
+        """Preempt for a waiting request that goes before a running one; false if there is none to preempt."""
+        victim = None if self.cache.waits_for_limbo else self._roster.gives_way(request)
+        if victim is None:
+            return False
+        self._preempt(draft, victim, PreemptionReason.PRIORITY)
+        return True
 
-    def _preempt(self, draft: _Draft, request: Request) -> None:
+    def _preempt(self, draft: Draft, request: Request, reason: PreemptionReason) -> None:
         """Take a request's memory away; it goes back to the head of the queue with the tokens it has."""
-        draft.preempted = True
-        for seq in request.live:
-            planned = draft.planned.pop(seq.row, None)
-            if planned is not None:
-                draft.budget += planned[1].num_tokens
-            draft.starts = [start for start in draft.starts if start.row != seq.row]
-            error = self._leave_row(seq)
-            if error is not None:
-                self._finish(seq, FinishReason.ABORT, error=error)
-        if draft.load is not None:
-            draft.load = StepLoad()
-            for planned in draft.planned.values():
-                _add_load(draft.load, planned[0], planned[1])
-        if request.finished:
-            return
-        del self.running[request.request_id]
-        request.status = Status.WAITING
-        request.num_preemptions += 1
-        self.stats.preemptions += 1
-        self.waiting.put_back(request)
+        draft.preempted |= reason is PreemptionReason.MEMORY
+        draft.drop(request)
+        # Alone and still short: its KV would come back to the same pool and be short again.
+        self._requeue(request, reason, may_move=len(self.running) > 1 or reason is PreemptionReason.PRIORITY)
 
-    def _leave_row(self, seq: Sequence) -> str | None:
-        """Give back row and blocks; says so if somebody else may have used the blocks meanwhile."""
-        error = None
-        try:
-            self.cache.free(seq.kv)
-        except InvariantError as broken:
-            error = self._note_broken(broken)
-        if seq.row >= 0:
-            self._freed_rows.append(seq.row)
-            self._rows.append(seq.row)
-        seq.rewind()
-        return error
+    def _requeue(self, request: Request, reason: PreemptionReason, may_move: bool) -> None:
+        error = self._roster.requeue(request, reason, may_move)
+        if request.swapped is not None:
+            request.swapped.step = self._steps + 1
+        if self.on_preempt is not None:
+            self.on_preempt(request, reason)
+        if error is not None:
+            self._finish(request.live[0], FinishReason.ABORT, error=self._note_broken(error))
 
     # ---- when the bookkeeping contradicts itself
 
@@ -439,6 +468,8 @@ class Scheduler:
             self._note_broken(error)
         if not self._broken:
             return False
+        for request in self.waiting:
+            self._roster.forget_swapped(request)
         self.cache.reset()
         self._quarantined.clear()
         self._broken = False
@@ -454,7 +485,7 @@ class Scheduler:
             self.fail_step(self._note_broken(error))
             return
         self._retire_step()
-        for (seq, entry, _, epoch), entry_result in zip(planned, result.entries, strict=True):
+        for (seq, entry, epoch), entry_result in zip(planned, result.entries, strict=True):
             # Who finished, or was preempted, after the plan was made has left this row.
             if seq.epoch == epoch:
                 if entry_result.error is not None:
@@ -464,16 +495,25 @@ class Scheduler:
 
     def fail_step(self, message: str) -> None:
         """The oldest step in flight was lost: its sequences end with an error, everyone else goes on."""
-        for seq, _, _, epoch in self._retire_step():
+        step = self._in_flight[0][0].step
+        returning = self._returning.get(step, ())
+        for seq, _, epoch in self._retire_step(lost=True):
             if seq.epoch == epoch:
                 self._finish(seq, FinishReason.ABORT, error=message)
+        for request in self.waiting:
+            if request.swapped is not None and request.swapped.step == step:
+                self._roster.forget_swapped(request)
+        for seq, epoch in returning:
+            if seq.epoch == epoch and not seq.finished:
+                self._requeue(seq.request, PreemptionReason.LOST, may_move=False)
 
-    def _retire_step(self) -> list[_Planned]:
+    def _retire_step(self, lost: bool = False) -> list[Planned]:
         plan, planned = self._in_flight.popleft()
+        self._returning.pop(plan.step, None)
         if self._pacer is not None:
             self._pacer.done()
         try:
-            self.cache.steps_done(plan.step)
+            self.cache.steps_done(plan.step, lost)
         except InvariantError as error:
             self._note_broken(error)
         return planned
@@ -482,7 +522,7 @@ class Scheduler:
         """Requests are left, nothing is in flight, nothing could be planned: end the one in the way."""
         if self.examine():
             return
-        request = self.waiting.peek() if len(self.waiting) else self._victim()
+        request = self.waiting.peek() if len(self.waiting) else self._roster.victim()
         for seq in request.live:
             self._finish(seq, FinishReason.ABORT, error="the KV pool has no room left for this request")
 
@@ -511,6 +551,15 @@ class Scheduler:
             return
         if tokens:
             self._stop_if_done(seq)
+        elif entry.candidates and seq.request.beams is not None:
+            self._report(seq, result)
+
+    def _report(self, seq: Sequence, result: EntryResult) -> None:
+        request = seq.request
+        if request.beams is None or not result.candidates:
+            self._finish(seq, FinishReason.ABORT, error="the step of this request found no next tokens")
+        elif request.beams.report(request.places.index(seq), result.candidates):
+            self._advance_beams(request)
 
     def _stop_if_done(self, seq: Sequence) -> None:
         request, last = seq.request, seq.tokens[-1]
@@ -523,52 +572,23 @@ class Scheduler:
     def _finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None,
                 error: str | None = None, silent: bool = False) -> None:
         """End one sequence, and its request with the last one. `silent`: news of it goes out already."""
-        broken = self._leave_row(seq)
-        if broken is not None and error is None:
-            reason, stop_reason, error = FinishReason.ABORT, None, broken
+        broken = self._roster.leave_row(seq)
+        if broken is not None:
+            said = self._note_broken(broken)
+            reason, stop_reason, error = FinishReason.ABORT, None, error or said
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop_reason, error
         if not silent:
             self._updates.append(SequenceUpdate(seq.request, seq, []))
         if seq.request.finished:
-            self._part_with(seq.request)
-
-    def _part_with(self, request: Request) -> None:
-        if request.status is Status.WAITING:
-            self.waiting.remove(request)
-        else:
-            del self.running[request.request_id]
-        request.status = Status.FINISHED
-        del self._requests[request.request_id]
-        if any(seq.error is not None for seq in request.sequences):
-            self.stats.requests_failed += 1
-        elif any(seq.finish_reason is FinishReason.ABORT for seq in request.sequences):
-            self.stats.requests_aborted += 1
-        else:
-            self.stats.requests_finished += 1
+            self._roster.part_with(seq.request)
+        elif error is not None:
+            # A group ends as one.
+            for other in seq.request.live[:1]:
+                self._finish(other, FinishReason.ABORT, error=error)
 
     # ---- self-examination
 
     def check(self) -> None:
         """Every invariant of the cache against the sequences that hold it; for idle moments and tests."""
-        holders = [seq.kv for request in self._requests.values() for seq in request.live]
-        self.cache.check(holders + self._quarantined)
-        taken = [seq.row for request in self.running.values() for seq in request.live]
-        if sorted(taken + self._rows) != list(range(self.limits.max_num_seqs)):
-            raise InvariantError("rows of the request table are lost or shared")
-
-
-def _add_load(load: StepLoad, seq: Sequence, entry: PlanEntry) -> None:
-    """Count a planned entry among what the step costs."""
-    rows = int(entry.sample)
-    if entry.prompt_logprobs_from is not None:
-        rows += min(entry.start + entry.num_tokens, seq.num_prompt_tokens - 1) - entry.prompt_logprobs_from
-    streams = entry.num_tokens == 1 and entry.start >= seq.num_prompt_tokens
-    load.add(entry.start, entry.num_tokens, rows, streams)
-
-
-def _table_diffs(seq: Sequence) -> Iterator[TableDiff]:
-    """What the worker does not know yet of a sequence's block tables."""
-    for group, table in enumerate(seq.kv.tables):
-        if table.dirty_from < len(table.blocks):
-            start, blocks = table.take_dirty()
-            yield TableDiff(seq.row, group, start, blocks)
+        live = self._roster.check()
+        self.cache.check([seq.kv for seq in live] + self._quarantined)

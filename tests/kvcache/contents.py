@@ -24,13 +24,13 @@ def fingerprints(key: bytes, tokens: Sequence[int]) -> list[int]:
 
 @dataclass(eq=False)
 class Names:
-    """The blocks that one submitted plan speaks of: (group, block) → who uses it, and as which entry."""
+    """The slots that one submitted plan speaks of: (group, block, offset) → who uses it, and as which entry."""
 
     step: int
-    users: dict[tuple[int, int], set[tuple[object, int]]] = field(default_factory=dict)
+    users: dict[tuple[int, int, int], set[tuple[object, int]]] = field(default_factory=dict)
 
-    def add(self, group: int, block: int, owner: object, index: int) -> None:
-        self.users.setdefault((group, block), set()).add((owner, index))
+    def add(self, group: int, block: int, offset: int, owner: object, index: int) -> None:
+        self.users.setdefault((group, block, offset), set()).add((owner, index))
 
 
 class BlockContents:
@@ -51,11 +51,14 @@ class BlockContents:
     def retire(self, step: int) -> None:
         assert self.in_flight.popleft().step == step
 
-    def copy(self, names: Names, group: int, source: int, target: int, owner: object, index: int) -> None:
-        self._nobody_else(names, group, target, owner, index)
+    def copy(self, names: Names, group: int, source: int, target: int, owner: object, index: int,
+             valid: int) -> None:
+        """Copy a block for entry `index` of the owner's table; its first `valid` slots mean something."""
+        for offset in range(min(valid, self.block_size)):
+            self._nobody_else(names, group, target, offset, owner, index)
+            names.add(group, source, offset, owner, index)
+            names.add(group, target, offset, owner, index)
         self.slots[group][target] = list(self.slots[group][source])
-        names.add(group, source, owner, index)
-        names.add(group, target, owner, index)
 
     def run(self, names: Names, owner: object, tables: Sequence[Sequence[int]], chain: Sequence[int],
             start: int, end: int) -> None:
@@ -63,7 +66,7 @@ class BlockContents:
         for group, table in enumerate(tables):
             for position in range(start, end):
                 index = position // self.block_size
-                self._nobody_else(names, group, table[index], owner, index)
+                self._nobody_else(names, group, table[index], position % self.block_size, owner, index)
                 self.slots[group][table[index]][position % self.block_size] = chain[position]
             self._read(names, group, owner, table, chain, start, end)
 
@@ -75,15 +78,15 @@ class BlockContents:
             assert block >= 0, f"position {position} is visible but has no block"
             held = self.slots[group][block][position % self.block_size]
             assert held == chain[position], f"position {position} reads another prefix out of block {block}"
-            names.add(group, block, owner, index)
+            names.add(group, block, position % self.block_size, owner, index)
 
     def visible(self, group: int, start: int, end: int) -> Iterable[int]:
         window = self.windows[group]
         return range(0 if window is None else max(0, start - window + 1), end)
 
-    def _nobody_else(self, own: Names, group: int, block: int, owner: object, index: int) -> None:
+    def _nobody_else(self, own: Names, group: int, block: int, offset: int, owner: object, index: int) -> None:
         for names in self.in_flight:
-            others = names.users.get((group, block), set()) - {(owner, index)}
+            others = names.users.get((group, block, offset), set()) - {(owner, index)}
             # Within one plan copies come before the forward pass: reading and then writing a block is fine.
             assert names is own or not others, f"block {block} is written while step {names.step} names it"
 

@@ -23,7 +23,7 @@ def compute(cache: KVCacheManager, tokens: list[int], key: bytes = b"") -> tuple
     kv = SequenceKV(key)
     match = cache.match(kv, tokens)
     cache.open(kv, match)
-    assert cache.extend(kv, len(tokens), match.num_tokens) is not None
+    assert cache.extend(kv, len(tokens), match.num_tokens)
     cache.publish(kv, tokens, len(tokens))
     return kv, match.num_tokens
 
@@ -77,7 +77,7 @@ def test_a_second_writer_of_a_prefix_changes_over_to_the_first_ones_blocks() -> 
     one, two = SequenceKV(), SequenceKV()
     for kv in (one, two):
         cache.open(kv, cache.no_match())
-        assert cache.extend(kv, 8, 0) == []
+        assert cache.extend(kv, 8, 0)
     cache.publish(one, list(range(8)), 8)
     for table in two.tables:
         table.take_dirty()
@@ -92,16 +92,16 @@ def test_decoding_into_an_own_last_block_takes_nothing() -> None:
     cache = make()
     kv, _ = compute(cache, list(range(5)))
     before = list(kv.tables[0].blocks)
-    assert list(cache.extend(kv, 6, 5) or ()) == []
+    assert cache.extend(kv, 6, 5) and cache.take_copies() == []
     assert kv.tables[0].blocks == before
 
 
 def test_a_refused_extension_changes_nothing() -> None:
     cache = make(3)
     kv, _ = compute(cache, list(range(6)))
-    assert cache.extend(kv, 13, 6) is None
+    assert not cache.extend(kv, 13, 6)
     assert len(kv.tables[0].blocks) == 2
-    assert cache.extend(kv, 12, 6) is not None
+    assert cache.extend(kv, 12, 6)
 
 
 def test_who_writes_a_shared_block_first_gets_a_copy() -> None:
@@ -109,24 +109,34 @@ def test_who_writes_a_shared_block_first_gets_a_copy() -> None:
     parent, _ = compute(cache, list(range(6)))
     child = cache.fork(parent)
     shared = parent.tables[0].blocks[1]
-    copies = cache.extend(child, 7, 6)
+    assert cache.extend(child, 7, 6)
     target = child.tables[0].blocks[1]
-    assert copies == [(0, shared, target)] and target != shared
+    assert cache.take_copies() == [(0, shared, target)] and target != shared
     assert child.tables[0].blocks[0] == parent.tables[0].blocks[0], "full blocks stay shared"
     cache.check([parent, child])
 
 
-def test_the_source_of_a_copy_is_held_until_the_plan_that_copies_is_done() -> None:
+def test_the_last_holder_of_a_shared_block_writes_it_without_a_copy() -> None:
     cache = make()
     parent, _ = compute(cache, list(range(6)))
-    child = cache.fork(parent)
+    children = [cache.fork(parent) for _ in range(3)]
     shared = parent.tables[0].blocks[1]
+    for kv in [*children, parent]:
+        assert cache.extend(kv, 7, 6)
+    assert len(cache.take_copies()) == 3 == cache.stats.copies_on_write
+    assert parent.tables[0].blocks[1] == shared
+    cache.check([parent, *children])
+
+
+def test_copies_stand_in_the_order_in_which_they_became_necessary() -> None:
+    cache = make(4)
+    parent, _ = compute(cache, list(range(6)))
+    child = cache.fork(parent)
     cache.extend(child, 7, 6)
     cache.free(parent)
-    cache.steps_submitted(1)
-    assert cache.pools[0].references(shared) == 1
-    cache.steps_done(1)
-    assert cache.pools[0].references(shared) == 0
+    other, _ = compute(cache, list(range(50, 54)))
+    assert other.tables[0].blocks[0] not in child.tables[0].blocks
+    assert len(cache.take_copies()) == 1 and cache.take_copies() == []
 
 
 def test_blocks_given_back_wait_until_every_plan_that_may_name_them_is_done() -> None:

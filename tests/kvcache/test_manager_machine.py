@@ -131,22 +131,24 @@ class ManagerMachine(RuleBasedStateMachine):
         planned = []
         for life, count in zip(chosen, counts, strict=False):
             before = [list(table.blocks) for table in life.kv.tables]
-            copies = self.cache.extend(life.kv, life.computed + count, life.computed)
-            if copies is None:
-                assert [table.blocks for table in life.kv.tables] == before, "a refusal changed something"
+            if self.cache.extend(life.kv, life.computed + count, life.computed):
+                planned.append((life, count))
             else:
-                planned.append((life, count, copies))
+                assert [table.blocks for table in life.kv.tables] == before, "a refusal changed something"
             if victim is not None and victim.alive:
                 self.end(victim)
-        if not planned:
+        copies = self.cache.take_copies()
+        if not planned and not copies:
             return
         self.step += 1
         names = self.contents.begin(self.step)
-        for life, _, copies in planned:
-            for group, source, target in copies:
-                index = life.kv.tables[group].blocks.index(target)
-                self.contents.copy(names, group, source, target, life, index)
-        for life, count, _ in planned:
+        for group, source, target in copies:
+            for life, _ in planned:
+                if target in life.kv.tables[group].blocks:
+                    index = life.kv.tables[group].blocks.index(target)
+                    valid = life.computed - index * self.cache.block_size
+                    self.contents.copy(names, group, source, target, life, index, valid)
+        for life, count in planned:
             tables = [table.blocks for table in life.kv.tables]
             chain = fingerprints(life.kv.key, life.tokens)
             self.contents.run(names, life, tables, chain, life.computed, life.computed + count)
@@ -155,7 +157,7 @@ class ManagerMachine(RuleBasedStateMachine):
             hashes = self.cache.chain.extend(SequenceKV(life.kv.key), life.tokens, life.computed)
             self.hash_of_prefix |= {chain[(i + 1) * size - 1]: found for i, found in enumerate(hashes)}
         self.cache.steps_submitted(self.step)
-        self.flights.append(Flight(self.step, [(life, life.computed) for life, _, _ in planned]))
+        self.flights.append(Flight(self.step, [(life, life.computed) for life, _ in planned]))
 
     @precondition(lambda self: self.flights)
     @rule()

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.executor.base import Executor
-from quire.executor.dummy import dummy_token
+from quire.executor.dummy import dummy_candidates, dummy_token
+from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
-from quire.sampling.params import SamplingParams
-from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, StepResult, TokenLogprobs
+from quire.kvcache.move_cost import MoveCost
+from quire.sampling.params import BeamSearchParams, SamplingParams
+from quire.scheduler.beam import BeamSearch
+from quire.scheduler.plan import (
+    DEVICE,
+    HOST,
+    BlockCopy,
+    EntryResult,
+    PlanEntry,
+    RowStart,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from quire.scheduler.policy import BATCHING_POLICIES
+from quire.scheduler.preemption import Preemption, PreemptionMode
 from quire.scheduler.queue import QUEUES
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
@@ -26,30 +40,55 @@ def make_scheduler(
     queue: str = "fcfs",
     policy: str = "decode-first",
     caching: bool = True,
+    host_blocks: int = 0,
+    mode: str = "auto",
+    offload: bool = False,
+    cost: MoveCost | None = None,
     **limits: int | bool,
 ) -> Scheduler:
     """A scheduler in one line; limits default to generous ones."""
     wanted = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256} | limits
-    cache = KVCacheManager(num_blocks, block_size, tuple(CacheGroup(w) for w in windows), caching)
-    return Scheduler(Limits(**wanted), cache, QUEUES[queue](), BATCHING_POLICIES[policy]())  # type: ignore[arg-type]
+    tier = HostTier(host_blocks, len(windows), offload) if host_blocks else None
+    cache = KVCacheManager(num_blocks, block_size, tuple(CacheGroup(w) for w in windows), caching, tier=tier,
+                           cost=cost, block_bytes=(100,) * len(windows))
+    return Scheduler(Limits(**wanted), cache, QUEUES[queue](), BATCHING_POLICIES[policy](),  # type: ignore[arg-type]
+                     preemption=Preemption(cache, PreemptionMode(mode), cost))
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int | None = 4, *, seed: int | None = None,
                  priority: int = 0, cache_key: bytes = b"", eos: frozenset[int] = frozenset(),
-                 **params: object) -> Request:
+                 beams: BeamSearchParams | None = None, tenant: str = "", **params: object) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
     return Request(name, prompt, sampling, hash(name) & 0xFFFF if seed is None else seed, 0.0, eos,
-                   priority=priority, cache_key=cache_key)
+                   priority=priority, cache_key=cache_key, tenant=tenant,
+                   beams=None if beams is None else BeamSearch(beams, eos))
 
 
-def expected_tokens(request: Request, max_len: int) -> list[int]:
-    """What a request must generate, worked out without any engine."""
+def expected_beams(request: Request) -> list[list[int]]:
+    """What a beam request must return, worked out without any engine."""
+    assert request.beams is not None
+    search = BeamSearch(request.beams.params, request.eos_token_ids)
+    prompt = len(request.prompt_token_ids)
+    beams: list[list[int]] = [[]]
+    while True:
+        for place, tokens in enumerate(beams):
+            entry = PlanEntry(0, 0, prompt + len(tokens), False, given=tuple(tokens[-1:]),
+                              candidates=search.num_candidates)
+            search.report(place, dummy_candidates(request.seed, entry, VOCAB))
+        choices = search.advance(request.max_len - prompt)
+        if search.done:
+            return [hypothesis.tokens for hypothesis in search.hypotheses]
+        beams = [[*beams[choice.parent], choice.token] for choice in choices]
+
+
+def expected_tokens(request: Request, max_len: int, index: int = 0) -> list[int]:
+    """What a request's sequence must generate, worked out without any engine."""
     params = request.params
     prompt = len(request.prompt_token_ids)
     stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(request.eos_token_ids))
     tokens: list[int] = []
     while prompt + len(tokens) < max_len and len(tokens) < (params.max_tokens or max_len):
-        tokens.append(dummy_token(request.seed, 0, prompt + len(tokens), VOCAB))
+        tokens.append(dummy_token(request.seed, index, prompt + len(tokens), VOCAB))
         if tokens[-1] in stops:
             break
     return tokens
@@ -72,6 +111,7 @@ class SimulatedWorker:
     contents: BlockContents
     keys: dict[int, bytes] = field(default_factory=dict)
     rows: dict[int, Row] = field(default_factory=dict)
+    host: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
 
     @classmethod
     def beside(cls, scheduler: Scheduler) -> SimulatedWorker:
@@ -94,21 +134,49 @@ class SimulatedWorker:
         return StepResult(plan.step, [self._run(entry, names) for entry in plan.entries])
 
     def _copy(self, plan: StepPlan, names: Names) -> None:
+        starts = {entry.row: entry.start for entry in plan.entries}
         for copy in plan.copies:
-            row, index = next((row, row.tables[copy.group].index(copy.target)) for row in self.rows.values()
-                              if copy.target in row.tables[copy.group])
-            self.contents.copy(names, copy.group, copy.source, copy.target, row, index)
+            if (copy.source_tier, copy.target_tier) != (DEVICE, DEVICE):
+                self._move(copy)
+                continue
+            users = [(number, row) for number, row in self.rows.items() if copy.target in row.tables[copy.group]]
+            if not users:  # who wanted the copy was preempted while the plan was drafted
+                self.contents.slots[copy.group][copy.target] = list(
+                    self.contents.slots[copy.group][copy.source])
+            for number, row in users:
+                index = row.tables[copy.group].index(copy.target)
+                valid = starts.get(number, 0) - index * self.contents.block_size
+                self.contents.copy(names, copy.group, copy.source, copy.target, row, index, valid)
+
+    def _move(self, copy: BlockCopy) -> None:
+        device = self.contents.slots[copy.group]
+        if (copy.source_tier, copy.target_tier) == (DEVICE, HOST):
+            self.host[copy.group, copy.target] = list(device[copy.source])
+        else:
+            assert (copy.source_tier, copy.target_tier) == (HOST, DEVICE)
+            device[copy.target] = list(self.host[copy.group, copy.source])
 
     def _run(self, entry: PlanEntry, names: Names) -> EntryResult:
         row = self.rows[entry.row]
         end = entry.start + entry.num_tokens
-        assert entry.num_tokens > 0 and end <= len(row.tokens), "a token is computed before it is known"
+        if entry.given:
+            del row.tokens[end - len(entry.given) :]
+            row.tokens += entry.given
+        assert end <= len(row.tokens), "a token is computed before it is known"
         assert row.computed in (-1, entry.start), f"row {entry.row} is at {row.computed}, not {entry.start}"
+        assert (entry.num_tokens > 0) == (entry.shares is None)
         row.computed = end
         chain = fingerprints(self.keys.get(row.start.seed, b""), row.tokens)
-        self.contents.run(names, row, row.tables, chain, entry.start, end)
+        if entry.shares is None:
+            self.contents.run(names, row, row.tables, chain, entry.start, end)
+        else:
+            leader = self.rows[entry.shares]
+            assert leader.computed == end and leader.tokens[:end] == row.tokens[:end]
         result = EntryResult(prompt_logprobs=self._prompt_logprobs(entry, row))
-        assert entry.sample == (end == len(row.tokens))
+        assert (entry.sample or entry.candidates > 0) == (end == len(row.tokens))
+        if entry.candidates:
+            result.candidates = dummy_candidates(
+                row.start.seed, replace(entry, given=tuple(row.tokens[row.start.num_prompt_tokens:])[-1:]), VOCAB)
         if entry.sample:
             row.tokens.append(dummy_token(row.start.seed, row.start.sequence_index, end, VOCAB))
             result.tokens.append(row.tokens[-1])

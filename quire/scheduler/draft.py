@@ -1,0 +1,67 @@
+"""The step under construction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from quire.scheduler.plan import PlanEntry, TableDiff
+from quire.scheduler.request import Request, Sequence
+from quire.scheduler.step_cost import StepLoad
+
+Planned = tuple[Sequence, PlanEntry, int]
+"""A plan entry with the sequence it speaks of, and the sequence's epoch."""
+
+
+@dataclass(slots=True)
+class Draft:
+    budget: int
+    load: StepLoad | None = None
+    """What is planned so far, where a pacer wants to know."""
+    decoding: list[Sequence] = field(default_factory=list)
+    """Running sequences that lack one token; some may lose their row while the draft is made."""
+    prefilling: list[Sequence] = field(default_factory=list)
+    """Running sequences that lack more."""
+    planned: dict[int, Planned] = field(default_factory=dict)
+    """By row, in the order of planning."""
+    returning: list[Request] = field(default_factory=list)
+    """Requests whose KV this step brings back from the host."""
+    preempted: bool = False
+    short: bool = False
+    """A running sequence found no block, though some will come free when plans in flight are done."""
+
+    def add(self, seq: Sequence, entry: PlanEntry) -> None:
+        self.planned[seq.row] = (seq, entry, seq.epoch)
+        self.budget -= entry.num_tokens
+        if self.load is not None:
+            _add_load(self.load, seq, entry)
+
+    def drop(self, request: Request) -> None:
+        """Plan nothing for a request after all."""
+        for seq in request.live:
+            planned = self.planned.pop(seq.row, None)
+            if planned is not None:
+                self.budget += planned[1].num_tokens
+        if self.load is not None:
+            self.load = StepLoad()
+            for seq, entry, _ in self.planned.values():
+                _add_load(self.load, seq, entry)
+        if request in self.returning:
+            self.returning.remove(request)
+
+
+def _add_load(load: StepLoad, seq: Sequence, entry: PlanEntry) -> None:
+    """Count a planned entry among what the step costs."""
+    rows = int(entry.sample or entry.candidates > 0)
+    if entry.prompt_logprobs_from is not None:
+        rows += min(entry.start + entry.num_tokens, seq.num_prompt_tokens - 1) - entry.prompt_logprobs_from
+    streams = entry.num_tokens == 1 and entry.start >= seq.num_prompt_tokens
+    load.add(entry.start, entry.num_tokens, rows, streams)
+
+
+def table_diffs(seq: Sequence) -> Iterator[TableDiff]:
+    """What the worker does not know yet of a sequence's block tables."""
+    for group, table in enumerate(seq.kv.tables):
+        if table.dirty_from < len(table.blocks):
+            start, blocks = table.take_dirty()
+            yield TableDiff(seq.row, group, start, blocks)

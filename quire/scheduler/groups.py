@@ -1,0 +1,68 @@
+"""Sequences that grow out of one another: samples forked from a prompt, beams forked from beams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.kvcache.manager import KVCacheManager
+from quire.scheduler.beam import Choice
+from quire.scheduler.request import Request, Sequence
+from quire.scheduler.rows import RowBook
+
+
+def unforked(request: Request) -> list[Sequence]:
+    """Siblings of a running leader that wait for it to reach the end of the prompt."""
+    return [seq for seq in request.live if seq.row < 0]
+
+
+def fork_from(leader: Sequence, siblings: list[Sequence], at: int, cache: KVCacheManager,
+              rows: RowBook) -> None:
+    """Seat siblings on the leader's blocks, which hold `at` tokens (or will, after this plan)."""
+    for seq in siblings:
+        seq.kv = cache.fork(leader.kv)
+        seq.num_computed = at
+        seq.num_confirmed = min(at, leader.num_confirmed)
+        rows.take(seq)
+    leader.held_at = None
+
+
+def extra_blocks(request: Request, cache: KVCacheManager) -> int:
+    """Blocks that a group's sequences will soon need besides those of the first."""
+    if request.width == 1:
+        return 0
+    shared = request.num_prompt_tokens // cache.block_size
+    own = [cache.blocks_for(min(len(seq.tokens) + 1, request.max_len)) - shared for seq in request.live[1:]]
+    own += [1] * (request.rows_wanted - len(own) - 1)
+    return sum(own)
+
+
+def reseat_beams(request: Request, choices: list[Choice], cache: KVCacheManager, rows: RowBook,
+                 leave: Callable[[Sequence], object]) -> int:
+    """Let the chosen beams go on: a parent's first child keeps its row and blocks, the others fork them.
+
+    Returns the number of forks. `leave` takes row and blocks from a beam that nobody continues.
+    """
+    parents = [request.places[choice.parent] for choice in choices]
+    heirs: dict[int, int] = {}
+    for place, parent in enumerate(parents):
+        heirs.setdefault(parent.index, place)
+    forks = [place for place, parent in enumerate(parents) if heirs[parent.index] != place]
+    # All that children need of their parents is taken before anything changes.
+    kvs = {place: cache.fork(parents[place].kv) for place in forks}
+    texts = {place: [*parents[place].tokens, choices[place].token] for place in forks}
+    spare = [seq for seq in request.sequences if seq.index not in heirs]
+    for seq in spare:
+        leave(seq)
+    while len(spare) < len(forks):
+        spare.append(request.add_sequence())
+    seats = list(parents)
+    for place, seq in zip(forks, spare, strict=False):
+        seq.kv, seq.tokens = kvs[place], texts[place]
+        seq.num_computed = seq.num_confirmed = parents[place].num_computed
+        seats[place] = seq
+        rows.take(seq)
+    for parent, place in [(parents[place], place) for place in heirs.values()]:
+        parent.tokens.append(choices[place].token)
+    request.places = seats
+    request.sequences = sorted(seats, key=lambda seq: seq.index)
+    return len(forks)
