@@ -1,43 +1,13 @@
-"""Which idle cached block gives up its place: policies behind one small interface."""
+"""Which idle cached block gives up its place: the policies to choose from."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 
+from quire.kvcache.eviction_policy import EvictionPolicy
+from quire.kvcache.reuse_rate import ReuseRate
 
-class EvictionPolicy(ABC):
-    """Orders the blocks that hold a cached prefix and are used by nobody.
-
-    The pool calls `add` when a block becomes idle, `remove` when it is used again, `touch` when one in use
-    gets another user, `pop` for a victim. Users of the pool release a chain deepest block first and never
-    hold a child without its parent, so an order by time of `add` yields children before parents; a policy
-    with another order must keep that property itself. Policies have no clock but the calls they get, and draw
-    no random numbers: the same calls evict the same blocks.
-    """
-
-    @abstractmethod
-    def __init__(self, num_blocks: int = 0) -> None:
-        """For a pool of `num_blocks`, numbered from 0."""
-
-    @abstractmethod
-    def add(self, block: int, key: bytes, parent: int) -> None:
-        """`block`, caching the prefix `key` on top of block `parent` (-1: none), is idle from now on."""
-
-    @abstractmethod
-    def remove(self, block: int) -> None:
-        """`block` is in use again, or no longer caches anything."""
-
-    def touch(self, block: int) -> None:  # noqa: B027 (most policies need not know)
-        """`block`, in use and not added, has been found by one more user."""
-
-    @abstractmethod
-    def pop(self) -> int:
-        """Take out and return the block to evict next; only called when there is one."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Idle cached blocks."""
+__all__ = ["EVICTION_POLICIES", "LRU", "EvictionPolicy", "ReuseRate"]
 
 
 class LRU(EvictionPolicy):
@@ -46,7 +16,7 @@ class LRU(EvictionPolicy):
     def __init__(self, num_blocks: int = 0) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def add(self, block: int, key: bytes, parent: int) -> None:
+    def add(self, block: int) -> None:
         self._blocks[block] = None
 
     def remove(self, block: int) -> None:
@@ -59,4 +29,4 @@ class LRU(EvictionPolicy):
         return len(self._blocks)
 
 
-EVICTION_POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU}
+EVICTION_POLICIES: dict[str, type[EvictionPolicy]] = {"reuse-rate": ReuseRate, "lru": LRU}

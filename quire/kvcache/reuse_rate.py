@@ -1,0 +1,169 @@
+"""Eviction by learned rate of reuse: the default policy."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from quire.errors import InvariantError
+from quire.kvcache.eviction_policy import EvictionPolicy
+from quire.kvcache.reuse_statistics import Interval, ReuseStatistics
+
+_REMEMBERED = 2
+"""Uses of evicted prefixes are remembered in two generations of this many times the pool's size."""
+_TICKS = 16
+"""Ages and indices are brought up to date so often while as many blocks as the pool has become idle."""
+_LEAST_TICK = 64
+
+# Kinds of blocks, told apart by how often the prefix was used, as far as remembered: tails used once, others
+# used once, twice, 3, 4, 5-8 and more times. The last block of a prompt has its own kind while it is new: chats
+# grow, so prompts that end in the same place are rare, and it must not spoil what is known about the rest.
+_TAIL = 0
+_NUM_KINDS = 7
+
+
+def _kind(uses: int, tail: bool) -> int:
+    if uses <= 4:
+        return _TAIL if tail and uses == 1 else uses
+    return 5 if uses <= 8 else 6
+
+
+class ReuseRate(EvictionPolicy):
+    """Evicts the leaf block that promises the fewest reuses per time it would stay.
+
+    What a block promises depends on its kind and its age, as `ReuseStatistics` has learned from this very
+    workload; with nothing learned yet the order is that of last use. Only blocks without an idle child are
+    candidates, so a parent outlives its children whatever their indices say. Candidates of one kind and age
+    wait in one heap, oldest first; `_waiting` has a bit for every heap that is not empty, lowest index first.
+    O(log n) per block.
+    """
+
+    def __init__(self, num_blocks: int = 0) -> None:
+        self._idle = [False] * num_blocks
+        self._since = [0] * num_blocks
+        self._uses = [0] * num_blocks
+        self._kind = [0] * num_blocks
+        self._key = [b""] * num_blocks
+        self._parent = [-1] * num_blocks
+        self._children = [0] * num_blocks
+        """Idle blocks on top of each."""
+        self._interval: list[Interval | None] = [None] * num_blocks
+        self._remembered: dict[bytes, int] = {}
+        self._remembered_before: dict[bytes, int] = {}
+        self._num_remembered = max(1, _REMEMBERED * num_blocks)
+        self._num_idle = 0
+        self._now = 0
+        self._tick = max(_LEAST_TICK, num_blocks // _TICKS)
+        self._next_tick = self._tick
+        self._statistics = ReuseStatistics(num_blocks, _NUM_KINDS)
+        cells = _NUM_KINDS * self._statistics.num_buckets
+        self._heaps: list[list[tuple[int, int]]] = [[] for _ in range(cells)]
+        self._bit = [0] * cells
+        self._cell_of_bit = [0] * cells
+        self._waiting = 0
+        self._rank()
+
+    def __len__(self) -> int:
+        return self._num_idle
+
+    # ---- what the pool tells
+
+    def register(self, block: int, key: bytes, parent: int) -> None:
+        self._key[block] = key
+        self._parent[block] = parent
+        self._uses[block] = 1 + (self._remembered.get(key) or self._remembered_before.get(key, 0))
+
+    def add(self, block: int) -> None:
+        now = self._now = self._now + 1
+        self._idle[block] = True
+        self._since[block] = now
+        self._num_idle += 1
+        parent = self._parent[block]
+        if parent >= 0:
+            self._children[parent] += 1
+        leaf = not self._children[block]
+        kind = self._kind[block] = _kind(self._uses[block], leaf)
+        self._interval[block] = self._statistics.begin(self._key[block], kind, now)
+        if leaf:
+            self._offer(block, 0)
+        if self._now >= self._next_tick:
+            self._bring_up_to_date()
+
+    def remove(self, block: int) -> None:
+        self._uses[block] += 1
+        interval = self._interval[block]
+        if interval is not None:
+            self._statistics.reused(interval, self._now)
+        self._leave(block)
+
+    def touch(self, block: int) -> None:
+        self._uses[block] += 1
+
+    def pop(self) -> int:
+        while self._waiting:
+            lowest = self._waiting & -self._waiting
+            heap = self._heaps[self._cell_of_bit[lowest.bit_length() - 1]]
+            since, block = heappop(heap)
+            if not heap:
+                self._waiting ^= lowest
+            if self._since[block] == since and self._idle[block] and not self._children[block]:
+                self._leave(block)
+                self._remember(block)
+                return block
+        raise InvariantError("no KV block can be evicted: idle blocks hold one another up")
+
+    # ---- bookkeeping
+
+    def _offer(self, block: int, bucket: int) -> None:
+        cell = self._kind[block] * self._statistics.num_buckets + bucket
+        heappush(self._heaps[cell], (self._since[block], block))
+        self._waiting |= self._bit[cell]
+
+    def _leave(self, block: int) -> None:
+        self._idle[block] = False
+        self._num_idle -= 1
+        parent = self._parent[block]
+        if parent >= 0:
+            self._children[parent] -= 1
+            if self._idle[parent] and not self._children[parent]:
+                self._offer(parent, self._statistics.bucket(self._now - self._since[parent]))
+
+    def _remember(self, block: int) -> None:
+        self._remembered[self._key[block]] = self._uses[block]
+        if len(self._remembered) >= self._num_remembered:
+            self._remembered_before = self._remembered
+            self._remembered = {}
+
+    def _bring_up_to_date(self) -> None:
+        self._next_tick = self._now + self._tick
+        self._statistics.advance(self._now)
+        size = self._statistics.num_buckets
+        for bucket, edge in enumerate(self._statistics.edges):
+            due = self._now - edge
+            for cell in range(bucket, len(self._heaps), size):
+                heap = self._heaps[cell]
+                while heap and heap[0][0] <= due:
+                    entry = heappop(heap)
+                    if self._waits(entry):
+                        heappush(self._heaps[cell + 1], entry)
+        for cell in range(size - 1, len(self._heaps), size):
+            # Nothing ages out of the last bucket, so what has left it unseen is swept out now and then.
+            if len(self._heaps[cell]) > 2 * self._num_idle + _LEAST_TICK:
+                self._heaps[cell] = [entry for entry in self._heaps[cell] if self._waits(entry)]
+                heapify(self._heaps[cell])
+        self._rank()
+
+    def _waits(self, entry: tuple[int, int]) -> bool:
+        since, block = entry
+        return self._since[block] == since and self._idle[block] and not self._children[block]
+
+    def _rank(self) -> None:
+        """Order the heaps by index; equal ones by age, oldest first."""
+        size = self._statistics.num_buckets
+        indices = self._statistics.indices()
+        order = sorted(range(len(indices)), key=lambda cell: (indices[cell], -(cell % size)))
+        self._waiting = 0
+        for bit, cell in enumerate(order):
+            self._cell_of_bit[bit] = cell
+            self._bit[cell] = 1 << bit
+            if self._heaps[cell]:
+                self._waiting |= 1 << bit

@@ -1,0 +1,1 @@
+"""The real bookkeeping over recorded or made-up workloads, without a model."""
