@@ -234,6 +234,24 @@ def test_positions_outside_the_rotary_table_are_refused(ops, paged):
         ops.rope_and_cache(qkv, cache, context, 0, shape, rope_table(9, 16), None, None, 1e-6)
 
 
+def test_a_rotary_table_wider_than_the_heads_is_refused(ops, paged):
+    shape = HeadShape(2, 1, 16)
+    batch = paged(shape, 16, [10])
+    qkv, context = batch.step([(0, 0, 10)])
+    cache = ops.allocate_cache(shape, batch.num_blocks, 16)
+    with pytest.raises(EngineError, match="does not fit"):
+        ops.rope_and_cache(qkv, cache, context, 0, shape, rope_table(64, 32), None, None, 1e-6)
+
+
+def test_a_cache_made_for_other_heads_is_refused(ops, paged):
+    shape = HeadShape(2, 1, 16)
+    batch = paged(shape, 16, [10])
+    qkv, context = batch.step([(0, 0, 10)])
+    cache = ops.allocate_cache(HeadShape(2, 2, 16), batch.num_blocks, 16)
+    with pytest.raises(EngineError, match="made for"):
+        ops.attend(qkv, cache, context, 0, shape, 1.0, None, None)
+
+
 def test_heads_wider_than_the_kernels_are_refused(ops):
-    with pytest.raises(EngineError, match="wider"):
+    with pytest.raises(EngineError, match="at most 512 wide"):
         ops.allocate_cache(HeadShape(1, 1, 1024), 1, 16)

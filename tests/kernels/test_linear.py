@@ -155,7 +155,8 @@ def scaled8(n: int, k: int, top: int = 127) -> torch.Tensor:
 NARROW = {
     "scaled4": [scaled4(70, 160), scaled4(33, 1536), torch.full((8, 64), 0.25)],
     "scaled8": [scaled8(70, 160), scaled8(33, 576, 16), scaled8(33, 96, 8)],
-    "bfloat16": [torch.randn(40, 77).bfloat16().float(), torch.full((3, 7), -0.0), torch.full((4, 64), float("nan"))],
+    "bfloat16": [torch.randn(9, 77).bfloat16().float(),
+                 torch.full((3, 7), -0.0), torch.full((4, 6), torch.nan)],
     "float32": [torch.randn(40, 64), torch.randn(40, 65)],
 }
 CASES = [(name, index) for name, weights in NARROW.items() for index in range(len(weights))]

@@ -14,7 +14,7 @@
 #include <stdlib.h>
 
 #define TILE 64
-#define MAX_DIM 512
+#define MAX_DIM 512 /* ops.py refuses wider heads */
 #define ROWS 6       /* (query, head) pairs of a register tile */
 #define MAX_BLOCK 48 /* (query, head) pairs of a task */
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -57,7 +57,7 @@ INLINE void score_tile(int rows, int ahead, const float *q, int64_t ldq, const f
         vf keys[WIDE];
         UNROLL for (int j = 0; j < WIDE; j++) {
             keys[j] = load_v(k[j] + d * step);
-            if (ahead) __builtin_prefetch(next[j] + d * step);
+            if (ahead) __builtin_prefetch(next[j] + d * step, 0, 2);
         }
         UNROLL for (int r = 0; r < rows; r++) {
             vf x = set_v(q[r * ldq + d]);
@@ -78,7 +78,7 @@ INLINE void value_tile(int rows, int vectors, int ahead, const float *p, const f
         vf values[WIDE];
         UNROLL for (int j = 0; j < vectors; j++) {
             values[j] = load_v(v[key] + offset + j * VL);
-            if (ahead) __builtin_prefetch(next[key] + offset + j * VL);
+            if (ahead) __builtin_prefetch(next[key] + offset + j * VL, 0, 2);
         }
         UNROLL for (int r = 0; r < rows; r++) {
             vf x = set_v(p[r * TILE + key]);
@@ -126,40 +126,60 @@ static void value_rows(const attend_task *t, int64_t row, int64_t rows, int64_t 
     for (; offset < t->stride; offset += VL) EACH_ROW_COUNT(VALUE_ONE)
 }
 
-INLINE float exp_one(float x) { return exp_v(set_v(x))[0]; }
-
-/* Scores of one row -> weights, zero outside keys [low, high); brings the row's running sums up to date. */
-static void softmax_row(attend_task *t, int64_t row, int64_t low, int64_t high, float *s) {
-    const vf minus_inf = set_v(-INFINITY), cap = set_v(t->job->softcap), uncap = set_v(1.0f / t->job->softcap);
+/* Cap the scores and hide all but keys [low, high) in every group of lanes that holds one; returns the largest. */
+INLINE float mask_scores(const attend_job *job, int64_t low, int64_t high, float *s) {
+    const vf minus_inf = set_v(-INFINITY), cap = set_v(job->softcap), uncap = set_v(1.0f / job->softcap);
     const vi lane = iota_v();
-    int64_t start = low / LANES * LANES;
     vf top = minus_inf;
-    for (int64_t i = start; i < high; i += VL) {
+    for (int64_t i = low / LANES * LANES; i < (high + LANES - 1) / LANES * LANES; i += VL) {
         vf x = load_v(s + i);
-        if (t->job->softcap != 0.0f) x = cap * tanh_v(x * uncap);
+        if (job->softcap != 0.0f) x = cap * tanh_v(x * uncap);
         vi key = lane + set_i((int32_t)i);
         vi seen = (key >= set_i((int32_t)low)) & (key < set_i((int32_t)high));
         x = select_v(seen, x, minus_inf);
         store_v(s + i, x);
         top = max_v(top, x);
     }
-    float before = t->top[row], now = greater(before, max_lanes(top));
+    return max_lanes(top);
+}
+
+/* The same for a tile seen whole and not capped. */
+INLINE float top_score(const float *s) {
+    vf top = load_v(s);
+    UNROLL for (int i = VL; i < TILE; i += VL) top = max_v(top, load_v(s + i));
+    return max_lanes(top);
+}
+
+/* s = e^(s - top) over keys [start, end), rounded up to whole groups of lanes; returns the sum, each lane in order of
+ * the keys, then the lanes by a tree. */
+INLINE float weigh(float *s, int64_t start, int64_t end, float top) {
     vf sum[SUB];
-    for (int j = 0; j < SUB; j++) sum[j] = set_v(0.0f);
-    for (int64_t i = start; i < high; i += LANES)
-        for (int j = 0; j < SUB && i + j * VL < high; j++) {
-            vf p = exp_v(load_v(s + i + j * VL) - set_v(now));
+    UNROLL for (int j = 0; j < SUB; j++) sum[j] = set_v(0.0f);
+    for (int64_t i = start; i < end; i += LANES)
+        UNROLL for (int j = 0; j < SUB; j++) {
+            vf p = exp_negative(load_v(s + i + j * VL) - set_v(top));
             store_v(s + i + j * VL, p);
             sum[j] += p;
         }
+    return sum_lanes(sum);
+}
+
+/* The row's sums so far were taken against a smaller top score. */
+static void shrink_row(attend_task *t, int64_t row, float by) {
+    float *acc = t->acc + row * t->stride;
+    t->total[row] *= by;
+    for (int64_t d = 0; d < t->stride; d += VL) store_v(acc + d, load_v(acc + d) * set_v(by));
+}
+
+/* Scores of one row -> weights, zero outside keys [low, high); brings the row's running sums up to date. */
+INLINE void softmax_row(attend_task *t, int64_t row, int64_t low, int64_t high, float *s) {
+    int whole = low == 0 && high == TILE && t->job->softcap == 0.0f;
+    float before = t->top[row];
+    float now = greater(before, whole ? top_score(s) : mask_scores(t->job, low, high, s));
+    float sum = whole ? weigh(s, 0, TILE, now) : weigh(s, low / LANES * LANES, high, now);
     t->top[row] = now;
-    if (now > before && before != -INFINITY) {
-        float shrink = exp_one(before - now);
-        t->total[row] *= shrink;
-        float *acc = t->acc + row * t->stride;
-        for (int64_t d = 0; d < t->stride; d += VL) store_v(acc + d, load_v(acc + d) * set_v(shrink));
-    }
-    t->total[row] += sum_lanes(sum);
+    if (now > before && before != -INFINITY) shrink_row(t, row, exp_v(set_v(before - now))[0]);
+    t->total[row] += sum;
 }
 
 /* The keys of tile [start, start + TILE) that row `row` sees: [*low, *high) relative to start, perhaps empty. */
@@ -308,8 +328,6 @@ static void attend_one(void *arg, int64_t index) {
         for (int64_t d = 0; d < dim; d++) to[d] = acc[r * t.stride + d] * inverse;
     }
 }
-
-EXPORT int32_t quire_max_head_dim(void) { return MAX_DIM; }
 
 /* out [tokens, heads * dim]: attention of the queries in qkv over the cache. Returns 0, or 1 for want of memory. */
 EXPORT int32_t quire_attend(const float *qkv, const float *k, const float *v, float *out, const int32_t *query_start,

@@ -18,8 +18,6 @@ _NEEDS = {
 _P, _I, _N, _F = c_void_p, c_int64, c_int32, c_float
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_abi_version": (_N, []),
-    "quire_panel_width": (_N, []),
-    "quire_max_head_dim": (_N, []),
     "quire_set_num_threads": (None, [_N]),
     "quire_get_num_threads": (_N, []),
     "quire_advise_huge_pages": (None, [_P, _I]),

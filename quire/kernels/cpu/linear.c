@@ -40,8 +40,6 @@ typedef struct {
     int64_t lines;     /* cache lines of it to fetch per 4 steps of k */
 } weights;
 
-EXPORT int32_t quire_panel_width(void) { return NR; }
-
 /* sums[rows][panels * NR] of `rows` rows by `panels` panels over `depth` steps of k, from zero if `first`, else
  * going on from what `sums` holds. */
 INLINE void tile(int rows, int panels, int near, const float *x, int64_t ldx, weights at, int64_t depth, int first,

@@ -17,6 +17,7 @@ from quire.kernels.cpu.library import load
 from quire.layers.ops import HeadShape, LayerCache
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
+MAX_HEAD_DIM = 512  # MAX_DIM of attention.c
 # Formats of a packed weight, narrowest first (see weight.h).
 _FORMATS = {"scaled4": 3, "scaled8": 2, "bfloat16": 1, "float32": 0}
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
@@ -51,6 +52,16 @@ class PanelLinear:
 
 
 @dataclass(slots=True)
+class CpuLayerCache(LayerCache):
+    """A layer's cache with what its kernels need to know of it, taken once."""
+
+    shape: HeadShape
+    num_blocks: int
+    k_ptr: int
+    v_ptr: int
+
+
+@dataclass(slots=True)
 class _Step:
     """The addresses of one StepContext, taken once per step and not per layer; keeps its tensors alive."""
 
@@ -66,6 +77,9 @@ class _Step:
     strides: list[int]
     widths: list[int]
     checked: set[tuple[int, ...]] = field(default_factory=set)
+    rope: Tensor | None = None
+    rope_ptr: int | None = None
+    rot: int = 0
 
 
 class CpuOps:
@@ -84,7 +98,6 @@ class CpuOps:
         library = load(variant, library_dir)
         self._library = library
         self.narrow_weights = narrow_weights
-        self._max_head_dim = library.quire_max_head_dim()
         self._linear = library.quire_linear
         self._rms_norm = library.quire_rms_norm
         self._act_mul = library.quire_act_mul
@@ -104,7 +117,8 @@ class CpuOps:
         n, k = weight.shape
         source = weight.detach().to(_F32).contiguous()
         kept = None if bias is None else bias.detach().to(_F32, copy=True).contiguous()
-        for name, code in _FORMATS.items() if self.narrow_weights else [("float32", _FORMATS["float32"])]:
+        for name in _FORMATS if self.narrow_weights else ("float32",):
+            code = _FORMATS[name]
             panels = torch.empty(self._library.quire_packed_bytes(code, n, k), dtype=torch.uint8)
             if panels.nbytes == 0 and n * k > 0:
                 continue
@@ -190,18 +204,23 @@ class CpuOps:
         k_norm: Tensor | None,
         norm_eps: float,
     ) -> None:
+        if type(layer) is not CpuLayerCache:
+            layer = _describe(layer.k, layer.v, layer.block_size, shape)
         step = self._enter(qkv, layer, ctx, group, shape, _NO_TABLE)
-        rot = 0 if rope is None else self._check_rope(step, rope, shape)
+        if rope is not step.rope:
+            self._take_rope(step, rope)
+        if step.rot > shape.head_dim:
+            raise EngineError(f"a rotary table of {step.rot} columns does not fit heads of {shape.head_dim}")
         for norm in (q_norm, k_norm):
             if norm is not None and _vector(norm) != shape.head_dim:
                 raise EngineError(f"a head norm has {shape.head_dim} weights, not {norm.shape[0]}")
         self._rope_and_cache(
-            qkv.data_ptr(), layer.k.data_ptr(), layer.v.data_ptr(),
-            None if rope is None else rope.data_ptr(),
+            qkv.data_ptr(), layer.k_ptr, layer.v_ptr,
+            step.rope_ptr,
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(),
             step.positions, step.slots[group], step.tokens,
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.block_size, rot, norm_eps,
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.block_size, step.rot, norm_eps,
         )  # fmt: skip
 
     def attend(
@@ -217,10 +236,12 @@ class CpuOps:
     ) -> Tensor:
         if window is not None and window < 1:
             raise EngineError(f"an attention window holds at least the token itself, not {window}")
+        if type(layer) is not CpuLayerCache:
+            layer = _describe(layer.k, layer.v, layer.block_size, shape)
         step = self._enter(qkv, layer, ctx, group, shape, window or 0)
         out = torch.empty(step.tokens, shape.num_heads * shape.head_dim)
         failed = self._attend(
-            qkv.data_ptr(), layer.k.data_ptr(), layer.v.data_ptr(), out.data_ptr(),
+            qkv.data_ptr(), layer.k_ptr, layer.v_ptr, out.data_ptr(),
             step.query_start, step.context_len, step.tables[group], step.strides[group], step.seqs,
             shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.block_size, window or 0,
             scale, softcap or 0.0,
@@ -229,16 +250,14 @@ class CpuOps:
             raise MemoryError("no memory for the attention's task list")
         return out
 
-    def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
+    def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> CpuLayerCache:
         heads, dim = shape.num_kv_heads, shape.head_dim
-        if dim > self._max_head_dim:
-            raise EngineError(f"heads of {dim} are wider than the CPU kernels take ({self._max_head_dim})")
         k = torch.empty(num_blocks, heads, dim, block_size)
         v = torch.empty(num_blocks, heads, block_size, dim)
         for part in (k, v):
             self._library.quire_advise_huge_pages(part.data_ptr(), part.nbytes)
             part.zero_()
-        return LayerCache(k, v, block_size)
+        return _describe(k, v, block_size, shape)
 
     def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
         """Block src[i] -> dst[i] for every i, each read before any is written."""
@@ -255,31 +274,23 @@ class CpuOps:
             )
 
     def _enter(
-        self, qkv: Tensor, layer: LayerCache, ctx: StepContext, group: int, shape: HeadShape, window: int
+        self, qkv: Tensor, layer: CpuLayerCache, ctx: StepContext, group: int, shape: HeadShape, window: int
     ) -> _Step:
         """The step's addresses, once everything the kernel will follow is known to lie inside its array."""
         step = self._step
         if step is None or step.ctx is not ctx or step.tensors[0] is not ctx.positions:
             step = self._step = _read_step(ctx)
-        heads, dim = shape.num_kv_heads, shape.head_dim
-        if _rows(qkv, (shape.num_heads + 2 * heads) * dim) != step.tokens:
+        if _rows(qkv, shape.width) != step.tokens:
             raise EngineError(f"qkv has {qkv.shape[0]} rows, the step {step.tokens} tokens")
-        blocks, size = layer.k.shape[0], layer.block_size
-        key = (group, window, blocks, size, heads, dim, shape.num_heads)
+        key = (group, window, layer.num_blocks, layer.block_size)
         if key not in step.checked:
-            self._check_step(step, group, window, blocks, size, shape)
+            self._check_step(step, group, window, layer.num_blocks, layer.block_size)
             step.checked.add(key)
-        if layer.k.shape != (blocks, heads, dim, size) or layer.v.shape != (blocks, heads, size, dim):
-            raise EngineError(f"the cache {tuple(layer.k.shape)} does not suit {shape} in blocks of {size}")
-        if not (layer.k.dtype is layer.v.dtype is _F32 and _dense(layer.k, layer.v)):
-            raise EngineError("the CPU kernels want a contiguous float32 cache; get one from allocate_cache")
+        if layer.shape is not shape and layer.shape != shape:
+            raise EngineError(f"the cache was made for {layer.shape}, not {shape}")
         return step
 
-    def _check_step(
-        self, step: _Step, group: int, window: int, blocks: int, size: int, shape: HeadShape
-    ) -> None:
-        if shape.num_heads % shape.num_kv_heads or shape.head_dim > self._max_head_dim:
-            raise EngineError(f"the CPU kernels cannot attend with {shape}")
+    def _check_step(self, step: _Step, group: int, window: int, blocks: int, size: int) -> None:
         fault = self._library.quire_check_step(
             step.query_start, step.context_len, step.tables[group], step.slots[group], step.strides[group],
             step.widths[group], step.seqs, step.tokens, size, blocks, window,
@@ -287,20 +298,17 @@ class CpuOps:
         if fault:
             raise EngineError(f"the step's context is broken: {_STEP_FAULTS[fault]}")
 
-    def _check_rope(self, step: _Step, rope: Tensor, shape: HeadShape) -> int:
+    def _take_rope(self, step: _Step, rope: Tensor | None) -> None:
+        """Remember the rotary table of this step's layers, once it is known to hold the step's positions."""
+        step.rope, step.rope_ptr, step.rot = None, None, 0
+        if rope is None:
+            return
         rows, rot = rope.shape
-        key = (rows, rot)
-        if key not in step.checked:
-            if rot % 2 or rot > shape.head_dim:
-                raise EngineError(f"a rotary table of {rot} columns does not fit heads of {shape.head_dim}")
-            if self._library.quire_check_ids(step.positions, step.tokens, rows):
-                raise EngineError(f"a position lies outside the rotary table's 0..{rows - 1}")
-            step.checked.add(key)
-        if rope.dtype is not _F32 or not rope.is_contiguous():
-            raise EngineError("the rotary table must be contiguous float32")
-        return rot
-
-
+        if rot % 2 or rope.dtype is not _F32 or not _dense(rope):
+            raise EngineError("the rotary table must be contiguous float32 with an even number of columns")
+        if self._library.quire_check_ids(step.positions, step.tokens, rows):
+            raise EngineError(f"a position lies outside the rotary table's 0..{rows - 1}")
+        step.rope, step.rope_ptr, step.rot = rope, rope.data_ptr(), rot
 
 
 def _rows(x: Tensor, width: int) -> int:
@@ -324,6 +332,18 @@ def _vector(x: Tensor) -> int:
     if len(shape) != 1 or x.dtype is not _F32 or not x.is_contiguous() or not x.is_cpu:
         raise EngineError(f"the CPU kernels want a contiguous float32 vector, not {x.dtype} {tuple(shape)}")
     return shape[0]
+
+
+def _describe(k: Tensor, v: Tensor, block_size: int, shape: HeadShape) -> CpuLayerCache:
+    """Check a cache's tensors against its heads and take their addresses."""
+    heads, dim, blocks = shape.num_kv_heads, shape.head_dim, k.shape[0]
+    if shape.num_heads % heads or dim > MAX_HEAD_DIM:
+        raise EngineError(f"{shape}: heads are at most {MAX_HEAD_DIM} wide, kv heads divide the query heads")
+    if k.shape != (blocks, heads, dim, block_size) or v.shape != (blocks, heads, block_size, dim):
+        raise EngineError(f"a cache {tuple(k.shape)} does not suit {shape} in blocks of {block_size}")
+    if not (k.dtype is v.dtype is _F32 and _dense(k, v)):
+        raise EngineError("the CPU kernels want a contiguous float32 cache; get one from allocate_cache")
+    return CpuLayerCache(k, v, block_size, shape, blocks, k.data_ptr(), v.data_ptr())
 
 
 def _read_step(ctx: StepContext) -> _Step:

@@ -160,10 +160,27 @@ static float read_weight(const uint8_t *panel, int32_t format, int64_t k, int64_
     return x * (float)(k < GROUP / 2 ? byte & 15 : byte >> 4) + m;
 }
 
+typedef struct {
+    const int64_t *ids;
+    const uint8_t *w;
+    float *out;
+    int64_t count, k;
+    int32_t format;
+} embed_job;
+
+#define IDS_OF_A_TASK 16
+
+static void embed_task(void *arg, int64_t task) {
+    const embed_job *job = arg;
+    int64_t k = job->k, end = (task + 1) * IDS_OF_A_TASK < job->count ? (task + 1) * IDS_OF_A_TASK : job->count;
+    for (int64_t i = task * IDS_OF_A_TASK; i < end; i++) {
+        const uint8_t *panel = job->w + job->ids[i] / NR * panel_bytes(job->format, k);
+        for (int64_t j = 0; j < k; j++) job->out[i * k + j] = read_weight(panel, job->format, j, job->ids[i] % NR);
+    }
+}
+
 /* Row ids[i] of the weight -> out[i], exactly as it was before packing. */
 EXPORT void quire_embed(const int64_t *ids, const void *w, int32_t format, float *out, int64_t count, int64_t k) {
-    for (int64_t i = 0; i < count; i++) {
-        const uint8_t *panel = (const uint8_t *)w + ids[i] / NR * panel_bytes(format, k);
-        for (int64_t j = 0; j < k; j++) out[i * k + j] = read_weight(panel, format, j, ids[i] % NR);
-    }
+    embed_job job = {ids, w, out, count, k, format};
+    quire_parallel(embed_task, &job, (count + IDS_OF_A_TASK - 1) / IDS_OF_A_TASK);
 }

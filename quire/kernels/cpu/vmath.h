@@ -15,11 +15,11 @@ INLINE vf polynomial(vf x, const float *c, int count) {
     return y;
 }
 
-/* e^x = 2^n e^r, |r| <= ln 2 / 2; 0 below the smallest normal float, the largest power kept finite above. */
-INLINE vf exp_v(vf x) {
+#define EXP_LOW -87.33654f /* below this e^x is no normal float, and taken as 0 */
+
+/* e^x for EXP_LOW <= x < 88.3: 2^n e^r, |r| <= ln 2 / 2. */
+INLINE vf exp_inner(vf y) {
     const vf shift = set_v(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer held in the low bits */
-    const vf low = set_v(-87.33654f);
-    vf y = min_v(set_v(88.37626f), max_v(low, x));
     vf biased = fma_v(y, set_v(1.44269504f), shift);
     vf n = biased - shift;
     vf r = fma_v(n, set_v(-0.693359375f), y);
@@ -27,7 +27,28 @@ INLINE vf exp_v(vf x) {
     vf q = POLY(r, 1.9917832e-4f, 1.3946086e-3f, 8.333266e-3f, 4.166627e-2f, 1.6666667e-1f, 0.5f);
     vf e = fma_v(r * r, q, r) + set_v(1.0f);
     vi power = ((vi)biased + set_i(127)) << 23;
-    return select_v(x < low, set_v(0.0f), e * (vf)power);
+    return e * (vf)power;
+}
+
+/* y, but 0 where x < limit. */
+INLINE vf zero_below(vf x, vf limit, vf y) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)limit, _CMP_NLT_UQ), (__m512)y);
+#else
+    return select_v(x < limit, set_v(0.0f), y);
+#endif
+}
+
+/* e^x; the largest power is kept finite. */
+INLINE vf exp_v(vf x) {
+    const vf low = set_v(EXP_LOW);
+    return zero_below(x, low, exp_inner(min_v(set_v(88.37626f), max_v(low, x))));
+}
+
+/* e^x for x <= 0: the same bits as exp_v, with less to do. */
+INLINE vf exp_negative(vf x) {
+    const vf low = set_v(EXP_LOW);
+    return zero_below(x, low, exp_inner(max_v(low, x)));
 }
 
 INLINE vf abs_v(vf x) { return (vf)((vi)x & set_i(0x7fffffff)); }
