@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +21,14 @@ _FIXED = MixedShape(64, 64, 4, 3)
 _FIXED_FLOAT32 = MixedShape(32, 32, 4, 2)
 _WIDE = MixedShape(128, 64, 8, 3)
 _FRESH_TOKENS = 256
-"""From how many tokens on a prompt without context goes to torch's own dense attention (cuDNN, FlashAttention)."""
+"""From how many tokens on a prompt without context goes to torch's own dense attention (cuDNN,
+FlashAttention)."""
 
 
 @dataclass(slots=True)
 class DeviceContext(StepContext):
-    """A step's context as the kernels want it: sequences with one query first, the table's rows named, not copied."""
+    """A step's context as the kernels want it: sequences with one query first, the table's rows named, not
+    copied."""
 
     rows: Tensor | None = None
     """int32 [S]: row of `tables` of each sequence; None: `block_tables` are already one row per sequence."""
@@ -44,8 +47,16 @@ class DeviceContext(StepContext):
 class TritonAttention:
     """The attention of one model on one GPU. Holds the kernels' scratch memory, which all layers share."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False,
-                 dense_prefill: bool = True, kv_scale: float = 1.0, pdl: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        deterministic: bool = False,
+        dense_prefill: bool = True,
+        kv_scale: float = 1.0,
+        pdl: bool = False,
+    ) -> None:
         self.device = device
         self.deterministic = deterministic
         self.kv_scale = kv_scale
@@ -53,8 +64,9 @@ class TritonAttention:
         self._dtype = dtype
         self._dense = dense_prefill and not deterministic and dtype != torch.float32 and device.type == "cuda"
         self._scratch: dict[HeadShape, DecodeScratch] = {}
-        self._processors = (torch.cuda.get_device_properties(device).multi_processor_count
-                            if device.type == "cuda" else 4)
+        self._processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        )
 
     @property
     def tile(self) -> MixedShape:
@@ -65,62 +77,112 @@ class TritonAttention:
         return max(1, self.tile.rows // (shape.num_heads // shape.num_kv_heads))
 
     def takes_fresh(self, start: int, tokens: int, plain: bool) -> bool:
-        """Whether a chunk goes to torch's dense attention; `plain`: neither window nor soft cap in any layer."""
+        """Whether a chunk goes to torch's dense attention; `plain`: neither window nor soft cap in any
+        layer."""
         return self._dense and plain and start == 0 and tokens >= _FRESH_TOKENS
 
     def allocate_split(self, num_seqs: int, num_kv_heads: int) -> DecodeSplit:
-        return DecodeSplit.allocate(num_seqs, extra_pieces(num_seqs, num_kv_heads, self._processors), self.device)
+        return DecodeSplit.allocate(
+            num_seqs, extra_pieces(num_seqs, num_kv_heads, self._processors), self.device
+        )
 
     def reserve(self, shape: HeadShape, tasks: int, num_seqs: int) -> DecodeScratch:
         """Scratch for so many pieces; call with the largest batch before any graph is captured."""
         held = self._scratch.get(shape)
-        if held is None or held.partial.shape[0] < tasks * shape.num_kv_heads or (
-                held.arrived.shape[0] < num_seqs * shape.num_kv_heads):
+        if (
+            held is None
+            or held.partial.shape[0] < tasks * shape.num_kv_heads
+            or (held.arrived.shape[0] < num_seqs * shape.num_kv_heads)
+        ):
             held = self._scratch[shape] = DecodeScratch.allocate(tasks, num_seqs, shape, self.device)
         return held
 
     def prepare(self, ctx: DeviceContext, windows: tuple[int | None, ...]) -> None:
-        """Share out the keys of the step's decodes, per cache group; on the device, without a look at them."""
+        """Share out the keys of the step's decodes, per cache group; on the device, without a look at
+        them."""
         if not self.deterministic:
             for split, window in zip(ctx.splits, windows, strict=True):
                 split_decode(split, ctx.context_len[: ctx.num_decodes], window)
 
-    def __call__(self, qkv: Tensor, cache: LayerCache, ctx: StepContext, group: int, shape: HeadShape, scale: float,
-                 window: int | None, softcap: float | None) -> Tensor:
+    def __call__(
+        self,
+        qkv: Tensor,
+        cache: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         if not isinstance(ctx, DeviceContext):
             ctx = self.adapt(ctx, shape, window)
         out = torch.empty(qkv.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
         table = ctx.tables[group] if ctx.tables else ctx.block_tables[group]
-        options = {"window": window, "softcap": softcap, "kv_scale": self.kv_scale, "out": out}
+        options: dict[str, Any] = {
+            "window": window,
+            "softcap": softcap,
+            "kv_scale": self.kv_scale,
+            "out": out,
+        }
         if ctx.num_decodes and ctx.splits:
             split = ctx.splits[group]
             scratch = self.reserve(shape, split.tasks, ctx.num_decodes)
             few = ctx.num_decodes <= 8
-            decode_attention(qkv, cache, table, ctx.rows, ctx.context_len[: ctx.num_decodes], split, scratch, shape,
-                             scale, keys=64 if few else 128, pdl=self.pdl and ctx.num_decodes == qkv.shape[0] and few,
-                             **options)
+            decode_attention(
+                qkv,
+                cache,
+                table,
+                ctx.rows,
+                ctx.context_len[: ctx.num_decodes],
+                split,
+                scratch,
+                shape,
+                scale,
+                keys=64 if few else 128,
+                pdl=self.pdl and ctx.num_decodes == qkv.shape[0] and few,
+                **options,
+            )
         for first, count in ctx.fresh:
             _dense(qkv[first : first + count], shape, scale, out[first : first + count])
         if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:
-            mixed_attention(qkv, cache, table, ctx.rows, ctx.query_start, ctx.context_len, ctx.tile_seq, ctx.tile_first,
-                            shape, scale, sizes=self.tile, **options)
+            mixed_attention(
+                qkv,
+                cache,
+                table,
+                ctx.rows,
+                ctx.query_start,
+                ctx.context_len,
+                ctx.tile_seq,
+                ctx.tile_first,
+                shape,
+                scale,
+                sizes=self.tile,
+                **options,
+            )
         return out
 
     def adapt(self, ctx: StepContext, shape: HeadShape, window: int | None) -> DeviceContext:
-        """The context of a caller that did not prepare one: looks at the lengths on the host, so for tests only."""
+        """The context of a caller that did not prepare one: looks at the lengths on the host, so for tests
+        only."""
         counts = np.diff(ctx.query_start.cpu().numpy())
         seqs, firsts = query_tiles(counts, self.tokens_per_tile(shape))
         return DeviceContext(
-            ctx.positions, ctx.query_start, ctx.context_len, ctx.block_tables, ctx.slots,
-            tile_seq=torch.from_numpy(seqs).to(self.device), tile_first=torch.from_numpy(firsts).to(self.device))
+            ctx.positions,
+            ctx.query_start,
+            ctx.context_len,
+            ctx.block_tables,
+            ctx.slots,
+            tile_seq=torch.from_numpy(seqs).to(self.device),
+            tile_first=torch.from_numpy(firsts).to(self.device),
+        )
 
 
 def _dense(qkv: Tensor, shape: HeadShape, scale: float, out: Tensor) -> None:
     """Causal attention of a whole prompt over itself; q, k, v are read where the projection left them."""
     heads = qkv.view(1, qkv.shape[0], -1, shape.head_dim).transpose(1, 2)
     q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
-    found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale,
-                                           enable_gqa=shape.num_heads != shape.num_kv_heads)
+    found = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=shape.num_heads != shape.num_kv_heads
+    )
     out.view(1, qkv.shape[0], shape.num_heads, shape.head_dim).copy_(found.transpose(1, 2))
-
-

@@ -1,4 +1,5 @@
-"""The device worker's small kernels in plain torch: what the Triton ones are checked against, and run on a CPU."""
+"""The device worker's small kernels in plain torch: what the Triton ones are checked against, and run on a
+CPU."""
 
 from __future__ import annotations
 
@@ -24,8 +25,17 @@ def scatter(arena: Tensor, places: Tensor, values: Tensor) -> None:
     arena[places.long()] = values
 
 
-def gather_inputs(tokens: Tensor, tables: tuple[Tensor, ...], block_size: int, rows: Tensor, positions: Tensor,
-                  ids: Tensor, wide_positions: Tensor, slots: tuple[Tensor, ...], lengths: Tensor | None) -> None:
+def gather_inputs(
+    tokens: Tensor,
+    tables: tuple[Tensor, ...],
+    block_size: int,
+    rows: Tensor,
+    positions: Tensor,
+    ids: Tensor,
+    wide_positions: Tensor,
+    slots: tuple[Tensor, ...],
+    lengths: Tensor | None,
+) -> None:
     """Token ids, positions and cache slots of tokens given by table row and position.
 
     A negative row is padding: id 0, slot -1. `lengths`, if asked for, gets position + 1 (0 for padding).
@@ -41,13 +51,22 @@ def gather_inputs(tokens: Tensor, tables: tuple[Tensor, ...], block_size: int, r
         lengths.copy_(torch.where(real, positions + 1, 0))
 
 
-def draw(logits: Tensor, state: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, out: Tensor,
-         ring: Tensor, scratch: Any = None) -> None:
+def draw(
+    logits: Tensor,
+    state: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    out: Tensor,
+    ring: Tensor,
+    scratch: Any = None,
+) -> None:
     """Draw a token for each row of logits [R, V] whose table row `rows[i]` is not negative.
 
     `state` int32 [table rows, FIELDS] holds how each row draws (temperature 0: argmax). The token of position
     `positions[i]` goes to `tokens[rows[i], positions[i]]` (if it has room) and, with its status, to
-    `out[ring[0], i]`, int32 [slots, >= R, 2]. The operations are those of `quire.sampling.sampler`, bit for bit.
+    `out[ring[0], i]`, int32 [slots, >= R, 2]. The operations are those of `quire.sampling.sampler`, bit for
+    bit.
     """
     real = rows >= 0
     owner = rows.clamp(min=0).long()
@@ -65,7 +84,9 @@ def draw(logits: Tensor, state: Tensor, rows: Tensor, positions: Tensor, tokens:
     running = weights.cumsum(-1)
     total = running[:, -1]
     target = (noise * total.double()).to(torch.int64).minimum(total - 1)
-    drawn = torch.searchsorted(running, target[:, None], right=True).squeeze(1).clamp_(max=values.shape[1] - 1)
+    drawn = (
+        torch.searchsorted(running, target[:, None], right=True).squeeze(1).clamp_(max=values.shape[1] - 1)
+    )
     finite = torch.isfinite(peak)
     chosen = torch.where(finite, torch.where(temperature > 0, drawn, chosen), 0).to(torch.int32)
     status = torch.where(finite, OK, NOT_FINITE).to(torch.int32)

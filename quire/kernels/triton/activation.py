@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -51,7 +53,9 @@ def act_mul(gate_up: Tensor, kind: str) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     if rows:
-        _act_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, KINDS[kind], _BLOCK, num_warps=4)
+        _act_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](
+            gate_up, out, width, KINDS[kind], _BLOCK, num_warps=4
+        )
     return out
 
 
@@ -62,7 +66,12 @@ def act(x: Tensor, kind: str) -> Tensor:
     return out
 
 
-_TORCH = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 def act_reference(x: Tensor, kind: str) -> Tensor:

@@ -1,7 +1,9 @@
 """Attention of one new token per sequence over its paged keys, split over keys, bound by memory bandwidth.
 
-One program reads one piece of one sequence's keys for one KV head, with all query heads that share it. The program
-that finishes a sequence last puts the pieces together, in the order of the pieces whoever is last, so no second
+One program reads one piece of one sequence's keys for one KV head, with all query heads that share it. The
+program
+that finishes a sequence last puts the pieces together, in the order of the pieces whoever is last, so no
+second
 kernel is launched and the result does not depend on timing.
 """
 
@@ -32,23 +34,57 @@ class DecodeScratch:
     """int32 [sequences * kv heads]: pieces done; the joiner sets it back to 0."""
 
     @classmethod
-    def allocate(cls, tasks: int, num_seqs: int, shape: HeadShape, device: torch.device | str) -> DecodeScratch:
+    def allocate(
+        cls, tasks: int, num_seqs: int, shape: HeadShape, device: torch.device | str
+    ) -> DecodeScratch:
         group = shape.num_heads // shape.num_kv_heads
         size = tasks * shape.num_kv_heads
         return cls(
             torch.empty(size, group, shape.head_dim, dtype=torch.float32, device=device),
             torch.empty(2, size, group, dtype=torch.float32, device=device),
-            torch.zeros(num_seqs * shape.num_kv_heads, dtype=torch.int32, device=device))
+            torch.zeros(num_seqs * shape.num_kv_heads, dtype=torch.int32, device=device),
+        )
 
 
 @triton.jit
-def _decode_kernel(qkv, k_cache, v_cache, out, tables, rows, context_len, task_seq, task_piece, piece_count,
-                   piece_length, partial, summary, arrived, scale, softcap, window, kv_scale, num_parts,
-                   q_stride, table_stride,
-                   NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-                   GROUP_POW: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr,
-                   KEYS: tl.constexpr, STEP: tl.constexpr, JOIN: tl.constexpr, SOFTCAP: tl.constexpr,
-                   HAS_ROWS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr):
+def _decode_kernel(
+    qkv,
+    k_cache,
+    v_cache,
+    out,
+    tables,
+    rows,
+    context_len,
+    task_seq,
+    task_piece,
+    piece_count,
+    piece_length,
+    partial,
+    summary,
+    arrived,
+    scale,
+    softcap,
+    window,
+    kv_scale,
+    num_parts,
+    q_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    GROUP_POW: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    STEP: tl.constexpr,
+    JOIN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(0)
@@ -111,14 +147,38 @@ def _decode_kernel(qkv, k_cache, v_cache, out, tables, rows, context_len, task_s
             tl.debug_barrier()
             before = tl.atomic_add(arrived + seq * NUM_KV + head, 1, sem="acq_rel")
             if before == pieces - 1:
-                _join(partial, summary, out + seq.to(tl.int64) * (NUM_HEADS * DIM) + head * GROUP * DIM, num_parts,
-                      (task - piece) * NUM_KV + head, pieces, NUM_KV, GROUP, GROUP_POW, DIM, BLOCK_DIM, JOIN)
+                _join(
+                    partial,
+                    summary,
+                    out + seq.to(tl.int64) * (NUM_HEADS * DIM) + head * GROUP * DIM,
+                    num_parts,
+                    (task - piece) * NUM_KV + head,
+                    pieces,
+                    NUM_KV,
+                    GROUP,
+                    GROUP_POW,
+                    DIM,
+                    BLOCK_DIM,
+                    JOIN,
+                )
                 tl.store(arrived + seq * NUM_KV + head, 0)
 
 
 @triton.jit
-def _join(partial, summary, target, num_parts, first, pieces, NUM_KV: tl.constexpr, GROUP: tl.constexpr,
-          GROUP_POW: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, JOIN: tl.constexpr):
+def _join(
+    partial,
+    summary,
+    target,
+    num_parts,
+    first,
+    pieces,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_POW: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    JOIN: tl.constexpr,
+):
     """Weighted mean of the pieces of one sequence and KV head, JOIN of them at a time."""
     member = tl.arange(0, GROUP_POW)
     dim = tl.arange(0, BLOCK_DIM)
@@ -128,8 +188,10 @@ def _join(partial, summary, target, num_parts, first, pieces, NUM_KV: tl.constex
         index = start + lane
         part = ((first + index * NUM_KV) * GROUP)[:, None] + member[None, :]
         real = (index < pieces)[:, None] & (member < GROUP)[None, :]
-        peak = tl.maximum(peak, tl.max(
-            tl.load(summary + part, mask=real, other=float("-inf"), cache_modifier=".cg"), axis=0))
+        peak = tl.maximum(
+            peak,
+            tl.max(tl.load(summary + part, mask=real, other=float("-inf"), cache_modifier=".cg"), axis=0),
+        )
     total = tl.zeros([GROUP_POW], tl.float32)
     acc = tl.zeros([GROUP_POW, BLOCK_DIM], tl.float32)
     for start in range(0, pieces, JOIN):
@@ -141,21 +203,45 @@ def _join(partial, summary, target, num_parts, first, pieces, NUM_KV: tl.constex
         share = tl.exp2(height - tl.where(peak == float("-inf"), 0.0, peak)[None, :])
         weight = tl.load(summary + num_parts * GROUP + part, mask=real, other=0.0, cache_modifier=".cg")
         total += tl.sum(share * weight, axis=0)
-        values = tl.load(partial + part[:, :, None].to(tl.int64) * DIM + dim[None, None, :],
-                         mask=real[:, :, None] & (dim < DIM)[None, None, :], other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            partial + part[:, :, None].to(tl.int64) * DIM + dim[None, None, :],
+            mask=real[:, :, None] & (dim < DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
         acc += tl.sum(values * share[:, :, None], axis=0)
     used = (member < GROUP)[:, None] & (dim < DIM)[None, :]
-    tl.store(target + member[:, None] * DIM + dim[None, :], (acc / total[:, None]).to(target.dtype.element_ty), mask=used)
+    tl.store(
+        target + member[:, None] * DIM + dim[None, :],
+        (acc / total[:, None]).to(target.dtype.element_ty),
+        mask=used,
+    )
 
 
-def decode_attention(qkv: Tensor, cache: LayerCache, tables: Tensor, rows: Tensor | None, context_len: Tensor,
-                     split: DecodeSplit, scratch: DecodeScratch, shape: HeadShape, scale: float, *,
-                     window: int | None = None, softcap: float | None = None, kv_scale: float = 1.0,
-                     out: Tensor | None = None, keys: int = 128, num_warps: int = 4, num_stages: int = 2,
-                     pdl: bool = False) -> Tensor:
+def decode_attention(
+    qkv: Tensor,
+    cache: LayerCache,
+    tables: Tensor,
+    rows: Tensor | None,
+    context_len: Tensor,
+    split: DecodeSplit,
+    scratch: DecodeScratch,
+    shape: HeadShape,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scale: float = 1.0,
+    out: Tensor | None = None,
+    keys: int = 128,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    pdl: bool = False,
+) -> Tensor:
     """[S, Hq*hd] for the S sequences of `split`, whose queries are the first S rows of qkv.
 
-    Sequence s has its block table in row `rows[s]` (s itself without `rows`) of int32 `tables`. Nothing is written
+    Sequence s has its block table in row `rows[s]` (s itself without `rows`) of int32 `tables`. Nothing is
+    written
     for a sequence of no length.
     """
     num_seqs = context_len.shape[0]
@@ -165,11 +251,42 @@ def decode_attention(qkv: Tensor, cache: LayerCache, tables: Tensor, rows: Tenso
     ieee = qkv.dtype == torch.float32
     launch = {"num_warps": num_warps, "num_stages": num_stages, **({"launch_pdl": True} if pdl else {})}
     _decode_kernel[(shape.num_kv_heads, split.tasks)](
-        qkv, cache.k, cache.v, out, tables, tables if rows is None else rows, context_len, split.sequence, split.piece,
-        split.count, split.length, scratch.partial, scratch.summary, scratch.arrived, scale * kv_scale * LOG2_E,
-        0.0 if softcap is None else softcap, 1 << 30 if window is None else window, kv_scale,
-        scratch.partial.shape[0], qkv.stride(0), tables.stride(0),
-        shape.num_heads, shape.num_kv_heads, group, max(16, triton.next_power_of_2(group)),
-        triton.next_power_of_2(group), shape.head_dim, max(16, triton.next_power_of_2(shape.head_dim)),
-        cache.block_size, keys, PIECE_STEP, 8, softcap is not None, rows is not None, "ieee" if ieee else "tf32", pdl, **launch)
+        qkv,
+        cache.k,
+        cache.v,
+        out,
+        tables,
+        tables if rows is None else rows,
+        context_len,
+        split.sequence,
+        split.piece,
+        split.count,
+        split.length,
+        scratch.partial,
+        scratch.summary,
+        scratch.arrived,
+        scale * kv_scale * LOG2_E,
+        0.0 if softcap is None else softcap,
+        1 << 30 if window is None else window,
+        kv_scale,
+        scratch.partial.shape[0],
+        qkv.stride(0),
+        tables.stride(0),
+        shape.num_heads,
+        shape.num_kv_heads,
+        group,
+        max(16, triton.next_power_of_2(group)),
+        triton.next_power_of_2(group),
+        shape.head_dim,
+        max(16, triton.next_power_of_2(shape.head_dim)),
+        cache.block_size,
+        keys,
+        PIECE_STEP,
+        8,
+        softcap is not None,
+        rows is not None,
+        "ieee" if ieee else "tf32",
+        pdl,
+        **launch,
+    )
     return out

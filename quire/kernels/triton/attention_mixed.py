@@ -1,7 +1,9 @@
 """Attention of any number of new tokens per sequence over paged keys: prefill, chunks of it, mixed batches.
 
-A program takes a tile of queries: some consecutive tokens of one sequence with all query heads that share a KV head,
-stacked as rows of one matrix, so that each key is read once for all of them. Keys are folded in tiles at fixed
+A program takes a tile of queries: some consecutive tokens of one sequence with all query heads that share a
+KV head,
+stacked as rows of one matrix, so that each key is read once for all of them. Keys are folded in tiles at
+fixed
 absolute positions, so a query's result depends on nothing but its own sequence (see `tile_rows`).
 """
 
@@ -31,11 +33,38 @@ class MixedShape:
 
 
 @triton.jit
-def _fold(q, acc, maximum, total, start, table, k_cache, v_cache, head, begin, limit, reach, row_limit, window, scale,
-          softcap, tree, tree_row, tree_stride, tree_start,
-          NUM_KV: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-          MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
-          PRECISION: tl.constexpr):
+def _fold(
+    q,
+    acc,
+    maximum,
+    total,
+    start,
+    table,
+    k_cache,
+    v_cache,
+    head,
+    begin,
+    limit,
+    reach,
+    row_limit,
+    window,
+    scale,
+    softcap,
+    tree,
+    tree_row,
+    tree_stride,
+    tree_start,
+    NUM_KV: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TREE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Fold the keys [start, start + KEYS) into the running softmax of the tile."""
     dim = tl.arange(0, BLOCK_DIM)
     position = start + tl.arange(0, KEYS)
@@ -63,8 +92,11 @@ def _fold(q, acc, maximum, total, start, table, k_cache, v_cache, head, begin, l
             seen = seen & (position[None, :] > reach[:, None] - window)
         if TREE:
             own = position - tree_start
-            branch = tl.load(tree + tree_row[:, None] * tree_stride + own[None, :],
-                             mask=(own >= 0)[None, :] & (position < limit)[None, :] & row_limit[:, None], other=1)
+            branch = tl.load(
+                tree + tree_row[:, None] * tree_stride + own[None, :],
+                mask=(own >= 0)[None, :] & (position < limit)[None, :] & row_limit[:, None],
+                other=1,
+            )
             seen = seen & (branch != 0)
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(maximum, tl.max(scores, axis=1))
@@ -84,12 +116,39 @@ def _fold(q, acc, maximum, total, start, table, k_cache, v_cache, head, begin, l
 
 
 @triton.jit
-def _mixed_kernel(qkv, k_cache, v_cache, out, tables, rows, query_start, context_len, tile_seq, tile_first, tree,
-                  scale, softcap, window, kv_scale, q_stride, table_stride, tree_stride,
-                  NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-                  BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-                  WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, HAS_ROWS: tl.constexpr,
-                  PRECISION: tl.constexpr):
+def _mixed_kernel(
+    qkv,
+    k_cache,
+    v_cache,
+    out,
+    tables,
+    rows,
+    query_start,
+    context_len,
+    tile_seq,
+    tile_first,
+    tree,
+    scale,
+    softcap,
+    window,
+    kv_scale,
+    q_stride,
+    table_stride,
+    tree_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TREE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     head = tl.program_id(0)
     tile = tl.program_id(1)
     seq = tl.load(tile_seq + tile)
@@ -130,24 +189,112 @@ def _mixed_kernel(qkv, k_cache, v_cache, out, tables, rows, query_start, context
             open_begin = tl.minimum((edge + KEYS - 1) // KEYS * KEYS, open_end)
             for start in range(begin // KEYS * KEYS, open_begin, KEYS):
                 acc, maximum, total = _fold(
-                    q, acc, maximum, total, start, table, k_cache, v_cache, head, begin, limit, reach, real, window,
-                    scale, softcap, tree, place, tree_stride, length - queries, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS,
-                    True, WINDOW, SOFTCAP, TREE, PRECISION)
+                    q,
+                    acc,
+                    maximum,
+                    total,
+                    start,
+                    table,
+                    k_cache,
+                    v_cache,
+                    head,
+                    begin,
+                    limit,
+                    reach,
+                    real,
+                    window,
+                    scale,
+                    softcap,
+                    tree,
+                    place,
+                    tree_stride,
+                    length - queries,
+                    NUM_KV,
+                    DIM,
+                    BLOCK_DIM,
+                    PAGE,
+                    KEYS,
+                    True,
+                    WINDOW,
+                    SOFTCAP,
+                    TREE,
+                    PRECISION,
+                )
         for start in range(open_begin, open_end, KEYS):
             acc, maximum, total = _fold(
-                q, acc, maximum, total, start, table, k_cache, v_cache, head, begin, limit, reach, real, window, scale,
-                softcap, tree, place, tree_stride, length - queries, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS,
-                False, WINDOW, SOFTCAP, TREE, PRECISION)
+                q,
+                acc,
+                maximum,
+                total,
+                start,
+                table,
+                k_cache,
+                v_cache,
+                head,
+                begin,
+                limit,
+                reach,
+                real,
+                window,
+                scale,
+                softcap,
+                tree,
+                place,
+                tree_stride,
+                length - queries,
+                NUM_KV,
+                DIM,
+                BLOCK_DIM,
+                PAGE,
+                KEYS,
+                False,
+                WINDOW,
+                SOFTCAP,
+                TREE,
+                PRECISION,
+            )
         for start in range(open_end, limit, KEYS):
             acc, maximum, total = _fold(
-                q, acc, maximum, total, start, table, k_cache, v_cache, head, begin, limit, reach, real, window, scale,
-                softcap, tree, place, tree_stride, length - queries, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS,
-                True, WINDOW, SOFTCAP, TREE, PRECISION)
+                q,
+                acc,
+                maximum,
+                total,
+                start,
+                table,
+                k_cache,
+                v_cache,
+                head,
+                begin,
+                limit,
+                reach,
+                real,
+                window,
+                scale,
+                softcap,
+                tree,
+                place,
+                tree_stride,
+                length - queries,
+                NUM_KV,
+                DIM,
+                BLOCK_DIM,
+                PAGE,
+                KEYS,
+                True,
+                WINDOW,
+                SOFTCAP,
+                TREE,
+                PRECISION,
+            )
         result = acc * kv_scale / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out + place[:, None] * (NUM_HEADS * DIM) + column, result.to(out.dtype.element_ty), mask=used)
+        tl.store(
+            out + place[:, None] * (NUM_HEADS * DIM) + column, result.to(out.dtype.element_ty), mask=used
+        )
 
 
-def query_tiles(counts: np.ndarray, tokens_per_tile: int, first_seq: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def query_tiles(
+    counts: np.ndarray, tokens_per_tile: int, first_seq: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """(sequence, first token) of every tile of a batch with these numbers of queries.
 
     The tiles with the most keys come last in a sequence; they go first, so that the short ones fill the end.
@@ -159,34 +306,88 @@ def query_tiles(counts: np.ndarray, tokens_per_tile: int, first_seq: int = 0) ->
     return (seqs[order] + first_seq).astype(np.int32), (index[order] * tokens_per_tile).astype(np.int32)
 
 
-def mixed_attention(qkv: Tensor, cache: LayerCache, tables: Tensor, rows: Tensor | None, query_start: Tensor,
-                    context_len: Tensor, tile_seq: Tensor, tile_first: Tensor, shape: HeadShape, scale: float, *,
-                    window: int | None = None, softcap: float | None = None, kv_scale: float = 1.0,
-                    tree: Tensor | None = None, out: Tensor | None = None,
-                    sizes: MixedShape = MixedShape()) -> Tensor:  # noqa: B008 (frozen)
+def mixed_attention(
+    qkv: Tensor,
+    cache: LayerCache,
+    tables: Tensor,
+    rows: Tensor | None,
+    query_start: Tensor,
+    context_len: Tensor,
+    tile_seq: Tensor,
+    tile_first: Tensor,
+    shape: HeadShape,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scale: float = 1.0,
+    tree: Tensor | None = None,
+    out: Tensor | None = None,
+    sizes: MixedShape = MixedShape(),  # noqa: B008 (frozen)
+) -> Tensor:
     """[T, Hq*hd]: causal attention of the queries in the tiles; a tile whose sequence is -1 does nothing.
 
-    `tree` uint8 [T, most queries of a sequence] narrows what a token sees of its own step: entry j for the j-th new
-    token of its sequence (its ancestors and itself, for a tree of drafts); the keys before the step are seen by all.
+    `tree` uint8 [T, most queries of a sequence] narrows what a token sees of its own step: entry j for the
+    j-th new
+    token of its sequence (its ancestors and itself, for a tree of drafts); the keys before the step are
+    seen by all.
     """
     group = shape.num_heads // shape.num_kv_heads
     if out is None:
         out = torch.empty(qkv.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     ieee = qkv.dtype == torch.float32
     _mixed_kernel[(shape.num_kv_heads, tile_seq.shape[0])](
-        qkv, cache.k, cache.v, out, tables, tables if rows is None else rows, query_start, context_len, tile_seq,
-        tile_first, tables if tree is None else tree, scale * kv_scale * LOG2_E, 0.0 if softcap is None else softcap,
-        0 if window is None else window, kv_scale, qkv.stride(0), tables.stride(0),
+        qkv,
+        cache.k,
+        cache.v,
+        out,
+        tables,
+        tables if rows is None else rows,
+        query_start,
+        context_len,
+        tile_seq,
+        tile_first,
+        tables if tree is None else tree,
+        scale * kv_scale * LOG2_E,
+        0.0 if softcap is None else softcap,
+        0 if window is None else window,
+        kv_scale,
+        qkv.stride(0),
+        tables.stride(0),
         0 if tree is None else tree.stride(0),
-        shape.num_heads, shape.num_kv_heads, group, shape.head_dim, max(16, triton.next_power_of_2(shape.head_dim)),
-        cache.block_size, sizes.rows, sizes.keys, window is not None, softcap is not None, tree is not None,
-        rows is not None, "ieee" if ieee else "tf32", num_warps=sizes.warps, num_stages=sizes.stages)
+        shape.num_heads,
+        shape.num_kv_heads,
+        group,
+        shape.head_dim,
+        max(16, triton.next_power_of_2(shape.head_dim)),
+        cache.block_size,
+        sizes.rows,
+        sizes.keys,
+        window is not None,
+        softcap is not None,
+        tree is not None,
+        rows is not None,
+        "ieee" if ieee else "tf32",
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
+    )
     return out
 
 
-def attention_reference(qkv: Tensor, cache: LayerCache, tables: Tensor, query_start: Tensor, context_len: Tensor,
-                        shape: HeadShape, scale: float, *, window: int | None = None, softcap: float | None = None,
-                        kv_scale: float = 1.0, tree: Tensor | None = None) -> Tensor:
+def attention_reference(
+    qkv: Tensor,
+    cache: LayerCache,
+    tables: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    shape: HeadShape,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scale: float = 1.0,
+    tree: Tensor | None = None,
+) -> Tensor:
     """What both attention kernels compute, in float32, one sequence at a time."""
     q = qkv.view(qkv.shape[0], -1, shape.head_dim)[:, : shape.num_heads].float()
     out = torch.zeros_like(q)
@@ -204,6 +405,6 @@ def attention_reference(qkv: Tensor, cache: LayerCache, tables: Tensor, query_st
         if window is not None:
             seen &= keys[None, :] > reach[:, None] - window
         if tree is not None:
-            seen[:, length - (hi - lo):] &= tree[lo:hi, : hi - lo] != 0
+            seen[:, length - (hi - lo) :] &= tree[lo:hi, : hi - lo] != 0
         out[lo:hi] = _softmax_attention(q[lo:hi], k, v, seen, scale, softcap)
     return out.reshape(qkv.shape[0], -1).to(qkv.dtype)

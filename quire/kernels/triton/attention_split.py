@@ -1,8 +1,11 @@
 """Shares out the keys of a decode batch: how long a piece is, and which piece each program takes.
 
-A captured graph has a fixed grid while context lengths change every step, so the division is computed on the device,
-once per step, for all layers of a cache group. Pieces are as long as keeps the chip full and no longer: one sequence
-of 4,000 keys becomes some 30 pieces, 256 of them about 5 each, so that no long sequence is left running alone.
+A captured graph has a fixed grid while context lengths change every step, so the division is computed on
+the device,
+once per step, for all layers of a cache group. Pieces are as long as keeps the chip full and no longer: one
+sequence
+of 4,000 keys becomes some 30 pieces, 256 of them about 5 each, so that no long sequence is left running
+alone.
 """
 
 from __future__ import annotations
@@ -47,15 +50,28 @@ class DecodeSplit:
 
 
 def extra_pieces(num_seqs: int, num_kv_heads: int, multiprocessors: int) -> int:
-    """Pieces beyond one per sequence: about 8 programs a multiprocessor at large batches, 2 at one sequence."""
+    """Pieces beyond one per sequence: about 8 programs a multiprocessor at large batches, 2 at one
+    sequence."""
     wanted = multiprocessors * (2 if num_seqs <= 8 else 8 if num_seqs <= 64 else 32)
     return max(1, wanted // num_kv_heads)
 
 
-@triton.jit
-def _split_kernel(context_len, sequence, piece, count, length_out, num_seqs, extra, window,
-                  BLOCK: tl.constexpr, STEP: tl.constexpr, FIXED: tl.constexpr):
-    """Each program finds the whole division again (it is a handful of instructions) and writes its own pieces."""
+@triton.jit(do_not_specialize=["num_seqs", "extra"])
+def _split_kernel(
+    context_len,
+    sequence,
+    piece,
+    count,
+    length_out,
+    num_seqs,
+    extra,
+    window,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    FIXED: tl.constexpr,
+):
+    """Each program finds the whole division again (it is a handful of instructions) and writes its own
+    pieces."""
     me = tl.program_id(0)
     places = tl.arange(0, BLOCK)
     lengths = tl.load(context_len + places, mask=places < num_seqs, other=0)
@@ -92,13 +108,28 @@ def split_decode(split: DecodeSplit, context_len: Tensor, window: int | None, fi
     """
     num_seqs = context_len.shape[0]
     _split_kernel[(num_seqs,)](
-        context_len, split.sequence, split.piece, split.count, split.length, num_seqs, split.tasks - num_seqs,
-        _NO_WINDOW if window is None else window, triton.next_power_of_2(num_seqs), PIECE_STEP, fixed, num_warps=4)
+        context_len,
+        split.sequence,
+        split.piece,
+        split.count,
+        split.length,
+        num_seqs,
+        split.tasks - num_seqs,
+        _NO_WINDOW if window is None else window,
+        triton.next_power_of_2(num_seqs),
+        PIECE_STEP,
+        fixed,
+        num_warps=4,
+    )
 
 
-def split_decode_reference(split: DecodeSplit, context_len: Tensor, window: int | None, fixed: int = 0) -> None:
+def split_decode_reference(
+    split: DecodeSplit, context_len: Tensor, window: int | None, fixed: int = 0
+) -> None:
     lengths = context_len.tolist()
-    firsts = [max(0, n - (_NO_WINDOW if window is None else window)) // PIECE_STEP * PIECE_STEP for n in lengths]
+    firsts = [
+        max(0, n - (_NO_WINDOW if window is None else window)) // PIECE_STEP * PIECE_STEP for n in lengths
+    ]
     spans = [n - first if n else 0 for n, first in zip(lengths, firsts, strict=True)]
     extra = split.tasks - len(lengths)
     length = fixed or -(-max(-(-sum(spans) // extra), 1) // PIECE_STEP) * PIECE_STEP

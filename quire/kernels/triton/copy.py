@@ -1,4 +1,5 @@
-"""Copies inside the paged cache: whole blocks (copy on write), and single slots (an accepted branch moved together)."""
+"""Copies inside the paged cache: whole blocks (copy on write), and single slots (an accepted branch moved
+together)."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ def _copy_blocks_kernel(k, v, source, target, SIZE: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _copy_slots_kernel(k, v, source, target, NUM_KV: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-                       BLOCK_DIM: tl.constexpr):
+def _copy_slots_kernel(
+    k, v, source, target, NUM_KV: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
     pair, head = tl.program_id(0), tl.program_id(1)
     dim = tl.arange(0, BLOCK_DIM)
     from_slot, to_slot = tl.load(source + pair), tl.load(target + pair)
@@ -40,15 +42,25 @@ def _copy_slots_kernel(k, v, source, target, NUM_KV: tl.constexpr, PAGE: tl.cons
 def copy_blocks(cache: LayerCache, source: Tensor, target: Tensor) -> None:
     """Block source[i] -> target[i] (int32), all at once: no block may be both a source and a target."""
     size = cache.k[0].numel()
-    _copy_blocks_kernel[(source.shape[0], triton.cdiv(size, _BLOCK))](_bytes(cache.k), _bytes(cache.v), source, target,
-                                                                      size, _BLOCK, num_warps=4)
+    _copy_blocks_kernel[(source.shape[0], triton.cdiv(size, _BLOCK))](
+        _bytes(cache.k), _bytes(cache.v), source, target, size, _BLOCK, num_warps=4
+    )
 
 
 def copy_slots(cache: LayerCache, source: Tensor, target: Tensor) -> None:
     """Slot source[i] -> target[i] (int64) of every head, all at once: sources and targets may not overlap."""
     _, heads, page, dim = cache.k.shape
-    _copy_slots_kernel[(source.shape[0], heads)](_bytes(cache.k), _bytes(cache.v), source, target, heads, page, dim,
-                                                 triton.next_power_of_2(dim), num_warps=1)
+    _copy_slots_kernel[(source.shape[0], heads)](
+        _bytes(cache.k),
+        _bytes(cache.v),
+        source,
+        target,
+        heads,
+        page,
+        dim,
+        triton.next_power_of_2(dim),
+        num_warps=1,
+    )
 
 
 def _bytes(cache: Tensor) -> Tensor:

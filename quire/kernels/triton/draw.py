@@ -1,8 +1,12 @@
-"""From logits to tokens on the device: argmax, or one draw at a temperature (with min_p) over the whole vocabulary.
+"""From logits to tokens on the device: argmax, or one draw at a temperature (with min_p) over the whole
+vocabulary.
 
-The same choice as `quire.sampling.sampler` makes: integer weights, so that the order of summation does not matter, and
-one Philox number per (seed, sequence, position). Rows that ask for more (top_k, top_p, penalties, log-probabilities)
-are drawn again from the same logits by that sampler. Three small kernels, none of which the host waits for; their
+The same choice as `quire.sampling.sampler` makes: integer weights, so that the order of summation does not
+matter, and
+one Philox number per (seed, sequence, position). Rows that ask for more (top_k, top_p, penalties,
+log-probabilities)
+are drawn again from the same logits by that sampler. Three small kernels, none of which the host waits for;
+their
 torch reference is `quire.kernels.step_reference.draw`.
 """
 
@@ -31,17 +35,20 @@ class DrawScratch:
     @classmethod
     def allocate(cls, rows: int, vocab_size: int, device: torch.device | str) -> DrawScratch:
         blocks = triton.cdiv(vocab_size, BLOCK)
-        return cls(torch.empty(rows, blocks, dtype=torch.float32, device=device),
-                   torch.empty(rows, blocks, dtype=torch.int32, device=device),
-                   torch.empty(rows, blocks, dtype=torch.int64, device=device))
+        return cls(
+            torch.empty(rows, blocks, dtype=torch.float32, device=device),
+            torch.empty(rows, blocks, dtype=torch.int32, device=device),
+            torch.empty(rows, blocks, dtype=torch.int64, device=device),
+        )
 
 
 @triton.jit
 def _peak_kernel(logits, peak, place, stride, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     block, row = tl.program_id(0), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB,
-                     other=float("-inf")).to(tl.float32)
+    values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB, other=float("-inf")).to(
+        tl.float32
+    )
     # A NaN must not hide: as +inf it makes the row's maximum infinite, which is reported.
     values = tl.where(values == values, values, float("inf"))
     best, where = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
@@ -57,19 +64,33 @@ def _weights(values, peak, temperature, floor):
 
 
 @triton.jit
-def _weight_kernel(logits, peak, weight, state, rows, stride, VOCAB: tl.constexpr, BLOCKS: tl.constexpr,
-                   BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+def _weight_kernel(
+    logits,
+    peak,
+    weight,
+    state,
+    rows,
+    stride,
+    VOCAB: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_POW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
     block, row = tl.program_id(0), tl.program_id(1)
     owner = tl.load(rows + row)
     if owner >= 0:
         temperature = tl.load(state + owner * FIELDS)
         if temperature > 0:
             all_blocks = tl.arange(0, BLOCKS_POW)
-            top = tl.max(tl.load(peak + row * BLOCKS + all_blocks, mask=all_blocks < BLOCKS, other=float("-inf")))
+            top = tl.max(
+                tl.load(peak + row * BLOCKS + all_blocks, mask=all_blocks < BLOCKS, other=float("-inf"))
+            )
             floor = top + temperature * tl.load(state + owner * FIELDS + 1)
             token = block * BLOCK + tl.arange(0, BLOCK)
-            values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB,
-                             other=float("-inf")).to(tl.float32)
+            values = tl.load(
+                logits + row.to(tl.int64) * stride + token, mask=token < VOCAB, other=float("-inf")
+            ).to(tl.float32)
             tl.store(weight + row * BLOCKS + block, tl.sum(_weights(values, top, temperature, floor)))
 
 
@@ -91,9 +112,28 @@ def _philox(c0, c1, k0, k1):
 
 
 @triton.jit
-def _pick_kernel(logits, peak, place, weight, state, state_bits, rows, positions, tokens, out, ring, stride,
-                 tokens_stride, max_len, out_stride, VOCAB: tl.constexpr, BLOCKS: tl.constexpr,
-                 BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+def _pick_kernel(
+    logits,
+    peak,
+    place,
+    weight,
+    state,
+    state_bits,
+    rows,
+    positions,
+    tokens,
+    out,
+    ring,
+    stride,
+    tokens_stride,
+    max_len,
+    out_stride,
+    VOCAB: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_POW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
     """Find the token of one row; write it where the host reads it and where the next step does."""
     row = tl.program_id(0)
     owner = tl.load(rows + row)
@@ -107,8 +147,12 @@ def _pick_kernel(logits, peak, place, weight, state, state_bits, rows, positions
         if temperature > 0:
             floor = top + temperature * tl.load(state + owner * FIELDS + 1)
             word = state_bits + owner * FIELDS
-            high, low = _philox(position.to(tl.uint32), tl.load(word + 4).to(tl.uint32),
-                                tl.load(word + 2).to(tl.uint32), tl.load(word + 3).to(tl.uint32))
+            high, low = _philox(
+                position.to(tl.uint32),
+                tl.load(word + 4).to(tl.uint32),
+                tl.load(word + 2).to(tl.uint32),
+                tl.load(word + 3).to(tl.uint32),
+            )
             bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
             noise = bits.to(tl.float64) * 1.1102230246251565e-16
             sums = tl.load(weight + row * BLOCKS + all_blocks, mask=inside, other=0)
@@ -119,8 +163,9 @@ def _pick_kernel(logits, peak, place, weight, state, state_bits, rows, positions
             target -= tl.sum(tl.where(all_blocks < block, sums, 0))
             lane = tl.arange(0, BLOCK)
             token = block * BLOCK + lane
-            values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB,
-                             other=float("-inf")).to(tl.float32)
+            values = tl.load(
+                logits + row.to(tl.int64) * stride + token, mask=token < VOCAB, other=float("-inf")
+            ).to(tl.float32)
             inner = tl.cumsum(_weights(values, top, temperature, floor), axis=0)
             chosen = block * BLOCK + tl.sum((inner <= target).to(tl.int32))
             chosen = tl.minimum(chosen, VOCAB - 1)
@@ -136,8 +181,16 @@ def _pick_kernel(logits, peak, place, weight, state, state_bits, rows, positions
         tl.store(tokens + owner.to(tl.int64) * tokens_stride + position, chosen, mask=position < max_len)
 
 
-def draw(logits: Tensor, state: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, out: Tensor, ring: Tensor,
-         scratch: DrawScratch) -> None:
+def draw(
+    logits: Tensor,
+    state: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    out: Tensor,
+    ring: Tensor,
+    scratch: DrawScratch,
+) -> None:
     """Draw a token for each row of logits [R, V] whose table row `rows[i]` is not negative.
 
     `state` int32 [table rows, FIELDS] holds how each row draws (temperature 0: argmax). The token of position
@@ -148,10 +201,43 @@ def draw(logits: Tensor, state: Tensor, rows: Tensor, positions: Tensor, tokens:
     blocks = triton.cdiv(vocab, BLOCK)
     pow2 = triton.next_power_of_2(blocks)
     floats = state.view(torch.float32)
-    _peak_kernel[(blocks, count)](logits, scratch.peak, scratch.place, logits.stride(0), vocab, blocks, BLOCK,
-                                  num_warps=4)
-    _weight_kernel[(blocks, count)](logits, scratch.peak, scratch.weight, floats, rows, logits.stride(0), vocab, blocks,
-                                    pow2, BLOCK, FIELDS, num_warps=4)
-    _pick_kernel[(count,)](logits, scratch.peak, scratch.place, scratch.weight, floats, state, rows, positions, tokens,
-                           out, ring, logits.stride(0), tokens.stride(0), tokens.shape[1], out.stride(0), vocab, blocks,
-                           pow2, BLOCK, FIELDS, num_warps=8)
+    _peak_kernel[(blocks, count)](
+        logits, scratch.peak, scratch.place, logits.stride(0), vocab, blocks, BLOCK, num_warps=4
+    )
+    _weight_kernel[(blocks, count)](
+        logits,
+        scratch.peak,
+        scratch.weight,
+        floats,
+        rows,
+        logits.stride(0),
+        vocab,
+        blocks,
+        pow2,
+        BLOCK,
+        FIELDS,
+        num_warps=4,
+    )
+    _pick_kernel[(count,)](
+        logits,
+        scratch.peak,
+        scratch.place,
+        scratch.weight,
+        floats,
+        state,
+        rows,
+        positions,
+        tokens,
+        out,
+        ring,
+        logits.stride(0),
+        tokens.stride(0),
+        tokens.shape[1],
+        out.stride(0),
+        vocab,
+        blocks,
+        pow2,
+        BLOCK,
+        FIELDS,
+        num_warps=8,
+    )

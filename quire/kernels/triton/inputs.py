@@ -13,12 +13,31 @@ _BLOCK = 256
 def _scatter_kernel(arena, places, values, count, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
-    tl.store(arena + tl.load(places + index, mask=inside, other=0), tl.load(values + index, mask=inside), mask=inside)
+    tl.store(
+        arena + tl.load(places + index, mask=inside, other=0),
+        tl.load(values + index, mask=inside),
+        mask=inside,
+    )
 
 
 @triton.jit(do_not_specialize=["count"])
-def _gather_kernel(tokens, table, rows, positions, ids, wide_positions, slots, lengths, count, tokens_stride,
-                   table_stride, PAGE: tl.constexpr, FIRST: tl.constexpr, LENGTHS: tl.constexpr, BLOCK: tl.constexpr):
+def _gather_kernel(
+    tokens,
+    table,
+    rows,
+    positions,
+    ids,
+    wide_positions,
+    slots,
+    lengths,
+    count,
+    tokens_stride,
+    table_stride,
+    PAGE: tl.constexpr,
+    FIRST: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     row = tl.load(rows + index, mask=inside, other=-1).to(tl.int64)
@@ -41,8 +60,17 @@ def scatter(arena: Tensor, places: Tensor, values: Tensor) -> None:
         _scatter_kernel[(triton.cdiv(count, _BLOCK),)](arena, places, values, count, _BLOCK, num_warps=4)
 
 
-def gather_inputs(tokens: Tensor, tables: tuple[Tensor, ...], block_size: int, rows: Tensor, positions: Tensor,
-                  ids: Tensor, wide_positions: Tensor, slots: tuple[Tensor, ...], lengths: Tensor | None) -> None:
+def gather_inputs(
+    tokens: Tensor,
+    tables: tuple[Tensor, ...],
+    block_size: int,
+    rows: Tensor,
+    positions: Tensor,
+    ids: Tensor,
+    wide_positions: Tensor,
+    slots: tuple[Tensor, ...],
+    lengths: Tensor | None,
+) -> None:
     """Token ids, positions and cache slots of tokens given by table row and position.
 
     A negative row is padding: id 0, slot -1. `lengths`, if asked for, gets position + 1 (0 for padding).
@@ -50,6 +78,20 @@ def gather_inputs(tokens: Tensor, tables: tuple[Tensor, ...], block_size: int, r
     count = rows.shape[0]
     for group, (table, slot) in enumerate(zip(tables, slots, strict=True)):
         _gather_kernel[(triton.cdiv(count, _BLOCK),)](
-            tokens, table, rows, positions, ids, wide_positions, slot, slot if lengths is None else lengths, count,
-            tokens.stride(0), table.stride(0), block_size, group == 0, lengths is not None and group == 0, _BLOCK,
-            num_warps=4)
+            tokens,
+            table,
+            rows,
+            positions,
+            ids,
+            wide_positions,
+            slot,
+            slot if lengths is None else lengths,
+            count,
+            tokens.stride(0),
+            table.stride(0),
+            block_size,
+            group == 0,
+            lengths is not None and group == 0,
+            _BLOCK,
+            num_warps=4,
+        )

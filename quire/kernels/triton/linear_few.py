@@ -1,7 +1,9 @@
 """Matrix products of few rows, where reading the weight once at full memory bandwidth is all that matters.
 
-Two shapes of kernel. Up to 4 rows: no tensor cores, one program per output feature (or two), the whole width in flight
-at once; norm before, activation, bias and residual after are fused, since at this size every launch costs as much as
+Two shapes of kernel. Up to 4 rows: no tensor cores, one program per output feature (or two), the whole
+width in flight
+at once; norm before, activation, bias and residual after are fused, since at this size every launch costs
+as much as
 a small matrix. Up to 64 rows: tensor cores over narrow strips of output features.
 """
 
@@ -41,10 +43,27 @@ class StripShape:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _vector_kernel(x, weight, bias, residual, gain, out, eps, num_rows, num_features,
-                   ROWS: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr,
-                   BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
-                   KIND: tl.constexpr, PDL: tl.constexpr):
+def _vector_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    gain,
+    out,
+    eps,
+    num_rows,
+    num_features,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """FEATURES outputs of all rows. The norm's scale is a factor of the whole sum, so one pass does both."""
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     real = feature < num_features
@@ -71,9 +90,12 @@ def _vector_kernel(x, weight, bias, residual, gain, out, eps, num_rows, num_feat
         else:
             w = tl.load(start_row + place[None, :], mask=loads, other=0.0)
         if GATED:
-            w2 = tl.load(start_row + num_features.to(tl.int64) * WIDTH + place[None, :], mask=loads, other=0.0)
-        values = tl.load(x + row[:, None] * WIDTH + place[None, :], mask=used[:, None] & inside[None, :],
-                         other=0.0).to(tl.float32)
+            w2 = tl.load(
+                start_row + num_features.to(tl.int64) * WIDTH + place[None, :], mask=loads, other=0.0
+            )
+        values = tl.load(
+            x + row[:, None] * WIDTH + place[None, :], mask=used[:, None] & inside[None, :], other=0.0
+        ).to(tl.float32)
         if NORM:
             square += values * values
             values = values * tl.load(gain + place, mask=inside, other=0.0)[None, :]
@@ -101,9 +123,22 @@ def _vector_kernel(x, weight, bias, residual, gain, out, eps, num_rows, num_feat
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _strip_kernel(x, weight, bias, residual, out, num_rows, num_features, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-                  FEATURES: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-                  PRECISION: tl.constexpr):
+def _strip_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    num_rows,
+    num_features,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     real = feature < num_features
     row = tl.arange(0, ROWS)
@@ -112,9 +147,14 @@ def _strip_kernel(x, weight, bias, residual, out, num_rows, num_features, ROWS: 
     for start in range(0, WIDTH, COLUMNS):
         place = start + tl.arange(0, COLUMNS)
         inside = place < WIDTH
-        w = tl.load(weight + feature.to(tl.int64)[:, None] * WIDTH + place[None, :],
-                    mask=real[:, None] & inside[None, :], other=0.0)
-        values = tl.load(x + row[:, None] * WIDTH + place[None, :], mask=used[:, None] & inside[None, :], other=0.0)
+        w = tl.load(
+            weight + feature.to(tl.int64)[:, None] * WIDTH + place[None, :],
+            mask=real[:, None] & inside[None, :],
+            other=0.0,
+        )
+        values = tl.load(
+            x + row[:, None] * WIDTH + place[None, :], mask=used[:, None] & inside[None, :], other=0.0
+        )
         acc = tl.dot(values, tl.trans(w), acc, input_precision=PRECISION)
     if BIAS:
         acc += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)[None, :]
@@ -136,35 +176,83 @@ def strip_wins(rows: int, num_features: int, width: int, dtype: torch.dtype) -> 
     return rows <= 16 and dtype != torch.float32
 
 
-def linear_vector(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *,
-                  norm: Tensor | None = None, eps: float = 0.0, gated: str | None = None,
-                  sizes: VectorShape | None = None, pdl: bool = False) -> Tensor:
-    """[rows, features] of 1 to 4 rows: norm(x) W^T + bias, or act(first half) * second half of it, + residual."""
+def linear_vector(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: str | None = None,
+    out: Tensor | None = None,
+    sizes: VectorShape | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """[rows, features] of 1 to 4 rows: norm(x) W^T + bias, or act(first half) * second half of it, +
+    residual."""
     rows, width = x.shape
     features = weight.shape[0] // (2 if gated else 1)
     sizes = sizes or vector_shape(features, width, gated is not None, rows)
-    out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
     launch = {"num_warps": sizes.warps, **({"launch_pdl": True} if pdl else {})}
     _vector_kernel[(triton.cdiv(features, sizes.features),)](
-        x, weight, weight if bias is None else bias, x if residual is None else residual, x if norm is None else norm,
-        out, eps, rows, features, triton.next_power_of_2(rows), width, sizes.features, sizes.columns,
-        bias is not None, residual is not None, norm is not None, gated is not None, KINDS[gated or "silu"], pdl,
-        **launch)
+        x,
+        weight,
+        weight if bias is None else bias,
+        x if residual is None else residual,
+        x if norm is None else norm,
+        out,
+        eps,
+        rows,
+        features,
+        triton.next_power_of_2(rows),
+        width,
+        sizes.features,
+        sizes.columns,
+        bias is not None,
+        residual is not None,
+        norm is not None,
+        gated is not None,
+        KINDS[gated or "silu"],
+        pdl,
+        **launch,
+    )
     return out
 
 
-def linear_strip(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *,
-                 sizes: StripShape = StripShape()) -> Tensor:  # noqa: B008 (frozen)
+def linear_strip(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    sizes: StripShape = StripShape(),  # noqa: B008 (frozen)
+) -> Tensor:
     """[rows, features] of up to 64 rows: x W^T + bias + residual."""
     rows, width = x.shape
     features = weight.shape[0]
     out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
     ieee = x.dtype == torch.float32
     _strip_kernel[(triton.cdiv(features, sizes.features),)](
-        x, weight, weight if bias is None else bias, x if residual is None else residual, out, rows, features,
-        max(16, triton.next_power_of_2(rows)), width, sizes.features, min(sizes.columns, _pow2_floor(width)),
-        bias is not None, residual is not None, "ieee" if ieee else "tf32",
-        num_warps=sizes.warps, num_stages=sizes.stages)
+        x,
+        weight,
+        weight if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        rows,
+        features,
+        max(16, triton.next_power_of_2(rows)),
+        width,
+        sizes.features,
+        min(sizes.columns, _pow2_floor(width)),
+        bias is not None,
+        residual is not None,
+        "ieee" if ieee else "tf32",
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
+    )
     return out
 
 
@@ -172,8 +260,16 @@ def _pow2_floor(width: int) -> int:
     return max(16, 1 << (width.bit_length() - 1))
 
 
-def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *,
-                     norm: Tensor | None = None, eps: float = 0.0, gated: str | None = None) -> Tensor:
+def linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: str | None = None,
+) -> Tensor:
     wide = x.double() if norm is None else rms_norm_reference(x.float(), norm, eps).double()
     result = wide @ weight.double().T
     if bias is not None:

@@ -1,6 +1,7 @@
 """A matrix product whose every output element is summed in one fixed order, whatever the number of rows.
 
-Tiles have the same shape for 1 row and for 10,000 and no sum over columns is split, so a row's bits depend on the row
+Tiles have the same shape for 1 row and for 10,000 and no sum over columns is split, so a row's bits depend
+on the row
 and the weight alone: what `deterministic=True` runs on.
 """
 
@@ -26,9 +27,23 @@ class FixedShape:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _fixed_kernel(x, weight, bias, residual, out, num_rows, NUM_FEATURES: tl.constexpr, WIDTH: tl.constexpr,
-                  ROWS: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
-                  RESIDUAL: tl.constexpr, PRECISION: tl.constexpr, BAND: tl.constexpr):
+def _fixed_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    num_rows,
+    NUM_FEATURES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BAND: tl.constexpr,
+):
     # Bands of row tiles share the weight tiles in the L2 cache.
     tiles_m = tl.cdiv(num_rows, ROWS)
     tiles_n: tl.constexpr = (NUM_FEATURES + FEATURES - 1) // FEATURES
@@ -57,8 +72,14 @@ def _fixed_kernel(x, weight, bias, residual, out, num_rows, NUM_FEATURES: tl.con
     tl.store(out + target, acc.to(out.dtype.element_ty), mask=stores)
 
 
-def linear_fixed(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *,
-                 sizes: FixedShape = FixedShape()) -> Tensor:  # noqa: B008 (frozen)
+def linear_fixed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    sizes: FixedShape = FixedShape(),  # noqa: B008 (frozen)
+) -> Tensor:
     """x W^T + bias + residual in a fixed order; its reference is `linear_few.linear_reference`."""
     rows, width = x.shape
     features = weight.shape[0]
@@ -70,7 +91,22 @@ def linear_fixed(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual
         sizes = FixedShape(32, 32, 32, 4, 3)
     grid = (triton.cdiv(rows, sizes.rows) * triton.cdiv(features, sizes.features),)
     _fixed_kernel[grid](
-        x, weight, weight if bias is None else bias, x if residual is None else residual, out, rows, features, width,
-        sizes.rows, sizes.features, sizes.columns, bias is not None, residual is not None,
-        "ieee" if ieee else "tf32", 8, num_warps=sizes.warps, num_stages=sizes.stages)
+        x,
+        weight,
+        weight if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        rows,
+        features,
+        width,
+        sizes.rows,
+        sizes.features,
+        sizes.columns,
+        bias is not None,
+        residual is not None,
+        "ieee" if ieee else "tf32",
+        8,
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
+    )
     return out

@@ -1,4 +1,5 @@
-"""The layers' operations on a GPU: which kernel runs what, by the number of rows and by what must be reproducible."""
+"""The layers' operations on a GPU: which kernel runs what, by the number of rows and by what must be
+reproducible."""
 
 from __future__ import annotations
 
@@ -35,12 +36,21 @@ class DeviceLinear:
 class TritonOps:
     """`quire.layers.ops.Ops` for one GPU in bf16, fp16 or fp32. Activations have the type of the weights.
 
-    Norm vectors and rope tables are float32. With `deterministic`, every sum runs in an order fixed by its element.
+    Norm vectors and rope tables are float32. With `deterministic`, every sum runs in an order fixed by its
+    element.
     """
 
-    def __init__(self, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16, *,
-                 deterministic: bool = False, kv_dtype: torch.dtype | None = None, kv_scale: float = 1.0,
-                 dense_prefill: bool = True, pdl: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        deterministic: bool = False,
+        kv_dtype: torch.dtype | None = None,
+        kv_scale: float = 1.0,
+        dense_prefill: bool = True,
+        pdl: bool = False,
+    ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
         self.deterministic = deterministic
@@ -48,14 +58,24 @@ class TritonOps:
         self.kv_scale = kv_scale
         self.pdl = pdl
         # fp8 keys lie in the cache only, so a fresh prompt must be read back from there as later steps will.
-        self.attention = TritonAttention(self.device, dtype, deterministic=deterministic, kv_scale=kv_scale, pdl=pdl,
-                                         dense_prefill=dense_prefill and kv_dtype is None)
+        self.attention = TritonAttention(
+            self.device,
+            dtype,
+            deterministic=deterministic,
+            kv_scale=kv_scale,
+            pdl=pdl,
+            dense_prefill=dense_prefill and kv_dtype is None,
+        )
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> DeviceLinear:
-        return DeviceLinear(weight.to(self.device, self.dtype).contiguous(),
-                            None if bias is None else bias.to(self.device, self.dtype).contiguous())
+        return DeviceLinear(
+            weight.to(self.device, self.dtype).contiguous(),
+            None if bias is None else bias.to(self.device, self.dtype).contiguous(),
+        )
 
-    def linear(self, x: Tensor, w: DeviceLinear, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, w: DeviceLinear, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """x W^T + bias + residual; `out`, if given, receives it (a graph's buffer of logits)."""
         found = self._linear(x, w, residual, out)
         return found if out is None or found is out else out.copy_(found)
@@ -65,7 +85,7 @@ class TritonOps:
         if self.deterministic:
             return linear_fixed.linear_fixed(x, w.weight, w.bias, residual)
         if rows <= linear_few.MAX_VECTOR_ROWS:
-            return linear_few.linear_vector(x, w.weight, w.bias, residual, pdl=self.pdl)
+            return linear_few.linear_vector(x, w.weight, w.bias, residual, out=out, pdl=self.pdl)
         if linear_few.strip_wins(rows, w.out_features, w.in_features, x.dtype):
             return linear_few.linear_strip(x, w.weight, w.bias, residual)
         if out is not None and w.bias is None and residual is None:
@@ -88,20 +108,53 @@ class TritonOps:
     def act(self, x: Tensor, kind: str) -> Tensor:
         return activation.act(x, kind)
 
-    def rope_and_cache(self, qkv: Tensor, layer: LayerCache, ctx: StepContext, group: int, shape: HeadShape,
-                       rope: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float) -> None:
-        rope_cache.rope_and_cache(qkv, layer, ctx.slots[group], ctx.positions, shape, rope, q_norm, k_norm, norm_eps,
-                                  kv_scale=self.kv_scale, pdl=self.pdl and qkv.shape[0] <= linear_few.MAX_VECTOR_ROWS)
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        rope: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        norm_eps: float,
+    ) -> None:
+        rope_cache.rope_and_cache(
+            qkv,
+            layer,
+            ctx.slots[group],
+            ctx.positions,
+            shape,
+            rope,
+            q_norm,
+            k_norm,
+            norm_eps,
+            kv_scale=self.kv_scale,
+            pdl=self.pdl and qkv.shape[0] <= linear_few.MAX_VECTOR_ROWS,
+        )
 
-    def attend(self, qkv: Tensor, layer: LayerCache, ctx: StepContext, group: int, shape: HeadShape, scale: float,
-               window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap)
 
     def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
         """k, v [num_blocks, num_kv_heads, block_size, head_dim]: a head's keys of one block lie together."""
         size = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
-        return LayerCache(torch.zeros(size, dtype=self.kv_dtype, device=self.device),
-                          torch.zeros(size, dtype=self.kv_dtype, device=self.device), block_size)
+        return LayerCache(
+            torch.zeros(size, dtype=self.kv_dtype, device=self.device),
+            torch.zeros(size, dtype=self.kv_dtype, device=self.device),
+            block_size,
+        )
 
     def copy_blocks(self, layer: LayerCache, src: list[int], dst: list[int]) -> None:
         for sources, targets in copy.independent_runs(src, dst):
@@ -115,9 +168,20 @@ class TritonOps:
         return norm.add_rms_norm(x, residual, weight, eps)
 
     def fuses_norm(self, rows: int) -> bool:
-        """Whether so few rows are best computed by products that take norm, activation and residual with them."""
+        """Whether so few rows are best computed by products that take norm, activation and residual with
+        them."""
         return rows <= linear_few.MAX_VECTOR_ROWS and not self.deterministic
 
-    def norm_linear(self, x: Tensor, weight: Tensor, eps: float, w: DeviceLinear, gated: str | None = None) -> Tensor:
+    def norm_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        w: DeviceLinear,
+        gated: str | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """linear(rms_norm(x)), and the gated activation of it: one launch; only where `fuses_norm`."""
-        return linear_few.linear_vector(x, w.weight, w.bias, None, norm=weight, eps=eps, gated=gated, pdl=self.pdl)
+        return linear_few.linear_vector(
+            x, w.weight, w.bias, None, norm=weight, eps=eps, gated=gated, out=out, pdl=self.pdl
+        )

@@ -13,11 +13,31 @@ _HEADS_AT_ONCE = 4
 
 
 @triton.jit
-def _rope_cache_kernel(qkv, k_cache, v_cache, slots, positions, rope, q_norm, k_norm, eps, inverse_scale,
-                       NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-                       BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
-                       PAGE: tl.constexpr, ROTATE: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr,
-                       HEADS: tl.constexpr, PDL: tl.constexpr):
+def _rope_cache_kernel(
+    qkv,
+    k_cache,
+    v_cache,
+    slots,
+    positions,
+    rope,
+    q_norm,
+    k_norm,
+    eps,
+    inverse_scale,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROTATE: tl.constexpr,
+    NORM_Q: tl.constexpr,
+    NORM_K: tl.constexpr,
+    HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One token, HEADS heads of its q, k and v: features [0, HALF) and [HALF, 2 HALF) turn as pairs."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -41,13 +61,23 @@ def _rope_cache_kernel(qkv, k_cache, v_cache, slots, positions, rope, q_norm, k_
     if NORM_Q or NORM_K:
         factor = tl.rsqrt(square / DIM + eps)[:, None]
         if NORM_Q:
-            a = tl.where(is_q[:, None], a * factor * tl.load(q_norm + pair, mask=pair < HALF, other=0.0)[None, :], a)
-            b = tl.where(is_q[:, None],
-                         b * factor * tl.load(q_norm + HALF + pair, mask=pair < HALF, other=0.0)[None, :], b)
+            a = tl.where(
+                is_q[:, None], a * factor * tl.load(q_norm + pair, mask=pair < HALF, other=0.0)[None, :], a
+            )
+            b = tl.where(
+                is_q[:, None],
+                b * factor * tl.load(q_norm + HALF + pair, mask=pair < HALF, other=0.0)[None, :],
+                b,
+            )
         if NORM_K:
-            a = tl.where(is_k[:, None], a * factor * tl.load(k_norm + pair, mask=pair < HALF, other=0.0)[None, :], a)
-            b = tl.where(is_k[:, None],
-                         b * factor * tl.load(k_norm + HALF + pair, mask=pair < HALF, other=0.0)[None, :], b)
+            a = tl.where(
+                is_k[:, None], a * factor * tl.load(k_norm + pair, mask=pair < HALF, other=0.0)[None, :], a
+            )
+            b = tl.where(
+                is_k[:, None],
+                b * factor * tl.load(k_norm + HALF + pair, mask=pair < HALF, other=0.0)[None, :],
+                b,
+            )
         if REST > 0:
             if NORM_Q:
                 gain = tl.load(q_norm + tail, mask=tail < DIM, other=0.0)[None, :]
@@ -88,9 +118,20 @@ def _rope_cache_kernel(qkv, k_cache, v_cache, slots, positions, rope, q_norm, k_
             tl.store(v_cache + place + tail[None, :], still, mask=in_tail & is_v[:, None])
 
 
-def rope_and_cache(qkv: Tensor, cache: LayerCache, slots: Tensor, positions: Tensor, shape: HeadShape,
-                   rope: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, *,
-                   kv_scale: float = 1.0, pdl: bool = False) -> None:
+def rope_and_cache(
+    qkv: Tensor,
+    cache: LayerCache,
+    slots: Tensor,
+    positions: Tensor,
+    shape: HeadShape,
+    rope: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    *,
+    kv_scale: float = 1.0,
+    pdl: bool = False,
+) -> None:
     """In place on qkv; tokens with a negative slot (padding) leave the cache alone.
 
     The cache is k, v [num_blocks, num_kv_heads, block_size, head_dim], values divided by `kv_scale`.
@@ -103,16 +144,46 @@ def rope_and_cache(qkv: Tensor, cache: LayerCache, slots: Tensor, positions: Ten
     heads = shape.num_heads + 2 * shape.num_kv_heads
     launch = {"num_warps": 4, **({"launch_pdl": True} if pdl else {})}
     _rope_cache_kernel[(tokens, triton.cdiv(heads, _HEADS_AT_ONCE))](
-        qkv, cache.k, cache.v, slots, positions, qkv if rope is None else rope,
-        qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, eps, 1.0 / kv_scale,
-        shape.num_heads, shape.num_kv_heads, shape.head_dim, half, triton.next_power_of_2(max(half, 1)),
-        rest, triton.next_power_of_2(max(rest, 1)), cache.block_size, rope is not None,
-        q_norm is not None, k_norm is not None, _HEADS_AT_ONCE, pdl, **launch)
+        qkv,
+        cache.k,
+        cache.v,
+        slots,
+        positions,
+        qkv if rope is None else rope,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        eps,
+        1.0 / kv_scale,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        half,
+        triton.next_power_of_2(max(half, 1)),
+        rest,
+        triton.next_power_of_2(max(rest, 1)),
+        cache.block_size,
+        rope is not None,
+        q_norm is not None,
+        k_norm is not None,
+        _HEADS_AT_ONCE,
+        pdl,
+        **launch,
+    )
 
 
-def rope_and_cache_reference(qkv: Tensor, cache: LayerCache, slots: Tensor, positions: Tensor, shape: HeadShape,
-                             rope: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, *,
-                             kv_scale: float = 1.0) -> None:
+def rope_and_cache_reference(
+    qkv: Tensor,
+    cache: LayerCache,
+    slots: Tensor,
+    positions: Tensor,
+    shape: HeadShape,
+    rope: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    *,
+    kv_scale: float = 1.0,
+) -> None:
     heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
     turned = shape.num_heads + shape.num_kv_heads
     wide = heads[:, :turned].float()
@@ -129,6 +200,6 @@ def rope_and_cache_reference(qkv: Tensor, cache: LayerCache, slots: Tensor, posi
     heads[:, :turned] = wide.to(qkv.dtype)
     real = slots >= 0
     block, offset = slots[real] // cache.block_size, slots[real] % cache.block_size
-    scaled = (heads[real, shape.num_heads:].float() / kv_scale).to(cache.k.dtype)
+    scaled = (heads[real, shape.num_heads :].float() / kv_scale).to(cache.k.dtype)
     cache.k[block, :, offset] = scaled[:, : shape.num_kv_heads]
     cache.v[block, :, offset] = scaled[:, shape.num_kv_heads :]

@@ -20,13 +20,19 @@ class StepKernels:
 
 
 def step_kernels(device: torch.device) -> StepKernels:
-    """Triton's on a GPU. On a CPU the references, written in `host_kernels` so that Triton need not be there."""
+    """Triton's on a GPU. On a CPU the references, written in `host_kernels` so that Triton need not be
+    there."""
     if device.type == "cuda":
         from quire.kernels.triton import draw, inputs
 
-        return StepKernels(inputs.scatter, inputs.gather_inputs, draw.draw,
-                           lambda rows, vocab: draw.DrawScratch.allocate(rows, vocab, device))
+        return StepKernels(
+            inputs.scatter,
+            inputs.gather_inputs,
+            draw.draw,
+            lambda rows, vocab: draw.DrawScratch.allocate(rows, vocab, device),
+        )
     from quire.kernels import step_reference
 
-    return StepKernels(step_reference.scatter, step_reference.gather_inputs, step_reference.draw,
-                       lambda rows, vocab: None)
+    return StepKernels(
+        step_reference.scatter, step_reference.gather_inputs, step_reference.draw, lambda rows, vocab: None
+    )

@@ -24,7 +24,8 @@ def rung_for(rungs: Sequence[int], count: int) -> int:
 
 @dataclass(slots=True)
 class MixedBatch:
-    """A step of any shape as host arrays: sequences with one query first, since another kernel attends for them."""
+    """A step of any shape as host arrays: sequences with one query first, since another kernel attends for
+    them."""
 
     order: list[int]
     """Entry of the plan at each place of the step."""
@@ -38,7 +39,9 @@ class MixedBatch:
         singles = [i for i, entry in enumerate(entries) if entry.num_tokens == 1]
         longer = [i for i, entry in enumerate(entries) if entry.num_tokens > 1]
         order = singles + longer
-        fields = np.array([(entries[i].row, entries[i].start, entries[i].num_tokens) for i in order], np.int32)
+        fields = np.array(
+            [(entries[i].row, entries[i].start, entries[i].num_tokens) for i in order], np.int32
+        )
         return cls(order, fields[:, 0], fields[:, 1], fields[:, 2], len(singles))
 
     @property
@@ -52,10 +55,14 @@ class MixedBatch:
 
     def positions(self) -> np.ndarray:
         ends = self.query_start
-        return (np.arange(ends[-1], dtype=np.int32) - np.repeat(ends[:-1] - self.starts, self.counts)).astype(np.int32)
+        return (np.arange(ends[-1], dtype=np.int32) - np.repeat(ends[:-1] - self.starts, self.counts)).astype(
+            np.int32
+        )
 
 
 def is_decode(entries: Sequence[PlanEntry]) -> bool:
     """Every sequence computes one token and draws the next: a step that a captured graph can replay."""
-    return all(entry.num_tokens == 1 and entry.sample and not entry.drafts and entry.prompt_logprobs_from is None
-               for entry in entries)
+    return all(
+        entry.num_tokens == 1 and entry.sample and not entry.drafts and entry.prompt_logprobs_from is None
+        for entry in entries
+    )

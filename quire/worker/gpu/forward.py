@@ -1,7 +1,9 @@
 """The decoder's pass on a GPU, with the kernels that only make sense across the borders of its layers.
 
-Layers that normalise first with RMS (Llama, Mistral, Qwen and their like) run fused: the residual sum with the norm
-after it, and for a handful of rows norm, product, activation and residual in one launch. Any other layer runs through
+Layers that normalise first with RMS (Llama, Mistral, Qwen and their like) run fused: the residual sum with
+the norm
+after it, and for a handful of rows norm, product, activation and residual in one launch. Any other layer
+runs through
 the decoder as it is. Weights and caches are the decoder's own.
 """
 
@@ -58,9 +60,18 @@ class DeviceForward:
             raise NotImplementedError("fusable() admits no such decoder")
         if hidden.delta is not None:
             rows = ops.add_rms_norm(hidden.delta, hidden.stream, norm.weight, norm.eps)  # type: ignore[attr-defined]
+        elif ops.fuses_norm(hidden.stream.shape[0]):  # type: ignore[attr-defined]
+            return self._capped(
+                ops.norm_linear(  # type: ignore[attr-defined]
+                    hidden.stream, norm.weight, norm.eps, decoder.head.packed, None, out
+                )
+            )
         else:
             rows = norm(hidden.stream)
-        found = ops.linear(rows, decoder.head.packed, None, out)  # type: ignore[call-arg]
+        return self._capped(ops.linear(rows, decoder.head.packed, None, out))  # type: ignore[call-arg]
+
+    def _capped(self, found: Tensor) -> Tensor:
+        decoder = self._decoder
         cap = decoder.spec.logit_softcap
         return found if cap is None else found.copy_(torch.tanh(found.float() / cap) * cap)
 
@@ -78,7 +89,8 @@ class DeviceForward:
             qkv = ops.norm_linear(x, norm.weight, norm.eps, layer.attn.qkv.packed)  # type: ignore[attr-defined]
             x = ops.linear(self._attend(layer, qkv, ctx, cache), layer.attn.out.packed, x)
             up = ops.norm_linear(  # type: ignore[attr-defined]
-                x, layer.mlp_norm.weight, layer.mlp_norm.eps, mlp.up.packed, mlp._spec.activation)
+                x, layer.mlp_norm.weight, layer.mlp_norm.eps, mlp.up.packed, mlp._spec.activation
+            )
             x = ops.linear(up, mlp.down.packed, x)
         return x
 
@@ -94,7 +106,8 @@ class DeviceForward:
             mixed = self._attend(layer, ops.linear(normed, layer.attn.qkv.packed), ctx, cache)
             norm = layer.mlp_norm
             normed = ops.add_rms_norm(  # type: ignore[attr-defined]
-                ops.linear(mixed, layer.attn.out.packed), stream, norm.weight, norm.eps)
+                ops.linear(mixed, layer.attn.out.packed), stream, norm.weight, norm.eps
+            )
             up = ops.act_mul(ops.linear(normed, layer.mlp.up.packed), layer.mlp._spec.activation)
             delta = ops.linear(up, layer.mlp.down.packed)
         return Hidden(stream, delta)
@@ -103,15 +116,31 @@ class DeviceForward:
         """What `Attention` does between its two projections."""
         attn, spec = layer.attn, layer.attn._spec
         q_norm, k_norm = attn.q_norm, attn.k_norm
-        self._ops.rope_and_cache(qkv, cache, ctx, attn._group, attn.shape, attn._rope,
-                                 q_norm.weight if q_norm else None, k_norm.weight if k_norm else None,
-                                 q_norm.eps if q_norm else 0.0)
-        return self._ops.attend(qkv, cache, ctx, attn._group, attn.shape, spec.scale, spec.window, spec.softcap)
+        self._ops.rope_and_cache(
+            qkv,
+            cache,
+            ctx,
+            attn._group,
+            attn.shape,
+            attn._rope,
+            q_norm.weight if q_norm else None,
+            k_norm.weight if k_norm else None,
+            q_norm.eps if q_norm else 0.0,
+        )
+        return self._ops.attend(
+            qkv, cache, ctx, attn._group, attn.shape, spec.scale, spec.window, spec.softcap
+        )
 
 
 def fusable(spec: DecoderSpec) -> bool:
-    """Whether every layer is x + f(rms(x)) with a gated feed-forward, between plain embeddings and a final norm."""
-    ends = (spec.final_norm is not None and spec.final_norm.kind == "rms" and spec.positions is None
-            and spec.embed_dim == spec.hidden_size)
+    """Whether every layer is x + f(rms(x)) with a gated feed-forward, between plain embeddings and a final
+    norm."""
+    ends = (
+        spec.final_norm is not None
+        and spec.final_norm.kind == "rms"
+        and spec.positions is None
+        and spec.embed_dim == spec.hidden_size
+    )
     return ends and all(
-        layer.placement == "pre" and layer.norm.kind == "rms" and layer.mlp.gated for layer in spec.layers)
+        layer.placement == "pre" and layer.norm.kind == "rms" and layer.mlp.gated for layer in spec.layers
+    )

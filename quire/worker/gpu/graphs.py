@@ -8,7 +8,8 @@ import torch
 
 
 class GraphCache:
-    """Replays `launch(rung)` from a graph. Capture the largest rung first: the others then fit in its memory."""
+    """Replays `launch(rung)` from a graph. Capture the largest rung first: the others then fit in its
+    memory."""
 
     def __init__(self, device: torch.device, launch: Callable[[int], None]) -> None:
         self._device = device
@@ -32,9 +33,13 @@ class GraphCache:
         with torch.cuda.stream(self._stream):
             self._launch(rung)
         current.wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache before every capture.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             self._launch(rung)
+            graph.capture_end()
         return graph
 
     def run(self, rung: int) -> None:

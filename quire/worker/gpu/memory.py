@@ -1,4 +1,5 @@
-"""How many KV blocks fit on a GPU: measure what is free and what a step of the largest size takes, then divide.
+"""How many KV blocks fit on a GPU: measure what is free and what a step of the largest size takes, then
+divide.
 
 Whatever else lives on the GPU (another engine, another process) is in the measurement, not in an assumption.
 """
@@ -14,8 +15,9 @@ from quire.errors import ConfigError, OutOfMemoryError
 from quire.models.spec import DecoderSpec
 from quire.worker.memory import PoolSize
 
-_GRAPH_RESERVE = 512 << 20
-"""For captured graphs, library workspaces and fragments; an H200's graphs of Qwen3-8B took less."""
+_RESERVE = 1 << 30
+"""For captured graphs, library workspaces, fragments and the full sampler's sorts, which no dummy step
+shows."""
 
 
 def bytes_per_block(spec: DecoderSpec, block_size: int, element_size: int) -> int:
@@ -37,11 +39,19 @@ def measure_step(run: Callable[[], None], device: torch.device) -> int:
 
 def pool_bytes(free: int, total: int, utilization: float, step_bytes: int) -> int:
     """What is left for KV when this engine and everything else on the GPU may use `utilization` of it."""
-    return int(total * utilization) - (total - free) - step_bytes - _GRAPH_RESERVE
+    return int(total * utilization) - (total - free) - step_bytes - _RESERVE
 
 
-def size_device_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int, element_size: int, free: int,
-                     total: int, utilization: float, step_bytes: int) -> PoolSize:
+def size_device_pool(
+    spec: DecoderSpec,
+    cache: CacheConfig,
+    max_model_len: int,
+    element_size: int,
+    free: int,
+    total: int,
+    utilization: float,
+    step_bytes: int,
+) -> PoolSize:
     """Blocks from num_kv_blocks, kv_cache_memory or what `utilization` leaves; the length that they allow."""
     per_block = bytes_per_block(spec, cache.block_size, element_size)
     if cache.num_kv_blocks is not None:
@@ -52,26 +62,32 @@ def size_device_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int, 
         blocks = pool_bytes(free, total, utilization, step_bytes) // per_block
     if blocks < 1:
         raise OutOfMemoryError(
-            f"no room for KV on the GPU: {_gib(free)} of {_gib(total)} are free, a step takes {_gib(step_bytes)} and "
-            f"gpu_memory_utilization is {utilization}: raise it, lower max_num_batched_tokens or max_num_seqs, or "
-            "stop what else runs on this GPU")
+            f"no room for KV on the GPU: {_gib(free)} of {_gib(total)} are free, a step takes "
+            f"{_gib(step_bytes)} and gpu_memory_utilization is {utilization}: raise it, lower "
+            "max_num_batched_tokens or max_num_seqs, or stop what else runs on this GPU"
+        )
     if blocks * per_block > free - step_bytes:
         raise OutOfMemoryError(
-            f"a KV pool of {blocks} blocks takes {_gib(blocks * per_block)}, but {_gib(free)} are free on the GPU and a "
-            f"step takes {_gib(step_bytes)} of it: lower num_kv_blocks or kv_cache_memory")
+            f"a KV pool of {blocks} blocks takes {_gib(blocks * per_block)}, but {_gib(free)} are free on "
+            f"the GPU and a step takes {_gib(step_bytes)}: lower num_kv_blocks or kv_cache_memory"
+        )
     capacity = blocks * cache.block_size
     if max_model_len > capacity:
         raise ConfigError(
             f"max_model_len {max_model_len} does not fit the KV pool, which holds {capacity} tokens: lower "
-            "max_model_len, or raise gpu_memory_utilization or kv_cache_memory", field="max_model_len")
+            "max_model_len, or raise gpu_memory_utilization or kv_cache_memory",
+            field="max_model_len",
+        )
     return PoolSize(blocks, max_model_len, per_block)
 
 
 def explain(error: torch.OutOfMemoryError) -> OutOfMemoryError:
     """The device ran out in a step: what to lower."""
     return OutOfMemoryError(
-        "the GPU ran out of memory in a step: lower max_num_batched_tokens, max_num_seqs, gpu_memory_utilization or "
-        f"kv_cache_memory, or stop what else runs on this GPU ({str(error).splitlines()[0]})")
+        "the GPU ran out of memory in a step: lower max_num_batched_tokens, max_num_seqs, "
+        "gpu_memory_utilization or kv_cache_memory, or stop what else runs on this GPU "
+        f"({str(error).splitlines()[0]})"
+    )
 
 
 def _gib(size: int) -> str:

@@ -33,7 +33,8 @@ class PendingStep:
 
 
 class ResultCopier:
-    """Copies results off the device while the next step runs on it. One thread waits for the copies, in order."""
+    """Copies results off the device while the next step runs on it. One thread waits for the copies, in
+    order."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -42,7 +43,8 @@ class ResultCopier:
         self._thread.start()
 
     def send(self, pending: PendingStep) -> Future[StepResult]:
-        """Start the copies, after all that has been launched so far; the device's tensors live until they are done."""
+        """Start the copies, after all that has been launched so far; the device's tensors live until they
+        are done."""
         future: Future[StepResult] = Future()
         if self._stream is None:
             self._queue.put(_Sent(future, _host_copy(pending), pending, None))
@@ -70,7 +72,8 @@ class _Sent:
 
 
 def _deliver(queue: SimpleQueue[_Sent | None]) -> None:
-    """Wait for each step's copies and hand its result over; the wait is in the driver, without Python's lock."""
+    """Wait for each step's copies and hand its result over; the wait is in the driver, without Python's
+    lock."""
     while (sent := queue.get()) is not None:
         try:
             if sent.done is not None:
@@ -82,7 +85,9 @@ def _deliver(queue: SimpleQueue[_Sent | None]) -> None:
             _settle(sent.future, result)
 
 
-def _settle(future: Future[StepResult], result: StepResult | None = None, error: Exception | None = None) -> None:
+def _settle(
+    future: Future[StepResult], result: StepResult | None = None, error: Exception | None = None
+) -> None:
     if not future.set_running_or_notify_cancel():
         return
     if result is not None:
@@ -93,9 +98,13 @@ def _settle(future: Future[StepResult], result: StepResult | None = None, error:
 
 def _host_copy(pending: PendingStep) -> PendingStep:
     return PendingStep(
-        pending.step, pending.num_entries, pending.drawing, _to_host(pending.tokens),
+        pending.step,
+        pending.num_entries,
+        pending.drawing,
+        _to_host(pending.tokens),
         [(entries, _logprobs_to_host(found)) for entries, found in pending.logprobs],
-        [(entry, _logprobs_to_host(found)) for entry, found in pending.prompt_logprobs])
+        [(entry, _logprobs_to_host(found)) for entry, found in pending.prompt_logprobs],
+    )
 
 
 def _to_host(tensor: Tensor) -> Tensor:

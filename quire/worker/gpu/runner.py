@@ -1,6 +1,7 @@
 """One step on the device: stage its numbers, gather inputs, run the model, draw; the host never waits in it.
 
-A decode step (one token per sequence) is padded to a rung of the ladder and runs the same launches every time, so it
+A decode step (one token per sequence) is padded to a rung of the ladder and runs the same launches every
+time, so it
 can be captured as a graph and replayed. Any other step runs eagerly.
 """
 
@@ -28,7 +29,8 @@ from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import DeviceTable
 
 RING = 32
-"""Slots for drawn tokens: more than steps can be in flight, so that none is overwritten before it is copied."""
+"""Slots for drawn tokens: more than steps can be in flight, so that none is overwritten before it is
+copied."""
 _PROMPT_LOGITS_ROWS = 256
 _STAGE_ENTRIES = 1 << 16
 
@@ -51,8 +53,16 @@ class DecodeBuffers:
 class DeviceRunner:
     """Executes plans on one device and decides nothing."""
 
-    def __init__(self, decoder: Decoder, ops: Ops, table: DeviceTable, device: torch.device, *, max_num_seqs: int,
-                 use_graphs: bool) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: Ops,
+        table: DeviceTable,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        use_graphs: bool,
+    ) -> None:
         self._device = device
         self._decoder = decoder
         self._ops = ops
@@ -60,11 +70,15 @@ class DeviceRunner:
         self._forward = DeviceForward(decoder, ops)
         self._kernels: StepKernels = step_kernels(device)
         self._windows = tuple(group.window for group in decoder.spec.cache_groups())
-        self._plain = all(a.attention.window is None and a.attention.softcap is None for a in decoder.spec.layers)
+        self._plain = all(
+            a.attention.window is None and a.attention.softcap is None for a in decoder.spec.layers
+        )
         self._attention = getattr(ops, "attention", None)
         self.rungs = ladder(max_num_seqs)
         # Row -1 is padding: before the first step the whole batch is.
-        self._stage = torch.full((_STAGE_ENTRIES + 2 * max_num_seqs + 64,), -1, dtype=torch.int32, device=device)
+        self._stage = torch.full(
+            (_STAGE_ENTRIES + 2 * max_num_seqs + 64,), -1, dtype=torch.int32, device=device
+        )
         self._stage[:16] = 0
         self._stage[16 + _round(max_num_seqs) :] = 0
         self._buffers = self._allocate(max_num_seqs)
@@ -84,11 +98,16 @@ class DeviceRunner:
         stage = self._stage
         logits_type = torch.float32 if self._logits_are_wide() else getattr(self._ops, "dtype", torch.float32)
         return DecodeBuffers(
-            rows=stage[16 : 16 + size], positions=stage[16 + _round(size) : 16 + _round(size) + size], ring=stage[:1],
-            ids=ints(size, torch.int64), wide_positions=ints(size, torch.int64), lengths=ints(size, torch.int32),
+            rows=stage[16 : 16 + size],
+            positions=stage[16 + _round(size) : 16 + _round(size) + size],
+            ring=stage[:1],
+            ids=ints(size, torch.int64),
+            wide_positions=ints(size, torch.int64),
+            lengths=ints(size, torch.int32),
             query_start=torch.arange(size + 1, dtype=torch.int32, device=self._device),
             slots=tuple(ints(size, torch.int64) for _ in self._windows),
-            logits=torch.empty(size, spec.vocab_size, dtype=logits_type, device=self._device))
+            logits=torch.empty(size, spec.vocab_size, dtype=logits_type, device=self._device),
+        )
 
     def _logits_are_wide(self) -> bool:
         return not self._forward.fused
@@ -99,8 +118,10 @@ class DeviceRunner:
             return {}
         shapes = {layer.attn.shape for layer in self._decoder.layers}
         heads = min(shape.num_kv_heads for shape in shapes)
-        splits = {rung: tuple(self._attention.allocate_split(rung, heads) for _ in self._windows)
-                  for rung in self.rungs}
+        splits = {
+            rung: tuple(self._attention.allocate_split(rung, heads) for _ in self._windows)
+            for rung in self.rungs
+        }
         for shape in shapes:
             self._attention.reserve(shape, max(split[0].tasks for split in splits.values()), size)
         return splits
@@ -160,23 +181,43 @@ class DeviceRunner:
         rows, lengths = b.rows[:rung], b.lengths[:rung]
         slots = tuple(slot[:rung] for slot in b.slots)
         ids, positions = b.ids[:rung], b.wide_positions[:rung]
-        self._kernels.gather_inputs(self._table.tokens, self._table.tables, self._table.block_size, rows,
-                                    b.positions[:rung], ids, positions, slots, lengths)
+        self._kernels.gather_inputs(
+            self._table.tokens,
+            self._table.tables,
+            self._table.block_size,
+            rows,
+            b.positions[:rung],
+            ids,
+            positions,
+            slots,
+            lengths,
+        )
         ctx = self._decode_context(rung, rows, positions, lengths, slots)
         hidden = self._forward(ids, ctx, self.caches)
         logits = self._forward.logits(hidden, b.logits[:rung])
-        self._kernels.draw(logits, self._table.state, rows, lengths, self._table.tokens, self.drawn, b.ring,
-                           self._scratch)
+        self._kernels.draw(
+            logits, self._table.state, rows, lengths, self._table.tokens, self.drawn, b.ring, self._scratch
+        )
 
-    def _decode_context(self, rung: int, rows: Tensor, positions: Tensor, lengths: Tensor,
-                        slots: tuple[Tensor, ...]) -> StepContext:
+    def _decode_context(
+        self, rung: int, rows: Tensor, positions: Tensor, lengths: Tensor, slots: tuple[Tensor, ...]
+    ) -> StepContext:
         query_start = self._buffers.query_start[: rung + 1]
         if self._attention is None:
             return self._host_context(positions, query_start, lengths, rows, slots)
         from quire.attention.triton import DeviceContext
 
-        ctx = DeviceContext(positions, query_start, lengths, (), slots, rows=rows, tables=self._table.tables,
-                            num_decodes=rung, splits=self._splits.get(rung, ()))
+        ctx = DeviceContext(
+            positions,
+            query_start,
+            lengths,
+            (),
+            slots,
+            rows=rows,
+            tables=self._table.tables,
+            num_decodes=rung,
+            splits=self._splits.get(rung, ()),
+        )
         if self._attention.deterministic:
             # One tile per sequence; padding has no keys and gives zeros.
             ctx.tile_seq = self._buffers.query_start[:rung]
@@ -184,14 +225,20 @@ class DeviceRunner:
         self._attention.prepare(ctx, self._windows)
         return ctx
 
-    def _host_context(self, positions: Tensor, query_start: Tensor, lengths: Tensor, rows: Tensor,
-                      slots: tuple[Tensor, ...]) -> StepContext:
-        """For the operations of a CPU, which know no padding: it is a sequence of one key in a block of nobody."""
+    def _host_context(
+        self, positions: Tensor, query_start: Tensor, lengths: Tensor, rows: Tensor, slots: tuple[Tensor, ...]
+    ) -> StepContext:
+        """For the operations of a CPU, which know no padding: it is a sequence of one key in a block of
+        nobody."""
         owner = rows.clamp(min=0).long()
         width = max(1, -(-int(lengths.max()) // self._table.block_size))
         return StepContext(
-            positions, query_start, lengths.clamp(min=1), tuple(table[owner, :width] for table in self._table.tables),
-            tuple(torch.where(slot < 0, self._spare_slot, slot) for slot in slots))
+            positions,
+            query_start,
+            lengths.clamp(min=1),
+            tuple(table[owner, :width] for table in self._table.tables),
+            tuple(torch.where(slot < 0, self._spare_slot, slot) for slot in slots),
+        )
 
     @property
     def _spare_slot(self) -> int:
@@ -222,17 +269,30 @@ class DeviceRunner:
         if len(places):
             self._kernels.scatter(self._table.arena, stage.view(sent, "places"), stage.view(sent, "values"))
         hidden = self._forward_mixed(stage, sent, batch, fresh)
-        pending = PendingStep(plan.step, len(entries), [batch.order[place] for place in drawing],
-                              self.drawn[slot, : len(drawing)])
+        pending = PendingStep(
+            plan.step,
+            len(entries),
+            [batch.order[place] for place in drawing],
+            self.drawn[slot, : len(drawing)],
+        )
         for place, i in enumerate(batch.order):
             if entries[i].prompt_logprobs_from is not None:
-                self._prompt_logprobs(pending, i, entries[i], hidden, int(ends[place]) - entries[i].num_tokens)
+                self._prompt_logprobs(
+                    pending, i, entries[i], hidden, int(ends[place]) - entries[i].num_tokens
+                )
         if drawing:
             everyone = len(drawing) == int(ends[-1])
             logits = self._forward.logits(hidden.rows(None if everyone else stage.view(sent, "last")))
-            self._kernels.draw(logits, self._table.state, stage.view(sent, "draw_rows"),
-                               stage.view(sent, "draw_positions"), self._table.tokens, self.drawn,
-                               stage.view(sent, "ring"), self._scratch)
+            self._kernels.draw(
+                logits,
+                self._table.state,
+                stage.view(sent, "draw_rows"),
+                stage.view(sent, "draw_positions"),
+                self._table.tokens,
+                self.drawn,
+                stage.view(sent, "ring"),
+                self._scratch,
+            )
             self._draw_special(pending, entries, [batch.order[place] for place in drawing], logits, slot)
         return pending
 
@@ -261,45 +321,81 @@ class DeviceRunner:
             return stage.view(sent, name)
 
         tokens = int(batch.query_start[-1])
-        ids, positions, *slots = torch.empty(2 + len(self._windows), tokens, dtype=torch.int64, device=self._device)
-        self._kernels.gather_inputs(self._table.tokens, self._table.tables, self._table.block_size, view("token_rows"),
-                                    view("positions"), ids, positions, tuple(slots), None)
+        ids, positions, *slots = torch.empty(
+            2 + len(self._windows), tokens, dtype=torch.int64, device=self._device
+        )
+        self._kernels.gather_inputs(
+            self._table.tokens,
+            self._table.tables,
+            self._table.block_size,
+            view("token_rows"),
+            view("positions"),
+            ids,
+            positions,
+            tuple(slots),
+            None,
+        )
         if self._attention is None:
-            ctx = self._host_context(positions, view("query_start"), view("lengths"), view("rows"), tuple(slots))
+            ctx = self._host_context(
+                positions, view("query_start"), view("lengths"), view("rows"), tuple(slots)
+            )
             return self._forward(ids, ctx, self.caches)
         from quire.attention.triton import DeviceContext
 
         ctx = DeviceContext(
-            positions, view("query_start"), view("lengths"), (), tuple(slots), rows=view("rows"),
-            tables=self._table.tables, num_decodes=batch.num_decodes, tile_seq=view("tile_seq"),
-            tile_first=view("tile_first"), fresh=fresh)
+            positions,
+            view("query_start"),
+            view("lengths"),
+            (),
+            tuple(slots),
+            rows=view("rows"),
+            tables=self._table.tables,
+            num_decodes=batch.num_decodes,
+            tile_seq=view("tile_seq"),
+            tile_first=view("tile_first"),
+            fresh=fresh,
+        )
         if batch.num_decodes and not self._attention.deterministic:
             heads = min(layer.attn.shape.num_kv_heads for layer in self._decoder.layers)
-            ctx.splits = tuple(self._attention.allocate_split(batch.num_decodes, heads) for _ in self._windows)
+            ctx.splits = tuple(
+                self._attention.allocate_split(batch.num_decodes, heads) for _ in self._windows
+            )
             self._attention.prepare(ctx, self._windows)
         return self._forward(ids, ctx, self.caches)
 
     # ---- what the drawing kernel does not do
 
-    def _draw_special(self, pending: PendingStep, entries: Sequence[PlanEntry], drawing: Sequence[int],
-                      logits: Tensor, slot: int) -> None:
-        """Draw again, with the full sampler, for rows that ask for more; their tokens replace the first draw's."""
+    def _draw_special(
+        self,
+        pending: PendingStep,
+        entries: Sequence[PlanEntry],
+        drawing: Sequence[int],
+        logits: Tensor,
+        slot: int,
+    ) -> None:
+        """Draw again, with the full sampler, for rows that ask for more; their tokens replace the first
+        draw's."""
         table = self._table
-        rows = [SpecialRow(place, entries[i].row, entries[i].start + entries[i].num_tokens)
-                for place, i in enumerate(drawing) if table.info(entries[i].row).special]
+        rows = [
+            SpecialRow(place, entries[i].row, entries[i].start + entries[i].num_tokens)
+            for place, i in enumerate(drawing)
+            if table.info(entries[i].row).special
+        ]
         if not rows:
             return
         output = sample_special(logits, rows, table)
-        index = torch.tensor([[row.place, row.row, row.position] for row in rows], dtype=torch.int64)
-        index = index.to(self._device, non_blocking=True).unbind(1)
+        numbers = torch.tensor([[row.place, row.row, row.position] for row in rows], dtype=torch.int64)
+        places, owners, positions = numbers.to(self._device, non_blocking=True).unbind(1)
         tokens = output.token_ids.to(torch.int32)
-        self.drawn[slot, index[0]] = torch.stack((tokens, output.status.to(torch.int32)), 1)
+        self.drawn[slot, places] = torch.stack((tokens, output.status.to(torch.int32)), 1)
         # A position past the end has no place in the row; the last one takes it, which nobody will read.
-        table.tokens[index[1], index[2].clamp(max=table.max_model_len - 1)] = tokens
+        table.tokens[owners, positions.clamp(max=table.max_model_len - 1)] = tokens
         if output.logprobs is not None:
             pending.logprobs.append(([drawing[rows[r].place] for r in output.logprobs.rows], output.logprobs))
 
-    def _prompt_logprobs(self, pending: PendingStep, index: int, entry: PlanEntry, hidden: Hidden, first: int) -> None:
+    def _prompt_logprobs(
+        self, pending: PendingStep, index: int, entry: PlanEntry, hidden: Hidden, first: int
+    ) -> None:
         """Of the prompt tokens that follow the positions of this chunk."""
         info = self._table.info(entry.row)
         begin = entry.prompt_logprobs_from or 0
@@ -309,7 +405,9 @@ class DeviceRunner:
             chunk = torch.arange(first + at - entry.start, first + stop - entry.start, device=self._device)
             logits = self._forward.logits(hidden.rows(chunk)).float()
             targets = self._table.tokens[entry.row, at + 1 : stop + 1].long()
-            pending.prompt_logprobs.append((index, token_logprobs(logits, targets, info.params.prompt_logprobs or 0)))
+            pending.prompt_logprobs.append(
+                (index, token_logprobs(logits, targets, info.params.prompt_logprobs or 0))
+            )
 
 
 def _round(size: int) -> int:

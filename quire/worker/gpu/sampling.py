@@ -1,6 +1,8 @@
-"""Rows that ask for more than temperature and min_p: the full sampler over the device's logits and token rows.
+"""Rows that ask for more than temperature and min_p: the full sampler over the device's logits and token
+rows.
 
-Nothing here waits for the device. What penalties and bad words need to know of the text is read from the request
+Nothing here waits for the device. What penalties and bad words need to know of the text is read from the
+request
 table, where the last token lies even when the host has not seen it yet.
 """
 
@@ -61,7 +63,8 @@ def sample_special(logits: Tensor, rows: Sequence[SpecialRow], table: DeviceTabl
 
 
 def _penalise(logits: Tensor, table: DeviceTable, row: SpecialRow, info: RowInfo) -> None:
-    """Repetition of all tokens so far, presence and frequency of the drawn ones, as `penalties.Penalties` does."""
+    """Repetition of all tokens so far, presence and frequency of the drawn ones, as `penalties.Penalties`
+    does."""
     params = info.params
     known = table.tokens[row.row, : row.position].long()
     drawn = known[info.num_prompt :]
@@ -80,7 +83,9 @@ def _ban_words(logits: Tensor, table: DeviceTable, row: SpecialRow, info: RowInf
     if not words:
         return
     width = max(len(word) - 1 for word in words)
-    heads = torch.tensor([[-1] * (width - len(word) + 1) + list(word[:-1]) for word in words], dtype=torch.int64)
+    heads = torch.tensor(
+        [[-1] * (width - len(word) + 1) + list(word[:-1]) for word in words], dtype=torch.int64
+    )
     heads = heads.reshape(len(words), width).to(logits.device, non_blocking=True)
     last = torch.tensor([word[-1] for word in words], dtype=torch.int64).to(logits.device, non_blocking=True)
     recent = table.tokens[row.row, row.position - width : row.position].long()

@@ -25,7 +25,8 @@ class Stage:
         self._size += -(-len(values) // 16) * 16
 
     def send(self, device: torch.device, target: Tensor | None = None) -> Tensor:
-        """Copy everything to the device, into `target` if it is given and large enough; returns where it is."""
+        """Copy everything to the device, into `target` if it is given and large enough; returns where it
+        is."""
         host = torch.empty(max(self._size, 1), dtype=torch.int32, pin_memory=device.type == "cuda")
         flat = host.numpy()
         for (begin, end), values in zip(self._spans.values(), self._parts, strict=True):

@@ -1,6 +1,7 @@
 """The request table on the device: one row per running sequence, changed only by the diffs that plans bring.
 
-Tokens, block tables and sampling state are one int32 arena, so that any diff is (place, value) and a step's diffs are
+Tokens, block tables and sampling state are one int32 arena, so that any diff is (place, value) and a step's
+diffs are
 one copy to the device and one scatter. Sampled tokens are written into the rows by the device itself.
 """
 
@@ -35,25 +36,39 @@ class RowInfo:
 
 
 class DeviceTable:
-    """Rows named by the scheduler. Token t of row r is tokens[r, t]; its KV is in block tables[g][r, t // size]."""
+    """Rows named by the scheduler. Token t of row r is tokens[r, t]; its KV is in block tables[g][r, t //
+    size]."""
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int, num_groups: int, vocab_size: int,
-                 device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
         self.num_rows = num_rows
         self.max_model_len = max_model_len
         self.block_size = block_size
         self._vocab_size = vocab_size
         self._width = -(-max_model_len // block_size)
         self._state_base = num_rows * max_model_len
-        self._table_base = [self._state_base + num_rows * (FIELDS + g * self._width) for g in range(num_groups)]
+        self._table_base = [
+            self._state_base + num_rows * (FIELDS + g * self._width) for g in range(num_groups)
+        ]
         size = self._state_base + num_rows * (FIELDS + num_groups * self._width)
         if size >= 1 << 31:
             raise InvariantError("the request table would have more than 2**31 entries: lower max_num_seqs")
         self.arena = torch.zeros(size, dtype=torch.int32, device=device)
         self.tokens = self.arena[: self._state_base].view(num_rows, max_model_len)
-        self.state = self.arena[self._state_base : self._state_base + num_rows * FIELDS].view(num_rows, FIELDS)
-        self.tables = tuple(self.arena[base : base + num_rows * self._width].view(num_rows, self._width)
-                            for base in self._table_base)
+        self.state = self.arena[self._state_base : self._state_base + num_rows * FIELDS].view(
+            num_rows, FIELDS
+        )
+        self.tables = tuple(
+            self.arena[base : base + num_rows * self._width].view(num_rows, self._width)
+            for base in self._table_base
+        )
         self._info: list[RowInfo | None] = [None] * num_rows
         self._places: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
@@ -65,7 +80,8 @@ class DeviceTable:
         return found
 
     def apply(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Take note of a plan's changes; returns (places, values) for the scatter that makes them on the device."""
+        """Take note of a plan's changes; returns (places, values) for the scatter that makes them on the
+        device."""
         for row in plan.freed_rows:
             self._info[row] = None
         for start in plan.starts:
@@ -107,11 +123,23 @@ class DeviceTable:
         # The history stays out of the host's copy: the row of tokens on the device is the history.
         state = SamplingRow(params, start.seed, start.sequence_index, (), 0, start.stop_ids, ())
         state.history = None
-        cut = not params.greedy and params.top_k != 1 and (params.top_p < 1.0 or 0 < params.top_k < self._vocab_size)
-        special = (cut or params.logprobs is not None or params.penalised or bool(params.logit_bias)
-                   or params.allowed_token_ids is not None or bool(start.bad_words) or params.min_tokens > 0)
-        return RowInfo(params, start.num_prompt_tokens, special, state,
-                       tuple(tuple(word) for word in start.bad_words))
+        cut = (
+            not params.greedy
+            and params.top_k != 1
+            and (params.top_p < 1.0 or 0 < params.top_k < self._vocab_size)
+        )
+        special = (
+            cut
+            or params.logprobs is not None
+            or params.penalised
+            or bool(params.logit_bias)
+            or params.allowed_token_ids is not None
+            or bool(start.bad_words)
+            or params.min_tokens > 0
+        )
+        return RowInfo(
+            params, start.num_prompt_tokens, special, state, tuple(tuple(word) for word in start.bad_words)
+        )
 
 
 _NOTHING = np.zeros(0, np.int32)
@@ -121,8 +149,13 @@ def _state_words(start: RowStart) -> np.ndarray:
     """The sampling state of a row as the drawing kernel reads it."""
     params = start.params
     greedy = params.greedy or params.top_k == 1
-    floats = np.array([0.0 if greedy else min(params.temperature, 1e30),
-                       math.log(params.min_p) if params.min_p > 0 else -math.inf], np.float32)
+    floats = np.array(
+        [
+            0.0 if greedy else min(params.temperature, 1e30),
+            math.log(params.min_p) if params.min_p > 0 else -math.inf,
+        ],
+        np.float32,
+    )
     seed = signed_seed(start.seed) & ((1 << 64) - 1)
     words = np.array([seed & 0xFFFFFFFF, seed >> 32, start.sequence_index], np.uint32).view(np.int32)
     return np.concatenate([floats.view(np.int32), words])

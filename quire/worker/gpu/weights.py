@@ -15,8 +15,9 @@ from quire.models.decoder import Decoder
 from quire.models.registry import family_of, read_spec
 
 
-def random_weights(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype,
-                   seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+def random_weights(
+    config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> Iterator[tuple[str, Tensor]]:
     """As `models.build.dummy_weights`, made by the device: 16 GB take a second instead of minutes."""
     spec, names = read_spec(config), family_of(config).names
     generator = torch.Generator(device).manual_seed(seed)
@@ -24,7 +25,10 @@ def random_weights(config: Mapping[str, Any], device: torch.device, dtype: torch
     for name, shape in names.stored(spec).items():
         if len(shape) == 2:
             bound = math.sqrt(3.0 / shape[1])
-            yield name, torch.empty(shape, dtype=dtype, device=device).uniform_(-bound, bound, generator=generator)
+            yield (
+                name,
+                torch.empty(shape, dtype=dtype, device=device).uniform_(-bound, bound, generator=generator),
+            )
         elif name.endswith(".bias"):
             yield name, torch.zeros(shape, dtype=dtype, device=device)
         else:
@@ -32,12 +36,25 @@ def random_weights(config: Mapping[str, Any], device: torch.device, dtype: torch
 
 
 def moved(weights: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        yield name, tensor.to(device)
+    """Each tensor on the device. Its source makes what it makes where it always does, whatever the default
+    here."""
+    source = iter(weights)
+    while True:
+        with torch.device("cpu"):
+            item = next(source, None)
+        if item is None:
+            return
+        yield item[0], item[1].to(device)
 
 
-def build_on_device(config: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]], ops: Ops, device: torch.device,
-                    dtype: torch.dtype, max_model_len: int) -> Decoder:
+def build_on_device(
+    config: Mapping[str, Any],
+    weights: Iterable[tuple[str, Tensor]],
+    ops: Ops,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_model_len: int,
+) -> Decoder:
     """A decoder whose weights, norm vectors and rope tables all lie on the device."""
     if device.type == "cpu":
         return build_decoder(config, weights, ops, max_model_len=max_model_len)

@@ -15,8 +15,8 @@ from quire.config import CacheConfig
 from quire.errors import ConfigError, QuireError
 from quire.layers.ops import Ops
 from quire.models.registry import read_spec
-from quire.scheduler.plan import PlanEntry, RowStart, StepPlan, StepResult, TableDiff
 from quire.sampling.params import SamplingParams
+from quire.scheduler.plan import PlanEntry, RowStart, StepPlan, StepResult, TableDiff
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.gpu.memory import explain, measure_step, size_device_pool
 from quire.worker.gpu.results import ResultCopier, failed
@@ -25,7 +25,12 @@ from quire.worker.gpu.table import DeviceTable
 from quire.worker.gpu.weights import build_on_device, random_weights
 from quire.worker.memory import PoolSize
 
-DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {
+    "auto": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +55,14 @@ class DeviceOptions:
 class GpuWorker:
     """Plans in, futures out. `weights` None: random ones, made on the device."""
 
-    def __init__(self, config: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]] | None, cache: CacheConfig,
-                 options: DeviceOptions, ops: Ops | None = None) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        weights: Iterable[tuple[str, Tensor]] | None,
+        cache: CacheConfig,
+        options: DeviceOptions,
+        ops: Ops | None = None,
+    ) -> None:
         self.spec = read_spec(config)
         self.device = torch.device(options.device)
         self._options = options
@@ -64,10 +75,22 @@ class GpuWorker:
             stream = random_weights(config, self.device, dtype, options.seed) if weights is None else weights
             self.decoder = build_on_device(config, stream, self.ops, self.device, dtype, length)
             self._mark("weights", started)
-            self.table = DeviceTable(options.max_num_seqs, length, cache.block_size, len(self.spec.cache_groups()),
-                                     self.spec.vocab_size, self.device)
-            self._runner = DeviceRunner(self.decoder, self.ops, self.table, self.device,
-                                        max_num_seqs=options.max_num_seqs, use_graphs=not options.enforce_eager)
+            self.table = DeviceTable(
+                options.max_num_seqs,
+                length,
+                cache.block_size,
+                len(self.spec.cache_groups()),
+                self.spec.vocab_size,
+                self.device,
+            )
+            self._runner = DeviceRunner(
+                self.decoder,
+                self.ops,
+                self.table,
+                self.device,
+                max_num_seqs=options.max_num_seqs,
+                use_graphs=not options.enforce_eager,
+            )
             self.pool = self._size_pool(cache, length)
             self._cache = CacheEngine(self.decoder, self.ops, self.pool.num_blocks + 1, cache.block_size)
             self._runner.caches = self._cache.layers
@@ -91,8 +114,9 @@ class GpuWorker:
         step = measure_step(lambda: self._largest_step(cache.block_size), self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         element = 1 if self._options.kv_cache_dtype == "fp8" else DTYPES[self._options.dtype].itemsize
-        pool = size_device_pool(self.spec, cache, length, element, free, total, self._options.gpu_memory_utilization,
-                                step)
+        pool = size_device_pool(
+            self.spec, cache, length, element, free, total, self._options.gpu_memory_utilization, step
+        )
         self._mark("profile", started)
         return pool
 
@@ -119,7 +143,8 @@ class GpuWorker:
         self._runner.caches = []
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        """Launch a plan. Its copies and its step run in order with those before it; the future waits, not we."""
+        """Launch a plan. Its copies and its step run in order with those before it; the future waits, not
+        we."""
         try:
             with torch.inference_mode():
                 if plan.copies:
@@ -146,15 +171,26 @@ class GpuWorker:
 
 def _length(max_positions: int, wanted: int | None) -> int:
     if wanted is not None and wanted > max_positions:
-        raise ConfigError(f"max_model_len {wanted} is more than the {max_positions} positions the model was made for: "
-                          "lower it", field="max_model_len")
+        raise ConfigError(
+            f"max_model_len {wanted} is more than the {max_positions} positions the model was made for: "
+            "lower it",
+            field="max_model_len",
+        )
     return max_positions if wanted is None else wanted
 
 
 def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype) -> Ops:
     if device.type != "cuda":
-        raise ConfigError("only a GPU has kernels of its own here: hand in the operations of another device", "device")
+        raise ConfigError(
+            "only a GPU has kernels of its own here: hand in the operations of another device", "device"
+        )
     from quire.kernels.triton.ops import KV_DTYPES, TritonOps
 
-    return TritonOps(device, dtype, deterministic=options.deterministic, kv_dtype=KV_DTYPES[options.kv_cache_dtype],
-                     dense_prefill=options.dense_prefill, pdl=options.launch_early)
+    return TritonOps(
+        device,
+        dtype,
+        deterministic=options.deterministic,
+        kv_dtype=KV_DTYPES[options.kv_cache_dtype],
+        dense_prefill=options.dense_prefill,
+        pdl=options.launch_early,
+    )

@@ -1,4 +1,5 @@
-"""One check per kernel against its torch reference, on any device: the interpreter's tests and the GPU's share them.
+"""One check per kernel against its torch reference, on any device: the interpreter's tests and the GPU's
+share them.
 
 Every check draws fresh random inputs, poisons outputs with NaN first, and returns the relative error it saw.
 """
@@ -53,11 +54,18 @@ def rand(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> Te
 
 
 def check_norms(device: str, dtype: torch.dtype, rows: int, hidden: int) -> float:
-    x, residual = rand(rows, hidden, dtype=dtype, device=device), rand(rows, hidden, dtype=dtype, device=device)
+    x, residual = (
+        rand(rows, hidden, dtype=dtype, device=device),
+        rand(rows, hidden, dtype=dtype, device=device),
+    )
     weight, bias = torch.rand(hidden, device=device) + 0.5, torch.randn(hidden, device=device)
     worst = close(norm.rms_norm(x, weight, 1e-6), norm.rms_norm_reference(x, weight, 1e-6))
-    worst = max(worst, close(norm.layer_norm(x, weight, bias, 1e-5), norm.layer_norm_reference(x, weight, bias, 1e-5)))
-    worst = max(worst, close(norm.layer_norm(x, weight, None, 1e-5), norm.layer_norm_reference(x, weight, None, 1e-5)))
+    worst = max(
+        worst, close(norm.layer_norm(x, weight, bias, 1e-5), norm.layer_norm_reference(x, weight, bias, 1e-5))
+    )
+    worst = max(
+        worst, close(norm.layer_norm(x, weight, None, 1e-5), norm.layer_norm_reference(x, weight, None, 1e-5))
+    )
     mine, other = residual.clone(), residual.clone()
     got = norm.add_rms_norm(x, mine, weight, 1e-6)
     worst = max(worst, close(got, norm.add_rms_norm_reference(x, other, weight, 1e-6)), close(mine, other))
@@ -76,13 +84,25 @@ def check_activations(device: str, dtype: torch.dtype, rows: int, width: int) ->
     return worst
 
 
-def make_cache(device: str, dtype: torch.dtype, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
+def make_cache(
+    device: str, dtype: torch.dtype, shape: HeadShape, num_blocks: int, block_size: int
+) -> LayerCache:
     size = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
-    return LayerCache(rand(*size, dtype=dtype, device=device), rand(*size, dtype=dtype, device=device), block_size)
+    return LayerCache(
+        rand(*size, dtype=dtype, device=device), rand(*size, dtype=dtype, device=device), block_size
+    )
 
 
-def check_rope_cache(device: str, dtype: torch.dtype, shape: HeadShape, tokens: int, block_size: int, *,
-                     rotary: int | None, norms: bool) -> float:
+def check_rope_cache(
+    device: str,
+    dtype: torch.dtype,
+    shape: HeadShape,
+    tokens: int,
+    block_size: int,
+    *,
+    rotary: int | None,
+    norms: bool,
+) -> float:
     num_blocks = tokens // block_size + 3
     qkv = rand(tokens, shape.width, dtype=dtype, device=device)
     cache, other = make_cache(device, dtype, shape, num_blocks, block_size), None
@@ -99,8 +119,9 @@ def check_rope_cache(device: str, dtype: torch.dtype, shape: HeadShape, tokens: 
     return max(close(mine, want), close(cache.k, other.k), close(cache.v, other.v))
 
 
-def paged_batch(device: str, dtype: torch.dtype, shape: HeadShape, block_size: int, queries: list[int],
-                lengths: list[int]) -> tuple[Tensor, LayerCache, Tensor, Tensor, Tensor]:
+def paged_batch(
+    device: str, dtype: torch.dtype, shape: HeadShape, block_size: int, queries: list[int], lengths: list[int]
+) -> tuple[Tensor, LayerCache, Tensor, Tensor, Tensor]:
     """qkv, cache, shuffled block tables, query_start, context_len of a batch."""
     counts = [-(-length // block_size) for length in lengths]
     cache = make_cache(device, dtype, shape, sum(counts) + 2, block_size)
@@ -115,10 +136,24 @@ def paged_batch(device: str, dtype: torch.dtype, shape: HeadShape, block_size: i
     return qkv, cache, table.to(device), start, torch.tensor(lengths, dtype=torch.int32, device=device)
 
 
-def check_decode(device: str, dtype: torch.dtype, shape: HeadShape, block_size: int, lengths: list[int], *,
-                 window: int | None = None, softcap: float | None = None, extra: int = 8, keys: int = 128,
-                 rows: bool = False, pdl: bool = False, repeat: int = 1) -> float:
-    qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, [1] * len(lengths), lengths)
+def check_decode(
+    device: str,
+    dtype: torch.dtype,
+    shape: HeadShape,
+    block_size: int,
+    lengths: list[int],
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    extra: int = 8,
+    keys: int = 128,
+    rows: bool = False,
+    pdl: bool = False,
+    repeat: int = 1,
+) -> float:
+    qkv, cache, table, start, length = paged_batch(
+        device, dtype, shape, block_size, [1] * len(lengths), lengths
+    )
     split = attention_split.DecodeSplit.allocate(len(lengths), extra, device)
     attention_split.split_decode(split, length, window)
     scratch = attention_decode.DecodeScratch.allocate(split.tasks, len(lengths), shape, device)
@@ -129,13 +164,30 @@ def check_decode(device: str, dtype: torch.dtype, shape: HeadShape, block_size: 
         kernel_table = torch.empty_like(table)
         kernel_table[order] = table
         where = order.to(torch.int32)
-    want = attention_mixed.attention_reference(qkv, cache, table, start, length, shape, 0.2, window=window,
-                                               softcap=softcap)
+    want = attention_mixed.attention_reference(
+        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap
+    )
     worst, first = 0.0, None
     for _ in range(repeat):
-        out = torch.full((len(lengths), shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device)
-        attention_decode.decode_attention(qkv, cache, kernel_table, where, length, split, scratch, shape, 0.2,
-                                          window=window, softcap=softcap, out=out, keys=keys, pdl=pdl)
+        out = torch.full(
+            (len(lengths), shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device
+        )
+        attention_decode.decode_attention(
+            qkv,
+            cache,
+            kernel_table,
+            where,
+            length,
+            split,
+            scratch,
+            shape,
+            0.2,
+            window=window,
+            softcap=softcap,
+            out=out,
+            keys=keys,
+            pdl=pdl,
+        )
         real = length > 0
         worst = max(worst, close(out[real], want[real], 2.0))
         if first is not None and not torch.equal(first, out[real]):
@@ -152,54 +204,113 @@ def check_split(device: str, lengths: list[int], extra: int, window: int | None)
     attention_split.split_decode(mine, length, window)
     attention_split.split_decode_reference(want, length, window)
     real = want.sequence >= 0
-    same = (torch.equal(mine.sequence, want.sequence) and torch.equal(mine.piece[real], want.piece[real])
-            and torch.equal(mine.count, want.count) and torch.equal(mine.length, want.length))
+    same = (
+        torch.equal(mine.sequence, want.sequence)
+        and torch.equal(mine.piece[real], want.piece[real])
+        and torch.equal(mine.count, want.count)
+        and torch.equal(mine.length, want.length)
+    )
     if not same:
         raise AssertionError(f"split of {lengths} differs")
 
 
-def check_mixed(device: str, dtype: torch.dtype, shape: HeadShape, block_size: int, queries: list[int],
-                contexts: list[int], *, window: int | None = None, softcap: float | None = None, tree: bool = False,
-                sizes: attention_mixed.MixedShape = attention_mixed.MixedShape(32, 32, 4, 2)) -> float:
+def check_mixed(
+    device: str,
+    dtype: torch.dtype,
+    shape: HeadShape,
+    block_size: int,
+    queries: list[int],
+    contexts: list[int],
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    tree: bool = False,
+    sizes: attention_mixed.MixedShape = attention_mixed.MixedShape(32, 32, 4, 2),  # noqa: B008
+) -> float:
     lengths = [q + c for q, c in zip(queries, contexts, strict=True)]
     qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, queries, lengths)
     group = shape.num_heads // shape.num_kv_heads
-    seqs, firsts = (torch.from_numpy(a).to(device)
-                    for a in attention_mixed.query_tiles(np.array(queries), sizes.rows // group))
+    seqs, firsts = (
+        torch.from_numpy(a).to(device)
+        for a in attention_mixed.query_tiles(np.array(queries), sizes.rows // group)
+    )
     branches = None
     if tree:
         branches = (torch.rand(qkv.shape[0], max(queries), device=device) < 0.5).to(torch.uint8)
         for s, count in enumerate(queries):
             for i in range(count):
                 branches[int(start[s]) + i, i] = 1
-    want = attention_mixed.attention_reference(qkv, cache, table, start, length, shape, 0.2, window=window,
-                                               softcap=softcap, tree=branches)
+    want = attention_mixed.attention_reference(
+        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap, tree=branches
+    )
     out = torch.full_like(want, math.nan)
-    attention_mixed.mixed_attention(qkv, cache, table, None, start, length, seqs, firsts, shape, 0.2, window=window,
-                                    softcap=softcap, tree=branches, out=out, sizes=sizes)
+    attention_mixed.mixed_attention(
+        qkv,
+        cache,
+        table,
+        None,
+        start,
+        length,
+        seqs,
+        firsts,
+        shape,
+        0.2,
+        window=window,
+        softcap=softcap,
+        tree=branches,
+        out=out,
+        sizes=sizes,
+    )
     return close(out, want, 2.0)
 
 
-def check_linear_few(device: str, dtype: torch.dtype, rows: int, features: int, width: int, *, pdl: bool = False,
-                     sizes: linear_few.VectorShape | None = None) -> float:
-    x, weight = rand(rows, width, dtype=dtype, device=device), rand(features, width, dtype=dtype, device=device)
+def check_linear_few(
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    features: int,
+    width: int,
+    *,
+    pdl: bool = False,
+    sizes: linear_few.VectorShape | None = None,
+) -> float:
+    x, weight = (
+        rand(rows, width, dtype=dtype, device=device),
+        rand(features, width, dtype=dtype, device=device),
+    )
     bias, gain = rand(features, dtype=dtype, device=device), torch.rand(width, device=device) + 0.5
     residual = rand(rows, features, dtype=dtype, device=device)
-    worst = close(linear_few.linear_strip(x, weight, bias, residual),
-                  linear_few.linear_reference(x, weight, bias, residual), 2.0)
+    worst = close(
+        linear_few.linear_strip(x, weight, bias, residual),
+        linear_few.linear_reference(x, weight, bias, residual),
+        2.0,
+    )
     if rows <= linear_few.MAX_VECTOR_ROWS:
         for options in ({}, {"norm": gain, "eps": 1e-6}):
             got = linear_few.linear_vector(x, weight, bias, residual, sizes=sizes, pdl=pdl, **options)
-            worst = max(worst, close(got, linear_few.linear_reference(x, weight, bias, residual, **options), 2.0))
+            worst = max(
+                worst, close(got, linear_few.linear_reference(x, weight, bias, residual, **options), 2.0)
+            )
         if features % 2 == 0:
-            got = linear_few.linear_vector(x, weight, None, None, norm=gain, eps=1e-6, gated="silu", sizes=sizes, pdl=pdl)
-            worst = max(worst, close(got, linear_few.linear_reference(x, weight, norm=gain, eps=1e-6, gated="silu"), 2.0))
+            got = linear_few.linear_vector(
+                x, weight, None, None, norm=gain, eps=1e-6, gated="silu", sizes=sizes, pdl=pdl
+            )
+            worst = max(
+                worst,
+                close(got, linear_few.linear_reference(x, weight, norm=gain, eps=1e-6, gated="silu"), 2.0),
+            )
     return worst
 
 
 def check_linear_fixed(device: str, dtype: torch.dtype, rows: int, features: int, width: int) -> float:
-    x, weight = rand(rows, width, dtype=dtype, device=device), rand(features, width, dtype=dtype, device=device)
-    bias, residual = rand(features, dtype=dtype, device=device), rand(rows, features, dtype=dtype, device=device)
+    x, weight = (
+        rand(rows, width, dtype=dtype, device=device),
+        rand(features, width, dtype=dtype, device=device),
+    )
+    bias, residual = (
+        rand(features, dtype=dtype, device=device),
+        rand(rows, features, dtype=dtype, device=device),
+    )
     got = linear_fixed.linear_fixed(x, weight, bias, residual)
     worst = close(got, linear_few.linear_reference(x, weight, bias, residual), 2.0)
     for part in (slice(0, 1), slice(rows // 2, rows)):
@@ -228,9 +339,15 @@ def check_draw(device: str, dtype: torch.dtype, rows: int, vocab: int) -> float:
     table_rows = rows + 3
     state = torch.zeros(table_rows, step_reference.FIELDS, dtype=torch.int32, device=device)
     floats = state.view(torch.float32)
-    floats[:, step_reference.TEMPERATURE] = torch.where(torch.arange(table_rows, device=device) % 3 == 0, 0.0, 0.7)
-    floats[:, step_reference.LOG_MIN_P] = torch.where(torch.arange(table_rows, device=device) % 2 == 0, -math.inf, math.log(0.05))
-    state[:, 2:5] = torch.randint(-2**31, 2**31 - 1, (table_rows, 3), device=device, dtype=torch.int64).to(torch.int32)
+    floats[:, step_reference.TEMPERATURE] = torch.where(
+        torch.arange(table_rows, device=device) % 3 == 0, 0.0, 0.7
+    )
+    floats[:, step_reference.LOG_MIN_P] = torch.where(
+        torch.arange(table_rows, device=device) % 2 == 0, -math.inf, math.log(0.05)
+    )
+    state[:, 2:5] = torch.randint(-(2**31), 2**31 - 1, (table_rows, 3), device=device, dtype=torch.int64).to(
+        torch.int32
+    )
     owner = torch.randperm(table_rows, device=device)[:rows].to(torch.int32)
     owner[rows // 2] = -1
     position = torch.randint(1, 40, (rows,), device=device, dtype=torch.int32)
@@ -241,8 +358,16 @@ def check_draw(device: str, dtype: torch.dtype, rows: int, vocab: int) -> float:
     for run in (draw.draw, step_reference.draw):
         tokens = torch.full((table_rows, 38), -7, dtype=torch.int32, device=device)
         out = torch.full((3, rows + 2, 2), -9, dtype=torch.int32, device=device)
-        run(logits, state, owner, position, tokens, out, torch.tensor([1], dtype=torch.int32, device=device),
-            draw.DrawScratch.allocate(rows, vocab, device))
+        run(
+            logits,
+            state,
+            owner,
+            position,
+            tokens,
+            out,
+            torch.tensor([1], dtype=torch.int32, device=device),
+            draw.DrawScratch.allocate(rows, vocab, device),
+        )
         results.append((tokens, out))
     if not torch.equal(results[0][1][..., 1], results[1][1][..., 1]):
         raise AssertionError("statuses differ")

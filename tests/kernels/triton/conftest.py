@@ -1,4 +1,5 @@
-"""Kernels run here through Triton's interpreter where there is no GPU; without Triton the tests are skipped."""
+"""Kernels run here through Triton's interpreter where there is no GPU; without Triton the tests are
+skipped."""
 
 from tests.kernels.triton.interpreter import prepare
 

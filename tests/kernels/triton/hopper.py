@@ -1,7 +1,9 @@
 """Compiles kernels for a Hopper GPU on a machine that has none, and says what the assembler made of them.
 
-`with compiling() as kernels:` turns every launch into a compilation for sm_90; tensors may lie on the CPU or nowhere
-(`torch.device("meta")` has no addresses, so CPU). Run as a script, it prints registers, spills and shared memory.
+`with compiling() as kernels:` turns every launch into a compilation for sm_90; tensors may lie on the CPU
+or nowhere
+(`torch.device("meta")` has no addresses, so CPU). Run as a script, it prints registers, spills and shared
+memory.
 """
 
 from __future__ import annotations
@@ -62,5 +64,7 @@ def resources(kernel: Any) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        shown = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+        shown = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True
+        ).stdout
     return " ".join(word for word in shown.split() if word.startswith(("REG:", "STACK:")))

@@ -22,7 +22,9 @@ def _seeded() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 48), (3, 64), (5, 130)])
-def test_norms_agree_and_the_fused_one_is_the_norm_of_the_sum(dtype: torch.dtype, rows: int, hidden: int) -> None:
+def test_norms_agree_and_the_fused_one_is_the_norm_of_the_sum(
+    dtype: torch.dtype, rows: int, hidden: int
+) -> None:
     cases.check_norms(DEVICE, dtype, rows, hidden)
 
 
@@ -32,43 +34,72 @@ def test_activations_agree(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("shape", "rotary"), [
-    (HeadShape(4, 2, 16), 16), (HeadShape(3, 1, 16), 8), (HeadShape(2, 2, 8), None), (HeadShape(6, 2, 20), 20),
-])
+@pytest.mark.parametrize(
+    ("shape", "rotary"),
+    [
+        (HeadShape(4, 2, 16), 16),
+        (HeadShape(3, 1, 16), 8),
+        (HeadShape(2, 2, 8), None),
+        (HeadShape(6, 2, 20), 20),
+    ],
+)
 @pytest.mark.parametrize("norms", [False, True])
-def test_rope_norm_and_cache_write_agree(dtype: torch.dtype, shape: HeadShape, rotary: int | None, norms: bool) -> None:
+def test_rope_norm_and_cache_write_agree(
+    dtype: torch.dtype, shape: HeadShape, rotary: int | None, norms: bool
+) -> None:
     cases.check_rope_cache(DEVICE, dtype, shape, 5, 4, rotary=rotary, norms=norms)
 
 
-@pytest.mark.parametrize(("lengths", "extra", "window"), [
-    ([1], 1, None), ([700, 0, 3, 64, 65], 7, None), ([500, 90, 1], 5, 100), ([64 * 40], 33, None),
-])
-def test_decode_work_is_shared_out_as_the_reference_does(lengths: list[int], extra: int, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "extra", "window"),
+    [
+        ([1], 1, None),
+        ([700, 0, 3, 64, 65], 7, None),
+        ([500, 90, 1], 5, 100),
+        ([64 * 40], 33, None),
+    ],
+)
+def test_decode_work_is_shared_out_as_the_reference_does(
+    lengths: list[int], extra: int, window: int | None
+) -> None:
     cases.check_split(DEVICE, lengths, extra, window)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("shape", "block_size", "lengths", "options"), [
-    (HeadShape(4, 2, 16), 16, [1, 200, 0, 77], {}),
-    (HeadShape(4, 2, 16), 16, [300, 70], {"extra": 40, "keys": 64, "rows": True}),
-    (HeadShape(6, 2, 8), 4, [33, 129], {"window": 40}),
-    (HeadShape(5, 1, 20), 1, [90], {"softcap": 3.0, "extra": 2}),
-])
-def test_decode_attention_agrees(dtype: torch.dtype, shape: HeadShape, block_size: int, lengths: list[int],
-                                 options: dict) -> None:
+@pytest.mark.parametrize(
+    ("shape", "block_size", "lengths", "options"),
+    [
+        (HeadShape(4, 2, 16), 16, [1, 200, 0, 77], {}),
+        (HeadShape(4, 2, 16), 16, [300, 70], {"extra": 40, "keys": 64, "rows": True}),
+        (HeadShape(6, 2, 8), 4, [33, 129], {"window": 40}),
+        (HeadShape(5, 1, 20), 1, [90], {"softcap": 3.0, "extra": 2}),
+    ],
+)
+def test_decode_attention_agrees(
+    dtype: torch.dtype, shape: HeadShape, block_size: int, lengths: list[int], options: dict
+) -> None:
     cases.check_decode(DEVICE, dtype, shape, block_size, lengths, **options)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("shape", "block_size", "queries", "contexts", "options"), [
-    (HeadShape(4, 2, 16), 16, [5, 1, 40], [0, 50, 13], {}),
-    (HeadShape(6, 2, 8), 4, [30, 3], [20, 90], {"window": 17}),
-    (HeadShape(3, 1, 20), 16, [9], [60], {"softcap": 3.0}),
-    (HeadShape(4, 4, 16), 8, [7, 6], [40, 0], {"tree": True}),
-    (HeadShape(5, 1, 16), 16, [33], [0], {"window": 200}),
-])
-def test_mixed_attention_agrees(dtype: torch.dtype, shape: HeadShape, block_size: int, queries: list[int],
-                                contexts: list[int], options: dict) -> None:
+@pytest.mark.parametrize(
+    ("shape", "block_size", "queries", "contexts", "options"),
+    [
+        (HeadShape(4, 2, 16), 16, [5, 1, 40], [0, 50, 13], {}),
+        (HeadShape(6, 2, 8), 4, [30, 3], [20, 90], {"window": 17}),
+        (HeadShape(3, 1, 20), 16, [9], [60], {"softcap": 3.0}),
+        (HeadShape(4, 4, 16), 8, [7, 6], [40, 0], {"tree": True}),
+        (HeadShape(5, 1, 16), 16, [33], [0], {"window": 200}),
+    ],
+)
+def test_mixed_attention_agrees(
+    dtype: torch.dtype,
+    shape: HeadShape,
+    block_size: int,
+    queries: list[int],
+    contexts: list[int],
+    options: dict,
+) -> None:
     cases.check_mixed(DEVICE, dtype, shape, block_size, queries, contexts, **options)
 
 

@@ -25,15 +25,31 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
 
 QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 131, "hidden_size": 48,
-    "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
-    "hidden_act": "silu", "attention_bias": False,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
 }
 GEMMA3: dict[str, Any] = {
-    **QWEN3, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 24,
-    "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"],
-    "hidden_activation": "gelu_pytorch_tanh", "rope_local_base_freq": 10000.0,
+    **QWEN3,
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_local_base_freq": 10000.0,
 }
 MAX_LEN = 200
 SEQS = 6
@@ -60,18 +76,35 @@ class PlainWorker:
         pass
 
 
-def make_engine(config: dict[str, Any], *, device: bool, depth: int = 1, block_size: int = 8, num_blocks: int = 60,
-                budget: int = 40, options: DeviceOptions | None = None, ops: Any = None) -> EngineCore:
+def make_engine(
+    config: dict[str, Any],
+    *,
+    device: bool,
+    depth: int = 1,
+    block_size: int = 8,
+    num_blocks: int = 60,
+    budget: int = 40,
+    options: DeviceOptions | None = None,
+    ops: Any = None,
+) -> EngineCore:
     spec = read_spec(config)
-    cache = KVCacheManager(num_blocks, block_size, groups=tuple(CacheGroup(g.window) for g in spec.cache_groups()))
+    cache = KVCacheManager(
+        num_blocks, block_size, groups=tuple(CacheGroup(g.window) for g in spec.cache_groups())
+    )
     scheduler = Scheduler(Limits(SEQS, budget, MAX_LEN), cache, clock=lambda: 0.0)
     if not device:
         return EngineCore(scheduler, LocalExecutor(PlainWorker(config, block_size, num_blocks)), depth)
-    options = options or DeviceOptions(device="cpu", dtype="float32", max_num_seqs=SEQS, max_num_batched_tokens=budget,
-                                       max_model_len=MAX_LEN)
+    options = options or DeviceOptions(
+        device="cpu", dtype="float32", max_num_seqs=SEQS, max_num_batched_tokens=budget, max_model_len=MAX_LEN
+    )
     weights = dummy_weights(config)
-    worker = GpuWorker(config, weights, CacheConfig(block_size=block_size, num_kv_blocks=num_blocks), options,
-                       ops=CpuOps(num_threads=1) if ops is None and options.device == "cpu" else ops)
+    worker = GpuWorker(
+        config,
+        weights,
+        CacheConfig(block_size=block_size, num_kv_blocks=num_blocks),
+        options,
+        ops=CpuOps(num_threads=1) if ops is None and options.device == "cpu" else ops,
+    )
     return EngineCore(scheduler, DeviceExecutor(worker), depth)
 
 
@@ -80,23 +113,44 @@ def workload(seed: int, count: int, vocab: int = 131) -> list[Request]:
     rng = random.Random(seed)
     shared = [rng.randrange(vocab) for _ in range(30)]
     kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.7, "top_k": 9}, {"temperature": 1.2, "top_p": 0.8},
-        {"temperature": 0.9, "min_p": 0.1}, {"temperature": 0.0, "logprobs": 3}, {"temperature": 1.0, "top_k": 1},
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"temperature": 0.7, "top_k": 9},
+        {"temperature": 1.2, "top_p": 0.8},
+        {"temperature": 0.9, "min_p": 0.1},
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 1.0, "top_k": 1},
         {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
-        {"temperature": 0.6, "logit_bias": {3: 5.0}, "min_tokens": 6}, {"temperature": 1.0, "allowed_token_ids": [4, 7, 9]},
+        {"temperature": 0.6, "logit_bias": {3: 5.0}, "min_tokens": 6},
+        {"temperature": 1.0, "allowed_token_ids": [4, 7, 9]},
         {"temperature": 0.5, "prompt_logprobs": 2},
     ]
     requests = []
     for i in range(count):
-        prompt = (shared if rng.random() < 0.4 else []) + [rng.randrange(vocab) for _ in range(rng.randrange(1, 70))]
-        params = SamplingParams(max_tokens=rng.randrange(8, 30), ignore_eos=i % 3 == 0, **kinds[i % len(kinds)])
+        prompt = (shared if rng.random() < 0.4 else []) + [
+            rng.randrange(vocab) for _ in range(rng.randrange(1, 70))
+        ]
+        params = SamplingParams(
+            max_tokens=rng.randrange(8, 30), ignore_eos=i % 3 == 0, **kinds[i % len(kinds)]
+        )
         words = [[rng.randrange(vocab)], [rng.randrange(vocab), rng.randrange(vocab)]] if i % 4 == 1 else []
-        requests.append(Request(f"r{i}", prompt, params, seed=1000 + i, arrival_time=0.0, bad_words=words,
-                                eos_token_ids=frozenset({5})))
+        requests.append(
+            Request(
+                f"r{i}",
+                prompt,
+                params,
+                seed=1000 + i,
+                arrival_time=0.0,
+                bad_words=words,
+                eos_token_ids=frozenset({5}),
+            )
+        )
     return requests
 
 
-def run(core: EngineCore, requests: list[Request]) -> dict[str, tuple[list[int], list[Any], list[Any], str | None]]:
+def run(
+    core: EngineCore, requests: list[Request]
+) -> dict[str, tuple[list[int], list[Any], list[Any], str | None]]:
     """Tokens, log-probabilities and errors of every request, in the order they came."""
     logprobs: dict[str, list[Any]] = {}
     prompts: dict[str, list[Any]] = {}
@@ -106,5 +160,12 @@ def run(core: EngineCore, requests: list[Request]) -> dict[str, tuple[list[int],
         for update in core.step():
             logprobs.setdefault(update.request.request_id, []).extend(update.logprobs or [])
             prompts.setdefault(update.request.request_id, []).extend(update.prompt_logprobs or [])
-    return {r.request_id: (r.sequences[0].tokens[r.sequences[0].num_prompt_tokens :], logprobs.get(r.request_id, []),
-                           prompts.get(r.request_id, []), r.sequences[0].error) for r in requests}
+    return {
+        r.request_id: (
+            r.sequences[0].tokens[r.sequences[0].num_prompt_tokens :],
+            logprobs.get(r.request_id, []),
+            prompts.get(r.request_id, []),
+            r.sequences[0].error,
+        )
+        for r in requests
+    }

@@ -1,0 +1,134 @@
+"""The GPU cases a to d: models of Qwen3 shapes with random weights, their workloads, and what the hardware
+allows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import Request
+
+MAX_MODEL_LEN = 4112
+READ_BANDWIDTH = 4.27e12
+"""Bytes per second that an H200 reads from its memory (measured)."""
+FLOPS = 768e12
+"""bf16 operations per second of its matrix units (measured)."""
+
+
+def qwen3(hidden: int, layers: int, heads: int, intermediate: int, tied: bool) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+
+
+MODELS = {
+    "0.6b": qwen3(1024, 28, 16, 3072, True),
+    "8b": qwen3(4096, 36, 32, 12288, False),
+    "14b": qwen3(5120, 40, 40, 17408, False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One workload: its requests and which figure is read off it."""
+
+    name: str
+    figure: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    models: tuple[str, ...]
+
+
+CASES = {
+    "a": Case("a", "output tok/s", 256, 16384, ("0.6b", "8b", "14b")),
+    "b": Case("b", "ms/token", 1, 2048, ("0.6b", "8b", "14b")),
+    "c": Case("c", "output tok/s", 32, 16384, ("0.6b", "8b")),
+    "d": Case("d", "prompt tok/s", 16, 16384, ("0.6b", "8b")),
+}
+
+
+def requests_of(case: str, round_: int = 0) -> list[Request]:
+    """The requests of a case; `round_` makes their names new."""
+    shapes: list[tuple[list[int], int, float]] = []
+    if case == "a":
+        # nano-vllm's benchmark: the same calls in the same order give the same prompts.
+        rng = random.Random(0)
+        prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+        shapes = [(prompt, rng.randint(100, 1024), 0.6) for prompt in prompts]
+    else:
+        rng = random.Random(1)
+        count, length, out = {"b": (1, 128, 512), "c": (32, 1024, 256), "d": (16, 4096, 1)}[case]
+        shapes = [([rng.randint(0, 10000) for _ in range(length)], out, 0.0) for _ in range(count)]
+    return [
+        Request(
+            f"{case}{round_}-{i}",
+            prompt,
+            SamplingParams(temperature=temperature, max_tokens=out, ignore_eos=True),
+            seed=i,
+            arrival_time=0.0,
+        )
+        for i, (prompt, out, temperature) in enumerate(shapes)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes and operations of a model that every step must move and do."""
+
+    weight_bytes: int
+    """Read by every step: all matrices but the embedding table (which is the head where it is tied)."""
+    kv_bytes: int
+    """Of one token."""
+    flops: int
+    """Of one token through all matrices, head excluded."""
+    head_flops: int
+    attention_flops: int
+    """Of one query over one key, all layers."""
+
+
+def limits_of(config: dict[str, Any], element: int = 2) -> Limits:
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    q, kv = (
+        config["num_attention_heads"] * config["head_dim"],
+        config["num_key_value_heads"] * config["head_dim"],
+    )
+    per_layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * config["intermediate_size"]
+    head = hidden * config["vocab_size"]
+    return Limits(
+        (layers * per_layer + head) * element,
+        2 * layers * kv * element,
+        2 * layers * per_layer,
+        2 * head,
+        4 * layers * q,
+    )
+
+
+def least_seconds(case: str, config: dict[str, Any], requests: list[Request]) -> float:
+    """Each step's larger of bytes over bandwidth and operations over rate, if all requests start together."""
+    limits = limits_of(config)
+    prompts = [len(r.prompt_token_ids) for r in requests]
+    outs = [r.params.max_tokens or 1 for r in requests]
+    work = sum(n * limits.flops + limits.head_flops + limits.attention_flops * n * n // 2 for n in prompts)
+    total = work / FLOPS
+    for step in range(1, max(outs)):
+        alive = [n + step for n, out in zip(prompts, outs, strict=True) if out > step]
+        moved = limits.weight_bytes + limits.kv_bytes * sum(alive)
+        done = len(alive) * (limits.flops + limits.head_flops) + limits.attention_flops * sum(alive)
+        total += max(moved / READ_BANDWIDTH, done / FLOPS)
+    return total

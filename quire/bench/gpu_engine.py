@@ -1,0 +1,104 @@
+"""An engine on a GPU put together by hand, timed: what `quire bench gpu` and the GPU smoke test drive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.config import CacheConfig
+from quire.engine.core import EngineCore
+from quire.executor.device import DeviceExecutor
+from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Limits, Scheduler
+from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+
+
+@dataclass(slots=True)
+class Run:
+    """What one workload took: seconds, and where the host's time went."""
+
+    seconds: float
+    first_token: float
+    """Seconds until every request had its first token."""
+    prompt_tokens: int
+    output_tokens: int
+    steps: int
+    plan_seconds: float
+    """Host time in planning, launching and taking results in: all but waiting."""
+    tokens: list[list[int]] = field(default_factory=list)
+
+
+class TimedCore(EngineCore):
+    """An engine core that counts the seconds it spends waiting for results."""
+
+    waited = 0.0
+
+    def _collect(self) -> None:
+        begin = time.perf_counter()
+        self._futures[0].exception()
+        self.waited += time.perf_counter() - begin
+        super()._collect()
+
+
+def build_worker(
+    config: dict[str, Any], options: DeviceOptions, block_size: int = 16, num_kv_blocks: int | None = None
+) -> GpuWorker:
+    return GpuWorker(config, None, CacheConfig(block_size=block_size, num_kv_blocks=num_kv_blocks), options)
+
+
+def build_core(
+    worker: GpuWorker,
+    options: DeviceOptions,
+    *,
+    block_size: int = 16,
+    depth: int = 2,
+    prefix_caching: bool = False,
+    partial_prefills: int = 1,
+) -> TimedCore:
+    """A fresh scheduler and cache over a worker; a worker may be given a new core when the old one is
+    idle."""
+    cache = KVCacheManager(
+        worker.pool.num_blocks,
+        block_size,
+        groups=tuple(CacheGroup(g.window) for g in worker.spec.cache_groups()),
+        prefix_caching=prefix_caching,
+    )
+    limits = Limits(
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        worker.pool.max_model_len,
+        max_num_partial_prefills=partial_prefills,
+    )
+    return TimedCore(Scheduler(limits, cache), DeviceExecutor(worker), depth)
+
+
+def run_requests(core: TimedCore, requests: Sequence[Request], keep_tokens: bool = False) -> Run:
+    """Give all requests at once and step until they are done."""
+    core.waited = 0.0
+    steps = core.scheduler.stats.steps
+    begin = time.perf_counter()
+    for request in requests:
+        core.add(request)
+    missing = len(requests)
+    first = 0.0
+    while core.has_work:
+        for update in core.step():
+            if missing and update.new_tokens and update.sequence.num_output_tokens == len(update.new_tokens):
+                missing -= 1
+                first = time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    errors = [r.sequences[0].error for r in requests if r.sequences[0].error]
+    if errors:
+        raise RuntimeError(f"{len(errors)} requests failed: {errors[0]}")
+    return Run(
+        seconds,
+        first,
+        sum(len(r.prompt_token_ids) for r in requests),
+        sum(r.sequences[0].num_output_tokens for r in requests),
+        core.scheduler.stats.steps - steps,
+        seconds - core.waited,
+        [r.sequences[0].tokens[r.sequences[0].num_prompt_tokens :] for r in requests] if keep_tokens else [],
+    )

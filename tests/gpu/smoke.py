@@ -1,0 +1,762 @@
+# ruff: noqa: B023, B008 (each lambda is called before its loop goes on)
+"""All that a GPU must show before anything is tuned: kernels right, kernels timed, a small engine end to end.
+
+python3 tests/gpu/smoke.py            all parts: checks in parallel processes, timings one after another
+python3 tests/gpu/smoke.py --part X   one part here
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+# Some installed package may have a folder `tests` of its own, and a package with an __init__ would win over
+# ours.
+_tests = types.ModuleType("tests")
+_tests.__path__ = [str(ROOT / "tests")]
+sys.modules.setdefault("tests", _tests)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+D = "cuda"
+ROWS: list[dict[str, Any]] = []
+DRY = False
+"""Compile and run everything once, time nothing: many such processes fill the kernel cache at once."""
+
+
+def note(**row: Any) -> None:
+    ROWS.append(row)
+    if DRY:
+        return
+    print(
+        " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True
+    )
+
+
+def attempt(name: str, check: Callable[[], Any]) -> None:
+    """Run one check; a failure is a line, not the end."""
+    begin = time.perf_counter()
+    try:
+        found = check()
+        torch.cuda.synchronize()
+        if isinstance(found, float):
+            print(f"ok   {name} error={found:.2e} ({time.perf_counter() - begin:.1f}s)", flush=True)
+        else:
+            print(f"ok   {name} ({time.perf_counter() - begin:.1f}s)", flush=True)
+    except Exception as error:
+        print(f"FAIL {name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+
+
+def graph_time(calls: list[Callable[[], Any]], repeats: int = 5, fill: int = 1) -> float:
+    """Seconds per call, inside a captured graph of all calls, `fill` times over; the median of replays."""
+    if DRY:
+        calls[0]()
+        return 1.0
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(fill):
+            for call in calls:
+                call()
+    times = []
+    for _ in range(repeats + 1):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        graph.replay()
+        b.record()
+        b.synchronize()
+        times.append(a.elapsed_time(b) / 1e3)
+    return sorted(times[1:])[repeats // 2] / (len(calls) * fill)
+
+
+# ---- checks
+
+
+def check_rowwise() -> None:
+    from quire.layers.ops import HeadShape
+    from tests.kernels.triton import cases
+
+    for dtype in (BF16, FP16, FP32):
+        for rows, hidden in ((1, 1024), (7, 5120), (300, 4096), (3, 576)):
+            attempt(
+                f"norms {dtype} {rows}x{hidden}",
+                lambda r=rows, h=hidden, t=dtype: cases.check_norms(D, t, r, h),
+            )
+        attempt(f"activations {dtype}", lambda t=dtype: cases.check_activations(D, t, 37, 3072))
+        for shape, rotary, norms in (
+            (HeadShape(32, 8, 128), 128, True),
+            (HeadShape(9, 3, 64), 64, False),
+            (HeadShape(4, 1, 256), 256, True),
+            (HeadShape(6, 2, 80), 32, True),
+            (HeadShape(12, 12, 64), None, False),
+        ):
+            attempt(
+                f"rope_cache {dtype} {shape} {rotary}",
+                lambda s=shape, r=rotary, n=norms, t=dtype: cases.check_rope_cache(
+                    D, t, s, 200, 16, rotary=r, norms=n
+                ),
+            )
+        attempt(f"copies {dtype}", lambda t=dtype: cases.check_copies(D, t, HeadShape(32, 8, 128), 16))
+    attempt("inputs", lambda: cases.check_inputs(D))
+    for lengths, extra in (([1], 33), ([4096], 33), ([700, 0, 3, 64, 65], 7), (list(range(1, 513)), 528)):
+        for window in (None, 100):
+            attempt(
+                f"split {len(lengths)} {window}",
+                lambda n=lengths, e=extra, w=window: cases.check_split(D, n, e, w),
+            )
+    for rows, vocab, dtype in ((1, 151936, BF16), (256, 151936, BF16), (64, 49152, FP32), (9, 50, FP32)):
+        attempt(f"draw {rows}x{vocab} {dtype}", lambda r=rows, v=vocab, t=dtype: cases.check_draw(D, t, r, v))
+
+
+def check_decode() -> None:
+    from quire.layers.ops import HeadShape
+    from tests.kernels.triton import cases
+
+    rng = random.Random(5)
+    for dtype in (BF16, FP16, FP32):
+        for shape in (
+            HeadShape(16, 8, 128),
+            HeadShape(32, 8, 128),
+            HeadShape(40, 8, 128),
+            HeadShape(9, 3, 64),
+        ):
+            for count, top, extra in ((1, 4000, 33), (64, 1500, 132)):
+                lengths = [rng.randrange(1, top) for _ in range(count)]
+                if count == 1:
+                    lengths = [top]
+                attempt(
+                    f"decode {dtype} {shape} {count}",
+                    lambda s=shape, n=lengths, e=extra, t=dtype: cases.check_decode(
+                        D, t, s, 16, n, extra=e, rows=True, keys=64 if len(n) == 1 else 128, repeat=20
+                    ),
+                )
+    lengths = [rng.randrange(1, 900) for _ in range(256)]
+    lengths[7] = 0
+    attempt(
+        "decode 256",
+        lambda: cases.check_decode(D, BF16, HeadShape(16, 8, 128), 16, lengths, extra=528, repeat=20),
+    )
+    attempt(
+        "decode pdl",
+        lambda: cases.check_decode(
+            D, BF16, HeadShape(16, 8, 128), 16, [600], extra=33, keys=64, pdl=True, repeat=50
+        ),
+    )
+    for options in ({"window": 100}, {"softcap": 5.0}):
+        for page in (1, 16, 64):
+            attempt(
+                f"decode {options} page {page}",
+                lambda o=options, p=page: cases.check_decode(
+                    D, BF16, HeadShape(8, 2, 128), p, [5, 777, 1300], extra=9, **o
+                ),
+            )
+
+
+def check_mixed() -> None:
+    from quire.kernels.triton.attention_mixed import MixedShape
+    from quire.layers.ops import HeadShape
+    from tests.kernels.triton import cases
+
+    wide, narrow, fixed = MixedShape(128, 64, 8, 3), MixedShape(32, 32, 4, 2), MixedShape(64, 64, 4, 3)
+    for dtype, sizes in ((BF16, wide), (FP16, wide), (FP32, narrow), (BF16, fixed)):
+        for shape in (HeadShape(16, 8, 128), HeadShape(40, 8, 128), HeadShape(9, 3, 64)):
+            attempt(
+                f"mixed {dtype} {shape} {sizes.rows}",
+                lambda s=shape, t=dtype, z=sizes: cases.check_mixed(
+                    D, t, s, 16, [1, 700, 65, 1, 33], [900, 0, 130, 17, 0], sizes=z
+                ),
+            )
+        for options in ({"window": 130}, {"softcap": 5.0}, {"tree": True}):
+            attempt(
+                f"mixed {dtype} {options} {sizes.rows}",
+                lambda o=options, t=dtype, z=sizes: cases.check_mixed(
+                    D, t, HeadShape(16, 8, 128), 16, [200, 3, 70], [0, 300, 129], sizes=z, **o
+                ),
+            )
+
+
+def check_linear() -> None:
+    from quire.kernels.triton import linear_few
+    from quire.kernels.triton.linear_fixed import FixedShape, linear_fixed
+    from tests.kernels.triton import cases
+
+    for dtype in (BF16, FP16, FP32):
+        for rows in (1, 2, 3, 4, 8, 30, 64):
+            attempt(
+                f"few {dtype} {rows}", lambda r=rows, t=dtype: cases.check_linear_few(D, t, r, 6144, 4096)
+            )
+        attempt(f"few odd {dtype}", lambda t=dtype: cases.check_linear_few(D, t, 3, 130, 576))
+        attempt(f"fixed {dtype}", lambda t=dtype: cases.check_linear_fixed(D, t, 300, 1000, 4096))
+    attempt("few pdl", lambda: cases.check_linear_few(D, BF16, 1, 6144, 4096, pdl=True))
+    x = cases.rand(130, 4096, dtype=BF16, device=D)
+    w = cases.rand(1024, 4096, dtype=BF16, device=D)
+    base = linear_fixed(x, w)
+    for sizes in (
+        FixedShape(64, 32, 64),
+        FixedShape(64, 128, 64),
+        FixedShape(128, 128, 64, 8, 3),
+        FixedShape(64, 64, 128),
+    ):
+        attempt(
+            f"fixed tiles {sizes.rows}x{sizes.features}x{sizes.columns}: bits "
+            + ("same" if torch.equal(linear_fixed(x, w, sizes=sizes), base) else "differ"),
+            lambda: None,
+        )
+    del linear_few
+
+
+def check_engine() -> None:
+    """Eager against graphs, overlapped against not, deterministic, fp32 against torch, on a tiny random
+    model."""
+    from quire.kernels.reference import TorchOps
+    from quire.kernels.triton.ops import TritonOps
+    from quire.models.build import build_decoder, dummy_weights
+    from quire.worker.gpu.weights import build_on_device
+    from quire.worker.gpu.worker import DeviceOptions
+    from tests.paged_driver import PagedDriver
+    from tests.worker.gpu import engines
+
+    configs = {"qwen3": engines.QWEN3, "gemma3": engines.GEMMA3}
+
+    def logits_close(name: str) -> float:
+        config = configs[name]
+        host = PagedDriver(
+            build_decoder(config, dummy_weights(config), TorchOps(), max_model_len=200), block_size=8
+        )
+        device = torch.device(D)
+        ops = TritonOps(device, FP32)
+        decoder = build_on_device(config, dummy_weights(config), ops, device, FP32, 200)
+        with torch.device(device):
+            mine = PagedDriver(decoder, block_size=8)
+            tokens = {s: [random.randrange(131) for _ in range(n)] for s, n in enumerate((3, 60, 1, 33))}
+            worst = 0.0
+            for _ in range(3):
+                with torch.device("cpu"):
+                    want = host.step(tokens)
+                got = mine.step(tokens)
+                worst = max(worst, *(float((got[s].cpu() - want[s]).abs().max()) for s in tokens))
+                tokens = {s: [random.randrange(131)] for s in tokens}
+        if worst > 1e-3:
+            raise AssertionError(f"logits differ by {worst}")
+        return worst
+
+    def engine(name: str, depth: int, requests: int = 22, **options: Any) -> dict:
+        settings = DeviceOptions(
+            device=D,
+            max_num_seqs=engines.SEQS,
+            max_num_batched_tokens=40,
+            max_model_len=200,
+            gpu_memory_utilization=0.5,
+            **options,
+        )
+        core = engines.make_engine(configs[name], device=True, depth=depth, options=settings)
+        found = engines.run(core, engines.workload(0, requests))
+        core.close()
+        return found
+
+    def same(name: str, a: dict, b: dict) -> None:
+        if a.keys() != b.keys() or any(a[k] != b[k] for k in a):
+            different = [k for k in a if a[k] != b[k]]
+            raise AssertionError(
+                f"{len(different)} of {len(a)} requests differ: {different[:5]} "
+                f"{[(a[k][0][:8], b[k][0][:8], a[k][3], b[k][3]) for k in different[:2]]}"
+            )
+
+    for name in configs:
+        attempt(f"logits fp32 {name}", lambda n=name: logits_close(n))
+        for dtype in ("float32", "bfloat16"):
+            base = None
+            try:
+                base = engine(name, 1, dtype=dtype)
+                errors = [v[3] for v in base.values() if v[3]]
+                print(f"     {name} {dtype} errors: {errors[:1]}", flush=True)
+            except Exception as error:
+                attempt(f"engine {name} {dtype}", lambda e=error: (_ for _ in ()).throw(e))
+                continue
+            attempt(
+                f"engine {name} {dtype} overlapped = not",
+                lambda n=name, t=dtype, b=base: same(n, engine(n, 2, dtype=t), b),
+            )
+            attempt(
+                f"engine {name} {dtype} eager = graphs",
+                lambda n=name, t=dtype, b=base: same(n, engine(n, 2, dtype=t, enforce_eager=True), b),
+            )
+        plain = (
+            engines.run(engines.make_engine(configs[name], device=False), engines.workload(0, 22))
+            if cpu_kernels()
+            else None
+        )
+        if plain is not None:
+            found = engine(name, 2, dtype="float32")
+            equal = sum(found[k][0] == plain[k][0] for k in plain)
+            print(
+                f"     {name} float32 tokens equal to the CPU's: {equal} of {len(plain)} requests", flush=True
+            )
+        attempt(
+            f"engine {name} deterministic: alone = among others",
+            lambda n=name: deterministic(engines, n, engine),
+        )
+
+
+def deterministic(engines: Any, name: str, engine: Callable[..., dict]) -> None:
+    many = engine(name, 2, dtype="bfloat16", deterministic=True)
+    few = engine(name, 1, requests=3, dtype="bfloat16", deterministic=True, enforce_eager=True)
+    for key in few:
+        if few[key][0] != many[key][0]:
+            raise AssertionError(f"{key} differs: {few[key][0][:8]} {many[key][0][:8]}")
+
+
+def cpu_kernels() -> bool:
+    try:
+        from quire.kernels.cpu.ops import CpuOps
+
+        CpuOps(num_threads=1)
+    except Exception as error:
+        print(f"     no CPU kernels here ({str(error)[:100]})", flush=True)
+        return False
+    return True
+
+
+# ---- timings
+
+SHAPES = {
+    "0.6b": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)],
+    "8b": [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)],
+    "14b": [(7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408)],
+}
+
+
+def weights_for(features: int, width: int, least: float = 4e8) -> list[torch.Tensor]:
+    """Enough copies that the cache cannot hold them."""
+    copies = 1 if DRY else max(2, min(64, math.ceil(least / (features * width * 2))))
+    return [torch.randn(features, width, device=D, dtype=BF16) for _ in range(copies)]
+
+
+def time_ceilings() -> None:
+    a = torch.empty(1 << 30, dtype=torch.uint8, device=D).random_()
+    b = torch.empty_like(a)
+    note(time="copy", TBs=2 * a.numel() / graph_time([lambda: b.copy_(a)]) / 1e12)
+    x = torch.randn(8192, 8192, device=D, dtype=BF16)
+    note(time="gemm8192", TFLOPs=2 * 8192**3 / graph_time([lambda: x @ x]) / 1e12)
+
+
+def time_vector(quick: bool) -> None:
+    from quire.kernels.triton.linear_few import VectorShape, linear_vector
+
+    for model in ("0.6b", "8b"):
+        for features, width in [*SHAPES[model], (151936, SHAPES[model][0][1])]:
+            ws = weights_for(features, width)
+            x = torch.randn(1, width, device=D, dtype=BF16)
+            size = features * width * 2
+            row: dict[str, Any] = {
+                "time": "vector1",
+                "model": model,
+                "shape": f"{features}x{width}",
+                "cublas": size / graph_time([lambda w=w: torch.mm(x, w.t()) for w in ws]) / 1e12,
+            }
+            for feats, columns, warps in ((1, 1024, 4), (1, 2048, 8), (2, 1024, 4), (1, 512, 2), (4, 512, 4)):
+                if columns > width * 2 or (quick and feats == 2):
+                    continue
+                z = VectorShape(feats, columns, warps)
+                for pdl in (False, True):
+                    t = graph_time([lambda w=w, p=pdl, z=z: linear_vector(x, w, sizes=z, pdl=p) for w in ws])
+                    row[f"f{feats}c{columns}w{warps}{'p' if pdl else ''}"] = size / t / 1e12
+            note(**row)
+
+
+def time_strip(quick: bool) -> None:
+    from quire.kernels.triton.linear_few import StripShape, linear_strip, linear_vector
+
+    for model in ("0.6b", "8b"):
+        for features, width in [*SHAPES[model], (151936, SHAPES[model][0][1])]:
+            ws = weights_for(features, width)
+            for rows in (2, 4, 16, 32, 64):
+                x = torch.randn(rows, width, device=D, dtype=BF16)
+                size = features * width * 2
+                row: dict[str, Any] = {
+                    "time": "strip",
+                    "model": model,
+                    "shape": f"{features}x{width}",
+                    "rows": rows,
+                    "cublas": size / graph_time([lambda w=w: torch.mm(x, w.t()) for w in ws]) / 1e12,
+                }
+                if rows <= 4:
+                    row["vector"] = size / graph_time([lambda w=w: linear_vector(x, w) for w in ws]) / 1e12
+                for f, c, n, s in ((16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3)):
+                    try:
+                        t = graph_time(
+                            [lambda w=w, z=StripShape(f, c, n, s): linear_strip(x, w, sizes=z) for w in ws]
+                        )
+                        row[f"f{f}c{c}s{s}"] = size / t / 1e12
+                    except Exception as error:
+                        row[f"f{f}c{c}s{s}"] = type(error).__name__
+                note(**row)
+
+
+def time_fixed(quick: bool) -> None:
+    from quire.kernels.triton.linear_fixed import FixedShape, linear_fixed
+
+    for features, width in SHAPES["8b"][:3:2]:
+        ws = weights_for(features, width)
+        for rows in (1, 64, 256, 4096):
+            x = torch.randn(rows, width, device=D, dtype=BF16)
+            flops = 2 * rows * features * width
+            row: dict[str, Any] = {
+                "time": "fixed",
+                "shape": f"{features}x{width}",
+                "rows": rows,
+                "cublas_us": 1e6 * graph_time([lambda w=w: torch.mm(x, w.t()) for w in ws[:4]]),
+            }
+            for z in (FixedShape(), FixedShape(64, 128, 64, 4, 4), FixedShape(128, 128, 64, 8, 3)):
+                t = graph_time([lambda w=w, z=z: linear_fixed(x, w, sizes=z) for w in ws[:4]])
+                row[f"{z.rows}x{z.features}_us"] = 1e6 * t
+            note(**row, gflop=flops / 1e9)
+
+
+def decode_case(
+    heads: int, batch: int, low: int, high: int, page: int = 16, dtype: torch.dtype = BF16
+) -> Any:
+    from quire.layers.ops import HeadShape, LayerCache
+
+    shape = HeadShape(heads, 8, 128)
+    rng = random.Random(batch)
+    lengths = [rng.randint(low, high) for _ in range(batch)]
+    counts = [-(-n // page) for n in lengths]
+    copies = max(2, min(16, math.ceil(4e8 / (sum(lengths) * 4096))))
+    caches = [
+        LayerCache(*(torch.randn(sum(counts) + 1, 8, page, 128, device=D).to(dtype) for _ in range(2)), page)
+        for _ in range(copies)
+    ]
+    blocks = list(range(sum(counts)))
+    rng.shuffle(blocks)
+    table = torch.zeros(batch, max(counts), dtype=torch.int32)
+    for s, n in enumerate(counts):
+        table[s, :n] = torch.tensor(blocks[:n])
+        del blocks[:n]
+    qkv = torch.randn(batch, shape.width, device=D, dtype=BF16)
+    return shape, caches, table.to(D), torch.tensor(lengths, dtype=torch.int32, device=D), qkv, sum(lengths)
+
+
+def time_decode(quick: bool) -> None:
+    from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
+    from quire.kernels.triton.attention_split import DecodeSplit, split_decode
+
+    cases = (
+        (1, 600, 600),
+        (1, 4000, 4000),
+        (8, 200, 2000),
+        (32, 1024, 1280),
+        (64, 200, 2000),
+        (256, 200, 2000),
+    )
+    for heads in (16, 32):
+        for batch, low, high in cases:
+            shape, caches, table, lengths, qkv, total = decode_case(heads, batch, low, high)
+            row: dict[str, Any] = {"time": "decode", "heads": heads, "batch": batch, "keys": total}
+            rows = torch.arange(batch, dtype=torch.int32, device=D)
+            best = 0.0
+            for extra in (
+                (16, 33, 66) if batch <= 8 else (66, 132, 264, 528) if batch <= 64 else (264, 528, 1056)
+            ):
+                split = DecodeSplit.allocate(batch, extra, D)
+                split_decode(split, lengths, None)
+                scratch = DecodeScratch.allocate(split.tasks, batch, shape, D)
+                for keys, warps, stages in ((64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 4, 3), (128, 8, 2)):
+                    if quick and (keys, warps, stages) not in ((64, 4, 2), (128, 4, 2)):
+                        continue
+                    t = graph_time(
+                        [
+                            lambda c=c, k=keys, w=warps, s=stages: decode_attention(
+                                qkv,
+                                c,
+                                table,
+                                rows,
+                                lengths,
+                                split,
+                                scratch,
+                                shape,
+                                0.088,
+                                keys=k,
+                                num_warps=w,
+                                num_stages=s,
+                            )
+                            for c in caches
+                        ]
+                    )
+                    rate = total * 4096 / t / 1e12
+                    row[f"e{extra}k{keys}w{warps}s{stages}"] = rate
+                    if rate > best:
+                        best, row["best"], row["us"] = (
+                            rate,
+                            f"e{extra}k{keys}w{warps}s{stages}={rate:.2f}TB/s",
+                            t * 1e6,
+                        )
+            note(**row)
+
+
+def time_prefill(quick: bool) -> None:
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
+
+    for heads, batch, length in ((16, 4, 4096), (32, 4, 4096), (32, 1, 4096), (16, 16, 1024)):
+        shape, caches, table, lengths, _, total = decode_case(heads, batch, length, length)
+        qkv = torch.randn(total, shape.width, device=D, dtype=BF16)
+        flops = 4 * heads * 128 * batch * length * length / 2
+        start = torch.arange(batch + 1, dtype=torch.int32, device=D) * length
+        row: dict[str, Any] = {"time": "prefill", "heads": heads, "batch": batch, "length": length}
+        for r, k, w, s in (
+            (128, 64, 8, 3),
+            (128, 64, 8, 2),
+            (128, 128, 8, 2),
+            (64, 64, 4, 3),
+            (128, 64, 4, 3),
+        ):
+            seqs, firsts = (
+                torch.from_numpy(a).to(D) for a in query_tiles(np.full(batch, length), r // (heads // 8))
+            )
+            try:
+                t = graph_time(
+                    [
+                        lambda z=MixedShape(r, k, w, s): mixed_attention(
+                            qkv, caches[0], table, None, start, lengths, seqs, firsts, shape, 0.088, sizes=z
+                        )
+                    ],
+                    3,
+                )
+                row[f"r{r}k{k}w{w}s{s}"] = flops / t / 1e12
+            except Exception as error:
+                row[f"r{r}k{k}w{w}s{s}"] = type(error).__name__
+        parts = qkv.view(batch, length, -1, 128).transpose(1, 2)
+        q, k, v = parts.split([heads, 8, 8], dim=1)
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            try:
+                with sdpa_kernel(backend):
+                    t = graph_time(
+                        [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)], 3
+                    )
+                row[backend.name.split("_")[0].lower()] = flops / t / 1e12
+            except Exception as error:
+                row[backend.name.split("_")[0].lower()] = str(error)[:60].replace(" ", "_")
+        note(**row)
+
+
+def time_small(quick: bool) -> None:
+    """The kernels around the matrices, at the sizes of a decode and a prefill step."""
+    from quire.kernels.step_reference import FIELDS
+    from quire.kernels.triton import activation, draw, norm, rope_cache
+    from quire.layers.ops import HeadShape, LayerCache
+
+    for rows in (1, 256, 8192):
+        x = torch.randn(rows, 4096, device=D, dtype=BF16)
+        weight = torch.ones(4096, device=D)
+        up = torch.randn(rows, 24576, device=D, dtype=BF16)
+        shape = HeadShape(32, 8, 128)
+        qkv = torch.randn(rows, shape.width, device=D, dtype=BF16)
+        cache = LayerCache(
+            *(torch.zeros(rows // 16 + 1, 8, 16, 128, device=D, dtype=BF16) for _ in range(2)), 16
+        )
+        index = torch.arange(rows, device=D)
+        rope, gain = torch.rand(8192, 128, device=D), torch.ones(128, device=D)
+        fill = 10 if rows < 1000 else 1
+        note(
+            time="small",
+            rows=rows,
+            rms_us=1e6 * graph_time([lambda: norm.rms_norm(x, weight, 1e-6)], fill=fill),
+            add_rms_us=1e6 * graph_time([lambda: norm.add_rms_norm(x, x, weight, 1e-6)], fill=fill),
+            act_us=1e6 * graph_time([lambda: activation.act_mul(up, "silu")], fill=fill),
+            rope_us=1e6
+            * graph_time(
+                [lambda: rope_cache.rope_and_cache(qkv, cache, index, index, shape, rope, gain, gain, 1e-6)],
+                fill=fill,
+            ),
+        )
+    for rows in (1, 32, 256):
+        logits = torch.randn(rows, 151936, device=D, dtype=BF16)
+        state = torch.zeros(rows, FIELDS, dtype=torch.int32, device=D)
+        state.view(torch.float32)[:, 0] = 0.6
+        index = torch.arange(rows, device=D, dtype=torch.int32)
+        tokens = torch.zeros(rows, 300, dtype=torch.int32, device=D)
+        out = torch.zeros(2, rows, 2, dtype=torch.int32, device=D)
+        scratch = draw.DrawScratch.allocate(rows, 151936, D)
+        note(
+            time="draw",
+            rows=rows,
+            us=1e6
+            * graph_time(
+                [lambda: draw.draw(logits, state, index, index, tokens, out, index[:1], scratch)], fill=4
+            ),
+        )
+
+
+def time_engine(quick: bool) -> None:
+    """Qwen3-0.6B with random weights: start, one stream and a batch, with and without graphs and early
+    launch."""
+    from quire.bench.gpu_cases import MODELS, requests_of
+    from quire.bench.gpu_engine import build_core, build_worker, run_requests
+    from quire.worker.gpu.worker import DeviceOptions
+
+    tokens: dict[str, Any] = {}
+    for name, options in (
+        ("graphs", {}),
+        ("graphs+pdl", {"launch_early": True}),
+        ("eager", {"enforce_eager": True}),
+    ):
+        begin = time.perf_counter()
+        settings = DeviceOptions(
+            max_num_seqs=256,
+            max_num_batched_tokens=16384,
+            max_model_len=4112,
+            gpu_memory_utilization=0.8,
+            **options,
+        )
+        worker = build_worker(MODELS["0.6b"], settings, num_kv_blocks=4000 if DRY else None)
+        started = time.perf_counter() - begin
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        row: dict[str, Any] = {
+            "time": "engine",
+            "mode": name,
+            "start_s": started,
+            "free_gib": free,
+            "blocks": worker.pool.num_blocks,
+            **{f"{k}_s": v for k, v in worker.timings.items()},
+        }
+        core = build_core(worker, settings)
+        for case in ("b", "c") if DRY else ("b", "b", "c", "c", "d", "d"):
+            requests = requests_of(case, len(tokens) + 1)
+            run = run_requests(core, requests, keep_tokens=True)
+            tokens[f"{name}-{case}"] = run.tokens
+            row[f"{case}_s"] = run.seconds
+            if case == "b":
+                row["b_ms"] = 1e3 * (run.seconds - run.first_token) / (run.output_tokens - 1)
+            if case == "d":
+                row["d_tok_s"] = run.prompt_tokens / run.seconds
+            if case == "c":
+                row["c_tok_s"] = run.output_tokens / run.seconds
+            row[f"{case}_host_ms"] = 1e3 * run.plan_seconds / max(1, run.steps)
+        if DRY:
+            print(f"     cold start of 0.6B beside the other parts: {row}", flush=True)
+        elif name != "eager":
+            run = run_requests(core, requests_of("a", 1))
+            row.update(
+                a_s=run.seconds,
+                a_tok_s=run.output_tokens / run.seconds,
+                a_steps=run.steps,
+                a_host_ms=1e3 * run.plan_seconds / run.steps,
+                a_prefill_s=run.first_token,
+            )
+        note(**row)
+        core.close()
+        del core, worker
+        torch.cuda.empty_cache()
+    for case in ("b", "c"):
+        for other in ("graphs+pdl", "eager"):
+            if f"{other}-{case}" in tokens and f"graphs-{case}" in tokens:
+                print(
+                    f"case {case}: graphs = {other}: {tokens[f'graphs-{case}'] == tokens[f'{other}-{case}']}",
+                    flush=True,
+                )
+
+
+CHECKS = {
+    "rowwise": check_rowwise,
+    "decode": check_decode,
+    "mixed": check_mixed,
+    "linear": check_linear,
+    "engine": check_engine,
+}
+TIMES = {
+    "ceilings": lambda quick: time_ceilings(),
+    "vector": time_vector,
+    "strip": time_strip,
+    "fixed": time_fixed,
+    "decode": time_decode,
+    "prefill": time_prefill,
+    "small": time_small,
+    "engine": time_engine,
+}
+
+
+def run_part(name: str, quick: bool) -> None:
+    torch.manual_seed(int(time.time()))
+    random.seed()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    kind, _, part = name.partition(":")
+    begin = time.perf_counter()
+    with torch.inference_mode():
+        if kind == "check":
+            CHECKS[part]()
+        else:
+            try:
+                TIMES[part](quick)
+            except Exception as error:
+                import traceback
+
+                traceback.print_exc()
+                print(f"FAIL time {part}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    print(f"-- {name} took {time.perf_counter() - begin:.0f}s", flush=True)
+    out = os.environ.get("OUT")
+    if out and ROWS:
+        Path(out, f"smoke-{part}.json").write_text("\n".join(json.dumps(row) for row in ROWS))
+
+
+def main() -> None:
+    global DRY
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", action="append", help="check:NAME or time:NAME")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--dry", action="store_true", help="compile and run once, time nothing")
+    arguments = parser.parse_args()
+    DRY = arguments.dry
+    if arguments.part and len(arguments.part) == 1:
+        run_part(arguments.part[0], arguments.quick)
+        return
+    parts = arguments.part or [*(f"check:{name}" for name in CHECKS), *(f"time:{name}" for name in TIMES)]
+    here = [sys.executable, str(Path(__file__).resolve()), *(["--quick"] if arguments.quick else [])]
+    begin = time.perf_counter()
+    running = [
+        subprocess.Popen(
+            [*here, "--part", part, *(["--dry"] if part.startswith("time:") else [])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for part in parts
+    ]
+    for process in running:
+        lines = process.communicate()[0].splitlines()
+        good = [line for line in lines if line.startswith("ok   ")]
+        print("\n".join(line for line in lines if not line.startswith("ok   ") or "bits" in line), flush=True)
+        if good:
+            print(f"   {len(good)} ok", flush=True)
+    print(f"== checked and compiled after {time.perf_counter() - begin:.0f}s", flush=True)
+    for part in parts:
+        if part.startswith("time:"):
+            subprocess.run([*here, "--part", part])
+    print(f"== all after {time.perf_counter() - begin:.0f}s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
