@@ -87,6 +87,61 @@ static void run_tile(int64_t rows, int64_t panels, int near, const float *x, int
     }
 }
 
+/* The same for all of k and few rows, widening a narrow weight on its way to the registers. */
+INLINE void narrow_tile(int rows, int panels, int32_t format, const float *x, int64_t k, const uint8_t *w, int64_t ldw,
+                        float *sums) {
+    const int wide = panels * NV;
+    vf acc[FEW * PAIR * NV];
+    UNROLL for (int i = 0; i < rows * wide; i++) acc[i] = set_v(0.0f);
+#define ADD(step, p, j, weight)                                                                                     \
+    do {                                                                                                            \
+        vf b = weight;                                                                                              \
+        UNROLL for (int r = 0; r < rows; r++)                                                                       \
+            acc[r * wide + (p) * NV + (j)] = fma_v(set_v(x[r * k + (step)]), b, acc[r * wide + (p) * NV + (j)]);    \
+    } while (0)
+#define EACH(p, j) UNROLL for (int p = 0; p < panels; p++) UNROLL for (int j = 0; j < NV; j++)
+    if (format == BFLOAT16)
+        for (int64_t i = 0; i < k; i++) {
+            UNROLL for (int p = 0; p < panels; p++) fetch(w + p * ldw + i * NR * 2, NR * 2);
+            EACH(p, j) ADD(i, p, j, weight_bfloat16(w + p * ldw, i, j));
+        }
+    else
+        for (int64_t k0 = 0; k0 < k; k0 += GROUP, w += group_bytes(format)) {
+            scales s[PAIR];
+            UNROLL for (int p = 0; p < panels; p++) {
+                s[p] = load_scales(w + p * ldw, format);
+                fetch(w + p * ldw, group_bytes(format));
+            }
+            if (format == SCALED8)
+                for (int64_t i = 0; i < GROUP; i++)
+                    EACH(p, j) ADD(k0 + i, p, j, weight_scaled8(w + p * ldw, &s[p], i, j));
+            else
+                for (int64_t word = 0; word < GROUP / 8; word++) {
+                    vi q[PAIR * NV];
+                    EACH(p, j) q[p * NV + j] = words_scaled4(w + p * ldw, word, j);
+                    UNROLL for (int i = 0; i < 8; i++)
+                        EACH(p, j) ADD(k0 + word * 8 + i, p, j, weight_scaled4(q[p * NV + j], &s[p], i, j));
+                }
+        }
+    UNROLL for (int i = 0; i < rows * wide; i++) store_v(sums + i * VL, acc[i]);
+}
+
+#define NARROW(r, p, f)                                                                                             \
+    case ((r) * 8 + (p)) * 4 + (f):                                                                                 \
+        narrow_tile(r, p, f, x, k, w, ldw, sums);                                                                   \
+        break;
+#define NARROW_ROWS(p, f) NARROW(1, p, f) NARROW(2, p, f) NARROW(3, p, f)
+
+static void run_narrow_tile(int64_t rows, int64_t panels, int32_t format, const float *x, int64_t k, const uint8_t *w,
+                            int64_t ldw, float *sums) {
+    switch ((rows * 8 + panels) * 4 + format) {
+        NARROW_ROWS(1, BFLOAT16) NARROW_ROWS(1, SCALED8) NARROW_ROWS(1, SCALED4)
+#if PAIR == 2
+        NARROW_ROWS(2, BFLOAT16) NARROW_ROWS(2, SCALED8) NARROW_ROWS(2, SCALED4)
+#endif
+    }
+}
+
 /* out = sums + bias + residual for `rows` rows of `width` columns of sums. */
 static void finish(const linear_job *job, const float *sums, int64_t width, int64_t row, int64_t rows, int64_t col) {
     int64_t count = job->n - col < width ? job->n - col : width;
@@ -147,14 +202,23 @@ static void product(const linear_job *job, int64_t row, int64_t rows, int64_t pa
     finish(job, sums, panels * NR, row, rows, panel * NR);
 }
 
+static void narrow_product(const linear_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
+    float sums[FEW * PAIR * NR] __attribute__((aligned(64)));
+    int64_t stride = panel_bytes(job->format, job->k);
+    run_narrow_tile(rows, panels, job->format, job->x + row * job->k, job->k, job->w + panel * stride, stride, sums);
+    finish(job, sums, panels * NR, row, rows, panel * NR);
+}
+
 static void linear_task(void *arg, int64_t task) {
     const linear_job *job = arg;
     int64_t block = task % job->row_blocks, panel = task / job->row_blocks * job->panel_step;
     int64_t end = panel + job->panel_step < job->panels ? panel + job->panel_step : job->panels;
     int64_t row = job->rows * block / job->row_blocks, rows = job->rows * (block + 1) / job->row_blocks - row;
     for (int64_t step; panel < end; panel += step) {
-        step = rows <= FEW && panel + WIDE <= end ? WIDE : panel + PAIR <= end ? PAIR : 1;
-        product(job, row, rows, panel, step);
+        int narrow = rows <= FEW && job->format != FLOAT32;
+        step = rows <= FEW && !narrow && panel + WIDE <= end ? WIDE : panel + PAIR <= end ? PAIR : 1;
+        if (narrow) narrow_product(job, row, rows, panel, step);
+        else product(job, row, rows, panel, step);
     }
 }
 
@@ -166,7 +230,7 @@ EXPORT void quire_linear(const float *x, const void *w, int32_t format, const fl
     job.row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     int64_t threads = quire_get_num_threads(), pieces = threads * 8 / job.row_blocks;
     if (threads == 1 || rows * n * k < 100000 || pieces < 1) pieces = 1;
-    int64_t unit = rows <= FEW ? WIDE : PAIR;
+    int64_t unit = rows <= FEW && format == FLOAT32 ? WIDE : PAIR;
     job.panel_step = ((job.panels + pieces - 1) / pieces + unit - 1) / unit * unit;
     quire_parallel(linear_task, &job, (job.panels + job.panel_step - 1) / job.panel_step * job.row_blocks);
 }

@@ -91,8 +91,11 @@ static int pack_groups(const pack_job *job, int64_t panel, uint8_t *dst) {
                 continue;
             }
             memcpy(to + (NR + j) * 4, &fit.m, 4);
-            for (int i = 0; i < GROUP / 2; i++)
-                to[NR * (8 + i) + j] = (uint8_t)(fit.q[i] | fit.q[i + GROUP / 2] << 4);
+            for (int word = 0; word < GROUP / 8; word++) {
+                uint32_t q = 0;
+                for (int i = 0; i < 8; i++) q |= (uint32_t)fit.q[word * 8 + i] << (4 * i);
+                memcpy(to + (NR * (2 + word) + j) * 4, &q, 4);
+            }
         }
     return 1;
 }
@@ -156,8 +159,8 @@ static float read_weight(const uint8_t *panel, int32_t format, int64_t k, int64_
     k %= GROUP;
     if (format == SCALED8) return x * (float)(int8_t)group[NR * (4 + k) + j];
     memcpy(&m, group + (NR + j) * 4, 4);
-    int byte = group[NR * (8 + k % (GROUP / 2)) + j];
-    return x * (float)(k < GROUP / 2 ? byte & 15 : byte >> 4) + m;
+    memcpy(&bits, group + (NR * (2 + k / 8) + j) * 4, 4);
+    return x * (float)(bits >> (k % 8 * 4) & 15) + m;
 }
 
 typedef struct {

@@ -105,6 +105,22 @@ INLINE vi load_u16(const void *p) {
 
 INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 
+/* The lowest four bits of each lane as a float. */
+INLINE vf nibble_to_float(vi x) {
+#if defined(__AVX512F__)
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (vf)_mm512_permutexvar_ps((__m512i)x, numbers); /* looks at four bits only */
+#else
+    return to_float(x & set_i(15));
+#endif
+}
+
+INLINE vi load_i(const void *p) {
+    vi v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
 /* a * b + c, rounded once where the machine can (x86-64-v2 cannot and rounds twice, always). */
 INLINE vf fma_v(vf a, vf b, vf c) {
 #if defined(__AVX512F__)

@@ -16,8 +16,8 @@ enum {
     FLOAT32 = 0,
     BFLOAT16 = 1, /* the upper half of each float, the lower being zero */
     SCALED8 = 2,  /* groups of d[NR] floats, q[GROUP][NR] signed bytes: w = d * q (Q8_0, Q5_0, Q4_0) */
-    SCALED4 = 3,  /* groups of d[NR], m[NR] floats, q[GROUP / 2][NR] bytes: w = d * q + m, steps i and i + 16 of k in
-                     the lower and the upper half of a byte (Q4_1) */
+    SCALED4 = 3,  /* groups of d[NR], m[NR] floats, q[GROUP / 8][NR] words, each holding 8 steps of k from its lowest
+                     bits up: w = d * q + m (Q4_1) */
 };
 
 INLINE int64_t group_bytes(int32_t format) { return format == SCALED8 ? NR * (4 + GROUP) : NR * (8 + GROUP / 2); }
@@ -31,40 +31,65 @@ INLINE int64_t panel_bytes(int32_t format, int64_t k) {
 
 #define FETCH_AHEAD 2048 /* bytes */
 
+INLINE void fetch(const uint8_t *from, int64_t bytes) {
+    UNROLL for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + FETCH_AHEAD + i);
+}
+
+/* The scale (and offset) of one group's columns. */
+typedef struct {
+    vf d[NV], m[NV];
+} scales;
+
+INLINE scales load_scales(const uint8_t *group, int32_t format) {
+    scales s;
+    UNROLL for (int j = 0; j < NV; j++) {
+        s.d[j] = load_v((const float *)group + j * VL);
+        if (format == SCALED4) s.m[j] = load_v((const float *)group + NR + j * VL);
+    }
+    return s;
+}
+
+INLINE vf weight_bfloat16(const uint8_t *panel, int64_t k, int j) {
+    return (vf)(load_u16(panel + (k * NR + j * VL) * 2) << 16);
+}
+
+INLINE vf weight_scaled8(const uint8_t *group, const scales *s, int64_t i, int j) {
+    return s->d[j] * to_float(load_i8(group + NR * (4 + i) + j * VL));
+}
+
+INLINE vi words_scaled4(const uint8_t *group, int64_t word, int j) {
+    return load_i(group + NR * 4 * (2 + word) + j * VL * 4);
+}
+
+INLINE vf weight_scaled4(vi words, const scales *s, int i, int j) {
+    return fma_v(s->d[j], nibble_to_float(words >> (4 * i)), s->m[j]);
+}
+
 INLINE void widen_bfloat16(const uint8_t *from, int64_t depth, float *to) {
-    for (int64_t i = 0; i < depth * NR; i += VL) {
-        if (i * 2 % 64 == 0) __builtin_prefetch(from + i * 2 + FETCH_AHEAD);
-        store_v(to + i, (vf)(load_u16(from + i * 2) << 16));
+    for (int64_t k = 0; k < depth; k++) {
+        fetch(from + k * NR * 2, NR * 2);
+        UNROLL for (int j = 0; j < NV; j++) store_v(to + k * NR + j * VL, weight_bfloat16(from, k, j));
     }
 }
 
 INLINE void widen_scaled8(const uint8_t *from, int64_t depth, float *to) {
     for (int64_t k = 0; k < depth; k += GROUP, from += group_bytes(SCALED8)) {
-        vf d[NV];
-        for (int j = 0; j < NV; j++) d[j] = load_v((const float *)from + j * VL);
-        for (int64_t i = 0; i < GROUP; i++, to += NR) {
-            __builtin_prefetch(from + NR * (4 + i) + FETCH_AHEAD);
-            UNROLL for (int j = 0; j < NV; j++)
-                store_v(to + j * VL, d[j] * to_float(load_i8(from + NR * (4 + i) + j * VL)));
-        }
+        scales s = load_scales(from, SCALED8);
+        fetch(from, group_bytes(SCALED8));
+        for (int64_t i = 0; i < GROUP; i++, to += NR)
+            UNROLL for (int j = 0; j < NV; j++) store_v(to + j * VL, weight_scaled8(from, &s, i, j));
     }
 }
 
 INLINE void widen_scaled4(const uint8_t *from, int64_t depth, float *to) {
-    for (int64_t k = 0; k < depth; k += GROUP, from += group_bytes(SCALED4), to += GROUP * NR) {
-        vf d[NV], m[NV];
-        for (int j = 0; j < NV; j++) {
-            d[j] = load_v((const float *)from + j * VL);
-            m[j] = load_v((const float *)from + NR + j * VL);
-        }
-        for (int64_t i = 0; i < GROUP / 2; i++) {
-            __builtin_prefetch(from + NR * (8 + i) + FETCH_AHEAD);
+    for (int64_t k = 0; k < depth; k += GROUP, from += group_bytes(SCALED4)) {
+        scales s = load_scales(from, SCALED4);
+        fetch(from, group_bytes(SCALED4));
+        for (int64_t word = 0; word < GROUP / 8; word++, to += 8 * NR)
             UNROLL for (int j = 0; j < NV; j++) {
-                vi both = load_u8(from + NR * (8 + i) + j * VL);
-                store_v(to + i * NR + j * VL, fma_v(d[j], to_float(both & set_i(15)), m[j]));
-                store_v(to + (i + GROUP / 2) * NR + j * VL, fma_v(d[j], to_float(both >> 4), m[j]));
+                vi q = words_scaled4(from, word, j);
+                UNROLL for (int i = 0; i < 8; i++) store_v(to + i * NR + j * VL, weight_scaled4(q, &s, i, j));
             }
-        }
     }
 }
 
