@@ -49,6 +49,9 @@ class CacheConfig:
     kv_cache_memory: int | str | None = option(None, "bytes for the KV pool, or a text such as 2GiB "
                                                      "(default: a share of free memory)")
     enable_prefix_caching: bool = option(True, "reuse the KV of prompts that start alike")
+    swap_space: float = option(0.0, "GiB of host memory for KV that was preempted or evicted (0: none)")
+    offload: bool = option(False, "keep evicted prefixes in the swap space and bring them back when they are "
+                                  "asked for again")
     eviction_policy: str = option("lru", "which idle cached block gives up its place first", ("lru",))
 
 
@@ -62,7 +65,12 @@ class SchedulerConfig:
         True, "let a long prompt be computed in pieces beside decoding sequences")
     max_num_partial_prefills: int = option(1, "most prompts that may be half computed at once")
     long_prefill_token_threshold: int = option(0, "most tokens of one prompt in one step (0: no such limit)")
-    scheduling_policy: str = option("fcfs", "order of the waiting queue", ("fcfs", "priority"))
+    scheduling_policy: str = option(
+        "fcfs", "order of the waiting queue: by arrival; by priority, which also preempts; or fair among tenants",
+        ("fcfs", "priority", "fair"))
+    preemption_mode: str = option(
+        "auto", "what becomes of the KV of a preempted request: computed again, moved to the swap space, or "
+                "whichever is cheaper here", ("auto", "recompute", "swap"))
     batching_policy: str = option(
         "decode-first", "what fills a step first", ("decode-first", "prefill-first", "static"))
     itl_slo_ms: float | None = option(
@@ -144,10 +152,24 @@ def _check_ranges(config: EngineConfig) -> None:
     if not 0 <= config.model.seed < 1 << 64:
         raise ConfigError(f"seed must be between 0 and 2**64 - 1, not {config.model.seed}", field="seed")
     _check_slo(config.scheduler)
+    _check_swap(config)
     if config.cache.num_kv_blocks is not None and config.cache.kv_cache_memory is not None:
         raise ConfigError("give num_kv_blocks or kv_cache_memory, not both", field="num_kv_blocks")
     if config.cache.kv_cache_memory is not None:
         parse_bytes(config.cache.kv_cache_memory, "kv_cache_memory")
+
+
+def _check_swap(config: EngineConfig) -> None:
+    space = config.cache.swap_space
+    if not 0.0 <= space <= 1 << 20:
+        raise ConfigError(f"swap_space must be between 0 and 1048576 GiB, not {space}", field="swap_space")
+    if space > 0:
+        return
+    if config.cache.offload:
+        raise ConfigError("offload keeps evicted prefixes in the swap space: give swap_space", field="offload")
+    if config.scheduler.preemption_mode == "swap":
+        raise ConfigError("preemption_mode 'swap' needs room to move KV to: give swap_space",
+                          field="preemption_mode")
 
 
 def _check_slo(options: SchedulerConfig) -> None:

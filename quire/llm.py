@@ -11,16 +11,15 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.engine.assembly import Engine, build_engine
 from quire.engine.core import EngineCore
-from quire.engine.input import InputProcessor, Prompt
+from quire.engine.input import InputProcessor, Params, Prompt
 from quire.engine.interrupt import DeferredInterrupt
 from quire.engine.metrics import flat_metrics
 from quire.engine.output import RequestOutput
 from quire.engine.progress import Progress
 from quire.engine.streams import News, OutputStreams
 from quire.errors import EngineError, InvalidRequestError
-from quire.sampling.params import SamplingParams
+from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.request import FinishReason
-from quire.scheduler.scheduler import SequenceUpdate
 
 Message = Mapping[str, Any]
 
@@ -57,6 +56,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        tenant: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Outputs for all prompts, in their order.
 
@@ -66,9 +66,28 @@ class LLM:
         """
         batch = _prompt_list(prompts)
         params = _params_list(sampling_params, len(batch))
-        ids = self._add_batch(batch, params, _priorities(priority, len(batch)))
+        ids = self._add_batch(batch, params, _priorities(priority, len(batch)), _tenants(tenant, len(batch)))
+        return self._finish_all(ids, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """The `beam_width` best continuations of every prompt, best first, as transformers' beam search finds them.
+
+        Beams run beside all other requests and share the KV of what they have in common.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError(f"params must be BeamSearchParams, not {type(params).__name__}", field="params")
+        batch = _prompt_list(prompts)
+        return self._finish_all(self._add_batch(batch, [params] * len(batch)), use_tqdm)
+
+    def _finish_all(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        with Progress(len(batch), self._core.scheduler.stats, enabled=use_tqdm) as progress:
+        with Progress(len(ids), self._core.scheduler.stats, enabled=use_tqdm) as progress:
             for news in self._drive(ids):
                 if news.finished:
                     finished[news.processor.request_id] = news.output()
@@ -80,11 +99,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, yielding each request's output whenever it has grown; the last of each has `finished` set."""
+        """As `generate`, yielding each request's output whenever it has grown; the last of each has `finished` set.
+
+        With `best_of` above `n` there is nothing to show before the end: which ones are best is not known.
+        """
         batch = _prompt_list(prompts)
-        ids = self._add_batch(batch, _params_list(sampling_params, len(batch)), [0] * len(batch))
+        ids = self._add_batch(batch, _params_list(sampling_params, len(batch)))
         for news in self._drive(ids):
-            yield news.output()
+            if news.presentable:
+                yield news.output()
 
     def chat(
         self,
@@ -116,34 +139,33 @@ class LLM:
         self,
         request_id: str,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str | None = None,
         arrival_time: float | None = None,
     ) -> None:
         """Queue a request; `step` brings its outputs. Refused requests raise and leave no trace."""
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError("request_id must be a non-empty string", field="request_id")
         params = SamplingParams() if sampling_params is None else sampling_params
-        request, text = self._inputs.request(request_id, prompt, params, priority, cache_salt, arrival_time)
+        request, text = self._inputs.request(request_id, prompt, params, priority=priority, cache_salt=cache_salt,
+                                             tenant=tenant, arrival_time=arrival_time)
         self._core.add(request)
         self._streams.add(request, text)
 
     def step(self) -> list[RequestOutput]:
         """Run one engine step; outputs of the requests that have news."""
         held_back, self._held_back = self._held_back, []
-        return held_back + [news.output() for news in self._step()]
+        return held_back + [news.output() for news in self._step() if news.presentable]
 
     def _step(self) -> list[News]:
-        found = self._read_news(self._core.step())
+        found = self._streams.process(self._core.step())
         for news in found:
-            if news.stopped is not None:
-                self._core.finish(news.stopped[0], FinishReason.STOP, news.stopped[1])
+            for seq, text in news.stopped:
+                self._core.finish(seq, FinishReason.STOP, text)
         return found
-
-    def _read_news(self, updates: list[SequenceUpdate]) -> list[News]:
-        return [news for update in updates if (news := self._streams.process(update)) is not None]
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """Stop requests, wherever they are; unknown ids are ignored. `step` still reports each one's end."""
@@ -192,15 +214,20 @@ class LLM:
     def _core(self) -> EngineCore:
         return self._running_engine.core
 
-    def _add_batch(self, prompts: list[Prompt], params: list[SamplingParams], priorities: list[int]) -> list[str]:
+    def _add_batch(self, prompts: list[Prompt], params: Sequence[Params], priorities: list[int] | None = None,
+                   tenants: Sequence[str | None] | None = None) -> list[str]:
         """Add all or none: when one is refused, those before it are taken back."""
         ids: list[str] = []
         arrival = time.time()
+        priorities = [0] * len(prompts) if priorities is None else priorities
+        tenants = [None] * len(prompts) if tenants is None else tenants
         try:
-            for index, (prompt, each, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+            for index, (prompt, each, priority, tenant) in enumerate(
+                    zip(prompts, params, priorities, tenants, strict=True)):
                 request_id = f"q{next(self._ids)}"
                 try:
-                    self.add_request(request_id, prompt, each, priority=priority, arrival_time=arrival)
+                    self.add_request(request_id, prompt, each, priority=priority, tenant=tenant,
+                                     arrival_time=arrival)
                 except InvalidRequestError as error:
                     if len(prompts) > 1:
                         error.args = (f"prompt {index}: {error}",)
@@ -220,7 +247,8 @@ class LLM:
                     found = self._step()
                 for news in found:
                     if news.processor.request_id not in unfinished:
-                        self._held_back.append(news.output())
+                        if news.presentable:
+                            self._held_back.append(news.output())
                         continue
                     if news.finished:
                         unfinished.discard(news.processor.request_id)
@@ -232,8 +260,8 @@ class LLM:
     def _withdraw(self, ids: list[str]) -> None:
         """Abort requests whose caller is gone; news of others is kept for theirs."""
         self.abort(ids)
-        for news in self._read_news(self._core.scheduler.take_updates()):
-            if news.processor.request_id not in ids:
+        for news in self._streams.process(self._core.scheduler.take_updates()):
+            if news.processor.request_id not in ids and news.presentable:
                 self._held_back.append(news.output())
 
 
@@ -271,6 +299,14 @@ def _priorities(priority: Sequence[int] | None, count: int) -> list[int]:
     if len(priority) != count:
         raise InvalidRequestError(f"there are {count} prompts but {len(priority)} priorities", field="priority")
     return list(priority)
+
+
+def _tenants(tenant: str | Sequence[str] | None, count: int) -> list[str | None]:
+    if tenant is None or isinstance(tenant, str):
+        return [tenant] * count
+    if len(tenant) != count:
+        raise InvalidRequestError(f"there are {count} prompts but {len(tenant)} tenants", field="tenant")
+    return list(tenant)
 
 
 def _conversations(messages: Any) -> list[Sequence[Message]]:

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
+from quire.engine.calibration import measure_move_cost
 from quire.engine.core import EngineCore
 from quire.executor.local import LocalExecutor
+from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.move_cost import MoveCost
 from quire.models.spec import DecoderSpec
 from quire.scheduler.pacing import StepPacer
 from quire.scheduler.policy import BATCHING_POLICIES
+from quire.scheduler.preemption import Preemption, PreemptionMode
 from quire.scheduler.queue import QUEUES
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.worker.memory import PoolSize
@@ -49,13 +53,9 @@ def build_engine(config: EngineConfig, progress: bool = True) -> Engine:
 
     worker = Worker(source, config)
     depth = config.scheduler.max_steps_in_flight
-    cache = KVCacheManager(
-        worker.pool.num_blocks,
-        config.cache.block_size,
-        groups=tuple(CacheGroup(group.window) for group in worker.spec.cache_groups()),
-        prefix_caching=config.cache.enable_prefix_caching,
-        eviction_policy=config.cache.eviction_policy,
-    )
+    executor = LocalExecutor(worker, overlap=depth > 1)
+    cost = measure_move_cost(executor, config, worker.spec, worker.pool)
+    cache = build_cache(config, worker.spec, worker.pool, cost)
     scheduler = Scheduler(
         limits_of(config, worker.pool.max_model_len),
         cache,
@@ -63,9 +63,26 @@ def build_engine(config: EngineConfig, progress: bool = True) -> Engine:
         policy=BATCHING_POLICIES[config.scheduler.batching_policy](),
         clock=time.time,
         pacer=None if config.scheduler.itl_slo_ms is None else StepPacer(config.scheduler.itl_slo_ms / 1e3),
+        preemption=Preemption(cache, PreemptionMode(config.scheduler.preemption_mode), cost),
     )
-    core = EngineCore(scheduler, LocalExecutor(worker, overlap=depth > 1), depth)
+    core = EngineCore(scheduler, executor, depth)
     return Engine(config, source, worker.spec, worker.pool, core)
+
+
+def build_cache(config: EngineConfig, spec: DecoderSpec, pool: PoolSize, cost: MoveCost | None) -> KVCacheManager:
+    """The bookkeeping of a pool and, where there is swap space, of the host tier beneath it."""
+    groups = spec.cache_groups()
+    tier = HostTier(pool.num_host_blocks, len(groups), config.cache.offload) if pool.num_host_blocks else None
+    return KVCacheManager(
+        pool.num_blocks,
+        config.cache.block_size,
+        groups=tuple(CacheGroup(group.window) for group in groups),
+        prefix_caching=config.cache.enable_prefix_caching,
+        eviction_policy=config.cache.eviction_policy,
+        tier=tier,
+        cost=cost,
+        block_bytes=tuple(group.bytes_per_token * config.cache.block_size for group in groups),
+    )
 
 
 def limits_of(config: EngineConfig, max_model_len: int) -> Limits:

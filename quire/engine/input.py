@@ -9,10 +9,12 @@ from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.kvcache.prefix import cache_key
-from quire.sampling.params import SamplingParams
+from quire.sampling.params import BeamSearchParams, SamplingParams
+from quire.scheduler.beam import BeamSearch
 from quire.scheduler.request import Request
 from quire.tokenizer.tokenizer import Tokenizer
 
+Params = SamplingParams | BeamSearchParams
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
@@ -28,24 +30,39 @@ class InputProcessor:
         self._eos_token_ids = eos_token_ids
         self._seeds = random.Random(seed)
 
-    def request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0,
-                cache_salt: str | None = None, arrival_time: float | None = None) -> tuple[Request, str | None]:
+    def request(self, request_id: str, prompt: Prompt, params: Params, *, priority: int = 0,
+                cache_salt: str | None = None, tenant: str | None = None,
+                arrival_time: float | None = None) -> tuple[Request, str | None]:
         """The request for a prompt, and the prompt's text where there is one."""
         text, tokens, salt = self._read(prompt)
-        self._check_params(params)
+        beams = self._beams(params) if isinstance(params, BeamSearchParams) else None
+        sampling = _drawn_like(params) if isinstance(params, BeamSearchParams) else params
+        self._check_params(sampling)
         salt = salt if cache_salt is None else cache_salt
+        if tenant is not None and not isinstance(tenant, str):
+            raise InvalidRequestError(f"tenant must be a string, not {type(tenant).__name__}", field="tenant")
         request = Request(
             request_id=request_id,
             prompt_token_ids=tokens,
-            params=params,
-            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
+            params=sampling,
+            seed=self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed,
             arrival_time=time.time() if arrival_time is None else arrival_time,
             eos_token_ids=self._eos_token_ids,
-            bad_words=self._bad_words(params),
+            bad_words=self._bad_words(sampling),
             priority=_integer(priority, "priority"),
             cache_key=b"" if salt is None else cache_key(["salt", salt]),
+            tenant=tenant or "",
+            beams=beams,
         )
         return request, text
+
+    def _beams(self, params: BeamSearchParams) -> BeamSearch:
+        beams = BeamSearch(params, self._eos_token_ids)
+        if beams.num_candidates > self._vocab_size:
+            raise InvalidRequestError(
+                f"beam_width {params.beam_width} looks at {beams.num_candidates} next tokens of each beam, and the "
+                f"vocabulary has {self._vocab_size}: lower it", field="beam_width")
+        return beams
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         salt = None
@@ -97,9 +114,6 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"sampling_params must be SamplingParams, not {type(params).__name__}", field="sampling_params")
-        if params.n != 1 or params.best_of not in (None, 1):
-            raise InvalidRequestError("n and best_of above 1 are not supported yet: send the prompt several times",
-                                      field="n" if params.n != 1 else "best_of")
         params.validate_for_vocab(self._vocab_size)
         if self._tokenizer is None and (params.stop or params.bad_words):
             raise InvalidRequestError("stop strings and bad_words need a tokenizer; use stop_token_ids",
@@ -116,6 +130,13 @@ class InputProcessor:
                 if tokens and tokens not in found:
                     found.append(tokens)
         return found
+
+
+def _drawn_like(params: BeamSearchParams) -> SamplingParams:
+    """What the rest of the engine needs to know of a request whose tokens are searched, not drawn."""
+    return SamplingParams(max_tokens=params.max_tokens, temperature=params.temperature, seed=0,
+                          ignore_eos=params.ignore_eos,
+                          include_stop_str_in_output=params.include_stop_str_in_output)
 
 
 def _integer(value: Any, name: str) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.engine.detokenizer import StopStrings, TextDecoder, make_detokenizer
 from quire.errors import InvalidRequestError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import TokenLogprobs
+from quire.scheduler.request import RequestCounts
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -43,6 +44,8 @@ class CompletionOutput:
     text_delta: str = ""
     """The end of `text` that is new since the request's previous output: join them for a stream."""
     token_ids_delta: list[int] = field(default_factory=list)
+    score: float | None = None
+    """Of a beam: its cumulative log-probability after the length penalty, by which beams are ranked."""
 
     @property
     def finished(self) -> bool:
@@ -57,6 +60,8 @@ class RequestMetrics:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    counts: RequestCounts = field(default_factory=RequestCounts)
+    """Preemptions by reason, swaps and bytes moved, copies on write, tokens computed again, tier hits."""
 
     @property
     def queue_time(self) -> float | None:
@@ -182,6 +187,7 @@ class SequenceState:
         "finish_reason",
         "index",
         "logprobs",
+        "score",
         "stop_reason",
         "token_ids",
     )
@@ -191,7 +197,8 @@ class SequenceState:
         self.token_ids: list[int] = []
         wanted = params.logprobs is not None
         self.logprobs: list[PositionLogprobs] | None = [] if wanted else None
-        self.cumulative_logprob: float | None = 0.0 if wanted else None
+        self.cumulative_logprob: float | None = 0.0 if wanted or _ranked(params) else None
+        self.score: float | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._params = params
@@ -215,9 +222,10 @@ class SequenceState:
             text += self._text.finish()
         self._new_text.append(text)
         self.token_ids.extend(token_ids[:kept])
-        if self.logprobs is not None and logprobs is not None:
+        if self.cumulative_logprob is not None and logprobs is not None:
             count = self._params.logprobs or 0
-            self.logprobs.extend(describe(entry, count, self._tokenizer) for entry in logprobs[:kept])
+            if self.logprobs is not None:
+                self.logprobs.extend(describe(entry, count, self._tokenizer) for entry in logprobs[:kept])
             added = sum(entry.logprob for entry in logprobs[:kept])
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + added
         found = self._text.stop_string
@@ -239,6 +247,7 @@ class SequenceState:
             stop_reason=self.stop_reason,
             text_delta=delta,
             token_ids_delta=self.token_ids[start:],
+            score=self.score,
         )
 
     def _add_text(self, token_ids: Sequence[int], stopped_by_token: bool) -> tuple[str, int]:
@@ -299,7 +308,9 @@ class OutputProcessor:
         self.metrics = RequestMetrics(arrival_time=arrival_time)
         self.error: str | None = None
         self._tokenizer = tokenizer if params.detokenize else None
-        count = num_sequences if num_sequences is not None else params.n
+        count = num_sequences if num_sequences is not None else params.best_of or params.n
+        self.silent_until_done = _ranked(params) or num_sequences is not None
+        """Which sequences are returned, or what they are, is known only at the end."""
         self._sequences = [SequenceState(index, params, tokenizer) for index in range(count)]
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
@@ -346,17 +357,37 @@ class OutputProcessor:
             count = self.params.prompt_logprobs or 0
             self._prompt_logprobs.extend(describe(entry, count, self._tokenizer) for entry in logprobs)
 
+    def set_score(self, index: int, cumulative_logprob: float, score: float) -> None:
+        """What beam search found for sequence `index`."""
+        self._sequences[index].cumulative_logprob = cumulative_logprob
+        self._sequences[index].score = score
+
+    def end_missing(self, known: Collection[int]) -> None:
+        """Sequences other than `known` never came to be: the request was ended before."""
+        for state in self._sequences:
+            if state.index not in known and state.finish_reason is None:
+                state.take([], finish_reason="abort")
+
+    def _completions(self) -> list[CompletionOutput]:
+        """All sequences; of those that are ranked the best n, when all have ended, and none before."""
+        if self.silent_until_done and not self.finished:
+            return []
+        if not _ranked(self.params):
+            return [state.completion() for state in self._sequences]
+        best = sorted(self._sequences, key=lambda state: -(state.cumulative_logprob or 0.0))[: self.params.n]
+        return [replace(state.completion(), index=place) for place, state in enumerate(best)]
+
     def output(self) -> RequestOutput:
         """The request as a whole, as far as it has come; deltas are since the previous call."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[state.completion() for state in self._sequences],
+            outputs=self._completions(),
             finished=self.finished,
             prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
             num_cached_tokens=self.num_cached_tokens,
-            metrics=replace(self.metrics),
+            metrics=replace(self.metrics, counts=replace(self.metrics.counts)),
             seed=self.seed,
             error=self.error,
         )
@@ -366,6 +397,11 @@ class OutputProcessor:
             self.metrics.first_token_time = now
         if self.metrics.finished_time is None and self.finished:
             self.metrics.finished_time = now
+
+
+def _ranked(params: SamplingParams) -> bool:
+    """More sequences are drawn than returned."""
+    return params.best_of is not None and params.best_of > params.n
 
 
 def _plain_reason(reason: str | None) -> str | None:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from quire.engine.detokenizer import TextDecoder
 from quire.engine.output import OutputProcessor, RequestOutput
-from quire.scheduler.request import Request, Sequence
+from quire.scheduler.request import FinishReason, Request, Sequence
 from quire.scheduler.scheduler import SequenceUpdate
 
 
 @dataclass(slots=True)
 class News:
-    """One request that has changed; `stopped` is a sequence that a stop string ended, with that string."""
+    """One request that has changed; `stopped` are sequences that a stop string ended, with that string."""
 
     processor: OutputProcessor
-    stopped: tuple[Sequence, str] | None
+    stopped: list[tuple[Sequence, str]] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
         return self.processor.finished
+
+    @property
+    def presentable(self) -> bool:
+        """There is something to show: which of several sequences are returned may be known only at the end."""
+        return self.processor.finished or not self.processor.silent_until_done
 
     def output(self) -> RequestOutput:
         return self.processor.output()
@@ -34,24 +40,35 @@ class OutputStreams:
     def add(self, request: Request, prompt: str | None) -> None:
         self._processors[request.request_id] = OutputProcessor(
             request.request_id, request.params, self._tokenizer, request.prompt_token_ids, prompt,
-            seed=request.seed, arrival_time=request.arrival_time)
+            num_sequences=None if request.beams is None else request.width, seed=request.seed,
+            arrival_time=request.arrival_time)
 
-    def process(self, update: SequenceUpdate) -> News | None:
-        """What an update means for its request; None when nobody waits for it any more."""
+    def process(self, updates: Iterable[SequenceUpdate]) -> list[News]:
+        """What updates mean for their requests, one piece of news for each that somebody waits for."""
+        found: dict[str, News] = {}
+        for update in updates:
+            processor = self._processors.get(update.request.request_id)
+            if processor is not None:
+                news = found.setdefault(update.request.request_id, News(processor))
+                self._take(update, processor, news)
+        return list(found.values())
+
+    def _take(self, update: SequenceUpdate, processor: OutputProcessor, news: News) -> None:
         request, seq = update.request, update.sequence
-        processor = self._processors.get(request.request_id)
-        if processor is None:
-            return None
-        now = time.time()
         processor.num_cached_tokens = request.num_cached_tokens
         processor.metrics.first_scheduled_time = request.first_scheduled_time
+        processor.metrics.counts = request.counts
         if update.prompt_logprobs:
             processor.add_prompt_logprobs(update.prompt_logprobs)
         if seq.error is not None:
             processor.error = seq.error
+        if seq.score is not None and seq.cumulative_logprob is not None:
+            processor.set_score(seq.index, seq.cumulative_logprob, seq.score)
+        if request.beams is not None and seq.finish_reason is FinishReason.ABORT:
+            processor.end_missing({other.index for other in request.sequences})
         change = processor.process(update.new_tokens, update.logprobs, seq.finish_reason, seq.stop_reason,
-                                   index=seq.index, now=now)
+                                   index=seq.index, now=time.time())
         if processor.finished:
-            del self._processors[request.request_id]
-        stopped = change.hit_stop_string and isinstance(change.stop_reason, str) and not seq.finished
-        return News(processor, (seq, str(change.stop_reason)) if stopped else None)
+            self._processors.pop(request.request_id, None)
+        if change.hit_stop_string and isinstance(change.stop_reason, str) and not seq.finished:
+            news.stopped.append((seq, change.stop_reason))

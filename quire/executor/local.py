@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from quire.executor.base import Executor
-from quire.scheduler.plan import EntryResult, StepPlan, StepResult
+from quire.scheduler.plan import EntryResult, PlanEntry, StepPlan, StepResult
 
 
 class PlanRunner(Protocol):
@@ -44,7 +44,7 @@ class LocalExecutor(Executor):
     def _execute(self, plan: StepPlan) -> StepResult:
         if self._lost_rows:
             self._lost_rows.difference_update(start.row for start in plan.starts)
-            if any(entry.row in self._lost_rows for entry in plan.entries):
+            if any(self._is_lost(entry) for entry in plan.entries):
                 return self._execute_sound(plan)
         try:
             return self._worker.execute(plan)
@@ -54,12 +54,15 @@ class LocalExecutor(Executor):
 
     def _execute_sound(self, plan: StepPlan) -> StepResult:
         lost = self._lost_rows
-        entries = [entry for entry in plan.entries if entry.row not in lost]
+        entries = [entry for entry in plan.entries if not self._is_lost(entry)]
         diffs = [diff for diff in plan.diffs if diff.row not in lost]
         results = iter(self._execute(replace(plan, entries=entries, diffs=diffs)).entries)
         refused = "an earlier step of this request was lost"
         return StepResult(plan.step, [
-            EntryResult(error=refused) if entry.row in lost else next(results) for entry in plan.entries])
+            EntryResult(error=refused) if self._is_lost(entry) else next(results) for entry in plan.entries])
+
+    def _is_lost(self, entry: PlanEntry) -> bool:
+        return entry.row in self._lost_rows or entry.shares in self._lost_rows
 
     def close(self) -> None:
         if self._thread is not None:

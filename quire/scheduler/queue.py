@@ -111,4 +111,82 @@ class PriorityQueue(WaitingQueue):
         return iter(sorted(self._requests.values(), key=lambda r: (r.priority, r.arrival_index)))
 
 
-QUEUES: dict[str, type[WaitingQueue]] = {"fcfs": FCFSQueue, "priority": PriorityQueue}
+class FairQueue(WaitingQueue):
+    """Counts the tokens computed for each tenant; among those who wait the lowest count is next.
+
+    A tenant that was away comes back with at least the lowest count of those present: nobody saves up credit
+    while asking for nothing. Within a tenant first come is first served, a preempted request first of all.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[str, OrderedDict[str, Request]] = {}
+        self._served: dict[str, int] = {}
+        """Tokens computed for every tenant that waits, or was part of the last step."""
+        self._level = 0
+        """The highest count at which anybody was admitted: where newcomers begin if nobody else is there."""
+        self._size = 0
+
+    def add(self, request: Request) -> None:
+        tenant = request.tenant
+        if tenant not in self._served:
+            self._served[tenant] = min(self._served.values(), default=self._level)
+        self._line(tenant)[request.request_id] = request
+        self._size += 1
+
+    def put_back(self, request: Request) -> None:
+        line = self._line(request.tenant)
+        self._served.setdefault(request.tenant, min(self._served.values(), default=self._level))
+        line[request.request_id] = request
+        line.move_to_end(request.request_id, last=False)
+        self._size += 1
+
+    def peek(self) -> Request:
+        return next(iter(self._lines[self._next_tenant()].values()))
+
+    def pop(self) -> Request:
+        tenant = self._next_tenant()
+        self._level = max(self._level, self._served[tenant])
+        request = self._lines[tenant].popitem(last=False)[1]
+        self._shrink(tenant)
+        return request
+
+    def remove(self, request: Request) -> None:
+        del self._lines[request.tenant][request.request_id]
+        self._shrink(request.tenant)
+
+    def charge(self, planned: Iterable[Planned]) -> None:
+        served = self._served
+        active = set(self._lines)
+        for seq, entry, _ in planned:
+            tenant = seq.request.tenant
+            active.add(tenant)
+            served[tenant] = served.get(tenant, self._level) + entry.num_tokens
+        for tenant in [tenant for tenant in served if tenant not in active]:
+            # Nothing waits and nothing ran: it begins anew when it comes back, level with the others.
+            self._level = max(self._level, served.pop(tenant))
+
+    def _line(self, tenant: str) -> OrderedDict[str, Request]:
+        return self._lines.setdefault(tenant, OrderedDict())
+
+    def _next_tenant(self) -> str:
+        # Ties go to whoever has waited longest.
+        def turn(tenant: str) -> tuple[int, int]:
+            return self._served[tenant], next(iter(self._lines[tenant].values())).arrival_index
+
+        return min(self._lines, key=turn)
+
+    def _shrink(self, tenant: str) -> None:
+        self._size -= 1
+        if not self._lines[tenant]:
+            del self._lines[tenant]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        """Tenant by tenant, the next one first."""
+        for tenant in sorted(self._lines, key=lambda t: self._served[t]):
+            yield from list(self._lines[tenant].values())
+
+
+QUEUES: dict[str, type[WaitingQueue]] = {"fcfs": FCFSQueue, "priority": PriorityQueue, "fair": FairQueue}

@@ -21,6 +21,8 @@ class PoolSize:
     num_blocks: int
     max_model_len: int
     bytes_per_block: int
+    num_host_blocks: int = 0
+    """Blocks of the host tier."""
 
 
 def available_memory() -> int:
@@ -54,7 +56,20 @@ def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, 
             f"max_model_len {max_model_len} does not fit the KV pool, which holds {capacity} tokens ({num_blocks} "
             f"blocks of {cache.block_size}): lower max_model_len or raise num_kv_blocks or kv_cache_memory",
             field="max_model_len")
-    return PoolSize(num_blocks, min(wanted_len, capacity), per_block)
+    num_host_blocks = size_host_tier(cache, per_block, free - num_blocks * per_block)
+    return PoolSize(num_blocks, min(wanted_len, capacity), per_block, num_host_blocks)
+
+
+def size_host_tier(cache: CacheConfig, per_block: int, free: int) -> int:
+    """Blocks that swap_space holds; refuses more than the machine has."""
+    wanted = int(cache.swap_space * 2**30)
+    if wanted > free:
+        raise OutOfMemoryError(
+            f"swap_space takes {_gib(wanted)}, but {_gib(max(0, free))} are free beside the KV pool: lower it")
+    if wanted and wanted < per_block:
+        raise ConfigError(f"swap_space {cache.swap_space} GiB does not hold one block of {per_block} bytes: raise it",
+                          field="swap_space")
+    return wanted // per_block
 
 
 def _model_length(spec: DecoderSpec, max_model_len: int | None) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.attention.context import StepContext
 from quire.models.decoder import Decoder
 from quire.sampling.batch import SamplingBatch
-from quire.sampling.sampler import FAILURES, OK, SampledLogprobs, sample, token_logprobs
+from quire.sampling.sampler import FAILURES, NOT_FINITE, OK, SampledLogprobs, sample, token_logprobs
 from quire.scheduler.plan import EntryResult, PlanEntry, TokenLogprobs
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.request_table import RequestTable
@@ -31,14 +31,18 @@ class ModelRunner:
     def run(self, entries: Sequence[PlanEntry]) -> list[EntryResult]:
         if not entries:
             return []
-        ids, ctx = self._inputs(entries)
+        # Who shares another's logits computes nothing.
+        computing = [entry for entry in entries if entry.num_tokens]
+        ids, ctx = self._inputs(computing)
         hidden = self._decoder.forward(ids, ctx, self._cache.layers)
-        ends = ctx.query_start.tolist()[1:]
+        row_ends = dict(zip((entry.row for entry in computing), ctx.query_start.tolist()[1:], strict=True))
+        ends = [row_ends[entry.row if entry.shares is None else entry.shares] for entry in entries]
         results = [EntryResult() for _ in entries]
         for entry, end, result in zip(entries, ends, results, strict=True):
             if entry.prompt_logprobs_from is not None:
                 self._prompt_logprobs(entry, hidden, end - entry.num_tokens, result)
         self._draw(entries, ends, hidden, results)
+        self._rank_candidates(entries, ends, hidden, results)
         return results
 
     def _inputs(self, entries: Sequence[PlanEntry]) -> tuple[Tensor, StepContext]:
@@ -48,9 +52,9 @@ class ModelRunner:
         starts = np.array([entry.start for entry in entries], np.int64)
         counts = np.array([entry.num_tokens for entry in entries], np.int64)
         for entry in entries:
-            if entry.drafts:
-                end = entry.start + entry.num_tokens
-                table.tokens[entry.row, end - len(entry.drafts) : end] = entry.drafts
+            if entry.drafts or entry.given:
+                values, end = entry.drafts or entry.given, entry.start + entry.num_tokens
+                table.tokens[entry.row, end - len(values) : end] = values
         query_start = np.zeros(len(entries) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
         token_rows, positions = rows, starts
@@ -90,6 +94,24 @@ class ModelRunner:
         if output.logprobs is not None:
             for place, found in zip(output.logprobs.rows, _token_logprobs(output.logprobs), strict=True):
                 results[drawing[place]].logprobs = [found]
+
+    def _rank_candidates(self, entries: Sequence[PlanEntry], ends: list[int], hidden: Tensor,
+                         results: list[EntryResult]) -> None:
+        """The likeliest next tokens of the entries that ask for them instead of a draw."""
+        asking = [i for i, entry in enumerate(entries) if entry.candidates]
+        for at in range(0, len(asking), _PROMPT_LOGITS_ROWS):
+            part = asking[at : at + _PROMPT_LOGITS_ROWS]
+            logits = self._decoder.logits(hidden[torch.tensor([ends[i] - 1 for i in part])])
+            temperatures = [self._table.sampling(entries[i].row).params.temperature or 1.0 for i in part]
+            if any(temperature != 1.0 for temperature in temperatures):
+                logits = logits / torch.tensor(temperatures)[:, None]
+            finite = torch.isfinite(logits.amax(-1)).tolist()
+            found = token_logprobs(logits, logits.argmax(-1), max(entries[i].candidates for i in part)).to_list()
+            for i, sound, (_, _, _, ids, logprobs) in zip(part, finite, found, strict=True):
+                if sound:
+                    results[i].candidates = list(zip(ids, logprobs, strict=True))[: entries[i].candidates]
+                else:
+                    results[i].error = FAILURES[NOT_FINITE]
 
     def _prompt_logprobs(self, entry: PlanEntry, hidden: Tensor, first_row: int, result: EntryResult) -> None:
         """Of the prompt tokens that follow the positions of this chunk."""

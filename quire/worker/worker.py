@@ -32,7 +32,8 @@ class Worker:
         weights = (dummy_weights(source.config, config.model.seed) if config.model.load_format == "dummy"
                    else source.weights())
         decoder = build_decoder(source.config, weights, ops, max_model_len=self.pool.max_model_len)
-        self._cache = CacheEngine(decoder, ops, self.pool.num_blocks, config.cache.block_size)
+        self._cache = CacheEngine(decoder, ops, self.pool.num_blocks, config.cache.block_size,
+                                  self.pool.num_host_blocks)
         self._table = RequestTable(config.scheduler.max_num_seqs, self.pool.max_model_len, config.cache.block_size,
                                    len(self.spec.cache_groups()))
         self._runner = ModelRunner(decoder, self._cache, self._table)

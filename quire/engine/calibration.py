@@ -1,0 +1,59 @@
+"""Measures at start what moving KV costs here and what computing it again does, for whoever must choose."""
+
+from __future__ import annotations
+
+import time
+
+from quire.config import EngineConfig
+from quire.executor.base import Executor
+from quire.kvcache.move_cost import MoveCost
+from quire.models.spec import DecoderSpec
+from quire.sampling.params import SamplingParams
+from quire.scheduler.plan import DEVICE, HOST, BlockCopy, PlanEntry, RowStart, StepPlan, TableDiff
+from quire.worker.memory import PoolSize
+
+_PROMPT_TOKENS = 128
+_COPIED_BLOCKS = 32
+_REPEATS = 2
+
+
+def measure_move_cost(executor: Executor, config: EngineConfig, spec: DecoderSpec, pool: PoolSize) -> MoveCost | None:
+    """Rates of this machine, from steps that the executor carries out; None where nothing will be decided by them."""
+    decides = config.scheduler.preemption_mode == "auto" or config.cache.offload
+    if not pool.num_host_blocks or not decides:
+        return None
+    groups = len(spec.cache_groups())
+    length = min(_PROMPT_TOKENS, pool.max_model_len, pool.num_blocks * config.cache.block_size)
+    prompt = _fastest(executor, _prompt_step(length, groups, config.cache.block_size))
+    executor.submit(StepPlan(0, freed_rows=[0])).result()
+    count = min(_COPIED_BLOCKS, pool.num_blocks, pool.num_host_blocks)
+    copies = _fastest(executor, _copy_step(count, groups))
+    return MoveCost(tokens_per_second=length / prompt, bytes_per_second=2 * count * pool.bytes_per_block / copies)
+
+
+def _prompt_step(length: int, groups: int, block_size: int) -> StepPlan:
+    """The prompt of a sequence that nobody will hear of; its blocks are free again when the engine starts."""
+    blocks = list(range(-(-length // block_size)))
+    return StepPlan(
+        0,
+        starts=[RowStart(0, [0] * length, length, SamplingParams(), seed=0, sequence_index=0)],
+        diffs=[TableDiff(0, group, 0, blocks) for group in range(groups)],
+        entries=[PlanEntry(0, 0, length, sample=False)],
+    )
+
+
+def _copy_step(count: int, groups: int) -> StepPlan:
+    """Blocks out and back."""
+    out = [BlockCopy(group, i, i, DEVICE, HOST) for group in range(groups) for i in range(count)]
+    back = [BlockCopy(group, i, i, HOST, DEVICE) for group in range(groups) for i in range(count)]
+    return StepPlan(0, copies=out + back)
+
+
+def _fastest(executor: Executor, plan: StepPlan) -> float:
+    """Seconds, without those of the first time, which also warms up."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        began = time.perf_counter()
+        executor.submit(plan).result()
+        times.append(time.perf_counter() - began)
+    return max(min(times[1:]), 1e-9)
