@@ -64,6 +64,14 @@ INLINE vi set_i(int32_t x) {
     return v;
 }
 
+#if defined(__x86_64__)
+INLINE __m128i four_bytes(const void *p) {
+    int32_t x;
+    memcpy(&x, p, sizeof x);
+    return _mm_cvtsi32_si128(x);
+}
+#endif
+
 /* VL signed bytes, unsigned bytes or 16-bit numbers at p, each widened to 32 bits. */
 INLINE vi load_i8(const void *p) {
 #if defined(__aarch64__)
@@ -74,7 +82,7 @@ INLINE vi load_i8(const void *p) {
 #elif defined(__AVX2__)
     return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(p));
 #elif defined(__SSE4_1__)
-    return (vi)_mm_cvtepi8_epi32(_mm_loadu_si32(p));
+    return (vi)_mm_cvtepi8_epi32(four_bytes(p));
 #endif
 }
 
@@ -87,7 +95,7 @@ INLINE vi load_u8(const void *p) {
 #elif defined(__AVX2__)
     return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64(p));
 #elif defined(__SSE4_1__)
-    return (vi)_mm_cvtepu8_epi32(_mm_loadu_si32(p));
+    return (vi)_mm_cvtepu8_epi32(four_bytes(p));
 #endif
 }
 

@@ -1,0 +1,102 @@
+/* Runs every kernel on fixed inputs and prints a hash of the bits: the same on every machine with a fused
+ * multiply-add. Compiled together with the library's sources by test_fingerprint.py. */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+void quire_set_num_threads(int32_t);
+int64_t quire_packed_bytes(int32_t, int64_t, int64_t);
+int32_t quire_pack(const float *, void *, int64_t, int64_t, int32_t);
+void quire_linear(const float *, const void *, int32_t, const float *, const float *, float *, int64_t, int64_t, int64_t);
+void quire_embed(const int64_t *, const void *, int32_t, float *, int64_t, int64_t);
+void quire_rms_norm(const float *, const float *, float *, int64_t, int64_t, float);
+void quire_layer_norm(const float *, const float *, const float *, float *, int64_t, int64_t, float);
+void quire_act(const float *, float *, int64_t, int64_t, int32_t);
+void quire_rope_and_cache(float *, float *, float *, const float *, const float *, const float *, const int64_t *,
+                          const int64_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float);
+int32_t quire_attend(const float *, const float *, const float *, float *, const int32_t *, const int32_t *,
+                     const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
+
+static uint32_t state = 1;
+
+static float draw(void) {
+    state = state * 1664525u + 1013904223u;
+    return (float)(int32_t)(state >> 8) / 8388608.0f - 1.0f;
+}
+
+static float *array(size_t count, float scale) {
+    float *x = malloc(count * sizeof *x);
+    for (size_t i = 0; i < count; i++) x[i] = draw() * scale;
+    return x;
+}
+
+static void report(const char *name, const float *x, size_t count) {
+    uint64_t hash = 14695981039346656037u;
+    const unsigned char *bytes = (const unsigned char *)x;
+    for (size_t i = 0; i < count * sizeof *x; i++) hash = (hash ^ bytes[i]) * 1099511628211u;
+    printf("%s %016llx\n", name, (unsigned long long)hash);
+}
+
+static void products(int32_t format, int64_t n, int64_t k) {
+    float *w = array((size_t)(n * k), 1.0f), *x = array((size_t)(40 * k), 1.0f), *bias = array((size_t)n, 1.0f);
+    for (int64_t i = 0; i < n * k; i++) { /* make the weights fit their format */
+        uint32_t bits;
+        int q = (int)(draw() * 7.0f + 8.0f);
+        if (format >= 2) w[i] = 0.125f * (float)(i % 32 == 3 ? 0 : i % 32 == 5 ? 15 : q) - (format == 3 ? 0.7f : 0.0f);
+        if (format == 2 && i % 32 == 3) w[i] = -0.125f * 127.0f;
+        memcpy(&bits, &w[i], 4);
+        if (format == 1) bits &= 0xffff0000u;
+        memcpy(&w[i], &bits, 4);
+    }
+    void *packed = malloc((size_t)quire_packed_bytes(format, n, k));
+    if (!quire_pack(w, packed, n, k, format)) printf("format %d does not fit\n", (int)format);
+    float *out = array((size_t)(40 * n), 1.0f);
+    for (int64_t rows = 1; rows <= 40; rows += 13) {
+        quire_linear(x, packed, format, bias, NULL, out, rows, n, k);
+        report("linear", out, (size_t)(rows * n));
+    }
+    int64_t ids[2] = {0, n - 1};
+    quire_embed(ids, packed, format, out, 2, k);
+    report("embed", out, (size_t)(2 * k));
+}
+
+static void rows(void) {
+    float *x = array(7 * 577, 4.0f), *w = array(577, 1.0f), *out = array(7 * 577, 0.0f);
+    quire_rms_norm(x, w, out, 7, 577, 1e-5f);
+    report("rms_norm", out, 7 * 577);
+    quire_layer_norm(x, w, w, out, 7, 577, 1e-5f);
+    report("layer_norm", out, 7 * 577);
+    for (int32_t kind = 0; kind < 4; kind++) {
+        quire_act(x, out, 7, 577, kind);
+        report("act", out, 7 * 577);
+    }
+}
+
+static void attention(int64_t dim, int64_t block, int64_t window, float cap) {
+    enum { TOKENS = 150, HEADS = 6, KV = 2 };
+    int64_t blocks = (TOKENS + block - 1) / block, width = (HEADS + 2 * KV) * dim;
+    float *qkv = array((size_t)(TOKENS * width), 1.0f), *rope = array((size_t)(TOKENS * dim), 1.0f);
+    float *k = array((size_t)(blocks * KV * dim * block), 1.0f), *v = array((size_t)(blocks * KV * dim * block), 1.0f);
+    float *out = array((size_t)(TOKENS * HEADS * dim), 0.0f), *norm = array((size_t)dim, 1.0f);
+    int64_t at[TOKENS], slots[TOKENS];
+    int32_t table[TOKENS], starts[2] = {0, TOKENS}, length[1] = {TOKENS};
+    for (int64_t i = 0; i < blocks; i++) table[i] = (int32_t)(blocks - 1 - i);
+    for (int64_t i = 0; i < TOKENS; i++) at[i] = i, slots[i] = table[i / block] * block + i % block;
+    quire_rope_and_cache(qkv, k, v, rope, norm, norm, at, slots, TOKENS, HEADS, KV, dim, block, dim, 1e-6f);
+    quire_attend(qkv, k, v, out, starts, length, table, blocks, 1, HEADS, KV, dim, block, window, 0.125f, cap);
+    report("attend", out, (size_t)(TOKENS * HEADS * dim));
+}
+
+int main(void) {
+    for (int32_t threads = 1; threads <= 2; threads++) {
+        state = 1;
+        quire_set_num_threads(threads);
+        for (int32_t format = 0; format < 4; format++) products(format, 77, 160);
+        products(0, 33, 333);
+        rows();
+        attention(64, 16, 0, 0.0f);
+        attention(20, 5, 40, 3.0f);
+    }
+    return 0;
+}
