@@ -8,11 +8,12 @@ from abc import ABC, abstractmethod
 class EvictionPolicy(ABC):
     """Orders the blocks that hold a cached prefix and are used by nobody.
 
-    The pool calls `register` when a block in use begins to cache a prefix, `add` when nobody uses it any more,
-    `remove` when it is used again, `touch` when one in use gets another user, `pop` for a victim. Users of the pool release a chain deepest block first and never
-    hold a child without its parent, so an order by time of `add` yields children before parents; a policy
-    with another order must keep that property itself. Policies have no clock but the calls they get, and draw
-    no random numbers: the same calls evict the same blocks.
+    The pool calls `register` when a block in use begins to cache a prefix, `add` when nobody uses it any
+    more, `remove` when it is used again, `touch` when one in use gets another user, `pop` for a victim. Users
+    of the pool release a chain deepest block first and never hold a child without its parent, so an order by
+    time of `add` yields children before parents; a policy with another order must keep that property itself.
+    Policies have no clock but the calls they get, and draw no random numbers: the same calls evict the same
+    blocks.
     """
 
     @abstractmethod

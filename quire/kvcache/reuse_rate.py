@@ -15,7 +15,7 @@ _TICKS = 16
 _LEAST_TICK = 64
 
 # Kinds of blocks, told apart by how often the prefix was used, as far as remembered: tails used once, others
-# used once, twice, 3, 4, 5-8 and more times. The last block of a prompt has its own kind while it is new: chats
+# used once, twice, 3, 4, 5-8 and more times. A prompt's last block has its own kind while it is new: chats
 # grow, so prompts that end in the same place are rare, and it must not spoil what is known about the rest.
 _TAIL = 0
 _NUM_KINDS = 7

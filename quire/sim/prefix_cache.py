@@ -65,7 +65,7 @@ def _read_line(path: Path, number: int, line: bytes) -> list[bytes]:
         if type(value) is not int or abs(value) >= 1 << (8 * _KEY_BYTES - 1):
             raise InvalidRequestError(f'{where}: {value!r:.40} in "hash_ids" is not a block number')
     if len(set(ids)) != len(ids):
-        raise InvalidRequestError(f'{where}: a block number comes twice in "hash_ids"; hash chains never repeat')
+        raise InvalidRequestError(f'{where}: a block number comes twice in "hash_ids", as in no hash chain')
     return block_keys(ids)
 
 
