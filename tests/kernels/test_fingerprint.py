@@ -1,8 +1,9 @@
 """The kernels give the same bits on every machine with a fused multiply-add, whatever compiler built them.
 
-The hash was the same for gcc 12 and zig's clang on x86-64 (AVX2 and AVX-512) and for zig's clang on aarch64 (NEON,
-under qemu): `python -m ziglang cc -std=gnu11 -O3 -ffp-contract=off -fno-math-errno -target aarch64-linux-musl -static
-tests/kernels/fingerprint.c quire/kernels/cpu/*.c -o fingerprint && qemu-aarch64 fingerprint`.
+The hash was the same for gcc 12 and zig's clang on x86-64 (AVX2 and AVX-512) and for zig's clang on aarch64
+(NEON, under qemu). To see it there: `python -m ziglang cc -std=gnu11 -O3 -ffp-contract=off -fno-math-errno
+-target aarch64-linux-musl -static tests/kernels/fingerprint.c quire/kernels/cpu/*.c -o fingerprint`, then
+`qemu-aarch64 fingerprint`.
 """
 
 from __future__ import annotations
