@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 
-
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """The alias of the default model, made sure to be on this machine."""

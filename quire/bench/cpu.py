@@ -1,4 +1,4 @@
-"""`quire bench cpu`: cases A to D on a CPU, Quire and transformers in one run, with the ratio and the share of the limit."""
+"""`quire bench cpu`: cases A to D on a CPU, Quire and transformers in one run, with ratio and share of the limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="model to measure (default: %(default)s)")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, help="which cases (default: all)")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each engine per case; the median counts")
-    parser.add_argument("--no-rival", action="store_true", help="measure Quire alone (transformers need not be installed)")
+    parser.add_argument("--no-rival", action="store_true", help="measure Quire alone, without transformers")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ def run_quire(case: str, model: str, repeat: int) -> dict[str, Any]:
         metrics = outputs[0].metrics
         pool = llm.metrics()["kv_pool_bytes"]
     return {"seconds": seconds, "peak_bytes": peak_memory_bytes(), "kv_pool_bytes": pool,
-            "first_token_seconds": metrics.first_token_time - metrics.arrival_time,
+            "first_token_seconds": metrics.time_to_first_token,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs]}
 
 

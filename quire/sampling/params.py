@@ -278,8 +278,8 @@ class BeamSearchParams:
         object.__setattr__(self, "temperature", _number("temperature", self.temperature, 0.0, math.inf))
         for field in ("ignore_eos", "include_stop_str_in_output"):
             _flag(field, getattr(self, field))
-        if self.early_stopping not in (True, False, "never") or isinstance(self.early_stopping, int | float) \
-                and not isinstance(self.early_stopping, bool):
+        if self.early_stopping not in (True, False, "never") or (isinstance(self.early_stopping, int | float) \
+                and not isinstance(self.early_stopping, bool)):
             raise _refuse("early_stopping", f"must be True, False or 'never', not {self.early_stopping!r:.80}")
 
     def to_dict(self) -> dict[str, Any]:
