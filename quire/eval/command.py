@@ -16,7 +16,7 @@ from typing import Any
 from quire.cli.options import add_engine_options, engine_options
 from quire.config import ModelConfig
 from quire.errors import QuireError
-from quire.eval.tasks import TASKS, Engine, Result
+from quire.eval.tasks import TASKS, Engine, Options, Result
 
 EXAMPLES = (
     "examples:\n"
@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="ask the first N questions, of each part of arc (0: all; default: %(default)s)")
     parser.add_argument("--shots", type=int, choices=(0, 5), default=5,
                         help="arc: solved questions before each one (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N",
+                        help="gsm8k: longest answer (default: %(default)s)")
     parser.add_argument("--check-against-transformers", action="store_true",
                         help="ask transformers too, with the same weights and tokens; fail if it differs")
     add_engine_options(parser, leave_out=("skip_tokenizer_init", "tokenizer"))
@@ -96,14 +98,16 @@ def _ask(args: argparse.Namespace, engine: Engine, options: dict[str, Any]) -> l
     from quire.eval.data import rows
 
     cache = options.get("cache_dir")
-    return TASKS[args.task](engine, lambda name: rows(name, cache), args.limit or None, args.shots)
+    asked = Options(args.limit or None, args.shots, args.max_tokens)
+    return TASKS[args.task](engine, lambda name: rows(name, cache), asked)
 
 
 def _line(options: dict[str, Any], result: Result, seconds: float) -> dict[str, Any]:
     from quire.bench.machine import describe_machine
 
     return {
-        "eval": result.task, "model": _model(options), "questions": len(result.answers), "shots": result.shots,
+        "eval": result.task, "model": _model(options), "questions": len(result.answers),
+        "shots": result.shots,
         **_rounded(result.metrics), "seconds": round(seconds, 1), **describe_machine(),
     }
 

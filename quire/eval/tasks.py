@@ -21,9 +21,6 @@ from typing import Any, Protocol
 Rows = Callable[[str], Iterator[dict[str, Any]]]
 """Name of a dataset to its requests."""
 
-MAX_ANSWER_TOKENS = 512
-
-
 @dataclass(frozen=True, slots=True)
 class Scored:
     """What a model thinks of a continuation: log-probability, and whether it is what greedy would write."""
@@ -45,6 +42,17 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Options:
+    """How much is asked, and how: `limit` None is all."""
+
+    limit: int | None = None
+    shots: int = 5
+    """Solved questions before each of arc's."""
+    max_tokens: int = 512
+    """Longest answer to gsm8k's."""
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """Metrics of one task, and what was answered to each question, for comparison."""
 
@@ -58,8 +66,8 @@ def first(rows: Iterator[dict[str, Any]], limit: int | None) -> list[dict[str, A
     return [row for row, _ in zip(rows, range(limit), strict=False)] if limit else list(rows)
 
 
-def lambada(engine: Engine, rows: Rows, limit: int | None, shots: int) -> list[Result]:
-    wanted = [row["request"] for row in first(rows("lambada"), limit)]
+def lambada(engine: Engine, rows: Rows, options: Options) -> list[Result]:
+    wanted = [row["request"] for row in first(rows("lambada"), options.limit)]
     scored = engine.score([(request["context"], request["continuation"]) for request in wanted])
     metrics = {
         "acc": _mean([answer.greedy for answer in scored]),
@@ -68,8 +76,8 @@ def lambada(engine: Engine, rows: Rows, limit: int | None, shots: int) -> list[R
     return [Result("lambada", metrics, [answer.greedy for answer in scored], 0)]
 
 
-def arc(engine: Engine, rows: Rows, limit: int | None, shots: int) -> list[Result]:
-    return [_choices(name, engine, rows, limit, shots) for name in ("arc_easy", "arc_challenge")]
+def arc(engine: Engine, rows: Rows, options: Options) -> list[Result]:
+    return [_choices(name, engine, rows, options) for name in ("arc_easy", "arc_challenge")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +106,8 @@ def questions(rows: Iterator[dict[str, Any]], limit: int | None, shots: int) -> 
 _WITHOUT_QUESTION = 1_000_000
 
 
-def _choices(name: str, engine: Engine, rows: Rows, limit: int | None, shots: int) -> Result:
-    asked = questions(rows(name), limit, shots)
+def _choices(name: str, engine: Engine, rows: Rows, options: Options) -> Result:
+    asked = questions(rows(name), options.limit, options.shots)
     scored = iter(engine.score([(q.context, choice) for q in asked for choice in q.choices]))
     plain, normed = [], []
     for question in asked:
@@ -110,13 +118,13 @@ def _choices(name: str, engine: Engine, rows: Rows, limit: int | None, shots: in
         normed.append(_best([logprob / length for logprob, length in zip(logprobs, lengths, strict=True)]))
     gold = [question.gold for question in asked]
     metrics = {"acc_norm": _share_equal(normed, gold), "acc": _share_equal(plain, gold)}
-    return Result(name, metrics, normed, shots)
+    return Result(name, metrics, normed, options.shots)
 
 
-def gsm8k(engine: Engine, rows: Rows, limit: int | None, shots: int) -> list[Result]:
-    wanted = first(rows("gsm8k"), limit)
+def gsm8k(engine: Engine, rows: Rows, options: Options) -> list[Result]:
+    wanted = first(rows("gsm8k"), options.limit)
     stops = wanted[0]["request"]["stop_sequences"]
-    texts = engine.complete([row["request"]["context"] for row in wanted], stops, MAX_ANSWER_TOKENS)
+    texts = engine.complete([row["request"]["context"] for row in wanted], stops, options.max_tokens)
     answers = [last_number(text) for text in texts]
     right = [last_number(row["doc"]["short_answer"]) for row in wanted]
     return [Result("gsm8k", {"exact_match": _share_equal(answers, right)}, answers, 8)]
@@ -135,7 +143,7 @@ def last_number(text: str) -> str | None:
     return whole + point + part if part else whole
 
 
-TASKS: dict[str, Callable[[Engine, Rows, int | None, int], list[Result]]] = {
+TASKS: dict[str, Callable[[Engine, Rows, Options], list[Result]]] = {
     "lambada": lambada,
     "arc": arc,
     "gsm8k": gsm8k,
