@@ -87,8 +87,8 @@ class Drawing:
         axes.set_xlim(0, self.width)
         axes.set_ylim(self.height, 0)
         axes.axis("off")
-        for shape in self.shapes:
-            _plot_shape(axes, shape)
+        for layer, shape in enumerate(self.shapes):
+            _plot_shape(axes, shape, layer)
         figure.savefig(target, format="png")
 
 
@@ -104,15 +104,16 @@ def _svg_shape(shape: _Rect | _Line | _Text) -> str:
             f'text-anchor="{shape.anchor}"{weight}>{escape(shape.words)}</text>')
 
 
-def _plot_shape(axes: Any, shape: _Rect | _Line | _Text) -> None:
+def _plot_shape(axes: Any, shape: _Rect | _Line | _Text, layer: int) -> None:
     if isinstance(shape, _Rect):
         from matplotlib.patches import Rectangle
 
-        corner = (shape.x, shape.y)
-        axes.add_patch(Rectangle(corner, shape.width, shape.height, facecolor=shape.color, linewidth=0))
+        size = (shape.width, shape.height)
+        axes.add_patch(Rectangle((shape.x, shape.y), *size, facecolor=shape.color, linewidth=0, zorder=layer))
     elif isinstance(shape, _Line):
-        axes.plot([shape.x1, shape.x2], [shape.y1, shape.y2], color=shape.color, linewidth=0.72 * shape.width)
+        ends = ([shape.x1, shape.x2], [shape.y1, shape.y2])
+        axes.plot(*ends, color=shape.color, linewidth=0.72 * shape.width, zorder=layer)
     else:
         side = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
         axes.text(shape.x, shape.y, shape.words, fontsize=0.72 * shape.size, color=shape.color, ha=side,
-                  va="baseline", fontweight="bold" if shape.bold else "normal")
+                  va="baseline", fontweight="bold" if shape.bold else "normal", zorder=layer)

@@ -1,0 +1,44 @@
+"""`itl_slo_ms` on a real engine: prompts are cut so that a stream goes on, and every token stays the same."""
+
+from __future__ import annotations
+
+from quire import LLM
+from quire.bench.arrivals import Arrival, Story, play, quantile
+
+STREAM = Arrival(0.0, list(range(1, 33)), 120)
+LONG = Arrival(0.05, [i % 500 + 1 for i in range(6000)], 8)
+
+
+def played(model: str, slo_ms: float | None) -> tuple[list[Story], int]:
+    with LLM(model, load_format="dummy", skip_tokenizer_init=True, max_num_seqs=4, max_model_len=8000,
+             max_num_batched_tokens=8192, enable_prefix_caching=False, itl_slo_ms=slo_ms, num_threads=1) as llm:
+        play(llm, [Arrival(0.0, [1] * 64, 8)])
+        before = llm.metrics()["steps"]
+        stories = play(llm, [STREAM, LONG])
+        return stories, int(llm.metrics()["steps"] - before)
+
+
+def test_a_long_prompt_no_longer_stops_a_stream(dummy_model: str) -> None:
+    free, _ = played(dummy_model, None)
+    longest = max(free[0].gaps)
+    bound = longest / 4
+    paced, steps = played(dummy_model, 1e3 * bound)
+    assert longest > 10 * quantile(free[0].gaps, 0.5), "the prompt does not disturb the stream: this tests nothing"
+    # Loose, since a busy machine delays steps that no planner can foresee.
+    assert quantile(paced[0].gaps, 0.9) <= bound
+    assert max(paced[0].gaps) < longest
+    assert steps >= STREAM.num_output
+
+
+def test_the_tokens_are_those_of_an_engine_without_a_bound(dummy_model: str) -> None:
+    from quire import SamplingParams
+
+    prompts = [[(7 * i + j) % 500 + 1 for j in range(50 * i + 20)] for i in range(6)]
+    params = [SamplingParams(temperature=0, max_tokens=10 + 5 * i, ignore_eos=True, detokenize=False)
+              for i in range(6)]
+    tokens = []
+    for slo_ms in (None, 5.0):
+        with LLM(dummy_model, load_format="dummy", skip_tokenizer_init=True, max_num_seqs=3, max_model_len=512,
+                 itl_slo_ms=slo_ms) as llm:
+            tokens.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert tokens[0] == tokens[1]
