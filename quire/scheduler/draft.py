@@ -24,8 +24,8 @@ class Draft:
     """Running sequences that lack more."""
     planned: dict[int, Planned] = field(default_factory=dict)
     """By row, in the order of planning."""
-    returning: list[Request] = field(default_factory=list)
-    """Requests whose KV this step brings back from the host."""
+    made_way: list[Request] = field(default_factory=list)
+    """Preempted for a request of higher priority; they wait for the next step at least."""
     preempted: bool = False
     short: bool = False
     """A running sequence found no block, though some will come free when plans in flight are done."""
@@ -46,8 +46,6 @@ class Draft:
             self.load = StepLoad()
             for seq, entry, _ in self.planned.values():
                 _add_load(self.load, seq, entry)
-        if request in self.returning:
-            self.returning.remove(request)
 
 
 def _add_load(load: StepLoad, seq: Sequence, entry: PlanEntry) -> None:

@@ -78,8 +78,6 @@ class Scheduler:
         self._clock = clock
         self._pacer = pacer
         self._in_flight: deque[tuple[StepPlan, list[Planned]]] = deque()
-        self._returning: dict[int, list[tuple[Sequence, int]]] = {}
-        """By step: leaders, with their epochs, of requests whose KV it brings back."""
         self._updates: list[SequenceUpdate] = []
         self._quarantined: list[SequenceKV] = []
         self._broken = False
@@ -264,6 +262,8 @@ class Scheduler:
             return
         while draft.budget > 0 and len(self.waiting) and not draft.preempted:
             request = self.waiting.peek()
+            if request in draft.made_way:
+                return
             if not self._roster.has_rows_for(request):
                 came = _Admission.NO_ROOM
             elif request.swapped is not None:
@@ -346,7 +346,6 @@ class Scheduler:
         if len(seats) < len(request.live) and seats[0].num_output_tokens:
             seats[0].held_at = seats[0].num_prompt_tokens
         self._roster.seat(request, seats)
-        draft.returning.append(request)
         self._continue_running(draft, seats)
         return _Admission.DONE
 
@@ -371,9 +370,6 @@ class Scheduler:
             if entry.sample:
                 seq.num_pending += 1
         self._in_flight.append((plan, planned))
-        if draft.returning:
-            leaders = [request.live[0] for request in draft.returning if not request.finished]
-            self._returning[plan.step] = [(seq, seq.epoch) for seq in leaders]
         self.waiting.charge(planned)
         self.cache.steps_submitted(plan.step)
         self.stats.steps += 1
@@ -416,6 +412,7 @@ class Scheduler:
         victim = None if self.cache.waits_for_limbo else self._roster.gives_way(request)
         if victim is None:
             return False
+        draft.made_way.append(victim)
         self._preempt(draft, victim, PreemptionReason.PRIORITY)
         return True
 
@@ -495,21 +492,21 @@ class Scheduler:
 
     def fail_step(self, message: str) -> None:
         """The oldest step in flight was lost: its sequences end with an error, everyone else goes on."""
-        step = self._in_flight[0][0].step
-        returning = self._returning.get(step, ())
+        plan = self._in_flight[0][0]
         for seq, _, epoch in self._retire_step(lost=True):
             if seq.epoch == epoch:
                 self._finish(seq, FinishReason.ABORT, error=message)
         for request in self.waiting:
-            if request.swapped is not None and request.swapped.step == step:
+            if request.swapped is not None and request.swapped.step == plan.step:
                 self._roster.forget_swapped(request)
-        for seq, epoch in returning:
-            if seq.epoch == epoch and not seq.finished:
-                self._requeue(seq.request, PreemptionReason.LOST, may_move=False)
+        # Who got a row in it, or its KV back, without computing anything: the worker may not know of that.
+        started = {start.row for start in plan.starts}
+        for request in list(self.running.values()):
+            if any(seq.row in started for seq in request.live):
+                self._requeue(request, PreemptionReason.LOST, may_move=False)
 
     def _retire_step(self, lost: bool = False) -> list[Planned]:
         plan, planned = self._in_flight.popleft()
-        self._returning.pop(plan.step, None)
         if self._pacer is not None:
             self._pacer.done()
         try:

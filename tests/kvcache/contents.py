@@ -56,7 +56,7 @@ class BlockContents:
         """Copy a block for entry `index` of the owner's table; its first `valid` slots mean something."""
         for offset in range(min(valid, self.block_size)):
             self._nobody_else(names, group, target, offset, owner, index)
-            names.add(group, source, offset, owner, index)
+            # Plans are carried out in order: one made later may overwrite the source.
             names.add(group, target, offset, owner, index)
         self.slots[group][target] = list(self.slots[group][source])
 

@@ -139,14 +139,15 @@ class SimulatedWorker:
             if (copy.source_tier, copy.target_tier) != (DEVICE, DEVICE):
                 self._move(copy)
                 continue
-            users = [(number, row) for number, row in self.rows.items() if copy.target in row.tables[copy.group]]
+            users = [diff for diff in plan.diffs if diff.group == copy.group and copy.target in diff.blocks]
             if not users:  # who wanted the copy was preempted while the plan was drafted
                 self.contents.slots[copy.group][copy.target] = list(
                     self.contents.slots[copy.group][copy.source])
-            for number, row in users:
-                index = row.tables[copy.group].index(copy.target)
-                valid = starts.get(number, 0) - index * self.contents.block_size
-                self.contents.copy(names, copy.group, copy.source, copy.target, row, index, valid)
+            for diff in users:
+                index = diff.start + diff.blocks.index(copy.target)
+                valid = starts[diff.row] - index * self.contents.block_size
+                self.contents.copy(
+                    names, copy.group, copy.source, copy.target, self.rows[diff.row], index, valid)
 
     def _move(self, copy: BlockCopy) -> None:
         device = self.contents.slots[copy.group]
@@ -160,8 +161,7 @@ class SimulatedWorker:
         row = self.rows[entry.row]
         end = entry.start + entry.num_tokens
         if entry.given:
-            del row.tokens[end - len(entry.given) :]
-            row.tokens += entry.given
+            row.tokens[end - len(entry.given) : end] = entry.given
         assert end <= len(row.tokens), "a token is computed before it is known"
         assert row.computed in (-1, entry.start), f"row {entry.row} is at {row.computed}, not {entry.start}"
         assert (entry.num_tokens > 0) == (entry.shares is None)
