@@ -18,9 +18,12 @@
 #define WIDE (PAIR * 2)
 #define SUMS (TILE_ROWS * PAIR * NV) /* 24 of 32 registers, or 12 of 16 */
 
-#define K_BLOCK (256 / WIDE * 2) /* steps of k in one piece of a weight: a pair of panels stays in the first cache */
-#define ROW_BLOCK 192            /* rows of a task: their inputs stay in the second-level cache */
-#define NEAR 512                 /* floats ahead within a panel, fetched by the first tile of rows */
+/* A piece of PAIR panels and the partial sums of a task's rows stay in the first-level cache together; a task's panels
+ * and its rows' inputs in the second, where the panels serve one block of rows after another. */
+#define K_BLOCK (PAIR * NR >= 64 ? 96 : 256) /* steps of k in a piece */
+#define ROW_BLOCK 96                         /* rows of a task */
+#define CHUNK_BYTES (768 << 10)              /* of a task's panels, as floats, where several blocks of rows use them */
+#define NEAR 512                             /* floats ahead within a panel, fetched by the first tile of rows */
 
 typedef struct {
     const float *x;
@@ -178,10 +181,9 @@ static void plan_fetch(weights *at, int64_t tile_index, int64_t tiles, int64_t d
 /* All rows [row, row + rows) by `panels` panels: each piece of the weight is read once and used by every tile. */
 static void product(const linear_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
     float sums[ROW_BLOCK * PAIR * NR] __attribute__((aligned(64)));
-    float wide[WIDE * K_BLOCK / 2 * NR] __attribute__((aligned(64)));
+    float wide[PAIR * K_BLOCK * NR] __attribute__((aligned(64)));
     int64_t k = job->k, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    int64_t block = panels == WIDE ? K_BLOCK / 2 : K_BLOCK;
-    if (job->format == FLOAT32 && tiles == 1) block = k; /* nothing is read twice: no need to cut */
+    int64_t block = job->format == FLOAT32 && tiles == 1 ? k : K_BLOCK; /* read once, a weight need not be cut */
     for (int64_t k0 = 0; k0 < k; k0 += block) {
         int64_t depth = k0 + block < k ? block : k - k0;
         const float *direct = (const float *)job->w + (panel * k + k0) * NR;
@@ -231,6 +233,8 @@ EXPORT void quire_linear(const float *x, const void *w, int32_t format, const fl
     int64_t threads = quire_get_num_threads(), pieces = threads * 8 / job.row_blocks;
     if (threads == 1 || rows * n * k < 100000 || pieces < 1) pieces = 1;
     int64_t unit = rows <= FEW && format == FLOAT32 ? WIDE : PAIR;
-    job.panel_step = ((job.panels + pieces - 1) / pieces + unit - 1) / unit * unit;
+    int64_t step = (job.panels + pieces - 1) / pieces, chunk = CHUNK_BYTES / (k * NR * 4);
+    if (job.row_blocks > 1 && chunk < step) step = chunk > 1 ? chunk : 1;
+    job.panel_step = (step + unit - 1) / unit * unit;
     quire_parallel(linear_task, &job, (job.panels + job.panel_step - 1) / job.panel_step * job.row_blocks);
 }
