@@ -20,6 +20,7 @@ _FIXED = MixedShape(64, 64, 4, 3)
 """The tile of deterministic mode, for every query of every step: bits may depend on its shape."""
 _FIXED_FLOAT32 = MixedShape(32, 32, 4, 2)
 _WIDE = MixedShape(128, 64, 8, 3)
+_LARGE_HEADS = MixedShape(64, 32, 4, 2)
 _FRESH_TOKENS = 256
 """From how many tokens on a prompt without context goes to torch's own dense attention (cuDNN,
 FlashAttention)."""
@@ -68,13 +69,16 @@ class TritonAttention:
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         )
 
-    @property
-    def tile(self) -> MixedShape:
-        narrow = self._dtype == torch.float32
-        return _FIXED_FLOAT32 if narrow else _FIXED if self.deterministic else _WIDE
+    def tile(self, shape: HeadShape) -> MixedShape:
+        """One size for a model's layers: what fits a multiprocessor's shared memory with such heads."""
+        if self._dtype == torch.float32:
+            return _FIXED_FLOAT32
+        if shape.head_dim > 128:
+            return _LARGE_HEADS
+        return _FIXED if self.deterministic else _WIDE
 
     def tokens_per_tile(self, shape: HeadShape) -> int:
-        return max(1, self.tile.rows // (shape.num_heads // shape.num_kv_heads))
+        return max(1, self.tile(shape).rows // (shape.num_heads // shape.num_kv_heads))
 
     def takes_fresh(self, start: int, tokens: int, plain: bool) -> bool:
         """Whether a chunk goes to torch's dense attention; `plain`: neither window nor soft cap in any
@@ -82,9 +86,7 @@ class TritonAttention:
         return self._dense and plain and start == 0 and tokens >= _FRESH_TOKENS
 
     def allocate_split(self, num_seqs: int, num_kv_heads: int) -> DecodeSplit:
-        return DecodeSplit.allocate(
-            num_seqs, extra_pieces(num_seqs, num_kv_heads, self._processors), self.device
-        )
+        return DecodeSplit.allocate(num_seqs, extra_pieces(num_seqs, num_kv_heads, self._processors), self.device)
 
     def reserve(self, shape: HeadShape, tasks: int, num_seqs: int) -> DecodeScratch:
         """Scratch for so many pieces; call with the largest batch before any graph is captured."""
@@ -139,7 +141,7 @@ class TritonAttention:
                 scratch,
                 shape,
                 scale,
-                keys=64 if few else 128,
+                keys=64 if few or shape.head_dim * qkv.element_size() > 512 else 128,
                 pdl=self.pdl and ctx.num_decodes == qkv.shape[0] and few,
                 **options,
             )
@@ -157,7 +159,7 @@ class TritonAttention:
                 ctx.tile_first,
                 shape,
                 scale,
-                sizes=self.tile,
+                sizes=self.tile(shape),
                 **options,
             )
         return out

@@ -84,9 +84,7 @@ def draw(
     running = weights.cumsum(-1)
     total = running[:, -1]
     target = (noise * total.double()).to(torch.int64).minimum(total - 1)
-    drawn = (
-        torch.searchsorted(running, target[:, None], right=True).squeeze(1).clamp_(max=values.shape[1] - 1)
-    )
+    drawn = torch.searchsorted(running, target[:, None], right=True).squeeze(1).clamp_(max=values.shape[1] - 1)
     finite = torch.isfinite(peak)
     chosen = torch.where(finite, torch.where(temperature > 0, drawn, chosen), 0).to(torch.int32)
     status = torch.where(finite, OK, NOT_FINITE).to(torch.int32)

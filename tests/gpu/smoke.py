@@ -43,9 +43,7 @@ def note(**row: Any) -> None:
     ROWS.append(row)
     if DRY:
         return
-    print(
-        " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True
-    )
+    print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
 
 def attempt(name: str, check: Callable[[], Any]) -> None:
@@ -113,9 +111,7 @@ def check_rowwise() -> None:
         ):
             attempt(
                 f"rope_cache {dtype} {shape} {rotary}",
-                lambda s=shape, r=rotary, n=norms, t=dtype: cases.check_rope_cache(
-                    D, t, s, 200, 16, rotary=r, norms=n
-                ),
+                lambda s=shape, r=rotary, n=norms, t=dtype: cases.check_rope_cache(D, t, s, 200, 16, rotary=r, norms=n),
             )
         attempt(f"copies {dtype}", lambda t=dtype: cases.check_copies(D, t, HeadShape(32, 8, 128), 16))
     attempt("inputs", lambda: cases.check_inputs(D))
@@ -159,9 +155,7 @@ def check_decode() -> None:
     )
     attempt(
         "decode pdl",
-        lambda: cases.check_decode(
-            D, BF16, HeadShape(16, 8, 128), 16, [600], extra=33, keys=64, pdl=True, repeat=50
-        ),
+        lambda: cases.check_decode(D, BF16, HeadShape(16, 8, 128), 16, [600], extra=33, keys=64, pdl=True, repeat=50),
     )
     for options in ({"window": 100}, {"softcap": 5.0}):
         for page in (1, 16, 64):
@@ -203,9 +197,7 @@ def check_linear() -> None:
 
     for dtype in (BF16, FP16, FP32):
         for rows in (1, 2, 3, 4, 8, 30, 64):
-            attempt(
-                f"few {dtype} {rows}", lambda r=rows, t=dtype: cases.check_linear_few(D, t, r, 6144, 4096)
-            )
+            attempt(f"few {dtype} {rows}", lambda r=rows, t=dtype: cases.check_linear_few(D, t, r, 6144, 4096))
         attempt(f"few odd {dtype}", lambda t=dtype: cases.check_linear_few(D, t, 3, 130, 576))
         attempt(f"fixed {dtype}", lambda t=dtype: cases.check_linear_fixed(D, t, 300, 1000, 4096))
     attempt("few pdl", lambda: cases.check_linear_few(D, BF16, 1, 6144, 4096, pdl=True))
@@ -241,9 +233,7 @@ def check_engine() -> None:
 
     def logits_close(name: str) -> float:
         config = configs[name]
-        host = PagedDriver(
-            build_decoder(config, dummy_weights(config), TorchOps(), max_model_len=200), block_size=8
-        )
+        host = PagedDriver(build_decoder(config, dummy_weights(config), TorchOps(), max_model_len=200), block_size=8)
         device = torch.device(D)
         ops = TritonOps(device, FP32)
         decoder = build_on_device(config, dummy_weights(config), ops, device, FP32, 200)
@@ -310,9 +300,7 @@ def check_engine() -> None:
         if plain is not None:
             found = engine(name, 2, dtype="float32")
             equal = sum(found[k][0] == plain[k][0] for k in plain)
-            print(
-                f"     {name} float32 tokens equal to the CPU's: {equal} of {len(plain)} requests", flush=True
-            )
+            print(f"     {name} float32 tokens equal to the CPU's: {equal} of {len(plain)} requests", flush=True)
         attempt(
             f"engine {name} deterministic: alone = among others",
             lambda n=name: deterministic(engines, n, engine),
@@ -405,9 +393,7 @@ def time_strip(quick: bool) -> None:
                     row["vector"] = size / graph_time([lambda w=w: linear_vector(x, w) for w in ws]) / 1e12
                 for f, c, n, s in ((16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3)):
                     try:
-                        t = graph_time(
-                            [lambda w=w, z=StripShape(f, c, n, s): linear_strip(x, w, sizes=z) for w in ws]
-                        )
+                        t = graph_time([lambda w=w, z=StripShape(f, c, n, s): linear_strip(x, w, sizes=z) for w in ws])
                         row[f"f{f}c{c}s{s}"] = size / t / 1e12
                     except Exception as error:
                         row[f"f{f}c{c}s{s}"] = type(error).__name__
@@ -434,9 +420,7 @@ def time_fixed(quick: bool) -> None:
             note(**row, gflop=flops / 1e9)
 
 
-def decode_case(
-    heads: int, batch: int, low: int, high: int, page: int = 16, dtype: torch.dtype = BF16
-) -> Any:
+def decode_case(heads: int, batch: int, low: int, high: int, page: int = 16, dtype: torch.dtype = BF16) -> Any:
     from quire.layers.ops import HeadShape, LayerCache
 
     shape = HeadShape(heads, 8, 128)
@@ -476,9 +460,7 @@ def time_decode(quick: bool) -> None:
             row: dict[str, Any] = {"time": "decode", "heads": heads, "batch": batch, "keys": total}
             rows = torch.arange(batch, dtype=torch.int32, device=D)
             best = 0.0
-            for extra in (
-                (16, 33, 66) if batch <= 8 else (66, 132, 264, 528) if batch <= 64 else (264, 528, 1056)
-            ):
+            for extra in (16, 33, 66) if batch <= 8 else (66, 132, 264, 528) if batch <= 64 else (264, 528, 1056):
                 split = DecodeSplit.allocate(batch, extra, D)
                 split_decode(split, lengths, None)
                 scratch = DecodeScratch.allocate(split.tasks, batch, shape, D)
@@ -534,9 +516,7 @@ def time_prefill(quick: bool) -> None:
             (64, 64, 4, 3),
             (128, 64, 4, 3),
         ):
-            seqs, firsts = (
-                torch.from_numpy(a).to(D) for a in query_tiles(np.full(batch, length), r // (heads // 8))
-            )
+            seqs, firsts = (torch.from_numpy(a).to(D) for a in query_tiles(np.full(batch, length), r // (heads // 8)))
             try:
                 t = graph_time(
                     [
@@ -575,9 +555,7 @@ def time_small(quick: bool) -> None:
         up = torch.randn(rows, 24576, device=D, dtype=BF16)
         shape = HeadShape(32, 8, 128)
         qkv = torch.randn(rows, shape.width, device=D, dtype=BF16)
-        cache = LayerCache(
-            *(torch.zeros(rows // 16 + 1, 8, 16, 128, device=D, dtype=BF16) for _ in range(2)), 16
-        )
+        cache = LayerCache(*(torch.zeros(rows // 16 + 1, 8, 16, 128, device=D, dtype=BF16) for _ in range(2)), 16)
         index = torch.arange(rows, device=D)
         rope, gain = torch.rand(8192, 128, device=D), torch.ones(128, device=D)
         fill = 10 if rows < 1000 else 1
@@ -605,9 +583,7 @@ def time_small(quick: bool) -> None:
             time="draw",
             rows=rows,
             us=1e6
-            * graph_time(
-                [lambda: draw.draw(logits, state, index, index, tokens, out, index[:1], scratch)], fill=4
-            ),
+            * graph_time([lambda: draw.draw(logits, state, index, index, tokens, out, index[:1], scratch)], fill=4),
         )
 
 

@@ -53,9 +53,7 @@ def act_mul(gate_up: Tensor, kind: str) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     if rows:
-        _act_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](
-            gate_up, out, width, KINDS[kind], _BLOCK, num_warps=4
-        )
+        _act_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, KINDS[kind], _BLOCK, num_warps=4)
     return out
 
 

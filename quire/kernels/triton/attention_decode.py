@@ -34,9 +34,7 @@ class DecodeScratch:
     """int32 [sequences * kv heads]: pieces done; the joiner sets it back to 0."""
 
     @classmethod
-    def allocate(
-        cls, tasks: int, num_seqs: int, shape: HeadShape, device: torch.device | str
-    ) -> DecodeScratch:
+    def allocate(cls, tasks: int, num_seqs: int, shape: HeadShape, device: torch.device | str) -> DecodeScratch:
         group = shape.num_heads // shape.num_kv_heads
         size = tasks * shape.num_kv_heads
         return cls(

@@ -287,14 +287,10 @@ def _mixed_kernel(
                 PRECISION,
             )
         result = acc * kv_scale / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(
-            out + place[:, None] * (NUM_HEADS * DIM) + column, result.to(out.dtype.element_ty), mask=used
-        )
+        tl.store(out + place[:, None] * (NUM_HEADS * DIM) + column, result.to(out.dtype.element_ty), mask=used)
 
 
-def query_tiles(
-    counts: np.ndarray, tokens_per_tile: int, first_seq: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+def query_tiles(counts: np.ndarray, tokens_per_tile: int, first_seq: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """(sequence, first token) of every tile of a batch with these numbers of queries.
 
     The tiles with the most keys come last in a sequence; they go first, so that the short ones fill the end.

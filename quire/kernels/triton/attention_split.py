@@ -123,13 +123,9 @@ def split_decode(split: DecodeSplit, context_len: Tensor, window: int | None, fi
     )
 
 
-def split_decode_reference(
-    split: DecodeSplit, context_len: Tensor, window: int | None, fixed: int = 0
-) -> None:
+def split_decode_reference(split: DecodeSplit, context_len: Tensor, window: int | None, fixed: int = 0) -> None:
     lengths = context_len.tolist()
-    firsts = [
-        max(0, n - (_NO_WINDOW if window is None else window)) // PIECE_STEP * PIECE_STEP for n in lengths
-    ]
+    firsts = [max(0, n - (_NO_WINDOW if window is None else window)) // PIECE_STEP * PIECE_STEP for n in lengths]
     spans = [n - first if n else 0 for n, first in zip(lengths, firsts, strict=True)]
     extra = split.tasks - len(lengths)
     length = fixed or -(-max(-(-sum(spans) // extra), 1) // PIECE_STEP) * PIECE_STEP

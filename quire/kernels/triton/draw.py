@@ -46,9 +46,7 @@ class DrawScratch:
 def _peak_kernel(logits, peak, place, stride, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     block, row = tl.program_id(0), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB, other=float("-inf")).to(
-        tl.float32
-    )
+    values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     # A NaN must not hide: as +inf it makes the row's maximum infinite, which is reported.
     values = tl.where(values == values, values, float("inf"))
     best, where = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
@@ -83,14 +81,12 @@ def _weight_kernel(
         temperature = tl.load(state + owner * FIELDS)
         if temperature > 0:
             all_blocks = tl.arange(0, BLOCKS_POW)
-            top = tl.max(
-                tl.load(peak + row * BLOCKS + all_blocks, mask=all_blocks < BLOCKS, other=float("-inf"))
-            )
+            top = tl.max(tl.load(peak + row * BLOCKS + all_blocks, mask=all_blocks < BLOCKS, other=float("-inf")))
             floor = top + temperature * tl.load(state + owner * FIELDS + 1)
             token = block * BLOCK + tl.arange(0, BLOCK)
-            values = tl.load(
-                logits + row.to(tl.int64) * stride + token, mask=token < VOCAB, other=float("-inf")
-            ).to(tl.float32)
+            values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB, other=float("-inf")).to(
+                tl.float32
+            )
             tl.store(weight + row * BLOCKS + block, tl.sum(_weights(values, top, temperature, floor)))
 
 
@@ -163,9 +159,9 @@ def _pick_kernel(
             target -= tl.sum(tl.where(all_blocks < block, sums, 0))
             lane = tl.arange(0, BLOCK)
             token = block * BLOCK + lane
-            values = tl.load(
-                logits + row.to(tl.int64) * stride + token, mask=token < VOCAB, other=float("-inf")
-            ).to(tl.float32)
+            values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB, other=float("-inf")).to(
+                tl.float32
+            )
             inner = tl.cumsum(_weights(values, top, temperature, floor), axis=0)
             chosen = block * BLOCK + tl.sum((inner <= target).to(tl.int32))
             chosen = tl.minimum(chosen, VOCAB - 1)

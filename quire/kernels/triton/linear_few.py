@@ -21,6 +21,8 @@ from quire.kernels.triton.norm import rms_norm_reference
 
 MAX_VECTOR_ROWS = 4
 MAX_STRIP_ROWS = 64
+_SHARED_MEMORY = 200 << 10
+"""Of a multiprocessor, for the stages of the strip kernel (a Hopper chip has 227 KiB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,10 @@ def _vector_kernel(
         else:
             w = tl.load(start_row + place[None, :], mask=loads, other=0.0)
         if GATED:
-            w2 = tl.load(
-                start_row + num_features.to(tl.int64) * WIDTH + place[None, :], mask=loads, other=0.0
-            )
-        values = tl.load(
-            x + row[:, None] * WIDTH + place[None, :], mask=used[:, None] & inside[None, :], other=0.0
-        ).to(tl.float32)
+            w2 = tl.load(start_row + num_features.to(tl.int64) * WIDTH + place[None, :], mask=loads, other=0.0)
+        values = tl.load(x + row[:, None] * WIDTH + place[None, :], mask=used[:, None] & inside[None, :], other=0.0).to(
+            tl.float32
+        )
         if NORM:
             square += values * values
             values = values * tl.load(gain + place, mask=inside, other=0.0)[None, :]
@@ -152,9 +152,7 @@ def _strip_kernel(
             mask=real[:, None] & inside[None, :],
             other=0.0,
         )
-        values = tl.load(
-            x + row[:, None] * WIDTH + place[None, :], mask=used[:, None] & inside[None, :], other=0.0
-        )
+        values = tl.load(x + row[:, None] * WIDTH + place[None, :], mask=used[:, None] & inside[None, :], other=0.0)
         acc = tl.dot(values, tl.trans(w), acc, input_precision=PRECISION)
     if BIAS:
         acc += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)[None, :]
@@ -235,6 +233,10 @@ def linear_strip(
     features = weight.shape[0]
     out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
     ieee = x.dtype == torch.float32
+    rows_pad = max(16, triton.next_power_of_2(rows))
+    columns = min(sizes.columns, _pow2_floor(width))
+    while sizes.stages * (rows_pad + sizes.features) * columns * x.element_size() > _SHARED_MEMORY:
+        columns //= 2
     _strip_kernel[(triton.cdiv(features, sizes.features),)](
         x,
         weight,
@@ -243,10 +245,10 @@ def linear_strip(
         out,
         rows,
         features,
-        max(16, triton.next_power_of_2(rows)),
+        rows_pad,
         width,
         sizes.features,
-        min(sizes.columns, _pow2_floor(width)),
+        columns,
         bias is not None,
         residual is not None,
         "ieee" if ieee else "tf32",

@@ -10,17 +10,14 @@ from torch import Tensor
 
 
 @triton.jit
-def _rms_norm_kernel(
-    x, residual, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
-):
+def _rms_norm_kernel(x, residual, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
     values = tl.load(x + row * HIDDEN + columns, mask=inside, other=0.0)
     if ADD:
         values = (
-            values.to(tl.float32)
-            + tl.load(residual + row * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
+            values.to(tl.float32) + tl.load(residual + row * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
         ).to(residual.dtype.element_ty)
         tl.store(residual + row * HIDDEN + columns, values, mask=inside)
     # The norm is of the stored sum, rounded, so that fused and separate give the same bits.
@@ -31,9 +28,7 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _layer_norm_kernel(
-    x, weight, bias, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr
-):
+def _layer_norm_kernel(x, weight, bias, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
@@ -56,9 +51,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
     if x.shape[0]:
-        _rms_norm_kernel[(x.shape[0],)](
-            x, x, weight, out, eps, x.shape[1], block, False, num_warps=_warps(block)
-        )
+        _rms_norm_kernel[(x.shape[0],)](x, x, weight, out, eps, x.shape[1], block, False, num_warps=_warps(block))
     return out
 
 
@@ -67,9 +60,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     out = torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
     if x.shape[0]:
-        _rms_norm_kernel[(x.shape[0],)](
-            x, residual, weight, out, eps, x.shape[1], block, True, num_warps=_warps(block)
-        )
+        _rms_norm_kernel[(x.shape[0],)](x, residual, weight, out, eps, x.shape[1], block, True, num_warps=_warps(block))
     return out
 
 

@@ -73,9 +73,7 @@ class TritonOps:
             None if bias is None else bias.to(self.device, self.dtype).contiguous(),
         )
 
-    def linear(
-        self, x: Tensor, w: DeviceLinear, residual: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    def linear(self, x: Tensor, w: DeviceLinear, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias + residual; `out`, if given, receives it (a graph's buffer of logits)."""
         found = self._linear(x, w, residual, out)
         return found if out is None or found is out else out.copy_(found)

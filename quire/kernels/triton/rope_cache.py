@@ -61,18 +61,14 @@ def _rope_cache_kernel(
     if NORM_Q or NORM_K:
         factor = tl.rsqrt(square / DIM + eps)[:, None]
         if NORM_Q:
-            a = tl.where(
-                is_q[:, None], a * factor * tl.load(q_norm + pair, mask=pair < HALF, other=0.0)[None, :], a
-            )
+            a = tl.where(is_q[:, None], a * factor * tl.load(q_norm + pair, mask=pair < HALF, other=0.0)[None, :], a)
             b = tl.where(
                 is_q[:, None],
                 b * factor * tl.load(q_norm + HALF + pair, mask=pair < HALF, other=0.0)[None, :],
                 b,
             )
         if NORM_K:
-            a = tl.where(
-                is_k[:, None], a * factor * tl.load(k_norm + pair, mask=pair < HALF, other=0.0)[None, :], a
-            )
+            a = tl.where(is_k[:, None], a * factor * tl.load(k_norm + pair, mask=pair < HALF, other=0.0)[None, :], a)
             b = tl.where(
                 is_k[:, None],
                 b * factor * tl.load(k_norm + HALF + pair, mask=pair < HALF, other=0.0)[None, :],

@@ -39,9 +39,7 @@ class MixedBatch:
         singles = [i for i, entry in enumerate(entries) if entry.num_tokens == 1]
         longer = [i for i, entry in enumerate(entries) if entry.num_tokens > 1]
         order = singles + longer
-        fields = np.array(
-            [(entries[i].row, entries[i].start, entries[i].num_tokens) for i in order], np.int32
-        )
+        fields = np.array([(entries[i].row, entries[i].start, entries[i].num_tokens) for i in order], np.int32)
         return cls(order, fields[:, 0], fields[:, 1], fields[:, 2], len(singles))
 
     @property
@@ -55,9 +53,7 @@ class MixedBatch:
 
     def positions(self) -> np.ndarray:
         ends = self.query_start
-        return (np.arange(ends[-1], dtype=np.int32) - np.repeat(ends[:-1] - self.starts, self.counts)).astype(
-            np.int32
-        )
+        return (np.arange(ends[-1], dtype=np.int32) - np.repeat(ends[:-1] - self.starts, self.counts)).astype(np.int32)
 
 
 def is_decode(entries: Sequence[PlanEntry]) -> bool:

@@ -127,9 +127,7 @@ class DeviceForward:
             k_norm.weight if k_norm else None,
             q_norm.eps if q_norm else 0.0,
         )
-        return self._ops.attend(
-            qkv, cache, ctx, attn._group, attn.shape, spec.scale, spec.window, spec.softcap
-        )
+        return self._ops.attend(qkv, cache, ctx, attn._group, attn.shape, spec.scale, spec.window, spec.softcap)
 
 
 def fusable(spec: DecoderSpec) -> bool:

@@ -85,9 +85,7 @@ def _deliver(queue: SimpleQueue[_Sent | None]) -> None:
             _settle(sent.future, result)
 
 
-def _settle(
-    future: Future[StepResult], result: StepResult | None = None, error: Exception | None = None
-) -> None:
+def _settle(future: Future[StepResult], result: StepResult | None = None, error: Exception | None = None) -> None:
     if not future.set_running_or_notify_cancel():
         return
     if result is not None:

@@ -70,15 +70,11 @@ class DeviceRunner:
         self._forward = DeviceForward(decoder, ops)
         self._kernels: StepKernels = step_kernels(device)
         self._windows = tuple(group.window for group in decoder.spec.cache_groups())
-        self._plain = all(
-            a.attention.window is None and a.attention.softcap is None for a in decoder.spec.layers
-        )
+        self._plain = all(a.attention.window is None and a.attention.softcap is None for a in decoder.spec.layers)
         self._attention = getattr(ops, "attention", None)
         self.rungs = ladder(max_num_seqs)
         # Row -1 is padding: before the first step the whole batch is.
-        self._stage = torch.full(
-            (_STAGE_ENTRIES + 2 * max_num_seqs + 64,), -1, dtype=torch.int32, device=device
-        )
+        self._stage = torch.full((_STAGE_ENTRIES + 2 * max_num_seqs + 64,), -1, dtype=torch.int32, device=device)
         self._stage[:16] = 0
         self._stage[16 + _round(max_num_seqs) :] = 0
         self._buffers = self._allocate(max_num_seqs)
@@ -119,8 +115,7 @@ class DeviceRunner:
         shapes = {layer.attn.shape for layer in self._decoder.layers}
         heads = min(shape.num_kv_heads for shape in shapes)
         splits = {
-            rung: tuple(self._attention.allocate_split(rung, heads) for _ in self._windows)
-            for rung in self.rungs
+            rung: tuple(self._attention.allocate_split(rung, heads) for _ in self._windows) for rung in self.rungs
         }
         for shape in shapes:
             self._attention.reserve(shape, max(split[0].tasks for split in splits.values()), size)
@@ -277,9 +272,7 @@ class DeviceRunner:
         )
         for place, i in enumerate(batch.order):
             if entries[i].prompt_logprobs_from is not None:
-                self._prompt_logprobs(
-                    pending, i, entries[i], hidden, int(ends[place]) - entries[i].num_tokens
-                )
+                self._prompt_logprobs(pending, i, entries[i], hidden, int(ends[place]) - entries[i].num_tokens)
         if drawing:
             everyone = len(drawing) == int(ends[-1])
             logits = self._forward.logits(hidden.rows(None if everyone else stage.view(sent, "last")))
@@ -321,9 +314,7 @@ class DeviceRunner:
             return stage.view(sent, name)
 
         tokens = int(batch.query_start[-1])
-        ids, positions, *slots = torch.empty(
-            2 + len(self._windows), tokens, dtype=torch.int64, device=self._device
-        )
+        ids, positions, *slots = torch.empty(2 + len(self._windows), tokens, dtype=torch.int64, device=self._device)
         self._kernels.gather_inputs(
             self._table.tokens,
             self._table.tables,
@@ -336,9 +327,7 @@ class DeviceRunner:
             None,
         )
         if self._attention is None:
-            ctx = self._host_context(
-                positions, view("query_start"), view("lengths"), view("rows"), tuple(slots)
-            )
+            ctx = self._host_context(positions, view("query_start"), view("lengths"), view("rows"), tuple(slots))
             return self._forward(ids, ctx, self.caches)
         from quire.attention.triton import DeviceContext
 
@@ -357,9 +346,7 @@ class DeviceRunner:
         )
         if batch.num_decodes and not self._attention.deterministic:
             heads = min(layer.attn.shape.num_kv_heads for layer in self._decoder.layers)
-            ctx.splits = tuple(
-                self._attention.allocate_split(batch.num_decodes, heads) for _ in self._windows
-            )
+            ctx.splits = tuple(self._attention.allocate_split(batch.num_decodes, heads) for _ in self._windows)
             self._attention.prepare(ctx, self._windows)
         return self._forward(ids, ctx, self.caches)
 
@@ -393,9 +380,7 @@ class DeviceRunner:
         if output.logprobs is not None:
             pending.logprobs.append(([drawing[rows[r].place] for r in output.logprobs.rows], output.logprobs))
 
-    def _prompt_logprobs(
-        self, pending: PendingStep, index: int, entry: PlanEntry, hidden: Hidden, first: int
-    ) -> None:
+    def _prompt_logprobs(self, pending: PendingStep, index: int, entry: PlanEntry, hidden: Hidden, first: int) -> None:
         """Of the prompt tokens that follow the positions of this chunk."""
         info = self._table.info(entry.row)
         begin = entry.prompt_logprobs_from or 0
@@ -405,9 +390,7 @@ class DeviceRunner:
             chunk = torch.arange(first + at - entry.start, first + stop - entry.start, device=self._device)
             logits = self._forward.logits(hidden.rows(chunk)).float()
             targets = self._table.tokens[entry.row, at + 1 : stop + 1].long()
-            pending.prompt_logprobs.append(
-                (index, token_logprobs(logits, targets, info.params.prompt_logprobs or 0))
-            )
+            pending.prompt_logprobs.append((index, token_logprobs(logits, targets, info.params.prompt_logprobs or 0)))
 
 
 def _round(size: int) -> int:

@@ -83,9 +83,7 @@ def _ban_words(logits: Tensor, table: DeviceTable, row: SpecialRow, info: RowInf
     if not words:
         return
     width = max(len(word) - 1 for word in words)
-    heads = torch.tensor(
-        [[-1] * (width - len(word) + 1) + list(word[:-1]) for word in words], dtype=torch.int64
-    )
+    heads = torch.tensor([[-1] * (width - len(word) + 1) + list(word[:-1]) for word in words], dtype=torch.int64)
     heads = heads.reshape(len(words), width).to(logits.device, non_blocking=True)
     last = torch.tensor([word[-1] for word in words], dtype=torch.int64).to(logits.device, non_blocking=True)
     recent = table.tokens[row.row, row.position - width : row.position].long()

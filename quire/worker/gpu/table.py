@@ -54,20 +54,15 @@ class DeviceTable:
         self._vocab_size = vocab_size
         self._width = -(-max_model_len // block_size)
         self._state_base = num_rows * max_model_len
-        self._table_base = [
-            self._state_base + num_rows * (FIELDS + g * self._width) for g in range(num_groups)
-        ]
+        self._table_base = [self._state_base + num_rows * (FIELDS + g * self._width) for g in range(num_groups)]
         size = self._state_base + num_rows * (FIELDS + num_groups * self._width)
         if size >= 1 << 31:
             raise InvariantError("the request table would have more than 2**31 entries: lower max_num_seqs")
         self.arena = torch.zeros(size, dtype=torch.int32, device=device)
         self.tokens = self.arena[: self._state_base].view(num_rows, max_model_len)
-        self.state = self.arena[self._state_base : self._state_base + num_rows * FIELDS].view(
-            num_rows, FIELDS
-        )
+        self.state = self.arena[self._state_base : self._state_base + num_rows * FIELDS].view(num_rows, FIELDS)
         self.tables = tuple(
-            self.arena[base : base + num_rows * self._width].view(num_rows, self._width)
-            for base in self._table_base
+            self.arena[base : base + num_rows * self._width].view(num_rows, self._width) for base in self._table_base
         )
         self._info: list[RowInfo | None] = [None] * num_rows
         self._places: list[np.ndarray] = []
@@ -123,11 +118,7 @@ class DeviceTable:
         # The history stays out of the host's copy: the row of tokens on the device is the history.
         state = SamplingRow(params, start.seed, start.sequence_index, (), 0, start.stop_ids, ())
         state.history = None
-        cut = (
-            not params.greedy
-            and params.top_k != 1
-            and (params.top_p < 1.0 or 0 < params.top_k < self._vocab_size)
-        )
+        cut = not params.greedy and params.top_k != 1 and (params.top_p < 1.0 or 0 < params.top_k < self._vocab_size)
         special = (
             cut
             or params.logprobs is not None
@@ -137,9 +128,7 @@ class DeviceTable:
             or bool(start.bad_words)
             or params.min_tokens > 0
         )
-        return RowInfo(
-            params, start.num_prompt_tokens, special, state, tuple(tuple(word) for word in start.bad_words)
-        )
+        return RowInfo(params, start.num_prompt_tokens, special, state, tuple(tuple(word) for word in start.bad_words))
 
 
 _NOTHING = np.zeros(0, np.int32)

@@ -172,8 +172,7 @@ class GpuWorker:
 def _length(max_positions: int, wanted: int | None) -> int:
     if wanted is not None and wanted > max_positions:
         raise ConfigError(
-            f"max_model_len {wanted} is more than the {max_positions} positions the model was made for: "
-            "lower it",
+            f"max_model_len {wanted} is more than the {max_positions} positions the model was made for: lower it",
             field="max_model_len",
         )
     return max_positions if wanted is None else wanted
@@ -181,9 +180,7 @@ def _length(max_positions: int, wanted: int | None) -> int:
 
 def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype) -> Ops:
     if device.type != "cuda":
-        raise ConfigError(
-            "only a GPU has kernels of its own here: hand in the operations of another device", "device"
-        )
+        raise ConfigError("only a GPU has kernels of its own here: hand in the operations of another device", "device")
     from quire.kernels.triton.ops import KV_DTYPES, TritonOps
 
     return TritonOps(

@@ -60,12 +60,8 @@ def check_norms(device: str, dtype: torch.dtype, rows: int, hidden: int) -> floa
     )
     weight, bias = torch.rand(hidden, device=device) + 0.5, torch.randn(hidden, device=device)
     worst = close(norm.rms_norm(x, weight, 1e-6), norm.rms_norm_reference(x, weight, 1e-6))
-    worst = max(
-        worst, close(norm.layer_norm(x, weight, bias, 1e-5), norm.layer_norm_reference(x, weight, bias, 1e-5))
-    )
-    worst = max(
-        worst, close(norm.layer_norm(x, weight, None, 1e-5), norm.layer_norm_reference(x, weight, None, 1e-5))
-    )
+    worst = max(worst, close(norm.layer_norm(x, weight, bias, 1e-5), norm.layer_norm_reference(x, weight, bias, 1e-5)))
+    worst = max(worst, close(norm.layer_norm(x, weight, None, 1e-5), norm.layer_norm_reference(x, weight, None, 1e-5)))
     mine, other = residual.clone(), residual.clone()
     got = norm.add_rms_norm(x, mine, weight, 1e-6)
     worst = max(worst, close(got, norm.add_rms_norm_reference(x, other, weight, 1e-6)), close(mine, other))
@@ -84,13 +80,9 @@ def check_activations(device: str, dtype: torch.dtype, rows: int, width: int) ->
     return worst
 
 
-def make_cache(
-    device: str, dtype: torch.dtype, shape: HeadShape, num_blocks: int, block_size: int
-) -> LayerCache:
+def make_cache(device: str, dtype: torch.dtype, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
     size = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
-    return LayerCache(
-        rand(*size, dtype=dtype, device=device), rand(*size, dtype=dtype, device=device), block_size
-    )
+    return LayerCache(rand(*size, dtype=dtype, device=device), rand(*size, dtype=dtype, device=device), block_size)
 
 
 def check_rope_cache(
@@ -151,9 +143,7 @@ def check_decode(
     pdl: bool = False,
     repeat: int = 1,
 ) -> float:
-    qkv, cache, table, start, length = paged_batch(
-        device, dtype, shape, block_size, [1] * len(lengths), lengths
-    )
+    qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, [1] * len(lengths), lengths)
     split = attention_split.DecodeSplit.allocate(len(lengths), extra, device)
     attention_split.split_decode(split, length, window)
     scratch = attention_decode.DecodeScratch.allocate(split.tasks, len(lengths), shape, device)
@@ -169,9 +159,7 @@ def check_decode(
     )
     worst, first = 0.0, None
     for _ in range(repeat):
-        out = torch.full(
-            (len(lengths), shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device
-        )
+        out = torch.full((len(lengths), shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device)
         attention_decode.decode_attention(
             qkv,
             cache,
@@ -231,8 +219,7 @@ def check_mixed(
     qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, queries, lengths)
     group = shape.num_heads // shape.num_kv_heads
     seqs, firsts = (
-        torch.from_numpy(a).to(device)
-        for a in attention_mixed.query_tiles(np.array(queries), sizes.rows // group)
+        torch.from_numpy(a).to(device) for a in attention_mixed.query_tiles(np.array(queries), sizes.rows // group)
     )
     branches = None
     if tree:
@@ -288,9 +275,7 @@ def check_linear_few(
     if rows <= linear_few.MAX_VECTOR_ROWS:
         for options in ({}, {"norm": gain, "eps": 1e-6}):
             got = linear_few.linear_vector(x, weight, bias, residual, sizes=sizes, pdl=pdl, **options)
-            worst = max(
-                worst, close(got, linear_few.linear_reference(x, weight, bias, residual, **options), 2.0)
-            )
+            worst = max(worst, close(got, linear_few.linear_reference(x, weight, bias, residual, **options), 2.0))
         if features % 2 == 0:
             got = linear_few.linear_vector(
                 x, weight, None, None, norm=gain, eps=1e-6, gated="silu", sizes=sizes, pdl=pdl
@@ -339,9 +324,7 @@ def check_draw(device: str, dtype: torch.dtype, rows: int, vocab: int) -> float:
     table_rows = rows + 3
     state = torch.zeros(table_rows, step_reference.FIELDS, dtype=torch.int32, device=device)
     floats = state.view(torch.float32)
-    floats[:, step_reference.TEMPERATURE] = torch.where(
-        torch.arange(table_rows, device=device) % 3 == 0, 0.0, 0.7
-    )
+    floats[:, step_reference.TEMPERATURE] = torch.where(torch.arange(table_rows, device=device) % 3 == 0, 0.0, 0.7)
     floats[:, step_reference.LOG_MIN_P] = torch.where(
         torch.arange(table_rows, device=device) % 2 == 0, -math.inf, math.log(0.05)
     )

@@ -64,7 +64,5 @@ def resources(kernel: Any) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        shown = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True
-        ).stdout
+        shown = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
     return " ".join(word for word in shown.split() if word.startswith(("REG:", "STACK:")))

@@ -22,9 +22,7 @@ def _seeded() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 48), (3, 64), (5, 130)])
-def test_norms_agree_and_the_fused_one_is_the_norm_of_the_sum(
-    dtype: torch.dtype, rows: int, hidden: int
-) -> None:
+def test_norms_agree_and_the_fused_one_is_the_norm_of_the_sum(dtype: torch.dtype, rows: int, hidden: int) -> None:
     cases.check_norms(DEVICE, dtype, rows, hidden)
 
 
@@ -44,9 +42,7 @@ def test_activations_agree(dtype: torch.dtype) -> None:
     ],
 )
 @pytest.mark.parametrize("norms", [False, True])
-def test_rope_norm_and_cache_write_agree(
-    dtype: torch.dtype, shape: HeadShape, rotary: int | None, norms: bool
-) -> None:
+def test_rope_norm_and_cache_write_agree(dtype: torch.dtype, shape: HeadShape, rotary: int | None, norms: bool) -> None:
     cases.check_rope_cache(DEVICE, dtype, shape, 5, 4, rotary=rotary, norms=norms)
 
 
@@ -59,9 +55,7 @@ def test_rope_norm_and_cache_write_agree(
         ([64 * 40], 33, None),
     ],
 )
-def test_decode_work_is_shared_out_as_the_reference_does(
-    lengths: list[int], extra: int, window: int | None
-) -> None:
+def test_decode_work_is_shared_out_as_the_reference_does(lengths: list[int], extra: int, window: int | None) -> None:
     cases.check_split(DEVICE, lengths, extra, window)
 
 

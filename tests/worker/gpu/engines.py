@@ -88,9 +88,7 @@ def make_engine(
     ops: Any = None,
 ) -> EngineCore:
     spec = read_spec(config)
-    cache = KVCacheManager(
-        num_blocks, block_size, groups=tuple(CacheGroup(g.window) for g in spec.cache_groups())
-    )
+    cache = KVCacheManager(num_blocks, block_size, groups=tuple(CacheGroup(g.window) for g in spec.cache_groups()))
     scheduler = Scheduler(Limits(SEQS, budget, MAX_LEN), cache, clock=lambda: 0.0)
     if not device:
         return EngineCore(scheduler, LocalExecutor(PlainWorker(config, block_size, num_blocks)), depth)
@@ -127,12 +125,8 @@ def workload(seed: int, count: int, vocab: int = 131) -> list[Request]:
     ]
     requests = []
     for i in range(count):
-        prompt = (shared if rng.random() < 0.4 else []) + [
-            rng.randrange(vocab) for _ in range(rng.randrange(1, 70))
-        ]
-        params = SamplingParams(
-            max_tokens=rng.randrange(8, 30), ignore_eos=i % 3 == 0, **kinds[i % len(kinds)]
-        )
+        prompt = (shared if rng.random() < 0.4 else []) + [rng.randrange(vocab) for _ in range(rng.randrange(1, 70))]
+        params = SamplingParams(max_tokens=rng.randrange(8, 30), ignore_eos=i % 3 == 0, **kinds[i % len(kinds)])
         words = [[rng.randrange(vocab)], [rng.randrange(vocab), rng.randrange(vocab)]] if i % 4 == 1 else []
         requests.append(
             Request(
@@ -148,9 +142,7 @@ def workload(seed: int, count: int, vocab: int = 131) -> list[Request]:
     return requests
 
 
-def run(
-    core: EngineCore, requests: list[Request]
-) -> dict[str, tuple[list[int], list[Any], list[Any], str | None]]:
+def run(core: EngineCore, requests: list[Request]) -> dict[str, tuple[list[int], list[Any], list[Any], str | None]]:
     """Tokens, log-probabilities and errors of every request, in the order they came."""
     logprobs: dict[str, list[Any]] = {}
     prompts: dict[str, list[Any]] = {}
