@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ from quire.engine.metrics import flat_metrics
 from quire.engine.output import RequestOutput
 from quire.engine.progress import Progress
 from quire.engine.streams import News, OutputStreams
+from quire.engine.trace import StepTrace
 from quire.errors import EngineError, InvalidRequestError
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.request import FinishReason
@@ -180,6 +182,16 @@ class LLM:
     def metrics(self) -> dict[str, int | float]:
         """Counters and gauges, flat: tokens, steps, preemptions, prefix hits, blocks by state, queue lengths."""
         return flat_metrics(self._core.scheduler, self._running_engine.pool)
+
+    def trace(self, path: str | Path) -> StepTrace:
+        """Record the timeline of steps into a file for Perfetto or chrome://tracing.
+
+        Who ran how many tokens, block copies, preemptions and why, blocks by state. It is written when the
+        returned object is closed, as `with llm.trace("file.json"):` does, or when the LLM is.
+        """
+        if self._core.trace is not None:
+            raise EngineError("a trace is being recorded: close it before the next one")
+        return StepTrace(self._core, path)
 
     def clear_prefix_cache(self) -> int:
         """Forget cached prefixes that nobody uses; returns the number of blocks freed."""

@@ -27,6 +27,7 @@ BENCHES: dict[str, Command] = {
     "scheduler": Command("quire.cli.bench_scheduler", "time to plan a step of 16 to 1,024 sequences"),
     "prefix-cache": Command("quire.cli.bench_prefix_cache", "hit rates of the eviction policies on a trace"),
     "gpu": Command("quire.cli.bench_gpu", "throughput and latency on a GPU"),
+    "pressure": Command("quire.bench.pressure", "KV pools too small for the load, in each mode of preemption"),
 }
 COMMANDS: dict[str, Command] = {
     "demo": Command("quire.cli.demo", "fetch the default model and let it answer three questions"),

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, wait
+from typing import Protocol
 
 from quire.errors import QuireError
 from quire.executor.base import Executor
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.request import FinishReason, Request, Sequence
 from quire.scheduler.scheduler import Scheduler, SequenceUpdate
+
+
+class StepObserver(Protocol):
+    """Somebody who wants to know when steps begin and end."""
+
+    def submitted(self, plan: StepPlan) -> None: ...
+
+    def collected(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class EngineCore:
@@ -20,6 +31,7 @@ class EngineCore:
         self.executor = executor
         self._depth = max_steps_in_flight
         self._futures: deque[Future[StepResult]] = deque()
+        self.trace: StepObserver | None = None
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -53,6 +65,8 @@ class EngineCore:
     def _submit(self, plan: StepPlan) -> None:
         """Every plan that the scheduler made gets its future, whatever happens, so the two stay in step."""
         future: Future[StepResult] = Future()
+        if self.trace is not None:
+            self.trace.submitted(plan)
         try:
             future = self.executor.submit(plan)
         except BaseException as error:
@@ -72,9 +86,13 @@ class EngineCore:
             self._futures.popleft()
             shown = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
             self.scheduler.fail_step(f"the step that computed this request failed: {shown}")
+        if self.trace is not None:
+            self.trace.collected()
 
     def close(self) -> None:
         """Abandon what is in flight and let go of the executor."""
+        if self.trace is not None:
+            self.trace.close()
         for future in self._futures:
             future.cancel()
         self._futures.clear()

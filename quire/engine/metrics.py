@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.kvcache.swap import SwapStats
 from quire.scheduler.scheduler import Scheduler
 from quire.worker.memory import PoolSize
 
@@ -18,6 +19,12 @@ def flat_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float]
         "output_tokens": stats.output_tokens,
         "recomputed_tokens": stats.recomputed_tokens,
         "preemptions": stats.preemptions,
+        "preemptions_for_memory": stats.preemptions_for_memory,
+        "preemptions_for_priority": stats.preemptions_for_priority,
+        "preemptions_for_loss": stats.preemptions_for_loss,
+        "preemptions_by_recompute": stats.preemptions_by_recompute,
+        "preemptions_by_swap": stats.preemptions_by_swap,
+        "forks": stats.forks,
         "requests_running": len(scheduler.running),
         "requests_waiting": len(scheduler.waiting),
         "requests_finished": stats.requests_finished,
@@ -35,4 +42,30 @@ def flat_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float]
         "kv_blocks_deduplicated": cache.stats.blocks_deduplicated,
         "copies_on_write": cache.stats.copies_on_write,
         "kv_pool_bytes": pool.num_blocks * pool.bytes_per_block,
+        **_tier_metrics(scheduler, pool),
+    }
+
+
+def _tier_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float]:
+    """Of the host tier; all 0 where there is none."""
+    cache, swapper = scheduler.cache, scheduler.preemption.swapper
+    swaps = SwapStats() if swapper is None else swapper.stats
+    tier = cache.tier
+    return {
+        "swaps_out": swaps.out,
+        "swaps_in": swaps.back,
+        "swap_blocks_out": swaps.blocks_out,
+        "swap_blocks_in": swaps.blocks_in,
+        "swap_bytes_out": swaps.bytes_out,
+        "swap_bytes_in": swaps.bytes_in,
+        "swap_space_full": swaps.full,
+        "tier_hits": cache.stats.tier_hits,
+        "tier_hit_tokens": cache.stats.tier_hit_tokens,
+        "offloaded_blocks": cache.stats.blocks_offloaded,
+        "offload_bytes_out": cache.stats.bytes_offloaded,
+        "offload_bytes_in": cache.stats.bytes_fetched,
+        "host_blocks_total": 0 if tier is None else tier.num_blocks * len(cache.groups),
+        "host_blocks_used": 0 if tier is None else tier.num_used,
+        "host_blocks_cached": 0 if tier is None else tier.num_cached,
+        "swap_space_bytes": pool.num_host_blocks * pool.bytes_per_block,
     }

@@ -24,6 +24,19 @@ class FuzzRequest:
     priority: int = 0
     cache_salt: str | None = None
     abort_at: int | None = None
+    tenant: str | None = None
+    beam: dict[str, Any] | None = None
+    """Parameters of beam search; `params` then count for nothing."""
+
+    @property
+    def num_sequences(self) -> int:
+        if self.beam is not None:
+            return int(self.beam["beam_width"])
+        return int(self.params.get("best_of") or self.params.get("n", 1))
+
+    @property
+    def max_tokens(self) -> int:
+        return int((self.beam or self.params)["max_tokens"])
 
 
 @dataclass(slots=True)
@@ -60,9 +73,24 @@ def random_case(seed: int) -> FuzzCase:
             priority=rng.randint(-1, 1),
             cache_salt=rng.choice([None, None, None, "a"]),
             abort_at=at_step + rng.randint(0, 20) if rng.random() < 0.15 else None,
+            tenant=rng.choice([None, "x", "y"]),
         ))
-    case.options = _options(rng, max(len(r.prompt) + r.params["max_tokens"] for r in case.requests))
+        _make_group(rng, case.requests[-1])
+    case.options = _options(rng, case.requests)
     return case
+
+
+def _make_group(rng: random.Random, request: FuzzRequest) -> None:
+    """Now and then several sequences, or beams, instead of one."""
+    kind = rng.choice(["one", "one", "one", "many", "best", "beams"])
+    if kind == "many":
+        request.params["n"] = rng.randint(2, 4)
+    elif kind == "best":
+        request.params |= {"n": rng.randint(1, 2), "best_of": rng.randint(3, 4)}
+    elif kind == "beams":
+        request.beam = {"beam_width": rng.randint(1, 5), "max_tokens": rng.randint(1, 16),
+                        "length_penalty": rng.choice([1.0, 0.0, 2.0, -0.5]),
+                        "early_stopping": rng.choice([True, False, "never"]), "ignore_eos": rng.random() < 0.3}
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
@@ -91,22 +119,35 @@ def _model(rng: random.Random) -> dict[str, Any]:
     return config
 
 
-def _options(rng: random.Random, longest: int) -> dict[str, Any]:
-    """An engine with room for the longest request and little more."""
+def blocks_needed(request: FuzzRequest, block_size: int) -> int:
+    """Of all its sequences at their longest: what the engine demands of a pool before it takes the request."""
+    shared = len(request.prompt) // block_size
+    longest = -(-(len(request.prompt) + request.max_tokens) // block_size)
+    return shared + request.num_sequences * (longest - shared)
+
+
+def _options(rng: random.Random, requests: list[FuzzRequest]) -> dict[str, Any]:
+    """An engine with room for the largest request and little more."""
     block_size = rng.choice([1, 2, 3, 4, 8, 16, 32])
-    return {
+    options = {
         "block_size": block_size,
-        "num_kv_blocks": -(-longest // block_size) + rng.randint(1, 12),
-        "max_num_seqs": rng.randint(1, 8),
+        "num_kv_blocks": max(blocks_needed(r, block_size) for r in requests) + rng.choice([0, 1, 3, 12]),
+        "max_num_seqs": max(rng.randint(1, 8), max(r.num_sequences for r in requests)),
         "max_num_batched_tokens": rng.choice([1, 7, 32, 64, 256]),
         "enable_prefix_caching": rng.random() < 0.8,
         "max_num_partial_prefills": rng.randint(1, 3),
         "long_prefill_token_threshold": rng.choice([0, 0, 5, 17]),
-        "scheduling_policy": rng.choice(["fcfs", "priority"]),
+        "scheduling_policy": rng.choice(["fcfs", "priority", "fair"]),
         "batching_policy": rng.choice(["decode-first", "decode-first", "prefill-first"]),
         "max_steps_in_flight": rng.choice([1, 1, 2, 3]),
         "num_threads": rng.choice([1, 2]),
+        "preemption_mode": "recompute",
     }
+    if rng.random() < 0.6:
+        # From hardly a block to more than everything needs.
+        options |= {"swap_space": rng.choice([1e-4, 1e-3, 1e-2]), "offload": rng.random() < 0.5,
+                    "preemption_mode": rng.choice(["auto", "swap", "swap", "recompute"])}
+    return options
 
 
 def _params(rng: random.Random) -> dict[str, Any]:

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quire.engine.output import RequestOutput
+from quire.engine.output import CompletionOutput, RequestOutput
 from quire.fuzz.case import FuzzCase, FuzzRequest
 from quire.llm import LLM
-from quire.sampling.params import SamplingParams
+from quire.sampling.params import BeamSearchParams, SamplingParams
 
 _STEPS_BOUND = 20_000
 # One request at a time, of at most 256 tokens: the default pool is far larger, and slow to make.
-_PLAIN = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "num_kv_blocks": 17}
+_PLAIN = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "num_kv_blocks": 64}
 
 
 def sampling_params(request: FuzzRequest) -> SamplingParams:
@@ -21,6 +21,10 @@ def sampling_params(request: FuzzRequest) -> SamplingParams:
     if "logit_bias" in params:
         params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
     return SamplingParams(**params)
+
+
+def request_params(request: FuzzRequest) -> SamplingParams | BeamSearchParams:
+    return sampling_params(request) if request.beam is None else BeamSearchParams(**request.beam)
 
 
 def find_difference(case: FuzzCase, workdir: Path) -> str | None:
@@ -34,11 +38,16 @@ def find_difference(case: FuzzCase, workdir: Path) -> str | None:
         return f"the engine raised {type(error).__name__}: {error}"
     with _engine(folder, _PLAIN) as plain:
         for request in case.requests:
-            expected = plain.generate([request.prompt], sampling_params(request), use_tqdm=False)[0]
-            difference = _compare(request, outputs.get(request.name), expected)
+            difference = _compare(request, outputs.get(request.name), _plain_output(plain, request))
             if difference is not None:
                 return difference
     return None
+
+
+def _plain_output(plain: LLM, request: FuzzRequest) -> RequestOutput:
+    if request.beam is not None:
+        return plain.beam_search([request.prompt], BeamSearchParams(**request.beam))[0]
+    return plain.generate([request.prompt], sampling_params(request), use_tqdm=False)[0]
 
 
 def _engine(folder: Path, options: dict[str, Any]) -> LLM:
@@ -52,8 +61,8 @@ def _play(case: FuzzCase, folder: Path) -> dict[str, RequestOutput]:
         for step in range(_STEPS_BOUND):
             while arrivals and arrivals[0].at_step <= step:
                 request = arrivals.pop(0)
-                llm.add_request(request.name, request.prompt, sampling_params(request), priority=request.priority,
-                                cache_salt=request.cache_salt)
+                llm.add_request(request.name, request.prompt, request_params(request), priority=request.priority,
+                                cache_salt=request.cache_salt, tenant=request.tenant)
             for request in case.requests:
                 if request.abort_at == step:
                     llm.abort(request.name)
@@ -64,26 +73,62 @@ def _play(case: FuzzCase, folder: Path) -> dict[str, RequestOutput]:
                 break
         else:
             raise RuntimeError(f"requests were still unfinished after {_STEPS_BOUND} steps")
-        used = llm.metrics()["kv_blocks_used"]
-        if used:
-            raise RuntimeError(f"{used} KV blocks are still in use after the last request")
+        _check_counters(llm.metrics(), list(outputs.values()))
     return outputs
+
+
+def _check_counters(metrics: dict[str, int | float], outputs: list[RequestOutput]) -> None:
+    """Nothing is held after the last request, and what is counted in total is what was counted for each."""
+    for name in ("kv_blocks_used", "host_blocks_used"):
+        if metrics[name]:
+            raise RuntimeError(f"{metrics[name]} {name} after the last request")
+    counts = [output.metrics.counts for output in outputs]
+    sums = {
+        "preemptions_for_memory": sum(c.preemptions_for_memory for c in counts),
+        "preemptions_for_priority": sum(c.preemptions_for_priority for c in counts),
+        "preemptions": sum(c.preemptions_for_memory + c.preemptions_for_priority for c in counts),
+        "preemptions_by_swap": sum(c.swaps_out for c in counts),
+        "swaps_out": sum(c.swaps_out for c in counts),
+        "swaps_in": sum(c.swaps_in for c in counts),
+        "copies_on_write": sum(c.copies_on_write for c in counts),
+        "recomputed_tokens": sum(c.recomputed_tokens for c in counts),
+        "tier_hit_tokens": sum(c.tier_hit_tokens for c in counts),
+    }
+    for name, total in sums.items():
+        if metrics[name] != total:
+            raise RuntimeError(f"{name} is {metrics[name]} in total and {total} summed over the requests")
+    moved = metrics["swap_bytes_out"] + metrics["swap_bytes_in"]
+    if moved != sum(c.swap_bytes for c in counts):
+        raise RuntimeError(f"{moved} bytes were swapped in total, {sum(c.swap_bytes for c in counts)} by requests")
 
 
 def _compare(request: FuzzRequest, got: RequestOutput | None, expected: RequestOutput) -> str | None:
     if got is None:
         return None if request.abort_at is not None else f"request {request.name} gave no output at all"
-    mine, plain = got.outputs[0], expected.outputs[0]
     if got.error is not None:
         return f"request {request.name} failed: {got.error}"
-    aborted = request.abort_at is not None and mine.finish_reason == "abort"
-    count = len(mine.token_ids)
-    if list(mine.token_ids) != list(plain.token_ids)[: count if aborted else None]:
-        return f"request {request.name} gave tokens {list(mine.token_ids)}, the plain path {list(plain.token_ids)}"
-    if not aborted and mine.finish_reason != plain.finish_reason:
-        return f"request {request.name} finished by {mine.finish_reason}, the plain path by {plain.finish_reason}"
-    if list(mine.logprobs or []) != list(plain.logprobs or [])[: count if aborted else None]:
-        return f"request {request.name} has log-probabilities whose bits differ from the plain path's"
+    aborted = request.abort_at is not None and any(one.finish_reason == "abort" for one in got.outputs)
+    if aborted and (request.beam is not None or request.params.get("best_of") is not None):
+        return None  # which sequences are the best is decided at the end
+    if len(got.outputs) != len(expected.outputs):
+        return f"request {request.name} gave {len(got.outputs)} sequences, the plain path {len(expected.outputs)}"
+    for mine, plain in zip(got.outputs, expected.outputs, strict=True):
+        difference = _compare_sequences(f"sequence {mine.index} of request {request.name}", mine, plain, aborted)
+        if difference is not None:
+            return difference
     if not aborted and got.prompt_logprobs != expected.prompt_logprobs:
         return f"request {request.name} has prompt log-probabilities whose bits differ from the plain path's"
+    return None
+
+
+def _compare_sequences(name: str, mine: CompletionOutput, plain: CompletionOutput, aborted: bool) -> str | None:
+    count = len(mine.token_ids)
+    if list(mine.token_ids) != list(plain.token_ids)[: count if aborted else None]:
+        return f"{name} gave tokens {list(mine.token_ids)}, the plain path {list(plain.token_ids)}"
+    if not aborted and mine.finish_reason != plain.finish_reason:
+        return f"{name} finished by {mine.finish_reason}, the plain path by {plain.finish_reason}"
+    if list(mine.logprobs or []) != list(plain.logprobs or [])[: count if aborted else None]:
+        return f"{name} has log-probabilities whose bits differ from the plain path's"
+    if not aborted and (mine.score, mine.cumulative_logprob) != (plain.score, plain.cumulative_logprob):
+        return f"{name} has the score {mine.score}, on the plain path {plain.score}"
     return None

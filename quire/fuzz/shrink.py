@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 
-from quire.fuzz.case import FuzzCase
+from quire.fuzz.case import FuzzCase, blocks_needed
 
 _PLAIN_OPTIONS = {
     "enable_prefix_caching": False,
@@ -15,6 +15,8 @@ _PLAIN_OPTIONS = {
     "batching_policy": "decode-first",
     "max_steps_in_flight": 1,
     "num_threads": 1,
+    "offload": False,
+    "preemption_mode": "recompute",
     "max_num_batched_tokens": 256,
 }
 
@@ -26,12 +28,19 @@ def shrink(case: FuzzCase, fails: Callable[[FuzzCase], bool], tries: int = 200) 
         progress = False
         for candidate in _simpler(case):
             tries -= 1
+            _keep_servable(candidate)
             if fails(candidate):
                 case, progress = candidate, True
                 break
             if tries <= 0:
                 break
     return case
+
+
+def _keep_servable(case: FuzzCase) -> None:
+    """A shorter prompt may share fewer blocks: the pool must still take every request."""
+    need = max(blocks_needed(request, case.options["block_size"]) for request in case.requests)
+    case.options["num_kv_blocks"] = max(need, case.options["num_kv_blocks"])
 
 
 def _simpler(case: FuzzCase) -> Iterator[FuzzCase]:
@@ -60,6 +69,10 @@ def _simpler_request(case: FuzzCase, index: int, length: int) -> Iterator[FuzzCa
         shorter.requests[index].params["max_tokens"] = params["max_tokens"] // 2
         shorter.requests[index].params.pop("min_tokens", None)
         yield shorter
+    if case.requests[index].beam is not None:
+        plainer = copy.deepcopy(case)
+        plainer.requests[index].beam = None
+        yield plainer
     extras = set(params) - {"max_tokens", "temperature", "seed", "logprobs", "ignore_eos"}
     if extras:
         plainer = copy.deepcopy(case)

@@ -80,8 +80,9 @@ class ModelRunner:
         drawing = [i for i, entry in enumerate(entries) if entry.sample]
         if not drawing:
             return
-        last = torch.tensor([ends[i] - 1 for i in drawing])
-        logits = self._decoder.logits(hidden if len(last) == len(hidden) else hidden[last])
+        last = [ends[i] - 1 for i in drawing]
+        everything = last == list(range(len(hidden)))
+        logits = self._decoder.logits(hidden if everything else hidden[torch.tensor(last)])
         rows = [self._table.sampling(entries[i].row) for i in drawing]
         output = sample(logits, SamplingBatch.build(rows, logits.shape[1]))
         for i, token, status in zip(drawing, output.token_ids.tolist(), output.status.tolist(), strict=True):
