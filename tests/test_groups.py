@@ -129,16 +129,15 @@ def assert_same_beams(output: Any, expected: list[tuple[list[int], float]]) -> N
 
 
 @pytest.mark.parametrize(("width", "penalty", "early"), [
-    (4, 1.0, False), (4, 0.0, True), (4, -1.0, "never"), (4, 2.0, False), (8, 1.0, True), (8, 0.0, False),
-    (8, 2.0, "never"),
+    (4, 1.0, False), (4, 0.0, True), (4, -1.0, "never"), (8, 0.0, False), (8, 2.0, True),
 ])
 def test_the_beams_are_those_of_transformers(llm: LLM, checkpoint: Any, width: int, penalty: float,
                                              early: Any) -> None:
     params = BeamSearchParams(beam_width=width, max_tokens=12, length_penalty=penalty, early_stopping=early)
     found = llm.beam_search([PROMPT, PROMPT[:20]], params)
     for output, prompt in zip(found, [PROMPT, PROMPT[:20]], strict=True):
-        assert_same_beams(output, oracle(checkpoint[1], prompt, width, 12, length_penalty=penalty,
-                                         early_stopping=early))
+        expected = oracle(checkpoint[1], prompt, width, 12, length_penalty=penalty, early_stopping=early)
+        assert_same_beams(output, expected)
     if penalty <= 0.0:
         assert any(one.finish_reason == "stop" for output in found for one in output.outputs)
 
