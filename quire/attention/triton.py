@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,17 +15,19 @@ from torch import Tensor
 from quire.attention.context import StepContext
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
 from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
-from quire.kernels.triton.attention_split import DecodeSplit, extra_pieces, split_decode
+from quire.kernels.triton.attention_split import DecodeSplit, decode_shape, extra_pieces, split_decode
 from quire.layers.ops import HeadShape, LayerCache
 
 _FIXED = MixedShape(64, 64, 4, 3)
 """The tile of deterministic mode, for every query of every step: bits may depend on its shape."""
 _FIXED_FLOAT32 = MixedShape(32, 32, 4, 2)
-_WIDE = MixedShape(128, 64, 8, 3)
+_WIDE = MixedShape(128, 64, 4, 3)
+"""H200, 2026-11-15, prompts of 4,096: 401 to 413 TFLOP/s, with 8 warps 318, 64 rows 349."""
 _LARGE_HEADS = MixedShape(64, 32, 4, 2)
-_FRESH_TOKENS = 256
-"""From how many tokens on a prompt without context goes to torch's own dense attention (cuDNN,
-FlashAttention)."""
+_FRESH_TOKENS = 512
+_FRESH_STEP = 256
+"""A prompt without context of so many tokens and a multiple of the step goes to cuDNN: 567 to 600 TFLOP/s
+(torch's FlashAttention 305 to 328). cuDNN plans anew for every length, so only few lengths are let through."""
 
 
 @dataclass(slots=True)
@@ -83,7 +87,7 @@ class TritonAttention:
     def takes_fresh(self, start: int, tokens: int, plain: bool) -> bool:
         """Whether a chunk goes to torch's dense attention; `plain`: neither window nor soft cap in any
         layer."""
-        return self._dense and plain and start == 0 and tokens >= _FRESH_TOKENS
+        return self._dense and plain and start == 0 and tokens >= _FRESH_TOKENS and tokens % _FRESH_STEP == 0
 
     def allocate_split(self, num_seqs: int, num_kv_heads: int) -> DecodeSplit:
         return DecodeSplit.allocate(num_seqs, extra_pieces(num_seqs, num_kv_heads, self._processors), self.device)
@@ -131,6 +135,7 @@ class TritonAttention:
             split = ctx.splits[group]
             scratch = self.reserve(shape, split.tasks, ctx.num_decodes)
             few = ctx.num_decodes <= 8
+            sizes = decode_shape(ctx.num_decodes, shape.head_dim, qkv.element_size())
             decode_attention(
                 qkv,
                 cache,
@@ -141,7 +146,9 @@ class TritonAttention:
                 scratch,
                 shape,
                 scale,
-                keys=64 if few or shape.head_dim * qkv.element_size() > 512 else 128,
+                keys=sizes.keys,
+                num_warps=sizes.warps,
+                num_stages=sizes.stages,
                 pdl=self.pdl and ctx.num_decodes == qkv.shape[0] and few,
                 **options,
             )
@@ -178,6 +185,16 @@ class TritonAttention:
             tile_seq=torch.from_numpy(seqs).to(self.device),
             tile_first=torch.from_numpy(firsts).to(self.device),
         )
+
+
+@contextmanager
+def dense_attention() -> Iterator[None]:
+    """Inside, torch's dense attention is cuDNN's wherever it can be; once per step, since switching takes time."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True):
+        yield
 
 
 def _dense(qkv: Tensor, shape: HeadShape, scale: float, out: Tensor) -> None:

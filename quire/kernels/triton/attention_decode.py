@@ -44,7 +44,7 @@ class DecodeScratch:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _decode_kernel(
     qkv,
     k_cache,

@@ -82,10 +82,11 @@ class TritonOps:
         rows = x.shape[0]
         if self.deterministic:
             return linear_fixed.linear_fixed(x, w.weight, w.bias, residual)
-        if rows <= linear_few.MAX_VECTOR_ROWS:
+        if linear_few.vector_wins(rows, w.out_features, w.in_features, x.dtype):
             return linear_few.linear_vector(x, w.weight, w.bias, residual, out=out, pdl=self.pdl)
-        if linear_few.strip_wins(rows, w.out_features, w.in_features, x.dtype):
-            return linear_few.linear_strip(x, w.weight, w.bias, residual)
+        strip = linear_few.strip_shape(rows, w.out_features, w.in_features, x.dtype)
+        if strip is not None:
+            return linear_few.linear_strip(x, w.weight, w.bias, residual, sizes=strip, out=out)
         if out is not None and w.bias is None and residual is None:
             return torch.mm(x, w.weight.t(), out=out)
         found = F.linear(x, w.weight, w.bias)
@@ -165,10 +166,10 @@ class TritonOps:
         """residual += x in place; the norm of the sum."""
         return norm.add_rms_norm(x, residual, weight, eps)
 
-    def fuses_norm(self, rows: int) -> bool:
+    def fuses_norm(self, rows: int, width: int) -> bool:
         """Whether so few rows are best computed by products that take norm, activation and residual with
         them."""
-        return rows <= linear_few.MAX_VECTOR_ROWS and not self.deterministic
+        return linear_few.fusion_wins(rows, width) and not self.deterministic
 
     def norm_linear(
         self,
@@ -180,6 +181,8 @@ class TritonOps:
         out: Tensor | None = None,
     ) -> Tensor:
         """linear(rms_norm(x)), and the gated activation of it: one launch; only where `fuses_norm`."""
+        if gated is None and linear_few.head_apart(w.out_features, x.dtype):
+            return self.linear(norm.rms_norm(x, weight, eps), w, None, out)
         return linear_few.linear_vector(
             x, w.weight, w.bias, None, norm=weight, eps=eps, gated=gated, out=out, pdl=self.pdl
         )

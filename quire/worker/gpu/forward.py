@@ -45,7 +45,7 @@ class DeviceForward:
     def __call__(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> Hidden:
         if not self.fused:
             return Hidden(self._decoder.forward(ids, ctx, caches))
-        if self._ops.fuses_norm(ids.shape[0]):  # type: ignore[attr-defined]
+        if self._ops.fuses_norm(ids.shape[0], self._decoder.spec.hidden_size):  # type: ignore[attr-defined]
             return Hidden(self._few(ids, ctx, caches))
         return self._many(ids, ctx, caches)
 
@@ -60,7 +60,7 @@ class DeviceForward:
             raise NotImplementedError("fusable() admits no such decoder")
         if hidden.delta is not None:
             rows = ops.add_rms_norm(hidden.delta, hidden.stream, norm.weight, norm.eps)  # type: ignore[attr-defined]
-        elif ops.fuses_norm(hidden.stream.shape[0]):  # type: ignore[attr-defined]
+        elif ops.fuses_norm(*hidden.stream.shape):  # type: ignore[attr-defined]
             return self._capped(
                 ops.norm_linear(  # type: ignore[attr-defined]
                     hidden.stream, norm.weight, norm.eps, decoder.head.packed, None, out

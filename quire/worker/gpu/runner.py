@@ -348,7 +348,12 @@ class DeviceRunner:
             heads = min(layer.attn.shape.num_kv_heads for layer in self._decoder.layers)
             ctx.splits = tuple(self._attention.allocate_split(batch.num_decodes, heads) for _ in self._windows)
             self._attention.prepare(ctx, self._windows)
-        return self._forward(ids, ctx, self.caches)
+        if not fresh:
+            return self._forward(ids, ctx, self.caches)
+        from quire.attention.triton import dense_attention
+
+        with dense_attention():
+            return self._forward(ids, ctx, self.caches)
 
     # ---- what the drawing kernel does not do
 
