@@ -132,7 +132,8 @@ class LLM:
     def render_chat(self, messages: Sequence[Message], **kwargs: Any) -> str:
         """The prompt that the model's chat template makes of a conversation."""
         if self.tokenizer is None:
-            raise InvalidRequestError("this engine has no tokenizer (skip_tokenizer_init): chat needs one", field="messages")
+            raise InvalidRequestError("this engine has no tokenizer (skip_tokenizer_init): chat needs one",
+                                      field="messages")
         return self.tokenizer.apply_chat_template(messages, **kwargs)
 
     # ---- driving the loop by hand

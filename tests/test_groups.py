@@ -122,10 +122,10 @@ def oracle(model: Any, prompt: list[int], width: int, max_tokens: int, **options
     return beams
 
 
-def assert_same_beams(output: Any, expected: list[tuple[list[int], float]]) -> None:
+def assert_same_beams(output: Any, expected: list[tuple[list[int], float]], tolerance: float = 1e-4) -> None:
     assert tokens(output) == [beam for beam, _ in expected]
     for one, (_, score) in zip(output.outputs, expected, strict=True):
-        assert one.score == pytest.approx(score, abs=1e-4)
+        assert one.score == pytest.approx(score, abs=tolerance)
 
 
 @pytest.mark.parametrize(("width", "penalty", "early"), [

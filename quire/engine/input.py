@@ -97,17 +97,20 @@ class InputProcessor:
 
     def _checked_ids(self, ids: Any) -> list[int]:
         if isinstance(ids, (bytes, bytearray)) or not isinstance(ids, Sequence):
-            raise InvalidRequestError(f"a prompt is a string or a list of token ids, not {type(ids).__name__}", field="prompt")
+            raise InvalidRequestError(f"a prompt is a string or a list of token ids, not {type(ids).__name__}",
+                                      field="prompt")
         if not ids:
             raise InvalidRequestError("the prompt is empty: give at least one character or token", field="prompt")
         tokens = list(ids)
         if set(map(type, tokens)) != {int}:
             wrong = next(t for t in tokens if type(t) is not int)
-            raise InvalidRequestError(f"token ids are integers, not {type(wrong).__name__} {wrong!r:.80}", field="prompt")
+            raise InvalidRequestError(f"token ids are integers, not {type(wrong).__name__} {wrong!r:.80}",
+                                      field="prompt")
         low, high = min(tokens), max(tokens)
         if low < 0 or high >= self._vocab_size:
             raise InvalidRequestError(
-                f"token id {low if low < 0 else high} is outside the vocabulary (0 to {self._vocab_size - 1})", field="prompt")
+                f"token id {low if low < 0 else high} is outside the vocabulary (0 to {self._vocab_size - 1})",
+                field="prompt")
         return tokens
 
     def _check_params(self, params: SamplingParams) -> None:

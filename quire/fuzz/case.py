@@ -63,7 +63,8 @@ def random_case(seed: int) -> FuzzCase:
     case = FuzzCase(_model(rng), {})
     prefixes = [_tokens(rng, rng.randint(1, 40)) for _ in range(3)]
     for index in range(rng.randint(1, 12)):
-        prompt = (rng.choice(prefixes)[: rng.randint(0, 40)] if rng.random() < 0.7 else []) + _tokens(rng, rng.randint(1, 30))
+        beginning = rng.choice(prefixes)[: rng.randint(0, 40)] if rng.random() < 0.7 else []
+        prompt = beginning + _tokens(rng, rng.randint(1, 30))
         at_step = rng.randint(0, 12)
         case.requests.append(FuzzRequest(
             name=f"r{index}",

@@ -71,7 +71,8 @@ class Load:
         request = make_request(
             name, prompt, max_tokens, seed=seed, beams=beams, n=n, best_of=best_of,
             priority=rng.randint(0, 2) if rng.random() < 0.5 else 0, tenant=rng.choice("ab"),
-            eos=frozenset(rng.sample(range(1000), 40 if beams is None else 3)), prompt_logprobs=rng.choice([None, None, None, 1]))
+            eos=frozenset(rng.sample(range(1000), 40 if beams is None else 3)),
+            prompt_logprobs=rng.choice([None, None, None, 1]))
         try:
             self.scheduler.add(request)
         except InvalidRequestError:

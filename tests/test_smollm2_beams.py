@@ -1,0 +1,49 @@
+"""The real model's beams are those of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM
+from quire.sampling.params import BeamSearchParams
+from tests.test_groups import assert_same_beams, oracle
+
+LENGTH = 8
+
+
+@pytest.fixture(scope="module")
+def network(smollm2: str) -> Any:
+    from quire.bench.transformers_model import load_in_transformers
+
+    return load_in_transformers(smollm2)[0]
+
+
+@pytest.mark.parametrize(("prompt", "width", "penalty", "early"), [
+    ("The capital of France is", 4, 1.0, False), ("Q: What is 17 + 25?\nA:", 8, 0.0, True),
+])
+def test_the_beams_of_smollm2_are_those_of_transformers(smollm2: str, network: Any, prompt: str, width: int,
+                                                        penalty: float, early: bool) -> None:
+    params = BeamSearchParams(beam_width=width, max_tokens=LENGTH, length_penalty=penalty, early_stopping=early)
+    with LLM(smollm2, max_model_len=256) as llm:
+        network.config.eos_token_id = network.generation_config.eos_token_id = sorted(llm._inputs._eos_token_ids)
+        output = llm.beam_search(prompt, params)[0]
+    expected = oracle(network, output.prompt_token_ids, width, LENGTH, length_penalty=penalty, early_stopping=early)
+    # In fp32 transformers' log-softmax over 49,152 tokens is off by 1e-5 for each token, always to the same side.
+    assert_same_beams(output, expected, tolerance=1e-4 if penalty else 2e-5 * LENGTH)
+    assert all(one.text for one in output.outputs)
+
+
+def test_scores_are_those_of_double_precision(smollm2: str, network: Any) -> None:
+    with LLM(smollm2, max_model_len=256) as llm:
+        params = BeamSearchParams(beam_width=4, max_tokens=LENGTH, length_penalty=0.0)
+        output = llm.beam_search("Photosynthesis is the process by which", params)[0]
+    exact = network.double()
+    for beam in output.outputs[:2]:
+        tokens = output.prompt_token_ids + list(beam.token_ids)
+        with torch.inference_mode():
+            logprobs = exact(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
+        chosen = logprobs[len(output.prompt_token_ids) - 1 :].gather(1, torch.tensor(beam.token_ids)[:, None])
+        assert beam.score == pytest.approx(float(chosen.sum()), abs=5e-5)
