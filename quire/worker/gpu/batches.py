@@ -56,9 +56,40 @@ class MixedBatch:
         return (np.arange(ends[-1], dtype=np.int32) - np.repeat(ends[:-1] - self.starts, self.counts)).astype(np.int32)
 
 
+def end_of(entry: PlanEntry) -> int:
+    """The position whose token an entry draws."""
+    return entry.start + entry.num_tokens
+
+
+@dataclass(slots=True)
+class LogitRows:
+    """Which tokens of a step need logits: those of entries that draw, then those that want candidates."""
+
+    drawing: list[int]
+    """Entries of the plan that draw a token, those that share another's logits included."""
+    ranking: list[int]
+    last: np.ndarray
+    """int32: token of the step whose logits each of them reads."""
+
+    @classmethod
+    def of(cls, entries: Sequence[PlanEntry], batch: MixedBatch) -> LogitRows:
+        ends = batch.query_start[1:]
+        token = {int(row): int(end) - 1 for row, end in zip(batch.rows, ends, strict=True)}
+        drawing = [i for i in batch.order if entries[i].sample]
+        drawing += [i for i, entry in enumerate(entries) if entry.shares is not None and entry.sample]
+        ranking = [i for i in batch.order if entries[i].candidates]
+        sources = ((entries[i].row, entries[i].shares) for i in drawing + ranking)
+        last = [token[row if shares is None else shares] for row, shares in sources]
+        return cls(drawing, ranking, np.array(last, np.int32))
+
+
 def is_decode(entries: Sequence[PlanEntry]) -> bool:
     """Every sequence computes one token and draws the next: a step that a captured graph can replay."""
     return all(
-        entry.num_tokens == 1 and entry.sample and not entry.drafts and entry.prompt_logprobs_from is None
+        entry.num_tokens == 1
+        and entry.sample
+        and not entry.drafts
+        and not entry.candidates
+        and entry.prompt_logprobs_from is None
         for entry in entries
     )

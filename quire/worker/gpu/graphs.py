@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from quire.errors import InvariantError
+
 
 class GraphCache:
     """Replays `launch(rung)` from a graph. Capture the largest rung first: the others then fit in its
@@ -42,8 +44,20 @@ class GraphCache:
             graph.capture_end()
         return graph
 
+    def close(self) -> None:
+        """Give the pool's memory back: a captured graph holds all that its kernels touch."""
+        torch.cuda.synchronize(self._device)
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._launch = _closed
+
     def run(self, rung: int) -> None:
         graph = self._graphs.get(rung)
         if graph is None:
             graph = self._graphs[rung] = self._captured(rung)
         graph.replay()
+
+
+def _closed(rung: int) -> None:
+    raise InvariantError("this engine is closed: it runs no more steps")

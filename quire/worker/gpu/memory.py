@@ -51,6 +51,7 @@ def size_device_pool(
     total: int,
     utilization: float,
     step_bytes: int,
+    given_len: bool = True,
 ) -> PoolSize:
     """Blocks from num_kv_blocks, kv_cache_memory or what `utilization` leaves; the length that they allow."""
     per_block = bytes_per_block(spec, cache.block_size, element_size)
@@ -72,13 +73,13 @@ def size_device_pool(
             f"the GPU and a step takes {_gib(step_bytes)}: lower num_kv_blocks or kv_cache_memory"
         )
     capacity = blocks * cache.block_size
-    if max_model_len > capacity:
+    if max_model_len > capacity and given_len:
         raise ConfigError(
             f"max_model_len {max_model_len} does not fit the KV pool, which holds {capacity} tokens: lower "
             "max_model_len, or raise gpu_memory_utilization or kv_cache_memory",
             field="max_model_len",
         )
-    return PoolSize(blocks, max_model_len, per_block)
+    return PoolSize(blocks, min(max_model_len, capacity), per_block)
 
 
 def explain(error: torch.OutOfMemoryError) -> OutOfMemoryError:
@@ -87,6 +88,15 @@ def explain(error: torch.OutOfMemoryError) -> OutOfMemoryError:
         "the GPU ran out of memory in a step: lower max_num_batched_tokens, max_num_seqs, "
         "gpu_memory_utilization or kv_cache_memory, or stop what else runs on this GPU "
         f"({str(error).splitlines()[0]})"
+    )
+
+
+def explain_start(error: torch.OutOfMemoryError) -> OutOfMemoryError:
+    """The device ran out before the first step: in the weights, the trial step or the pool."""
+    return OutOfMemoryError(
+        "the GPU ran out of memory while the engine was built: lower gpu_memory_utilization, "
+        "max_num_batched_tokens, max_num_seqs or kv_cache_memory, take a smaller dtype or model, or stop what "
+        f"else runs on this GPU ({str(error).splitlines()[0]})"
     )
 
 

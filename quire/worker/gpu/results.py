@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.sampling.sampler import FAILURES, OK, SampledLogprobs
+from quire.sampling.sampler import FAILURES, NOT_FINITE, OK, SampledLogprobs
 from quire.scheduler.plan import EntryResult, StepResult, TokenLogprobs
+from quire.worker.gpu.sampling import RankedCandidates
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class PendingStep:
     """(entries, what was found for them)."""
     prompt_logprobs: list[tuple[int, SampledLogprobs]] = field(default_factory=list)
     """(entry, a run of its positions), in order."""
+    candidates: RankedCandidates | None = None
 
 
 class ResultCopier:
@@ -95,6 +98,7 @@ def _settle(future: Future[StepResult], result: StepResult | None = None, error:
 
 
 def _host_copy(pending: PendingStep) -> PendingStep:
+    ranked = pending.candidates
     return PendingStep(
         pending.step,
         pending.num_entries,
@@ -102,6 +106,9 @@ def _host_copy(pending: PendingStep) -> PendingStep:
         _to_host(pending.tokens),
         [(entries, _logprobs_to_host(found)) for entries, found in pending.logprobs],
         [(entry, _logprobs_to_host(found)) for entry, found in pending.prompt_logprobs],
+        None if ranked is None else RankedCandidates(
+            ranked.entries, ranked.counts, _logprobs_to_host(ranked.found), _to_host(ranked.peak)
+        ),
     )
 
 
@@ -132,7 +139,18 @@ def _assemble(pending: PendingStep) -> StepResult:
         known = results[entry].prompt_logprobs
         rows = [TokenLogprobs(*row) for row in found.to_list()]
         results[entry].prompt_logprobs = rows if known is None else known + rows
+    if pending.candidates is not None:
+        _take_candidates(pending.candidates, results)
     return StepResult(pending.step, results)
+
+
+def _take_candidates(ranked: RankedCandidates, results: list[EntryResult]) -> None:
+    rows = zip(ranked.entries, ranked.counts, ranked.peak.tolist(), ranked.found.to_list(), strict=True)
+    for entry, count, peak, (_, _, _, ids, logprobs) in rows:
+        if math.isfinite(peak):
+            results[entry].candidates = list(zip(ids, logprobs, strict=True))[:count]
+        else:
+            results[entry].error = FAILURES[NOT_FINITE]
 
 
 def failed(error: Exception) -> Future[StepResult]:

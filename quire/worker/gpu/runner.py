@@ -20,11 +20,11 @@ from quire.models.decoder import Decoder
 from quire.sampling.sampler import token_logprobs
 from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.worker.gpu.backend import StepKernels, step_kernels
-from quire.worker.gpu.batches import MixedBatch, is_decode, ladder, rung_for
+from quire.worker.gpu.batches import LogitRows, MixedBatch, end_of, is_decode, ladder, rung_for
 from quire.worker.gpu.forward import DeviceForward, Hidden
 from quire.worker.gpu.graphs import GraphCache
 from quire.worker.gpu.results import PendingStep
-from quire.worker.gpu.sampling import SpecialRow, sample_special
+from quire.worker.gpu.sampling import SpecialRow, rank_candidates, sample_special
 from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import DeviceTable
 
@@ -120,6 +120,13 @@ class DeviceRunner:
         for shape in shapes:
             self._attention.reserve(shape, max(split[0].tasks for split in splits.values()), size)
         return splits
+
+    def close(self) -> None:
+        """Let go of graphs and caches: the graphs' launches hold the runner, which holds all the memory."""
+        if self.graphs is not None:
+            self.graphs.close()
+        self.graphs = None
+        self.caches = []
 
     # ---- a step
 
@@ -246,7 +253,7 @@ class DeviceRunner:
         entries, slot = plan.entries, plan.step % RING
         batch = MixedBatch.of(entries)
         ends = batch.query_start[1:]
-        drawing = [place for place, i in enumerate(batch.order) if entries[i].sample]
+        reads = LogitRows.of(entries, batch)
         stage = Stage()
         stage.add("ring", np.array([slot], np.int32))
         stage.add("token_rows", batch.token_rows())
@@ -254,9 +261,9 @@ class DeviceRunner:
         stage.add("query_start", batch.query_start)
         stage.add("lengths", batch.starts + batch.counts)
         stage.add("rows", batch.rows)
-        stage.add("last", (ends[drawing] - 1).astype(np.int32))
-        stage.add("draw_rows", batch.rows[drawing])
-        stage.add("draw_positions", (batch.starts + batch.counts)[drawing])
+        stage.add("last", reads.last)
+        stage.add("draw_rows", np.array([entries[i].row for i in reads.drawing], np.int32))
+        stage.add("draw_positions", np.array([end_of(entries[i]) for i in reads.drawing], np.int32))
         stage.add("places", places)
         stage.add("values", values)
         fresh = self._add_tiles(stage, batch)
@@ -264,20 +271,30 @@ class DeviceRunner:
         if len(places):
             self._kernels.scatter(self._table.arena, stage.view(sent, "places"), stage.view(sent, "values"))
         hidden = self._forward_mixed(stage, sent, batch, fresh)
-        pending = PendingStep(
-            plan.step,
-            len(entries),
-            [batch.order[place] for place in drawing],
-            self.drawn[slot, : len(drawing)],
-        )
+        pending = PendingStep(plan.step, len(entries), reads.drawing, self.drawn[slot, : len(reads.drawing)])
         for place, i in enumerate(batch.order):
             if entries[i].prompt_logprobs_from is not None:
                 self._prompt_logprobs(pending, i, entries[i], hidden, int(ends[place]) - entries[i].num_tokens)
-        if drawing:
-            everyone = len(drawing) == int(ends[-1])
+        if len(reads.last):
+            everyone = np.array_equal(reads.last, np.arange(ends[-1]))
             logits = self._forward.logits(hidden.rows(None if everyone else stage.view(sent, "last")))
+            self._draw_mixed(pending, entries, reads, logits, stage, sent, slot)
+        return pending
+
+    def _draw_mixed(
+        self,
+        pending: PendingStep,
+        entries: Sequence[PlanEntry],
+        reads: LogitRows,
+        logits: Tensor,
+        stage: Stage,
+        sent: Tensor,
+        slot: int,
+    ) -> None:
+        """Tokens from the first of the logits, candidates of beams from the others."""
+        if reads.drawing:
             self._kernels.draw(
-                logits,
+                logits[: len(reads.drawing)],
                 self._table.state,
                 stage.view(sent, "draw_rows"),
                 stage.view(sent, "draw_positions"),
@@ -286,8 +303,13 @@ class DeviceRunner:
                 stage.view(sent, "ring"),
                 self._scratch,
             )
-            self._draw_special(pending, entries, [batch.order[place] for place in drawing], logits, slot)
-        return pending
+            self._draw_special(pending, entries, reads.drawing, logits, slot)
+        if reads.ranking:
+            infos = [self._table.info(entries[i].row) for i in reads.ranking]
+            pending.candidates = rank_candidates(
+                logits[len(reads.drawing) :], reads.ranking, [entries[i].candidates for i in reads.ranking],
+                [info.params.temperature or 1.0 for info in infos],
+            )
 
     def _add_tiles(self, stage: Stage, batch: MixedBatch) -> tuple[tuple[int, int], ...]:
         """Tiles of the sequences with several queries; returns the fresh prompts that need none."""
@@ -369,7 +391,7 @@ class DeviceRunner:
         draw's."""
         table = self._table
         rows = [
-            SpecialRow(place, entries[i].row, entries[i].start + entries[i].num_tokens)
+            SpecialRow(place, entries[i].row, end_of(entries[i]))
             for place, i in enumerate(drawing)
             if table.info(entries[i].row).special
         ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.sampling.batch import Edits, SamplingBatch
-from quire.sampling.sampler import SamplerOutput, sample
+from quire.sampling.sampler import SampledLogprobs, SamplerOutput, sample, token_logprobs
 from quire.worker.gpu.table import DeviceTable, RowInfo
 
 
@@ -60,6 +60,28 @@ def sample_special(logits: Tensor, rows: Sequence[SpecialRow], table: DeviceTabl
     if any(info.bad_words or info.params.penalised for info in infos):
         batch.edits = DeviceEdits(batch.edits, table, rows, infos)  # type: ignore[assignment]
     return sample(picked, batch)
+
+
+@dataclass(slots=True)
+class RankedCandidates:
+    """The likeliest next tokens of some entries of a plan."""
+
+    entries: list[int]
+    counts: list[int]
+    found: SampledLogprobs
+    peak: Tensor
+    """float32 [rows]: the largest logit, which is finite where the row is sound."""
+
+
+def rank_candidates(
+    logits: Tensor, entries: list[int], counts: list[int], temperatures: Sequence[float]
+) -> RankedCandidates:
+    """As the CPU's runner ranks them, for the rows of `logits`."""
+    wide = logits.float()
+    if any(temperature != 1.0 for temperature in temperatures):
+        scale = torch.tensor(temperatures, dtype=torch.float32).to(wide.device, non_blocking=True)
+        wide = wide / scale[:, None]
+    return RankedCandidates(entries, counts, token_logprobs(wide, wide.argmax(-1), max(counts)), wide.amax(-1))
 
 
 def _penalise(logits: Tensor, table: DeviceTable, row: SpecialRow, info: RowInfo) -> None:

@@ -88,10 +88,11 @@ class DeviceTable:
             places.extend(range(base, base + len(diff.blocks)))
             values.extend(diff.blocks)
         for entry in plan.entries:
-            if entry.drafts:
+            known = entry.drafts or entry.given
+            if known:
                 end = entry.row * self.max_model_len + entry.start + entry.num_tokens
-                places.extend(range(end - len(entry.drafts), end))
-                values.extend(entry.drafts)
+                places.extend(range(end - len(known), end))
+                values.extend(known)
         if places:
             self._places.append(np.array(places, np.int32))
             self._values.append(np.array(values, np.int32))

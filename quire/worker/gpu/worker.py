@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from quire.models.registry import read_spec
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import PlanEntry, RowStart, StepPlan, StepResult, TableDiff
 from quire.worker.cache_engine import CacheEngine
-from quire.worker.gpu.memory import explain, measure_step, size_device_pool
+from quire.worker.gpu.memory import bytes_per_block, explain, explain_start, measure_step, size_device_pool
 from quire.worker.gpu.results import ResultCopier, failed
 from quire.worker.gpu.runner import DeviceRunner
 from quire.worker.gpu.table import DeviceTable
 from quire.worker.gpu.weights import build_on_device, random_weights
-from quire.worker.memory import PoolSize
+from quire.worker.memory import PoolSize, available_memory, size_host_tier
 
 DTYPES = {
     "auto": torch.bfloat16,
@@ -66,40 +67,59 @@ class GpuWorker:
         self.spec = read_spec(config)
         self.device = torch.device(options.device)
         self._options = options
-        dtype = DTYPES[options.dtype]
-        self.ops = _device_ops(options, self.device, dtype) if ops is None else ops
         self.timings: dict[str, float] = {}
+        try:
+            with torch.inference_mode():
+                self._build(config, weights, cache, ops)
+        except torch.OutOfMemoryError as error:
+            shown = explain_start(error)
+            del error
+            self.close()
+            raise shown from None
+        except BaseException:
+            self.close()
+            raise
+        self._copier = ResultCopier(self.device)
+
+    def _build(
+        self,
+        config: Mapping[str, Any],
+        weights: Iterable[tuple[str, Tensor]] | None,
+        cache: CacheConfig,
+        ops: Ops | None,
+    ) -> None:
+        options, dtype = self._options, DTYPES[self._options.dtype]
+        self.ops = _device_ops(options, self.device, dtype) if ops is None else ops
         started = time.perf_counter()
         length = _length(self.spec.max_positions, options.max_model_len)
-        with torch.inference_mode():
-            stream = random_weights(config, self.device, dtype, options.seed) if weights is None else weights
-            self.decoder = build_on_device(config, stream, self.ops, self.device, dtype, length)
-            self._mark("weights", started)
-            self.table = DeviceTable(
-                options.max_num_seqs,
-                length,
-                cache.block_size,
-                len(self.spec.cache_groups()),
-                self.spec.vocab_size,
-                self.device,
-            )
-            self._runner = DeviceRunner(
-                self.decoder,
-                self.ops,
-                self.table,
-                self.device,
-                max_num_seqs=options.max_num_seqs,
-                use_graphs=not options.enforce_eager,
-            )
-            self.pool = self._size_pool(cache, length)
-            self._cache = CacheEngine(self.decoder, self.ops, self.pool.num_blocks + 1, cache.block_size)
-            self._runner.caches = self._cache.layers
-            started = time.perf_counter()
-            if self._runner.graphs is not None:
-                self._runner.graphs.capture(self._runner.rungs)
-                torch.cuda.synchronize(self.device)
-            self._mark("graphs", started)
-        self._copier = ResultCopier(self.device)
+        stream = random_weights(config, self.device, dtype, options.seed) if weights is None else weights
+        self.decoder = build_on_device(config, stream, self.ops, self.device, dtype, length)
+        self._mark("weights", started)
+        groups = len(self.spec.cache_groups())
+        seqs = options.max_num_seqs
+        self.table = DeviceTable(seqs, length, cache.block_size, groups, self.spec.vocab_size, self.device)
+        self._runner = DeviceRunner(
+            self.decoder,
+            self.ops,
+            self.table,
+            self.device,
+            max_num_seqs=seqs,
+            use_graphs=not options.enforce_eager,
+        )
+        self.pool = self._size_pool(cache, length)
+        self._cache = CacheEngine(
+            self.decoder, self.ops, self.pool.num_blocks + 1, cache.block_size, self.pool.num_host_blocks
+        )
+        self._runner.caches = self._cache.layers
+        started = time.perf_counter()
+        if self._runner.graphs is not None:
+            self._runner.graphs.capture(self._runner.rungs)
+        self._mark("graphs", started)
+        started = time.perf_counter()
+        if self.device.type == "cuda":
+            for decodes in (1, 12, 140):
+                self._warm_up(min(decodes, seqs - 1))
+        self._mark("warm_up", started)
 
     def _mark(self, name: str, started: float) -> None:
         if self.device.type == "cuda":
@@ -110,13 +130,25 @@ class GpuWorker:
         started = time.perf_counter()
         if self.device.type != "cuda":
             blocks = cache.num_kv_blocks or -(-length // cache.block_size) * 4
-            return PoolSize(blocks, min(length, blocks * cache.block_size), 0)
+            per_block = bytes_per_block(self.spec, cache.block_size, 4)
+            host = size_host_tier(cache, per_block, available_memory())
+            return PoolSize(blocks, min(length, blocks * cache.block_size), per_block, host)
         step = measure_step(lambda: self._largest_step(cache.block_size), self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         element = 1 if self._options.kv_cache_dtype == "fp8" else DTYPES[self._options.dtype].itemsize
         pool = size_device_pool(
-            self.spec, cache, length, element, free, total, self._options.gpu_memory_utilization, step
+            self.spec,
+            cache,
+            length,
+            element,
+            free,
+            total,
+            self._options.gpu_memory_utilization,
+            step,
+            given_len=self._options.max_model_len is not None,
         )
+        host = size_host_tier(cache, pool.bytes_per_block, available_memory())
+        pool = replace(pool, num_host_blocks=host)
         self._mark("profile", started)
         return pool
 
@@ -142,6 +174,20 @@ class GpuWorker:
         self._runner.run(StepPlan(1, freed_rows=list(range(seqs))))
         self._runner.caches = []
 
+    def _warm_up(self, decodes: int) -> None:
+        """A step of prompts beside decoding sequences, before anybody waits for its kernels to be compiled."""
+        limit = min(self.table.max_model_len, self.pool.max_model_len)
+        counts = [1] * decodes + [count for count in (40, 512) if count <= limit]
+        counts = counts[: self._options.max_num_seqs]
+        plan = StepPlan(0)
+        for row, count in enumerate(counts):
+            blocks = [0] * -(-count // self.table.block_size)
+            plan.starts.append(RowStart(row, [0] * count, count, SamplingParams(temperature=1.0), 0, 0))
+            plan.diffs += [TableDiff(row, group, 0, blocks) for group in range(len(self.spec.cache_groups()))]
+            plan.entries.append(PlanEntry(row, 0, count, sample=True))
+        self._runner.run(plan)
+        self._runner.run(StepPlan(1, freed_rows=list(range(len(counts)))))
+
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Launch a plan. Its copies and its step run in order with those before it; the future waits, not
         we."""
@@ -163,9 +209,13 @@ class GpuWorker:
         """Give the memory back even while somebody still holds the worker."""
         if "_copier" in self.__dict__:
             self._copier.close()
+        if "_runner" in self.__dict__:
+            self._runner.close()
         for name in ("_runner", "_cache", "table", "decoder", "ops", "_copier"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
+            # What is left refers to itself in circles; the allocator can only return what nobody holds.
+            gc.collect()
             torch.cuda.empty_cache()
 
 
