@@ -26,6 +26,7 @@ BENCHES: dict[str, Command] = {
     "cpu": Command("quire.bench.cpu", "cases A to D on a CPU, against transformers in one run"),
     "scheduler": Command("quire.cli.bench_scheduler", "time to plan a step of 16 to 1,024 sequences"),
     "prefix-cache": Command("quire.cli.bench_prefix_cache", "hit rates of the eviction policies on a trace"),
+    "policies": Command("quire.bench.policies", "one workload through each way of batching: throughput and latency"),
     "gpu": Command("quire.cli.bench_gpu", "throughput and latency on a GPU"),
     "pressure": Command("quire.bench.pressure", "KV pools too small for the load, in each mode of preemption"),
 }
@@ -38,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "inspect": Command("quire.cli.inspect", "what a model is and what of it fits in this machine"),
     "env": Command("quire.cli.env", "versions, processor, memory and kernels, for a bug report"),
     "bench": Command("quire.cli.bench", "measure speed; one JSON line per case", BENCHES),
+    "eval": Command("quire.eval.command", "accuracy on LAMBADA, ARC or GSM8K"),
     "fuzz": Command("quire.cli.fuzz", "look for workloads whose tokens differ from the plain path's"),
     "completion": Command("quire.cli.completion", "print a completion script for bash, zsh or fish"),
 }
