@@ -26,7 +26,7 @@ class ModelConfig:
     tokenizer: str | None = option(
         None, "folder, tokenizer.json or .gguf to take the tokenizer from (default: the model)")
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids only")
-    dtype: str = option("auto", "type of weights and activations; auto is float32 on a CPU",
+    dtype: str = option("auto", "type of weights and activations; auto is float32 on a CPU, bfloat16 on a GPU",
                         ("auto", "float32", "bfloat16", "float16"))
     seed: int = option(0, "seed from which requests without one of their own draw theirs")
     max_model_len: int | None = option(
@@ -35,9 +35,14 @@ class ModelConfig:
                               ("auto", "gguf", "safetensors", "dummy"))
     cache_dir: str | None = option(
         None, "where downloaded models are kept (default: the user's cache folder)")
-    device: str = option("auto", "where the model runs", ("auto", "cpu"))
+    device: str = option("auto", "where the model runs; auto is a GPU where there is one",
+                         ("auto", "cpu", "cuda"))
     num_threads: int | None = option(
         None, "threads of the CPU kernels (default: the cores this process may use)")
+    enforce_eager: bool = option(False, "on a GPU: launch every kernel anew instead of replaying captured graphs")
+    deterministic: bool = option(
+        False, "on a GPU: the same bits whatever the batch, chunks, cache and graphs, at some cost in speed "
+               "(a CPU always has them)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,11 @@ class CacheConfig:
     num_kv_blocks: int | None = option(None, "number of KV blocks (default: from kv_cache_memory)")
     kv_cache_memory: int | str | None = option(None, "bytes for the KV pool, or a text such as 2GiB "
                                                      "(default: a share of free memory)")
+    gpu_memory_utilization: float = option(
+        0.9, "share of the GPU's memory that may be in use, by this engine and everybody else, when it has taken "
+             "its KV pool")
+    kv_cache_dtype: str = option("auto", "type of keys and values in the cache; auto is that of the model, fp8 "
+                                         "(GPU only) halves it", ("auto", "fp8"))
     enable_prefix_caching: bool = option(True, "reuse the KV of prompts that start alike")
     swap_space: float = option(0.0, "GiB of host memory for KV that was preempted or evicted (0: none)")
     offload: bool = option(False, "keep evicted prefixes in the swap space and bring them back when they are "
@@ -59,8 +69,9 @@ class CacheConfig:
 class SchedulerConfig:
     """What one step may hold, and who goes first."""
 
-    max_num_seqs: int = option(128, "most sequences running at once")
-    max_num_batched_tokens: int | None = option(None, "most tokens computed in one step (default: 2048)")
+    max_num_seqs: int | None = option(None, "most sequences running at once (default: 128, on a GPU 256)")
+    max_num_batched_tokens: int | None = option(
+        None, "most tokens computed in one step (default: 2048, on a GPU 8192)")
     enable_chunked_prefill: bool = option(
         True, "let a long prompt be computed in pieces beside decoding sequences")
     max_num_partial_prefills: int = option(1, "most prompts that may be half computed at once")
@@ -76,7 +87,18 @@ class SchedulerConfig:
     itl_slo_ms: float | None = option(
         None, "longest time between two tokens of a stream, in milliseconds: chunks of prompts are sized to "
               "hold it (default: no bound)")
-    max_steps_in_flight: int = option(1, "steps planned ahead of the results (1: none)")
+    max_steps_in_flight: int | None = option(
+        None, "steps that may be under way at once: 1 plans none ahead of the results (default: 1, on a GPU 2)")
+
+    def resolved(self, gpu: bool) -> SchedulerConfig:
+        """With what the device decides where the user did not."""
+        budget = 8192 if gpu and self.enable_chunked_prefill else None
+        return dataclasses.replace(
+            self,
+            max_num_seqs=self.max_num_seqs or (256 if gpu else 128),
+            max_steps_in_flight=self.max_steps_in_flight or (2 if gpu else 1),
+            max_num_batched_tokens=self.max_num_batched_tokens or budget,
+        )
 
 
 _SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
@@ -153,6 +175,10 @@ def _check_ranges(config: EngineConfig) -> None:
         raise ConfigError(f"seed must be between 0 and 2**64 - 1, not {config.model.seed}", field="seed")
     _check_slo(config.scheduler)
     _check_swap(config)
+    share = config.cache.gpu_memory_utilization
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}",
+                          field="gpu_memory_utilization")
     if config.cache.num_kv_blocks is not None and config.cache.kv_cache_memory is not None:
         raise ConfigError("give num_kv_blocks or kv_cache_memory, not both", field="num_kv_blocks")
     if config.cache.kv_cache_memory is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig
 from quire.engine.calibration import measure_move_cost
 from quire.engine.core import EngineCore
-from quire.executor.local import LocalExecutor
+from quire.engine.device import build_worker, resolve
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.kvcache.move_cost import MoveCost
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
 
 _DEFAULT_BATCHED_TOKENS = 2048
+_DEFAULT_SEQS = 128
 
 
 @dataclass(slots=True)
@@ -49,11 +50,8 @@ def open_source(config: EngineConfig, progress: bool = True) -> ModelSource:
 def build_engine(config: EngineConfig, progress: bool = True) -> Engine:
     """Load the model and connect the rooms. This is where torch is imported."""
     source = open_source(config, progress)
-    from quire.worker.worker import Worker
-
-    worker = Worker(source, config)
-    depth = config.scheduler.max_steps_in_flight
-    executor = LocalExecutor(worker, overlap=depth > 1)
+    config = resolve(config)
+    worker, executor = build_worker(source, config)
     cost = measure_move_cost(executor, config, worker.spec, worker.pool)
     cache = build_cache(config, worker.spec, worker.pool, cost)
     scheduler = Scheduler(
@@ -65,7 +63,7 @@ def build_engine(config: EngineConfig, progress: bool = True) -> Engine:
         pacer=None if config.scheduler.itl_slo_ms is None else StepPacer(config.scheduler.itl_slo_ms / 1e3),
         preemption=Preemption(cache, PreemptionMode(config.scheduler.preemption_mode), cost),
     )
-    core = EngineCore(scheduler, executor, depth)
+    core = EngineCore(scheduler, executor, config.scheduler.max_steps_in_flight or 1)
     return Engine(config, source, worker.spec, worker.pool, core)
 
 
@@ -92,7 +90,7 @@ def limits_of(config: EngineConfig, max_model_len: int) -> Limits:
     if budget is None:
         budget = max(_DEFAULT_BATCHED_TOKENS, 0 if options.enable_chunked_prefill else max_model_len)
     return Limits(
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=options.max_num_seqs or _DEFAULT_SEQS,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
         chunked_prefill=options.enable_chunked_prefill,

@@ -25,16 +25,16 @@ class Worker:
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
         check_device(config)
+        seqs = config.scheduler.max_num_seqs or 128
         self.spec = read_spec(source.config)
-        self.pool: PoolSize = size_pool(self.spec, config.cache, config.model.max_model_len,
-                                        config.scheduler.max_num_seqs)
+        self.pool: PoolSize = size_pool(self.spec, config.cache, config.model.max_model_len, seqs)
         ops = CpuOps(num_threads=config.model.num_threads)
         weights = (dummy_weights(source.config, config.model.seed) if config.model.load_format == "dummy"
                    else source.weights())
         decoder = build_decoder(source.config, weights, ops, max_model_len=self.pool.max_model_len)
         self._cache = CacheEngine(decoder, ops, self.pool.num_blocks, config.cache.block_size,
                                   self.pool.num_host_blocks)
-        self._table = RequestTable(config.scheduler.max_num_seqs, self.pool.max_model_len, config.cache.block_size,
+        self._table = RequestTable(seqs, self.pool.max_model_len, config.cache.block_size,
                                    len(self.spec.cache_groups()))
         self._runner = ModelRunner(decoder, self._cache, self._table)
 

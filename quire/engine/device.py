@@ -1,0 +1,90 @@
+"""Chooses where a model runs, and what the options mean there; asks torch, so it is imported late."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import TYPE_CHECKING, Protocol
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.executor.base import Executor
+
+if TYPE_CHECKING:
+    from quire.models.loader.source import ModelSource
+    from quire.models.spec import DecoderSpec
+    from quire.worker.memory import PoolSize
+
+_GPU_BATCHED_TOKENS = 8192
+
+
+class ModelWorker(Protocol):
+    """What the assembly needs to know of a worker, whatever it runs on."""
+
+    spec: DecoderSpec
+    pool: PoolSize
+
+
+def resolve(config: EngineConfig) -> EngineConfig:
+    """The same with device, and what the user left to the device, filled in."""
+    device = config.model.device
+    missing = None if device == "cpu" else _missing_for_gpu()
+    if device == "cuda" and missing is not None:
+        raise ConfigError(f"device 'cuda' cannot be used: {missing}; use device='cpu' or 'auto'", field="device")
+    gpu = device != "cpu" and missing is None
+    if not gpu and config.cache.kv_cache_dtype != "auto":
+        raise ConfigError("kv_cache_dtype 'fp8' needs a GPU: use kv_cache_dtype='auto'", field="kv_cache_dtype")
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu"),
+        scheduler=config.scheduler.resolved(gpu),
+    )
+
+
+def _missing_for_gpu() -> str | None:
+    """Why no GPU can be used here, or None."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA GPU here"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton, which compiles the GPU kernels, is not installed"
+    return None
+
+
+def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
+    """The worker of a resolved configuration, and who runs plans on it."""
+    if config.model.device == "cuda":
+        return _gpu_worker(source, config)
+    from quire.executor.local import LocalExecutor
+    from quire.worker.worker import Worker
+
+    worker = Worker(source, config)
+    return worker, LocalExecutor(worker, overlap=(config.scheduler.max_steps_in_flight or 1) > 1)
+
+
+def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
+    from quire.executor.device import DeviceExecutor
+    from quire.models.registry import read_spec
+    from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+
+    model, limits = config.model, config.scheduler
+    budget = limits.max_num_batched_tokens
+    if budget is None:
+        # Without chunks a step must hold a whole prompt.
+        budget = max(_GPU_BATCHED_TOKENS, model.max_model_len or read_spec(source.config).max_positions)
+    options = DeviceOptions(
+        device="cuda",
+        dtype=model.dtype,
+        max_num_seqs=limits.max_num_seqs or 256,
+        max_num_batched_tokens=budget,
+        max_model_len=model.max_model_len,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization,
+        enforce_eager=model.enforce_eager,
+        deterministic=model.deterministic,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+        seed=model.seed,
+    )
+    weights = None if model.load_format == "dummy" else source.weights(None)
+    worker = GpuWorker(source.config, weights, config.cache, options)
+    return worker, DeviceExecutor(worker)
