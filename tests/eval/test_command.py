@@ -23,8 +23,9 @@ def test_one_line_says_what_was_asked_and_how_it_went(
     smollm2: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def two_passages(name: str, cache_dir: object) -> Iterator[dict[str, Any]]:
-        yield {"request": {"context": "Monday, Tuesday, Wednesday,", "continuation": " Thursday"}}
-        yield {"request": {"context": "Monday, Tuesday, Wednesday,", "continuation": " banana"}}
+        context = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday.\n" * 2 + "Monday, Tuesday,"
+        yield {"request": {"context": context, "continuation": " Wednesday"}}
+        yield {"request": {"context": context, "continuation": " banana"}}
 
     monkeypatch.setattr(data, "rows", two_passages)
     assert command.run(parsed("lambada", "--model", smollm2, "--max-model-len", "256")) == 0
