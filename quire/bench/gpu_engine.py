@@ -43,6 +43,44 @@ class TimedCore(EngineCore):
         super()._collect()
 
 
+class GpuClock:
+    """How long the GPU worked for the steps launched inside: from the start of each one's launches to their end.
+
+    Exact where a step is a replayed graph; a step launched kernel by kernel counts its gaps as work too.
+    """
+
+    def __init__(self, worker: GpuWorker) -> None:
+        self._worker = worker
+        self._spans: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> GpuClock:
+        import torch
+
+        runner: Any = self._worker._runner
+        launch = runner.run
+
+        def timed(plan: Any) -> Any:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            pending = launch(plan)
+            end.record()
+            self._spans.append((begin, end))
+            return pending
+
+        runner.run = timed
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        runner: Any = self._worker._runner
+        del runner.run
+
+    def seconds(self) -> float:
+        """Waits for the last of them."""
+        if self._spans:
+            self._spans[-1][1].synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
+
+
 def build_worker(
     config: dict[str, Any], options: DeviceOptions, block_size: int = 16, num_kv_blocks: int | None = None
 ) -> GpuWorker:

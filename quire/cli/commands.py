@@ -27,7 +27,7 @@ BENCHES: dict[str, Command] = {
     "scheduler": Command("quire.cli.bench_scheduler", "time to plan a step of 16 to 1,024 sequences"),
     "prefix-cache": Command("quire.cli.bench_prefix_cache", "hit rates of the eviction policies on a trace"),
     "policies": Command("quire.bench.policies", "one workload through each way of batching: throughput and latency"),
-    "gpu": Command("quire.cli.bench_gpu", "throughput and latency on a GPU"),
+    "gpu": Command("quire.bench.gpu", "cases a to d on a GPU, against what the hardware allows"),
     "pressure": Command("quire.bench.pressure", "KV pools too small for the load, in each mode of preemption"),
 }
 COMMANDS: dict[str, Command] = {

@@ -1,0 +1,214 @@
+"""`quire bench gpu`: cases a to d on a GPU with random weights of Qwen3 shapes, against what the hardware allows.
+
+a: 256 sequences of 100 to 1,024 tokens in and out; b: one stream of 128 in, 512 out; c: 32 of 1,024 in, 256
+out; d: 16 prompts of 4,096; start: from `python` to the first token. Kernels are warm before a clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.bench.gpu_cases import CASES, MAX_MODEL_LEN, MODELS, RIVALS, least_seconds, requests_of
+from quire.bench.machine import describe_machine
+from quire.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire.bench.gpu_engine import Run
+    from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+
+EXAMPLES = (
+    "examples:\n"
+    "  quire bench gpu --cases a b --models 0.6b\n"
+    "  quire bench gpu --profile --repeat 1 --models 8b\n"
+    "  quire bench gpu --cases b --deterministic"
+)
+_PROFILED_TOKENS = 24
+_TOP_KERNELS = 14
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = [*CASES, "start"]
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=names, help="which (default: a b c d)")
+    parser.add_argument("--models", nargs="+", default=["0.6b", "8b"], choices=MODELS, help="default: 0.6b 8b")
+    parser.add_argument("--repeat", type=int, default=3, help="timed runs of a case; the median counts")
+    parser.add_argument("--json", action="store_true", help="one JSON line per case")
+    parser.add_argument("--profile", action="store_true", help="also list the costliest kernels of a shortened run")
+    parser.add_argument("--depth", type=int, default=2, help="steps in flight (default: 2)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens per KV block (default: 16)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
+    parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
+    parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
+    parser.add_argument("--launch-early", action="store_true", help="programmatic dependent launch at small batches")
+    parser.add_argument("--tokens", action="store_true", help="print a checksum of each case's tokens")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise QuireError("`quire bench gpu` needs a CUDA GPU, and torch finds none here")
+    if args.repeat < 1:
+        raise QuireError("--repeat must be at least 1")
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
+               **describe_machine()}
+    _show(args, {"bench": "gpu", "case": "machine", **machine}, " ".join(f"{k}={v}" for k, v in machine.items()))
+    for model in args.models:
+        if "start" in args.cases:
+            _start(model, args)
+        cases = [case for case in args.cases if case in CASES and (model in CASES[case].models or len(args.cases) < 4)]
+        if cases:
+            _model(model, cases, args)
+    return 0
+
+
+def _model(model: str, cases: list[str], args: argparse.Namespace) -> None:
+    """One worker for all cases of a model; a fresh scheduler and cache for each."""
+    from quire.bench.gpu_engine import build_worker
+    from quire.worker.gpu.worker import DeviceOptions
+
+    options = DeviceOptions(
+        dtype=args.dtype,
+        max_num_seqs=max(CASES[case].max_num_seqs for case in cases),
+        max_num_batched_tokens=16384,
+        max_model_len=MAX_MODEL_LEN,
+        enforce_eager=args.enforce_eager,
+        deterministic=args.deterministic,
+        kv_cache_dtype=args.kv_cache_dtype,
+        launch_early=args.launch_early,
+    )
+    began = time.perf_counter()
+    worker = build_worker(MODELS[model], options, args.block_size)
+    built = time.perf_counter() - began
+    parts = {name: round(seconds, 2) for name, seconds in worker.timings.items()}
+    _show(args, {"bench": "gpu", "case": "build", "model": model, "seconds": round(built, 2), **parts,
+                 "kv_blocks": worker.pool.num_blocks},
+          f"{model}: built in {built:.1f} s {parts}, {worker.pool.num_blocks} KV blocks")
+    try:
+        for case in cases:
+            _case(case, model, worker, options, args)
+    finally:
+        worker.close()
+
+
+def _case(case: str, model: str, worker: GpuWorker, options: DeviceOptions, args: argparse.Namespace) -> None:
+    from quire.bench.gpu_engine import GpuClock, build_core, run_requests
+
+    shape = CASES[case]
+    limits = dataclasses.replace(options, max_num_seqs=shape.max_num_seqs,
+                                 max_num_batched_tokens=shape.max_num_batched_tokens)
+    core = build_core(worker, limits, block_size=args.block_size, depth=args.depth)
+    run_requests(core, requests_of(case, -1, max_tokens=3))
+    runs: list[tuple[Run, float]] = []
+    for round_ in range(args.repeat):
+        with GpuClock(worker) as clock:
+            done = run_requests(core, requests_of(case, round_), keep_tokens=args.tokens)
+        runs.append((done, clock.seconds()))
+    line = _line(case, model, runs, args)
+    _show(args, line, _text(line))
+    if args.profile:
+        kernels, busy = _profile(core, case)
+        _show(args, {"bench": "gpu", "case": case, "model": model, "kernels": kernels, "kernel_busy_share": busy},
+              _table(kernels, busy))
+
+
+def figure_of(case: str, run: Run) -> float:
+    if case == "b":
+        return 1e3 * (run.seconds - run.first_token) / max(1, run.output_tokens - 1)
+    return (run.prompt_tokens if case == "d" else run.output_tokens) / run.seconds
+
+
+def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.Namespace) -> dict[str, Any]:
+    figures = [figure_of(case, run) for run, _ in runs]
+    middle = statistics.median(figures)
+    run, busy = runs[figures.index(min(figures, key=lambda found: abs(found - middle)))]
+    element = 4 if args.dtype == "float32" else 2
+    least = least_seconds(case, MODELS[model], requests_of(case), element)
+    tokens = run.prompt_tokens if case == "d" else run.output_tokens
+    limit = 1e3 * least / tokens if case == "b" else tokens / least
+    rival = RIVALS.get((case, model))
+    better = (lambda mine, other: other / mine) if case == "b" else (lambda mine, other: mine / other)
+    line: dict[str, Any] = {
+        "bench": "gpu", "case": case, "model": model, "unit": CASES[case].figure,
+        "median": round(middle, 3), "low": round(min(figures), 3), "high": round(max(figures), 3), "runs": len(runs),
+        "limit": round(limit, 3), "share_of_limit": round(better(middle, limit), 3),
+        "vllm": rival, "times_vllm": None if rival is None else round(better(middle, rival), 2),
+        "seconds": round(run.seconds, 3), "first_tokens_s": round(run.first_token, 3), "steps": run.steps,
+        "host_ms_per_step": round(1e3 * run.plan_seconds / run.steps, 3),
+        "exposed_ms_per_step": round(1e3 * max(0.0, run.seconds - busy) / run.steps, 3),
+        "gpu_busy_share": round(min(1.0, busy / run.seconds), 3),
+        "options": {name: getattr(args, name) for name in ("depth", "block_size", "dtype", "kv_cache_dtype",
+                                                           "enforce_eager", "deterministic", "launch_early")},
+    }
+    if args.tokens:
+        line["tokens"] = f"{hash(tuple(map(tuple, run.tokens))) & 0xFFFFFFFF:08x}"
+    return line
+
+
+def _text(line: dict[str, Any]) -> str:
+    rival = "" if line["vllm"] is None else f", {line['times_vllm']:.2f} x vLLM 0.26.0 ({line['vllm']})"
+    tokens = f", tokens {line['tokens']}" if "tokens" in line else ""
+    return (
+        f"{line['case']} {line['model']:>4}: {line['median']:g} {line['unit']} ({line['low']:g} to {line['high']:g}, "
+        f"{line['runs']} runs), {line['share_of_limit']:.0%} of the limit {line['limit']:g}{rival}; "
+        f"{line['steps']} steps, host {line['host_ms_per_step']:.2f} ms a step, {line['exposed_ms_per_step']:.2f} "
+        f"exposed, GPU busy {line['gpu_busy_share']:.0%}{tokens}"
+    )
+
+
+def _profile(core: Any, case: str) -> tuple[list[dict[str, Any]], float]:
+    """Kernels of a shortened run by the time they take, and the share of the wall clock they fill together."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from quire.bench.gpu_engine import run_requests
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run = run_requests(core, requests_of(case, 1000, max_tokens=1 if case == "d" else _PROFILED_TOKENS))
+    totals: dict[str, tuple[float, int]] = {}
+    for event in found.events():
+        if str(event.device_type).endswith("CUDA") and event.device_time_total > 0:
+            seconds, count = totals.get(event.name, (0.0, 0))
+            totals[event.name] = (seconds + event.device_time_total / 1e6, count + 1)
+    everything = sum(seconds for seconds, _ in totals.values()) or 1.0
+    first = sorted(totals.items(), key=lambda item: -item[1][0])[:_TOP_KERNELS]
+    kernels = [{"kernel": name[:70], "share": round(seconds / everything, 3), "calls": count,
+                "us_per_call": round(1e6 * seconds / count, 2)} for name, (seconds, count) in first]
+    return kernels, round(everything / run.seconds, 3)
+
+
+def _table(kernels: list[dict[str, Any]], busy: float) -> str:
+    rows = [f"    {k['share']:6.1%} {k['calls']:6d} x {k['us_per_call']:9.2f} us  {k['kernel']}" for k in kernels]
+    return "\n".join([*rows, f"    kernels fill {busy:.0%} of the (profiled, so slower) run"])
+
+
+def _start(model: str, args: argparse.Namespace) -> None:
+    """Process start to the first token, as a user sees it: `LLM` with random weights."""
+    program = (
+        "import sys; from quire import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], load_format='dummy', skip_tokenizer_init=True, device='cuda', max_model_len=4112)\n"
+        "llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)\n"
+        "print('first token', flush=True); import os; os._exit(0)\n")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
+        seconds = []
+        for _ in range(2):
+            began = time.perf_counter()
+            done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, check=False)
+            if "first token" not in done.stdout:
+                raise QuireError(f"the start of {model} failed: {done.stderr.strip()[-400:]}")
+            seconds.append(round(time.perf_counter() - began, 2))
+    _show(args, {"bench": "gpu", "case": "start", "model": model, "seconds": seconds},
+          f"start {model}: {seconds[0]} s from `python` to the first token, then {seconds[1]} s (kernels cached)")
+
+
+def _show(args: argparse.Namespace, line: dict[str, Any], text: str) -> None:
+    print(json.dumps(line) if args.json else text, flush=True)
