@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -74,7 +75,9 @@ class Drawing:
         head = (f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
                 f'viewBox="0 0 {self.width:g} {self.height:g}" font-family="{_FONT}">')
         background = f'<rect width="{self.width:g}" height="{self.height:g}" fill="#ffffff"/>'
-        return "\n".join([head, background, *map(_svg_shape, self.shapes), "</svg>"]) + "\n"
+        parts = [_svg_lines(list(shapes)) if style else "\n".join(map(_svg_shape, shapes))
+                 for style, shapes in groupby(self.shapes, key=_line_style)]
+        return "\n".join([head, background, *parts, "</svg>"]) + "\n"
 
     def _save_png(self, target: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -92,13 +95,22 @@ class Drawing:
         figure.savefig(target, format="png")
 
 
+def _line_style(shape: _Rect | _Line | _Text) -> tuple[str, float] | None:
+    return (shape.color, shape.width) if isinstance(shape, _Line) else None
+
+
+def _svg_lines(lines: list[Any]) -> str:
+    """Lines of one style as one path: a timeline has thousands."""
+    moves = "".join(f"M{line.x1:.1f} {line.y1:.1f}L{line.x2:.1f} {line.y2:.1f}" for line in lines)
+    return f'<path d="{moves}" stroke="{lines[0].color}" stroke-width="{lines[0].width:g}" fill="none"/>'
+
+
 def _svg_shape(shape: _Rect | _Line | _Text) -> str:
     if isinstance(shape, _Rect):
         return (f'<rect x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" '
                 f'height="{shape.height:.2f}" fill="{shape.color}"/>')
     if isinstance(shape, _Line):
-        return (f'<line x1="{shape.x1:.2f}" y1="{shape.y1:.2f}" x2="{shape.x2:.2f}" y2="{shape.y2:.2f}" '
-                f'stroke="{shape.color}" stroke-width="{shape.width:g}"/>')
+        return _svg_lines([shape])
     weight = ' font-weight="bold"' if shape.bold else ""
     return (f'<text x="{shape.x:.2f}" y="{shape.y:.2f}" font-size="{shape.size:g}" fill="{shape.color}" '
             f'text-anchor="{shape.anchor}"{weight}>{escape(shape.words)}</text>')

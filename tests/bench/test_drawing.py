@@ -17,6 +17,8 @@ def drawing() -> Drawing:
     found = Drawing(100, 50)
     found.rect(1, 2, 3, 4, "#ff0000")
     found.line(0, 0, 10, 10, "#00ff00")
+    found.line(0, 5, 10, 5, "#00ff00")
+    found.line(0, 6, 10, 6, "#0000ff")
     found.text(5, 5, "a < b & c", bold=True, anchor="end")
     return found
 
@@ -25,7 +27,8 @@ def test_an_svg_holds_every_shape_and_escapes_words(tmp_path: Path) -> None:
     path = drawing().save(tmp_path / "picture.svg")
     root = ElementTree.parse(path).getroot()
     tags = [element.tag.rpartition("}")[2] for element in root]
-    assert tags == ["rect", "rect", "line", "text"] and root[-1].text == "a < b & c"
+    assert tags == ["rect", "rect", "path", "path", "text"] and root[-1].text == "a < b & c"
+    assert [element.get("d", "").count("M") for element in root if element.tag.endswith("path")] == [2, 1]
 
 
 def test_a_png_becomes_an_svg_where_matplotlib_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
