@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml setup.py build_backend.py requirements/constraints.txt $(wildcard quire/kernels/cpu/*.[ch])
 
-.PHONY: demo test lint bench fuzz clean help
+.PHONY: demo test test-gpu lint bench fuzz clean help
 
 help:
 	@echo "make demo   set up everything and answer three prompts"
 	@echo "make test   set up what tests need and run them all"
+	@echo "make test-gpu  the suite of a GPU, where there is one"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  cases A to D on the CPU, Quire against transformers in one run"
 	@echo "make fuzz   differential fuzzer: random workloads against the plain path"
@@ -46,3 +47,10 @@ fuzz: $(VENV)/.ready-test
 
 clean:
 	rm -rf $(VENV) build quire.egg-info quire/kernels/cpu/*.so
+
+# Uses the environment's own python where it has torch with CUDA (TEST_PYTHON=python3), since that of make test may not.
+TEST_PYTHON ?= $(BIN)/python
+test-gpu: $(if $(filter $(BIN)/python,$(TEST_PYTHON)),$(VENV)/.ready-test)
+	@if $(TEST_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  $(TEST_PYTHON) -m pytest -q tests/gpu tests/sampling/test_sampler_gpu.py; \
+	else echo "no CUDA GPU that torch can use on this machine: the GPU suite was not run"; fi

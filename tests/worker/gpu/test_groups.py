@@ -59,6 +59,7 @@ def test_blocks_go_to_the_host_and_come_back() -> None:
     for layer in engine.layers:
         layer.k.copy_(torch.rand_like(layer.k))
     before = [layer.k[2].clone() for layer in engine.layers]
-    engine.copy([BlockCopy(0, 2, 3, DEVICE, HOST), BlockCopy(0, 4, 2, DEVICE, DEVICE), BlockCopy(0, 3, 5, HOST, DEVICE)])
+    there, inside, back = (DEVICE, HOST), (DEVICE, DEVICE), (HOST, DEVICE)
+    engine.copy([BlockCopy(0, 2, 3, *there), BlockCopy(0, 4, 2, *inside), BlockCopy(0, 3, 5, *back)])
     assert all(torch.equal(layer.k[5], was) for layer, was in zip(engine.layers, before, strict=True))
     core.close()

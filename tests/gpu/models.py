@@ -1,0 +1,52 @@
+"""Tiny models of every family with random weights, and engines over them, for tests on a GPU.
+
+The path they are compared with runs on CPU tensors with plain torch operations, so that no compiled CPU
+kernel is needed where the GPU is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from quire.models.build import dummy_weights
+from quire.worker.gpu.worker import DeviceOptions
+from tests.checkpoints import _BASE, FAMILY_NAMES
+from tests.worker.gpu import engines
+
+VOCAB = 97
+__all__ = ["FAMILY_NAMES", "VOCAB", "config_of", "device_engine", "host_engine", "weights_of"]
+
+
+def config_of(family: str) -> dict[str, Any]:
+    _, architecture, base = _BASE[family]
+    return {**base, "architectures": [architecture]}
+
+
+def weights_of(config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `dummy_weights`, with norms and biases random too: half the mistakes would not show otherwise."""
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in dummy_weights(config):
+        if weight.dim() == 1:
+            weight = weight + 0.3 * torch.randn(weight.shape, generator=generator)
+        yield name, weight
+
+
+def device_engine(config: dict[str, Any], *, depth: int = 2, budget: int = 40, **options: Any) -> Any:
+    """Keywords of `make_engine` (block_size, num_blocks) and of `DeviceOptions`."""
+    sizes = {name: options.pop(name) for name in ("block_size", "num_blocks") if name in options}
+    settings = DeviceOptions(
+        device="cuda", max_num_seqs=engines.SEQS, max_num_batched_tokens=budget, max_model_len=engines.MAX_LEN,
+        **options,
+    )
+    return engines.make_engine(config, device=True, depth=depth, budget=budget, options=settings, **sizes)
+
+
+def host_engine(config: dict[str, Any], *, budget: int = 40) -> Any:
+    from quire.kernels.reference import TorchOps
+
+    settings = DeviceOptions(device="cpu", dtype="float32", max_num_seqs=engines.SEQS,
+                             max_num_batched_tokens=budget, max_model_len=engines.MAX_LEN)
+    return engines.make_engine(config, device=True, budget=budget, options=settings, ops=TorchOps())
