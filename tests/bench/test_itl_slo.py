@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from quire import LLM
+import pytest
+
+from quire import LLM, SamplingParams
 from quire.bench.arrivals import Arrival, Story, play, quantile
+from quire.config import EngineConfig
+from quire.errors import ConfigError
 
 STREAM = Arrival(0.0, list(range(1, 33)), 120)
 LONG = Arrival(0.05, [i % 500 + 1 for i in range(6000)], 8)
@@ -31,8 +35,6 @@ def test_a_long_prompt_no_longer_stops_a_stream(dummy_model: str) -> None:
 
 
 def test_the_tokens_are_those_of_an_engine_without_a_bound(dummy_model: str) -> None:
-    from quire import SamplingParams
-
     prompts = [[(7 * i + j) % 500 + 1 for j in range(50 * i + 20)] for i in range(6)]
     params = [SamplingParams(temperature=0, max_tokens=10 + 5 * i, ignore_eos=True, detokenize=False)
               for i in range(6)]
@@ -42,3 +44,14 @@ def test_the_tokens_are_those_of_an_engine_without_a_bound(dummy_model: str) -> 
                  itl_slo_ms=slo_ms) as llm:
             tokens.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("options", [
+    {"itl_slo_ms": 0}, {"itl_slo_ms": -5.0}, {"itl_slo_ms": float("nan")}, {"itl_slo_ms": "100"},
+    {"itl_slo_ms": 100, "batching_policy": "prefill-first"}, {"itl_slo_ms": 100, "batching_policy": "static"},
+    {"itl_slo_ms": 100, "enable_chunked_prefill": False},
+])
+def test_a_bound_that_nobody_could_hold_is_refused_by_name(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="itl_slo_ms") as caught:
+        EngineConfig.create(**options)
+    assert caught.value.field == "itl_slo_ms"
