@@ -189,6 +189,9 @@ def _check_swap(config: EngineConfig) -> None:
     space = config.cache.swap_space
     if not 0.0 <= space <= 1 << 20:
         raise ConfigError(f"swap_space must be between 0 and 1048576 GiB, not {space}", field="swap_space")
+    if config.cache.offload and not config.cache.enable_prefix_caching:
+        raise ConfigError("offload keeps evicted prefixes, and without enable_prefix_caching there are none",
+                          field="offload")
     if space > 0:
         return
     if config.cache.offload:

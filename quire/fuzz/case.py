@@ -146,7 +146,8 @@ def _options(rng: random.Random, requests: list[FuzzRequest]) -> dict[str, Any]:
     }
     if rng.random() < 0.6:
         # From hardly a block to more than everything needs.
-        options |= {"swap_space": rng.choice([1e-4, 1e-3, 1e-2]), "offload": rng.random() < 0.5,
+        options |= {"swap_space": rng.choice([1e-4, 1e-3, 1e-2]),
+                    "offload": options["enable_prefix_caching"] and rng.random() < 0.6,
                     "preemption_mode": rng.choice(["auto", "swap", "swap", "recompute"])}
     return options
 

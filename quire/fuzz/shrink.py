@@ -53,6 +53,8 @@ def _simpler(case: FuzzCase) -> Iterator[FuzzCase]:
         if case.options.get(name, value) != value:
             plainer = copy.deepcopy(case)
             plainer.options[name] = value
+            if name == "enable_prefix_caching":
+                plainer.options["offload"] = False
             yield plainer
     for index, request in enumerate(case.requests):
         yield from _simpler_request(case, index, len(request.prompt))
