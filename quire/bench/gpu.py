@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.gpu_cases import CASES, MAX_MODEL_LEN, MODELS, RIVALS, least_seconds, requests_of
+from quire.bench.gpu_timeline import draw, middle
 from quire.bench.machine import describe_machine
 from quire.errors import QuireError
 
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
     parser.add_argument("--launch-early", action="store_true", help="programmatic dependent launch at small batches")
+    parser.add_argument("--timeline", metavar="SVG", help="draw some steps of the last run here")
     parser.add_argument("--tokens", action="store_true", help="print a checksum of each case's tokens")
 
 
@@ -113,6 +115,9 @@ def _case(case: str, model: str, worker: GpuWorker, options: DeviceOptions, args
         with GpuClock(worker) as clock:
             done = run_requests(core, requests_of(case, round_), keep_tokens=args.tokens)
         runs.append((done, clock.seconds()))
+    if args.timeline:
+        title = f"Case {case}, {model}, {args.depth} steps in flight: ten steps from the middle of the run"
+        Path(args.timeline).write_text(draw(middle(clock.spans()), title), encoding="utf-8")
     line = _line(case, model, runs, args)
     _show(args, line, _text(line))
     if args.profile:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.bench.gpu_timeline import StepSpan
 from quire.config import CacheConfig
 from quire.engine.core import EngineCore
 from quire.executor.device import DeviceExecutor
@@ -51,20 +52,27 @@ class GpuClock:
 
     def __init__(self, worker: GpuWorker) -> None:
         self._worker = worker
-        self._spans: list[tuple[Any, Any]] = []
+        self._spans: list[tuple[Any, Any, float, float]] = []
+        self._zero: Any = None
+        self._began = 0.0
 
     def __enter__(self) -> GpuClock:
         import torch
 
         runner: Any = self._worker._runner
         launch = runner.run
+        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero.record()
+        self._zero.synchronize()
+        self._began = time.perf_counter()
 
         def timed(plan: Any) -> Any:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            started = time.perf_counter()
             begin.record()
             pending = launch(plan)
             end.record()
-            self._spans.append((begin, end))
+            self._spans.append((begin, end, started, time.perf_counter()))
             return pending
 
         runner.run = timed
@@ -78,7 +86,15 @@ class GpuClock:
         """Waits for the last of them."""
         if self._spans:
             self._spans[-1][1].synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
+        return sum(begin.elapsed_time(end) for begin, end, *_ in self._spans) / 1e3
+
+    def spans(self) -> list[StepSpan]:
+        """Every step on one clock, good to some microseconds; call `seconds` first, which waits."""
+        return [
+            StepSpan(1e3 * (started - self._began), 1e3 * (done - self._began),
+                     self._zero.elapsed_time(begin), self._zero.elapsed_time(end))
+            for begin, end, started, done in self._spans
+        ]
 
 
 def build_worker(

@@ -349,6 +349,12 @@ def time_ceilings() -> None:
     note(time="gemm8192", TFLOPs=2 * 8192**3 / graph_time([lambda: x @ x]) / 1e12)
 
 
+_VECTOR_SHAPES = (
+    (1, 1024, 4), (1, 1024, 8), (1, 2048, 4), (1, 2048, 8), (1, 4096, 8), (2, 1024, 4), (2, 1024, 8), (2, 2048, 8),
+    (4, 512, 4),
+)  # fmt: skip
+
+
 def time_vector(quick: bool) -> None:
     from quire.kernels.triton.linear_few import VectorShape, linear_vector
 
@@ -363,7 +369,7 @@ def time_vector(quick: bool) -> None:
                 "shape": f"{features}x{width}",
                 "cublas": size / graph_time([lambda w=w: torch.mm(x, w.t()) for w in ws]) / 1e12,
             }
-            for feats, columns, warps in ((1, 1024, 4), (1, 2048, 8), (2, 1024, 4), (1, 512, 2), (4, 512, 4)):
+            for feats, columns, warps in _VECTOR_SHAPES:
                 if columns > width * 2 or (quick and feats == 2):
                     continue
                 z = VectorShape(feats, columns, warps)

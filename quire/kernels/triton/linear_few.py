@@ -80,7 +80,7 @@ def _vector_kernel(
     if PDL:
         # Weights depend on no kernel before: the first of them are asked for while that one still runs.
         first = real[:, None] & (column < WIDTH)[None, :]
-        early = tl.load(start_row + column[None, :], mask=first, other=0.0)
+        early = tl.load(start_row + column[None, :], mask=first, other=0.0, eviction_policy="evict_first")
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     for start in tl.static_range(0, WIDTH, COLUMNS):
@@ -90,9 +90,11 @@ def _vector_kernel(
         if PDL and start == 0:
             w = early
         else:
-            w = tl.load(start_row + place[None, :], mask=loads, other=0.0)
+            # Weights are read once: they should not push x, which every program reads, out of the first cache.
+            w = tl.load(start_row + place[None, :], mask=loads, other=0.0, eviction_policy="evict_first")
         if GATED:
-            w2 = tl.load(start_row + num_features.to(tl.int64) * WIDTH + place[None, :], mask=loads, other=0.0)
+            second = start_row + num_features.to(tl.int64) * WIDTH
+            w2 = tl.load(second + place[None, :], mask=loads, other=0.0, eviction_policy="evict_first")
         values = tl.load(x + row[:, None] * WIDTH + place[None, :], mask=used[:, None] & inside[None, :], other=0.0).to(
             tl.float32
         )
