@@ -6,18 +6,21 @@ kernel is needed where the GPU is.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from quire.models.build import dummy_weights
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import Request
 from quire.worker.gpu.worker import DeviceOptions
 from tests.checkpoints import _BASE, FAMILY_NAMES
 from tests.worker.gpu import engines
 
 VOCAB = 97
-__all__ = ["FAMILY_NAMES", "VOCAB", "config_of", "device_engine", "host_engine", "weights_of"]
+__all__ = ["FAMILY_NAMES", "VOCAB", "config_of", "device_engine", "greedy", "host_engine", "weights_of"]
 
 
 def config_of(family: str) -> dict[str, Any]:
@@ -50,3 +53,11 @@ def host_engine(config: dict[str, Any], *, budget: int = 40) -> Any:
     settings = DeviceOptions(device="cpu", dtype="float32", max_num_seqs=engines.SEQS,
                              max_num_batched_tokens=budget, max_model_len=engines.MAX_LEN)
     return engines.make_engine(config, device=True, budget=budget, options=settings, ops=TorchOps())
+
+
+def greedy(count: int, length: int = 24) -> list[Request]:
+    """Requests that all start together and end together: the steps are the same however they overlap."""
+    rng = random.Random(11)
+    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, logprobs=2)
+    return [Request(f"r{i}", [rng.randrange(VOCAB) for _ in range(rng.randrange(3, 60))], params, i, 0.0)
+            for i in range(count)]

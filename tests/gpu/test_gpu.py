@@ -1,4 +1,4 @@
-"""The engine on a real GPU: right against the CPU path, the same bits where they are promised, memory given back."""
+"""The engine on a real GPU: right against the CPU path, the same bits where they are promised."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
-    from quire.config import CacheConfig, default_cache_dir
-    from quire.errors import OutOfMemoryError
+    from quire.config import default_cache_dir
     from quire.kernels.reference import TorchOps
     from quire.kernels.triton.ops import TritonOps
     from quire.models.build import build_decoder
     from quire.sampling.params import BeamSearchParams, SamplingParams
-    from quire.scheduler.request import Request
     from quire.worker.gpu.weights import build_on_device
-    from quire.worker.gpu.worker import DeviceOptions, GpuWorker
-    from tests.gpu.models import VOCAB, config_of, device_engine, host_engine, weights_of
+    from quire.worker.gpu.worker import DeviceOptions
+    from tests.gpu.models import VOCAB, config_of, device_engine, greedy, host_engine, weights_of
     from tests.paged_driver import PagedDriver
     from tests.worker.gpu import engines
 
@@ -37,14 +35,6 @@ def tokens_of(core: Any, requests: list[Any]) -> dict[str, tuple[list[int], list
     core.close()
     assert [error for *_, error in found.values() if error] == []
     return {name: (tokens, logprobs) for name, (tokens, logprobs, *_) in found.items()}
-
-
-def greedy(count: int, length: int = 24) -> list[Any]:
-    """Requests that all start together and end together: the steps are the same however they overlap."""
-    rng = random.Random(11)
-    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, logprobs=2)
-    return [Request(f"r{i}", [rng.randrange(VOCAB) for _ in range(rng.randrange(3, 60))], params, i, 0.0)
-            for i in range(count)]
 
 
 # ---- right
@@ -170,60 +160,6 @@ def test_groups_and_beams_are_those_of_the_cpu_path() -> None:
                          max_model_len=engines.MAX_LEN)
     want = test_groups.outcome(engines.QWEN3, device=True, options=host, ops=TorchOps())
     assert test_groups.outcome(engines.QWEN3, device=True, depth=2, options=settings) == want
-
-
-# ---- memory
-
-
-def worker_of(**options: Any) -> Any:
-    cache = CacheConfig(**{"block_size": 16, **options.pop("cache", {})})
-    return GpuWorker(engines.QWEN3, None, cache, DeviceOptions(max_num_seqs=4, max_model_len=200, **options))
-
-
-def test_a_closed_engine_gives_its_memory_back() -> None:
-    worker_of(cache={"kv_cache_memory": "1GiB"}).close()
-    free = torch.cuda.mem_get_info()[0]
-    for _ in range(3):
-        worker = worker_of(cache={"kv_cache_memory": "4GiB"})
-        assert torch.cuda.mem_get_info()[0] < free - (3 << 30)
-        worker.close()
-        assert torch.cuda.mem_get_info()[0] > free - (128 << 20)
-
-
-def test_a_second_engine_takes_what_the_first_left() -> None:
-    total = torch.cuda.mem_get_info()[1]
-    first = worker_of(gpu_memory_utilization=0.3)
-    second = worker_of(gpu_memory_utilization=0.5)
-    assert total - torch.cuda.mem_get_info()[0] < 0.52 * total
-    assert 0.5 < second.pool.num_blocks / first.pool.num_blocks < 1.0
-    first.close()
-    second.close()
-
-
-def test_too_little_memory_says_what_to_change() -> None:
-    with pytest.raises(OutOfMemoryError, match="gpu_memory_utilization"):
-        worker_of(gpu_memory_utilization=0.005)
-    with pytest.raises(OutOfMemoryError, match="num_kv_blocks"):
-        worker_of(cache={"num_kv_blocks": 1 << 29})
-
-
-def test_running_out_in_a_step_fails_that_step_and_names_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = device_engine(config_of("llama"), depth=1, dtype="float32")
-    runner = core.executor._worker._runner
-    launch, calls = runner.run, []
-
-    def failing(plan: Any) -> Any:
-        calls.append(plan)
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
-        return launch(plan)
-
-    monkeypatch.setattr(runner, "run", failing)
-    lost = engines.run(core, greedy(2))
-    assert all("max_num_batched_tokens" in (error or "") for *_, error in lost.values())
-    again = engines.run(core, greedy(3)[2:])
-    assert [error for *_, error in again.values()] == [None]
-    core.close()
 
 
 # ---- through the front door
