@@ -122,9 +122,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them, through the model's chat template."""
+        # A template writes the special tokens that it wants; the tokenizer must not add its own on top.
         prompts = [
-            self.render_chat(conversation, add_generation_prompt=add_generation_prompt, tools=tools,
-                             **dict(chat_template_kwargs or {}))
+            {"prompt": self.render_chat(conversation, add_generation_prompt=add_generation_prompt, tools=tools,
+                                        **dict(chat_template_kwargs or {})), "add_special_tokens": False}
             for conversation in _conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -149,7 +150,11 @@ class LLM:
         tenant: str | None = None,
         arrival_time: float | None = None,
     ) -> None:
-        """Queue a request; `step` brings its outputs. Refused requests raise and leave no trace."""
+        """Queue a request; `step` brings its outputs. Refused requests raise and leave no trace.
+
+        A lower `priority` goes first where scheduling_policy is "priority", and is preempted last under any policy;
+        `tenant` is whom scheduling_policy "fair" is fair to.
+        """
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError("request_id must be a non-empty string", field="request_id")
         params = SamplingParams() if sampling_params is None else sampling_params

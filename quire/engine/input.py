@@ -16,7 +16,7 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 Params = SamplingParams | BeamSearchParams
 Prompt = str | Sequence[int] | Mapping[str, Any]
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens"}
 
 
 class InputProcessor:
@@ -65,22 +65,25 @@ class InputProcessor:
         return beams
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        salt = None
+        salt, special = None, True
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - _PROMPT_KEYS
             if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
                 raise InvalidRequestError(
-                    "a prompt given as a dict has either 'prompt' or 'prompt_token_ids', and optionally 'cache_salt'; "
-                    f"not {sorted(map(str, prompt))}", field="prompt")
+                    "a prompt given as a dict has either 'prompt' or 'prompt_token_ids', and optionally 'cache_salt' and "
+                    f"'add_special_tokens'; not {sorted(map(str, prompt))}", field="prompt")
             salt = prompt.get("cache_salt")
             if salt is not None and not isinstance(salt, str):
                 raise InvalidRequestError("cache_salt must be a string", field="cache_salt")
+            special = prompt.get("add_special_tokens", True)
+            if not isinstance(special, bool):
+                raise InvalidRequestError("add_special_tokens must be True or False", field="add_special_tokens")
             prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
         if isinstance(prompt, str):
-            return prompt, self._tokenize(prompt), salt
+            return prompt, self._tokenize(prompt, special), salt
         return None, self._checked_ids(prompt), salt
 
-    def _tokenize(self, text: str) -> list[int]:
+    def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._tokenizer is None:
             raise InvalidRequestError(
                 "this engine has no tokenizer (skip_tokenizer_init): give the prompt as token ids", field="prompt")
@@ -90,7 +93,7 @@ class InputProcessor:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"the prompt is not valid Unicode: {error.reason}", field="prompt") from None
-        tokens = self._tokenizer.encode(text)
+        tokens = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if not tokens:
             raise InvalidRequestError("the prompt has no tokens", field="prompt")
         return tokens
