@@ -45,8 +45,9 @@ class DeviceContext(StepContext):
     """One per cache group: how the keys of those are shared out. Filled on the device by `prepare`."""
     tile_seq: Tensor | None = None
     tile_first: Tensor | None = None
-    fresh: tuple[tuple[int, int], ...] = field(default=())
-    """(first token, tokens) of prompts computed from their first token on, left out of the tiles."""
+    fresh: tuple[tuple[int, int, int], ...] = field(default=())
+    """(first token, tokens of each, how many) of neighbouring prompts computed from their first token on, which
+    are left out of the tiles."""
 
 
 class TritonAttention:
@@ -152,8 +153,9 @@ class TritonAttention:
                 pdl=self.pdl and ctx.num_decodes == qkv.shape[0] and few,
                 **options,
             )
-        for first, count in ctx.fresh:
-            _dense(qkv[first : first + count], shape, scale, out[first : first + count])
+        for first, count, prompts in ctx.fresh:
+            end = first + count * prompts
+            _dense(qkv[first:end], prompts, shape, scale, out[first:end])
         if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:
             mixed_attention(
                 qkv,
@@ -197,11 +199,12 @@ def dense_attention() -> Iterator[None]:
         yield
 
 
-def _dense(qkv: Tensor, shape: HeadShape, scale: float, out: Tensor) -> None:
-    """Causal attention of a whole prompt over itself; q, k, v are read where the projection left them."""
-    heads = qkv.view(1, qkv.shape[0], -1, shape.head_dim).transpose(1, 2)
+def _dense(qkv: Tensor, prompts: int, shape: HeadShape, scale: float, out: Tensor) -> None:
+    """Causal attention of whole prompts of one length over themselves; q, k, v are read where the projection
+    left them."""
+    heads = qkv.view(prompts, qkv.shape[0] // prompts, -1, shape.head_dim).transpose(1, 2)
     q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
     found = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scale, enable_gqa=shape.num_heads != shape.num_kv_heads
     )
-    out.view(1, qkv.shape[0], shape.num_heads, shape.head_dim).copy_(found.transpose(1, 2))
+    out.view(prompts, -1, shape.num_heads, shape.head_dim).copy_(found.transpose(1, 2))

@@ -311,7 +311,7 @@ class DeviceRunner:
                 [info.params.temperature or 1.0 for info in infos],
             )
 
-    def _add_tiles(self, stage: Stage, batch: MixedBatch) -> tuple[tuple[int, int], ...]:
+    def _add_tiles(self, stage: Stage, batch: MixedBatch) -> tuple[tuple[int, int, int], ...]:
         """Tiles of the sequences with several queries; returns the fresh prompts that need none."""
         if self._attention is None:
             return ()
@@ -320,10 +320,10 @@ class DeviceRunner:
         first = 0 if self._attention.deterministic else batch.num_decodes
         counts = batch.counts.copy()
         starts = batch.query_start
-        fresh = []
+        fresh: list[tuple[int, int, int]] = []
         for s in range(first, len(counts)):
             if self._attention.takes_fresh(int(batch.starts[s]), int(counts[s]), self._plain):
-                fresh.append((int(starts[s]), int(counts[s])))
+                _add_fresh(fresh, int(starts[s]), int(counts[s]))
                 counts[s] = 0
         shape = self._decoder.layers[0].attn.shape
         seqs, firsts = query_tiles(counts[first:], self._attention.tokens_per_tile(shape), first)
@@ -418,6 +418,14 @@ class DeviceRunner:
             logits = self._forward.logits(hidden.rows(chunk)).float()
             targets = self._table.tokens[entry.row, at + 1 : stop + 1].long()
             pending.prompt_logprobs.append((index, token_logprobs(logits, targets, info.params.prompt_logprobs or 0)))
+
+
+def _add_fresh(fresh: list[tuple[int, int, int]], first: int, count: int) -> None:
+    """Neighbours of one length are attended to in one call."""
+    if fresh and fresh[-1][1] == count and fresh[-1][0] + count * fresh[-1][2] == first:
+        fresh[-1] = (fresh[-1][0], count, fresh[-1][2] + 1)
+    else:
+        fresh.append((first, count, 1))
 
 
 def _round(size: int) -> int:
