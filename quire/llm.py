@@ -122,13 +122,19 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them, through the model's chat template."""
-        # A template writes the special tokens that it wants; the tokenizer must not add its own on top.
         prompts = [
-            {"prompt": self.render_chat(conversation, add_generation_prompt=add_generation_prompt, tools=tools,
-                                        **dict(chat_template_kwargs or {})), "add_special_tokens": False}
+            self.chat_prompt(conversation, add_generation_prompt=add_generation_prompt, tools=tools,
+                             **dict(chat_template_kwargs or {}))
             for conversation in _conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Sequence[Message], **kwargs: Any) -> dict[str, Any]:
+        """A conversation as a prompt for `generate`, `stream` or `add_request`.
+
+        The template writes the special tokens that it wants; the tokenizer does not add its own on top.
+        """
+        return {"prompt": self.render_chat(messages, **kwargs), "add_special_tokens": False}
 
     def render_chat(self, messages: Sequence[Message], **kwargs: Any) -> str:
         """The prompt that the model's chat template makes of a conversation."""

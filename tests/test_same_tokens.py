@@ -78,7 +78,7 @@ def test_block_sizes(checkpoint: Path, plain: Any, block_size: int) -> None:
 
 def test_preempted_any_number_of_times(checkpoint: Path, plain: Any) -> None:
     found = run(checkpoint, PROMPTS, block_size=4, num_kv_blocks=24, max_num_seqs=8)
-    assert found[2]["preemptions"] > 5
+    assert found[2]["preemptions"] >= 3
     assert_same(found, plain)
 
 

@@ -159,7 +159,7 @@ class Chat:
         if note:
             self._note(note)
 
-    def _stream(self, prompt: str) -> tuple[str, str | None]:
+    def _stream(self, prompt: dict[str, Any]) -> tuple[str, str | None]:
         """Show the answer as it is made; what it is, and what to say about its end."""
         answer, note = "", None
         with LiveText(status=False) as screen:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import InvalidRequestError
 
@@ -30,7 +30,7 @@ class Conversation:
     def reset(self) -> None:
         self._turns.clear()
 
-    def ask(self, text: str, max_tokens: int | None) -> tuple[str, int]:
+    def ask(self, text: str, max_tokens: int | None) -> tuple[dict[str, Any], int]:
         """The prompt that ends with this question, and how many old messages were dropped to make it fit.
 
         A question that does not fit by itself is refused, and is not part of the conversation.
@@ -56,10 +56,12 @@ class Conversation:
     def answered(self, text: str) -> None:
         self._turns.append({"role": "assistant", "content": text})
 
-    def _render(self) -> tuple[str, int]:
+    def _render(self) -> tuple[dict[str, Any], int]:
         """The prompt and its number of tokens."""
-        prompt = self._llm.render_chat(self.messages)
-        return prompt, 0 if self._llm.tokenizer is None else len(self._llm.tokenizer.encode(prompt))
+        prompt = self._llm.chat_prompt(self.messages)
+        if self._llm.tokenizer is None:
+            return prompt, 0
+        return prompt, len(self._llm.tokenizer.encode(prompt["prompt"], add_special_tokens=False))
 
     def _room(self, max_tokens: int | None) -> int:
         share = max(_LEAST_ROOM, int(self._llm.max_model_len * _ROOM_SHARE))

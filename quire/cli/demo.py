@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.engine import open_llm
 from quire.cli.options import add_engine_options, engine_options, integer
@@ -56,9 +56,9 @@ def _answer(llm: LLM, number: int, params: SamplingParams) -> RequestOutput:
     """Ask one question and show the answer while it is made, with a bar below it."""
     question = QUESTIONS[number]
     print(styled(f"\n› {question}", BOLD, sys.stdout), flush=True)
-    prompt = question
+    prompt: Any = question
     if llm.tokenizer is not None and llm.tokenizer.chat_template is not None:
-        prompt = llm.render_chat([{"role": "user", "content": question}])
+        prompt = llm.chat_prompt([{"role": "user", "content": question}])
     with LiveText() as screen:
         screen.write("", _status(number, 0, params.max_tokens or 1, None))
         for output in llm.stream(prompt, params):

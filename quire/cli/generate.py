@@ -136,7 +136,7 @@ def _render(llm: LLM, prompt: str, args: argparse.Namespace) -> Any:
     """What the engine gets: the prompt, the chat around it, or its ids when there is no tokenizer."""
     if args.chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        return llm.render_chat([*system, {"role": "user", "content": prompt}])
+        return llm.chat_prompt([*system, {"role": "user", "content": prompt}])
     return _token_ids(prompt) if llm.tokenizer is None else prompt
 
 

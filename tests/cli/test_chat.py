@@ -55,6 +55,7 @@ def test_a_chat_on_a_terminal(terminal: Terminal) -> None:
 
     terminal.type("several \\\nlines")
     terminal.wait_for("… ")
+    terminal.wait_for("lines")
     terminal.type(CTRL_C)  # at the prompt it takes the line back
     terminal.wait_for("/exit leaves")
     terminal.wait_for(prompt)
@@ -113,10 +114,10 @@ def test_lines_join_by_a_backslash_or_between_quotes(llm: LLM, monkeypatch: pyte
 def test_a_conversation_remembers_and_resets(llm: LLM) -> None:
     talk = Conversation(llm, "S")
     prompt, forgotten = talk.ask("a", 8)
-    assert (prompt, forgotten) == ("<s>system:S</s><s>user:a</s><s>assistant:", 0)
+    assert (prompt["prompt"], forgotten) == ("<s>system:S</s><s>user:a</s><s>assistant:", 0)
     talk.answered("b")
     prompt, _ = talk.ask("c", 8)
-    assert "<s>user:a</s><s>assistant:b</s><s>user:c</s>" in prompt
+    assert "<s>user:a</s><s>assistant:b</s><s>user:c</s>" in prompt["prompt"]
     talk.reset()
     assert talk.messages == [{"role": "system", "content": "S"}]
 
@@ -127,8 +128,9 @@ def test_a_full_context_forgets_the_oldest_messages_but_not_the_system_prompt(ll
     for turn in range(12):
         prompt, forgotten = talk.ask(f"question {turn}", 16)
         total += forgotten
-        assert llm.tokenizer is not None and len(llm.tokenizer.encode(prompt)) <= 128 - 16
-        assert prompt.startswith("<s>system:S</s>") and f"question {turn}" in prompt
+        text = prompt["prompt"]
+        assert llm.tokenizer is not None and len(llm.tokenizer.encode(text, add_special_tokens=False)) <= 128 - 16
+        assert text.startswith("<s>system:S</s>") and f"question {turn}" in text
         talk.answered("x" * 16)
     assert total > 0 and total % 2 == 0
 

@@ -200,7 +200,7 @@ def test_plain_data_goes_there_and_back():
         ("beam_width", True),
         ("max_tokens", 0),
         ("length_penalty", NAN),
-        ("early_stopping", "never"),
+        ("early_stopping", "always"),
         ("ignore_eos", 1),
         ("temperature", -1),
     ],
