@@ -14,10 +14,11 @@ _PROBE_SEQUENCES = 4
 """Sequences to begin with, before a step was measured in which they decode."""
 _GROWTH = 2
 """Times the largest measured that a chunk or a batch may be: predictions far outside are worth little."""
-_MISSES = 0.02
+_MISSES = 0.01
 """Share of steps that may take longer than predicted times the margin."""
 _MARGIN_STEP = 0.05
-_MAX_MARGIN = 4.0
+_MAX_MARGIN = 2.0
+"""Steps longer than that are accidents, which no size of chunk prevents."""
 
 
 class StepPacer:
@@ -48,29 +49,34 @@ class StepPacer:
 
         `scored`: the logits of each are wanted, not of the last one only.
         """
-        target = self.bound / self._margin
-        possible = self._with_decoding(StepLoad(), start + todo) <= target
-        if load.sequences and possible and self._too_many(load, start + todo, target):
+        possible = self._with_decoding(StepLoad(), start + todo) <= self.bound
+        if load.sequences and possible and self._too_many(load, start + todo):
             return 0
         if load.decodes == 0:
             return todo
         if not possible or not self._model.num_observed:
             return min(todo, max(0, _PROBE_TOKENS - load.prefill_tokens))
-        most = max(_PROBE_TOKENS, _GROWTH * self._largest_chunk) - load.prefill_tokens
-        low, high = 0, max(0, min(todo, most))
+        most = max(0, min(todo, max(_PROBE_TOKENS, _GROWTH * self._largest_chunk) - load.prefill_tokens))
+        fits = self._largest_fitting(load, start, most, scored, self.bound / self._margin)
+        # Where the margin leaves nothing, prompts go on by what fits without it.
+        small = min(most, max(0, _PROBE_TOKENS - load.prefill_tokens))
+        return fits or self._largest_fitting(load, start, small, scored, self.bound)
+
+    def _largest_fitting(self, load: StepLoad, start: int, most: int, scored: bool, seconds: float) -> int:
+        low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            if self._model.predict_with(load, start, middle, middle if scored else 1) <= target:
+            if self._model.predict_with(load, start, middle, middle if scored else 1) <= seconds:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def _too_many(self, load: StepLoad, length: int, target: float) -> bool:
+    def _too_many(self, load: StepLoad, length: int) -> bool:
         """Would the steps in which all of these decode, and one of `length` tokens too, be too long?"""
         if load.sequences >= max(_PROBE_SEQUENCES, _GROWTH * self._most_decodes):
             return True
-        return self._with_decoding(load, length) > target
+        return self._with_decoding(load, length) > self.bound / self._margin
 
     def _with_decoding(self, load: StepLoad, length: int) -> float:
         """Seconds of a step in which all the sequences of `load` and one of `length` tokens decode."""
