@@ -140,6 +140,8 @@ class Request:
     """Ids that end a sequence: the request's own and, unless it ignores them, those that end any."""
     width: int = field(init=False)
     """Most sequences it has at once."""
+    grouped: bool = field(init=False)
+    """It may have several sequences, or beams."""
     worker_params: SamplingParams = field(init=False)
     """As the worker sees them: who ranks sequences needs the log-probabilities of what was drawn."""
 
@@ -148,6 +150,7 @@ class Request:
         ids = frozenset(params.stop_token_ids or ())
         self.stop_ids = ids if params.ignore_eos else ids | self.eos_token_ids
         self.width = (params.best_of or params.n) if self.beams is None else self.beams.width
+        self.grouped = self.width > 1 or self.beams is not None
         ranked = self.beams is None and self.width > params.n and params.logprobs is None
         self.worker_params = replace(params, logprobs=0) if ranked else params
         if not self.sequences:

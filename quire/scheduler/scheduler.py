@@ -192,16 +192,23 @@ class Scheduler:
         if start < seq.num_prompt_tokens - 1 and request.params.prompt_logprobs is not None:
             first = max(start, request.prompt_logprobs_done)
             entry.prompt_logprobs_from = first if first < min(end, seq.num_prompt_tokens - 1) else None
+        if request.grouped:
+            self._plan_grouped(draft, seq, entry)
+        else:
+            draft.add(seq, entry)
+
+    # ---- groups
+
+    def _plan_grouped(self, draft: Draft, seq: Sequence, entry: PlanEntry) -> None:
+        request, end = seq.request, entry.start + entry.num_tokens
         if request.beams is not None:
             # The worker has not drawn these tokens: the search chose them.
-            entry.given = tuple(seq.tokens[max(start, seq.num_prompt_tokens) : end])
+            entry.given = tuple(seq.tokens[max(entry.start, seq.num_prompt_tokens) : end])
             entry.candidates = request.beams.num_candidates if entry.sample else 0
             entry.sample = False
         draft.add(seq, entry)
-        if entry.sample and request.width > 1 and end == seq.num_prompt_tokens:
+        if entry.sample and end == seq.num_prompt_tokens:
             self._fork_at_prompt(draft, seq, end)
-
-    # ---- groups
 
     def _fork_at_prompt(self, draft: Draft, leader: Sequence, end: int) -> None:
         """The leader's logits at the end of the prompt are everyone's: each sibling draws from them."""
