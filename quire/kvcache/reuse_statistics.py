@@ -9,17 +9,19 @@ from math import expm1
 from zlib import crc32
 
 # Ages are counted in blocks that became idle since, and told apart by powers of two of the pool's size: below
-# a sixteenth of it order hardly matters, beyond sixteen times it nothing is worth waiting for.
+# a sixteenth of it order hardly matters, beyond 32 times it nothing is worth waiting for.
 _YOUNGEST = 16
-_OLDEST = 16
+_NUM_EDGES = 10
 _SAMPLED = 8
 """One key in so many is followed; a chain of blocks shares one fate, so little is lost."""
 _HALF_LIFE = 8
 """What was seen this many pool sizes ago counts half."""
-_WEIGHT = 2.0
-"""How many reuses' worth of trust a kind puts in what all kinds together do."""
+_PRIOR = 2.0
+"""Reuses' worth of trust in what is assumed before anything is seen."""
+_PROPORTIONAL = 8.0
+"""Reuses' worth of trust in a kind's rate being the common curve over age times one factor of its own."""
 _FADE = 0.4
-"""Without evidence the rate of reuse falls by this factor when the age doubles: least recently used first."""
+"""Assumed at first: the rate of reuse falls by this factor when the age doubles. So LRU is where we start."""
 
 _CLOSED = -1
 
@@ -40,13 +42,12 @@ class ReuseStatistics:
     """Counts reuses and time at risk for every (kind, age), and turns them into an index for eviction.
 
     Follows a sample of prefixes through eviction and beyond, so that what is learned does not depend on what
-    was kept. Holds at most `_OLDEST / _SAMPLED` = 2 intervals per block of the pool.
+    was kept. Holds at most 2 ** 5 / `_SAMPLED` = 4 intervals per block of the pool.
     """
 
     def __init__(self, num_blocks: int, num_kinds: int) -> None:
-        self.edges = [max(2, num_blocks // _YOUNGEST)]
-        while self.edges[-1] < _OLDEST * num_blocks:
-            self.edges.append(2 * self.edges[-1])
+        youngest = max(2, num_blocks // _YOUNGEST)
+        self.edges = [youngest << doubling for doubling in range(_NUM_EDGES)]
         self.num_buckets = len(self.edges) + 1
         self.num_kinds = num_kinds
         bounds = [0, *self.edges, 2 * self.edges[-1]]
@@ -121,9 +122,12 @@ class ReuseStatistics:
         pooled = self._pooled_rates()
         result: list[float] = []
         for first in range(0, self.num_kinds * size, size):
+            reuses, at_risk = self._reuses[first : first + size], self._at_risk[first : first + size]
+            expected = sum(time * rate for time, rate in zip(at_risk, pooled))
+            factor = (sum(reuses) + _PRIOR) / (expected + _PRIOR)
             rates = [
-                (self._reuses[first + i] + _WEIGHT) / (self._at_risk[first + i] + _WEIGHT / pooled[i])
-                for i in range(size)
+                (count + _PROPORTIONAL) / (time + _PROPORTIONAL / (factor * rate))
+                for count, time, rate in zip(reuses, at_risk, pooled)
             ]
             result += best_stopping_rates(rates, self._widths)
         return result
@@ -135,7 +139,7 @@ class ReuseStatistics:
         rate = 0.1 / self._widths[0]
         for i in range(size):
             reuses, at_risk = sum(self._reuses[i::size]), sum(self._at_risk[i::size])
-            rate = (reuses + _WEIGHT) / (at_risk + _WEIGHT / rate)
+            rate = (reuses + _PRIOR) / (at_risk + _PRIOR / rate)
             rates.append(rate)
             rate *= _FADE
         return rates
