@@ -12,19 +12,15 @@ _REMEMBERED = 2
 """Uses of evicted prefixes are remembered in two generations of this many times the pool's size."""
 _TICKS = 16
 """Ages and indices are brought up to date so often while as many blocks as the pool has become idle."""
-_LEAST_TICK = 64
+_LEAST_TICK = 128
 
 # Kinds of blocks, told apart by how often the prefix was used, as far as remembered: tails used once, others
 # used once, twice, 3, 4, 5-8 and more times. A prompt's last block has its own kind while it is new: chats
 # grow, so prompts that end in the same place are rare, and it must not spoil what is known about the rest.
 _TAIL = 0
+_KINDS = (1, 1, 2, 3, 4, 5, 5, 5, 5, 6)
 _NUM_KINDS = 7
-
-
-def _kind(uses: int, tail: bool) -> int:
-    if uses <= 4:
-        return _TAIL if tail and uses == 1 else uses
-    return 5 if uses <= 8 else 6
+_MANY = len(_KINDS) - 1
 
 
 class ReuseRate(EvictionPolicy):
@@ -38,8 +34,8 @@ class ReuseRate(EvictionPolicy):
     """
 
     def __init__(self, num_blocks: int = 0) -> None:
-        self._idle = [False] * num_blocks
         self._since = [0] * num_blocks
+        """When each block became idle, by `_now`; 0 while it is in use or free."""
         self._uses = [0] * num_blocks
         self._kind = [0] * num_blocks
         self._key = [b""] * num_blocks
@@ -56,6 +52,8 @@ class ReuseRate(EvictionPolicy):
         self._next_tick = self._tick
         self._statistics = ReuseStatistics(num_blocks, _NUM_KINDS)
         cells = _NUM_KINDS * self._statistics.num_buckets
+        # Equal indices: oldest first.
+        self._ties = [-(cell % self._statistics.num_buckets) for cell in range(cells)]
         self._heaps: list[list[tuple[int, int]]] = [[] for _ in range(cells)]
         self._bit = [0] * cells
         self._cell_of_bit = [0] * cells
@@ -74,18 +72,22 @@ class ReuseRate(EvictionPolicy):
 
     def add(self, block: int) -> None:
         now = self._now = self._now + 1
-        self._idle[block] = True
         self._since[block] = now
         self._num_idle += 1
         parent = self._parent[block]
         if parent >= 0:
             self._children[parent] += 1
-        leaf = not self._children[block]
-        kind = self._kind[block] = _kind(self._uses[block], leaf)
+        uses = self._uses[block]
+        kind = _KINDS[uses if uses < _MANY else _MANY]
+        if not self._children[block]:
+            if uses == 1:
+                kind = _TAIL
+            cell = kind * self._statistics.num_buckets
+            heappush(self._heaps[cell], (now, block))
+            self._waiting |= self._bit[cell]
+        self._kind[block] = kind
         self._interval[block] = self._statistics.begin(self._key[block], kind, now)
-        if leaf:
-            self._offer(block, 0)
-        if self._now >= self._next_tick:
+        if now >= self._next_tick:
             self._bring_up_to_date()
 
     def remove(self, block: int) -> None:
@@ -105,33 +107,33 @@ class ReuseRate(EvictionPolicy):
             since, block = heappop(heap)
             if not heap:
                 self._waiting ^= lowest
-            if self._since[block] == since and self._idle[block] and not self._children[block]:
+            if self._since[block] == since and not self._children[block]:
                 self._leave(block)
-                self._remember(block)
+                self._remembered[self._key[block]] = self._uses[block]
+                if len(self._remembered) >= self._num_remembered:
+                    self._remembered_before, self._remembered = self._remembered, {}
                 return block
         raise InvariantError("no KV block can be evicted: idle blocks hold one another up")
 
     # ---- bookkeeping
 
-    def _offer(self, block: int, bucket: int) -> None:
-        cell = self._kind[block] * self._statistics.num_buckets + bucket
-        heappush(self._heaps[cell], (self._since[block], block))
-        self._waiting |= self._bit[cell]
-
     def _leave(self, block: int) -> None:
-        self._idle[block] = False
+        self._since[block] = 0
         self._num_idle -= 1
         parent = self._parent[block]
         if parent >= 0:
-            self._children[parent] -= 1
-            if self._idle[parent] and not self._children[parent]:
-                self._offer(parent, self._statistics.bucket(self._now - self._since[parent]))
+            children = self._children[parent] = self._children[parent] - 1
+            since = self._since[parent]
+            if since and not children:
+                statistics = self._statistics
+                cell = self._kind[parent] * statistics.num_buckets + statistics.bucket(self._now - since)
+                heappush(self._heaps[cell], (since, parent))
+                self._waiting |= self._bit[cell]
 
-    def _remember(self, block: int) -> None:
-        self._remembered[self._key[block]] = self._uses[block]
-        if len(self._remembered) >= self._num_remembered:
-            self._remembered_before = self._remembered
-            self._remembered = {}
+    def _waits(self, entry: tuple[int, int]) -> bool:
+        """False for what has left its heap unseen: used again, evicted, or covered by a child."""
+        since, block = entry
+        return self._since[block] == since and not self._children[block]
 
     def _bring_up_to_date(self) -> None:
         self._next_tick = self._now + self._tick
@@ -152,17 +154,11 @@ class ReuseRate(EvictionPolicy):
                 heapify(self._heaps[cell])
         self._rank()
 
-    def _waits(self, entry: tuple[int, int]) -> bool:
-        since, block = entry
-        return self._since[block] == since and self._idle[block] and not self._children[block]
-
     def _rank(self) -> None:
-        """Order the heaps by index; equal ones by age, oldest first."""
-        size = self._statistics.num_buckets
-        indices = self._statistics.indices()
-        order = sorted(range(len(indices)), key=lambda cell: (indices[cell], -(cell % size)))
+        """Order the heaps by index."""
+        order = sorted(zip(self._statistics.indices(), self._ties, range(len(self._heaps))))
         self._waiting = 0
-        for bit, cell in enumerate(order):
+        for bit, (_, _, cell) in enumerate(order):
             self._cell_of_bit[bit] = cell
             self._bit[cell] = 1 << bit
             if self._heaps[cell]:
