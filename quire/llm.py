@@ -122,9 +122,13 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them, through the model's chat template."""
+        extra = dict(chat_template_kwargs or {})
+        taken = extra.keys() & {"messages", "tools", "add_generation_prompt"}
+        if taken:
+            raise InvalidRequestError(f"chat_template_kwargs may not hold {min(taken)!r}: it is an argument of chat",
+                                      field="chat_template_kwargs")
         prompts = [
-            self.chat_prompt(conversation, add_generation_prompt=add_generation_prompt, tools=tools,
-                             **dict(chat_template_kwargs or {}))
+            self.chat_prompt(conversation, add_generation_prompt=add_generation_prompt, tools=tools, **extra)
             for conversation in _conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -183,7 +187,10 @@ class LLM:
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """Stop requests, wherever they are; unknown ids are ignored. `step` still reports each one's end."""
-        for name in [request_id] if isinstance(request_id, str) else request_id:
+        names = [request_id] if isinstance(request_id, str) else request_id
+        if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+            raise InvalidRequestError("abort takes a request id or a list of them", field="request_id")
+        for name in names:
             self._core.abort(name)
 
     def has_unfinished_requests(self) -> bool:
@@ -248,7 +255,7 @@ class LLM:
         try:
             for index, (prompt, each, priority, tenant) in enumerate(
                     zip(prompts, params, priorities, tenants, strict=True)):
-                request_id = f"q{next(self._ids)}"
+                request_id = self._fresh_id()
                 try:
                     self.add_request(request_id, prompt, each, priority=priority, tenant=tenant,
                                      arrival_time=arrival)
@@ -261,6 +268,13 @@ class LLM:
             self._withdraw(ids)
             raise
         return ids
+
+    def _fresh_id(self) -> str:
+        """An id that no request of the caller's own has."""
+        while True:
+            name = f"q{next(self._ids)}"
+            if not self._streams.waits_for(name):
+                return name
 
     def _drive(self, ids: Sequence[str]) -> Iterator[News]:
         """Step until all of `ids` are finished. Outputs of other requests wait for their owner's next `step`."""
@@ -320,6 +334,8 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count
 def _priorities(priority: Sequence[int] | None, count: int) -> list[int]:
     if priority is None:
         return [0] * count
+    if not isinstance(priority, Sequence) or isinstance(priority, str):
+        raise InvalidRequestError("priority must be a list with one integer per prompt", field="priority")
     if len(priority) != count:
         raise InvalidRequestError(f"there are {count} prompts but {len(priority)} priorities", field="priority")
     return list(priority)
@@ -328,6 +344,8 @@ def _priorities(priority: Sequence[int] | None, count: int) -> list[int]:
 def _tenants(tenant: str | Sequence[str] | None, count: int) -> list[str | None]:
     if tenant is None or isinstance(tenant, str):
         return [tenant] * count
+    if not isinstance(tenant, Sequence):
+        raise InvalidRequestError("tenant must be a string or a list of strings", field="tenant")
     if len(tenant) != count:
         raise InvalidRequestError(f"there are {count} prompts but {len(tenant)} tenants", field="tenant")
     return list(tenant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,8 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
+        # An id beyond the vocabulary can never be drawn, whatever a config says.
+        self._eos_token_ids = frozenset(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._seeds = random.Random(seed)
 
     def request(self, request_id: str, prompt: Prompt, params: Params, *, priority: int = 0,
@@ -38,9 +40,11 @@ class InputProcessor:
         beams = self._beams(params) if isinstance(params, BeamSearchParams) else None
         sampling = _drawn_like(params) if isinstance(params, BeamSearchParams) else params
         self._check_params(sampling)
-        salt = salt if cache_salt is None else cache_salt
-        if tenant is not None and not isinstance(tenant, str):
-            raise InvalidRequestError(f"tenant must be a string, not {type(tenant).__name__}", field="tenant")
+        salt = salt if cache_salt is None else _text(cache_salt, "cache_salt")
+        if arrival_time is not None and (isinstance(arrival_time, bool) or not isinstance(arrival_time, int | float)
+                                         or not math.isfinite(arrival_time)):
+            raise InvalidRequestError(f"arrival_time must be a number of seconds, not {arrival_time!r:.80}",
+                                      field="arrival_time")
         request = Request(
             request_id=request_id,
             prompt_token_ids=tokens,
@@ -51,7 +55,7 @@ class InputProcessor:
             bad_words=self._bad_words(sampling),
             priority=_integer(priority, "priority"),
             cache_key=b"" if salt is None else cache_key(["salt", salt]),
-            tenant=tenant or "",
+            tenant="" if tenant is None else _text(tenant, "tenant"),
             beams=beams,
         )
         return request, text
@@ -73,8 +77,7 @@ class InputProcessor:
                     "a prompt given as a dict has either 'prompt' or 'prompt_token_ids', and optionally 'cache_salt' and "
                     f"'add_special_tokens'; not {sorted(map(str, prompt))}", field="prompt")
             salt = prompt.get("cache_salt")
-            if salt is not None and not isinstance(salt, str):
-                raise InvalidRequestError("cache_salt must be a string", field="cache_salt")
+            salt = None if salt is None else _text(salt, "cache_salt")
             special = prompt.get("add_special_tokens", True)
             if not isinstance(special, bool):
                 raise InvalidRequestError("add_special_tokens must be True or False", field="add_special_tokens")
@@ -96,6 +99,7 @@ class InputProcessor:
         tokens = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if not tokens:
             raise InvalidRequestError("the prompt has no tokens", field="prompt")
+        self._check_range(tokens)
         return tokens
 
     def _checked_ids(self, ids: Any) -> list[int]:
@@ -109,12 +113,15 @@ class InputProcessor:
             wrong = next(t for t in tokens if type(t) is not int)
             raise InvalidRequestError(f"token ids are integers, not {type(wrong).__name__} {wrong!r:.80}",
                                       field="prompt")
+        self._check_range(tokens)
+        return tokens
+
+    def _check_range(self, tokens: list[int]) -> None:
         low, high = min(tokens), max(tokens)
         if low < 0 or high >= self._vocab_size:
             raise InvalidRequestError(
                 f"token id {low if low < 0 else high} is outside the vocabulary (0 to {self._vocab_size - 1})",
                 field="prompt")
-        return tokens
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
@@ -133,7 +140,7 @@ class InputProcessor:
         for word in params.bad_words:
             for form in (word, " " + word.lstrip()):
                 tokens = self._tokenizer.encode(form, add_special_tokens=False)
-                if tokens and tokens not in found:
+                if tokens and tokens not in found and max(tokens) < self._vocab_size:
                     found.append(tokens)
         return found
 
@@ -143,6 +150,12 @@ def _drawn_like(params: BeamSearchParams) -> SamplingParams:
     return SamplingParams(max_tokens=params.max_tokens, temperature=params.temperature, seed=0,
                           ignore_eos=params.ignore_eos,
                           include_stop_str_in_output=params.include_stop_str_in_output)
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be a string, not {type(value).__name__}", field=name)
+    return value
 
 
 def _integer(value: Any, name: str) -> int:

@@ -43,6 +43,9 @@ class OutputStreams:
             num_sequences=None if request.beams is None else request.width, seed=request.seed,
             arrival_time=request.arrival_time)
 
+    def waits_for(self, request_id: str) -> bool:
+        return request_id in self._processors
+
     def process(self, updates: Iterable[SequenceUpdate]) -> list[News]:
         """What updates mean for their requests, one piece of news for each that somebody waits for."""
         found: dict[str, News] = {}

@@ -14,6 +14,10 @@ _DEFAULT_POOL_SHARE = 0.4
 """Most of the free memory that the default pool takes; the weights come out of the rest."""
 
 
+_LEAST_PACKED_BYTES = 0.75
+"""Per parameter, in the narrowest format that the kernels keep."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSize:
     """The KV pool and the longest sequence it is used for."""
@@ -37,6 +41,16 @@ def available_memory() -> int:
         if limit.isdigit() and used.isdigit():
             free = min(free, max(0, int(limit) - int(used)))
     return free
+
+
+def check_weights_fit(spec: DecoderSpec, packed: bool, free: int | None = None) -> None:
+    """Refuse a model whose weights cannot be held, before the first is read. `packed`: they stay quantized."""
+    free = available_memory() if free is None else free
+    needed = int(spec.num_parameters * (_LEAST_PACKED_BYTES if packed else 4))
+    if needed > free:
+        raise OutOfMemoryError(
+            f"the model's {spec.num_parameters:,} parameters take at least {_gib(needed)}, but {_gib(free)} are free: "
+            "choose a smaller model, or check the shapes in its config")
 
 
 def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, max_num_seqs: int,

@@ -15,7 +15,7 @@ from quire.models.loader.source import ModelSource
 from quire.models.registry import read_spec
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.worker.cache_engine import CacheEngine
-from quire.worker.memory import PoolSize, size_pool
+from quire.worker.memory import PoolSize, check_weights_fit, size_pool
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
 
@@ -28,9 +28,10 @@ class Worker:
         seqs = config.scheduler.max_num_seqs or 128
         self.spec = read_spec(source.config)
         self.pool: PoolSize = size_pool(self.spec, config.cache, config.model.max_model_len, seqs)
+        dummy = config.model.load_format == "dummy"
+        check_weights_fit(self.spec, packed=source.path.suffix == ".gguf" and not dummy)
         ops = CpuOps(num_threads=config.model.num_threads)
-        weights = (dummy_weights(source.config, config.model.seed) if config.model.load_format == "dummy"
-                   else source.weights())
+        weights = dummy_weights(source.config, config.model.seed) if dummy else source.weights()
         decoder = build_decoder(source.config, weights, ops, max_model_len=self.pool.max_model_len)
         self._cache = CacheEngine(decoder, ops, self.pool.num_blocks, config.cache.block_size,
                                   self.pool.num_host_blocks)

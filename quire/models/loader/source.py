@@ -81,8 +81,11 @@ class ModelSource(ABC):
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:
-    values = value if isinstance(value, list | tuple) else [value]
-    return tuple(dict.fromkeys(v for v in values if isinstance(v, int) and not isinstance(v, bool)))
+    values = [v for v in (value if isinstance(value, list | tuple) else [value]) if v is not None]
+    wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, int)]
+    if wrong:
+        raise ModelLoadError(f"eos_token_id must be an integer or a list of them, not {wrong[0]!r:.80}")
+    return tuple(dict.fromkeys(values))
 
 
 class GgufSource(ModelSource):
