@@ -41,7 +41,7 @@ def questions(name: str) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize(("task", "options"), [
     ("lambada", Options(limit=20)),
-    ("arc", Options(limit=5, shots=0)),
+    ("arc", Options(limit=10, shots=0)),
     ("arc", Options(limit=1, shots=5)),
     ("gsm8k", Options(limit=3, max_tokens=32)),
 ], ids=["lambada", "arc without examples", "arc with five", "gsm8k"])
