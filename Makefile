@@ -32,7 +32,7 @@ demo: $(VENV)/.ready
 	@$(BIN)/quire demo
 
 test: $(VENV)/.ready-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
