@@ -6,6 +6,7 @@ import codecs
 import os
 import pty
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ class Terminal:
     def __init__(self, *words: str) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            # A test run started in the background may ignore Ctrl-C; a person's shell does not.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execve(sys.executable, command(*words), environment() | {"TERM": "xterm"})
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._unread = ""
