@@ -204,7 +204,7 @@ def test_evicted_prefixes_come_back_from_the_host(checkpoint: Any) -> None:
     others = [[random.Random(i).randrange(3, 97) for _ in range(40)] for i in range(8)]
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)
     with LLM(str(checkpoint[0]), skip_tokenizer_init=True, block_size=4, num_kv_blocks=24, swap_space=0.01,
-             offload=True, preemption_mode="recompute") as llm:
+             offload=True, preemption_mode="recompute", eviction_policy="lru") as llm:
         llm._core.scheduler.cache.cost = None  # fetching is always worth it
         first = llm.generate([PROMPT], params, use_tqdm=False)[0]
         llm.generate(others, params, use_tqdm=False)
