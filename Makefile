@@ -36,7 +36,7 @@ test: $(VENV)/.ready-test
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy quire
 
 bench: $(VENV)/.ready-test
 	$(BIN)/quire bench cpu

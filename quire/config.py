@@ -62,8 +62,8 @@ class CacheConfig:
     swap_space: float = option(0.0, "GiB of host memory for KV that was preempted or evicted (0: none)")
     offload: bool = option(False, "keep evicted prefixes in the swap space and bring them back when they are "
                                   "asked for again")
-    eviction_policy: str = option("reuse-rate", "which idle cached block gives up its place first: the one least likely "
-                                  "to be asked for again, as learned so far, or the least recently used",
+    eviction_policy: str = option("reuse-rate", "which idle cached block gives up its place first: the one least "
+                                  "likely to be asked for again, as learned so far, or the least recently used",
                                   ("reuse-rate", "lru"))
 
 

@@ -74,8 +74,8 @@ class InputProcessor:
             unknown = set(prompt) - _PROMPT_KEYS
             if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
                 raise InvalidRequestError(
-                    "a prompt given as a dict has either 'prompt' or 'prompt_token_ids', and optionally 'cache_salt' and "
-                    f"'add_special_tokens'; not {sorted(map(str, prompt))}", field="prompt")
+                    "a prompt given as a dict has either 'prompt' or 'prompt_token_ids', and optionally 'cache_salt' "
+                    f"and 'add_special_tokens'; not {sorted(map(str, prompt))}", field="prompt")
             salt = prompt.get("cache_salt")
             salt = None if salt is None else _text(salt, "cache_salt")
             special = prompt.get("add_special_tokens", True)
