@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from heapq import heapify, heappop, heappush
 
 from quire.errors import InvariantError
 from quire.kvcache.eviction_policy import EvictionPolicy
+from quire.kvcache.lru_shadow import LRUShadow
 from quire.kvcache.reuse_statistics import Interval, ReuseStatistics
 
 _REMEMBERED = 2
@@ -15,11 +17,12 @@ _TICKS = 16
 _LEAST_TICK = 128
 
 # Kinds of blocks, told apart by how often the prefix was used, as far as remembered: tails used once, others
-# used once, twice, 3, 4, 5-8 and more times. A prompt's last block has its own kind while it is new: chats
+# used once, twice, 3 or 4 times, more often. A prompt's last block has its own kind while it is new: chats
 # grow, so prompts that end in the same place are rare, and it must not spoil what is known about the rest.
+# Finer kinds, and kinds by depth or by time between uses, were tried: they learn more slowly and win nothing.
 _TAIL = 0
-_KINDS = (1, 1, 2, 3, 4, 5, 5, 5, 5, 6)
-_NUM_KINDS = 7
+_KINDS = (1, 1, 2, 3, 3, 4)
+_NUM_KINDS = 5
 _MANY = len(_KINDS) - 1
 
 
@@ -31,9 +34,13 @@ class ReuseRate(EvictionPolicy):
     candidates, so a parent outlives its children whatever their indices say. Candidates of one kind and age
     wait in one heap, oldest first; `_waiting` has a bit for every heap that is not empty, lowest index first.
     O(log n) per block.
+
+    Should all this find less than LRU would have, LRU it is until the loss is made good (`LRUShadow`).
     """
 
     def __init__(self, num_blocks: int = 0) -> None:
+        self._order: OrderedDict[int, None] = OrderedDict()
+        """Idle blocks, least recently used first."""
         self._since = [0] * num_blocks
         """When each block became idle, by `_now`; 0 while it is in use or free."""
         self._uses = [0] * num_blocks
@@ -46,14 +53,13 @@ class ReuseRate(EvictionPolicy):
         self._remembered: dict[bytes, int] = {}
         self._remembered_before: dict[bytes, int] = {}
         self._num_remembered = max(1, _REMEMBERED * num_blocks)
-        self._num_idle = 0
         self._now = 0
         self._tick = max(_LEAST_TICK, num_blocks // _TICKS)
         self._next_tick = self._tick
+        self._shadow = LRUShadow(num_blocks)
         self._statistics = ReuseStatistics(num_blocks, _NUM_KINDS)
         cells = _NUM_KINDS * self._statistics.num_buckets
-        # Equal indices: oldest first.
-        self._ties = [-(cell % self._statistics.num_buckets) for cell in range(cells)]
+        self._age_first = [-(cell % self._statistics.num_buckets) for cell in range(cells)]
         self._heaps: list[list[tuple[int, int]]] = [[] for _ in range(cells)]
         self._bit = [0] * cells
         self._cell_of_bit = [0] * cells
@@ -61,11 +67,12 @@ class ReuseRate(EvictionPolicy):
         self._rank()
 
     def __len__(self) -> int:
-        return self._num_idle
+        return len(self._order)
 
     # ---- what the pool tells
 
     def register(self, block: int, key: bytes, parent: int) -> None:
+        self._shadow.wanted(key, found=False)
         self._key[block] = key
         self._parent[block] = parent
         self._uses[block] = 1 + (self._remembered.get(key) or self._remembered_before.get(key, 0))
@@ -73,7 +80,7 @@ class ReuseRate(EvictionPolicy):
     def add(self, block: int) -> None:
         now = self._now = self._now + 1
         self._since[block] = now
-        self._num_idle += 1
+        self._order[block] = None
         parent = self._parent[block]
         if parent >= 0:
             self._children[parent] += 1
@@ -86,11 +93,14 @@ class ReuseRate(EvictionPolicy):
             heappush(self._heaps[cell], (now, block))
             self._waiting |= self._bit[cell]
         self._kind[block] = kind
-        self._interval[block] = self._statistics.begin(self._key[block], kind, now)
+        key = self._key[block]
+        self._shadow.released(key)
+        self._interval[block] = self._statistics.begin(key, kind, now)
         if now >= self._next_tick:
             self._bring_up_to_date()
 
     def remove(self, block: int) -> None:
+        self._shadow.wanted(self._key[block], found=True)
         self._uses[block] += 1
         interval = self._interval[block]
         if interval is not None:
@@ -101,6 +111,16 @@ class ReuseRate(EvictionPolicy):
         self._uses[block] += 1
 
     def pop(self) -> int:
+        block = self._least_promising() if self._shadow.trusted else next(iter(self._order))
+        self._leave(block)
+        self._remembered[self._key[block]] = self._uses[block]
+        if len(self._remembered) >= self._num_remembered:
+            self._remembered_before, self._remembered = self._remembered, {}
+        return block
+
+    # ---- bookkeeping
+
+    def _least_promising(self) -> int:
         while self._waiting:
             lowest = self._waiting & -self._waiting
             heap = self._heaps[self._cell_of_bit[lowest.bit_length() - 1]]
@@ -108,18 +128,12 @@ class ReuseRate(EvictionPolicy):
             if not heap:
                 self._waiting ^= lowest
             if self._since[block] == since and not self._children[block]:
-                self._leave(block)
-                self._remembered[self._key[block]] = self._uses[block]
-                if len(self._remembered) >= self._num_remembered:
-                    self._remembered_before, self._remembered = self._remembered, {}
                 return block
         raise InvariantError("no KV block can be evicted: idle blocks hold one another up")
 
-    # ---- bookkeeping
-
     def _leave(self, block: int) -> None:
         self._since[block] = 0
-        self._num_idle -= 1
+        del self._order[block]
         parent = self._parent[block]
         if parent >= 0:
             children = self._children[parent] = self._children[parent] - 1
@@ -149,14 +163,14 @@ class ReuseRate(EvictionPolicy):
                         heappush(self._heaps[cell + 1], entry)
         for cell in range(size - 1, len(self._heaps), size):
             # Nothing ages out of the last bucket, so what has left it unseen is swept out now and then.
-            if len(self._heaps[cell]) > 2 * self._num_idle + _LEAST_TICK:
+            if len(self._heaps[cell]) > 2 * len(self._order) + _LEAST_TICK:
                 self._heaps[cell] = [entry for entry in self._heaps[cell] if self._waits(entry)]
                 heapify(self._heaps[cell])
         self._rank()
 
     def _rank(self) -> None:
-        """Order the heaps by index."""
-        order = sorted(zip(self._statistics.indices(), self._ties, range(len(self._heaps))))
+        """Order the heaps by what they promise, equals by age."""
+        order = sorted(zip(self._statistics.grades(), self._age_first, range(len(self._heaps))))
         self._waiting = 0
         for bit, (_, _, cell) in enumerate(order):
             self._cell_of_bit[bit] = cell

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from itertools import pairwise
-from math import expm1
+from math import expm1, log2, sqrt
 from zlib import crc32
 
 # Ages are counted in blocks that became idle since, and told apart by powers of two of the pool's size: below
@@ -20,6 +20,8 @@ _PRIOR = 2.0
 """Reuses' worth of trust in what is assumed before anything is seen."""
 _PROPORTIONAL = 8.0
 """Reuses' worth of trust in a kind's rate being the common curve over age times one factor of its own."""
+_REUSES_PER_STEP = 16
+"""Indices are told apart by an octave when so few reuses were seen, by half of one at 4 times as many, and so on."""
 _FADE = 0.4
 """Assumed at first: the rate of reuse falls by this factor when the age doubles. So LRU is where we start."""
 
@@ -111,6 +113,15 @@ class ReuseStatistics:
                 self._open[cell + 1] += 1
                 interval.bucket = bucket + 1
                 self._by_age[bucket + 1].append(interval)
+
+    def grades(self) -> list[int]:
+        """The indices on a logarithmic scale with steps as wide as what is known is uncertain.
+
+        So what differs by chance alone counts as equal, and is left to the policy's rule for equals. The
+        error of a rate falls with the root of the reuses seen.
+        """
+        steps_per_octave = max(1.0, sqrt(sum(self._reuses) / _REUSES_PER_STEP))
+        return [round(steps_per_octave * log2(index)) for index in self.indices()]
 
     def indices(self) -> list[float]:
         """For every kind and bucket, the most reuses per time that keeping such a block can bring.

@@ -6,7 +6,7 @@ import pytest
 
 from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
-from quire.kvcache.reuse_rate import ReuseRate
+from quire.kvcache.eviction import LRU, EvictionPolicy, ReuseRate
 
 
 def use(pool: BlockPool, keys: list[bytes]) -> int:
@@ -108,3 +108,22 @@ def test_heaps_stay_bounded_when_nothing_is_ever_evicted() -> None:
 def test_asking_an_empty_policy_for_a_victim_is_an_invariant_error() -> None:
     with pytest.raises(InvariantError, match="no KV block can be evicted"):
         ReuseRate(4).pop()
+
+
+def test_a_workload_that_turns_against_what_was_learned_costs_little_against_lru() -> None:
+    # First only what was used often comes back; then only what was new a moment ago does, twice over.
+    def requests() -> list[list[bytes]]:
+        favourites = [[b"f%d-%d" % (i, depth) for depth in range(5)] for i in range(40)]
+        first = [favourites[turn % 40] if turn % 2 else [b"x%d-%d" % (turn, d) for d in range(20)]
+                 for turn in range(1500)]
+        then = [[b"y%d-%d" % (turn - turn % 2 * 17, d) for d in range(10)] for turn in range(3000)]
+        return first + then
+
+    def hits(policy: EvictionPolicy) -> list[int]:
+        pool = BlockPool(300, policy)
+        found = [use(pool, keys) for keys in requests()]
+        return [sum(found[:1500]), sum(found[1500:])]
+
+    learned, lru = hits(ReuseRate(300)), hits(LRU(300))
+    assert learned[0] > 1.5 * lru[0]
+    assert learned[1] > 0.95 * lru[1] > 1000
