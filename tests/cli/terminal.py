@@ -37,6 +37,19 @@ class Terminal:
         before, _, self._unread = self._unread.partition(text)
         return before + text
 
+    def press_until(self, key: str, text: str) -> None:
+        """Press a key, and again each second, until `text` appears.
+
+        A Ctrl-C that arrives just before Python's readline sleeps is seen only at the next key: a person presses again."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in self._unread:
+            assert time.monotonic() < deadline, f"no {text!r} in {self._unread[-2000:]!r}"
+            self.type(key)
+            until = time.monotonic() + 1.0
+            while text not in self._unread and select.select([self.fd], [], [], max(0.0, until - time.monotonic()))[0]:
+                self._read()
+        self.wait_for(text)
+
     def wait_for_more(self, count: int) -> None:
         self._read_until(lambda: len(self._unread) >= count, f"{count} characters")
         self._unread = ""
@@ -46,10 +59,13 @@ class Terminal:
         while not there():
             ready, _, _ = select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"no {what!r} in {self._unread[-2000:]!r}"
-            try:
-                self._unread += self._decoder.decode(os.read(self.fd, 65536))
-            except OSError:
-                pytest.fail(f"the command ended without {what!r}: {self._unread[-2000:]!r}")
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            self._unread += self._decoder.decode(os.read(self.fd, 65536))
+        except OSError:
+            pytest.fail(f"the command ended too early: {self._unread[-2000:]!r}")
 
     def finish(self) -> tuple[int, str]:
         """The exit code, and all that was written until the end."""

@@ -56,8 +56,7 @@ def test_a_chat_on_a_terminal(terminal: Terminal) -> None:
     terminal.type("several \\\nlines")
     terminal.wait_for("… ")
     terminal.wait_for("lines")
-    terminal.type(CTRL_C)  # at the prompt it takes the line back
-    terminal.wait_for("/exit leaves")
+    terminal.press_until(CTRL_C, "/exit leaves")  # at the prompt it takes the line back
     terminal.wait_for(prompt)
 
     terminal.type("/reset\n")
