@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from quire.scheduler.leaders import PrefixLeaders
 from quire.scheduler.plan import PlanEntry, TableDiff
 from quire.scheduler.request import Request, Sequence
 from quire.scheduler.step_cost import StepLoad
 
 Planned = tuple[Sequence, PlanEntry, int]
 """A plan entry with the sequence it speaks of, and the sequence's epoch."""
+
+
+class Admission(enum.Enum):
+    """What became of the request at the head of the queue."""
+
+    DONE = "done"
+    LATER = "later"
+    """The step has no tokens left for it, or it waits: for a copy, or for a prefix that another computes."""
+    NO_ROOM = "no room"
 
 
 @dataclass(slots=True)
@@ -26,6 +37,8 @@ class Draft:
     """By row, in the order of planning."""
     made_way: list[Request] = field(default_factory=list)
     """Preempted for a request of higher priority; they wait for the next step at least."""
+    leaders: PrefixLeaders | None = None
+    """Made when a waiting request is looked at."""
     preempted: bool = False
     short: bool = False
     """A running sequence found no block, though some will come free when plans in flight are done."""

@@ -74,6 +74,13 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Log-probabilities of prompt tokens were asked for and some are still to be computed."""
+        request = self.request
+        return (request.params.prompt_logprobs is not None
+                and request.prompt_logprobs_done < self.num_prompt_tokens - 1)
+
     def rewind(self) -> None:
         """Leave the row with no KV: what preemption by recompute does, once the cache has the blocks back."""
         self.num_computed = self.num_confirmed = self.num_pending = 0

@@ -5,7 +5,6 @@ It knows no prefill phase and no decode phase, only sequences that know more tok
 
 from __future__ import annotations
 
-import enum
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,8 +13,9 @@ from dataclasses import dataclass
 from quire.errors import InvalidRequestError, InvariantError
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.table import PrefixMatch, SequenceKV
-from quire.scheduler.draft import Draft, Planned, table_diffs
+from quire.scheduler.draft import Admission, Draft, Planned, table_diffs
 from quire.scheduler.groups import extra_blocks, fork_from, reseat_beams, unforked
+from quire.scheduler.leaders import PrefixLeaders
 from quire.scheduler.limits import Limits as Limits
 from quire.scheduler.limits import longest_allowed
 from quire.scheduler.pacing import StepPacer
@@ -41,15 +41,6 @@ class SequenceUpdate:
     new_tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-
-
-class _Admission(enum.Enum):
-    """What became of the request at the head of the queue."""
-
-    DONE = "done"
-    LATER = "later"
-    """The step has no tokens left for it, or it waits for a copy."""
-    NO_ROOM = "no room"
 
 
 class Scheduler:
@@ -272,16 +263,16 @@ class Scheduler:
             if request in draft.made_way:
                 return
             if not self._roster.has_rows_for(request):
-                came = _Admission.NO_ROOM
+                came = Admission.NO_ROOM
             elif request.swapped is not None:
                 came = self._swap_in(draft, request)
             else:
                 came = self._begin(draft, request)
-            if came is _Admission.DONE or (came is _Admission.NO_ROOM and self._make_way(draft, request)):
+            if came is Admission.DONE or (came is Admission.NO_ROOM and self._make_way(draft, request)):
                 continue
             return
 
-    def _begin(self, draft: Draft, request: Request) -> _Admission:
+    def _begin(self, draft: Draft, request: Request) -> Admission:
         """Start a request from its prompt, or from all the tokens it knows after a preemption."""
         seq = request.live[0]
         # Siblings that have tokens of their own fork from the leader at the end of the prompt.
@@ -289,23 +280,27 @@ class Scheduler:
         known = held_at or len(seq.tokens)
         match = self._match(seq, known)
         tokens = self._first_chunk(draft, seq, match.num_tokens, known - match.num_tokens)
-        if tokens == 0:
-            return _Admission.LATER
+        if tokens == 0 or (self.cache.prefix_caching and self._follows(draft, seq, match, known)):
+            return Admission.LATER
         # One slot more than is known: who cannot even hold the next token would be preempted at once.
         length = min(len(seq.tokens) + 1, request.max_len)
         if not self.cache.fits(length, match, tokens, extra_blocks(request, self.cache)):
-            return _Admission.NO_ROOM
+            return Admission.NO_ROOM
         seq.held_at = held_at
         self._start(draft, request, seq, match, tokens)
-        return _Admission.DONE
+        return Admission.DONE
 
     def _match(self, seq: Sequence, num_tokens: int) -> PrefixMatch:
-        request = seq.request
-        wants_logprobs = request.params.prompt_logprobs is not None
-        if wants_logprobs and request.prompt_logprobs_done < seq.num_prompt_tokens - 1:
-            # Their log-probabilities need the logits of every prompt token, cached or not.
-            return self.cache.no_match()
-        return self.cache.match(seq.kv, seq.tokens[:num_tokens])
+        # Log-probabilities of the prompt need the logits of every token of it, cached or not.
+        return self.cache.no_match() if seq.lacks_prompt_logprobs else self.cache.match(seq.kv, seq.tokens[:num_tokens])
+
+    def _follows(self, draft: Draft, seq: Sequence, match: PrefixMatch, known: int) -> bool:
+        """Is the rest of its prefix being computed for somebody else, so that it is cached soon?"""
+        if not self.running or seq.lacks_prompt_logprobs:
+            return False
+        if draft.leaders is None:
+            draft.leaders = PrefixLeaders(self.running.values(), self.cache.block_size)
+        return draft.leaders.has_one_for(seq, match.num_tokens, known)
 
     def _start(self, draft: Draft, request: Request, seq: Sequence, match: PrefixMatch, tokens: int) -> None:
         try:
@@ -327,25 +322,27 @@ class Scheduler:
             request.counts.recomputed_tokens += again
         seq.num_computed = seq.num_confirmed = match.num_tokens
         self._roster.seat(request, [seq])
+        if draft.leaders is not None:
+            draft.leaders.add(seq)
         self._plan(draft, seq, tokens)
 
-    def _swap_in(self, draft: Draft, request: Request) -> _Admission:
+    def _swap_in(self, draft: Draft, request: Request) -> Admission:
         """Bring a request's KV back from the host; it goes on where it was."""
         swapped, swapper = request.swapped, self.preemption.swapper
         if swapped is None or swapper is None:
-            return _Admission.LATER
+            return Admission.LATER
         if self._in_flight and swapped.step >= self._in_flight[0][0].step:
-            return _Admission.LATER
+            return Admission.LATER
         seats = [seq for seq in request.live if any(seq.kv is kv for kv, _ in swapped.tables)]
         if not seats:
             self._roster.forget_swapped(request)
             return self._begin(draft, request)
         if any(len(seq.tokens) - seq.num_computed > 1 for seq in seats) and \
                 self._partial_prefills(draft) >= self.limits.max_num_partial_prefills:
-            return _Admission.LATER
+            return Admission.LATER
         # With nobody else running what it had must do: the pool held it before.
         if not swapper.fits(swapped, len(request.live) if self.running else 0):
-            return _Admission.NO_ROOM
+            return Admission.NO_ROOM
         moved = swapper.back(swapped, [seq.kv for seq in seats])
         request.swapped = None
         request.counts.swaps_in += 1
@@ -354,7 +351,7 @@ class Scheduler:
             seats[0].held_at = seats[0].num_prompt_tokens
         self._roster.seat(request, seats)
         self._continue_running(draft, seats)
-        return _Admission.DONE
+        return Admission.DONE
 
     def _submit(self, draft: Draft) -> StepPlan:
         """Turn the draft into a plan and move the sequences' progress to its end."""

@@ -40,7 +40,8 @@ class Terminal:
     def press_until(self, key: str, text: str) -> None:
         """Press a key, and again each second, until `text` appears.
 
-        A Ctrl-C that arrives just before Python's readline sleeps is seen only at the next key: a person presses again."""
+        A Ctrl-C that arrives just before Python's readline sleeps shows only at the next key:
+        a person presses again."""
         deadline = time.monotonic() + PATIENCE
         while text not in self._unread:
             assert time.monotonic() < deadline, f"no {text!r} in {self._unread[-2000:]!r}"

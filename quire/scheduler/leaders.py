@@ -1,0 +1,39 @@
+"""Who is computing a prefix that a waiting request begins with: that one had better wait and find it cached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.scheduler.request import Request, Sequence
+
+_WORTH_WAITING = 0.5
+"""Share of what a request would compute that must be under way already: below it, a step lost costs more."""
+
+
+class PrefixLeaders:
+    """Running sequences in the middle of a prompt, by the hash of the first block that nobody can find yet."""
+
+    def __init__(self, running: Iterable[Request], block_size: int) -> None:
+        self._block_size = block_size
+        self._by_hash: dict[bytes, Sequence] = {}
+        for request in running:
+            self.add(request.sequences[0])
+
+    def add(self, seq: Sequence) -> None:
+        kv = seq.kv
+        if kv.tables and kv.num_registered < len(kv.hashes):
+            self._by_hash.setdefault(kv.hashes[kv.num_registered], seq)
+
+    def has_one_for(self, seq: Sequence, num_matched: int, num_known: int) -> bool:
+        """Is most of what `seq` lacks being computed for somebody else?"""
+        first = num_matched // self._block_size
+        wanted = seq.kv.hashes[first : num_known // self._block_size]
+        leader = self._by_hash.get(wanted[0]) if wanted else None
+        if leader is None:
+            return False
+        shared = 0
+        for ours, theirs in zip(wanted, leader.kv.hashes[leader.kv.num_registered :]):
+            if ours != theirs:
+                break
+            shared += 1
+        return shared * self._block_size >= _WORTH_WAITING * (num_known - num_matched)
