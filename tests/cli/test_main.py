@@ -34,6 +34,23 @@ def test_help_of_all_commands_is_printed_without_torch() -> None:
     assert all(name in done.stdout for name in COMMANDS)
 
 
+def test_a_model_is_inspected_without_torch(tiny: Path) -> None:
+    program = (
+        "import sys; from quire.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]) or ('torch' if 'torch' in sys.modules else 0))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "inspect", str(tiny), "--load-format", "dummy"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "architecture" in done.stdout
+
+
 def test_help_takes_less_than_three_tenths_of_a_second() -> None:
     seconds = []
     for _ in range(5):

@@ -6,16 +6,17 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.loader.gguf import GgufFile, GgufTensor, float_value, int_value, str_value
 
+if TYPE_CHECKING:  # naming a model's parts must not cost the import of torch
+    import torch
+
 Config = dict[str, Any]
-Undo = Callable[[str, torch.Tensor, Config], torch.Tensor]
 
 MAX_LAYERS = 4_096
 # Holds llama3 rope scaling as one divisor per frequency; goes into the config, not into the weights.
@@ -31,7 +32,7 @@ class GgufArchitecture:
     top: Mapping[str, str]
     block: Mapping[str, str]
     block_prefix: str
-    undo: Undo
+    undo: Callable[[str, torch.Tensor, Config], torch.Tensor]
     config: Callable[[GgufFile, str, Config], None]
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from quire.errors import ModelLoadError
 from quire.models.loader.json_file import read_json_object
+
+if TYPE_CHECKING:
+    import torch
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

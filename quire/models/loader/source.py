@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.loader import safetensors
@@ -24,6 +22,9 @@ from quire.models.loader.pull import pull
 from quire.tokenizer.from_folder import has_tokenizer, tokenizer_from_folder
 from quire.tokenizer.from_gguf import tokenizer_from_gguf
 from quire.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # saying what a model is must not cost the import of torch
+    import torch
 
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 # Tensors being dequantized ahead of the one that is handed out, and threads that do it. Numpy lets go of the
@@ -57,16 +58,20 @@ class ModelSource(ABC):
     @abstractmethod
     def _own_tokenizer(self) -> Tokenizer: ...
 
-    def weights(self, dtype: torch.dtype | None = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(
+        self, dtype: torch.dtype | Literal["float32"] | None = "float32"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, tensor) one after the other; each is the caller's, to keep or to change.
 
         `dtype` None keeps what the file stores (float32 for a quantized one).
         """
+        import torch
+
         if self.is_dummy:
             raise ModelLoadError(
                 f"{self.name} was opened with load_format='dummy': it has no weights to read"
             )
-        return self._weights(dtype)
+        return self._weights(torch.float32 if dtype == "float32" else dtype)
 
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer (or the one asked for instead); ModelLoadError where there is none."""
@@ -122,6 +127,8 @@ class GgufSource(ModelSource):
         return {**named, "eos_token_id": list(eos)}
 
     def _read(self, tensor: GgufTensor, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+        import torch
+
         values = torch.empty(tensor.shape, dtype=torch.float32)
         self._file.read(tensor, values.view(-1).numpy())
         values = self._arch.undo(name, values, self._config)
