@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig
     from quire.engine.output import CompletionOutput, RequestOutput
     from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, QuireError
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
@@ -29,6 +31,7 @@ __all__ = [
 
 # Names resolve on first use, so that `import quire` costs milliseconds and never imports torch.
 _HOMES = {
+    "quire.async_llm": ("AsyncLLM",),
     "quire.config": ("EngineConfig",),
     "quire.engine.output": ("CompletionOutput", "RequestOutput"),
     "quire.errors": ("ConfigError", "InvalidRequestError", "ModelLoadError", "QuireError"),

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class ModelConfig:
                          ("auto", "cpu", "cuda"))
     num_threads: int | None = option(
         None, "threads of the CPU kernels (default: the cores this process may use)")
+    executor: str = option("auto", "who computes the tokens: the model, or (dummy) nobody: they are made up at once, "
+                                   "which measures everything around a model", ("auto", "dummy"))
     enforce_eager: bool = option(False, "on a GPU: launch every kernel anew instead of replaying captured graphs")
     deterministic: bool = option(
         False, "on a GPU: the same bits whatever the batch, chunks, cache and graphs, at some cost in speed "
@@ -101,6 +104,35 @@ class SchedulerConfig:
             max_steps_in_flight=self.max_steps_in_flight or (2 if gpu else 1),
             max_num_batched_tokens=self.max_num_batched_tokens or budget,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GuardConfig:
+    """How `AsyncLLM` guards an engine in its own process: who may wait, how long, and when it counts as dead."""
+
+    max_waiting_requests: int = option(256, "most requests that wait for their turn; more are refused (429)")
+    max_waiting_tokens: int = option(1 << 19, "most prompt tokens that wait; a prompt longer than that waits alone")
+    request_timeout: float | None = option(None, "seconds after which a request is given up (default: never)")
+    heartbeat_timeout: float = option(10.0, "seconds without a sign of life after which the engine is restarted")
+    step_timeout: float = option(300.0, "seconds that one step may take before the engine counts as stuck")
+    start_timeout: float = option(900.0, "seconds that the engine may take to load its model")
+    max_restarts: int = option(8, "restarts in a row, with no request served between, before it is given up")
+
+    @classmethod
+    def split(cls, options: Mapping[str, Any]) -> tuple[GuardConfig, dict[str, Any]]:
+        """Take its own options out of flat keywords, checked; the rest is the engine's."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        guard = cls(**{name: value for name, value in options.items() if name in names})
+        for f in dataclasses.fields(cls):
+            _check_type(f, getattr(guard, f.name))
+        for name, low in (("max_waiting_requests", 0), ("max_waiting_tokens", 0), ("max_restarts", 0)):
+            if getattr(guard, name) < low:
+                raise ConfigError(f"{name} must be at least {low}, not {getattr(guard, name)}", field=name)
+        for name in ("request_timeout", "heartbeat_timeout", "step_timeout", "start_timeout"):
+            value = getattr(guard, name)
+            if value is not None and not 0.0 < value <= 1e9:
+                raise ConfigError(f"{name} must be above 0 seconds, not {value}", field=name)
+        return guard, {name: value for name, value in options.items() if name not in names}
 
 
 _SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}

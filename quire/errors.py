@@ -53,3 +53,25 @@ class EngineError(QuireError):
 
 class InvariantError(EngineError):
     """The engine's bookkeeping contradicts itself; the sequences concerned are quarantined."""
+
+
+class EngineDeadError(EngineError):
+    """The engine's process died, hangs, restarts or was shut down: what was in flight is lost, try again."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        """Seconds after which trying again makes sense; None where it does not."""
+
+
+class QueueFullError(QuireError):
+    """Too many requests or prompt tokens wait already; nothing of this one was taken in."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        """Seconds after which there will probably be room."""
+
+
+class RequestTimeoutError(QuireError):
+    """The request was not done within its time and was given up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def open_source(config: EngineConfig, progress: bool = True) -> ModelSource:
                          cache_dir=model.cache_dir, progress=progress)
 
 
-def build_engine(config: EngineConfig, progress: bool = True) -> Engine:
+def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[], float] = time.time) -> Engine:
     """Load the model and connect the rooms. This is where torch is imported."""
     source = open_source(config, progress)
     config = resolve(config)
@@ -59,7 +60,7 @@ def build_engine(config: EngineConfig, progress: bool = True) -> Engine:
         cache,
         queue=QUEUES[config.scheduler.scheduling_policy](),
         policy=BATCHING_POLICIES[config.scheduler.batching_policy](),
-        clock=time.time,
+        clock=clock,
         pacer=None if config.scheduler.itl_slo_ms is None else StepPacer(config.scheduler.itl_slo_ms / 1e3),
         preemption=Preemption(cache, PreemptionMode(config.scheduler.preemption_mode), cost),
     )

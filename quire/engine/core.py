@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Protocol
 
 from quire.errors import QuireError
@@ -23,6 +25,16 @@ class StepObserver(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class StepTimes:
+    """Where the last call of `step` spent its time, in seconds."""
+
+    plan: float = 0.0
+    execute: float = 0.0
+    """Handing plans over and waiting for results."""
+    update: float = 0.0
+
+
 class EngineCore:
     """Drives a scheduler and an executor. With a depth of 2, step N+1 is planned while step N runs."""
 
@@ -32,6 +44,7 @@ class EngineCore:
         self._depth = max_steps_in_flight
         self._futures: deque[Future[StepResult]] = deque()
         self.trace: StepObserver | None = None
+        self.times = StepTimes()
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -48,11 +61,16 @@ class EngineCore:
 
     def step(self) -> list[SequenceUpdate]:
         """Keep the executor supplied, wait for the oldest step, and return what became of its sequences."""
+        self.times = times = StepTimes()
         while len(self._futures) < self._depth:
+            began = time.perf_counter()
             plan = self.scheduler.schedule()
+            planned = time.perf_counter()
+            times.plan += planned - began
             if plan is None:
                 break
             self._submit(plan)
+            times.execute += time.perf_counter() - planned
         if self._futures:
             self._collect()
         elif len(self.scheduler.waiting) or self.scheduler.running:
@@ -78,14 +96,18 @@ class EngineCore:
 
     def _collect(self) -> None:
         # It stays in the queue while we wait, so that a Ctrl-C here loses nothing.
+        began = time.perf_counter()
         wait([self._futures[0]])
         error = self._futures[0].exception()
+        done = time.perf_counter()
+        self.times.execute += done - began
         if error is None:
             self.scheduler.update(self._futures.popleft().result())
         else:
             self._futures.popleft()
             shown = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
             self.scheduler.fail_step(f"the step that computed this request failed: {shown}")
+        self.times.update += time.perf_counter() - done
         if self.trace is not None:
             self.trace.collected()
 

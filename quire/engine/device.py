@@ -54,6 +54,8 @@ def _missing_for_gpu() -> str | None:
 
 def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
     """The worker of a resolved configuration, and who runs plans on it."""
+    if config.model.executor == "dummy":
+        return _no_worker(source, config)
     if config.model.device == "cuda":
         return _gpu_worker(source, config)
     from quire.executor.local import LocalExecutor
@@ -61,6 +63,23 @@ def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker
 
     worker = Worker(source, config)
     return worker, LocalExecutor(worker, overlap=(config.scheduler.max_steps_in_flight or 1) > 1)
+
+
+@dataclasses.dataclass(slots=True)
+class _NoWorker:
+    spec: DecoderSpec
+    pool: PoolSize
+
+
+def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
+    """The model's shapes and none of its weights: what is left is the engine around it."""
+    from quire.executor.dummy import DummyExecutor
+    from quire.models.registry import read_spec
+    from quire.worker.memory import size_pool
+
+    spec = read_spec(source.config)
+    pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.max_num_seqs or 128)
+    return _NoWorker(spec, pool), DummyExecutor(spec.vocab_size)
 
 
 def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:

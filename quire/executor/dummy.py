@@ -1,16 +1,18 @@
 """An executor without a model: tokens are a function of the sequence and the position, and arrive at once.
 
-The scheduler's tests, its benchmark and the simulator run on it; it also checks that each plan is carried out
-against rows in the state that the plan assumes.
+The scheduler's tests, its benchmark and the simulator run on it, and an engine with executor="dummy"; it also
+checks that each plan is carried out against rows in the state that the plan assumes. Log-probabilities, where they
+are asked for, are those of a model that knows nothing: all tokens are equally likely.
 """
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future
 
 from quire.errors import InvariantError
 from quire.executor.base import Executor
-from quire.scheduler.plan import EntryResult, PlanEntry, StepPlan, StepResult
+from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, StepResult, TokenLogprobs
 
 _MASK = (1 << 64) - 1
 
@@ -42,6 +44,8 @@ class DummyExecutor(Executor):
         self._rows: dict[int, tuple[int, int]] = {}
         """Seed and sequence index of every row in use."""
         self._computed: dict[int, int] = {}
+        self._described: dict[int, RowStart] = {}
+        """Rows whose log-probabilities are asked for."""
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
@@ -52,9 +56,13 @@ class DummyExecutor(Executor):
         for row in plan.freed_rows:
             self._rows.pop(row, None)
             self._computed.pop(row, None)
+            self._described.pop(row, None)
         for start in plan.starts:
             self._rows[start.row] = (start.seed, start.sequence_index)
             self._computed.pop(start.row, None)
+            self._described.pop(start.row, None)
+            if start.params.logprobs is not None or start.params.prompt_logprobs is not None:
+                self._described[start.row] = start
         return StepResult(plan.step, [self._run(entry) for entry in plan.entries])
 
     def _run(self, entry: PlanEntry) -> EntryResult:
@@ -67,6 +75,20 @@ class DummyExecutor(Executor):
         seed, index = self._rows[entry.row]
         if entry.candidates:
             return EntryResult(candidates=dummy_candidates(seed, entry, self.vocab_size))
-        if not entry.sample:
-            return EntryResult()
-        return EntryResult([dummy_token(seed, index, end, self.vocab_size)])
+        result = EntryResult([dummy_token(seed, index, end, self.vocab_size)] if entry.sample else [])
+        if entry.row in self._described:
+            self._describe(self._described[entry.row], entry, result)
+        return result
+
+    def _describe(self, start: RowStart, entry: PlanEntry, result: EntryResult) -> None:
+        if start.params.logprobs is not None and result.tokens:
+            result.logprobs = [self._uniform(token, start.params.logprobs) for token in result.tokens]
+        first = entry.prompt_logprobs_from
+        if first is not None and start.params.prompt_logprobs is not None:
+            end = min(entry.start + entry.num_tokens, start.num_prompt_tokens - 1)
+            result.prompt_logprobs = [self._uniform(token, start.params.prompt_logprobs)
+                                      for token in start.token_ids[first + 1 : end + 1]]
+
+    def _uniform(self, token: int, count: int) -> TokenLogprobs:
+        likely, count = -math.log(self.vocab_size), min(count, self.vocab_size)
+        return TokenLogprobs(token, likely, 1, list(range(count)), [likely] * count)

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from quire.errors import InvalidRequestError
-from quire.kvcache.manager import KVCacheManager
 from quire.scheduler.request import Request
+
+
+class PoolShape(Protocol):
+    """What a request's limits depend on of a KV pool; a front door in another process knows no more of it."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    def blocks_for(self, num_tokens: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +36,7 @@ class Limits:
     long_prefill_token_threshold: int = 0
 
 
-def longest_allowed(request: Request, limits: Limits, cache: KVCacheManager) -> int:
+def longest_allowed(request: Request, limits: Limits, cache: PoolShape) -> int:
     """Most tokens, prompt included, of one of the request's sequences; raises if it could never run."""
     num_prompt = request.num_prompt_tokens
     _refuse_long_prompt(num_prompt, limits, cache)
@@ -38,13 +53,13 @@ def longest_allowed(request: Request, limits: Limits, cache: KVCacheManager) -> 
     return _longest_of_group(request, wanted, cache)
 
 
-def group_blocks(request: Request, length: int, cache: KVCacheManager) -> int:
+def group_blocks(request: Request, length: int, cache: PoolShape) -> int:
     """Blocks of a group whose sequences all have `length` tokens: full blocks of the prompt are shared."""
     shared = request.num_prompt_tokens // cache.block_size
     return shared + request.width * (cache.blocks_for(length) - shared)
 
 
-def _longest_of_group(request: Request, wanted: int, cache: KVCacheManager) -> int:
+def _longest_of_group(request: Request, wanted: int, cache: PoolShape) -> int:
     """A group runs as one, so the pool must hold all its sequences at their longest."""
     need = group_blocks(request, wanted, cache)
     if need <= cache.num_blocks:
@@ -59,7 +74,7 @@ def _longest_of_group(request: Request, wanted: int, cache: KVCacheManager) -> i
         field="max_tokens")
 
 
-def _refuse_long_prompt(num_prompt: int, limits: Limits, cache: KVCacheManager) -> None:
+def _refuse_long_prompt(num_prompt: int, limits: Limits, cache: PoolShape) -> None:
     said = f"the prompt has {num_prompt} tokens"
     if num_prompt == 0:
         raise InvalidRequestError("the prompt is empty: give at least one token", field="prompt")

@@ -1,0 +1,331 @@
+"""An engine in a process of its own: takes messages in between two steps, sends what each step brought.
+
+Started as `python -m quire.engine.process INBOX OUTBOX PARENT_PID`; everything else arrives as messages. It knows
+tokens only: text, stop strings and JSON are its front door's business.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+import zmq
+
+from quire.config import EngineConfig
+from quire.engine import messages as m
+from quire.engine.assembly import Engine, build_engine
+from quire.engine.metrics import flat_metrics
+from quire.errors import EngineError, InvalidRequestError, QuireError
+from quire.scheduler.beam import BeamSearch
+from quire.scheduler.request import FinishReason, Request
+from quire.scheduler.scheduler import SequenceUpdate
+
+log = logging.getLogger("quire.engine")
+
+HEARTBEAT_SECONDS = 0.5
+_SNAPSHOT_SECONDS = 0.5
+_START_SECONDS = 60
+"""How long a parent may take to say what to build."""
+_REST_MS = 1000
+
+
+class Pulse(threading.Thread):
+    """Signs of life from a thread of its own, also while a step runs; ends the process when its parent has gone."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, parent: int) -> None:
+        super().__init__(name="quire-pulse", daemon=True)
+        self.state = ("starting", time.monotonic(), 0)
+        """Phase, since when, and steps so far."""
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(endpoint)
+        self._parent = parent
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(HEARTBEAT_SECONDS):
+            if os.getppid() != self._parent:
+                os._exit(1)
+            try:
+                self._socket.send(m.encode(m.Heartbeat(*self.state)), zmq.NOBLOCK)
+            except zmq.Again:
+                pass
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+        self._socket.close()
+
+
+class EngineServer:
+    """The step loop with its mailbox. Requests go by the handles that the front door gave them."""
+
+    def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> None:
+        self._engine = engine
+        self._core = engine.core
+        self._scheduler = engine.core.scheduler
+        self._inbox, self._outbox, self._pulse = inbox, outbox, pulse
+        vocabulary = engine.spec.vocab_size
+        self._eos = frozenset(token for token in engine.source.eos_token_ids if 0 <= token < vocabulary)
+        self._requests: dict[int, Request] = {}
+        self._handles: dict[Request, int] = {}
+        self._unstarted: dict[int, Request] = {}
+        self._taken = 0
+        self._ending = False
+        self._news_due = False
+        """Something has changed that no step will report."""
+        self._snapshot_at = 0.0
+
+    def ready(self) -> m.Ready:
+        limits = self._scheduler.limits
+        return m.Ready(
+            self._engine.source.name, self._engine.spec.vocab_size, self._engine.pool.max_model_len, sorted(self._eos),
+            self._scheduler.cache.num_blocks, self._scheduler.cache.block_size, limits.max_num_seqs,
+            limits.max_num_batched_tokens, limits.chunked_prefill)
+
+    def run(self) -> None:
+        """Until told to stop."""
+        self._pulse.state = ("idle", time.monotonic(), 0)
+        while not self._ending:
+            self._take_in()
+            if self._core.has_work:
+                self._step()
+            elif self._news_due:
+                self._send([], None)
+
+    # ---- what comes in
+
+    def _take_in(self) -> None:
+        """All messages that are there; waits for one only when there is nothing else to do."""
+        if not self._core.has_work and not self._news_due:
+            self._pulse.state = ("idle", time.monotonic(), self._scheduler.stats.steps)
+            while not self._inbox.poll(_REST_MS):
+                pass
+        while True:
+            try:
+                data = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(m.decode_to_engine(data))
+            except msgspec.DecodeError as error:
+                log.error("a message that is none was dropped: %s", error)
+
+    def _handle(self, message: m.ToEngine) -> None:
+        if isinstance(message, m.Add):
+            self._add(message)
+        elif isinstance(message, m.Abort):
+            for handle in message.handles:
+                self._abort(handle)
+        elif isinstance(message, m.Finish):
+            self._finish(message)
+        elif isinstance(message, m.Call):
+            self._send_message(self._answer(message))
+        elif isinstance(message, m.Shutdown):
+            self._ending = True
+        else:
+            log.error("%s was dropped: the engine is running", type(message).__name__)
+
+    def _add(self, message: m.Add) -> None:
+        handle = message.handle
+        self._taken = max(self._taken, handle)
+        try:
+            request = self._request(m.decode_body(message.body))
+            self._core.add(request)
+        except msgspec.DecodeError as error:
+            self._send_message(m.Refused(handle, f"the request could not be read: {error}"))
+        except InvalidRequestError as error:
+            self._send_message(m.Refused(handle, str(error), error.field))
+        except Exception as error:  # whatever it is, it concerns this request alone
+            log.exception("a request could not be taken in")
+            self._send_message(m.Refused(handle, f"{type(error).__name__}: {error}", None, False))
+        else:
+            self._requests[handle] = self._unstarted[handle] = request
+            self._handles[request] = handle
+
+    def _request(self, body: m.RequestBody) -> Request:
+        tokens = body.prompt_token_ids
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._engine.spec.vocab_size:
+            raise InvalidRequestError("the prompt has a token id outside the vocabulary", field="prompt")
+        body.params.validate_for_vocab(self._engine.spec.vocab_size)
+        return Request(
+            request_id=body.request_id,
+            prompt_token_ids=tokens,
+            params=body.params,
+            seed=body.seed,
+            arrival_time=body.arrival_time,
+            eos_token_ids=self._eos,
+            bad_words=body.bad_words,
+            priority=body.priority,
+            cache_key=body.cache_key,
+            tenant=body.tenant,
+            beams=None if body.beams is None else BeamSearch(body.beams, self._eos),
+        )
+
+    def _abort(self, handle: int) -> None:
+        request = self._requests.get(handle)
+        if request is not None:
+            self._forget(handle)
+            self._core.abort(request.request_id)
+            self._news_due = True
+
+    def _finish(self, message: m.Finish) -> None:
+        request = self._requests.get(message.handle)
+        if request is None or not 0 <= message.index < len(request.sequences):
+            return  # it has ended by itself meanwhile
+        self._core.finish(request.sequences[message.index], FinishReason.STOP, message.stop)
+        if request.finished:
+            self._forget(message.handle)
+        self._news_due = True
+
+    def _forget(self, handle: int) -> None:
+        request = self._requests.pop(handle, None)
+        self._unstarted.pop(handle, None)
+        if request is not None:
+            self._handles.pop(request, None)
+
+    def _answer(self, call: m.Call) -> m.Answer:
+        try:
+            if call.name == "metrics":
+                return m.Answer(call.number, flat_metrics(self._scheduler, self._engine.pool))
+            if call.name == "check":
+                self._scheduler.check()
+                return m.Answer(call.number)
+            if call.name == "clear_prefix_cache":
+                return m.Answer(call.number, self._scheduler.cache.drop_cached())
+            return m.Answer(call.number, error=f"there is no call {call.name!r}")
+        except Exception as error:
+            return m.Answer(call.number, error=f"{type(error).__name__}: {error}")
+
+    # ---- what goes out
+
+    def _step(self) -> None:
+        stats = self._scheduler.stats
+        before = (stats.steps, stats.prompt_tokens, stats.output_tokens, stats.preemptions)
+        began = time.monotonic()
+        self._pulse.state = ("stepping", began, stats.steps)
+        updates = self._core.step()
+        if stats.steps == before[0] and not updates and not self._news_due:
+            return
+        times, scheduler = self._core.times, self._scheduler
+        pools = scheduler.cache.pools
+        self._send(updates, m.StepStats(
+            stats.steps, began, times.plan, times.execute, times.update, stats.prompt_tokens - before[1],
+            stats.output_tokens - before[2], stats.preemptions - before[3], len(scheduler.running),
+            len(scheduler.waiting), sum(p.num_used for p in pools) / sum(p.num_blocks for p in pools)))
+
+    def _send(self, updates: list[SequenceUpdate], stats: m.StepStats | None) -> None:
+        handles, tokens, news, ended = [], [], [], []
+        for update in updates:
+            request, seq = update.request, update.sequence
+            handle = self._handles.get(request)
+            if handle is None:
+                continue  # whoever asked for it has gone
+            if (len(update.new_tokens) == 1 and seq.finish_reason is None and not request.grouped
+                    and update.logprobs is None and not update.prompt_logprobs):
+                handles.append(handle)
+                tokens.append(update.new_tokens[0])
+                continue
+            news.append(_news(handle, update))
+            if seq.finish_reason is not None and request.finished:
+                ended.append(handle)
+        started = self._newly_started() if self._unstarted else []
+        for handle in ended:
+            self._forget(handle)
+        now = time.monotonic()
+        metrics = None
+        if not self._requests or now >= self._snapshot_at:
+            metrics = flat_metrics(self._scheduler, self._engine.pool)
+            self._snapshot_at = now + _SNAPSHOT_SECONDS
+        self._news_due = False
+        self._send_message(m.StepOutputs(handles, tokens, news, started, self._taken, len(self._requests), stats,
+                                         metrics))
+
+    def _newly_started(self) -> list[m.Started]:
+        found = [m.Started(handle, request.first_scheduled_time, request.num_cached_tokens or 0)
+                 for handle, request in self._unstarted.items() if request.first_scheduled_time is not None]
+        for each in found:
+            del self._unstarted[each.handle]
+        return found
+
+    def _send_message(self, message: m.FromEngine) -> None:
+        self._outbox.send(m.encode(message))
+
+
+def _news(handle: int, update: SequenceUpdate) -> m.SequenceNews:
+    request, seq = update.request, update.sequence
+    reason = seq.finish_reason
+    scored = seq.score is not None and seq.cumulative_logprob is not None
+    return m.SequenceNews(
+        handle, seq.index, update.new_tokens,
+        finish_reason=None if reason is None else reason.value,
+        stop_reason=seq.stop_reason,
+        error=seq.error,
+        logprobs=update.logprobs,
+        prompt_logprobs=update.prompt_logprobs,
+        score=(seq.cumulative_logprob or 0.0, seq.score or 0.0) if scored else None,
+        counts=None if reason is None else request.counts,
+        num_sequences=len(request.sequences) if request.beams is not None and reason is FinishReason.ABORT else 0,
+    )
+
+
+def serve(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> int:
+    """Build what the first message asks for and run it; the exit code."""
+    try:
+        if not inbox.poll(_START_SECONDS * 1000):
+            return 1
+        start = m.decode_to_engine(inbox.recv())
+        if not isinstance(start, m.Start):
+            raise EngineError(f"the first message must say what to start, not {type(start).__name__}")
+        engine = build_engine(EngineConfig.create(**start.options), progress=False, clock=time.monotonic)
+        server = EngineServer(engine, inbox, outbox, pulse)
+        outbox.send(m.encode(server.ready()))
+        gc.collect()
+        gc.freeze()  # the model is not garbage to be searched for ever
+        server.run()
+        engine.core.close()
+        return 0
+    except Exception as error:
+        known = isinstance(error, QuireError)
+        if not known:
+            log.exception("the engine broke")
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        kind = type(error).__name__ if known else EngineError.__name__
+        outbox.send(m.encode(m.Failed(kind, message, getattr(error, "field", None))))
+        return 1
+
+
+def main(argv: list[str]) -> int:
+    # Ctrl-C and a service manager's SIGTERM reach every process; when to stop is the front door's decision, and
+    # without a parent this one ends by itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    inbox_at, outbox_at, parent = argv
+    context: zmq.Context[Any] = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket in (inbox, outbox):
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 2000)
+    inbox.bind(inbox_at)
+    outbox.connect(outbox_at)
+    pulse = Pulse(context, outbox_at, int(parent))
+    pulse.start()
+    try:
+        return serve(inbox, outbox, pulse)
+    finally:
+        pulse.end()
+        inbox.close()
+        outbox.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

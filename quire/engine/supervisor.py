@@ -1,0 +1,236 @@
+"""Keeps an engine process running: starts it, watches that it lives and makes steps, restarts it when it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from quire import errors
+from quire.config import GuardConfig
+from quire.engine import messages as m
+from quire.engine.client import EngineClient, check_socket_path
+from quire.errors import EngineDeadError, EngineError, QuireError
+
+log = logging.getLogger("quire.supervisor")
+
+_LOOK_SECONDS = 0.25
+_LONGEST_PAUSE = 30.0
+_PROVEN_SECONDS = 60.0
+"""An engine that has run for so long is not one that cannot start."""
+_SILENT_START_SECONDS = 120.0
+"""Loading libraries may hold up the heartbeat; longer than this it is a hang."""
+
+
+class State(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class Supervisor:
+    """`on_message` and `on_pause` as in `EngineClient`; `on_death` is called whenever an engine that was ready is
+    gone, with an error for everyone who waits; `on_ready` for each one that is ready."""
+
+    def __init__(
+        self,
+        options: Mapping[str, m.Plain],
+        guard: GuardConfig,
+        *,
+        on_message: Callable[[m.FromEngine], None],
+        on_pause: Callable[[], None],
+        on_ready: Callable[[m.Ready], None],
+        on_death: Callable[[EngineDeadError], None],
+    ) -> None:
+        self._options, self._guard = options, guard
+        self._on_message, self._on_pause = on_message, on_pause
+        self._on_ready, self._on_death = on_ready, on_death
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._folder = Path(tempfile.mkdtemp(prefix="quire-"))  # for this user only
+        self._client: EngineClient | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[m.Ready] | None = None
+        self._failure: QuireError | None = None
+        self._last_words: str | None = None
+        self._silence = 0.0
+        self._looked_at = 0.0
+        self._ready_at = 0.0
+        self._streak = 0
+        """Deaths in a row of engines that had proved nothing."""
+        self._next_try = 0.0
+        self.state = State.STARTING
+        self.restarts = 0
+        self.proved = False
+        """This engine has served a request."""
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._client is None else self._client.pid
+
+    @property
+    def steps(self) -> int:
+        return 0 if self._client is None else self._client.heartbeat.steps
+
+    # ---- a life
+
+    async def start(self) -> m.Ready:
+        """The first engine; raises what kept it from starting."""
+        check_socket_path(self._folder)
+        self._watchdog = asyncio.create_task(self._watch(), name="quire-watchdog")
+        try:
+            ready = await self._launch()
+        except BaseException:
+            await self.close(0.0)
+            raise
+        return ready
+
+    async def _launch(self) -> m.Ready:
+        self._ready = asyncio.get_running_loop().create_future()
+        self._last_words, self._silence, self.proved = None, 0.0, False
+        self._client = EngineClient(self._context, self._folder, str(self.restarts), on_message=self._take,
+                                    on_pause=self._on_pause, on_exit=self._exited)
+        self._client.spawn(self._options)
+        return await self._ready
+
+    def send(self, message: m.ToEngine) -> None:
+        """Raises where there is no engine that could get it."""
+        self.check()
+        if self._client is not None:
+            self._client.send(message)
+
+    def check(self) -> None:
+        """Raises EngineDeadError unless the engine is ready and was heard of lately."""
+        if self.state is State.READY:
+            if self._silence > self._guard.heartbeat_timeout / 2:
+                raise EngineDeadError(f"the engine has given no sign of life for {self._silence:.1f} seconds")
+        elif self.state is State.FAILED:
+            raise EngineDeadError(f"the engine has failed for good: {self._failure}")
+        elif self.state is State.CLOSED:
+            raise EngineDeadError("the engine was shut down")
+        else:
+            wait = max(1.0, self._next_try - time.monotonic() + 1.0)
+            raise EngineDeadError(f"the engine is {self.state.value}: try again in a few seconds", retry_after=wait)
+
+    async def close(self, patience: float = 5.0) -> None:
+        """Stop the process, kindly for `patience` seconds. Idempotent."""
+        self.state = State.CLOSED
+        for task in (self._watchdog, self._restarting):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        client, self._client = self._client, None
+        if client is not None and not client.exited.is_set():
+            client.send(m.Shutdown())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(client.exited.wait(), patience)
+            client.kill("it was shut down")
+            await client.exited.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._context.destroy(linger=0)
+
+    # ---- what the engine says
+
+    def _take(self, message: m.FromEngine) -> None:
+        if isinstance(message, m.Ready):
+            self.state, self._ready_at = State.READY, time.monotonic()
+            self._on_ready(message)
+            if self._ready is not None and not self._ready.done():
+                self._ready.set_result(message)
+        elif isinstance(message, m.Failed):
+            self._failure, self._last_words = _as_error(message), message.message
+        else:
+            self._on_message(message)
+
+    def _exited(self, why: str) -> None:
+        """The process has gone, by itself or by our hand."""
+        said = self._last_words or why
+        was_ready = self.state is State.READY
+        if self.state is State.CLOSED:
+            return
+        if was_ready:
+            log.error("the engine died: %s", said)
+            self.state = State.RESTARTING
+        if self._ready is not None and not self._ready.done():
+            failure = self._failure if self._last_words is not None else None
+            self._ready.set_exception(failure or EngineError(f"the engine did not start: {said}"))
+        if was_ready:
+            self._on_death(EngineDeadError(f"the engine died while this request was in flight: {said}",
+                                           retry_after=1.0))
+            proven = self.proved or time.monotonic() - self._ready_at > _PROVEN_SECONDS
+            self._streak = 0 if proven else self._streak + 1
+            self._restarting = asyncio.create_task(self._restart(), name="quire-restart")
+
+    async def _restart(self) -> None:
+        """Try until one starts, with growing pauses, a bounded number of times in a row."""
+        while self._streak < self._guard.max_restarts:
+            pause = 0.0 if self._streak == 0 else min(_LONGEST_PAUSE, 0.5 * 2 ** (self._streak - 1))
+            self._next_try = time.monotonic() + pause
+            await asyncio.sleep(pause)
+            self.restarts += 1
+            try:
+                await self._launch()
+                log.warning("the engine was restarted (%d so far)", self.restarts)
+                return
+            except QuireError as error:
+                self._streak += 1
+                self._failure = error
+                log.error("the engine did not restart: %s", error)
+        self.state = State.FAILED
+        self._failure = self._failure or EngineError("it died too often")
+        log.critical("the engine is given up: %s", self._failure)
+
+    # ---- whether it lives
+
+    async def _watch(self) -> None:
+        """Liveness is steps: silence, and a step that does not end, are death; being idle or slow to start is not."""
+        self._looked_at = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            client = self._client
+            if client is None or client.exited.is_set():
+                self._looked_at = time.monotonic()
+                continue
+            complaint = self._complaint(client)
+            if complaint is not None:
+                log.error("the engine is killed: %s", complaint)
+                client.kill(complaint)
+
+    def _complaint(self, client: EngineClient) -> str | None:
+        now = time.monotonic()
+        # If this process itself was held up, messages may lie unread: that time does not count against the engine.
+        elapsed, self._looked_at = min(now - self._looked_at, 2 * _LOOK_SECONDS), now
+        self._silence = 0.0 if now - client.last_heard < 2 * _LOOK_SECONDS + 0.5 else self._silence + elapsed
+        starting = client.heartbeat.phase == "starting"
+        limit = max(_SILENT_START_SECONDS, self._guard.heartbeat_timeout) if starting else self._guard.heartbeat_timeout
+        if self._silence > limit:
+            return f"no sign of life for {self._silence:.1f} seconds"
+        spent = now - client.heartbeat.since
+        if starting and spent > self._guard.start_timeout:
+            return f"it was not ready after {spent:.0f} seconds (start_timeout)"
+        if client.heartbeat.phase == "stepping" and spent > self._guard.step_timeout:
+            return f"a step has been running for {spent:.0f} seconds (step_timeout)"
+        return None
+
+
+def _as_error(failed: m.Failed) -> QuireError:
+    """The error that ended the engine, as the class it was."""
+    kind = getattr(errors, failed.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, QuireError)):
+        kind = EngineError
+    error: QuireError = kind(failed.message)
+    if failed.field is not None and hasattr(error, "field"):
+        error.field = failed.field
+    return error
