@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -252,12 +254,22 @@ class CpuOps:
 
     def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> CpuLayerCache:
         heads, dim = shape.num_kv_heads, shape.head_dim
-        k = torch.empty(num_blocks, heads, dim, block_size)
-        v = torch.empty(num_blocks, heads, block_size, dim)
-        for part in (k, v):
-            self._library.quire_advise_huge_pages(part.data_ptr(), part.nbytes)
-            part.zero_()
+        k = self._zeros(num_blocks, heads, dim, block_size)
+        v = self._zeros(num_blocks, heads, block_size, dim)
         return _describe(k, v, block_size, shape)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        """Zeros that take memory, and time, only where they are written: a large pool costs nothing at start."""
+        nbytes = math.prod(shape) * 4
+        if nbytes == 0:
+            return torch.zeros(shape)
+        try:
+            pages = mmap.mmap(-1, nbytes)
+        except OSError as error:
+            raise MemoryError(f"the system refuses {nbytes:,} bytes for the KV cache ({error})") from error
+        zeros = torch.frombuffer(pages, dtype=torch.float32).view(shape)
+        self._library.quire_advise_huge_pages(zeros.data_ptr(), nbytes)
+        return zeros
 
     def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
         """Block src[i] -> dst[i] for every i, each read before any is written."""
