@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from quire.attention.context import StepContext
 from quire.errors import EngineError
 from quire.kernels.cpu.library import supported_variants
 from quire.kernels.cpu.ops import CpuOps
@@ -119,6 +120,46 @@ def test_a_sequence_alone_or_in_a_mixed_batch_gives_the_same_bits(variant_ops, p
         [(1, 16, 17), (4, 121, 190)],
     ]
     assert same(batch.attend(variant_ops, mixed, window=window), alone)
+
+
+def shared_prefix_step(shape: HeadShape, block_size: int, lengths: list[int], shared: int) -> tuple:
+    """Sequences that decode one token each, the first `shared` tokens of all in the same blocks."""
+    common = shared // block_size
+    tables, used = [], common
+    for length in lengths:
+        own = -(-length // block_size) - common
+        tables.append([*range(common), *range(used, used + own)])
+        used += own
+    width = max(map(len, tables))
+    padded = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+    context = StepContext(
+        positions=torch.tensor(lengths) - 1,
+        query_start=torch.arange(len(lengths) + 1, dtype=torch.int32),
+        context_len=torch.tensor(lengths, dtype=torch.int32),
+        block_tables=(padded,),
+        slots=(torch.tensor([table[(n - 1) // block_size] * block_size + (n - 1) % block_size
+                             for table, n in zip(tables, lengths)]),),
+    )
+    return context, used
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("block_size", [2, 16, 33])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sequences_that_share_blocks_give_the_bits_of_each_alone(randn, shape, block_size, threads):
+    lengths = [331, 264, 400, 330, 265, 331, 270, 500, 331]
+    context, num_blocks = shared_prefix_step(shape, block_size, lengths, shared=264)
+    ops = CpuOps(threads)
+    cache = ops.allocate_cache(shape, num_blocks, block_size)
+    cache.k.copy_(randn(*cache.k.shape, seed=1))
+    cache.v.copy_(randn(*cache.v.shape, seed=2))
+    qkv = randn(len(lengths), (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, seed=3)
+    together = ops.attend(qkv, cache, context, 0, shape, 0.3, None, None)
+    for i in range(len(lengths)):
+        alone = StepContext(
+            context.positions[i : i + 1], torch.tensor([0, 1], dtype=torch.int32), context.context_len[i : i + 1],
+            (context.block_tables[0][i : i + 1].contiguous(),), (context.slots[0][i : i + 1],))
+        assert torch.equal(together[i : i + 1], ops.attend(qkv[i : i + 1], cache, alone, 0, shape, 0.3, None, None))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

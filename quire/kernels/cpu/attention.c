@@ -5,6 +5,8 @@
  * Nothing in that depends on the other queries, on how the prompt was cut, on the block size or on the threads.
  * Keys that a query must not see never enter its sums, so a slot that nobody has written cannot leak into them.
  *
+ * Decoding sequences that begin with the same blocks go as a bundle: a tile that they share is read once for all.
+ *
  * Keys are stored [block][kv head][feature][slot], values [block][kv head][slot][feature]. */
 #include "export.h"
 #include "pool.h"
@@ -31,12 +33,15 @@ typedef struct {
     float scale, softcap;           /* softcap 0: none */
     int64_t share, parts, queries;  /* query heads of a kv head; pieces they are cut into; queries of a task */
     const int64_t *first_task;      /* [seqs + 1] */
+    const int64_t *members;         /* [seqs] sequences that go with this one, itself included; 0: goes with another */
 } attend_job;
 
-/* One task's state: `rows` pairs (query, head) against one kv head of one sequence. */
+/* One task's state: `rows` pairs (query, head) against one kv head of one sequence, or of a bundle of sequences that
+ * have one query each. */
 typedef struct {
     const attend_job *job;
     const int32_t *table;
+    int64_t seq, members;
     int64_t kv_head, rows, row_heads; /* row r is query r / row_heads, head r % row_heads of the task */
     int64_t first_key;                /* index of the key of the task's first query */
     int64_t stride;                   /* floats between rows of q and acc: dim rounded up to a vector */
@@ -184,7 +189,8 @@ INLINE void softmax_row(attend_task *t, int64_t row, int64_t low, int64_t high, 
 
 /* The keys of tile [start, start + TILE) that row `row` sees: [*low, *high) relative to start, perhaps empty. */
 INLINE void visible(const attend_task *t, int64_t row, int64_t start, int64_t *low, int64_t *high) {
-    int64_t own = t->first_key + row / t->row_heads;
+    int64_t query = row / t->row_heads;
+    int64_t own = t->members > 1 ? t->job->context_len[t->seq + query] - 1 : t->first_key + query;
     int64_t from = t->job->window > 0 ? own - t->job->window + 1 - start : 0, to = own + 1 - start;
     *low = from > 0 ? from : 0;
     *high = to < TILE ? to : TILE;
@@ -276,6 +282,45 @@ static void fold_tiles(attend_task *t) {
     }
 }
 
+static void use_table(attend_task *t, int64_t member) {
+    t->table = t->job->tables + (t->seq + member) * t->job->table_stride;
+}
+
+/* Fold the tile [start, high) into rows [row, row + rows), with nothing to fetch ahead. */
+static void fold_tile(attend_task *t, int64_t row, int64_t rows, int64_t start, int64_t high) {
+    locate(t, start, start, high, t->k_group, t->v_row);
+    memcpy(t->k_next, t->k_group, sizeof t->k_group);
+    memcpy(t->v_next, t->v_row, sizeof t->v_row);
+    if (t->k_packed) pack_keys(t, start, start, high);
+    if (t->v_packed) pack_values(t, start, start, high);
+    for (int64_t end = row + rows; row < end; row += ROWS) fold_rows(t, row, end - row < ROWS ? end - row : ROWS, start);
+}
+
+/* Tokens at the beginning, in whole tiles, that two sequences have in the same blocks. */
+static int64_t common_tokens(const attend_job *job, int64_t a, int64_t b) {
+    const int32_t *x = job->tables + a * job->table_stride, *y = job->tables + b * job->table_stride;
+    int64_t most = job->context_len[a] < job->context_len[b] ? job->context_len[a] : job->context_len[b];
+    int64_t blocks = most / job->block_size, same = 0;
+    while (same < blocks && x[same] == y[same]) same++;
+    return same * job->block_size / TILE * TILE;
+}
+
+/* The tiles that all members share for all rows at once, then each member's own. */
+static void fold_bundle(attend_task *t) {
+    int64_t shared = common_tokens(t->job, t->seq, t->seq + 1);
+    for (int64_t m = 2; m < t->members; m++) {
+        int64_t common = common_tokens(t->job, t->seq, t->seq + m);
+        if (common < shared) shared = common;
+    }
+    for (int64_t start = 0; start < shared; start += TILE) fold_tile(t, 0, t->rows, start, start + TILE);
+    for (int64_t m = 0; m < t->members; m++) {
+        int64_t end = t->job->context_len[t->seq + m];
+        use_table(t, m);
+        for (int64_t start = shared; start < end; start += TILE)
+            fold_tile(t, m * t->row_heads, t->row_heads, start, start + TILE < end ? start + TILE : end);
+    }
+}
+
 /* First head of the task's query, and how many of them the task takes. */
 static void task_rows(const attend_job *job, int64_t seq, int64_t index, attend_task *t, int64_t *token, int64_t *head) {
     int64_t part = index % job->parts, rest = index / job->parts;
@@ -286,9 +331,11 @@ static void task_rows(const attend_job *job, int64_t seq, int64_t index, attend_
     int64_t first = job->share * part / job->parts;
     t->kv_head = rest % job->kv_heads;
     t->row_heads = job->share * (part + 1) / job->parts - first;
-    t->rows = (to - from) * t->row_heads;
+    t->seq = seq;
+    t->members = job->members[seq];
+    t->rows = (t->members > 1 ? t->members : to - from) * t->row_heads;
     t->first_key = job->context_len[seq] - count + from;
-    t->table = job->tables + seq * job->table_stride;
+    use_table(t, 0);
     *token = start + from;
     *head = t->kv_head * job->share + first;
 }
@@ -321,11 +368,33 @@ static void attend_one(void *arg, int64_t index) {
         t.top[r] = -INFINITY;
         t.total[r] = 0.0f;
     }
-    fold_tiles(&t);
+    if (t.members > 1) fold_bundle(&t);
+    else fold_tiles(&t);
     for (int64_t r = 0; r < t.rows; r++) {
         float *to = job->out + ((token + r / t.row_heads) * job->heads + head + r % t.row_heads) * dim;
         float inverse = 1.0f / t.total[r];
         for (int64_t d = 0; d < dim; d++) to[d] = acc[r * t.stride + d] * inverse;
+    }
+}
+
+/* Sequences from `seq` on, at most `most`, that decode one token and share enough to be worth bundling. */
+static int64_t count_members(const attend_job *job, int64_t seq, int64_t most) {
+    int64_t count = 1;
+    while (count < most && seq + count < job->seqs && job->query_start[seq + count + 1] - job->query_start[seq] == count + 1
+           && common_tokens(job, seq, seq + count) * 2 >= job->context_len[seq + count])
+        count++;
+    return count;
+}
+
+/* Cut the work into tasks: fills first [seqs + 1] and members [seqs]. */
+static void cut_tasks(const attend_job *job, int64_t most_members, int64_t *first, int64_t *members) {
+    first[0] = 0;
+    for (int64_t s = 0, covered = 0; s < job->seqs; s++) {
+        int64_t count = job->query_start[s + 1] - job->query_start[s];
+        int64_t blocks = s < covered ? 0 : (count + job->queries - 1) / job->queries;
+        members[s] = s < covered ? 0 : count == 1 ? count_members(job, s, most_members) : 1;
+        if (members[s]) covered = s + members[s];
+        first[s + 1] = first[s] + blocks * job->kv_heads * job->parts;
     }
 }
 
@@ -338,19 +407,18 @@ EXPORT int32_t quire_attend(const float *qkv, const float *k, const float *v, fl
                       .tables = tables, .table_stride = table_stride, .seqs = seqs, .heads = heads,
                       .kv_heads = kv_heads, .dim = dim, .block_size = block_size, .window = window, .scale = scale,
                       .softcap = softcap, .share = heads / kv_heads, .parts = 1};
-    int64_t *first = malloc((size_t)(seqs + 1) * sizeof *first);
+    int64_t *first = malloc((size_t)(2 * seqs + 1) * sizeof *first);
     if (!first) return 1;
     int64_t threads = quire_get_num_threads(), tokens = query_start[seqs] - query_start[0];
     /* A lone decoding sequence has too few kv heads to keep every thread busy: cut their query heads apart. */
     while (job.parts < job.share && tokens * kv_heads * job.parts < threads * 2) job.parts++;
     while ((job.share + job.parts - 1) / job.parts > MAX_BLOCK) job.parts++;
     job.queries = MAX_BLOCK / ((job.share + job.parts - 1) / job.parts);
-    first[0] = 0;
-    for (int64_t s = 0; s < seqs; s++) {
-        int64_t blocks = (query_start[s + 1] - query_start[s] + job.queries - 1) / job.queries;
-        first[s + 1] = first[s] + blocks * kv_heads * job.parts;
-    }
+    /* A bundle is one task for each kv head: enough of them must remain for every thread. */
+    int64_t most = window > 0 ? 1 : seqs * kv_heads / (threads * 2);
+    cut_tasks(&job, most < job.queries ? most : job.queries, first, first + seqs + 1);
     job.first_task = first;
+    job.members = first + seqs + 1;
     quire_parallel(attend_one, &job, first[seqs]);
     free(first);
     return 0;
