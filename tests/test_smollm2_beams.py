@@ -11,7 +11,7 @@ from quire import LLM
 from quire.sampling.params import BeamSearchParams
 from tests.test_groups import assert_same_beams, oracle
 
-LENGTH = 8
+LENGTH = 12
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,8 @@ def test_the_beams_of_smollm2_are_those_of_transformers(smollm2: str, network: A
         network.config.eos_token_id = network.generation_config.eos_token_id = sorted(llm._inputs._eos_token_ids)
         output = llm.beam_search(prompt, params)[0]
     expected = oracle(network, output.prompt_token_ids, width, LENGTH, length_penalty=penalty, early_stopping=early)
-    # In fp32 transformers' log-softmax over 49,152 tokens is off by 1e-5 for each token, always to the same side.
-    assert_same_beams(output, expected, tolerance=1e-4 if penalty else 2e-5 * LENGTH)
-    assert output.outputs[0].text
+    assert_same_beams(output, expected)
+    assert any(one.text for one in output.outputs)
 
 
 def test_scores_are_those_of_double_precision(smollm2: str, network: Any) -> None:
@@ -46,4 +45,4 @@ def test_scores_are_those_of_double_precision(smollm2: str, network: Any) -> Non
         with torch.inference_mode():
             logprobs = exact(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
         chosen = logprobs[len(output.prompt_token_ids) - 1 :].gather(1, torch.tensor(beam.token_ids)[:, None])
-        assert beam.score == pytest.approx(float(chosen.sum()), abs=5e-5)
+        assert beam.score == pytest.approx(float(chosen.sum()), abs=1e-5 * LENGTH)

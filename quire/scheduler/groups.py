@@ -36,6 +36,16 @@ def extra_blocks(request: Request, cache: KVCacheManager) -> int:
     return sum(own)
 
 
+def blocks_to_go_on(request: Request, seats: list[Sequence], cache: KVCacheManager) -> int:
+    """Blocks that a group needs beside those it brings back: room to compute what it knows, and one for each to write.
+
+    With less it would be moved out again by its own next step.
+    """
+    lacking = [cache.blocks_for(min(len(seq.tokens) + 1, request.max_len)) - cache.blocks_for(seq.num_computed)
+               for seq in seats]
+    return sum(max(1, blocks) for blocks in lacking) + len(request.live) - len(seats)
+
+
 def reseat_beams(request: Request, choices: list[Choice], cache: KVCacheManager, rows: RowBook,
                  leave: Callable[[Sequence], object]) -> int:
     """Let the chosen beams go on: a parent's first child keeps its row and blocks, the others fork them.

@@ -75,8 +75,8 @@ class Roster:
         An error means that its memory was not its own: it must end.
         """
         members = request.live
+        error = self._unseat_early_siblings(request)
         kept = [seq.num_keepable if seq.row >= 0 else 0 for seq in members]
-        error = None
         try:
             request.swapped = self._preemption.move_out(request) if may_move else None
         except InvariantError as broken:
@@ -93,6 +93,15 @@ class Roster:
         request.status = Status.WAITING
         self._preemption.count(request, self._stats, reason)
         self.waiting.put_back(request)
+        return error
+
+    def _unseat_early_siblings(self, request: Request) -> InvariantError | None:
+        """Who was forked from a prompt that is not known to be computed would compute the rest of it once more each:
+        they are forked from the leader again when it gets there."""
+        error = None
+        for seq in request.live[1:] if request.beams is None else ():
+            if seq.row >= 0 and seq.num_keepable < seq.num_prompt_tokens:
+                error = self.leave_row(seq) or error
         return error
 
     def leave_row(self, seq: Sequence) -> InvariantError | None:

@@ -14,7 +14,7 @@ from quire.errors import InvalidRequestError, InvariantError
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.table import PrefixMatch, SequenceKV
 from quire.scheduler.draft import Admission, Draft, Planned, table_diffs
-from quire.scheduler.groups import extra_blocks, fork_from, reseat_beams, unforked
+from quire.scheduler.groups import blocks_to_go_on, extra_blocks, fork_from, reseat_beams, unforked
 from quire.scheduler.leaders import PrefixLeaders
 from quire.scheduler.limits import Limits as Limits
 from quire.scheduler.limits import longest_allowed
@@ -341,7 +341,7 @@ class Scheduler:
                 self._partial_prefills(draft) >= self.limits.max_num_partial_prefills:
             return Admission.LATER
         # With nobody else running what it had must do: the pool held it before.
-        if not swapper.fits(swapped, len(request.live) if self.running else 0):
+        if not swapper.fits(swapped, blocks_to_go_on(request, seats, self.cache) if self.running else 0):
             return Admission.NO_ROOM
         moved = swapper.back(swapped, [seq.kv for seq in seats])
         request.swapped = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.attention.context import StepContext
 from quire.models.decoder import Decoder
 from quire.sampling.batch import SamplingBatch
-from quire.sampling.sampler import FAILURES, NOT_FINITE, OK, SampledLogprobs, sample, token_logprobs
+from quire.sampling.sampler import FAILURES, NOT_FINITE, OK, SampledLogprobs, likeliest, sample, token_logprobs
 from quire.scheduler.plan import EntryResult, PlanEntry, TokenLogprobs
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.request_table import RequestTable
@@ -107,10 +107,10 @@ class ModelRunner:
             if any(temperature != 1.0 for temperature in temperatures):
                 logits = logits / torch.tensor(temperatures)[:, None]
             finite = torch.isfinite(logits.amax(-1)).tolist()
-            found = token_logprobs(logits, logits.argmax(-1), max(entries[i].candidates for i in part)).to_list()
-            for i, sound, (_, _, _, ids, logprobs) in zip(part, finite, found, strict=True):
+            ids, logprobs = likeliest(logits, max(entries[i].candidates for i in part))
+            for i, sound, tokens, scores in zip(part, finite, ids.tolist(), logprobs.tolist(), strict=True):
                 if sound:
-                    results[i].candidates = list(zip(ids, logprobs, strict=True))[: entries[i].candidates]
+                    results[i].candidates = list(zip(tokens, scores, strict=True))[: entries[i].candidates]
                 else:
                     results[i].error = FAILURES[NOT_FINITE]
 

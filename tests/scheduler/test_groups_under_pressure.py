@@ -51,6 +51,7 @@ class Load:
         self.aborted: set[str] = set()
         self.failed: set[str] = set()
         self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.prompt_logprobs: dict[str, list[tuple[float, int]]] = {}
 
     def come(self) -> None:
         rng, size = self.rng, self.scheduler.cache.block_size
@@ -114,6 +115,8 @@ class Load:
         for update in self.scheduler.take_updates():
             name = update.request.request_id
             self.outputs.setdefault((name, update.sequence.index), []).extend(update.new_tokens)
+            self.prompt_logprobs.setdefault(name, []).extend(
+                (-found.logprob, found.token_id) for found in update.prompt_logprobs or [])
             assert (update.sequence.error is None) == (name not in self.failed), update.sequence.error
 
     def within_limits(self, plan: StepPlan) -> None:
@@ -142,6 +145,8 @@ class Load:
     def has_its_tokens(self, request: Request) -> None:
         name, prompt = request.request_id, len(request.prompt_token_ids)
         ended = name in self.aborted or name in self.failed
+        if request.params.prompt_logprobs is not None and not ended:
+            assert self.prompt_logprobs[name] == list(enumerate(request.prompt_token_ids[1:])), "not once each"
         if request.beams is not None:
             if not ended:
                 found = [self.outputs[name, index] for index in range(request.width)]
@@ -184,3 +189,40 @@ def test_a_lost_step_ends_those_in_it_and_harms_nobody_else() -> None:
             load.step(lose=load.rng.random() < 0.1)
             load.scheduler.check()
         load.finish()
+
+
+def test_a_group_preempted_while_it_forks_computes_its_prompt_once() -> None:
+    """Two chunks are in flight and the siblings were seated in this very draft: only the leader's KV is kept."""
+    load = Load(0, num_blocks=10, block_size=2, windows=(None,), queue="priority", policy="decode-first", caching=False,
+                host_blocks=40, mode="swap", offload=False, max_num_seqs=9, max_num_batched_tokens=24,
+                long_prefill_token_threshold=4)
+    scheduler, load.depth = load.scheduler, 2
+    group = make_request("group", list(range(1, 12)), 2, n=2, seed=1, prompt_logprobs=1)
+    load.requests.append(group)
+    scheduler.add(group)
+    plans = [scheduler.schedule(), scheduler.schedule()]
+    load.in_flight.extend((plan, load.worker.execute(plan)) for plan in plans if plan is not None)
+    assert [plan.entries[0].start for plan in plans if plan is not None] == [0, 4]
+    urgent = make_request("urgent", [9] * 14, 3, seed=2, priority=-1)
+    load.requests.append(urgent)
+    scheduler.add(urgent)
+    load.step()
+    load.step()
+    assert group.counts.swaps_out == 1
+    load.finish()
+    assert scheduler.stats.prompt_tokens <= 14 + 11 + 7, "siblings computed the prompt again"
+
+
+def test_half_a_prompt_comes_back_only_when_the_rest_of_it_fits() -> None:
+    load = Load(0, num_blocks=16, block_size=2, windows=(None,), queue="priority", policy="decode-first", caching=False,
+                host_blocks=40, mode="swap", offload=False, max_num_seqs=9, max_num_batched_tokens=12,
+                max_num_partial_prefills=2, long_prefill_token_threshold=8)
+    load.depth = 1
+    for name, length, tokens, priority in (("short", 8, 1, 0), ("long", 21, 2, 0), ("urgent", 22, 8, -1)):
+        request = make_request(name, list(range(length)), tokens, seed=length, priority=priority)
+        load.requests.append(request)
+        load.scheduler.add(request)
+        if name == "long":
+            load.step()
+    load.finish()
+    assert load.requests[1].counts.swaps_out == 1, "moved out and back without getting anywhere"
