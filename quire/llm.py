@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -64,7 +65,7 @@ class LLM:
 
         A prompt is a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. One
         `SamplingParams` serves all prompts; a list gives each its own. A prompt that cannot be served raises before
-        any of them has started; one that fails while it runs comes back with its `error` set.
+        any of them has started; one that fails while it runs comes back with its `error` set. No prompts, no outputs.
         """
         batch = _prompt_list(prompts)
         params = _params_list(sampling_params, len(batch))
@@ -103,7 +104,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """As `generate`, yielding each request's output whenever it has grown; the last of each has `finished` set.
 
-        With `best_of` above `n` there is nothing to show before the end: which ones are best is not known.
+        With `best_of` there is nothing to show before the end: which ones are best is not known.
         """
         batch = _prompt_list(prompts)
         ids = self._add_batch(batch, _params_list(sampling_params, len(batch)))
@@ -205,8 +206,9 @@ class LLM:
     def trace(self, path: str | Path) -> StepTrace:
         """Record the timeline of steps into a file for Perfetto or chrome://tracing.
 
-        Who ran how many tokens, block copies, preemptions and why, blocks by state. It is written when the
-        returned object is closed, as `with llm.trace("file.json"):` does, or when the LLM is.
+        Who ran how many tokens, block copies, preemptions and why, blocks by state. The file is up to date whenever
+        the engine is idle; recording ends when the returned object is closed, as `with llm.trace("file.json"):` does,
+        or the LLM is.
         """
         if self._core.trace is not None:
             raise EngineError("a trace is being recorded: close it before the next one")
@@ -310,9 +312,7 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
         raise InvalidRequestError(
             f"prompts must be a string, a list of token ids or a list of those, not {type(prompts).__name__}",
             field="prompts")
-    if not prompts:
-        raise InvalidRequestError("there are no prompts: give at least one", field="prompts")
-    if all(isinstance(token, int) and not isinstance(token, bool) for token in prompts):
+    if prompts and all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompts):
         return [list(prompts)]
     return list(prompts)
 

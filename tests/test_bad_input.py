@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from quire import LLM, InvalidRequestError, ModelLoadError, SamplingParams
+from quire import LLM, BeamSearchParams, InvalidRequestError, ModelLoadError, SamplingParams
 from quire.errors import OutOfMemoryError
 
 CONFIG: dict[str, Any] = {
@@ -63,14 +64,30 @@ def test_bad_words_and_eos_beyond_the_vocabulary_harm_nobody(llm: LLM) -> None:
     lambda llm: llm.abort([[1]]),
     lambda llm: llm.chat([{"role": "user", "content": "x"}], chat_template_kwargs={"tools": []}),
     lambda llm: llm.generate(5),
-    lambda llm: llm.generate([]),
     lambda llm: llm.generate([[]]),
+    lambda llm: llm.generate([[True, False]]),
+    lambda llm: llm.generate([np.array([1, 2]).astype(float).tolist()]),
     lambda llm: llm.generate([[1]], "greedy"),
 ])
 def test_arguments_of_a_wrong_kind_raise_our_own_error(llm: LLM, call: Any) -> None:
     with pytest.raises(InvalidRequestError):
         call(llm)
     assert still_serves(llm)
+
+
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == [] == llm.beam_search([], BeamSearchParams(2, 4)) == list(llm.stream([]))
+
+
+def test_integers_of_numpy_are_integers(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.0), stop_token_ids=list(np.arange(7, 9)),
+                            logit_bias={np.int32(5): np.float32(1.0)}, n=np.int8(2), seed=np.uint64(7))
+    assert type(params.n) is int and type(params.temperature) is float and type(next(iter(params.logit_bias))) is int
+    plain = SamplingParams(max_tokens=3, temperature=0.0, stop_token_ids=[7, 8], logit_bias={5: 1.0}, n=2, seed=7)
+    assert params == plain
+    found, expected = llm.generate([list(np.array([3, 4]))], params), llm.generate([[3, 4]], plain)
+    assert found[0].outputs == expected[0].outputs and type(found[0].prompt_token_ids[0]) is int
+    assert llm.generate(list(np.array([3, 4])), params)[0].outputs == expected[0].outputs
 
 
 def test_ids_of_the_callers_own_do_not_collide_with_those_of_generate(llm: LLM) -> None:

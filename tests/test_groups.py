@@ -71,6 +71,9 @@ def test_best_of_returns_the_likeliest(llm: LLM) -> None:
     assert tokens(best) == [list(one.token_ids) for one in ranked]
     assert [one.cumulative_logprob for one in best.outputs] == [one.cumulative_logprob for one in ranked]
     assert [one.index for one in best.outputs] == [0, 1] and best.outputs[0].logprobs is None
+    both = llm.generate([PROMPT], SamplingParams(n=6, best_of=6, seed=5, max_tokens=7), use_tqdm=False)[0]
+    scores = [one.cumulative_logprob or 0.0 for one in both.outputs]
+    assert scores == sorted(scores, reverse=True) and len(set(scores)) > 1
 
 
 def test_a_stream_reports_each_sequence_by_index_and_best_of_only_at_the_end(llm: LLM) -> None:

@@ -22,6 +22,8 @@ class StepObserver(Protocol):
 
     def collected(self) -> None: ...
 
+    def idle(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -54,6 +56,8 @@ class EngineCore:
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         self.scheduler.finish(seq, reason, stop_reason)
+        if self.trace is not None and not self.scheduler.has_work:
+            self.trace.idle()
 
     @property
     def has_work(self) -> bool:
@@ -78,6 +82,8 @@ class EngineCore:
         updates = self.scheduler.take_updates()
         if not self.scheduler.has_work:
             self.scheduler.rest()
+            if self.trace is not None:
+                self.trace.idle()
         return updates
 
     def _submit(self, plan: StepPlan) -> None:

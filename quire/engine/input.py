@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from quire.errors import InvalidRequestError
@@ -110,9 +111,11 @@ class InputProcessor:
             raise InvalidRequestError("the prompt is empty: give at least one character or token", field="prompt")
         tokens = list(ids)
         if set(map(type, tokens)) != {int}:
-            wrong = next(t for t in tokens if type(t) is not int)
-            raise InvalidRequestError(f"token ids are integers, not {type(wrong).__name__} {wrong!r:.80}",
-                                      field="prompt")
+            for token in tokens:
+                if isinstance(token, bool) or not isinstance(token, Integral):
+                    raise InvalidRequestError(f"token ids are integers, not {type(token).__name__} {token!r:.80}",
+                                              field="prompt")
+            tokens = [int(token) for token in tokens]
         self._check_range(tokens)
         return tokens
 
@@ -159,6 +162,6 @@ def _text(value: Any, name: str) -> str:
 
 
 def _integer(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise InvalidRequestError(f"{name} must be an integer, not {value!r:.80}", field=name)
-    return value
+    return int(value)

@@ -199,7 +199,7 @@ class SequenceState:
         self.token_ids: list[int] = []
         wanted = params.logprobs is not None
         self.logprobs: list[PositionLogprobs] | None = [] if wanted else None
-        self.cumulative_logprob: float | None = 0.0 if wanted or _ranked(params) else None
+        self.cumulative_logprob: float | None = 0.0 if wanted or params.ranked else None
         self.score: float | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -340,7 +340,7 @@ class OutputProcessor:
         self.error: str | None = None
         self._tokenizer = tokenizer if params.detokenize else None
         count = num_sequences if num_sequences is not None else params.best_of or params.n
-        self.silent_until_done = _ranked(params) or num_sequences is not None
+        self.silent_until_done = params.ranked or num_sequences is not None
         """Which sequences are returned, or what they are, is known only at the end."""
         self._sequences = [SequenceState(index, params, tokenizer) for index in range(count)]
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
@@ -415,7 +415,7 @@ class OutputProcessor:
             return []
         if only_new and not self.silent_until_done:
             return [state.new_part() for state in self._sequences if state.has_news]
-        if not _ranked(self.params):
+        if not self.params.ranked:
             return [state.completion() for state in self._sequences]
         best = sorted(self._sequences, key=lambda state: -(state.cumulative_logprob or 0.0))[: self.params.n]
         return [replace(state.completion(), index=place) for place, state in enumerate(best)]
@@ -445,11 +445,6 @@ class OutputProcessor:
             self.metrics.first_token_time = now
         if self.metrics.finished_time is None and self.finished:
             self.metrics.finished_time = now
-
-
-def _ranked(params: SamplingParams) -> bool:
-    """More sequences are drawn than returned."""
-    return params.best_of is not None and params.best_of > params.n
 
 
 def _plain_reason(reason: str | None) -> str | None:

@@ -18,15 +18,24 @@ _ENGINE, _SEQUENCES = 1, 2
 """Processes of the picture."""
 _STEPS, _COPIES, _PREEMPTIONS = 1, 2, 3
 """Threads of the engine."""
+_MOST_HELD = 4096
+"""Events kept before they are written."""
 
 
 class StepTrace:
-    """Records from its making until `close`, which writes the file. One per engine at a time."""
+    """Records from its making until `close`. One per engine at a time.
+
+    Whenever the engine has nothing to do, and every few thousand events, what there is goes to the file, which is
+    whole each time: nobody needs to close anything to look at it, and a long trace fills no memory.
+    """
 
     def __init__(self, core: EngineCore, path: str | Path) -> None:
         self.path = Path(path)
         # Whoever gives a name that cannot be written should hear of it now, not after the run.
-        self.path.write_text('{"traceEvents": []}\n')
+        self._file = self.path.open("w", encoding="utf-8")
+        self._file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        self._end = self._file.tell()
+        self._written = False
         self._core = core
         self._began = time.perf_counter()
         self._events: list[dict[str, Any]] = [
@@ -38,6 +47,7 @@ class StepTrace:
         ]
         self._in_flight: deque[tuple[float, StepPlan, list[tuple[str, int]]]] = deque()
         self._lanes: dict[str, int] = {}
+        self._flush()
         core.trace = self
         core.scheduler.on_preempt = self.preempted
 
@@ -71,6 +81,11 @@ class StepTrace:
             shown = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
             self._add("X", shown, _ENGINE, _COPIES, began, dur=duration, args={"step": plan.step, **kinds})
         self._count_blocks(began + duration)
+        if len(self._events) >= _MOST_HELD:
+            self._flush()
+
+    def idle(self) -> None:
+        self._flush()
 
     def preempted(self, request: Request, reason: PreemptionReason) -> None:
         how = "computed again" if request.swapped is None else "moved to the host"
@@ -102,14 +117,27 @@ class StepTrace:
             self._events.append(_name("thread_name", _SEQUENCES, self._lanes[name], name))
         return self._lanes[name]
 
+    def _flush(self) -> None:
+        """New events take the place of the brackets that close the file, and are closed again."""
+        if not self._events:
+            return
+        self._file.seek(self._end)
+        if self._written:
+            self._file.write(",\n")
+        self._file.write(",\n".join(json.dumps(event) for event in self._events))
+        self._events, self._written = [], True
+        self._end = self._file.tell()
+        self._file.write("\n]}\n")
+        self._file.flush()
+
     def close(self) -> None:
-        """Stop recording and write the file. Idempotent."""
+        """Stop recording. Idempotent."""
         if self._core.trace is not self:
             return
         self._core.trace = None
         self._core.scheduler.on_preempt = None
-        with self.path.open("w", encoding="utf-8") as file:
-            json.dump({"traceEvents": self._events, "displayTimeUnit": "ms"}, file)
+        self._flush()
+        self._file.close()
 
     def __enter__(self) -> StepTrace:
         return self

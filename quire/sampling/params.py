@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Final, TypeVar
 
 from quire.errors import InvalidRequestError
@@ -29,16 +30,18 @@ def _refuse(field: str, message: str) -> InvalidRequestError:
 
 
 def _integer(field: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    # numbers.Integral: numpy's integers are as good as Python's.
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise _refuse(field, f"must be an integer, not {type(value).__name__} {value!r:.80}")
-    if not low <= value <= high:
-        raise _refuse(field, f"must be between {low} and {high}, not {value}")
-    return value
+    number = int(value)
+    if not low <= number <= high:
+        raise _refuse(field, f"must be between {low} and {high}, not {number}")
+    return number
 
 
 def _number(field: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
     """A finite float in [low, high], or in (low, high] with `above`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise _refuse(field, f"must be a number, not {type(value).__name__} {value!r:.80}")
     try:
         number = float(value)
@@ -127,6 +130,7 @@ class SamplingParams:
 
     n: int = 1
     best_of: int | None = None
+    """Draw so many and return the `n` of the highest cumulative log-probability, best first."""
     temperature: float = 1.0
     """0 (or below 1e-5): greedy."""
     top_p: float = 1.0
@@ -222,6 +226,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def ranked(self) -> bool:
+        """Sequences are returned by their cumulative log-probability, best first, and not by index."""
+        return self.best_of is not None and self.best_of > 1
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` after normalisation, with the narrow type."""
         return tuple(self.stop or ())
@@ -253,7 +262,7 @@ class SamplingParams:
         return _from_dict(cls, data)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """How beam search explores: the `beam_width` most likely continuations are kept at every step."""
 
@@ -270,8 +279,8 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        _integer("max_tokens", self.max_tokens, 1, _INT_MAX)
+        object.__setattr__(self, "beam_width", _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH))
+        object.__setattr__(self, "max_tokens", _integer("max_tokens", self.max_tokens, 1, _INT_MAX))
         object.__setattr__(
             self, "length_penalty", _number("length_penalty", self.length_penalty, -10.0, 10.0)
         )

@@ -158,7 +158,7 @@ class Request:
         self.stop_ids = ids if params.ignore_eos else ids | self.eos_token_ids
         self.width = (params.best_of or params.n) if self.beams is None else self.beams.width
         self.grouped = self.width > 1 or self.beams is not None
-        ranked = self.beams is None and self.width > params.n and params.logprobs is None
+        ranked = self.beams is None and params.ranked and params.logprobs is None
         self.worker_params = replace(params, logprobs=0) if ranked else params
         if not self.sequences:
             # Beams part only after the first step; samples are known to be many from the start.

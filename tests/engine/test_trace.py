@@ -54,3 +54,17 @@ def test_a_path_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         StepTrace(engine, tmp_path / "missing" / "trace.json")
     assert engine.trace is None
+
+
+def test_the_file_is_whole_whenever_the_engine_is_idle_and_grows_with_the_next_run(tmp_path: Path) -> None:
+    engine, path = core(), tmp_path / "trace.json"
+    trace = StepTrace(engine, path)
+    counts = [len(json.loads(path.read_text())["traceEvents"])]
+    for name in ("a", "b"):
+        engine.add(make_request(name, [1, 2, 3], 4))
+        while engine.has_work:
+            engine.step()
+        counts.append(len(json.loads(path.read_text())["traceEvents"]))
+    assert counts[0] < counts[1] < counts[2] and not trace._events
+    trace.close()
+    assert len(json.loads(path.read_text())["traceEvents"]) == counts[2]
