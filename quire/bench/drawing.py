@@ -1,13 +1,15 @@
-"""Simple pictures: rectangles, lines and words, as SVG, or as PNG where matplotlib is installed."""
+"""Simple pictures: rectangles, lines and words, as SVG or PNG."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
+
+from quire.bench.raster import Raster
+from quire.errors import QuireError
 
 _FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 
@@ -62,13 +64,14 @@ class Drawing:
         self.shapes.append(_Text(x, y, words, size, color, anchor, bold))
 
     def save(self, path: str | Path) -> Path:
-        """Write the file its name asks for; a PNG becomes an SVG beside it where matplotlib is missing."""
+        """Write the file that its name asks for: a PNG, or else an SVG."""
         target = Path(path)
-        if target.suffix.lower() == ".png" and importlib.util.find_spec("matplotlib") is not None:
-            self._save_png(target)
-            return target
-        target = target.with_suffix(".svg")
-        target.write_text(self.svg(), encoding="utf-8")
+        data = self.png() if target.suffix.lower() == ".png" else self.svg().encode()
+        target = target if target.suffix.lower() == ".png" else target.with_suffix(".svg")
+        try:
+            target.write_bytes(data)
+        except OSError as error:
+            raise QuireError(f"the picture {target} could not be written: {error.strerror}") from None
         return target
 
     def svg(self) -> str:
@@ -79,20 +82,16 @@ class Drawing:
                  for style, shapes in groupby(self.shapes, key=_line_style)]
         return "\n".join([head, background, *parts, "</svg>"]) + "\n"
 
-    def _save_png(self, target: Path) -> None:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        dpi = 100
-        figure = Figure(figsize=(self.width / dpi, self.height / dpi), dpi=dpi, facecolor="white")
-        FigureCanvasAgg(figure)
-        axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-        axes.set_xlim(0, self.width)
-        axes.set_ylim(self.height, 0)
-        axes.axis("off")
-        for layer, shape in enumerate(self.shapes):
-            _plot_shape(axes, shape, layer)
-        figure.savefig(target, format="png")
+    def png(self) -> bytes:
+        sheet = Raster(self.width, self.height)
+        for shape in self.shapes:
+            if isinstance(shape, _Rect):
+                sheet.rect(shape.x, shape.y, shape.width, shape.height, shape.color)
+            elif isinstance(shape, _Line):
+                sheet.line(shape.x1, shape.y1, shape.x2, shape.y2, shape.color, shape.width)
+            else:
+                sheet.text(shape.x, shape.y, shape.words, shape.size, shape.color, shape.anchor, shape.bold)
+        return sheet.png()
 
 
 def _line_style(shape: _Rect | _Line | _Text) -> tuple[str, float] | None:
@@ -114,18 +113,3 @@ def _svg_shape(shape: _Rect | _Line | _Text) -> str:
     weight = ' font-weight="bold"' if shape.bold else ""
     return (f'<text x="{shape.x:.2f}" y="{shape.y:.2f}" font-size="{shape.size:g}" fill="{shape.color}" '
             f'text-anchor="{shape.anchor}"{weight}>{escape(shape.words)}</text>')
-
-
-def _plot_shape(axes: Any, shape: _Rect | _Line | _Text, layer: int) -> None:
-    if isinstance(shape, _Rect):
-        from matplotlib.patches import Rectangle
-
-        size = (shape.width, shape.height)
-        axes.add_patch(Rectangle((shape.x, shape.y), *size, facecolor=shape.color, linewidth=0, zorder=layer))
-    elif isinstance(shape, _Line):
-        ends = ([shape.x1, shape.x2], [shape.y1, shape.y2])
-        axes.plot(*ends, color=shape.color, linewidth=0.72 * shape.width, zorder=layer)
-    else:
-        side = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
-        axes.text(shape.x, shape.y, shape.words, fontsize=0.72 * shape.size, color=shape.color, ha=side,
-                  va="baseline", fontweight="bold" if shape.bold else "normal", zorder=layer)

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="tokens of a step with chunks (default: 64)")
     shown.add_argument("--itl-slo-ms", type=float, metavar="X",
                        help="bound on the time between two tokens (default: four full decoding steps)")
-    shown.add_argument("--plot", metavar="FILE", help="draw the timelines: .png (needs matplotlib) or .svg")
+    shown.add_argument("--plot", metavar="FILE", help="draw the timelines: .png or .svg")
     add_engine_options(parser, leave_out=_OWN)
 
 

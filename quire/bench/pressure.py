@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.drawing import Drawing
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "examples:\n"
-    "  quire bench pressure --plot pressure.png\n"
+    "  quire bench pressure\n"
     "  quire bench pressure --requests 40 --shares 1 0.25 0.1 --modes swap recompute"
 )
 _OWN = ("num_kv_blocks", "kv_cache_memory", "swap_space", "preemption_mode", "skip_tokenizer_init", "tokenizer",
@@ -66,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="host memory for swap and auto (default: 1)")
     shown.add_argument("--repeats", type=int, default=2, metavar="N",
                        help="runs of each, of which the fastest counts (default: %(default)s)")
-    shown.add_argument("--plot", metavar="FILE", help="draw the comparison: .png (needs matplotlib) or .svg")
+    shown.add_argument("--plot", metavar="FILE", default="pressure.png",
+                       help="where to draw the comparison: .png or .svg (default: %(default)s; '': nowhere)")
     add_engine_options(parser, leave_out=_OWN)
 
 
@@ -177,8 +179,12 @@ def _bars(picture: Drawing, lines: list[dict[str, Any]], field: str, title: str,
             height = 195 * line[field] / highest
             x = left + place * wide + 7 + i * bar
             picture.rect(x, 280 - height, bar - 3, height, _COLORS[line["mode"]])
-            picture.text(x + bar / 2 - 1.5, 275 - height, f"{line[field]:.3g}", 9, anchor="middle")
+            picture.text(x + bar / 2 - 1.5, 275 - height, _short(line[field]), 9, anchor="middle")
         picture.text(left + place * wide + wide / 2, 298, f"{share:.0%} of the load", 11, anchor="middle")
+
+
+def _short(figure: float) -> str:
+    return f"{figure:.3g}" if figure < 1000 else f"{figure:.0f}"
 
 
 def _described(args: argparse.Namespace) -> dict[str, Any]:
@@ -188,6 +194,8 @@ def _described(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.plot and not Path(args.plot).absolute().parent.is_dir():
+        raise QuireError(f"--plot {args.plot}: there is no such folder")
     for name, (low, high) in {"--prompt-tokens": args.prompt_tokens, "--output-tokens": args.output_tokens}.items():
         if not 1 <= low <= high:
             raise QuireError(f"{name} wants two numbers from 1 on, the smaller one first, not {low} {high}")

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"only the first N requests (default: all; of a workload {_WORKLOAD_REQUESTS})")
     parser.add_argument("--seed", type=int, default=0, help="of a made-up workload (default: 0)")
     parser.add_argument("--json", action="store_true", help="one JSON line per case instead of a table")
-    parser.add_argument("--plot", metavar="FILE", help="draw the rates: .png (needs matplotlib) or .svg")
+    parser.add_argument("--plot", metavar="FILE", help="draw the rates: .png or .svg")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -50,7 +50,6 @@ def test_a_picture_is_drawn_with_every_policy_in_it(tmp_path: Path, capsys: pyte
 
 
 def test_a_png_is_one(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "rates.png"
     arguments = ["--workload", "loop", "--limit", "100", "--capacity", "100", "--plot", str(picture)]
     assert main(["bench", "prefix-cache", *arguments]) == 0
