@@ -135,6 +135,60 @@ class GuardConfig:
         return guard, {name: value for name, value in options.items() if name not in names}
 
 
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """`quire serve`: where it listens, whom it lets in, how much it takes on."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is all of them")
+    port: int = option(8000, "port to listen on (0: any free one)")
+    served_model_name: str | None = option(None, "name of the model in requests (default: the one it was started with)")
+    api_key_file: str | None = option(
+        None, "file with API keys, one per line, each optionally after a name of its own (default: the keys in "
+              "$QUIRE_API_KEYS, separated by commas; none: everybody may ask)")
+    allowed_origins: str | None = option(
+        None, "web origins whose pages may call this server, separated by commas (default: none)")
+    request_timeout: float = option(600.0, "seconds that a request may take, from its arrival to its last token")
+    read_timeout: float = option(30.0, "seconds that a client may take to send a request")
+    drain_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
+    max_connections: int = option(1024, "most connections open at once")
+    max_body_size: int | str = option("16MiB", "largest body of a request")
+    max_prompts: int = option(128, "most prompts in one request to /v1/completions")
+    max_n: int = option(16, "largest n and best_of of a request, and widest beam")
+    max_logprobs: int = option(20, "largest logprobs and top_logprobs of a request")
+    max_stops: int = option(16, "most stop strings of a request")
+    max_schema_size: int | str = option("64KiB", "largest JSON schema, grammar or regular expression of a request")
+    max_tools: int = option(128, "most tools of a request")
+    tool_call_parser: str = option("auto", "how the model writes tool calls; auto looks at its chat template",
+                                   ("auto", "hermes", "llama3", "mistral"))
+    reasoning_parser: str = option("auto", "think splits what stands in <think></think> from the answer; auto does so "
+                                           "where the chat template knows these marks", ("auto", "think", "none"))
+    log_format: str = option("auto", "how the log is written; auto is text on a terminal, else JSON",
+                             ("auto", "text", "json"))
+    log_level: str = option("info", "least severe kind of log line", ("debug", "info", "warning", "error"))
+    otlp_endpoint: str | None = option(
+        None, "send OpenTelemetry spans to this address, such as http://localhost:4318/v1/traces (default: none)")
+
+    @classmethod
+    def create(cls, **options: Any) -> ServerConfig:
+        config = cls(**options)
+        for f in dataclasses.fields(cls):
+            _check_type(f, getattr(config, f.name))
+        for name, low, high in _SERVER_RANGES:
+            value = getattr(config, name)
+            if not low <= value <= high:
+                raise ConfigError(f"{name} must be between {low:g} and {high:g}, not {value}", field=name)
+        parse_bytes(config.max_body_size, "max_body_size")
+        parse_bytes(config.max_schema_size, "max_schema_size")
+        return config
+
+
+_SERVER_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("port", 0, 65535), ("request_timeout", 0.001, 1e6), ("read_timeout", 0.001, 1e6), ("drain_timeout", 0.0, 1e6),
+    ("max_connections", 1, 1 << 20), ("max_prompts", 1, 1 << 16), ("max_n", 1, 64), ("max_logprobs", 0, 20),
+    ("max_stops", 0, 64), ("max_tools", 0, 1024),
+)
+
+
 _SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
 
 
@@ -272,3 +326,8 @@ def default_cache_dir() -> Path:
         return Path(override).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "quire"
+
+
+def api_keys_of_environment() -> str:
+    """What $QUIRE_API_KEYS holds: API keys of `quire serve`, separated by commas."""
+    return os.environ.get("QUIRE_API_KEYS", "")

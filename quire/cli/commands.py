@@ -33,6 +33,7 @@ BENCHES: dict[str, Command] = {
 COMMANDS: dict[str, Command] = {
     "demo": Command("quire.cli.demo", "fetch the default model and let it answer three questions"),
     "generate": Command("quire.cli.generate", "complete prompts, or answer them"),
+    "serve": Command("quire.cli.serve", "answer the OpenAI API on a port of this machine"),
     "chat": Command("quire.cli.chat", "talk with a model in the terminal"),
     "pull": Command("quire.cli.pull", "download a model, so that it is there when needed"),
     "models": Command("quire.cli.models", "models known by a short name, and what is on this machine"),

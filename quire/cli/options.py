@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from quire.config import option_fields
@@ -57,15 +57,25 @@ def add_engine_options(
             continue
         if section not in groups:
             groups[section] = parser.add_argument_group(_GROUP_TITLES.get(section, section))
-        choices = f.metadata.get("choices")
-        _add(
-            groups[section],
-            ENGINE_PREFIX + f.name,
-            (rename or {}).get(f.name, flag_of(f.name)),
-            str(f.type),
-            _with_default(f.metadata["help"], f.default),
-            choices,
-        )
+        _add_option(groups[section], ENGINE_PREFIX, f, (rename or {}).get(f.name, flag_of(f.name)))
+
+
+def add_options_of(parser: argparse.ArgumentParser, title: str, prefix: str,
+                   fields: Iterable[dataclasses.Field[Any]]) -> None:
+    """A flag for each option among `fields`, in a group of their own."""
+    group = parser.add_argument_group(title)
+    for f in fields:
+        _add_option(group, prefix, f, flag_of(f.name))
+
+
+def options_of(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    """The options of `add_options_of` that were given."""
+    return _given(args, prefix)
+
+
+def _add_option(group: argparse._ArgumentGroup, prefix: str, f: dataclasses.Field[Any], flag: str) -> None:
+    _add(group, prefix + f.name, flag, str(f.type), _with_default(f.metadata["help"], f.default),
+         f.metadata.get("choices"))
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

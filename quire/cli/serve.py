@@ -1,0 +1,69 @@
+"""`quire serve`: Answers the OpenAI API on a port of this machine.
+
+The server listens on loopback unless told otherwise. Set API keys (QUIRE_API_KEYS or --api-key-file) before it listens
+anywhere else. SIGTERM and Ctrl-C let running requests finish, within --drain-timeout."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from quire.cli.options import add_engine_options, add_options_of, engine_options, options_of
+from quire.config import GuardConfig, ServerConfig
+
+EXAMPLES = (
+    "examples:\n"
+    "  quire serve\n"
+    "  quire serve Qwen/Qwen3-0.6B --port 8080 --max-model-len 4096\n"
+    "  QUIRE_API_KEYS=$(openssl rand -hex 16) quire serve --host 0.0.0.0\n"
+    "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+    '       -d \'{"messages": [{"role": "user", "content": "Hello!"}]}\''
+)
+_PREFIX, _GUARD_PREFIX = "server:", "guard:"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_name", nargs="?", metavar="MODEL",
+                        help="alias, path or hub id, as --model (default: smollm2-135m)")
+    add_options_of(parser, "server", _PREFIX, dataclasses.fields(ServerConfig))
+    # How long a request may take is the server's option.
+    guard = [f for f in dataclasses.fields(GuardConfig) if f.name != "request_timeout"]
+    add_options_of(parser, "guarding the engine", _GUARD_PREFIX, guard)
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from quire.cli.engine import fetch
+    from quire.config import EngineConfig
+    from quire.server import log
+    from quire.server.auth import ApiKeys
+    from quire.server.run import run as serve
+
+    config = ServerConfig.create(**options_of(args, _PREFIX))
+    options = _engine_options(args, len(ApiKeys.of(config)))
+    guard = options_of(args, _GUARD_PREFIX)
+    GuardConfig.split(guard)
+    engine = EngineConfig.create(**options)  # wrong options are refused before anything is fetched
+    fetch(engine.model.model, engine.model.cache_dir)
+    log.set_up(config.log_format, config.log_level)
+
+    async def start() -> Any:
+        from quire.async_llm import AsyncLLM
+
+        return await AsyncLLM.start(**options, **guard)
+
+    return serve(config, start)
+
+
+def _engine_options(args: argparse.Namespace, num_keys: int) -> dict[str, Any]:
+    from quire.cli.commands import UsageError
+
+    options = engine_options(args)
+    if args.model_name is not None:
+        if "model" in options:
+            raise UsageError("the model is named twice: give MODEL or --model")
+        options["model"] = args.model_name
+    if num_keys > 1:
+        options.setdefault("scheduling_policy", "fair")  # one key's load must not starve another's
+    return options

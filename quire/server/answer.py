@@ -1,0 +1,158 @@
+"""The way of an answer to its client: whole as JSON, or as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from quire.engine.output import CompletionOutput, RequestOutput
+from quire.server.api_error import ApiError, api_error
+from quire.server.generation import ClientGone, Work, outputs, until_disconnect
+from quire.server.log import LOGGER
+from quire.server.service import RequestRecord, Service
+
+encode = msgspec.json.Encoder().encode
+_JSON = [(b"content-type", b"application/json")]
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+           (b"x-accel-buffering", b"no")]
+_DONE = b"data: [DONE]\n\n"
+
+
+async def send_json(send: Any, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+    found = [*(headers or _JSON), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": found})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Any, error: ApiError) -> None:
+    await send_json(send, error.status, encode(error.body()), error.headers())
+
+
+class Usage:
+    """Tokens of one HTTP request, over all its prompts and choices."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, RequestOutput] = {}
+        self._generated = 0
+
+    def note(self, place: int, output: RequestOutput) -> None:
+        self._prompts[place] = output
+        for completion in output.outputs:
+            self._generated += len(completion.token_ids_delta)
+
+    def body(self, counts_output: bool = True) -> dict[str, Any]:
+        prompt = sum(len(output.prompt_token_ids) for output in self._prompts.values())
+        cached = sum(output.num_cached_tokens or 0 for output in self._prompts.values())
+        generated = self._generated if counts_output else 0
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
+                "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+class Answer(ABC):
+    """An ASGI application that runs the engine for one request. Nothing is sent before the engine has answered, so
+    that whatever goes wrong until then has a status of its own."""
+
+    def __init__(self, service: Service, record: RequestRecord, work: Work, *, stream: bool,
+                 include_usage: bool) -> None:
+        self.service = service
+        self.record = record
+        self.work = work
+        self.created = int(time.time())
+        self._stream = stream
+        self.include_usage = include_usage
+        self.usage = Usage()
+        self._started = False
+
+    @abstractmethod
+    def events(self, place: int, output: RequestOutput) -> bytes:
+        """The server-sent events for news of one prompt; may be empty."""
+
+    @abstractmethod
+    def last_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The chunk that ends a stream with usage."""
+
+    @abstractmethod
+    def whole(self, found: list[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+
+    def usage_body(self) -> dict[str, Any]:
+        return self.usage.body()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.service.active.add(task)
+        try:
+            async with (until_disconnect(receive, lambda: task in self.service.ending),
+                        contextlib.aclosing(outputs(self.service, self.work)) as found):
+                await (self._send_events(found, send) if self._stream else self._send_whole(found, send))
+        except ClientGone:
+            raise
+        except Exception as error:
+            if not self._started:
+                raise
+            await self._send_failure(error, send)
+        finally:
+            self.service.ending.discard(task)
+            self.service.active.discard(task)
+            self._note_facts()
+
+    async def _send_whole(self, found: AsyncIterator[tuple[int, RequestOutput]], send: Any) -> None:
+        latest: dict[int, RequestOutput] = {}
+        async for place, output in found:
+            latest[place] = output
+            self.usage.note(place, output)
+        body = self.whole([latest[place] for place in sorted(latest)], self.usage_body())
+        await send_json(send, 200, encode(body))
+
+    async def _send_events(self, found: AsyncIterator[tuple[int, RequestOutput]], send: Any) -> None:
+        async for place, output in found:
+            self.usage.note(place, output)
+            body = self.events(place, output)
+            if not self._started:
+                await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                self._started = True
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        tail = b""
+        if self.include_usage:
+            tail = sse(self.last_usage(self.usage_body()))
+        await send({"type": "http.response.body", "body": tail + _DONE, "more_body": False})
+
+    async def _send_failure(self, error: Exception, send: Any) -> None:
+        """The stream has begun, so the status is spent: the error is an event, and the stream ends there."""
+        found = api_error(error)
+        if found.code == "internal_error":
+            LOGGER.error("stream_failed", exc_info=error, extra={"fields": {"request_id": self.record.request_id}})
+        self.record.facts["error"] = str(found)
+        await send({"type": "http.response.body", "body": sse(found.body()), "more_body": False})
+
+    def _note_facts(self) -> None:
+        body = self.usage_body()
+        self.record.facts.update(
+            prompt_tokens=body["prompt_tokens"], completion_tokens=body["completion_tokens"],
+            cached_tokens=body["prompt_tokens_details"]["cached_tokens"], stream=self._stream)
+
+
+def sse(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + encode(chunk) + b"\n\n"
+
+
+def finish_reason(completion: CompletionOutput) -> str | None:
+    """OpenAI's word for how a choice ended."""
+    if completion.finish_reason == "abort":
+        raise ApiError(503, "the request was ended before it was complete: the server is closing", code="aborted",
+                       retry_after=1.0)
+    return completion.finish_reason
+
+
+def new_logprobs(completion: CompletionOutput) -> list[Any]:
+    """Those of the tokens that are new."""
+    fresh = len(completion.token_ids_delta)
+    return [] if completion.logprobs is None or not fresh else completion.logprobs[-fresh:]

@@ -1,0 +1,163 @@
+"""The ASGI application: lets requests in, finds their route, and answers for whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from typing import Any
+
+from quire.config import ServerConfig
+from quire.server.answer import send_error
+from quire.server.api_error import ApiError, api_error
+from quire.server.auth import ApiKeys
+from quire.server.generation import ClientGone
+from quire.server.log import LOGGER, event
+from quire.server.routes import ROUTES, Route
+from quire.server.service import RequestRecord, Service
+from quire.server.tracing import Tracing
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_CLIENT_CLOSED = 499
+"""nginx' status for a request whose client has gone; it is seen in the log only."""
+
+
+def build_app(engine: Any, config: ServerConfig, *, keys: ApiKeys | None = None,
+              tracing: Tracing | None = None) -> App:
+    """The application around an engine; with `allowed_origins`, wrap it in `with_cors`."""
+    return App(Service(engine, config, ApiKeys.of(config) if keys is None else keys, tracing))
+
+
+def with_cors(app: App, origins: str | None) -> Any:
+    """The application, for pages of the given origins too. By default no page of another origin may read answers."""
+    if not origins:
+        return app
+    from starlette.middleware.cors import CORSMiddleware
+
+    return CORSMiddleware(app, allow_origins=[origin.strip() for origin in origins.split(",")],
+                          allow_methods=["GET", "POST"], allow_headers=["authorization", "content-type"],
+                          expose_headers=["x-request-id", "retry-after"])
+
+
+class App:
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._exact: dict[str, dict[str, Route]] = {}
+        for route in ROUTES:
+            self._exact.setdefault(route.path, {})[route.method] = route
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1000})
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = dict(scope["headers"])
+        record = RequestRecord(_request_id(headers.get(b"x-request-id")), scope["method"], scope["path"])
+        span = self.service.tracing.start(f"{record.method} {record.path}",
+                                          {"traceparent": headers.get(b"traceparent", b"").decode("latin-1")})
+        shown = "other"
+        started = False
+
+        async def send_noted(message: Any) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                record.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", record.request_id.encode())]
+            await send(message)
+
+        try:
+            route = self._route(record.method, record.path)
+            shown = route.path
+            self._admit(route, record, headers)
+            await route.handler(self.service, record, scope, receive, send_noted)
+        except ClientGone:
+            record.status = _CLIENT_CLOSED
+        except Exception as error:
+            if not await self._failed(error, record, started, send_noted):
+                raise
+        finally:
+            self._close(record, shown, span)
+
+    def _route(self, method: str, path: str) -> Route:
+        methods = self._exact.get(path)
+        if methods is None and path.startswith("/v1/models/") and len(path) > len("/v1/models/"):
+            methods = self._exact["/v1/models/{model}"]
+        if methods is None:
+            raise ApiError(404, f"there is no {path:.200} on this server; GET /docs lists what there is",
+                           code="unknown_path")
+        route = methods.get("GET" if method == "HEAD" else method)
+        if route is None:
+            raise ApiError(405, f"{path} takes {', '.join(methods)}, not {method:.20}", code="method_not_allowed")
+        return route
+
+    def _admit(self, route: Route, record: RequestRecord, headers: dict[bytes, bytes]) -> None:
+        service = self.service
+        if len(service.keys) and not route.open:
+            record.tenant = service.keys.tenant(headers.get(b"authorization"))
+            if record.tenant is None:
+                raise ApiError(401, "a valid API key is needed: send it as `Authorization: Bearer KEY`",
+                               code="invalid_api_key")
+        if route.works and service.draining:
+            raise ApiError(503, "the server is closing and takes no new requests", code="closing", retry_after=5.0)
+
+    async def _failed(self, error: Exception, record: RequestRecord, started: bool, send: Any) -> bool:
+        """Answer with the error; False where the answer has begun and can only be cut off."""
+        found = api_error(error)
+        record.facts["error"] = str(found)
+        if found.code == "internal_error":
+            LOGGER.error("request_failed", exc_info=error, extra={"fields": {"request_id": record.request_id}})
+        if started:
+            return False
+        await send_error(send, found)
+        return True
+
+    def _close(self, record: RequestRecord, path: str, span: Any) -> None:
+        service, seconds = self.service, time.perf_counter() - record.started
+        service.metrics.count_http(path, record.status)
+        facts = record.facts
+        if LOGGER.isEnabledFor(logging.INFO):
+            event(logging.INFO if record.status < 500 else logging.WARNING, "request", request_id=record.request_id,
+                  method=record.method, path=record.path[:200], status=record.status,
+                  milliseconds=round(seconds * 1e3, 3), tenant=record.tenant, **facts)
+        service.tracing.end(span, record.status, {
+            "quire.request_id": record.request_id, "quire.tenant": record.tenant, "url.path": record.path,
+            "gen_ai.request.model": service.model_name, "gen_ai.usage.input_tokens": facts.get("prompt_tokens"),
+            "gen_ai.usage.output_tokens": facts.get("completion_tokens")})
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new work and wait for what runs, at most so long; what is left then is ended."""
+        service = self.service
+        service.draining = True
+        event(logging.INFO, "draining", requests=len(service.active), seconds=seconds)
+        deadline = time.monotonic() + seconds
+        while service.active and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        left = list(service.active)
+        service.ending.update(left)
+        for task in left:
+            task.cancel()
+        if left:
+            event(logging.WARNING, "drain_deadline_passed", requests_ended=len(left))
+            await asyncio.wait(left, timeout=5.0)
+
+
+def _request_id(given: bytes | None) -> str:
+    """The client's own where it is a plain word, so that its logs and ours can be read together."""
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return f"{given.decode()}-{secrets.token_hex(4)}"
+    return secrets.token_hex(16)
+
+
+async def _lifespan(receive: Any, send: Any) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

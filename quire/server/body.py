@@ -1,0 +1,56 @@
+"""Reads and checks the body of a request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from quire.config import ServerConfig, parse_bytes
+from quire.server.api_error import ApiError, validation_error
+from quire.server.generation import ClientGone
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+async def read_body(scope: Any, receive: Any, kind: type[_Body], config: ServerConfig) -> _Body:
+    """The body as what it should be; ApiError where it is not, is too large, or does not come."""
+    headers = dict(scope["headers"])
+    media = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if media != b"application/json":
+        # A web page anywhere may post other types to this machine without asking; JSON needs CORS.
+        raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
+    most = parse_bytes(config.max_body_size, "max_body_size")
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length) > most:
+        raise _too_large(most)
+    try:
+        async with asyncio.timeout(config.read_timeout):
+            data = await _read(receive, most)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {config.read_timeout:g} seconds",
+                       code="read_timeout") from None
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise validation_error(error, data) from None
+
+
+async def _read(receive: Any, most: int) -> bytes:
+    pieces, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client has closed its connection")
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > most:
+            raise _too_large(most)
+        pieces.append(piece)
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most} bytes", code="body_too_large")

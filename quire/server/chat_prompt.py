@@ -1,0 +1,101 @@
+"""From the messages of a chat request to the text that the model continues."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from quire.server.api_error import ApiError, refusal
+from quire.server.chat_protocol import AssistantMessage, Message, TextPart, ToolMessage
+from quire.tokenizer.tokenizer import Tokenizer
+
+_RESERVED = frozenset({"messages", "tools", "documents", "chat_template", "add_generation_prompt", "bos_token",
+                       "eos_token", "unk_token", "pad_token"})
+_TOOLS_PROMPT = """You may call functions to help with the user's request. Here they are, one per line, as JSON:
+<tools>
+{tools}
+</tools>
+To call a function, answer with a JSON object with its name and arguments between tags:
+<tool_call>
+{{"name": <function name>, "arguments": <arguments as a JSON object>}}
+</tool_call>"""
+
+
+def knows(template: str | None, word: str) -> bool:
+    return template is not None and word in template
+
+
+def render(tokenizer: Tokenizer, messages: list[Message], *, tools: list[dict[str, Any]] | None,
+           variables: dict[str, Any] | None, add_generation_prompt: bool) -> str:
+    """The prompt. Templates that know no tools get them as part of the system message."""
+    for name in variables or {}:
+        if name in _RESERVED or not name.isidentifier() or name.startswith("_"):
+            raise refusal("chat_template_kwargs", f"may not hold {name!r:.80}")
+    plain = [_plain(message, place) for place, message in enumerate(messages)]
+    template = tokenizer.chat_template
+    if not knows(template, "tools") and not _has_tool_template(tokenizer):
+        plain, tools = _without_tools(plain, tools), None
+    return tokenizer.apply_chat_template(plain, tools=tools, add_generation_prompt=add_generation_prompt,
+                                         **(variables or {}))
+
+
+def _has_tool_template(tokenizer: Tokenizer) -> bool:
+    return len(tokenizer._templates) > 1 and "tool_use" in tokenizer._templates
+
+
+def _plain(message: Message, place: int) -> dict[str, Any]:
+    """The message as templates know it: text, arguments as objects, no fields that are not there."""
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+    found["content"] = content if content is not None else ""
+    if message.name is not None:
+        found["name"] = message.name
+    if isinstance(message, ToolMessage):
+        found["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AssistantMessage):
+        if message.reasoning_content is not None:
+            found["reasoning_content"] = message.reasoning_content
+        if message.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id, "type": "function",
+                 "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, place)}}
+                for call in message.tool_calls]
+        elif content is None:
+            raise ApiError(400, f"messages[{place}] has neither content nor tool_calls",
+                           param=f"messages[{place}].content")
+    return found
+
+
+def _arguments(text: str, place: int) -> Any:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"messages[{place}] has a tool call whose arguments are no JSON object",
+                       param=f"messages[{place}].tool_calls")
+    return value
+
+
+def _without_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The same conversation in words that any template takes: calls and results become texts with tags."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        message = dict(message)
+        calls = message.pop("tool_calls", None)
+        if calls:
+            texts = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
+            message["content"] = "\n".join(filter(None, [message["content"], *texts]))
+        if message["role"] == "tool":
+            message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        found.append(message)
+    if tools:
+        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        text = _TOOLS_PROMPT.format(tools=lines)
+        if found and found[0]["role"] == "system":
+            found[0]["content"] = f"{found[0]['content']}\n\n{text}"
+        else:
+            found.insert(0, {"role": "system", "content": text})
+    return found

@@ -1,0 +1,143 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.engine.output import CompletionOutput, RequestOutput
+from quire.server.answer import Answer, encode, finish_reason, new_logprobs, sse
+from quire.server.api_error import refusal
+from quire.server.generation import Work
+from quire.server.logprobs import CompletionLogprobs, joined
+from quire.server.parameters import Wishes, engine_params
+from quire.server.protocol import CompletionBody
+from quire.server.service import RequestRecord, Service, salt_of
+
+_DEFAULT_TOKENS = 16
+
+
+async def completion(service: Service, record: RequestRecord, body: CompletionBody) -> Answer:
+    """The answer to a request; raises ApiError or InvalidRequestError where there can be none."""
+    service.check_model(body.model)
+    if body.suffix:
+        raise refusal("suffix", "is not supported: this server only continues texts", code="unsupported_parameter")
+    max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise refusal("max_tokens", "may be 0 only with echo")
+    # A score is asked for without an output: one token is drawn, and not shown.
+    wishes = Wishes(max_tokens=max(max_tokens, 1), best_of=body.best_of, logprobs=body.logprobs,
+                    prompt_logprobs=body.logprobs if body.echo else None)
+    params = engine_params(body, wishes, service.config)
+    texts, prompts = await _prompts(service, body)
+    for tokens in prompts:
+        service.check_length(len(tokens), max_tokens, "prompt")
+    work = Work(f"cmpl-{record.request_id}", prompts, params, body.priority or 0, record.tenant,
+                salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout), bool(body.stream))
+    return CompletionAnswer(service, record, work, body, texts, shows_output=max_tokens > 0)
+
+
+async def _prompts(service: Service, body: CompletionBody) -> tuple[list[str | None], list[list[int]]]:
+    """The prompts as texts, where they are echoed or were given so, and as token ids."""
+    given = body.prompt
+    several: list[Any] = given if isinstance(given, list) and (not given or not isinstance(given[0], int)) else [given]
+    if not several or any(not prompt for prompt in several):
+        raise refusal("prompt", "is empty: give at least one character or token")
+    if len(several) > service.config.max_prompts:
+        raise refusal("prompt", f"holds {len(several)} prompts; this server takes at most {service.config.max_prompts}")
+    special = body.add_special_tokens is not False
+    texts: list[str | None] = []
+    tokens: list[list[int]] = []
+    for prompt in several:
+        if isinstance(prompt, str):
+            texts.append(prompt)
+            tokens.append(await service.encode(prompt, special))
+        else:
+            text = service.tokenizer.decode(prompt) if body.echo and service.tokenizer is not None else None
+            texts.append(text)
+            tokens.append(prompt)
+    return texts, tokens
+
+
+class CompletionAnswer(Answer):
+    def __init__(self, service: Service, record: RequestRecord, work: Work, body: CompletionBody,
+                 texts: list[str | None], shows_output: bool) -> None:
+        options = body.stream_options
+        super().__init__(service, record, work, stream=bool(body.stream),
+                         include_usage=options is not None and bool(options.include_usage))
+        self._body = body
+        self._texts = texts
+        self._shows_output = shows_output
+        self._n = body.n or 1
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._echoed: set[int] = set()
+        head = {"id": work.request_id, "object": "text_completion", "created": self.created,
+                "model": service.model_name}
+        self._head = head
+        self._plain = body.logprobs is None and not body.echo and not body.return_token_ids and not self.include_usage
+        # A chunk of plain text differs from the next only in its text and its choice's number.
+        self._chunk_start = b"data: " + encode(head)[:-1] + b',"choices":[{"index":%d,"text":'
+        self._chunk_end = b',"logprobs":null,"finish_reason":null}]}\n\n'
+
+    def usage_body(self) -> dict[str, Any]:
+        return self.usage.body(self._shows_output)
+
+    def events(self, place: int, output: RequestOutput) -> bytes:
+        found = b""
+        for each in output.outputs[:self._n]:
+            number = place * self._n + each.index
+            if self._plain and each.text_delta and each.finish_reason is None:
+                found += self._chunk_start % number + encode(each.text_delta) + self._chunk_end
+            else:
+                found += self._event(place, number, output, each)
+        return found
+
+    def _event(self, place: int, number: int, output: RequestOutput, each: CompletionOutput) -> bytes:
+        first = number not in self._echoed
+        self._echoed.add(number)
+        text = each.text_delta if self._shows_output else ""
+        if first and self._body.echo:
+            text = (self._texts[place] or "") + text
+        reason = finish_reason(each)
+        if not text and reason is None and not (each.token_ids_delta and self._body.logprobs is not None):
+            return b""
+        choice: dict[str, Any] = {"index": number, "text": text,
+                                  "logprobs": self._piece(place, number, output, new_logprobs(each), first),
+                                  "finish_reason": reason}
+        if self._body.return_token_ids:
+            choice["token_ids"] = each.token_ids_delta if self._shows_output else []
+        chunk = {**self._head, "choices": [choice]}
+        if self.include_usage:
+            chunk["usage"] = None
+        return sse(chunk)
+
+    def _piece(self, place: int, number: int, output: RequestOutput, positions: list[Any],
+               first: bool) -> dict[str, Any] | None:
+        """Log-probabilities, those of the echoed prompt before the first ones."""
+        if self._body.logprobs is None:
+            return None
+        if number not in self._logprobs:
+            self._logprobs[number] = CompletionLogprobs(self._body.logprobs, self.service.tokenizer)
+        writer = self._logprobs[number]
+        prompt = None
+        if first and self._body.echo:
+            prompt = writer.prompt(output.prompt_token_ids, output.prompt_logprobs or [])
+        piece = writer.piece(positions if self._shows_output else [])
+        return piece if prompt is None else joined(prompt, piece)
+
+    def last_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "choices": [], "usage": usage}
+
+    def whole(self, found: list[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        choices = []
+        for place, output in enumerate(found):
+            for each in output.outputs[:self._n]:
+                number = place * self._n + each.index
+                text = each.text if self._shows_output else ""
+                choice = {"index": number, "text": (self._texts[place] or "") + text if self._body.echo else text,
+                          "logprobs": self._piece(place, number, output, each.logprobs or [], True),
+                          "finish_reason": finish_reason(each)}
+                if self._body.return_token_ids:
+                    choice["token_ids"] = each.token_ids if self._shows_output else []
+                    choice["prompt_token_ids"] = output.prompt_token_ids
+                choices.append(choice)
+        return {**self._head, "choices": choices, "usage": usage}

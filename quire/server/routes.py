@@ -1,0 +1,167 @@
+"""Every route: its path, what it takes, what it answers, and the function that does it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from pydantic import BaseModel
+
+from quire import __version__
+from quire.server import responses
+from quire.server.answer import encode, send_json
+from quire.server.api_error import ApiError, refusal
+from quire.server.body import read_body
+from quire.server.chat import chat_completion
+from quire.server.chat_prompt import render
+from quire.server.chat_protocol import ChatBody, Message, Tool
+from quire.server.completions import completion
+from quire.server.protocol import CompletionBody, DetokenizeBody, TokenizeBody
+from quire.server.service import RequestRecord, Service
+
+Handler = Callable[[Service, RequestRecord, Any, Any, Any], Awaitable[None]]
+_METRICS_TYPE = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
+_HTML = [(b"content-type", b"text/html; charset=utf-8"),
+         (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+                                      b"connect-src 'self'; frame-ancestors 'none'")]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One line of the server's table."""
+
+    method: str
+    path: str
+    summary: str
+    handler: Handler
+    takes: type[BaseModel] | None = None
+    gives: type[BaseModel] | None = None
+    media: str = "application/json"
+    open: bool = False
+    """No key is asked for."""
+    works: bool = False
+    """It gives the engine work, so it is refused while the server is closing."""
+    streams: bool = False
+
+
+async def _completions(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    body = await read_body(scope, receive, CompletionBody, service.config)
+    await (await completion(service, record, body))(scope, receive, send)
+
+
+async def _chat(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    body = await read_body(scope, receive, ChatBody, service.config)
+    await (await chat_completion(service, record, body))(scope, receive, send)
+
+
+def _card(service: Service) -> dict[str, Any]:
+    return {"id": service.model_name, "object": "model", "created": service.created, "owned_by": "quire",
+            "max_model_len": service.engine.max_model_len}
+
+
+async def _models(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    await send_json(send, 200, encode({"object": "list", "data": [_card(service)]}))
+
+
+async def _model(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    service.check_model(scope["path"].removeprefix("/v1/models/"))
+    await send_json(send, 200, encode(_card(service)))
+
+
+async def _tokenize(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    body = await read_body(scope, receive, TokenizeBody, service.config)
+    service.check_model(body.model)
+    tokenizer = service.needs_tokenizer("prompt")
+    if (body.prompt is None) == (body.messages is None):
+        raise refusal("prompt", "or messages is wanted, and not both")
+    if body.prompt is not None:
+        for name in ("tools", "add_generation_prompt"):
+            if getattr(body, name) is not None:
+                raise refusal(name, "needs messages")
+        tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
+    else:
+        text = await asyncio.to_thread(_rendered, service, body)
+        tokens = await service.encode(text, bool(body.add_special_tokens))
+    found: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len}
+    if body.return_token_strs:
+        found["token_strs"] = [tokenizer.token_text(token) for token in tokens]
+    await send_json(send, 200, encode(found))
+
+
+def _rendered(service: Service, body: TokenizeBody) -> str:
+    """The prompt of a conversation, checked as that of a chat completion is."""
+    checked = responses.Conversation.model_validate({"messages": body.messages, "tools": body.tools})
+    messages: list[Message] = checked.messages
+    tools: list[Tool] | None = checked.tools
+    shown = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+    return render(service.needs_tokenizer("messages"), messages, tools=shown, variables=None,
+                  add_generation_prompt=body.add_generation_prompt is not False)
+
+
+async def _detokenize(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    body = await read_body(scope, receive, DetokenizeBody, service.config)
+    service.check_model(body.model)
+    tokenizer = service.needs_tokenizer("tokens")
+    highest = max(body.tokens, default=0)
+    if highest >= tokenizer.vocab_size:
+        raise refusal("tokens", f"holds {highest}; the vocabulary ends at {tokenizer.vocab_size - 1}")
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
+    await send_json(send, 200, encode({"prompt": text}))
+
+
+async def _health(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    """True liveness: the engine's own process answers for it, by its steps."""
+    if service.draining:
+        raise ApiError(503, "the server is closing", code="closing", retry_after=1.0)
+    try:
+        async with asyncio.timeout(5.0):
+            await service.engine.check_health()
+    except Exception as error:
+        reason = str(error) or "the engine does not answer"
+        raise ApiError(503, reason, code="engine_dead", retry_after=1.0) from error
+    await send_json(send, 200, encode({"status": "ok"}))
+
+
+async def _metrics(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    try:
+        async with asyncio.timeout(2.0):
+            engine = await service.engine.metrics()
+    except Exception:
+        engine = None  # said by quire:engine_up; the server's own counters are there all the same
+    await send_json(send, 200, service.metrics.render(engine), _METRICS_TYPE)
+
+
+async def _version(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    await send_json(send, 200, encode({"version": __version__}))
+
+
+async def _openapi(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    from quire.server.openapi import document
+
+    await send_json(send, 200, encode(document(ROUTES, service.config)))
+
+
+async def _docs(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    page = resources.files("quire.server").joinpath("docs_page.html").read_bytes()
+    await send_json(send, 200, page, _HTML)
+
+
+ROUTES: tuple[Route, ...] = (
+    Route("POST", "/v1/chat/completions", "Answer a conversation", _chat, ChatBody, responses.ChatCompletion,
+          works=True, streams=True),
+    Route("POST", "/v1/completions", "Continue texts", _completions, CompletionBody, responses.Completion, works=True,
+          streams=True),
+    Route("GET", "/v1/models", "The served model, as a list", _models, None, responses.ModelList),
+    Route("GET", "/v1/models/{model}", "The served model", _model, None, responses.ModelCard),
+    Route("POST", "/tokenize", "From text or messages to tokens", _tokenize, TokenizeBody, responses.Tokens),
+    Route("POST", "/detokenize", "From tokens to text", _detokenize, DetokenizeBody, responses.Detokenized),
+    Route("GET", "/health", "200 while the engine makes steps, 503 when it is dead", _health, None, responses.Health,
+          open=True),
+    Route("GET", "/metrics", "Prometheus metrics", _metrics, media="text/plain"),
+    Route("GET", "/version", "Quire's version", _version, None, responses.Version),
+    Route("GET", "/openapi.json", "This document", _openapi),
+    Route("GET", "/docs", "This document, to read", _docs, media="text/html"),
+)

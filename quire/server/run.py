@@ -1,0 +1,177 @@
+"""The server's life: bind, start the engine, serve, and on SIGTERM finish what runs and end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+
+from quire.config import ServerConfig
+from quire.errors import ConfigError
+from quire.server.app import App, build_app, with_cors
+from quire.server.auth import ApiKeys
+from quire.server.connection import bounded_protocol
+from quire.server.log import event
+from quire.server.tracing import Tracing
+
+StartEngine = Callable[[], Coroutine[Any, Any, Any]]
+
+
+def run(config: ServerConfig, start_engine: StartEngine) -> int:
+    """Serve until told to stop; the exit code."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config, start_engine))
+
+
+async def serve(config: ServerConfig, start_engine: StartEngine,
+                ready: Callable[[str, App], None] | None = None, stops: Stops | None = None) -> int:
+    """`ready` is told the address when requests are taken; `stops` says when to end, beside the signals."""
+    began = time.monotonic()
+    keys, tracing = ApiKeys.of(config), Tracing.to(config.otlp_endpoint)
+    listener = _listen(config)
+    _warn_if_public(config, keys)
+    stops = Stops() if stops is None else stops
+    stops.listen()
+    try:
+        engine = await stops.unless_stopped(start_engine())
+        if engine is None:
+            return 0
+        app = build_app(engine, config, keys=keys, tracing=tracing)
+        try:
+            address = _address(listener)
+            event(logging.INFO, "ready", url=address, model=app.service.model_name, api_keys=len(keys),
+                  seconds=round(time.monotonic() - began, 2))
+            if ready is not None:
+                ready(address, app)
+            await _serve_until_stopped(app, config, listener, stops)
+        finally:
+            await engine.shutdown()
+            tracing.close()
+    finally:
+        listener.close()
+        stops.ignore()
+    event(logging.INFO, "stopped")
+    return 0
+
+
+async def _serve_until_stopped(app: App, config: ServerConfig, listener: socket.socket, stops: Stops) -> None:
+    _allow_many_files(config.max_connections)
+    server = _Server(uvicorn.Config(
+        with_cors(app, config.allowed_origins), http=bounded_protocol(config), ws="none", lifespan="off",
+        log_config=None, access_log=False, server_header=False, date_header=False, timeout_keep_alive=30,
+        timeout_graceful_shutdown=3, backlog=2048))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    stopped = asyncio.create_task(stops.first.wait())
+    await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not serving.done():
+        draining = asyncio.create_task(app.drain(config.drain_timeout))
+        hurry = asyncio.create_task(stops.second.wait())
+        await asyncio.wait([draining, hurry], return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            await app.drain(0.0)
+        for task in (draining, hurry):
+            task.cancel()
+        server.should_exit = True
+    await serving
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers, which end the process by the signal again after a clean end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Stops:
+    """SIGTERM and Ctrl-C: the first asks to finish, the second to hurry."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+
+    def listen(self) -> None:
+        with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not the main thread: tests
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self.stop)
+
+    def ignore(self) -> None:
+        with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().remove_signal_handler(number)
+
+    def stop(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `work`; None where a signal came first."""
+        task, stopped = asyncio.create_task(work), asyncio.create_task(self.first.wait())
+        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            engine = await task
+            await engine.shutdown()
+        return None
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """Bound before the model is loaded: a port in use is said at once."""
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, proto, _, address = found[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}; choose "
+                          f"another with --port", field="port") from error
+    listener.set_inheritable(False)
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _warn_if_public(config: ServerConfig, keys: ApiKeys) -> None:
+    if len(keys) or _is_loopback(config.host):
+        return
+    text = (f"WARNING: {config.host} can be reached from other machines and no API key is set: anybody there may use "
+            f"this model. Set QUIRE_API_KEYS or --api-key-file.")
+    event(logging.WARNING, "public_without_key", host=config.host, advice=text)
+    if sys.stderr.isatty():
+        print(f"\n{'!' * len(text)}\n{text}\n{'!' * len(text)}\n", file=sys.stderr, flush=True)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _allow_many_files(connections: int) -> None:
+    """Each connection is an open file; many systems allow 1,024 until asked for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + 256
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
