@@ -161,7 +161,8 @@ class ChatAnswer(Answer):
             delta["tool_calls"] = [_call_piece(call) for call in calls]
         found = b""
         logprobs = chat_logprobs(new_logprobs(each), self._top, self.service.tokenizer) if self._body.logprobs else None
-        if delta or (logprobs and logprobs["content"]):
+        told = self._body.logprobs or self._body.return_token_ids
+        if delta or (told and each.token_ids_delta):
             found = self._chunk(each.index, delta, None, logprobs, each)
         if reason is not None:
             found += self._chunk(each.index, {}, self._reason(reason, text))

@@ -121,3 +121,15 @@ class ChatBody(GenerationBody):
     web_search_options: None = None
     functions: None = Field(None, description="not supported: use tools")
     function_call: None = Field(None, description="not supported: use tool_choice")
+
+
+class TokenizeBody(Strict):
+    """A text, or a conversation as the chat template renders it."""
+
+    model: str | None = Field(None, max_length=1024)
+    prompt: Text | None = None
+    messages: list[Message] | None = Field(None, max_length=65536)
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = Field(None, description="default: true for a prompt, false for messages")
+    add_generation_prompt: bool | None = Field(None, description="for messages; default: true")
+    return_token_strs: bool | None = Field(None, description="the text of each token too")

@@ -98,7 +98,8 @@ class CompletionAnswer(Answer):
         if first and self._body.echo:
             text = (self._texts[place] or "") + text
         reason = finish_reason(each)
-        if not text and reason is None and not (each.token_ids_delta and self._body.logprobs is not None):
+        told = self._body.logprobs is not None or self._body.return_token_ids
+        if not text and reason is None and not (told and each.token_ids_delta):
             return b""
         choice: dict[str, Any] = {"index": number, "text": text,
                                   "logprobs": self._piece(place, number, output, new_logprobs(each), first),

@@ -116,18 +116,6 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = Field(None, description="Quire: let the tokenizer add its own (default: true)")
 
 
-class TokenizeBody(Strict):
-    """A text, or a conversation as the chat template renders it."""
-
-    model: str | None = Field(None, max_length=1024)
-    prompt: Text | None = None
-    messages: list[JsonObject] | None = None
-    tools: list[JsonObject] | None = None
-    add_special_tokens: bool | None = Field(None, description="default: true for a prompt, false for messages")
-    add_generation_prompt: bool | None = Field(None, description="for messages; default: true")
-    return_token_strs: bool | None = Field(None, description="the text of each token too")
-
-
 class DetokenizeBody(Strict):
     model: str | None = Field(None, max_length=1024)
     tokens: list[TokenId] = Field(max_length=1 << 20)

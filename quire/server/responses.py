@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from quire.server.chat_protocol import Message, Strict, Tool
-
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
@@ -113,10 +111,3 @@ class ErrorDetail(BaseModel):
 
 class ErrorBody(BaseModel):
     error: ErrorDetail
-
-
-class Conversation(Strict):
-    """The messages and tools of /tokenize."""
-
-    messages: list[Message]
-    tools: list[Tool] | None = None

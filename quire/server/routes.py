@@ -17,9 +17,9 @@ from quire.server.api_error import ApiError, refusal
 from quire.server.body import read_body
 from quire.server.chat import chat_completion
 from quire.server.chat_prompt import render
-from quire.server.chat_protocol import ChatBody, Message, Tool
+from quire.server.chat_protocol import ChatBody, TokenizeBody
 from quire.server.completions import completion
-from quire.server.protocol import CompletionBody, DetokenizeBody, TokenizeBody
+from quire.server.protocol import CompletionBody, DetokenizeBody
 from quire.server.service import RequestRecord, Service
 
 Handler = Callable[[Service, RequestRecord, Any, Any, Any], Awaitable[None]]
@@ -92,12 +92,9 @@ async def _tokenize(service: Service, record: RequestRecord, scope: Any, receive
 
 
 def _rendered(service: Service, body: TokenizeBody) -> str:
-    """The prompt of a conversation, checked as that of a chat completion is."""
-    checked = responses.Conversation.model_validate({"messages": body.messages, "tools": body.tools})
-    messages: list[Message] = checked.messages
-    tools: list[Tool] | None = checked.tools
-    shown = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
-    return render(service.needs_tokenizer("messages"), messages, tools=shown, variables=None,
+    """The prompt of a conversation, as a chat completion would make it."""
+    shown = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+    return render(service.needs_tokenizer("messages"), body.messages or [], tools=shown, variables=None,
                   add_generation_prompt=body.add_generation_prompt is not False)
 
 

@@ -232,8 +232,8 @@ class ToolParser:
         rest, self._buffer = self._buffer, ""
         if self._state == "call" and self._call is not None and not self._announced:
             rest = self._call.text + rest
-        elif self._state == "between" and self._form.open is not None:
-            rest = rest.strip() if self.num_calls else rest
+        elif self._state == "between" and self.num_calls:
+            rest = rest.strip(string.whitespace + self._form.separators)
         elif self._state in ("text", "start"):
             rest = rest if not self.num_calls else rest.rstrip()
         return rest, []

@@ -83,7 +83,7 @@ class ScriptedEngine:
                     raise self.fails_after[1]
                 self._feed(work, script[place:place + self.tokens_at_once], place, most)
                 finished = work.finished
-                if kind != "final" and not work.silent_until_done or finished:
+                if finished or (kind != "final" and not work.silent_until_done):
                     yield work.output(only_new=kind == "delta")
                 if finished:
                     return
@@ -120,7 +120,7 @@ def _logprobs(token: int) -> TokenLogprobs:
 
 @contextlib.contextmanager
 def running(engine: Any, **options: Any) -> Iterator[tuple[str, App]]:
-    """(address, application) of a server in a thread of its own; `engine` may be a coroutine function that starts one."""
+    """(address, application) of a server in a thread; `engine` is one, or a coroutine function that starts one."""
     config = ServerConfig.create(**{"port": 0, "drain_timeout": 5.0, **options})
     ready: threading.Event = threading.Event()
     found: list[Any] = []
