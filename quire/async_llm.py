@@ -423,6 +423,11 @@ class AsyncLLM:
 
     # ---- looking after it
 
+    @property
+    def state(self) -> str:
+        """starting, ready, restarting, failed or closed."""
+        return self._supervisor.state.value
+
     async def check_health(self) -> None:
         """Raises EngineDeadError unless the engine is up and, while there is work, makes steps."""
         self._supervisor.check()

@@ -42,6 +42,7 @@ class ModelConfig:
         None, "threads of the CPU kernels (default: the cores this process may use)")
     executor: str = option("auto", "who computes the tokens: the model, or (dummy) nobody: they are made up at once, "
                                    "which measures everything around a model", ("auto", "dummy"))
+    dummy_step_ms: float = option(0.0, "with the dummy executor: milliseconds that a step pretends to take")
     enforce_eager: bool = option(False, "on a GPU: launch every kernel anew instead of replaying captured graphs")
     deterministic: bool = option(
         False, "on a GPU: the same bits whatever the batch, chunks, cache and graphs, at some cost in speed "
@@ -261,6 +262,10 @@ def _check_ranges(config: EngineConfig) -> None:
             raise ConfigError(f"{name} must be between {low} and {high}, not {value}", field=name)
     if not 0 <= config.model.seed < 1 << 64:
         raise ConfigError(f"seed must be between 0 and 2**64 - 1, not {config.model.seed}", field="seed")
+    pretended = config.model.dummy_step_ms
+    if not 0.0 <= pretended <= 1e6 or (pretended and config.model.executor != "dummy"):
+        raise ConfigError(f"dummy_step_ms must be between 0 and 1000000, and 0 unless executor is 'dummy', not "
+                          f"{pretended}", field="dummy_step_ms")
     _check_slo(config.scheduler)
     _check_swap(config)
     share = config.cache.gpu_memory_utilization

@@ -27,7 +27,8 @@ class ModelWorker(Protocol):
 
 def resolve(config: EngineConfig) -> EngineConfig:
     """The same with device, and what the user left to the device, filled in."""
-    device = config.model.device
+    # Nobody computes anything: no need to look for a GPU, nor to import torch.
+    device = "cpu" if config.model.executor == "dummy" else config.model.device
     missing = None if device == "cpu" else _missing_for_gpu()
     if device == "cuda" and missing is not None:
         raise ConfigError(f"device 'cuda' cannot be used: {missing}; use device='cpu' or 'auto'", field="device")
@@ -79,7 +80,7 @@ def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, 
 
     spec = read_spec(source.config)
     pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.max_num_seqs or 128)
-    return _NoWorker(spec, pool), DummyExecutor(spec.vocab_size)
+    return _NoWorker(spec, pool), DummyExecutor(spec.vocab_size, config.model.dummy_step_ms / 1e3)
 
 
 def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:

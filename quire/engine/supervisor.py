@@ -68,7 +68,7 @@ class Supervisor:
         self._looked_at = 0.0
         self._ready_at = 0.0
         self._streak = 0
-        """Deaths in a row of engines that had proved nothing."""
+        """Deaths in a row since an engine proved that it can serve."""
         self._next_try = 0.0
         self.state = State.STARTING
         self.restarts = 0
@@ -146,6 +146,8 @@ class Supervisor:
     def _take(self, message: m.FromEngine) -> None:
         if isinstance(message, m.Ready):
             self.state, self._ready_at = State.READY, time.monotonic()
+            if self._client is not None:
+                self._client.heartbeat = m.Heartbeat("idle", self._ready_at, 0)  # the next one may never come
             self._on_ready(message)
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(message)
@@ -170,13 +172,13 @@ class Supervisor:
             self._on_death(EngineDeadError(f"the engine died while this request was in flight: {said}",
                                            retry_after=1.0))
             proven = self.proved or time.monotonic() - self._ready_at > _PROVEN_SECONDS
-            self._streak = 0 if proven else self._streak + 1
+            self._streak = 1 if proven else self._streak + 1
             self._restarting = asyncio.create_task(self._restart(), name="quire-restart")
 
     async def _restart(self) -> None:
         """Try until one starts, with growing pauses, a bounded number of times in a row."""
-        while self._streak < self._guard.max_restarts:
-            pause = 0.0 if self._streak == 0 else min(_LONGEST_PAUSE, 0.5 * 2 ** (self._streak - 1))
+        while self._streak <= self._guard.max_restarts:
+            pause = 0.0 if self._streak == 1 else min(_LONGEST_PAUSE, 0.5 * 2 ** (self._streak - 2))
             self._next_try = time.monotonic() + pause
             await asyncio.sleep(pause)
             self.restarts += 1

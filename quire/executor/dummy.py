@@ -8,6 +8,7 @@ are asked for, are those of a model that knows nothing: all tokens are equally l
 from __future__ import annotations
 
 import math
+import time
 from concurrent.futures import Future
 
 from quire.errors import InvariantError
@@ -39,8 +40,9 @@ def dummy_candidates(seed: int, entry: PlanEntry, vocab_size: int) -> list[tuple
 class DummyExecutor(Executor):
     """Keeps rows as the worker would and draws `dummy_token`s."""
 
-    def __init__(self, vocab_size: int = 1000) -> None:
+    def __init__(self, vocab_size: int = 1000, step_seconds: float = 0.0) -> None:
         self.vocab_size = vocab_size
+        self._step_seconds = step_seconds
         self._rows: dict[int, tuple[int, int]] = {}
         """Seed and sequence index of every row in use."""
         self._computed: dict[int, int] = {}
@@ -53,6 +55,8 @@ class DummyExecutor(Executor):
         return future
 
     def execute(self, plan: StepPlan) -> StepResult:
+        if self._step_seconds:
+            time.sleep(self._step_seconds)
         for row in plan.freed_rows:
             self._rows.pop(row, None)
             self._computed.pop(row, None)
