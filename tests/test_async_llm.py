@@ -182,9 +182,9 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(smollm2: str) -> None:
 
 def test_a_request_is_given_up_after_its_time(smollm2: str) -> None:
     async def job(llm: AsyncLLM) -> None:
-        with pytest.raises(RequestTimeoutError, match="within 0.3 seconds"):
+        with pytest.raises(RequestTimeoutError, match=r"within 0\.3 seconds"):
             await last(llm.generate([1], greedy(5000), timeout=0.3))
-        with pytest.raises(RequestTimeoutError, match="within 0.6 seconds"):
+        with pytest.raises(RequestTimeoutError, match=r"within 0\.6 seconds"):
             await last(llm.generate([1], greedy(5000)))
         await last(llm.generate([1], greedy(3)))
         metrics = await comes_to_rest(llm)
