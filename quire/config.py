@@ -336,3 +336,8 @@ def default_cache_dir() -> Path:
 def api_keys_of_environment() -> str:
     """What $QUIRE_API_KEYS holds: API keys of `quire serve`, separated by commas."""
     return os.environ.get("QUIRE_API_KEYS", "")
+
+
+def default_api_key() -> str | None:
+    """The key that commands send to servers, unless told another: $OPENAI_API_KEY, as the field's clients do."""
+    return os.environ.get("OPENAI_API_KEY") or None

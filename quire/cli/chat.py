@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.conversation import Conversation
 from quire.cli.engine import open_llm
 from quire.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_params
+from quire.cli.remote import add_endpoint_options
 from quire.cli.terminal import CYAN, DIM, LiveText, styled
 from quire.errors import ChatTemplateError, InvalidRequestError
 
@@ -24,8 +25,10 @@ EXAMPLES = (
     "examples:\n"
     "  quire chat\n"
     "  quire chat smollm2-135m --system 'You answer in one sentence.'\n"
-    "  quire chat ./my-model --temperature 0.8 --max-tokens 1000"
+    "  quire chat ./my-model --temperature 0.8 --max-tokens 1000\n"
+    "  quire chat --url http://127.0.0.1:8000"
 )
+DEFAULT_MODEL = "smollm2-135m"
 DEFAULTS: dict[str, Any] = {"max_tokens": 1024, "temperature": 0.2, "top_p": 0.9}
 UNUSED = ("n", "best_of", "logprobs", "prompt_logprobs", "detokenize")
 """What a chat has no place to show, or cannot do without."""
@@ -43,21 +46,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        default="smollm2-135m",
-        help="alias, path or hub id (default: %(default)s)",
+        help="alias, path or hub id (default: smollm2-135m); with --url, the model to ask the server for",
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    add_endpoint_options(parser, url_default=None)
     add_sampling_options(parser, DEFAULTS, leave_out=UNUSED)
     add_engine_options(parser, leave_out=("model", "skip_tokenizer_init"), rename={"seed": "--engine-seed"})
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.url is not None:
+        from quire.cli.remote_chat import chat_with_server
+
+        return chat_with_server(args)
     params = sampling_params(args, DEFAULTS)
-    with open_llm({"model": args.model, **engine_options(args)}) as llm:
+    model = args.model or DEFAULT_MODEL
+    with open_llm({"model": model, **engine_options(args)}) as llm:
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise ChatTemplateError(
-                f"{args.model} has no chat template, so it was not made for chats (a base model, perhaps): "
-                f"complete texts with `quire generate --model {args.model}` instead"
+                f"{model} has no chat template, so it was not made for chats (a base model, perhaps): "
+                f"complete texts with `quire generate --model {model}` instead"
             )
         Chat(llm, params, args.system).talk()
     return 0
@@ -69,8 +77,12 @@ class Chat:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
         self._llm = llm
         self._params = params
-        self._conversation = Conversation(llm, system)
+        self._conversation = self._begin(system)
         self._interactive = sys.stdin.isatty()
+
+    def _begin(self, system: str | None) -> Any:
+        """A conversation in which nothing was said yet."""
+        return Conversation(self._llm, system)
 
     def talk(self) -> None:
         if self._interactive:
@@ -133,7 +145,7 @@ class Chat:
             self._conversation.reset()
             self._note("(the conversation is forgotten)")
         elif word == "/system":
-            self._conversation = Conversation(self._llm, rest.strip() or None)
+            self._conversation = self._begin(rest.strip() or None)
             self._note(
                 f"(new conversation, system prompt: {rest.strip()})"
                 if rest.strip()
@@ -145,7 +157,7 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         try:
-            prompt, forgotten = self._conversation.ask(text, self._params.max_tokens)
+            prompt, forgotten = self._conversation.ask(text, self._max_tokens())
         except InvalidRequestError as error:
             self._note(f"({error})")
             return
@@ -158,6 +170,10 @@ class Chat:
         self._conversation.answered(answer)
         if note:
             self._note(note)
+
+    def _max_tokens(self) -> int | None:
+        """Room that an answer may need, where it is known here."""
+        return self._params.max_tokens
 
     def _stream(self, prompt: dict[str, Any]) -> tuple[str, str | None]:
         """Show the answer as it is made; what it is, and what to say about its end."""

@@ -28,6 +28,7 @@ BENCHES: dict[str, Command] = {
     "prefix-cache": Command("quire.cli.bench_prefix_cache", "hit rates of the eviction policies on a trace"),
     "policies": Command("quire.bench.policies", "one workload through each way of batching: throughput and latency"),
     "gpu": Command("quire.bench.gpu", "cases a to d on a GPU, against what the hardware allows"),
+    "serve": Command("quire.bench.serve", "load on a server of the OpenAI API: throughput, latency, goodput"),
     "pressure": Command("quire.bench.pressure", "KV pools too small for the load, in each mode of preemption"),
 }
 COMMANDS: dict[str, Command] = {
@@ -35,6 +36,8 @@ COMMANDS: dict[str, Command] = {
     "generate": Command("quire.cli.generate", "complete prompts, or answer them"),
     "serve": Command("quire.cli.serve", "answer the OpenAI API on a port of this machine"),
     "chat": Command("quire.cli.chat", "talk with a model in the terminal"),
+    "complete": Command("quire.cli.complete", "complete a text through a server"),
+    "run-batch": Command("quire.cli.run_batch", "answer an OpenAI batch file; goes on where it was stopped"),
     "pull": Command("quire.cli.pull", "download a model, so that it is there when needed"),
     "models": Command("quire.cli.models", "models known by a short name, and what is on this machine"),
     "inspect": Command("quire.cli.inspect", "what a model is and what of it fits in this machine"),

@@ -1,0 +1,1 @@
+"""Talks to servers of the OpenAI API: Quire's own or anybody's."""

@@ -1,0 +1,128 @@
+"""OpenAI batch files: read the requests, remember which are answered, append each answer as it comes.
+
+The output file is the only memory: a run that was killed goes on where it stood, and no finished line is done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from quire.errors import InvalidRequestError
+
+PATHS = ("/v1/chat/completions", "/v1/completions")
+_LONGEST_LINE = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One request of a batch file."""
+
+    number: int
+    custom_id: str
+    path: str
+    body: dict[str, Any]
+
+
+def read_batch(path: Path) -> Iterator[BatchLine]:
+    """The requests of a file in order; the first line that is none raises with its number."""
+    seen: dict[str, int] = {}
+    try:
+        with path.open("rb") as lines:
+            for number, text in enumerate(lines, 1):
+                if text.strip():
+                    line = _parse(path, number, text)
+                    if line.custom_id in seen:
+                        raise _wrong(path, number, f"custom_id {line.custom_id!r} is that of line "
+                                                   f"{seen[line.custom_id]} too: ids must differ")
+                    seen[line.custom_id] = number
+                    yield line
+    except OSError as error:
+        raise InvalidRequestError(f"cannot read the batch {path}: {error.strerror}", "input_file") from error
+
+
+def _parse(path: Path, number: int, text: bytes) -> BatchLine:
+    if len(text) > _LONGEST_LINE:
+        raise _wrong(path, number, f"a request of {len(text):,} bytes, at most {_LONGEST_LINE:,} are taken")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(path, number, f"not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise _wrong(path, number, "not a JSON object")
+    custom_id, method, url, body = (found.get(key) for key in ("custom_id", "method", "url", "body"))
+    if not isinstance(custom_id, str) or not custom_id:
+        raise _wrong(path, number, "custom_id must be a text that is not empty")
+    if method != "POST":
+        raise _wrong(path, number, f"method must be POST, not {method!r}")
+    if url not in PATHS:
+        raise _wrong(path, number, f"url must be one of {', '.join(PATHS)}, not {url!r}")
+    if not isinstance(body, dict):
+        raise _wrong(path, number, "body must be a JSON object, the request itself")
+    if body.get("stream"):
+        raise _wrong(path, number, "stream cannot be set in a batch: the answer is one line")
+    return BatchLine(number, custom_id, str(url), body)
+
+
+def _wrong(path: Path, number: int, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"line {number} of {path}: {what}", "input_file")
+
+
+class BatchOutput:
+    """The file of answers, one line each in the order in which they come."""
+
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
+        self.path = path
+        try:
+            self.finished = set() if fresh else _finished(path)
+            self._file = path.open("wb" if fresh else "ab")
+        except OSError as error:
+            raise InvalidRequestError(f"cannot write the answers to {path}: {error.strerror}", "output_file") from error
+
+    def write(self, line: BatchLine, request_id: str, status: int, body: Any) -> None:
+        """Append an answer; it is on its way to the disk when this returns."""
+        failed = None if status == 200 else {"code": str(status), "message": _message(body)}
+        record = {"id": f"batch_req_{request_id}", "custom_id": line.custom_id,
+                  "response": {"status_code": status, "request_id": request_id, "body": body}, "error": failed}
+        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        self.finished.add(line.custom_id)
+
+    def __enter__(self) -> BatchOutput:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _finished(path: Path) -> set[str]:
+    """Ids with an answer in the file; the torn line that a kill may have left at its end is cut off."""
+    if not path.exists():
+        return set()
+    found: set[str] = set()
+    whole = 0
+    with path.open("rb+") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):
+                break
+            try:
+                found.add(json.loads(text)["custom_id"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise InvalidRequestError(
+                    f"line {number} of {path} is no answer of a batch: name another output file, or start anew with "
+                    "--overwrite", "output_file") from error
+            whole += len(text)
+        file.truncate(whole)
+    return found
+
+
+def _message(body: Any) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message", error)) if isinstance(error, dict) else str(body)[:300]
