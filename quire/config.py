@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.speculation.options import SpeculationOptions
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -190,7 +191,22 @@ _SERVER_RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
-_SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Whether tokens are guessed ahead and checked several at once."""
+
+    speculative_config: dict[str, object] | None = option(  # noqa: RUF009 (a field, as everywhere here)
+        None, "guess tokens ahead and check several in one step, as in {\"method\": \"ngram\", "
+              "\"num_speculative_tokens\": 8}; methods: ngram, suffix, draft_model, skip_layers (default: off)")
+
+    @property
+    def options(self) -> SpeculationOptions | None:
+        """What it says, checked; None where there is no speculation."""
+        return None if self.speculative_config is None else SpeculationOptions.parse(self.speculative_config)
+
+
+_SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig,
+                              "speculation": SpeculationConfig}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +216,7 @@ class EngineConfig:
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    speculation: SpeculationConfig = SpeculationConfig()
 
     @classmethod
     def create(cls, **options: Any) -> EngineConfig:
@@ -217,7 +234,7 @@ class EngineConfig:
         return config
 
     def validate(self) -> None:
-        for section in (self.model, self.cache, self.scheduler):
+        for section in (self.model, self.cache, self.scheduler, self.speculation):
             for f in dataclasses.fields(section):
                 _check_type(f, getattr(section, f.name))
         _check_ranges(self)
@@ -228,7 +245,8 @@ def option_fields() -> list[tuple[str, dataclasses.Field[Any]]]:
     return [(name, f) for name, section in _SECTIONS.items() for f in dataclasses.fields(section)]
 
 
-_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int)}
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int),
+                                       "dict[str, object]": (dict,)}
 
 
 def _check_type(f: dataclasses.Field[Any], value: Any) -> None:
@@ -266,6 +284,7 @@ def _check_ranges(config: EngineConfig) -> None:
     if not 0.0 <= pretended <= 1e6 or (pretended and config.model.executor != "dummy"):
         raise ConfigError(f"dummy_step_ms must be between 0 and 1000000, and 0 unless executor is 'dummy', not "
                           f"{pretended}", field="dummy_step_ms")
+    _ = config.speculation.options
     _check_slo(config.scheduler)
     _check_swap(config)
     share = config.cache.gpu_memory_utilization

@@ -26,14 +26,18 @@ def record_logits(llm: LLM) -> Bits:
         return seen[-1]
 
     def recording_draw(entries: Sequence[PlanEntry], ends: list[int], hidden: torch.Tensor,
-                       results: list[EntryResult]) -> None:
-        drawing = [entry for entry in entries if entry.sample]
-        keys = [(runner._table.sampling(e.row).seed, e.start + e.num_tokens) for e in drawing]
+                       results: list[EntryResult], guesses: dict[int, torch.Tensor]) -> None:
+        seeds = [runner._table.sampling(entry.row).seed if entry.sample else 0 for entry in entries]
         seen.clear()
-        draw(entries, ends, hidden, results)
-        for key, row in zip(keys, seen[0] if seen else [], strict=True):
-            found = row.numpy().tobytes()
-            assert bits.setdefault(key, found) == found, f"two draws of {key} saw different logits"
+        draw(entries, ends, hidden, results, guesses)
+        rows = iter(seen[0] if seen else [])
+        for entry, seed, result in zip(entries, seeds, results, strict=True):
+            for place in range(1 + len(entry.drafts) if entry.sample else 0):
+                found = next(rows).numpy().tobytes()
+                key = seed, entry.start + entry.num_tokens - len(entry.drafts) + place
+                # Behind a refused draft the logits are of another text.
+                if place < len(result.tokens):
+                    assert bits.setdefault(key, found) == found, f"two draws of {key} saw different logits"
 
     runner._decoder.logits = recording_logits
     runner._draw = recording_draw

@@ -15,7 +15,8 @@ ENGINE_PREFIX = "engine:"
 SAMPLING_PREFIX = "sampling:"
 """Parsed values go by these names in the namespace, so that the two seeds do not meet."""
 
-_GROUP_TITLES = {"model": "model", "cache": "KV cache", "scheduler": "scheduling"}
+_GROUP_TITLES = {"model": "model", "cache": "KV cache", "scheduler": "scheduling",
+                 "speculation": "speculation"}
 
 SAMPLING_HELP = {
     "n": "answers for each prompt",
@@ -130,6 +131,8 @@ def _add(
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
     elif choices:
         group.add_argument(flag, choices=choices, **common)
+    elif base.startswith("dict"):
+        group.add_argument(flag, type=json_object, metavar="JSON", **common)
     elif "Mapping" in base:
         group.add_argument(flag, type=token_biases, metavar="ID=BIAS,...", **common)
     elif base == "Sequence[int]":
@@ -161,6 +164,18 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"a number is wanted, not {text!r}") from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    import json
+
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"JSON is wanted, as in {{\"method\": \"ngram\"}}: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"a JSON object is wanted, not {text!r}")
+    return value
 
 
 def token_list(text: str) -> list[int]:

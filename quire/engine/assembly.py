@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
-from quire.engine.calibration import measure_move_cost
+from quire.engine.calibration import measure_move_cost, measure_step_times
 from quire.engine.core import EngineCore
 from quire.engine.device import build_worker, resolve
 from quire.kvcache.host_tier import HostTier
@@ -20,6 +20,7 @@ from quire.scheduler.policy import BATCHING_POLICIES
 from quire.scheduler.preemption import Preemption, PreemptionMode
 from quire.scheduler.queue import QUEUES
 from quire.scheduler.scheduler import Limits, Scheduler
+from quire.speculation.assembly import build_speculator
 from quire.worker.memory import PoolSize
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
     worker, executor = build_worker(source, config)
     cost = measure_move_cost(executor, config, worker.spec, worker.pool)
     cache = build_cache(config, worker.spec, worker.pool, cost)
+    speculator = build_speculator(config.speculation.options)
+    if speculator is not None and speculator.adaptive:
+        measure_step_times(speculator, executor, config, worker.spec, worker.pool)
     scheduler = Scheduler(
         limits_of(config, worker.pool.max_model_len),
         cache,
@@ -63,6 +67,7 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
         clock=clock,
         pacer=None if config.scheduler.itl_slo_ms is None else StepPacer(config.scheduler.itl_slo_ms / 1e3),
         preemption=Preemption(cache, PreemptionMode(config.scheduler.preemption_mode), cost),
+        speculator=speculator,
     )
     core = EngineCore(scheduler, executor, config.scheduler.max_steps_in_flight or 1)
     return Engine(config, source, worker.spec, worker.pool, core)

@@ -10,11 +10,13 @@ from quire.kvcache.move_cost import MoveCost
 from quire.models.spec import DecoderSpec
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import DEVICE, HOST, BlockCopy, PlanEntry, RowStart, StepPlan, TableDiff
+from quire.speculation.speculator import Speculator
 from quire.worker.memory import PoolSize
 
 _PROMPT_TOKENS = 128
 _COPIED_BLOCKS = 32
 _REPEATS = 2
+_DRAFT_COUNTS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48)
 
 
 def measure_move_cost(executor: Executor, config: EngineConfig, spec: DecoderSpec, pool: PoolSize) -> MoveCost | None:
@@ -31,9 +33,25 @@ def measure_move_cost(executor: Executor, config: EngineConfig, spec: DecoderSpe
     return MoveCost(tokens_per_second=length / prompt, bytes_per_second=2 * count * pool.bytes_per_block / copies)
 
 
-def _prompt_step(length: int, groups: int, block_size: int) -> StepPlan:
+def measure_step_times(speculator: Speculator, executor: Executor, config: EngineConfig, spec: DecoderSpec,
+                       pool: PoolSize) -> None:
+    """What steps of one to k + 1 tokens take here: without that, nobody could say what a draft costs."""
+    most, size = speculator.most, config.cache.block_size
+    length = min(_PROMPT_TOKENS, pool.max_model_len, pool.num_blocks * size) - most - 1
+    if length < 1:
+        return
+    executor.submit(_prompt_step(length, len(spec.cache_groups()), size, room=most + 1)).result()
+    for count in [n for n in _DRAFT_COUNTS if n < most] + [most]:
+        drafts = PlanEntry(0, length - 1, 1 + count, True, drafts=(0,) * count)
+        speculator.times.observe(1 + count, _fastest(executor, StepPlan(0, entries=[drafts])))
+    plain = PlanEntry(0, length - 1, 1, sample=True)
+    speculator.times.observe(1, _fastest(executor, StepPlan(0, entries=[plain])))
+    executor.submit(StepPlan(0, freed_rows=[0])).result()
+
+
+def _prompt_step(length: int, groups: int, block_size: int, room: int = 0) -> StepPlan:
     """The prompt of a sequence that nobody will hear of; its blocks are free again when the engine starts."""
-    blocks = list(range(-(-length // block_size)))
+    blocks = list(range(-(-(length + room) // block_size)))
     return StepPlan(
         0,
         starts=[RowStart(0, [0] * length, length, SamplingParams(), seed=0, sequence_index=0)],

@@ -77,6 +77,8 @@ class DummyExecutor(Executor):
             raise InvariantError(f"row {entry.row} computed {computed} tokens, not {entry.start}")
         self._computed[entry.row] = end = entry.start + entry.num_tokens
         seed, index = self._rows[entry.row]
+        if entry.num_drafts:
+            return self._judge(entry, seed, index)
         if entry.candidates:
             return EntryResult(candidates=dummy_candidates(seed, entry, self.vocab_size))
         result = EntryResult([dummy_token(seed, index, end, self.vocab_size)] if entry.sample else [])
@@ -96,3 +98,14 @@ class DummyExecutor(Executor):
     def _uniform(self, token: int, count: int) -> TokenLogprobs:
         likely, count = -math.log(self.vocab_size), min(count, self.vocab_size)
         return TokenLogprobs(token, likely, 1, list(range(count)), [likely] * count)
+
+    def _judge(self, entry: PlanEntry, seed: int, index: int) -> EntryResult:
+        """Accept drafts that are the tokens to come; of its own it proposes every third one wrongly."""
+        known = entry.start + entry.num_tokens - entry.num_drafts
+        true = [dummy_token(seed, index, known + i, self.vocab_size) for i in range(entry.num_drafts + 1)]
+        drafts = entry.drafts or [token + (i % 3 == 2) for i, token in enumerate(true[:-1])]
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == true[accepted]:
+            accepted += 1
+        self._computed[entry.row] = known + accepted
+        return EntryResult(true[: accepted + 1], num_drafts=entry.num_drafts)

@@ -149,7 +149,16 @@ def _options(rng: random.Random, requests: list[FuzzRequest]) -> dict[str, Any]:
         options |= {"swap_space": rng.choice([1e-4, 1e-3, 1e-2]),
                     "offload": options["enable_prefix_caching"] and rng.random() < 0.6,
                     "preemption_mode": rng.choice(["auto", "swap", "swap", "recompute"])}
+    if rng.random() < 0.6:
+        options["speculative_config"] = _speculation(rng)
     return options
+
+
+def _speculation(rng: random.Random) -> dict[str, Any]:
+    """Drafts of every kind whose tokens are those of the plain path, mostly as many as there are."""
+    config: dict[str, Any] = {"method": rng.choice(["ngram", "ngram", "suffix"]),
+                              "num_speculative_tokens": rng.choice([1, 2, 3, 5, 8]), "adaptive": rng.random() < 0.2}
+    return config
 
 
 def _params(rng: random.Random) -> dict[str, Any]:

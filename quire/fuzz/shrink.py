@@ -18,6 +18,7 @@ _PLAIN_OPTIONS = {
     "offload": False,
     "preemption_mode": "recompute",
     "max_num_batched_tokens": 256,
+    "speculative_config": None,
 }
 
 

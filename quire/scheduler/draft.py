@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from quire.scheduler.leaders import PrefixLeaders
 from quire.scheduler.plan import PlanEntry, TableDiff
 from quire.scheduler.request import Request, Sequence
 from quire.scheduler.step_cost import StepLoad
+from quire.speculation.speculator import Choice, Drafts
 
 Planned = tuple[Sequence, PlanEntry, int]
 """A plan entry with the sequence it speaks of, and the sequence's epoch."""
@@ -35,6 +36,8 @@ class Draft:
     """Running sequences that lack more."""
     planned: dict[int, Planned] = field(default_factory=dict)
     """By row, in the order of planning."""
+    drafts: dict[int, Drafts] = field(default_factory=dict)
+    """By row: proposed tokens, for which there may be room."""
     made_way: list[Request] = field(default_factory=list)
     """Preempted for a request of higher priority; they wait for the next step at least."""
     leaders: PrefixLeaders | None = None
@@ -48,6 +51,22 @@ class Draft:
         self.budget -= entry.num_tokens
         if self.load is not None:
             _add_load(self.load, seq, entry)
+
+    def take_choice(self, choice: Choice) -> None:
+        """Drafts that were chosen for decoding sequences; some of those wait to have drafts in the next step."""
+        self.drafts = choice.drafts
+        if choice.waiting:
+            self.decoding = [seq for seq in self.decoding if seq.row not in choice.waiting]
+
+    def partial_prefills(self, running: Iterable[Request]) -> int:
+        """Running sequences that will still lack more than one token after what is planned for them."""
+        count = 0
+        for request in running:
+            for seq in request.sequences:
+                if seq.row >= 0:
+                    planned = self.planned.get(seq.row)
+                    count += seq.num_to_compute - (planned[1].num_tokens if planned else 0) > 1
+        return count
 
     def drop(self, request: Request) -> None:
         """Plan nothing for a request after all."""
@@ -63,10 +82,10 @@ class Draft:
 
 def _add_load(load: StepLoad, seq: Sequence, entry: PlanEntry) -> None:
     """Count a planned entry among what the step costs."""
-    rows = int(entry.sample or entry.candidates > 0)
+    rows = int(entry.sample or entry.candidates > 0) + entry.num_drafts
     if entry.prompt_logprobs_from is not None:
         rows += min(entry.start + entry.num_tokens, seq.num_prompt_tokens - 1) - entry.prompt_logprobs_from
-    streams = entry.num_tokens == 1 and entry.start >= seq.num_prompt_tokens
+    streams = entry.num_tokens == 1 + entry.num_drafts and entry.start >= seq.num_prompt_tokens
     load.add(entry.start, entry.num_tokens, rows, streams)
 
 

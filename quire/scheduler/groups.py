@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from quire.kvcache.manager import KVCacheManager
-from quire.scheduler.beam import Choice
+from quire.scheduler.beam import Choice, Hypothesis
 from quire.scheduler.request import Request, Sequence
 from quire.scheduler.rows import RowBook
 
@@ -76,3 +76,14 @@ def reseat_beams(request: Request, choices: list[Choice], cache: KVCacheManager,
     request.places = seats
     request.sequences = sorted(seats, key=lambda seq: seq.index)
     return len(forks)
+
+
+def seat_hypotheses(request: Request) -> Iterator[tuple[Sequence, Hypothesis]]:
+    """The search is over: let the request's sequences be the complete beams, best first."""
+    found = request.beams.hypotheses if request.beams is not None else []
+    while len(request.sequences) < len(found):
+        request.add_sequence()
+    for seq, hypothesis in zip(request.sequences, found, strict=True):
+        seq.tokens = [*request.prompt_token_ids, *hypothesis.tokens]
+        seq.cumulative_logprob, seq.score = hypothesis.cumulative_logprob, hypothesis.score
+        yield seq, hypothesis

@@ -62,6 +62,11 @@ class StepPacer:
         small = min(most, max(0, _PROBE_TOKENS - load.prefill_tokens))
         return fits or self._largest_fitting(load, start, small, scored, self.bound)
 
+    def allows(self, load: StepLoad, start: int, num_tokens: int) -> bool:
+        """May a sequence compute `num_tokens` at once, each with its logits, where one is what it must?"""
+        return self._model.num_observed == 0 or self._model.predict_with(
+            load, start, num_tokens, num_tokens) <= self.bound / self._margin
+
     def _largest_fitting(self, load: StepLoad, start: int, most: int, scored: bool, seconds: float) -> int:
         low, high = 0, most
         while low < high:

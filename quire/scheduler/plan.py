@@ -72,6 +72,12 @@ class PlanEntry:
     """Values of the last len(given) of the tokens, chosen by the scheduler: the row takes them over first."""
     candidates: int = 0
     """Draw nothing; report so many of the likeliest next tokens."""
+    device_drafts: int = 0
+    """Up to so many of the last of `num_tokens` are drafts that the worker proposes itself, with a model."""
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.drafts) or self.device_drafts
 
 
 @dataclass(slots=True)
@@ -106,11 +112,14 @@ class EntryResult:
     """What one plan entry gave: 0 to k tokens, or an error that concerns this sequence alone."""
 
     tokens: list[int] = field(default_factory=list)
+    """With drafts: those that were accepted and one more. The KV of all but the last of them is valid."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     candidates: list[tuple[int, float]] | None = None
     """(token, log-probability), likeliest first, where the entry asked for them."""
     error: str | None = None
+    num_drafts: int = 0
+    """Drafts that were judged: fewer than asked for where the worker had fewer to propose."""
 
 
 @dataclass(slots=True)

@@ -107,6 +107,10 @@ class RequestCounts:
     """Out and back."""
     copies_on_write: int = 0
     tier_hit_tokens: int = 0
+    decode_steps: int = 0
+    """Where speculation is on: steps that computed tokens after the prompt."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -8,18 +8,25 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from quire.errors import InvalidRequestError, InvariantError
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.table import PrefixMatch, SequenceKV
+from quire.scheduler.chunks import ChunkSizes
 from quire.scheduler.draft import Admission, Draft, Planned, table_diffs
-from quire.scheduler.groups import blocks_to_go_on, extra_blocks, fork_from, reseat_beams, unforked
+from quire.scheduler.groups import (
+    blocks_to_go_on,
+    extra_blocks,
+    fork_from,
+    reseat_beams,
+    seat_hypotheses,
+    unforked,
+)
 from quire.scheduler.leaders import PrefixLeaders
 from quire.scheduler.limits import Limits as Limits
 from quire.scheduler.limits import longest_allowed
 from quire.scheduler.pacing import StepPacer
-from quire.scheduler.plan import BlockCopy, EntryResult, PlanEntry, StepPlan, StepResult, TokenLogprobs
+from quire.scheduler.plan import BlockCopy, EntryResult, PlanEntry, StepPlan, StepResult
 from quire.scheduler.policy import BatchingPolicy, DecodeFirst, Phase
 from quire.scheduler.preemption import Preemption, PreemptionReason
 from quire.scheduler.queue import FCFSQueue, WaitingQueue
@@ -27,20 +34,12 @@ from quire.scheduler.request import FinishReason, Request, Sequence
 from quire.scheduler.roster import Roster
 from quire.scheduler.stats import SchedulerStats as SchedulerStats
 from quire.scheduler.step_cost import StepLoad
+from quire.scheduler.updates import SequenceUpdate as SequenceUpdate
+from quire.scheduler.updates import cut_at_stop
+from quire.speculation.speculator import Drafts, Speculator
 
 _EXAMINE_EVERY = 10.0
 """Seconds: a full check takes milliseconds for ten thousand blocks, too long for every pause."""
-
-
-@dataclass(slots=True)
-class SequenceUpdate:
-    """News of one sequence, for whoever turns tokens into text."""
-
-    request: Request
-    sequence: Sequence
-    new_tokens: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class Scheduler:
@@ -55,6 +54,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         pacer: StepPacer | None = None,
         preemption: Preemption | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.limits = limits
         self.cache = cache
@@ -68,6 +68,8 @@ class Scheduler:
         """Told of every preemption, once it is done."""
         self._clock = clock
         self._pacer = pacer
+        self._chunks = ChunkSizes(limits, pacer)
+        self.speculator = speculator
         self._in_flight: deque[tuple[StepPlan, list[Planned]]] = deque()
         self._updates: list[SequenceUpdate] = []
         self._quarantined: list[SequenceKV] = []
@@ -144,6 +146,8 @@ class Scheduler:
                 if seq.row < 0 or todo < 1 or (known >= request.max_len and seq.num_pending):
                     continue
                 (draft.decoding if todo == 1 else draft.prefilling).append(seq)
+        if self.speculator is not None and draft.decoding:
+            draft.take_choice(self.speculator.choose(draft.decoding, draft.budget - len(draft.decoding)))
 
     def _continue_running(self, draft: Draft, sequences: list[Sequence]) -> None:
         for seq in sequences:
@@ -155,8 +159,11 @@ class Scheduler:
     def _continue(self, draft: Draft, seq: Sequence) -> None:
         start = seq.num_computed
         todo = (seq.held_at or len(seq.tokens) + seq.num_pending) - start
-        tokens = 1 if todo == 1 else self._chunk(draft, seq, start, todo)
+        tokens = 1 if todo == 1 else self._chunks.next(draft, seq, start, todo)
         if tokens == 0:
+            return
+        drafts = draft.drafts.get(seq.row) if todo == 1 else None
+        if drafts is not None and self._plan_drafts(draft, seq, drafts):
             return
         while True:
             try:
@@ -174,6 +181,21 @@ class Scheduler:
             self._preempt(draft, victim, PreemptionReason.MEMORY)
             if victim is seq.request:
                 return
+
+    def _plan_drafts(self, draft: Draft, seq: Sequence, drafts: Drafts) -> bool:
+        """One token and its drafts, where that takes nothing from anybody; else they are not worth it."""
+        start, tokens = seq.num_computed, 1 + drafts.count
+        if not self._chunks.takes_drafts(draft, start, tokens):
+            return False
+        try:
+            if not self.cache.extend(seq.kv, start + tokens, start):
+                return False
+        except InvariantError as error:
+            self._quarantine(seq, error)
+            return True
+        in_worker = 0 if drafts.tokens else drafts.count
+        draft.add(seq, PlanEntry(seq.row, start, tokens, True, drafts.tokens, device_drafts=in_worker))
+        return True
 
     def _plan(self, draft: Draft, seq: Sequence, tokens: int) -> None:
         request = seq.request
@@ -242,12 +264,7 @@ class Scheduler:
 
     def _finish_beams(self, request: Request) -> None:
         """The sequences become the complete beams, best first."""
-        found = request.beams.hypotheses if request.beams is not None else []
-        while len(request.sequences) < len(found):
-            request.add_sequence()
-        for seq, hypothesis in zip(request.sequences, found, strict=True):
-            seq.tokens = [*request.prompt_token_ids, *hypothesis.tokens]
-            seq.cumulative_logprob, seq.score = hypothesis.cumulative_logprob, hypothesis.score
+        for seq, hypothesis in seat_hypotheses(request):
             self.stats.output_tokens += len(hypothesis.tokens)
             self._updates.append(SequenceUpdate(request, seq, hypothesis.tokens))
             self._finish(seq, FinishReason.STOP if hypothesis.ended else FinishReason.LENGTH, silent=True)
@@ -279,7 +296,7 @@ class Scheduler:
         held_at = seq.num_prompt_tokens if seq.num_output_tokens and len(request.live) > 1 else None
         known = held_at or len(seq.tokens)
         match = self._match(seq, known)
-        tokens = self._first_chunk(draft, seq, match.num_tokens, known - match.num_tokens)
+        tokens = self._chunks.first(draft, seq, match.num_tokens, known - match.num_tokens, self.running.values())
         if tokens == 0 or (self.cache.prefix_caching and self._follows(draft, seq, match, known)):
             return Admission.LATER
         # One slot more than is known: who cannot even hold the next token would be preempted at once.
@@ -338,7 +355,7 @@ class Scheduler:
             self._roster.forget_swapped(request)
             return self._begin(draft, request)
         if any(len(seq.tokens) - seq.num_computed > 1 for seq in seats) and \
-                self._partial_prefills(draft) >= self.limits.max_num_partial_prefills:
+                draft.partial_prefills(self.running.values()) >= self.limits.max_num_partial_prefills:
             return Admission.LATER
         # With nobody else running what it had must do: the pool held it before.
         if not swapper.fits(swapped, blocks_to_go_on(request, seats, self.cache) if self.running else 0):
@@ -379,35 +396,9 @@ class Scheduler:
         self.stats.steps += 1
         if self._pacer is not None and draft.load is not None:
             self._pacer.submitted(draft.load)
+        if self.speculator is not None:
+            self.speculator.submitted(planned)
         return plan
-
-    def _chunk(self, draft: Draft, seq: Sequence, start: int, todo: int) -> int:
-        """How many of `todo` tokens from `start` on to compute now; 0: none."""
-        threshold = self.limits.long_prefill_token_threshold
-        tokens = min(todo, draft.budget, threshold) if threshold else min(todo, draft.budget)
-        if self._pacer is None or draft.load is None:
-            return tokens
-        return self._pacer.room(draft.load, start, tokens, seq.request.params.prompt_logprobs is not None)
-
-    def _first_chunk(self, draft: Draft, seq: Sequence, start: int, todo: int) -> int:
-        """How many tokens of a waiting request to begin with; 0: not now."""
-        # A preempted request may have outgrown the step that its prompt was admitted for.
-        if not self.limits.chunked_prefill and not seq.request.num_preemptions:
-            return todo if todo <= draft.budget else 0
-        tokens = self._chunk(draft, seq, start, todo)
-        if tokens < todo and self._partial_prefills(draft) >= self.limits.max_num_partial_prefills:
-            return 0
-        return tokens
-
-    def _partial_prefills(self, draft: Draft) -> int:
-        """Running sequences that will still lack more than one token after what is planned for them."""
-        count = 0
-        for request in self.running.values():
-            for seq in request.sequences:
-                if seq.row >= 0:
-                    planned = draft.planned.get(seq.row)
-                    count += seq.num_to_compute - (planned[1].num_tokens if planned else 0) > 1
-        return count
 
     # ---- preemption
 
@@ -513,6 +504,8 @@ class Scheduler:
         plan, planned = self._in_flight.popleft()
         if self._pacer is not None:
             self._pacer.done()
+        if self.speculator is not None:
+            self.speculator.done(lost)
         try:
             self.cache.steps_done(plan.step, lost)
         except InvariantError as error:
@@ -528,8 +521,14 @@ class Scheduler:
             self._finish(seq, FinishReason.ABORT, error="the KV pool has no room left for this request")
 
     def _take_in(self, seq: Sequence, entry: PlanEntry, result: EntryResult) -> None:
-        end = seq.num_confirmed = entry.start + entry.num_tokens
-        tokens = result.tokens
+        end, tokens = entry.start + entry.num_tokens, result.tokens
+        if self.speculator is not None and entry.sample and tokens:
+            self.speculator.took(seq, entry, result)
+            cut_at_stop(result, seq.request.stop_ids)
+            if entry.num_drafts:
+                # What was refused, or follows the end, has neither tokens nor KV.
+                end = seq.num_computed = entry.start + len(tokens)
+        seq.num_confirmed = end
         if entry.prompt_logprobs_from is not None:
             seq.request.prompt_logprobs_done = min(end, seq.num_prompt_tokens - 1)
         if entry.sample:
@@ -578,6 +577,8 @@ class Scheduler:
             said = self._note_broken(broken)
             reason, stop_reason, error = FinishReason.ABORT, None, error or said
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop_reason, error
+        if self.speculator is not None:
+            self.speculator.forget(seq)
         if not silent:
             self._updates.append(SequenceUpdate(seq.request, seq, []))
         if seq.request.finished:

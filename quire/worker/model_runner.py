@@ -10,10 +10,21 @@ from torch import Tensor
 
 from quire.attention.context import StepContext
 from quire.models.decoder import Decoder
-from quire.sampling.batch import SamplingBatch
-from quire.sampling.sampler import FAILURES, NOT_FINITE, OK, SampledLogprobs, likeliest, sample, token_logprobs
+from quire.sampling.batch import SamplingBatch, SamplingRow
+from quire.sampling.sampler import (
+    FAILURES,
+    NOT_FINITE,
+    OK,
+    SampledLogprobs,
+    draw_weights,
+    likeliest,
+    sample,
+    token_logprobs,
+)
 from quire.scheduler.plan import EntryResult, PlanEntry, TokenLogprobs
+from quire.speculation.verify import count_equal, judge_by_rejection, rows_along
 from quire.worker.cache_engine import CacheEngine
+from quire.worker.drafter import Drafter
 from quire.worker.request_table import RequestTable
 
 _PROMPT_LOGITS_ROWS = 64
@@ -23,14 +34,21 @@ _PROMPT_LOGITS_ROWS = 64
 class ModelRunner:
     """Executes plan entries and decides nothing."""
 
-    def __init__(self, decoder: Decoder, cache: CacheEngine, table: RequestTable) -> None:
+    def __init__(self, decoder: Decoder, cache: CacheEngine, table: RequestTable,
+                 drafter: Drafter | None = None, rejection: bool = False) -> None:
         self._decoder = decoder
         self._cache = cache
         self._table = table
+        self._drafter = drafter
+        self._rejection = rejection
+        """Judge drafts by rejection; else a draft is kept if it is what the target draws."""
 
     def run(self, entries: Sequence[PlanEntry]) -> list[EntryResult]:
         if not entries:
             return []
+        guesses: dict[int, Tensor] = {}
+        if self._drafter is not None and any(entry.device_drafts for entry in entries):
+            entries, guesses = self._drafter.propose(entries)
         # Who shares another's logits computes nothing.
         computing = [entry for entry in entries if entry.num_tokens]
         ids, ctx = self._inputs(computing)
@@ -41,7 +59,7 @@ class ModelRunner:
         for entry, end, result in zip(entries, ends, results, strict=True):
             if entry.prompt_logprobs_from is not None:
                 self._prompt_logprobs(entry, hidden, end - entry.num_tokens, result)
-        self._draw(entries, ends, hidden, results)
+        self._draw(entries, ends, hidden, results, guesses)
         self._rank_candidates(entries, ends, hidden, results)
         return results
 
@@ -75,26 +93,60 @@ class ModelRunner:
                         for blocks in table.tables),
         )
 
-    def _draw(self, entries: Sequence[PlanEntry], ends: list[int], hidden: Tensor, results: list[EntryResult]) -> None:
-        """Tokens for the entries that reach the end of what their sequence knows."""
+    def _draw(self, entries: Sequence[PlanEntry], ends: list[int], hidden: Tensor, results: list[EntryResult],
+              guesses: dict[int, Tensor]) -> None:
+        """Tokens for the entries that reach the end of what their sequence knows, drafts judged on the way."""
         drawing = [i for i, entry in enumerate(entries) if entry.sample]
         if not drawing:
             return
-        last = [ends[i] - 1 for i in drawing]
+        last: list[int] = []
+        rows: list[SamplingRow] = []
+        firsts: list[int] = []
+        for i in drawing:
+            firsts.append(len(rows))
+            rows += rows_along(self._table.sampling(entries[i].row), entries[i].drafts)
+            last += range(ends[i] - 1 - len(entries[i].drafts), ends[i])
         everything = last == list(range(len(hidden)))
         logits = self._decoder.logits(hidden if everything else hidden[torch.tensor(last)])
-        rows = [self._table.sampling(entries[i].row) for i in drawing]
         output = sample(logits, SamplingBatch.build(rows, logits.shape[1]))
-        for i, token, status in zip(drawing, output.token_ids.tolist(), output.status.tolist(), strict=True):
-            entry = entries[i]
-            if status == OK:
-                self._table.append(entry.row, entry.start + entry.num_tokens, token)
-                results[i].tokens.append(token)
-            else:
-                results[i].error = FAILURES[status]
+        drawn, status = output.token_ids.tolist(), output.status.tolist()
+        found: dict[int, TokenLogprobs] = {}
         if output.logprobs is not None:
-            for place, found in zip(output.logprobs.rows, _token_logprobs(output.logprobs), strict=True):
-                results[drawing[place]].logprobs = [found]
+            found = dict(zip(output.logprobs.rows, _token_logprobs(output.logprobs), strict=True))
+        for i, first in zip(drawing, firsts, strict=True):
+            entry, result = entries[i], results[i]
+            end = first + 1 + len(entry.drafts)
+            if self._rejection and entry.drafts and not rows[first].params.greedy:
+                kept = self._judge_by_rejection(entry, rows[first:end], logits[first:end], guesses.get(i), drawn, first)
+                for place in range(first, first + kept + 1):
+                    if place in found:
+                        found[place] = _logprobs_of(logits[place], drawn[place], rows[place])
+            else:
+                kept = count_equal(entry.drafts, drawn[first:end])
+            self._keep(entry, kept, drawn[first:end], status[first:end], result)
+            if rows[first].params.logprobs is not None:
+                result.logprobs = [found[first + place] for place in range(len(result.tokens))]
+
+    def _judge_by_rejection(self, entry: PlanEntry, rows: list[SamplingRow], logits: Tensor, guess: Tensor | None,
+                            drawn: list[int], first: int) -> int:
+        """Put what rejection sampling gives in place of what was drawn; returns how many drafts it keeps."""
+        weights = draw_weights(logits, SamplingBatch.build(rows, logits.shape[1]))
+        kept, token = judge_by_rejection(entry.drafts, weights, guess, rows)
+        drawn[first : first + kept + 1] = [*entry.drafts[:kept], token]
+        return kept
+
+    def _keep(self, entry: PlanEntry, kept: int, drawn: list[int], status: list[int], result: EntryResult) -> None:
+        """The row takes over the tokens up to the first that is not what was proposed."""
+        known = entry.start + entry.num_tokens - len(entry.drafts)
+        result.num_drafts = len(entry.drafts)
+        for place in range(kept + 1):
+            if status[place] != OK:
+                if not place:
+                    result.error = FAILURES[status[place]]
+                # Else the tokens before it stand, and the next step says the same for itself.
+                return
+            self._table.append(entry.row, known + place, drawn[place])
+            result.tokens.append(drawn[place])
 
     def _rank_candidates(self, entries: Sequence[PlanEntry], ends: list[int], hidden: Tensor,
                          results: list[EntryResult]) -> None:
@@ -131,3 +183,8 @@ class ModelRunner:
 
 def _token_logprobs(found: SampledLogprobs) -> list[TokenLogprobs]:
     return [TokenLogprobs(*row) for row in found.to_list()]
+
+
+def _logprobs_of(logits: Tensor, token: int, row: SamplingRow) -> TokenLogprobs:
+    found = token_logprobs(logits[None], torch.tensor([token]), row.params.logprobs or 0)
+    return _token_logprobs(found)[0]

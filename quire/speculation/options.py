@@ -1,0 +1,98 @@
+"""What `speculative_config` may say, checked at once and refused by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from quire.errors import ConfigError
+
+NGRAM, SUFFIX, DRAFT_MODEL, SKIP_LAYERS = "ngram", "suffix", "draft_model", "skip_layers"
+COUPLED, REJECTION = "coupled", "rejection"
+_CHOICES = {
+    "method": (NGRAM, SUFFIX, DRAFT_MODEL, SKIP_LAYERS),
+    "verifier": (COUPLED, REJECTION),
+    "load_format": ("auto", "gguf", "safetensors", "dummy"),
+}
+_FIELD = "speculative_config"
+
+
+def _only(*methods: str) -> dict[str, Any]:
+    return {"methods": methods}
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """How drafts are made and judged. Read one with `SpeculationOptions.parse({"method": "ngram"})`."""
+
+    method: str
+    num_speculative_tokens: int = 8
+    """Most drafts of one sequence in one step."""
+    verifier: str = COUPLED
+    """coupled: exactly the tokens that would be drawn without speculation; rejection: the same distribution."""
+    adaptive: bool = True
+    """Fewer drafts, down to none, where more do not pay by what was measured; False: always as many as there are."""
+    prompt_lookup_min: int = field(default=1, metadata=_only(NGRAM, SUFFIX))
+    """Fewest tokens that must match."""
+    max_cached_tokens: int = field(default=65_536, metadata=_only(SUFFIX))
+    """Tokens of recent outputs to keep, over all tenants."""
+    model: str | None = field(default=None, metadata=_only(DRAFT_MODEL))
+    """The draft model: alias, path or hub id."""
+    load_format: str = field(default="auto", metadata=_only(DRAFT_MODEL))
+    skipped_layers: tuple[int, ...] | None = field(default=None, metadata=_only(SKIP_LAYERS))
+    """Layers of the target that its draft leaves out; by default every second of the middle ones."""
+
+    @property
+    def on_device(self) -> bool:
+        """The worker makes the drafts, with a model."""
+        return self.method in (DRAFT_MODEL, SKIP_LAYERS)
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> SpeculationOptions:
+        if not isinstance(given, Mapping):
+            raise _refused(f"must be a mapping such as {{'method': 'ngram'}}, not {type(given).__name__}")
+        known = {f.name for f in fields(cls)}
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+                raise _refused(f"has no field {name!r}; {hint}")
+        if "method" not in given:
+            raise _refused(f"needs a method: one of {', '.join(_CHOICES['method'])}")
+        values = dict(given)
+        if isinstance(values.get("skipped_layers"), list):
+            values["skipped_layers"] = tuple(values["skipped_layers"])
+        options = cls(**values)
+        options._check()
+        for f in fields(cls):
+            methods = f.metadata.get("methods")
+            if methods and f.name in given and options.method not in methods:
+                raise _refused(f"{f.name} is for method {' or '.join(methods)}, not {options.method!r}")
+        return options
+
+    def _check(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise _refused(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+        _integer("num_speculative_tokens", self.num_speculative_tokens, 1, 64)
+        _integer("prompt_lookup_min", self.prompt_lookup_min, 1, 1 << 16)
+        _integer("max_cached_tokens", self.max_cached_tokens, 2, 1 << 24)
+        if not isinstance(self.adaptive, bool):
+            raise _refused(f"adaptive must be true or false, not {self.adaptive!r}")
+        if self.method == DRAFT_MODEL and (not isinstance(self.model, str) or not self.model):
+            raise _refused("method 'draft_model' needs a model: its alias, path or hub id")
+        layers = self.skipped_layers
+        if layers is not None and (not isinstance(layers, tuple) or not layers
+                                   or any(type(layer) is not int or layer < 0 for layer in layers)):
+            raise _refused(f"skipped_layers must be a list of layer numbers, not {layers!r:.80}")
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise _refused(f"{name} must be an integer between {low} and {high}, not {value!r:.80}")
+
+
+def _refused(message: str) -> ConfigError:
+    return ConfigError(f"{_FIELD} {message}", field=_FIELD)

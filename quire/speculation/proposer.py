@@ -1,0 +1,48 @@
+"""What a proposer is: something that guesses how a sequence goes on. Its guesses may cost speed, never tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NO_EVIDENCE = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Tokens that may come next, and how strong the evidence for them is.
+
+    `evidence` is a proposer's own measure (here the length of the context that matched); acceptance is
+    learned for each strength, and a token further on has the evidence of those before it on top.
+    """
+
+    tokens: tuple[int, ...]
+    evidence: int = NO_EVIDENCE
+
+
+class Proposer(ABC):
+    """Proposes for one sequence, whose tokens it is shown in order. It sees no other sequence's unless `share`d.
+
+    A proposer that needs a model runs in the worker instead: the plan asks for a number of drafts, and its
+    tokens never leave the device. Trees fit in by letting a proposal carry the parent of each of its tokens.
+    """
+
+    @abstractmethod
+    def extend(self, tokens: Sequence[int]) -> None:
+        """More tokens of the sequence are known."""
+
+    @abstractmethod
+    def propose(self, most: int) -> Proposal:
+        """Up to `most` tokens that may follow all that it was shown."""
+
+    def finish(self) -> None:  # noqa: B027 (most have nothing to pass on)
+        """The sequence has ended."""
+
+
+class ProposerSource(ABC):
+    """Makes the proposers of one engine, and keeps what they may have in common."""
+
+    @abstractmethod
+    def open(self, tokens: Sequence[int], num_prompt_tokens: int, domain: object) -> Proposer:
+        """A proposer for a sequence; those of different domains (tenant, cache salt) share nothing."""

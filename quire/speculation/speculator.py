@@ -1,0 +1,290 @@
+"""Decides, step by step, which sequences get drafts and how many; the scheduler's one door to speculation.
+
+A draft token at some place is worth its chance of being accepted, and costs what one token more in the step
+costs. Both are measured, so what pays is computed and not configured: the drafts with the best chances are
+taken as long as tokens per second go up. Large batches, where a token more costs its full share, and texts
+that nobody can guess end up without drafts by themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quire.speculation.acceptance import EvidenceOdds, PositionOdds
+from quire.speculation.costs import StepTimes
+from quire.speculation.proposer import Proposal, Proposer, ProposerSource
+from quire.speculation.stats import SpeculationStats
+
+if TYPE_CHECKING:
+    from quire.scheduler.draft import Planned
+    from quire.scheduler.plan import EntryResult, PlanEntry
+    from quire.scheduler.request import Sequence
+
+_LEAST_GAIN = 1.03
+"""Times the tokens per second without drafts that are expected before any are taken: beliefs are not exact."""
+_WAIT_CHANCE = 0.5
+"""Where steps overlap, a sequence waits for its last token only if its next draft is at least so likely."""
+_PROBE_SHARE = 0.01
+"""Share of the time that may go into finding out whether drafts of a model have begun to pay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """So many drafts for a sequence: these tokens, or, without any, whatever the worker proposes."""
+
+    count: int
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Choice:
+    """By row: who gets drafts, and who waits for a token in flight to get some."""
+
+    drafts: dict[int, Drafts] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+
+
+class Speculator(ABC):
+    """What the scheduler asks and tells. `times` may be filled beforehand by measuring steps."""
+
+    def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.most = most
+        self.adaptive = adaptive
+        self.times = StepTimes()
+        self.stats = SpeculationStats()
+        self._clock = clock
+        self._in_flight: deque[tuple[tuple[int, int, int] | None, float]] = deque()
+        """Sequences, tokens and drafts of each step under way (None: not of decoding alone), and when it began."""
+        self._last_done = float("-inf")
+
+    # ---- before a step
+
+    def choose(self, decoding: list[Sequence], room: int) -> Choice:
+        """Drafts for sequences that lack one token, at most `room` in all."""
+        able = [seq for seq in decoding if _may_have_drafts(seq)]
+        known = [seq for seq in able if not seq.num_pending]
+        choice = Choice()
+        if len(known) < len(able):
+            choice.waiting = {seq.row for seq in able if seq.num_pending and self._worth_waiting(seq)}
+        if known and room > 0:
+            choice.drafts = self._choose(known, len(decoding) - len(choice.waiting), room)
+        return choice
+
+    def _longest(self, seq: Sequence) -> int:
+        """Drafts that can still matter: with the token after them they reach the sequence's end."""
+        return min(self.most, seq.request.max_len - len(seq.tokens) - 1)
+
+    @abstractmethod
+    def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]: ...
+
+    @abstractmethod
+    def _worth_waiting(self, seq: Sequence) -> bool: ...
+
+    # ---- when it runs
+
+    def submitted(self, planned: list[Planned]) -> None:
+        tokens = drafts = 0
+        decoding = True
+        for seq, entry, _ in planned:
+            tokens += entry.num_tokens
+            drafts += entry.num_drafts
+            decoding = decoding and entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + entry.num_drafts
+        load = (len(planned), tokens, drafts) if decoding and planned else None
+        self._in_flight.append((load, self._clock()))
+
+    def done(self, lost: bool = False) -> None:
+        """The oldest step is back, or lost."""
+        load, began = self._in_flight.popleft()
+        now = self._clock()
+        seconds = now - max(began, self._last_done)
+        self._last_done = now
+        if load is not None and seconds > 0.0 and not lost:
+            self._observe(*load, seconds)
+
+    def _observe(self, sequences: int, tokens: int, drafts: int, seconds: float) -> None:
+        self.times.observe(tokens, seconds)
+
+    # ---- after it
+
+    def took(self, seq: Sequence, entry: PlanEntry, result: EntryResult) -> None:
+        """A step gave tokens: the drafts that were accepted, and one of the target's own."""
+        if entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + entry.num_drafts:
+            accepted = len(result.tokens) - 1
+            self.stats.count(result.num_drafts, accepted, len(result.tokens))
+            counts = seq.request.counts
+            counts.decode_steps += 1
+            counts.draft_tokens += result.num_drafts
+            counts.accepted_tokens += accepted
+        self._learn(seq, result.num_drafts, result.tokens)
+
+    @abstractmethod
+    def _learn(self, seq: Sequence, num_drafts: int, tokens: list[int]) -> None: ...
+
+    def forget(self, seq: Sequence) -> None:  # noqa: B027 (some remember nothing)
+        """The sequence has ended."""
+
+
+def _may_have_drafts(seq: Sequence) -> bool:
+    """It draws (beams are searched), has drawn before, and is not held for its siblings."""
+    return seq.request.beams is None and seq.held_at is None and seq.num_computed >= seq.num_prompt_tokens
+
+
+@dataclass(slots=True)
+class _Followed:
+    """What is known of one sequence."""
+
+    proposer: Proposer
+    odds: EvidenceOdds
+
+
+class LookupSpeculator(Speculator):
+    """Drafts from a `ProposerSource`, which looks them up here on the host."""
+
+    def __init__(self, source: ProposerSource, most: int, adaptive: bool = True,
+                 clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(most, adaptive, clock)
+        self._source = source
+        self._odds = EvidenceOdds()
+        self._followed: dict[Sequence, _Followed] = {}
+
+    def _follow(self, seq: Sequence) -> _Followed:
+        found = self._followed.get(seq)
+        if found is None:
+            domain = (seq.request.tenant, seq.request.cache_key)
+            proposer = self._source.open(seq.tokens, seq.num_prompt_tokens, domain)
+            found = self._followed[seq] = _Followed(proposer, EvidenceOdds(self._odds))
+        return found
+
+    def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
+        proposals: dict[int, Proposal] = {}
+        chances: list[tuple[float, int]] = []
+        for seq in sequences:
+            followed = self._follow(seq)
+            longest = self._longest(seq)
+            proposal = followed.proposer.propose(longest) if longest > 0 else None
+            if proposal is not None and proposal.tokens:
+                proposals[seq.row] = proposal
+                chances.extend(
+                    (chance, seq.row) for chance in followed.odds.chain(proposal.evidence, len(proposal.tokens)))
+        # Chances fall along a draft and the sort is stable, so what is taken of one is a beginning of it.
+        chances.sort(key=lambda pair: -pair[0])
+        taken = self._best(chances[:room], num_decoding) if self.adaptive else min(room, len(chances))
+        counts: dict[int, int] = {}
+        for _, row in chances[:taken]:
+            counts[row] = counts.get(row, 0) + 1
+        return {row: Drafts(count, proposals[row].tokens[:count]) for row, count in counts.items()}
+
+    def _best(self, chances: list[tuple[float, int]], num_decoding: int) -> int:
+        """How many of the drafts, best first, give the most tokens per second."""
+        if not self.times.known:
+            return len(chances)
+        best_rate = _LEAST_GAIN * num_decoding / self.times.estimate(num_decoding)
+        best, tokens = 0, float(num_decoding)
+        for count, (chance, _) in enumerate(chances, start=1):
+            tokens += chance
+            rate = tokens / self.times.estimate(num_decoding + count)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
+
+    def _worth_waiting(self, seq: Sequence) -> bool:
+        if not self.adaptive:
+            return True
+        followed = self._follow(seq)
+        proposal = followed.proposer.propose(1)
+        return bool(proposal.tokens) and followed.odds.estimate(proposal.evidence) >= _WAIT_CHANCE
+
+    def _learn(self, seq: Sequence, num_drafts: int, tokens: list[int]) -> None:
+        """Every token shows what a lookup before it would have been worth, whether it was used or not."""
+        followed = self._followed.get(seq)
+        if followed is None:
+            return
+        for token in tokens:
+            guess = followed.proposer.propose(1)
+            if guess.tokens:
+                followed.odds.add(guess.evidence, guess.tokens[0] == token)
+            followed.proposer.extend((token,))
+
+    def forget(self, seq: Sequence) -> None:
+        followed = self._followed.pop(seq, None)
+        if followed is not None:
+            followed.proposer.finish()
+
+
+class DeviceSpeculator(Speculator):
+    """Drafts of a model that runs in the worker: only their number is decided here, one for all sequences."""
+
+    def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(most, adaptive, clock)
+        self.drafting = StepTimes()
+        """Seconds that one more draft takes, by number of sequences."""
+        self._odds = PositionOdds(most)
+        self._followed: dict[Sequence, PositionOdds] = {}
+        self._plain_seconds = 0.0
+        """Spent on steps without drafts since the last one with some."""
+        self._chosen = most
+
+    def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
+        count = min(self.most, room // len(sequences))
+        if self.adaptive and count:
+            count = self._best(sequences, num_decoding, count)
+        self._chosen = count
+        found = {}
+        for seq in sequences:
+            mine = min(count, self._longest(seq))
+            if mine > 0:
+                found[seq.row] = Drafts(mine)
+        return found
+
+    def _best(self, sequences: list[Sequence], num_decoding: int, most: int) -> int:
+        if not self.times.known or not self.drafting.known:
+            return most
+        plain = self.times.estimate(num_decoding)
+        best, best_rate = 0, _LEAST_GAIN * num_decoding / plain
+        chains = [self._follow(seq).chain(most) for seq in sequences]
+        tokens = float(num_decoding)
+        for count in range(1, most + 1):
+            tokens += sum(chain[count - 1] for chain in chains)
+            rate = tokens / self._seconds(num_decoding, len(sequences), count)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        if best:
+            return best
+        extra = self._seconds(num_decoding, len(sequences), 1) - plain
+        return 1 if self._plain_seconds * _PROBE_SHARE >= extra else 0
+
+    def _seconds(self, num_decoding: int, num_drafting: int, count: int) -> float:
+        return self.times.estimate(num_decoding + num_drafting * count) + count * self.drafting.estimate(num_drafting)
+
+    def _follow(self, seq: Sequence) -> PositionOdds:
+        found = self._followed.get(seq)
+        if found is None:
+            found = self._followed[seq] = PositionOdds(self.most, self._odds)
+        return found
+
+    def _worth_waiting(self, seq: Sequence) -> bool:
+        return self._chosen > 0 or not self.adaptive
+
+    def _observe(self, sequences: int, tokens: int, drafts: int, seconds: float) -> None:
+        if not drafts:
+            self.times.observe(tokens, seconds)
+            self._plain_seconds += seconds
+            return
+        self._plain_seconds = 0.0
+        if self.times.known:
+            passes = -(-drafts // sequences)
+            self.drafting.observe(sequences, max(1e-9, (seconds - self.times.estimate(tokens)) / passes))
+
+    def _learn(self, seq: Sequence, num_drafts: int, tokens: list[int]) -> None:
+        accepted = len(tokens) - 1
+        if num_drafts:
+            hits = [True] * accepted + [False] * (accepted < num_drafts)
+            self._follow(seq).add(hits)
+
+    def forget(self, seq: Sequence) -> None:
+        self._followed.pop(seq, None)

@@ -1,0 +1,45 @@
+"""Running totals of speculation, which the metrics report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    decode_steps: int = 0
+    """Times that a decoding sequence was computed, with drafts or without."""
+    decode_tokens: int = 0
+    """Tokens that came of those."""
+    verifications: int = 0
+    """Those with drafts."""
+    offered: list[int] = field(default_factory=list)
+    """By place in the draft: how many were computed there."""
+    accepted: list[int] = field(default_factory=list)
+
+    def count(self, num_drafts: int, num_accepted: int, num_tokens: int) -> None:
+        self.decode_steps += 1
+        self.decode_tokens += num_tokens
+        if not num_drafts:
+            return
+        self.verifications += 1
+        while len(self.offered) < num_drafts:
+            self.offered.append(0)
+            self.accepted.append(0)
+        for place in range(num_drafts):
+            self.offered[place] += 1
+            self.accepted[place] += place < num_accepted
+
+    def flat(self) -> dict[str, int | float]:
+        offered, accepted = sum(self.offered), sum(self.accepted)
+        figures: dict[str, int | float] = {
+            "spec_decode_steps": self.decode_steps,
+            "spec_verifications": self.verifications,
+            "spec_draft_tokens": offered,
+            "spec_accepted_tokens": accepted,
+            "spec_acceptance_rate": accepted / offered if offered else 0.0,
+            "spec_tokens_per_step": self.decode_tokens / self.decode_steps if self.decode_steps else 0.0,
+        }
+        for place, (tried, kept) in enumerate(zip(self.offered, self.accepted, strict=True), start=1):
+            figures[f"spec_acceptance_rate_at_{place}"] = kept / tried
+        return figures

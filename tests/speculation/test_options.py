@@ -1,0 +1,41 @@
+"""speculative_config is checked as a whole, and what is wrong is said by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.speculation.options import SpeculationOptions
+
+
+@pytest.mark.parametrize("given, said", [
+    ({}, "needs a method"),
+    ({"method": "magic"}, "method must be one of"),
+    ({"method": "ngram", "num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
+    ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an integer between 1"),
+    ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens must be an integer"),
+    ({"method": "ngram", "adaptive": 1}, "adaptive must be true or false"),
+    ({"method": "ngram", "verifier": "hope"}, "verifier must be one of"),
+    ({"method": "ngram", "model": "x"}, "model is for method draft_model"),
+    ({"method": "draft_model"}, "needs a model"),
+    ({"method": "draft_model", "model": "x", "prompt_lookup_min": 2}, "prompt_lookup_min is for method ngram"),
+    ({"method": "skip_layers", "skipped_layers": [1.5]}, "skipped_layers must be a list of layer numbers"),
+    ({"method": "skip_layers", "skipped_layers": []}, "skipped_layers must be a list of layer numbers"),
+])
+def test_what_is_wrong_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        EngineConfig.create(speculative_config=given)
+    assert error.value.field == "speculative_config"
+
+
+def test_without_it_there_is_no_speculation() -> None:
+    assert EngineConfig.create().speculation.options is None
+
+
+def test_defaults_are_exact_and_adaptive() -> None:
+    options = SpeculationOptions.parse({"method": "ngram"})
+    assert options.verifier == "coupled"
+    assert options.adaptive

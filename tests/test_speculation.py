@@ -1,0 +1,158 @@
+"""With drafts or without, the tokens, their log-probabilities and the bits of the logits are the same."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, BeamSearchParams, SamplingParams
+from tests.checkpoints import make_checkpoint
+from tests.engine_capture import Bits, record_logits
+
+SHARED = [3 + i % 9 for i in range(40)]
+PROMPTS = [SHARED[: 5 * i] + [random.Random(i).randrange(3, 97) for _ in range(3 + 7 * i % 31)] for i in range(8)]
+
+
+def params(index: int, **more: Any) -> SamplingParams:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.4, "logprobs": 2},
+        {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.1},
+        {"temperature": 0.3, "top_p": 0.9, "top_k": 20, "logit_bias": {5: 3.0, 6: 3.0}},
+    ]
+    values: dict[str, Any] = {"seed": 1000 + index, "max_tokens": 40, "ignore_eos": True, **kinds[index % 4]}
+    return SamplingParams(**values | more)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    make_checkpoint(folder, "llama")
+    return folder
+
+
+def speculating(method: str = "ngram", k: int = 5, **more: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": method, "num_speculative_tokens": k, "adaptive": False, **more}}
+
+
+def run(folder: Path, **options: Any) -> tuple[Bits, list[Any], dict[str, Any]]:
+    with LLM(str(folder), skip_tokenizer_init=True, num_threads=1, **options) as llm:
+        bits = record_logits(llm)
+        outputs = llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))], use_tqdm=False)
+        llm.check()
+        found = [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.outputs[0].finish_reason) for o in outputs]
+        return bits, found, llm.metrics()
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> Any:
+    return run(checkpoint)
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"max_num_batched_tokens": 7},
+    {"block_size": 1, "num_kv_blocks": 110},
+    {"block_size": 4, "num_kv_blocks": 28},
+    {"block_size": 4, "num_kv_blocks": 28, "swap_space": 0.01, "preemption_mode": "swap"},
+    {"enable_prefix_caching": False},
+    {"max_steps_in_flight": 3},
+], ids=lambda options: "-".join(options) or "default")
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_tokens_logprobs_and_bits_are_those_without_drafts(checkpoint: Path, plain: Any, method: str,
+                                                           options: dict[str, Any]) -> None:
+    bits, found, metrics = run(checkpoint, **options, **speculating(method))
+    assert found == plain[1]
+    assert bits == plain[0]
+    assert metrics["spec_accepted_tokens"] > 20
+    assert metrics["spec_draft_tokens"] > metrics["spec_accepted_tokens"]
+
+
+def test_the_adaptive_number_of_drafts_changes_no_token(checkpoint: Path, plain: Any) -> None:
+    assert run(checkpoint, **speculating(adaptive=True))[1] == plain[1]
+
+
+def test_several_samples_and_beams_in_one_batch(checkpoint: Path) -> None:
+    def outputs(**options: Any) -> list[Any]:
+        with LLM(str(checkpoint), skip_tokenizer_init=True, num_threads=1, **options) as llm:
+            llm.add_request("n", PROMPTS[3], params(1, n=3))
+            llm.add_request("best", PROMPTS[4], params(3, n=1, best_of=3))
+            llm.add_request("beams", PROMPTS[5], BeamSearchParams(beam_width=3, max_tokens=12))
+            llm.add_request("one", PROMPTS[6], params(0))
+            last = {}
+            while llm.has_unfinished_requests():
+                for output in llm.step():
+                    last[output.request_id] = output
+                llm.check()
+            return [(name, [(o.token_ids, o.cumulative_logprob, o.score) for o in last[name].outputs])
+                    for name in sorted(last)]
+
+    assert outputs(**speculating()) == outputs()
+
+
+@pytest.mark.parametrize("length", range(1, 14))
+def test_max_tokens_inside_a_draft_ends_there(checkpoint: Path, plain: Any, length: int) -> None:
+    with LLM(str(checkpoint), skip_tokenizer_init=True, num_threads=1, **speculating(k=8)) as llm:
+        output = llm.generate([PROMPTS[0]], params(0, max_tokens=length), use_tqdm=False)[0].outputs[0]
+    assert output.token_ids == plain[1][0][0][:length]
+    assert output.finish_reason == "length"
+
+
+def test_a_stop_token_inside_a_draft_ends_there_and_nothing_after_it_is_shown_or_cached(
+        checkpoint: Path, plain: Any) -> None:
+    expected = plain[1][0][0]
+    stop = expected[-1]
+    cut = expected[: expected.index(stop) + 1]
+    for k in range(1, 9):
+        with LLM(str(checkpoint), skip_tokenizer_init=True, num_threads=1, block_size=1, **speculating(k=k)) as llm:
+            output = llm.generate([PROMPTS[0]], params(0, stop_token_ids=[stop]), use_tqdm=False)[0].outputs[0]
+            assert output.token_ids == cut
+            assert output.finish_reason == "stop"
+            # Every token that has KV is cached, but for the last one drawn, which never had any.
+            assert llm.metrics()["kv_blocks_cached"] == len(PROMPTS[0]) + len(cut) - 1
+
+
+def test_refused_drafts_never_reach_the_prefix_cache(checkpoint: Path) -> None:
+    with LLM(str(checkpoint), skip_tokenizer_init=True, num_threads=1, block_size=1, **speculating(k=8)) as llm:
+        known = set()
+        cache = llm._core.scheduler.cache
+        for i, prompt in enumerate(PROMPTS):
+            output = llm.generate([prompt], params(i), use_tqdm=False)[0].outputs[0]
+            text = [*prompt, *output.token_ids]
+            known |= {tuple(text[:n]) for n in range(1, len(text))}
+            assert llm.metrics()["kv_blocks_cached"] == len(known)
+        assert llm.metrics()["spec_draft_tokens"] > llm.metrics()["spec_accepted_tokens"]
+        assert cache.num_evicted == 0
+
+
+def test_an_abort_between_steps_with_drafts_frees_everything(checkpoint: Path) -> None:
+    with LLM(str(checkpoint), skip_tokenizer_init=True, num_threads=1, max_steps_in_flight=2,
+             **speculating(k=8)) as llm:
+        for steps in range(1, 12):
+            llm.add_request("r", PROMPTS[0], params(0))
+            for _ in range(steps):
+                llm.step()
+            llm.abort("r")
+            while llm.has_unfinished_requests():
+                llm.step()
+            llm.check()
+            assert llm.metrics()["kv_blocks_used"] == 0
+
+
+def test_a_request_knows_its_own_drafts(checkpoint: Path) -> None:
+    with LLM(str(checkpoint), skip_tokenizer_init=True, num_threads=1, **speculating()) as llm:
+        outputs = llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))], use_tqdm=False)
+        metrics = llm.metrics()
+    counts = [output.metrics.counts for output in outputs]
+    assert sum(c.draft_tokens for c in counts) == metrics["spec_draft_tokens"]
+    assert sum(c.accepted_tokens for c in counts) == metrics["spec_accepted_tokens"]
+    assert sum(c.decode_steps for c in counts) == metrics["spec_decode_steps"]
+    for output, c in zip(outputs, counts, strict=True):
+        # The first token is the prompt's; every decode step gives one and the drafts it accepted.
+        assert len(output.outputs[0].token_ids) == 1 + c.decode_steps + c.accepted_tokens
+    rates = [metrics[f"spec_acceptance_rate_at_{place}"] for place in range(1, 6)]
+    assert 1.0 > rates[0] > rates[-1] > 0.0
+    assert metrics["spec_tokens_per_step"] > 1.0
