@@ -135,7 +135,6 @@ class TritonAttention:
         if ctx.num_decodes and ctx.splits:
             split = ctx.splits[group]
             scratch = self.reserve(shape, split.tasks, ctx.num_decodes)
-            few = ctx.num_decodes <= 8
             sizes = decode_shape(ctx.num_decodes, shape.head_dim, qkv.element_size())
             decode_attention(
                 qkv,
@@ -150,7 +149,7 @@ class TritonAttention:
                 keys=sizes.keys,
                 num_warps=sizes.warps,
                 num_stages=sizes.stages,
-                pdl=self.pdl and ctx.num_decodes == qkv.shape[0] and few,
+                pdl=self.pdl and ctx.num_decodes == qkv.shape[0],
                 **options,
             )
         for first, count, prompts in ctx.fresh:
@@ -169,6 +168,7 @@ class TritonAttention:
                 shape,
                 scale,
                 sizes=self.tile(shape),
+                exact=self.deterministic,
                 **options,
             )
         return out

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
     parser.add_argument("--launch-early", action="store_true", help="programmatic dependent launch at small batches")
     parser.add_argument("--timeline", metavar="SVG", help="draw some steps of the last run here")
+    parser.add_argument("--tune", metavar="FILE", help="instead: time the products of few rows, write the table here")
     parser.add_argument("--tokens", action="store_true", help="print a checksum of each case's tokens")
 
 
@@ -64,6 +65,12 @@ def run(args: argparse.Namespace) -> int:
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
                **describe_machine()}
     _show(args, {"bench": "gpu", "case": "machine", **machine}, " ".join(f"{k}={v}" for k, v in machine.items()))
+    if args.tune:
+        from quire.bench import gpu_tune
+
+        entries = gpu_tune.tune(args.models, args.launch_early, lambda line: _show(args, line, str(line)))
+        gpu_tune.write(args.tune, entries)
+        return 0
     for model in args.models:
         if "start" in args.cases:
             _start(model, args)

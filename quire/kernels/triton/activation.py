@@ -30,7 +30,12 @@ def activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _act_mul_kernel(gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _act_mul_kernel(
+    gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -48,12 +53,13 @@ def _act_kernel(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + places, activate(values, KIND).to(out.dtype.element_ty), mask=inside)
 
 
-def act_mul(gate_up: Tensor, kind: str) -> Tensor:
+def act_mul(gate_up: Tensor, kind: str, *, pdl: bool = False) -> Tensor:
     """[rows, 2 I] -> [rows, I]: act(first half) * second half."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     if rows:
-        _act_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, KINDS[kind], _BLOCK, num_warps=4)
+        launch = {"num_warps": 4, **({"launch_pdl": True} if pdl else {})}
+        _act_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, KINDS[kind], _BLOCK, pdl, **launch)
     return out
 
 

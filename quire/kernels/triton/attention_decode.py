@@ -83,19 +83,22 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0)
     task = tl.program_id(1)
     seq = tl.load(task_seq + task)
+    # The division is older than the kernel before this one, so it is read while that one still runs.
+    owner = tl.maximum(seq, 0)
+    piece = tl.load(task_piece + task)
+    pieces = tl.load(piece_count + owner)
+    step = tl.load(piece_length)
+    length = tl.load(context_len + owner)
+    row = owner
+    if HAS_ROWS:
+        row = tl.load(rows + owner)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if seq >= 0:
-        piece = tl.load(task_piece + task)
-        pieces = tl.load(piece_count + seq)
-        step = tl.load(piece_length)
-        length = tl.load(context_len + seq)
-        row = seq
-        if HAS_ROWS:
-            row = tl.load(rows + seq)
         table = tables + row.to(tl.int64) * table_stride
         visible = tl.maximum(length - window, 0)
         begin = visible // STEP * STEP + piece * step

@@ -320,6 +320,7 @@ def mixed_attention(
     tree: Tensor | None = None,
     out: Tensor | None = None,
     sizes: MixedShape = MixedShape(),  # noqa: B008 (frozen)
+    exact: bool = False,
 ) -> Tensor:
     """[T, Hq*hd]: causal attention of the queries in the tiles; a tile whose sequence is -1 does nothing.
 
@@ -327,6 +328,9 @@ def mixed_attention(
     j-th new
     token of its sequence (its ancestors and itself, for a tree of drafts); the keys before the step are
     seen by all.
+
+    `exact` keeps the compiler from fusing products and sums: it does so in the loop without a mask and not in
+    the one with, so that a query's bits would depend on where its chunk began.
     """
     group = shape.num_heads // shape.num_kv_heads
     if out is None:
@@ -366,6 +370,7 @@ def mixed_attention(
         "ieee" if ieee else "tf32",
         num_warps=sizes.warps,
         num_stages=sizes.stages,
+        enable_fp_fusion=not exact,
     )
     return out
 

@@ -1,10 +1,9 @@
 """Matrix products of few rows, where reading the weight once at full memory bandwidth is all that matters.
 
-Two shapes of kernel. Up to 4 rows: no tensor cores, one program per output feature (or two), the whole
-width in flight
-at once; norm before, activation, bias and residual after are fused, since at this size every launch costs
-as much as
-a small matrix. Up to 64 rows: tensor cores over narrow strips of output features.
+Two shapes of kernel. Up to 4 rows: no tensor cores, one program per output feature; norm before, activation,
+bias and residual after are fused, since at this size every launch costs as much as a small matrix. Up to 64
+rows: tensor cores over narrow strips of output features. `linear_row` is for a single row, `choices` knows which
+one wins where.
 """
 
 from __future__ import annotations
@@ -165,72 +164,18 @@ def _strip_kernel(
     tl.store(out + target, acc.to(out.dtype.element_ty), mask=stores)
 
 
-# What wins where: H200, 2026-11-15, bf16, TB/s of weight read (docs/gpu-speed.md has the whole table).
-#
-#   features x width   rows 1: cuBLAS  vector       rows 2: cuBLAS vector strip   rows 16: cuBLAS strip
-#     4096 x 1024               1.58   1.82 (f2)            1.58   1.26   1.80             1.58   1.79
-#     1024 x 2048               0.33   1.19 (f1)            0.33   1.06   0.76 (f16)       0.71   0.76 (f16)
-#     6144 x 1024               2.02   2.03 (f2)            2.06   1.43   2.11             2.07   2.13
-#     1024 x 3072               0.85   1.50 (f1)            0.83   1.33   0.82 (f16)       0.81   0.82 (f16)
-#   151936 x 1024               4.09   3.56 (f2)            3.97   1.85   4.12             3.81   3.86
-#     6144 x 4096               2.97   2.83 (f2)            2.95   2.10   3.14             3.01   3.09
-#     4096 x 4096               2.49   2.58 (f2)            2.45   2.00   2.77             2.43   2.75
-#    24576 x 4096               3.92   3.46 (f2)            3.95   2.29   3.65             3.91   3.61
-#     4096 x 12288              3.22   2.63 (f1, 2048)      3.21   1.34   3.20             3.39   3.15
-#   151936 x 4096               4.33   3.97 (f2)            4.31   2.48   4.43             4.22   4.30
-_FEW_FEATURES = 2048
-_MANY_FEATURES = 65536
-_WIDE_ROWS = 8192
-_STRIP = StripShape(32, 128, 4, 5)
-_THIN_STRIP = StripShape(16, 256, 4, 4)
-
-
-def vector_shape(num_features: int, width: int, gated: bool, rows: int) -> VectorShape:
-    """The fastest shape of the vector kernel (a gated one reads two rows of the weight for each feature)."""
-    if rows > 1 or gated:
-        columns = min(1024, triton.next_power_of_2(width))
-        return VectorShape(1, columns, max(1, min(8, columns // 256)))
-    if num_features <= _FEW_FEATURES:
-        return VectorShape(1, min(1024, triton.next_power_of_2(width)), 4)
-    if width >= _WIDE_ROWS:
-        return VectorShape(1, 2048, 8)
-    return VectorShape(2, min(1024, triton.next_power_of_2(width)), 4)
-
-
-def vector_wins(rows: int, num_features: int, width: int, dtype: torch.dtype) -> bool:
-    """Whether a product with nothing before it is best left to the vector kernel."""
-    if dtype == torch.float32:
-        return rows <= MAX_VECTOR_ROWS
-    if rows == 1:
-        return width < _WIDE_ROWS and num_features < _MANY_FEATURES
-    return rows <= MAX_VECTOR_ROWS and num_features <= _FEW_FEATURES and width <= 4096
+def vector_shape(width: int) -> VectorShape:
+    """Sizes that keep 8 elements of a row in a thread."""
+    columns = min(1024, triton.next_power_of_2(width))
+    return VectorShape(1, columns, max(1, min(8, columns // 256)))
 
 
 def fusion_wins(rows: int, width: int) -> bool:
-    """Whether a layer is fastest as four vector products with norm, gate and residual inside.
+    """Whether a layer is fastest as four products with norm, gate and residual inside.
 
     Two rows of Qwen3-0.6B: 24 us of products a layer against 30; of Qwen3-8B the strip kernel and cuBLAS win.
     """
     return rows == 1 or (rows == 2 and width <= 2048)
-
-
-def head_apart(num_features: int, dtype: torch.dtype) -> bool:
-    """Whether so many features repay a norm of its own and the strip kernel (8B: 283 us against 314)."""
-    return num_features >= _MANY_FEATURES and dtype != torch.float32
-
-
-def strip_shape(rows: int, num_features: int, width: int, dtype: torch.dtype) -> StripShape | None:
-    """The strip kernel's shape where it beats cuBLAS, else None."""
-    if dtype == torch.float32 or rows > 32:
-        return None
-    if rows == 1:
-        return _STRIP
-    if rows > 16:
-        # 4096 x 4096: 2.53 against 2.42; all others are cuBLAS's from here on.
-        return _STRIP if _FEW_FEATURES < num_features <= 5120 and 4096 <= width <= 5120 else None
-    if width >= _WIDE_ROWS or 8192 < num_features < _MANY_FEATURES:
-        return None
-    return _THIN_STRIP if num_features <= _FEW_FEATURES else _STRIP
 
 
 def linear_vector(
@@ -250,7 +195,7 @@ def linear_vector(
     residual."""
     rows, width = x.shape
     features = weight.shape[0] // (2 if gated else 1)
-    sizes = sizes or vector_shape(features, width, gated is not None, rows)
+    sizes = sizes or vector_shape(width)
     if out is None:
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
     launch = {"num_warps": sizes.warps, **({"launch_pdl": True} if pdl else {})}

@@ -10,10 +10,24 @@ from torch import Tensor
 
 
 @triton.jit
-def _rms_norm_kernel(x, residual, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    eps,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
+    gain = tl.load(weight + columns, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     values = tl.load(x + row * HIDDEN + columns, mask=inside, other=0.0)
     if ADD:
         values = (
@@ -23,7 +37,6 @@ def _rms_norm_kernel(x, residual, weight, out, eps, HIDDEN: tl.constexpr, BLOCK:
     # The norm is of the stored sum, rounded, so that fused and separate give the same bits.
     values = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / HIDDEN + eps)
-    gain = tl.load(weight + columns, mask=inside, other=0.0)
     tl.store(out + row * HIDDEN + columns, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
@@ -46,21 +59,23 @@ def _warps(block: int) -> int:
     return max(1, min(16, block // 512))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
     """x / rms(x) * weight over the last dimension of a contiguous [rows, hidden]; the weight is float32."""
-    out = torch.empty_like(x)
-    block = triton.next_power_of_2(x.shape[1])
-    if x.shape[0]:
-        _rms_norm_kernel[(x.shape[0],)](x, x, weight, out, eps, x.shape[1], block, False, num_warps=_warps(block))
-    return out
+    return _rms_norm(x, None, weight, eps, pdl)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
     """residual += x, in place; returns the RMS norm of the sum."""
+    return _rms_norm(x, residual, weight, eps, pdl)
+
+
+def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pdl: bool) -> Tensor:
     out = torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
     if x.shape[0]:
-        _rms_norm_kernel[(x.shape[0],)](x, residual, weight, out, eps, x.shape[1], block, True, num_warps=_warps(block))
+        launch = {"num_warps": _warps(block), **({"launch_pdl": True} if pdl else {})}
+        added, inplace = residual is not None, x if residual is None else residual
+        _rms_norm_kernel[(x.shape[0],)](x, inplace, weight, out, eps, x.shape[1], block, added, pdl, **launch)
     return out
 
 

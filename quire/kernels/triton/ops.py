@@ -11,9 +11,12 @@ from torch import Tensor
 
 from quire.attention.context import StepContext
 from quire.attention.triton import TritonAttention
-from quire.kernels.triton import activation, copy, linear_few, linear_fixed, norm, rope_cache
+from quire.kernels.triton import activation, choices, copy, linear_few, linear_fixed, norm, rope_cache
+from quire.kernels.triton.choices import Choice
+from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.layers.ops import HeadShape, LayerCache
 
+_EARLY_ROWS = 512
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
 
@@ -79,18 +82,28 @@ class TritonOps:
         return found if out is None or found is out else out.copy_(found)
 
     def _linear(self, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None) -> Tensor:
-        rows = x.shape[0]
         if self.deterministic:
             return linear_fixed.linear_fixed(x, w.weight, w.bias, residual)
-        if linear_few.vector_wins(rows, w.out_features, w.in_features, x.dtype):
+        return self._product(choices.product(x.shape[0], w.out_features, w.in_features, x.dtype), x, w, residual, out)
+
+    def _product(
+        self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        if choice.kernel == "row":
+            return linear_row(x, w.weight, w.bias, residual, out=out, sizes=RowShape(*choice.sizes), pdl=self.pdl)
+        if choice.kernel == "vector":
             return linear_few.linear_vector(x, w.weight, w.bias, residual, out=out, pdl=self.pdl)
-        strip = linear_few.strip_shape(rows, w.out_features, w.in_features, x.dtype)
-        if strip is not None:
-            return linear_few.linear_strip(x, w.weight, w.bias, residual, sizes=strip, out=out)
+        if choice.kernel == "strip":
+            sizes = linear_few.StripShape(*choice.sizes)
+            return linear_few.linear_strip(x, w.weight, w.bias, residual, sizes=sizes, out=out)
         if out is not None and w.bias is None and residual is None:
             return torch.mm(x, w.weight.t(), out=out)
         found = F.linear(x, w.weight, w.bias)
         return found if residual is None else found.add_(residual)
+
+    def _early(self, rows: int) -> bool:
+        """Whether a small kernel should start while the one before it ends: only where its launch shows."""
+        return self.pdl and rows <= _EARLY_ROWS
 
     def embed(self, ids: Tensor, w: DeviceLinear) -> Tensor:
         return F.embedding(ids, w.weight)
@@ -102,7 +115,7 @@ class TritonOps:
         return norm.layer_norm(x, weight, bias, eps)
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
-        return activation.act_mul(gate_up, kind)
+        return activation.act_mul(gate_up, kind, pdl=self._early(gate_up.shape[0]))
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         return activation.act(x, kind)
@@ -130,7 +143,7 @@ class TritonOps:
             k_norm,
             norm_eps,
             kv_scale=self.kv_scale,
-            pdl=self.pdl and qkv.shape[0] <= linear_few.MAX_VECTOR_ROWS,
+            pdl=self.pdl and getattr(ctx, "num_decodes", 0) == qkv.shape[0],
         )
 
     def attend(
@@ -164,7 +177,7 @@ class TritonOps:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x in place; the norm of the sum."""
-        return norm.add_rms_norm(x, residual, weight, eps)
+        return norm.add_rms_norm(x, residual, weight, eps, pdl=self._early(x.shape[0]))
 
     def fuses_norm(self, rows: int, width: int) -> bool:
         """Whether so few rows are best computed by products that take norm, activation and residual with
@@ -180,9 +193,18 @@ class TritonOps:
         gated: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """linear(rms_norm(x)), and the gated activation of it: one launch; only where `fuses_norm`."""
-        if gated is None and linear_few.head_apart(w.out_features, x.dtype):
-            return self.linear(norm.rms_norm(x, weight, eps), w, None, out)
-        return linear_few.linear_vector(
-            x, w.weight, w.bias, None, norm=weight, eps=eps, gated=gated, out=out, pdl=self.pdl
-        )
+        """linear(rms_norm(x)), and the gated activation of it, in one launch where that is fastest; only where
+        `fuses_norm`."""
+        if x.shape[0] > 1:
+            return linear_few.linear_vector(
+                x, w.weight, w.bias, None, norm=weight, eps=eps, gated=gated, out=out, pdl=self.pdl
+            )
+        form = choices.GATED if gated else choices.NORM
+        choice = choices.product(1, w.out_features, w.in_features, x.dtype, form)
+        if choice.kernel == "row":
+            return linear_row(
+                x, w.weight, w.bias, None, norm=weight, eps=eps, gated=gated, out=out, sizes=RowShape(*choice.sizes),
+                pdl=self.pdl,
+            )
+        found = self._product(choice, norm.rms_norm(x, weight, eps), w, None, None if gated else out)
+        return activation.act_mul(found, gated) if gated else found

@@ -40,6 +40,7 @@ def _rope_cache_kernel(
 ):
     """One token, HEADS heads of its q, k and v: features [0, HALF) and [HALF, 2 HALF) turn as pairs."""
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -127,6 +128,7 @@ def rope_and_cache(
     *,
     kv_scale: float = 1.0,
     pdl: bool = False,
+    heads_at_once: int | None = None,
 ) -> None:
     """In place on qkv; tokens with a negative slot (padding) leave the cache alone.
 
@@ -138,8 +140,9 @@ def rope_and_cache(
     half = (shape.head_dim if rope is None else rope.shape[1]) // 2
     rest = shape.head_dim - 2 * half
     heads = shape.num_heads + 2 * shape.num_kv_heads
+    at_once = heads_at_once or _HEADS_AT_ONCE
     launch = {"num_warps": 4, **({"launch_pdl": True} if pdl else {})}
-    _rope_cache_kernel[(tokens, triton.cdiv(heads, _HEADS_AT_ONCE))](
+    _rope_cache_kernel[(tokens, triton.cdiv(heads, at_once))](
         qkv,
         cache.k,
         cache.v,
@@ -161,7 +164,7 @@ def rope_and_cache(
         rope is not None,
         q_norm is not None,
         k_norm is not None,
-        _HEADS_AT_ONCE,
+        at_once,
         pdl,
         **launch,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,32 @@ class Hidden:
         return Hidden(self.stream[index], None if self.delta is None else self.delta[index])
 
 
+class WeightsAhead:
+    """A second branch of a captured step, on which weights are brought to the cache while small kernels run."""
+
+    def __init__(self, device: torch.device, few: int, many: int) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._few, self._many = few, many
+        self._used = False
+
+    def ask(self, weight: Any, rows: int) -> None:
+        """For the first bytes of a weight, as soon as all that is launched so far has run."""
+        limit = self._few if rows == 1 else self._many
+        if limit:
+            from quire.kernels.triton.prefetch import prefetch
+
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                prefetch(weight.weight, limit)
+            self._used = True
+
+    def join(self) -> None:
+        """Before the step ends: a capture must end with one branch."""
+        if self._used:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._used = False
+
+
 class DeviceForward:
     """Runs a decoder whose `Ops` may offer the fused forms of `TritonOps`."""
 
@@ -41,6 +68,7 @@ class DeviceForward:
         self._decoder = decoder
         self._ops = ops
         self.fused = hasattr(ops, "norm_linear") and fusable(decoder.spec)
+        self.ahead: WeightsAhead | None = None
 
     def __call__(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> Hidden:
         if not self.fused:
@@ -70,6 +98,10 @@ class DeviceForward:
             rows = norm(hidden.stream)
         return self._capped(ops.linear(rows, decoder.head.packed, None, out))  # type: ignore[call-arg]
 
+    def _ask(self, weight: Any, rows: int) -> None:
+        if self.ahead is not None:
+            self.ahead.ask(weight, rows)
+
     def _capped(self, found: Tensor) -> Tensor:
         decoder = self._decoder
         cap = decoder.spec.logit_softcap
@@ -87,6 +119,7 @@ class DeviceForward:
         for layer, cache in zip(self._decoder.layers, caches, strict=True):
             norm, mlp = layer.attn_norm, layer.mlp
             qkv = ops.norm_linear(x, norm.weight, norm.eps, layer.attn.qkv.packed)  # type: ignore[attr-defined]
+            self._ask(layer.attn.out.packed, 1)
             x = ops.linear(self._attend(layer, qkv, ctx, cache), layer.attn.out.packed, x)
             up = ops.norm_linear(  # type: ignore[attr-defined]
                 x, layer.mlp_norm.weight, layer.mlp_norm.eps, mlp.up.packed, mlp._spec.activation
@@ -101,14 +134,17 @@ class DeviceForward:
         normed, delta = layers[0].attn_norm(stream), stream
         for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
             if index:
+                self._ask(layer.attn.qkv.packed, len(ids))
                 norm = layer.attn_norm
                 normed = ops.add_rms_norm(delta, stream, norm.weight, norm.eps)  # type: ignore[attr-defined]
             mixed = self._attend(layer, ops.linear(normed, layer.attn.qkv.packed), ctx, cache)
             norm = layer.mlp_norm
-            normed = ops.add_rms_norm(  # type: ignore[attr-defined]
-                ops.linear(mixed, layer.attn.out.packed), stream, norm.weight, norm.eps
-            )
-            up = ops.act_mul(ops.linear(normed, layer.mlp.up.packed), layer.mlp._spec.activation)
+            mixed = ops.linear(mixed, layer.attn.out.packed)
+            self._ask(layer.mlp.up.packed, len(ids))
+            normed = ops.add_rms_norm(mixed, stream, norm.weight, norm.eps)  # type: ignore[attr-defined]
+            up = ops.linear(normed, layer.mlp.up.packed)
+            self._ask(layer.mlp.down.packed, len(ids))
+            up = ops.act_mul(up, layer.mlp._spec.activation)
             delta = ops.linear(up, layer.mlp.down.packed)
         return Hidden(stream, delta)
 

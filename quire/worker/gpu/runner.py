@@ -21,7 +21,7 @@ from quire.sampling.sampler import token_logprobs
 from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.worker.gpu.backend import StepKernels, step_kernels
 from quire.worker.gpu.batches import LogitRows, MixedBatch, end_of, is_decode, ladder, rung_for
-from quire.worker.gpu.forward import DeviceForward, Hidden
+from quire.worker.gpu.forward import DeviceForward, Hidden, WeightsAhead
 from quire.worker.gpu.graphs import GraphCache
 from quire.worker.gpu.results import PendingStep
 from quire.worker.gpu.sampling import SpecialRow, rank_candidates, sample_special
@@ -62,6 +62,7 @@ class DeviceRunner:
         *,
         max_num_seqs: int,
         use_graphs: bool,
+        prefetch: tuple[int, int] = (0, 0),
     ) -> None:
         self._device = device
         self._decoder = decoder
@@ -82,7 +83,8 @@ class DeviceRunner:
         self.drawn = torch.zeros(RING, max_num_seqs, 2, dtype=torch.int32, device=device)
         self._splits = self._reserve(max_num_seqs)
         self.caches: list[LayerCache] = []
-        self.graphs = GraphCache(device, self._decode) if use_graphs and device.type == "cuda" else None
+        self.graphs = GraphCache(device, self._captured) if use_graphs and device.type == "cuda" else None
+        self._ahead = WeightsAhead(device, *prefetch) if any(prefetch) and self.graphs is not None else None
 
     # ---- memory
 
@@ -176,6 +178,14 @@ class DeviceRunner:
         pending = PendingStep(plan.step, count, range(count), self.drawn[slot, :count])
         self._draw_special(pending, entries, list(range(count)), self._buffers.logits, slot)
         return pending
+
+    def _captured(self, rung: int) -> None:
+        """A step as a graph holds it: with weights asked for ahead, which repays only where launches are free."""
+        self._forward.ahead = self._ahead
+        self._decode(rung)
+        if self._ahead is not None:
+            self._ahead.join()
+        self._forward.ahead = None
 
     def _decode(self, rung: int) -> None:
         """The launches of a decode step of `rung` sequences, all on fixed addresses."""

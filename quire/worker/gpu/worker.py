@@ -50,6 +50,10 @@ class DeviceOptions:
     dense_prefill: bool = True
     launch_early: bool = False
     """Programmatic dependent launch: a kernel of a small step starts while the one before it ends."""
+    prefetch_few: int = 0
+    """Bytes of the output projection that are asked for while a sequence alone is attended to."""
+    prefetch_many: int = 0
+    """Bytes of the next weight that are asked for while norms and gates of larger decode steps run."""
     seed: int = 0
 
 
@@ -80,6 +84,10 @@ class GpuWorker:
             self.close()
             raise
         self._copier = ResultCopier(self.device)
+        if self.device.type == "cuda":
+            # A full collection looks at all of torch for 0.15 s, in which the GPU runs dry: what is here now stays.
+            gc.collect()
+            gc.freeze()
 
     def _build(
         self,
@@ -105,6 +113,7 @@ class GpuWorker:
             self.device,
             max_num_seqs=seqs,
             use_graphs=not options.enforce_eager,
+            prefetch=(options.prefetch_few, options.prefetch_many),
         )
         self.pool = self._size_pool(cache, length)
         self._cache = CacheEngine(
@@ -215,6 +224,7 @@ class GpuWorker:
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             # What is left refers to itself in circles; the allocator can only return what nobody holds.
+            gc.unfreeze()
             gc.collect()
             torch.cuda.empty_cache()
 

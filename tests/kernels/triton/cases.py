@@ -24,6 +24,7 @@ from quire.kernels.triton import (
     inputs,
     linear_few,
     linear_fixed,
+    linear_row,
     norm,
     rope_cache,
 )
@@ -385,3 +386,27 @@ def check_inputs(device: str) -> None:
         results.append([ids, wide, *slots, lengths])
     if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
         raise AssertionError("gathered inputs differ")
+
+
+def check_linear_row(
+    device: str,
+    dtype: torch.dtype,
+    features: int,
+    width: int,
+    sizes: linear_row.RowShape = linear_row.RowShape(),  # noqa: B008
+    *,
+    pdl: bool = False,
+) -> float:
+    x, weight = rand(1, width, dtype=dtype, device=device), rand(features, width, dtype=dtype, device=device)
+    bias, gain = rand(features, dtype=dtype, device=device), torch.rand(width, device=device) + 0.5
+    residual = rand(1, features, dtype=dtype, device=device)
+    worst = 0.0
+    for options in ({}, {"norm": gain, "eps": 1e-6}):
+        out = torch.full((1, features), math.nan, dtype=dtype, device=device)
+        linear_row.linear_row(x, weight, bias, residual, out=out, sizes=sizes, pdl=pdl, **options)
+        worst = max(worst, close(out, linear_few.linear_reference(x, weight, bias, residual, **options), 2.0))
+    if features % 2 == 0:
+        got = linear_row.linear_row(x, weight, bias, norm=gain, eps=1e-6, gated="silu", sizes=sizes, pdl=pdl)
+        want = linear_few.linear_reference(x, weight, bias, norm=gain, eps=1e-6, gated="silu")
+        worst = max(worst, close(got, want, 2.0))
+    return worst

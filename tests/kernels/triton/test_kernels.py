@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from quire.kernels.triton.linear_row import RowShape
 from quire.layers.ops import HeadShape
 from tests.kernels.triton import cases
 
@@ -101,6 +102,16 @@ def test_mixed_attention_agrees(
 @pytest.mark.parametrize(("rows", "features", "width"), [(1, 18, 48), (2, 7, 130), (3, 34, 64), (11, 20, 96)])
 def test_few_row_products_agree(dtype: torch.dtype, rows: int, features: int, width: int) -> None:
     cases.check_linear_few(DEVICE, dtype, rows, features, width)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("features", "width", "sizes"), [(18, 48, (1, 32, 1)), (7, 130, (4, 64, 2)), (34, 64, (2, 128, 4))]
+)
+def test_the_product_of_one_row_agrees(
+    dtype: torch.dtype, features: int, width: int, sizes: tuple[int, int, int]
+) -> None:
+    cases.check_linear_row(DEVICE, dtype, features, width, RowShape(*sizes))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -1,0 +1,172 @@
+"""Times the products of few rows on this GPU and writes the table that `quire.kernels.triton.choices` reads.
+
+Every way to compute a product is timed whole (with the norm, the gate and the residual around it) inside a captured
+graph over weights too large for the cache. Kernels are compiled beforehand by one process per weight.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from quire.bench.gpu_cases import MODELS
+
+ROWS = (2, 4, 8, 16, 32, 64)
+ROW_SIZES = ((1, 512, 2), (1, 1024, 4), (1, 2048, 8), (1, 2048, 4), (2, 512, 2), (2, 1024, 4), (2, 2048, 8),
+             (4, 512, 2), (4, 256, 1), (1, 4096, 16), (4, 1024, 4))  # fmt: skip
+STRIP_SIZES = ((16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (32, 64, 4, 8), (64, 64, 4, 6), (64, 128, 8, 4),
+               (16, 128, 4, 8))  # fmt: skip
+_LEAST_BYTES = 3e8
+_MOST_HELD = 512
+"""Elements of the weight that a thread reads: with more of them in flight the registers overflow."""
+
+
+def weights_of(model: str) -> list[tuple[str, int, int]]:
+    """(form at one row, features, width) of every product of a model."""
+    config = MODELS[model]
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    query, key = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+    return [("norm", query + 2 * key, hidden), ("plain", hidden, query), ("gated", 2 * inner, hidden),
+            ("plain", hidden, inner), ("norm", config["vocab_size"], hidden)]  # fmt: skip
+
+
+def tune(models: list[str], pdl: bool, note: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """The table's entries, best kernel each; `note` hears everything that was timed."""
+    jobs = [(model, index) for model in models for index in range(5)]
+    compiling = [
+        subprocess.Popen([sys.executable, "-m", "quire.bench.gpu_tune", model, str(index), str(int(pdl))])
+        for model, index in jobs
+    ]
+    for process in compiling:
+        process.wait()
+    entries = []
+    for model, index in jobs:
+        for line in time_weight(model, index, pdl):
+            note(line)
+            name, rate = max(line["rates"].items(), key=lambda item: item[1])
+            kernel, *sizes = name.split(" ")
+            entries.append({"rows": line["rows"], "features": line["features"], "width": line["width"],
+                            "form": line["form"], "kernel": kernel,
+                            "sizes": [int(size) for size in sizes], "TB/s": round(rate, 2)})  # fmt: skip
+    return entries
+
+
+def time_weight(model: str, index: int, pdl: bool, dry: bool = False) -> Iterator[dict[str, Any]]:
+    import torch
+
+    form, features, width = weights_of(model)[index]
+    size = features * width * 2
+    copies = 1 if dry else max(2, math.ceil(_LEAST_BYTES / size))
+    weights = [torch.randn(features, width, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    for rows in (1, *ROWS):
+        if dry and rows in (4, 8):
+            continue  # the same kernels as for 2 and 16 rows
+        ways = _one_row(form, features, width, pdl) if rows == 1 else _several(rows, features, width)
+        rates = {}
+        for name, call in ways.items():
+            try:
+                seconds = graph_seconds([partial(call, w) for w in weights], dry)
+                rates[name] = size / seconds / 1e12
+            except Exception as error:
+                print(f"{name} on {features}x{width}, {rows} rows: {error}", file=sys.stderr)
+        yield {"model": model, "rows": rows, "features": features, "width": width,
+               "form": form if rows == 1 else "plain", "rates": rates}  # fmt: skip
+
+
+def _one_row(form: str, features: int, width: int, pdl: bool) -> dict[str, Callable[[Any], Any]]:
+    """Every way to the product of one row with all that belongs to it."""
+    import torch
+
+    from quire.kernels.triton import activation, linear_few, linear_row, norm
+
+    x = torch.randn(1, width, device="cuda", dtype=torch.bfloat16)
+    gain, residual = torch.ones(width, device="cuda"), torch.randn(1, features, device="cuda", dtype=torch.bfloat16)
+    fused: dict[str, Any] = {"residual": residual} if form == "plain" else {"norm": gain, "eps": 1e-6}
+    if form == "gated":
+        fused["gated"] = "silu"
+
+    def around(product: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+        def call(w: Any) -> Any:
+            found = product(x if form == "plain" else norm.rms_norm(x, gain, 1e-6), w)
+            return activation.act_mul(found, "silu") if form == "gated" else found
+
+        return call
+
+    added = residual if form == "plain" else None
+    ways: dict[str, Callable[[Any], Any]] = {
+        "library": around(lambda v, w: torch.mm(v, w.t()) if added is None else torch.mm(v, w.t()).add_(added))
+    }
+    for shape in ROW_SIZES:
+        held = shape[0] * width * (2 if form == "gated" else 1) // (32 * shape[2])
+        if shape[1] <= 2 * width and held <= _MOST_HELD:
+            ways["row " + " ".join(map(str, shape))] = partial(
+                linear_row.linear_row, x, sizes=linear_row.RowShape(*shape), pdl=pdl, **fused
+            )
+    for strip in STRIP_SIZES[:3]:
+        ways["strip " + " ".join(map(str, strip))] = around(
+            partial(linear_few.linear_strip, residual=added, sizes=linear_few.StripShape(*strip))
+        )
+    return ways
+
+
+def _several(rows: int, features: int, width: int) -> dict[str, Callable[[Any], Any]]:
+    import torch
+
+    from quire.kernels.triton import linear_few
+
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    ways: dict[str, Callable[[Any], Any]] = {"library": lambda w: torch.mm(x, w.t())}
+    if rows <= linear_few.MAX_VECTOR_ROWS and features <= 2048:
+        ways["vector"] = lambda w: linear_few.linear_vector(x, w)
+    for strip in STRIP_SIZES:
+        if rows <= 32 or strip[0] >= 32:
+            ways["strip " + " ".join(map(str, strip))] = partial(
+                linear_few.linear_strip, x, sizes=linear_few.StripShape(*strip)
+            )
+    return ways
+
+
+def graph_seconds(calls: list[Callable[[], Any]], dry: bool = False, repeats: int = 5) -> float:
+    """Seconds per call inside a captured graph of all calls; the median of replays."""
+    import torch
+
+    if dry:
+        calls[0]()
+        return 1.0
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(repeats + 1):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return sorted(times[1:])[repeats // 2] / len(calls)
+
+
+def write(path: str, entries: list[dict[str, Any]]) -> None:
+    """One line per entry, so that a change of the table can be read."""
+    import torch
+
+    head = {"device": torch.cuda.get_device_name(), "dtype": "bfloat16", "date": time.strftime("%Y-%m-%d")}
+    lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(head)[:-1] + ', "products": [\n' + lines + "\n]}\n")
+
+
+if __name__ == "__main__":
+    list(time_weight(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", dry=True))
