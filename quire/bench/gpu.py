@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
-    parser.add_argument("--launch-early", action="store_true", help="programmatic dependent launch at small batches")
+    parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
+                        help="programmatic dependent launch in decode steps (default: on)")
     parser.add_argument("--timeline", metavar="SVG", help="draw some steps of the last run here")
     parser.add_argument("--tune", metavar="FILE", help="instead: time the products of few rows, write the table here")
     parser.add_argument("--tokens", action="store_true", help="print a checksum of each case's tokens")

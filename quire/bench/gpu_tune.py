@@ -86,7 +86,8 @@ def _one_row(form: str, features: int, width: int, pdl: bool) -> dict[str, Calla
     from quire.kernels.triton import activation, linear_few, linear_row, norm
 
     x = torch.randn(1, width, device="cuda", dtype=torch.bfloat16)
-    gain, residual = torch.ones(width, device="cuda"), torch.randn(1, features, device="cuda", dtype=torch.bfloat16)
+    gain = torch.ones(width, device="cuda", dtype=torch.bfloat16)
+    residual = torch.randn(1, features, device="cuda", dtype=torch.bfloat16)
     fused: dict[str, Any] = {"residual": residual} if form == "plain" else {"norm": gain, "eps": 1e-6}
     if form == "gated":
         fused["gated"] = "silu"

@@ -602,7 +602,7 @@ def time_engine(quick: bool) -> None:
 
     tokens: dict[str, Any] = {}
     for name, options in (
-        ("graphs", {}),
+        ("graphs", {"launch_early": False}),
         ("graphs+pdl", {"launch_early": True}),
         ("eager", {"enforce_eager": True}),
     ):

@@ -19,6 +19,8 @@ from torch import Tensor
 
 PIECE_STEP = 64
 """A piece is a multiple of this many keys, and starts at a multiple of it."""
+LEAST_PIECE = 128
+"""Shorter ones do not repay their joining: one sequence of 400 keys takes 7.6 us in 4 pieces, 8.4 in 7."""
 MAX_SEQUENCES = 2048
 
 
@@ -52,11 +54,11 @@ class DecodeSplit:
 def extra_pieces(num_seqs: int, num_kv_heads: int, multiprocessors: int) -> int:
     """Pieces beyond one per sequence, as so many programs a multiprocessor.
 
-    H200, 2026-11-15, 16 heads of 8 KV heads, TB/s: one sequence of 4,000 keys 1.21 with 16 pieces (0.99 with
-    33); 32 and 64 sequences 3.07 and 3.51 with 132 (2.84 and 3.28 with 66); 256 sequences 4.13 with 264
-    (4.05 with 528).
+    H200, 2026-11-15, 32 heads of 8 KV heads, microseconds: one sequence of 4,000 keys 15.3 with 16 pieces (23 with
+    33); 32 sequences of 1,131 keys 49 with 33 (53 with 132); 64 of 1,057 85 with 132 (91 with 66); 128 of 1,114
+    157 with 132 (158 with 264); 256 of 1,064 279 with 264 (292 with 528).
     """
-    wanted = multiprocessors * (1 if num_seqs <= 8 else 8 if num_seqs <= 128 else 16)
+    wanted = multiprocessors * (1 if num_seqs <= 8 else 2 if num_seqs <= 48 else 8 if num_seqs <= 128 else 16)
     return max(1, wanted // num_kv_heads)
 
 
@@ -70,12 +72,12 @@ class DecodeShape:
 
 
 def decode_shape(num_seqs: int, head_dim: int, element_size: int) -> DecodeShape:
-    """Measured with the pieces above, bf16 heads of 128: 128 keys are best for few sequences (1.21 TB/s
-    against 1.13) and for many (4.13 against 4.07), 64 between (3.51 against 3.46). Larger heads and float32
-    take what surely fits the shared memory."""
+    """Measured with the pieces above, bf16 heads of 128: 128 keys at once (32 sequences: 49 us, with 64 keys 58;
+    128: 157 and 163), but 64 around 64 sequences (85 and 85; of 16 heads 79 and 80). Larger heads and float32 take
+    what surely fits the shared memory."""
     if head_dim > 128 or element_size > 2:
         return DecodeShape(64, stages=2)
-    return DecodeShape(64 if 8 < num_seqs <= 128 else 128)
+    return DecodeShape(64 if 48 < num_seqs <= 96 else 128)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "extra"])
@@ -91,6 +93,7 @@ def _split_kernel(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     FIXED: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
     """Each program finds the whole division again (it is a handful of instructions) and writes its own
     pieces."""
@@ -102,7 +105,7 @@ def _split_kernel(
     if FIXED > 0:
         length = FIXED
     else:
-        length = tl.maximum((tl.sum(spans, axis=0) + extra - 1) // extra, 1)
+        length = tl.maximum((tl.sum(spans, axis=0) + extra - 1) // extra, LEAST)
         length = (length + STEP - 1) // STEP * STEP
     pieces = (spans + length - 1) // length
     before = tl.sum(tl.where(places < me, pieces, 0), axis=0)
@@ -141,6 +144,7 @@ def split_decode(split: DecodeSplit, context_len: Tensor, window: int | None, fi
         triton.next_power_of_2(num_seqs),
         PIECE_STEP,
         fixed,
+        LEAST_PIECE,
         num_warps=4,
     )
 
@@ -150,7 +154,7 @@ def split_decode_reference(split: DecodeSplit, context_len: Tensor, window: int 
     firsts = [max(0, n - (_NO_WINDOW if window is None else window)) // PIECE_STEP * PIECE_STEP for n in lengths]
     spans = [n - first if n else 0 for n, first in zip(lengths, firsts, strict=True)]
     extra = split.tasks - len(lengths)
-    length = fixed or -(-max(-(-sum(spans) // extra), 1) // PIECE_STEP) * PIECE_STEP
+    length = fixed or -(-max(-(-sum(spans) // extra), LEAST_PIECE) // PIECE_STEP) * PIECE_STEP
     counts = [-(-span // length) for span in spans]
     tasks = [(s, p) for s, n in enumerate(counts) for p in range(n)]
     split.sequence.fill_(-1)

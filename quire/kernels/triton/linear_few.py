@@ -99,7 +99,7 @@ def _vector_kernel(
         )
         if NORM:
             square += values * values
-            values = values * tl.load(gain + place, mask=inside, other=0.0)[None, :]
+            values = values * tl.load(gain + place, mask=inside, other=0.0).to(tl.float32)[None, :]
         acc += values[:, None, :] * w.to(tl.float32)[None, :, :]
         if GATED:
             other += values[:, None, :] * w2.to(tl.float32)[None, :, :]

@@ -77,7 +77,7 @@ def _row_kernel(
         values = tl.load(x + place[None, :], mask=inside, other=0.0).to(tl.float32)
         if NORM:
             square += values * values
-            values = values * tl.load(gain + place[None, :], mask=inside, other=0.0)
+            values = values * tl.load(gain + place[None, :], mask=inside, other=0.0).to(tl.float32)
         acc += values * w.to(tl.float32)
         if GATED:
             other += values * w2.to(tl.float32)

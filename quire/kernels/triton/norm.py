@@ -24,7 +24,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
-    gain = tl.load(weight + columns, mask=inside, other=0.0)
+    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -36,22 +36,27 @@ class Hidden:
 
 
 class WeightsAhead:
-    """A second branch of a captured step, on which weights are brought to the cache while small kernels run."""
+    """A second branch of a captured step, on which weights are brought to the cache while small kernels run.
 
-    def __init__(self, device: torch.device, few: int, many: int) -> None:
+    H200, 8B, 32 sequences: 3,467 tok/s with 4 MiB of each weight, 3,443 without, 3,418 with 12 MiB. With one row the
+    products ask for their weights early themselves; with many the memory is not what they wait for.
+    """
+
+    MOST_ROWS = 64
+
+    def __init__(self, device: torch.device, limit: int) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._few, self._many = few, many
+        self._limit = limit
         self._used = False
 
     def ask(self, weight: Any, rows: int) -> None:
         """For the first bytes of a weight, as soon as all that is launched so far has run."""
-        limit = self._few if rows == 1 else self._many
-        if limit:
+        if rows <= self.MOST_ROWS:
             from quire.kernels.triton.prefetch import prefetch
 
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                prefetch(weight.weight, limit)
+                prefetch(weight.weight, self._limit)
             self._used = True
 
     def join(self) -> None:
@@ -69,6 +74,7 @@ class DeviceForward:
         self._ops = ops
         self.fused = hasattr(ops, "norm_linear") and fusable(decoder.spec)
         self.ahead: WeightsAhead | None = None
+        self._gains: dict[int, Tensor] = {}
 
     def __call__(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> Hidden:
         if not self.fused:
@@ -91,12 +97,22 @@ class DeviceForward:
         elif ops.fuses_norm(*hidden.stream.shape):  # type: ignore[attr-defined]
             return self._capped(
                 ops.norm_linear(  # type: ignore[attr-defined]
-                    hidden.stream, norm.weight, norm.eps, decoder.head.packed, None, out
+                    hidden.stream, self._gain(norm), norm.eps, decoder.head.packed, None, out
                 )
             )
         else:
             rows = norm(hidden.stream)
         return self._capped(ops.linear(rows, decoder.head.packed, None, out))  # type: ignore[call-arg]
+
+    def _gain(self, norm: Any) -> Tensor:
+        """A norm's weight for the fused products, each of whose programs reads all of it: in the activations' type
+        where that loses nothing (so the result is the same), else as it is."""
+        found = self._gains.get(id(norm))
+        if found is None:
+            narrow = norm.weight.to(getattr(self._ops, "dtype", torch.float32))
+            found = narrow if torch.equal(narrow.float(), norm.weight) else norm.weight
+            self._gains[id(norm)] = found
+        return found
 
     def _ask(self, weight: Any, rows: int) -> None:
         if self.ahead is not None:
@@ -118,11 +134,12 @@ class DeviceForward:
         x = self._embed(ids)
         for layer, cache in zip(self._decoder.layers, caches, strict=True):
             norm, mlp = layer.attn_norm, layer.mlp
-            qkv = ops.norm_linear(x, norm.weight, norm.eps, layer.attn.qkv.packed)  # type: ignore[attr-defined]
-            self._ask(layer.attn.out.packed, 1)
+            qkv = ops.norm_linear(  # type: ignore[attr-defined]
+                x, self._gain(norm), norm.eps, layer.attn.qkv.packed
+            )
             x = ops.linear(self._attend(layer, qkv, ctx, cache), layer.attn.out.packed, x)
             up = ops.norm_linear(  # type: ignore[attr-defined]
-                x, layer.mlp_norm.weight, layer.mlp_norm.eps, mlp.up.packed, mlp._spec.activation
+                x, self._gain(layer.mlp_norm), layer.mlp_norm.eps, mlp.up.packed, mlp._spec.activation
             )
             x = ops.linear(up, mlp.down.packed, x)
         return x

@@ -62,7 +62,7 @@ class DeviceRunner:
         *,
         max_num_seqs: int,
         use_graphs: bool,
-        prefetch: tuple[int, int] = (0, 0),
+        prefetch: int = 0,
     ) -> None:
         self._device = device
         self._decoder = decoder
@@ -84,7 +84,7 @@ class DeviceRunner:
         self._splits = self._reserve(max_num_seqs)
         self.caches: list[LayerCache] = []
         self.graphs = GraphCache(device, self._captured) if use_graphs and device.type == "cuda" else None
-        self._ahead = WeightsAhead(device, *prefetch) if any(prefetch) and self.graphs is not None else None
+        self._ahead = WeightsAhead(device, prefetch) if prefetch and self.graphs is not None else None
 
     # ---- memory
 

@@ -48,12 +48,10 @@ class DeviceOptions:
     deterministic: bool = False
     kv_cache_dtype: str = "auto"
     dense_prefill: bool = True
-    launch_early: bool = False
+    launch_early: bool = True
     """Programmatic dependent launch: a kernel of a small step starts while the one before it ends."""
-    prefetch_few: int = 0
-    """Bytes of the output projection that are asked for while a sequence alone is attended to."""
-    prefetch_many: int = 0
-    """Bytes of the next weight that are asked for while norms and gates of larger decode steps run."""
+    prefetch: int = 4 << 20
+    """Bytes of the next weight that are asked for while the norms and gates of a decode step run."""
     seed: int = 0
 
 
@@ -113,7 +111,7 @@ class GpuWorker:
             self.device,
             max_num_seqs=seqs,
             use_graphs=not options.enforce_eager,
-            prefetch=(options.prefetch_few, options.prefetch_many),
+            prefetch=options.prefetch,
         )
         self.pool = self._size_pool(cache, length)
         self._cache = CacheEngine(
