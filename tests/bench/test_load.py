@@ -23,6 +23,7 @@ from quire.bench.load_data import (
 from quire.bench.load_report import meets, parse_goodput, peak_concurrency, percentile, report
 from quire.cli.main import main
 from quire.errors import ConfigError, InvalidRequestError
+from tests.cli.conftest import tiny as tiny
 from tests.client.stub import Stub, text, usage
 from tests.client.stub import serving as serving
 
@@ -183,3 +184,15 @@ def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
     code = main(["bench", "serve", "--url", "127.0.0.1:9", "--ready-check-timeout-sec", "0.1"])
     error = capsys.readouterr().err
     assert code != 0 and "cannot be reached" in error and "quire serve" in error and error.count("\n") == 1
+
+
+def test_a_tokenizer_makes_prompts_of_exactly_the_length(
+    serving: Callable[..., Stub], tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quire.models.loader.source import resolve_model
+
+    stub = serving(paced)
+    assert main(["bench", "serve", "--url", stub.url, "--num-prompts", "2", "--tokenizer", str(tiny),
+                 "--random-input-len", "30", "--num-warmups", "0"]) == 0
+    tokenizer = resolve_model(str(tiny)).tokenizer()
+    assert [len(tokenizer.encode(body["prompt"], add_special_tokens=False)) for body in stub.bodies] == [30, 30]
