@@ -32,6 +32,10 @@ MAX_SECONDS = 10.0
 MAX_STEPS = 5_000_000
 MAX_MESSAGES = 65_536
 MAX_BITS = 4_096
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What clients call the thoughts before an answer. Templates read the first, those of gpt-oss the second."""
+_RESULT_ROLES = ("tool", "ipython", "function")
+"""Whose content is what a program returned: any JSON, which templates print or turn into text."""
 _HUGE_WIDTH = re.compile(r"\d{6,}|\*")
 
 
@@ -365,9 +369,12 @@ def _checked_message(message: Any, index: int) -> dict[str, Any]:
     if content is None:
         if role == "user" or role == "system":
             raise ChatTemplateError(f"{where} (role {role!r}) needs a 'content'", f"{where}.content")
-    elif not isinstance(content, str):
+    elif not isinstance(content, str) and role not in _RESULT_ROLES:
         _check_parts(content, where)
-    return dict(message)
+    thoughts = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if thoughts is None:
+        return dict(message)
+    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 def _check_parts(content: Any, where: str) -> None:

@@ -102,6 +102,26 @@ def test_well_known_templates_render_as_in_transformers(llama_cpp_models: Path) 
     assert rendered > 8 * len(files)
 
 
+def test_messages_reach_a_template_as_through_transformers() -> None:
+    """Its tokenizer hands thoughts on under every name that templates read, and a tool's result as it is."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    source = "{% for m in messages %}{{ m | tojson(sort_keys=true) }}\n{% endfor %}"
+    reference = PreTrainedTokenizerFast(tokenizer_object=Backend(BPE()))
+    reference.chat_template = source
+    for extra in ("thinking", "reasoning", "reasoning_content"):
+        for result in ("22", {"temperature": 22}, 22, [1, {"a": None}], [{"type": "text", "text": "x"}]):
+            answer = {**assistant("a"), extra: "because"}
+            messages = [user("q"), answer, {"role": "tool", "name": "f", "content": result}]
+            messages.append({**assistant("b"), "thinking": None})
+            theirs = reference.apply_chat_template(messages, tokenize=False)
+            assert ChatTemplate(source).render(messages) == theirs
+    with pytest.raises(ChatTemplateError, match="content of type dict"):
+        ChatTemplate(source).render([user({"temperature": 22})])
+
+
 @pytest.mark.parametrize(
     "source",
     [
