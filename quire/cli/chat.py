@@ -116,15 +116,27 @@ class Chat:
         lines = []
         while line.endswith("\\"):
             lines.append(line[:-1])
-            line = self._input(CONTINUED)
+            line = self._continued() or ""
         return "\n".join([*lines, line]).strip() or None
 
     def _read_quoted(self, line: str) -> str:
         lines = []
         while not line.rstrip().endswith(QUOTES):
             lines.append(line)
-            line = self._input(CONTINUED)
+            more = self._continued()
+            if more is None:
+                return "\n".join(lines)
+            line = more
         return "\n".join([*lines, line.rstrip().removesuffix(QUOTES)])
+
+    def _continued(self) -> str | None:
+        """The next line of a message; None where a pipe ends within it, so that what came is not lost."""
+        try:
+            return self._input(CONTINUED)
+        except EOFError:
+            if self._interactive:
+                raise
+            return None
 
     def _input(self, prompt: str) -> str:
         if not self._interactive:

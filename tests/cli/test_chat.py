@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,6 +74,19 @@ def test_a_chat_reads_a_pipe(tiny: Path, quire: Callable[..., Done]) -> None:
     assert "no command /nope" in done.err
     assert "this message alone makes" in done.err
     assert "›" not in done.out and len(done.out) > 8
+
+
+@pytest.mark.parametrize("text", ['"""Hi\nyou', "Hi\\\nyou", "Hi\\", '"""Hi\n'])
+def test_a_message_that_a_pipe_ends_within_is_answered(
+    text: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    chat = Chat(llm, SamplingParams(), None)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    monkeypatch.setattr(chat, "_interactive", False)
+    monkeypatch.setattr(chat, "_answer", asked.append)
+    chat.talk()
+    assert asked == ["Hi\nyou" if "you" in text else "Hi"]
 
 
 def test_a_model_without_a_template_is_sent_to_generate(
