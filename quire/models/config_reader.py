@@ -154,6 +154,17 @@ class ConfigReader:
         return read_rope(self, fields, theta, head_dim)
 
 
+def reach(limit: int, rope: RopeSpec) -> int:
+    """Positions that a model can be used at.
+
+    Dynamic scaling begins where the trained ones end. Yarn is often switched on by adding its fields to a
+    config that still says the trained length.
+    """
+    if rope.kind not in ("dynamic", "yarn"):
+        return limit
+    return max(limit, min(MAX_POSITIONS, int(rope.original_max_positions * rope.factor)))
+
+
 def read_rope(reader: ConfigReader, fields: Mapping[str, Any], theta: float, head_dim: int) -> RopeSpec:
     """One rotation from its own fields; those it does not know are refused."""
     if not isinstance(fields, Mapping):

@@ -131,6 +131,21 @@ def test_greedy_tokens_past_the_window_are_those_of_transformers(shape: str) -> 
     assert got == oracle_greedy(model, prompt, 30)
 
 
+def test_dynamic_scaling_goes_on_past_the_trained_length_as_transformers_decodes() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 10_000.0}
+    model = make_model("llama", seed=3, max_position_embeddings=32, rope_parameters=scaling)
+    decoder = decoder_of(model)
+    assert decoder.spec.max_positions == 80
+    tokens = tokens_of(80, 97, seed=9)
+    driver = PagedDriver(decoder, block_size=4)
+    driver.step({0: tokens[:20]})
+    with torch.no_grad():
+        cache = model(torch.tensor([tokens[:20]]), use_cache=True).past_key_values
+        for token in tokens[20:]:
+            expected = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0]
+            assert (driver.step({0: [token]})[0] - expected).abs().max() < TOLERANCE
+
+
 def test_gemma3_attention_soft_cap_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers reads this field of Gemma 3, then leaves it out of the call that would apply it."""
     from transformers.models.gemma3 import modeling_gemma3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,23 @@ def test_layers_of_one_kind_are_one_group(family: str, kind: str) -> None:
     spec = read_spec(config_of(make_model(family)))
     assert [(g.kind, g.layers) for g in spec.cache_groups()] == [(kind, (0, 1, 2))]
     assert spec.group_of_layer() == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "default"}, 256),
+        ({"rope_type": "linear", "factor": 4.0}, 256),
+        ({"rope_type": "dynamic", "factor": 2.5}, 640),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "dynamic", "factor": 1e12}, 2**26),
+    ],
+)
+def test_a_scaled_rotation_reaches_as_far_as_it_is_scaled(rope: dict[str, Any], positions: int) -> None:
+    config = {**config_of(make_model("llama")), "rope_parameters": {**rope, "rope_theta": 10_000.0}}
+    assert read_spec(config).max_positions == positions
 
 
 def test_kv_bytes_count_keys_and_values_of_every_layer() -> None:

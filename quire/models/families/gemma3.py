@@ -11,6 +11,7 @@ from quire.models.config_reader import (
     MAX_POSITIONS,
     ConfigReader,
     positive,
+    reach,
     read_rope,
 )
 from quire.models.families import llama
@@ -89,13 +90,16 @@ def read(c: ConfigReader) -> DecoderSpec:
         )
         for window in _windows(c)
     )
+    ropes = _ropes(c, dim)
     return DecoderSpec(
         c.architecture,
         vocab_size=c.size("vocab_size", 262_208),
         hidden_size=hidden,
-        max_positions=c.size("max_position_embeddings", 131_072, most=MAX_POSITIONS),
+        max_positions=reach(
+            c.size("max_position_embeddings", 131_072, most=MAX_POSITIONS), ropes[FULL_ROPE]
+        ),
         layers=layers,
-        ropes=_ropes(c, dim),
+        ropes=ropes,
         final_norm=norm,
         embed_scale=hidden**0.5,
         tied_head=c.flag("tie_word_embeddings", True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec
-from quire.models.config_reader import MAX_HIDDEN, MAX_LAYERS, MAX_POSITIONS, ConfigReader
+from quire.models.config_reader import MAX_HIDDEN, MAX_LAYERS, MAX_POSITIONS, ConfigReader, reach
 from quire.models.family import Family
 from quire.models.spec import DecoderSpec, LayerSpec
 from quire.models.weight_names import WeightNames
@@ -62,13 +62,14 @@ def llama_like(
         )
         for window in (windows or [None] * count)
     )
+    rope = c.rope(dim)
     return DecoderSpec(
         c.architecture,
         vocab_size=c.size("vocab_size"),
         hidden_size=hidden,
-        max_positions=c.size("max_position_embeddings", most=MAX_POSITIONS),
+        max_positions=reach(c.size("max_position_embeddings", most=MAX_POSITIONS), rope),
         layers=layers,
-        ropes=(c.rope(dim),),
+        ropes=(rope,),
         final_norm=norm,
         tied_head=c.flag("tie_word_embeddings", False),
     )
