@@ -169,7 +169,7 @@ def _tokenizer(model: str | None) -> Any:
         return None
     from quire.models.loader.source import resolve_model
 
-    return resolve_model(model).tokenizer()
+    return resolve_model(model, load_format="dummy").tokenizer()  # which needs no weights
 
 
 def _wait_until_ready(target: Target, seconds: float) -> None:
