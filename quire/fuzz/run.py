@@ -86,12 +86,15 @@ def _check_counters(metrics: dict[str, int | float], outputs: list[RequestOutput
     sums = {
         "preemptions_for_memory": sum(c.preemptions_for_memory for c in counts),
         "preemptions_for_priority": sum(c.preemptions_for_priority for c in counts),
-        "preemptions": sum(c.preemptions_for_memory + c.preemptions_for_priority for c in counts),
+        "preemptions_for_loss": sum(c.preemptions_for_loss for c in counts),
+        "preemptions": sum(
+            c.preemptions_for_memory + c.preemptions_for_priority + c.preemptions_for_loss for c in counts),
         "preemptions_by_swap": sum(c.swaps_out for c in counts),
         "swaps_out": sum(c.swaps_out for c in counts),
         "swaps_in": sum(c.swaps_in for c in counts),
         "copies_on_write": sum(c.copies_on_write for c in counts),
         "recomputed_tokens": sum(c.recomputed_tokens for c in counts),
+        "tier_hits": sum(c.tier_hits for c in counts),
         "tier_hit_tokens": sum(c.tier_hit_tokens for c in counts),
     }
     for name, total in sums.items():

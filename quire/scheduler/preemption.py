@@ -64,6 +64,7 @@ class Preemption:
             request.counts.preemptions_for_priority += 1
         elif reason is PreemptionReason.LOST:
             stats.preemptions_for_loss += 1
+            request.counts.preemptions_for_loss += 1
         else:
             stats.preemptions_for_memory += 1
             request.counts.preemptions_for_memory += 1

@@ -100,12 +100,15 @@ class RequestCounts:
 
     preemptions_for_memory: int = 0
     preemptions_for_priority: int = 0
+    preemptions_for_loss: int = 0
     recomputed_tokens: int = 0
     swaps_out: int = 0
     swaps_in: int = 0
     swap_bytes: int = 0
     """Out and back."""
     copies_on_write: int = 0
+    tier_hits: int = 0
+    """Blocks that another tier brought back, instead of computing them."""
     tier_hit_tokens: int = 0
     decode_steps: int = 0
     """Where speculation is on: steps that computed tokens after the prompt."""

@@ -327,6 +327,7 @@ class Scheduler:
         except InvariantError as error:
             self._quarantine(seq, error)
             return
+        request.counts.tier_hits += match.num_outside
         request.counts.tier_hit_tokens += match.outside_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = match.num_tokens
