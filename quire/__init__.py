@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, QuireError
     from quire.llm import LLM
     from quire.sampling.params import BeamSearchParams, SamplingParams
+    from quire.structured.spec import StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "QuireError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 
@@ -37,6 +39,7 @@ _HOMES = {
     "quire.errors": ("ConfigError", "InvalidRequestError", "ModelLoadError", "QuireError"),
     "quire.llm": ("LLM",),
     "quire.sampling.params": ("BeamSearchParams", "SamplingParams"),
+    "quire.structured.spec": ("StructuredOutputs",),
 }
 
 

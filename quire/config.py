@@ -205,8 +205,17 @@ class SpeculationConfig:
         return None if self.speculative_config is None else SpeculationOptions.parse(self.speculative_config)
 
 
+@dataclass(frozen=True, slots=True)
+class StructuredConfig:
+    """What compiling the grammars of structured outputs may take, and how many of them are kept."""
+
+    grammar_timeout: float = option(30.0, "most seconds until the grammar of a structured output is compiled")
+    grammar_cache_memory: int | str = option("256MiB", "bytes for compiled grammars, or a text such as 1GiB")
+    grammar_threads: int = option(2, "grammars compiled at once")
+
+
 _SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig,
-                              "speculation": SpeculationConfig}
+                              "speculation": SpeculationConfig, "structured": StructuredConfig}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +226,7 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     speculation: SpeculationConfig = SpeculationConfig()
+    structured: StructuredConfig = StructuredConfig()
 
     @classmethod
     def create(cls, **options: Any) -> EngineConfig:
@@ -234,7 +244,7 @@ class EngineConfig:
         return config
 
     def validate(self) -> None:
-        for section in (self.model, self.cache, self.scheduler, self.speculation):
+        for section in (self.model, self.cache, self.scheduler, self.speculation, self.structured):
             for f in dataclasses.fields(section):
                 _check_type(f, getattr(section, f.name))
         _check_ranges(self)
@@ -287,6 +297,7 @@ def _check_ranges(config: EngineConfig) -> None:
     _ = config.speculation.options
     _check_slo(config.scheduler)
     _check_swap(config)
+    _check_structured(config.structured)
     share = config.cache.gpu_memory_utilization
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}",
@@ -311,6 +322,16 @@ def _check_swap(config: EngineConfig) -> None:
     if config.scheduler.preemption_mode == "swap":
         raise ConfigError("preemption_mode 'swap' needs room to move KV to: give swap_space",
                           field="preemption_mode")
+
+
+def _check_structured(options: StructuredConfig) -> None:
+    if not 0.0 < options.grammar_timeout <= 86400.0:
+        raise ConfigError(f"grammar_timeout must be above 0 and at most 86400, not {options.grammar_timeout}",
+                          field="grammar_timeout")
+    if not 1 <= options.grammar_threads <= 256:
+        raise ConfigError(f"grammar_threads must be between 1 and 256, not {options.grammar_threads}",
+                          field="grammar_threads")
+    parse_bytes(options.grammar_cache_memory, "grammar_cache_memory")
 
 
 def _check_slo(options: SchedulerConfig) -> None:

@@ -171,8 +171,14 @@ class LLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         request, text = self._inputs.request(request_id, prompt, params, priority=priority, cache_salt=cache_salt,
                                              tenant=tenant, arrival_time=arrival_time)
+        self._check_shape(request.params)
         self._core.add(request)
         self._streams.add(request, text)
+
+    def _check_shape(self, params: SamplingParams) -> None:
+        """Whoever asks for a grammar that is none learns it here; compiling goes on beside the steps."""
+        if params.structured_outputs is not None and self._core.grammars is not None:
+            self._core.grammars.check(params.structured_outputs)
 
     def step(self) -> list[RequestOutput]:
         """Run one engine step; outputs of the requests that have news."""

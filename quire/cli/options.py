@@ -16,7 +16,7 @@ SAMPLING_PREFIX = "sampling:"
 """Parsed values go by these names in the namespace, so that the two seeds do not meet."""
 
 _GROUP_TITLES = {"model": "model", "cache": "KV cache", "scheduler": "scheduling",
-                 "speculation": "speculation"}
+                 "speculation": "speculation", "structured": "structured output"}
 
 SAMPLING_HELP = {
     "n": "answers for each prompt",
@@ -42,7 +42,19 @@ SAMPLING_HELP = {
     "allowed_token_ids": "draw from these tokens only, as in 10,11,12",
     "skip_special_tokens": "leave special tokens out of the text",
     "detokenize": "turn tokens into text",
+    "structured_outputs": "the shape of the answer",
 }
+
+
+SHAPE_FLAGS = {
+    "json": ("--json-schema", "SCHEMA", "the answer is JSON of this schema, given as text or as @FILE"),
+    "json_object": ("--json-object", None, "the answer is a JSON object"),
+    "regex": ("--regex", "REGEX", "the answer matches this regular expression"),
+    "choice": ("--choice", "TEXT", "the answer is this text, or another given so; give it several times"),
+    "grammar": ("--grammar", "EBNF", "the answer follows this EBNF grammar, given as text or as @FILE"),
+}
+"""Flags of the fields of StructuredOutputs."""
+_SHAPE = "structured_outputs"
 
 
 def add_engine_options(
@@ -92,13 +104,38 @@ def add_sampling_options(
     for f in dataclasses.fields(SamplingParams):
         if f.name in leave_out:
             continue
+        if f.name == _SHAPE:
+            _add_shape_options(parser)
+            continue
         default = defaults.get(f.name, f.default)
         text = _with_default(SAMPLING_HELP.get(f.name, ""), default)
         _add(group, SAMPLING_PREFIX + f.name, flag_of(f.name), str(f.type), text, None)
 
 
 def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
-    return SamplingParams(**{**defaults, **_given(args, SAMPLING_PREFIX)})
+    given = {**defaults, **_given(args, SAMPLING_PREFIX)}
+    shape = {name: given.pop(f"{_SHAPE}.{name}") for name in SHAPE_FLAGS if f"{_SHAPE}.{name}" in given}
+    if shape:
+        given[_SHAPE] = shape
+    return SamplingParams(**given)
+
+
+def _add_shape_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("shape of the answer (one of them)")
+    for name, (flag, metavar, text) in SHAPE_FLAGS.items():
+        dest = f"{SAMPLING_PREFIX}{_SHAPE}.{name}"
+        common: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": text}
+        if metavar is None:
+            group.add_argument(flag, action="store_true", **common)
+        elif name == "choice":
+            group.add_argument(flag, action="append", metavar=metavar, **common)
+        else:
+            group.add_argument(flag, type=str if name == "regex" else text_or_file, metavar=metavar, **common)
+
+
+def text_or_file(value: str) -> str:
+    """The value itself, or the content of FILE for @FILE."""
+    return read_text(value[1:]) if value.startswith("@") else value
 
 
 def flag_of(name: str) -> str:

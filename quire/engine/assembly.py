@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, parse_bytes
 from quire.engine.calibration import measure_move_cost, measure_step_times
 from quire.engine.core import EngineCore
 from quire.engine.device import build_worker, resolve
@@ -21,6 +21,8 @@ from quire.scheduler.preemption import Preemption, PreemptionMode
 from quire.scheduler.queue import QUEUES
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.assembly import build_speculator
+from quire.structured.compiler import CompileLimits, GrammarCompiler
+from quire.structured.vocabulary import Vocabulary, read_vocabulary
 from quire.worker.memory import PoolSize
 
 if TYPE_CHECKING:
@@ -69,8 +71,23 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
         preemption=Preemption(cache, PreemptionMode(config.scheduler.preemption_mode), cost),
         speculator=speculator,
     )
-    core = EngineCore(scheduler, executor, config.scheduler.max_steps_in_flight or 1)
+    core = EngineCore(scheduler, executor, config.scheduler.max_steps_in_flight or 1,
+                      build_grammars(config, source, worker.spec.vocab_size))
     return Engine(config, source, worker.spec, worker.pool, core)
+
+
+def build_grammars(config: EngineConfig, source: ModelSource, vocab_size: int) -> GrammarCompiler | None:
+    """Who compiles grammars; tokenizer and compiler are loaded when the first one is asked for."""
+    if config.model.skip_tokenizer_init:
+        return None
+    options = config.structured
+
+    def vocabulary() -> Vocabulary:
+        return read_vocabulary(source.tokenizer(), vocab_size, source.eos_token_ids)
+
+    return GrammarCompiler(vocabulary, CompileLimits(
+        options.grammar_timeout, parse_bytes(options.grammar_cache_memory, "grammar_cache_memory"),
+        options.grammar_threads))
 
 
 def build_cache(config: EngineConfig, spec: DecoderSpec, pool: PoolSize, cost: MoveCost | None) -> KVCacheManager:

@@ -6,13 +6,20 @@ import time
 from collections import deque
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from quire.errors import QuireError
+from quire.errors import InvalidRequestError, QuireError
 from quire.executor.base import Executor
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.request import FinishReason, Request, Sequence
 from quire.scheduler.scheduler import Scheduler, SequenceUpdate
+
+if TYPE_CHECKING:
+    from quire.structured.compiler import GrammarCompiler
+
+
+_GRAMMAR_WAIT_S = 0.02
+"""How long a step waits for a grammar when there is nothing else to do: others may come meanwhile."""
 
 
 class StepObserver(Protocol):
@@ -40,15 +47,23 @@ class StepTimes:
 class EngineCore:
     """Drives a scheduler and an executor. With a depth of 2, step N+1 is planned while step N runs."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, max_steps_in_flight: int = 1) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, max_steps_in_flight: int = 1,
+                 grammars: GrammarCompiler | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.grammars = grammars
         self._depth = max_steps_in_flight
         self._futures: deque[Future[StepResult]] = deque()
         self.trace: StepObserver | None = None
         self.times = StepTimes()
 
     def add(self, request: Request) -> None:
+        wanted = request.params.structured_outputs
+        if wanted is not None:
+            if self.grammars is None:
+                raise InvalidRequestError("structured_outputs is not supported by this engine, which has no tokenizer",
+                                          field="structured_outputs")
+            request.grammar = self.grammars.submit(wanted)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
@@ -79,6 +94,8 @@ class EngineCore:
             self._collect()
         elif len(self.scheduler.waiting) or self.scheduler.running:
             self.scheduler.fail_stuck()
+        elif len(self.scheduler.compiling):
+            self.scheduler.compiling.wait(_GRAMMAR_WAIT_S)
         updates = self.scheduler.take_updates()
         if not self.scheduler.has_work:
             self.scheduler.rest()
@@ -124,4 +141,6 @@ class EngineCore:
         for future in self._futures:
             future.cancel()
         self._futures.clear()
+        if self.grammars is not None:
+            self.grammars.close()
         self.executor.close()

@@ -131,6 +131,9 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"sampling_params must be SamplingParams, not {type(params).__name__}", field="sampling_params")
         params.validate_for_vocab(self._vocab_size)
+        if self._tokenizer is None and params.structured_outputs is not None:
+            raise InvalidRequestError("structured_outputs needs a tokenizer, and this engine has none "
+                                      "(skip_tokenizer_init)", field="structured_outputs")
         if self._tokenizer is None and (params.stop or params.bad_words):
             raise InvalidRequestError("stop strings and bad_words need a tokenizer; use stop_token_ids",
                                       field="stop" if params.stop else "bad_words")

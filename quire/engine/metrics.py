@@ -27,6 +27,7 @@ def flat_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float]
         "forks": stats.forks,
         "requests_running": len(scheduler.running),
         "requests_waiting": len(scheduler.waiting),
+        "requests_compiling": len(scheduler.compiling),
         "requests_swapped": sum(request.swapped is not None for request in scheduler.waiting),
         "requests_finished": stats.requests_finished,
         "requests_aborted": stats.requests_aborted,

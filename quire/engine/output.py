@@ -226,7 +226,9 @@ class SequenceState:
         """The text that new tokens give, and whether a stop string ended the sequence with them."""
         if self.finish_reason is not None:
             return "", False
-        text, kept = self._add_text(token_ids, stopped_by_token=finish_reason == "stop")
+        # A text as the reason is no token's doing.
+        by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
+        text, kept = self._add_text(token_ids, stopped_by_token=by_token)
         if self._text.stop_string is None and finish_reason is not None:
             text += self._text.finish()
         self._new_text.append(text)

@@ -228,6 +228,10 @@ class EngineServer:
             handle = self._handles.get(request)
             if handle is None:
                 continue  # whoever asked for it has gone
+            if request.refusal is not None:
+                self._send_message(m.Refused(handle, str(request.refusal), request.refusal.field))
+                self._forget(handle)
+                continue
             if (len(update.new_tokens) == 1 and seq.finish_reason is None and not request.grouped
                     and update.logprobs is None and not update.prompt_logprobs):
                 handles.append(handle)

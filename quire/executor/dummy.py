@@ -37,6 +37,16 @@ def dummy_candidates(seed: int, entry: PlanEntry, vocab_size: int) -> list[tuple
     return [(token, -0.1 - (0.5 + (last % 7) / 9) * place) for place, token in enumerate(tokens)]
 
 
+def _allowed(masks: bytes, wanted: int) -> EntryResult:
+    """The first token from `wanted` on that a grammar's mask has, around the end of the vocabulary."""
+    bits = int.from_bytes(masks, "little")
+    after = bits >> wanted
+    rest = after or bits
+    if not rest:
+        return EntryResult(error="the grammar of this request allows no token")
+    return EntryResult([(rest & -rest).bit_length() - 1 + (wanted if after else 0)])
+
+
 class DummyExecutor(Executor):
     """Keeps rows as the worker would and draws `dummy_token`s."""
 
@@ -81,7 +91,8 @@ class DummyExecutor(Executor):
             return self._judge(entry, seed, index)
         if entry.candidates:
             return EntryResult(candidates=dummy_candidates(seed, entry, self.vocab_size))
-        result = EntryResult([dummy_token(seed, index, end, self.vocab_size)] if entry.sample else [])
+        token = dummy_token(seed, index, end, self.vocab_size)
+        result = EntryResult([token] if entry.sample else []) if not entry.masks else _allowed(entry.masks, token)
         if entry.row in self._described:
             self._describe(self._described[entry.row], entry, result)
         return result

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.sampling.masks import TokenMasks
 from quire.sampling.params import SamplingParams
 from quire.sampling.penalties import Penalties, TokenHistory, gather_penalties
 from quire.sampling.philox import Purpose, signed_seed, uniform, uniforms
@@ -34,6 +35,7 @@ class SamplingRow:
         "allowed",
         "bad_words",
         "history",
+        "mask",
         "num_output",
         "params",
         "position",
@@ -64,6 +66,8 @@ class SamplingRow:
         output = list(token_ids[num_prompt_tokens:])
         self.history = TokenHistory(token_ids[:num_prompt_tokens], output) if params.penalised else None
         self.recent: list[int] | None = output if self.bad_words else None
+        self.mask = b""
+        """Which tokens the next draw may give, one bit for each, in words of 32; empty: all of them."""
         self.allowed: Tensor | None = None
         if params.allowed_token_ids is not None:
             self.allowed = torch.tensor(list(params.allowed_token_ids), dtype=torch.int64)
@@ -101,14 +105,17 @@ class SamplingRow:
 
 @dataclass(slots=True)
 class Edits:
-    """Changes to logits before anything is drawn: allowed ids, biases, bans, then penalties."""
+    """Changes to logits before anything is drawn: grammars, allowed ids, biases, bans, then penalties."""
 
+    masks: TokenMasks | None
     allowed: list[tuple[int, Tensor]]
     bias: tuple[Tensor, Tensor, Tensor] | None
     banned: tuple[Tensor, Tensor] | None
     penalties: Penalties | None
 
     def apply_(self, logits: Tensor) -> None:
+        if self.masks is not None:
+            self.masks.apply_(logits)
         for row, ids in self.allowed:
             kept = logits[row, ids]
             logits[row] = -math.inf
@@ -148,6 +155,8 @@ class SamplingBatch:
     filtered: Draws | None
     logprob_rows: list[int]
     logprob_counts: list[int]
+    masks: TokenMasks | None = None
+    """Those of the edits: log-probabilities are among the tokens that a grammar allows."""
 
     @classmethod
     def build(
@@ -167,14 +176,16 @@ class SamplingBatch:
                 wants.append(place)
             if _needs_edits(row):
                 special.append(place)
+        masks = TokenMasks.of({place: rows[place].mask for place in special if rows[place].mask}, device)
         return cls(
             num_rows=len(rows),
             any_greedy=len(plain) + len(filtered) < len(rows),
-            edits=_edits(rows, special, device) if special else None,
+            edits=_edits(rows, special, masks, device) if special else None,
             plain=_draws(rows, plain, vocab_size, device) if plain else None,
             filtered=_draws(rows, filtered, vocab_size, device) if filtered else None,
             logprob_rows=wants,
             logprob_counts=[rows[place].params.logprobs or 0 for place in wants],
+            masks=masks,
         )
 
 
@@ -185,6 +196,7 @@ def _needs_edits(row: SamplingRow) -> bool:
         or bool(row.params.logit_bias)
         or bool(row.bad_words)
         or row.num_output < row.params.min_tokens
+        or bool(row.mask)
     )
 
 
@@ -223,7 +235,9 @@ def _noise(rows: Sequence[SamplingRow], device: torch.device) -> Tensor:
     return uniforms(columns[:, 0], columns[:, 1], columns[:, 2], Purpose.SAMPLE)
 
 
-def _edits(rows: Sequence[SamplingRow], special: list[int], device: torch.device) -> Edits:
+def _edits(
+    rows: Sequence[SamplingRow], special: list[int], masks: TokenMasks | None, device: torch.device
+) -> Edits:
     allowed, penalised = [], []
     bias: list[tuple[int, int, float]] = []
     banned: list[tuple[int, int]] = []
@@ -240,6 +254,7 @@ def _edits(rows: Sequence[SamplingRow], special: list[int], device: torch.device
         return torch.tensor([int(pair[column]) for pair in pairs], dtype=torch.int64, device=device)
 
     return Edits(
+        masks=masks,
         allowed=allowed,
         bias=(index(bias, 0), index(bias, 1), torch.tensor([b[2] for b in bias], device=device))
         if bias

@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any, Final, TypeVar
 
 from quire.errors import InvalidRequestError
+from quire.structured.spec import StructuredOutputs
 
 MAX_LOGPROBS: Final = 20
 MAX_SEQUENCES: Final = 64
@@ -105,7 +106,17 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, StructuredOutputs):
+        return value.to_dict()
     return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
+
+
+def _structured(value: Any) -> StructuredOutputs | None:
+    if value is None or isinstance(value, StructuredOutputs):
+        return value
+    if not isinstance(value, Mapping):
+        raise _refuse("structured_outputs", f"must be StructuredOutputs, not {type(value).__name__} {value!r:.80}")
+    return StructuredOutputs.from_dict(value)
 
 
 _Params = TypeVar("_Params", "SamplingParams", "BeamSearchParams")
@@ -156,6 +167,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    """The shape that the output must have. Log-probabilities are then those among the tokens it allows."""
 
     def __post_init__(self) -> None:
         values = {**self._numbers(), **self._collections()}
@@ -209,6 +222,7 @@ class SamplingParams:
             "allowed_token_ids": allowed,
             "skip_special_tokens": _flag("skip_special_tokens", self.skip_special_tokens),
             "detokenize": _flag("detokenize", self.detokenize),
+            "structured_outputs": _structured(self.structured_outputs),
         }
 
     def _check_contradictions(self) -> None:

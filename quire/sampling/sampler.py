@@ -1,9 +1,9 @@
 """One batched pass from logits to tokens, in which a token depends on its own row and on nothing else.
 
-Order of processing, as vLLM has it: allowed ids, logit bias, bad words and min_tokens; repetition, presence
-and frequency penalties; argmax where the temperature is 0; else temperature, min_p, top_k, top_p, and one
-draw by inverse CDF in vocabulary order with one Philox number. Log-probabilities are of the raw logits,
-before all that.
+Order of processing, as vLLM has it: the grammar's mask; allowed ids, logit bias, bad words and min_tokens;
+repetition, presence and frequency penalties; argmax where the temperature is 0; else temperature, min_p,
+top_k, top_p, and one draw by inverse CDF in vocabulary order with one Philox number. Log-probabilities are of
+the raw logits, before all that but the grammar's mask.
 
 Why the result cannot depend on the batch, the thread count or the path taken: probabilities become integers
 (`floor(exp((logit - max) / T) * 2**40)`) and integers add up to the same total in any order. What remains is
@@ -29,8 +29,8 @@ NOT_FINITE: Final = 1
 NOTHING_ALLOWED: Final = 2
 FAILURES: Final = {
     NOT_FINITE: "the model gave logits that are not finite (NaN or infinity) for this request",
-    NOTHING_ALLOWED: "allowed_token_ids, bad_words, min_tokens and logit_bias together leave no token that "
-    "may be drawn; relax one of them",
+    NOTHING_ALLOWED: "structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias together leave no "
+    "token that may be drawn; relax one of them",
 }
 
 _SCALE: Final = 2.0**40
@@ -63,7 +63,16 @@ class SampledLogprobs:
             self.counts,
             strict=True,
         )
-        return [(token, logprob, rank, ids[:n], tops[:n]) for token, logprob, rank, ids, tops, n in columns]
+        return [_possible(token, logprob, rank, ids[:n], tops[:n]) for token, logprob, rank, ids, tops, n in columns]
+
+
+def _possible(
+    token: int, logprob: float, rank: int, ids: list[int], tops: list[float]
+) -> tuple[int, float, int, list[int], list[float]]:
+    """Without those of the likeliest ids that a grammar makes impossible; they are the last."""
+    while tops and tops[-1] == -math.inf:
+        tops.pop()
+    return token, logprob, rank, ids[: len(tops)], tops
 
 
 @dataclass(slots=True)
@@ -324,6 +333,9 @@ def _batch_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> Sam
     if not batch.logprob_rows:
         return None
     rows = torch.tensor(batch.logprob_rows, dtype=torch.int64, device=logits.device)
+    if batch.masks is not None:
+        logits = logits.clone()
+        batch.masks.apply_(logits)
     found = token_logprobs(logits[rows], tokens[rows], max(batch.logprob_counts))
     found.rows, found.counts = batch.logprob_rows, batch.logprob_counts
     return found

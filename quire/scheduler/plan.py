@@ -74,6 +74,9 @@ class PlanEntry:
     """Draw nothing; report so many of the likeliest next tokens."""
     device_drafts: int = 0
     """Up to so many of the last of `num_tokens` are drafts that the worker proposes itself, with a model."""
+    masks: bytes = b""
+    """Which tokens may be drawn, one bit for each of the vocabulary in words of 32, and the same again after each
+    draft; empty: all of them."""
 
     @property
     def num_drafts(self) -> int:

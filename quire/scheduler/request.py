@@ -7,16 +7,25 @@ happens to it (a chunk of prompt, a cache hit, a preemption, a refused draft) is
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from collections.abc import Sequence as TokenSequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+from quire.errors import InvalidRequestError
 from quire.kvcache.swap import SwappedKV
 from quire.kvcache.table import SequenceKV
 from quire.sampling.params import SamplingParams
 from quire.scheduler.beam import BeamSearch
 
+if TYPE_CHECKING:
+    from quire.structured.compiler import PendingGrammar
+    from quire.structured.matcher import SequenceGrammar
+
 
 class Status(enum.Enum):
+    COMPILING = "compiling"
+    """Its grammar is being compiled."""
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -49,6 +58,8 @@ class Sequence:
     """Raised when the sequence leaves its row, so that late results of the old row are dropped."""
     held_at: int | None = None
     """Computes no further than this many tokens, until its siblings have been forked from it there."""
+    grammar: SequenceGrammar | None = None
+    """Where it stands in the grammar that its output must follow: a function of its output."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -146,6 +157,12 @@ class Request:
     """Prompt tokens found in the prefix cache when the request was first admitted."""
     num_preemptions: int = 0
     prompt_logprobs_done: int = 0
+    grammar: PendingGrammar | None = None
+    """The grammar of its output, perhaps still being compiled."""
+    start_grammar: Callable[[frozenset[int]], SequenceGrammar] | None = None
+    """Begins that grammar for one sequence, given the ids that end it; the scheduler fills it in."""
+    refusal: InvalidRequestError | None = None
+    """Why its grammar cannot be used, which shows only once it is compiled."""
     first_scheduled_time: float | None = None
     swapped: SwappedKV | None = None
     """Its KV, where preemption has moved that out of the device."""
@@ -182,6 +199,15 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    def needs_values(self, known: int) -> bool:
+        """Must tokens in flight come back before more is planned? At `known` tokens there may be no more to plan, and
+        what a grammar allows depends on what was drawn."""
+        return known >= self.max_len or self.start_grammar is not None
+
+    def named_stop(self, token: int) -> int | None:
+        """The id, if it is one of those that the request itself named as ends."""
+        return token if token in (self.params.stop_token_ids or ()) else None
 
     @property
     def rows_wanted(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from quire.errors import InvariantError
 from quire.kvcache.manager import KVCacheManager
 from quire.scheduler.groups import extra_blocks
@@ -10,6 +12,7 @@ from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.request import FinishReason, Request, Sequence, Status
 from quire.scheduler.rows import RowBook
 from quire.scheduler.stats import SchedulerStats
+from quire.structured.gate import GrammarGate, take_grammar
 
 
 class Roster:
@@ -20,6 +23,8 @@ class Roster:
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
         self.waiting = waiting
+        self.compiling = GrammarGate()
+        """Requests whose grammar is not there yet."""
         self.rows = RowBook(num_rows)
         self.forking: dict[str, Request] = {}
         """Resumed groups whose siblings wait for the leader to reach the end of the prompt again."""
@@ -31,7 +36,20 @@ class Roster:
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        self.waiting.add(request)
+        if request.grammar is not None:
+            request.status = Status.COMPILING
+            self.compiling.add(request)
+        else:
+            self.waiting.add(request)
+
+    def queue_compiled(self) -> Iterator[tuple[Request, str]]:
+        """Let requests wait their turn whose grammar has come; yields those whose grammar cannot be used, and why."""
+        for request in self.compiling.settled():
+            request.status = Status.WAITING
+            self.waiting.add(request)
+            error = take_grammar(request)
+            if error is not None:
+                yield request, error
 
     def has_rows_for(self, request: Request) -> bool:
         """Running groups will need rows for sequences not forked yet: those are not free."""
@@ -129,6 +147,8 @@ class Roster:
         """All its sequences have ended."""
         if request.status is Status.WAITING:
             self.waiting.remove(request)
+        elif request.status is Status.COMPILING:
+            self.compiling.remove(request)
         else:
             del self.running[request.request_id]
         self.forking.pop(request.request_id, None)

@@ -37,9 +37,9 @@ from quire.scheduler.step_cost import StepLoad
 from quire.scheduler.updates import SequenceUpdate as SequenceUpdate
 from quire.scheduler.updates import cut_at_stop
 from quire.speculation.speculator import Drafts, Speculator
+from quire.structured.gate import GRAMMAR_END, add_masks, grammar_over
 
-_EXAMINE_EVERY = 10.0
-"""Seconds: a full check takes milliseconds for ten thousand blocks, too long for every pause."""
+_EXAMINE_EVERY = 10.0  # seconds: a full check takes milliseconds for ten thousand blocks, too long for every pause
 
 
 class Scheduler:
@@ -63,7 +63,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.waiting = FCFSQueue() if queue is None else queue
         self._roster = Roster(cache, self.waiting, self.preemption, self.stats, limits.max_num_seqs)
-        self.running = self._roster.running
+        self.running, self.compiling = self._roster.running, self._roster.compiling
         self.on_preempt: Callable[[Request, PreemptionReason], None] | None = None
         """Told of every preemption, once it is done."""
         self._clock = clock
@@ -122,6 +122,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a result comes in."""
         draft = Draft(self.limits.max_num_batched_tokens, None if self._pacer is None else StepLoad())
+        for request, error in self._roster.queue_compiled():
+            self._finish(request.live[0], FinishReason.ABORT, error=error)
         if self._roster.forking:
             self._fork_resumed()
         self._sort_running(draft)
@@ -133,17 +135,15 @@ class Scheduler:
             if not self.policy.goes_on(phase, self.limits.max_num_batched_tokens - draft.budget):
                 break
         self._short = draft.short or draft.preempted
-        if not draft.planned and not self.cache.copies:
-            return None
-        return self._submit(draft)
+        return self._submit(draft) if draft.planned or self.cache.copies else None
 
     def _sort_running(self, draft: Draft) -> None:
         for request in self.running.values():
             for seq in request.sequences:
                 known = seq.held_at or len(seq.tokens) + seq.num_pending
                 todo = known - seq.num_computed
-                # Without a row it is finished; at its longest with tokens in flight, it only waits for those.
-                if seq.row < 0 or todo < 1 or (known >= request.max_len and seq.num_pending):
+                # Without a row it is finished; it may have to wait for its tokens in flight.
+                if seq.row < 0 or todo < 1 or (seq.num_pending and request.needs_values(known)):
                     continue
                 (draft.decoding if todo == 1 else draft.prefilling).append(seq)
         if self.speculator is not None and draft.decoding:
@@ -385,6 +385,7 @@ class Scheduler:
                 if table.dirty_from < len(table.blocks):
                     plan.diffs.extend(table_diffs(seq))
                     break
+            add_masks(seq, entry)
             start = entry.start
             seq.num_computed = end = start + entry.num_tokens
             if start < seq.num_prompt_tokens:
@@ -565,8 +566,9 @@ class Scheduler:
     def _stop_if_done(self, seq: Sequence) -> None:
         request, last = seq.request, seq.tokens[-1]
         if last in request.stop_ids:
-            asked = last in (request.params.stop_token_ids or ())
-            self._finish(seq, FinishReason.STOP, last if asked else None, silent=True)
+            self._finish(seq, FinishReason.STOP, request.named_stop(last), silent=True)
+        elif grammar_over(seq):
+            self._finish(seq, FinishReason.STOP, GRAMMAR_END, silent=True)
         elif len(seq.tokens) >= request.max_len:
             self._finish(seq, FinishReason.LENGTH, silent=True)
 

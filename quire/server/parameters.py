@@ -11,6 +11,7 @@ from quire.engine.input import Params
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.server.api_error import refusal
 from quire.server.protocol import GenerationBody, ResponseFormatJsonObject, ResponseFormatJsonSchema
+from quire.structured.spec import StructuredOutputs
 
 _SAME_NAME = ("frequency_penalty", "presence_penalty", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens",
               "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "bad_words", "allowed_token_ids",
@@ -129,9 +130,5 @@ def check_size(field: str, constraint: Any, config: ServerConfig) -> None:
         raise refusal(field, f"is {size} bytes long; this server takes at most {most}", code="schema_too_large")
 
 
-def structured_outputs(constraint: dict[str, Any]) -> Any:
-    try:
-        from quire.sampling.params import StructuredOutputs  # type: ignore[attr-defined,unused-ignore]
-    except ImportError:
-        raise refusal("response_format", "and structured outputs are not available in this build of Quire") from None
+def structured_outputs(constraint: dict[str, Any]) -> StructuredOutputs:
     return StructuredOutputs(**constraint)

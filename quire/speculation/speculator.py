@@ -237,7 +237,8 @@ class DeviceSpeculator(Speculator):
         found = {}
         for seq in sequences:
             mine = min(count, self._longest(seq))
-            if mine > 0:
+            # A grammar's masks after drafts must know them, and these are known in the worker only.
+            if mine > 0 and seq.request.start_grammar is None:
                 found[seq.row] = Drafts(mine)
         return found
 

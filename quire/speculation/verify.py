@@ -18,11 +18,14 @@ from quire.sampling.batch import SamplingRow
 from quire.sampling.philox import Purpose, uniform
 
 
-def rows_along(row: SamplingRow, drafts: Sequence[int]) -> list[SamplingRow]:
-    """What sampling knows before each draft, and after the last."""
+def rows_along(row: SamplingRow, drafts: Sequence[int], masks: bytes = b"") -> list[SamplingRow]:
+    """What sampling knows before each draft, and after the last; `masks` are a grammar's for all of these."""
     rows = [row]
     for draft in drafts:
         rows.append(rows[-1].ahead((draft,)))
+    size = len(masks) // len(rows)
+    for place, each in enumerate(rows):
+        each.mask = masks[place * size : (place + 1) * size]
     return rows
 
 
@@ -43,6 +46,8 @@ def judge_by_rejection(drafts: Sequence[int], target: Tensor, proposal: Tensor |
     """
     for place, draft in enumerate(drafts):
         p = target[place].double()
+        if not float(p.sum()) > 0.0:
+            return place, 0  # nothing can be drawn here, as the row's status says
         p /= p.sum()
         if proposal is None:
             q = torch.zeros_like(p)
@@ -54,7 +59,9 @@ def judge_by_rejection(drafts: Sequence[int], target: Tensor, proposal: Tensor |
             rest = (p - q).clamp_(min=0.0)
             # Where p and q are equal nothing is left, and nothing is refused but for rounding.
             return place, _pick(rest if float(rest.sum()) > 0.0 else p, _noise(rows[place], Purpose.RESAMPLE))
-    return len(drafts), _pick(target[len(drafts)].double(), _noise(rows[len(drafts)], Purpose.SAMPLE))
+    last = target[len(drafts)].double()
+    drawable = float(last.sum()) > 0.0
+    return len(drafts), _pick(last, _noise(rows[len(drafts)], Purpose.SAMPLE)) if drawable else 0
 
 
 def _noise(row: SamplingRow, purpose: Purpose) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.attention.context import StepContext
 from quire.models.decoder import Decoder
 from quire.sampling.batch import SamplingBatch, SamplingRow
+from quire.sampling.masks import TokenMasks
 from quire.sampling.sampler import (
     FAILURES,
     NOT_FINITE,
@@ -104,7 +105,7 @@ class ModelRunner:
         firsts: list[int] = []
         for i in drawing:
             firsts.append(len(rows))
-            rows += rows_along(self._table.sampling(entries[i].row), entries[i].drafts)
+            rows += rows_along(self._table.sampling(entries[i].row), entries[i].drafts, entries[i].masks)
             last += range(ends[i] - 1 - len(entries[i].drafts), ends[i])
         everything = last == list(range(len(hidden)))
         logits = self._decoder.logits(hidden if everything else hidden[torch.tensor(last)])
@@ -186,5 +187,9 @@ def _token_logprobs(found: SampledLogprobs) -> list[TokenLogprobs]:
 
 
 def _logprobs_of(logits: Tensor, token: int, row: SamplingRow) -> TokenLogprobs:
-    found = token_logprobs(logits[None], torch.tensor([token]), row.params.logprobs or 0)
+    one = logits[None].clone()
+    masks = TokenMasks.of({0: row.mask} if row.mask else {}, logits.device)
+    if masks is not None:
+        masks.apply_(one)
+    found = token_logprobs(one, torch.tensor([token]), row.params.logprobs or 0)
     return _token_logprobs(found)[0]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from quire.cli import options
 from quire.cli.commands import CommandParser, UsageError
 from quire.config import option_fields
+from quire.errors import InvalidRequestError
 from quire.sampling.params import SamplingParams
+from quire.structured.spec import StructuredOutputs
 
 
 def parser() -> CommandParser:
@@ -33,7 +36,28 @@ def test_every_engine_option_has_a_flag_with_its_help() -> None:
 
 def test_every_sampling_field_has_a_flag_with_help() -> None:
     assert set(options.SAMPLING_HELP) == {f.name for f in dataclasses.fields(SamplingParams)}
-    assert all(options.flag_of(f.name) in parser().format_help() for f in dataclasses.fields(SamplingParams))
+    text = parser().format_help()
+    plain = [f.name for f in dataclasses.fields(SamplingParams) if f.name != "structured_outputs"]
+    assert all(options.flag_of(name) in text for name in plain)
+    assert set(options.SHAPE_FLAGS) == {f.name for f in dataclasses.fields(StructuredOutputs)}
+    assert all(flag in text for flag, _, _ in options.SHAPE_FLAGS.values())
+
+
+def test_the_shape_of_an_answer_is_given_by_one_flag(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "integer"}')
+    cases = {
+        ("--json-schema", '{"type": "null"}'): StructuredOutputs(json={"type": "null"}),
+        ("--json-schema", f"@{file}"): StructuredOutputs(json={"type": "integer"}),
+        ("--json-object",): StructuredOutputs(json_object=True),
+        ("--regex", "a+"): StructuredOutputs(regex="a+"),
+        ("--choice", "yes", "--choice", "no"): StructuredOutputs(choice=["yes", "no"]),
+        ("--grammar", 'root ::= "a"'): StructuredOutputs(grammar='root ::= "a"'),
+    }
+    for words, shape in cases.items():
+        assert options.sampling_params(parse(*words), {}).structured_outputs == shape
+    with pytest.raises(InvalidRequestError, match="exactly one"):
+        options.sampling_params(parse("--regex", "a", "--json-object"), {})
 
 
 def test_nothing_given_leaves_all_defaults() -> None:

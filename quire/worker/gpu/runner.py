@@ -401,7 +401,7 @@ class DeviceRunner:
         draw's."""
         table = self._table
         rows = [
-            SpecialRow(place, entries[i].row, end_of(entries[i]))
+            SpecialRow(place, entries[i].row, end_of(entries[i]), entries[i].masks)
             for place, i in enumerate(drawing)
             if table.info(entries[i].row).special
         ]

@@ -27,6 +27,7 @@ class SpecialRow:
     place: int
     row: int
     position: int
+    mask: bytes = b""
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ def sample_special(logits: Tensor, rows: Sequence[SpecialRow], table: DeviceTabl
     """Tokens of the rows `rows[i].place` of logits [R, V], with log-probabilities where asked for."""
     infos = [table.info(row.row) for row in rows]
     for row, info in zip(rows, infos, strict=True):
-        info.state.position = row.position
+        info.state.position, info.state.mask = row.position, row.mask
         info.state.num_output = row.position - info.num_prompt
     places = torch.tensor([row.place for row in rows], dtype=torch.int64, device=logits.device)
     picked = logits[places].float()

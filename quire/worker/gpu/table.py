@@ -128,6 +128,7 @@ class DeviceTable:
             or params.allowed_token_ids is not None
             or bool(start.bad_words)
             or params.min_tokens > 0
+            or params.structured_outputs is not None
         )
         return RowInfo(params, start.num_prompt_tokens, special, state, tuple(tuple(word) for word in start.bad_words))
 

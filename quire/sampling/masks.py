@@ -1,0 +1,37 @@
+"""Token masks of grammars, applied to logits: what is not allowed becomes impossible, what is stays as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class TokenMasks:
+    """Masks of some rows of a batch, in words of 32 tokens, the lowest bit first."""
+
+    rows: Tensor
+    words: Tensor
+    """int32 [rows, words]."""
+
+    @classmethod
+    def of(cls, masks: Mapping[int, bytes], device: torch.device) -> TokenMasks | None:
+        """The masks by row, sent to the device from fresh memory so that nobody waits for the copy."""
+        if not masks:
+            return None
+        width = len(next(iter(masks.values()))) // 4
+        host = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.int32).view(len(masks), width)
+        rows = torch.tensor(list(masks), dtype=torch.int64)
+        if device.type == "cuda":
+            host, rows = host.pin_memory(), rows.pin_memory()
+        return cls(rows.to(device, non_blocking=True), host.to(device, non_blocking=True))
+
+    def apply_(self, logits: Tensor) -> None:
+        """Of logits [batch, vocabulary]."""
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        allowed = ((self.words[:, :, None] >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
+        logits[self.rows] = logits[self.rows].masked_fill(~allowed, -math.inf)

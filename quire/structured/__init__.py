@@ -1,0 +1,1 @@
+"""Output that must have a shape: JSON of a schema, a regular expression, one of some texts, a grammar."""

@@ -1,0 +1,101 @@
+"""Where one sequence stands in its grammar, as a function of the tokens it has; and what may come next.
+
+State follows the tokens, never events: a matcher is shown the output so far, goes forward over what is new
+and back over what is no longer there. So preemption, swapping, forks, refused drafts and beams that change
+places need no word about grammars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.structured.vocabulary import Vocabulary, import_xgrammar
+
+
+class CompiledGrammar:
+    """A grammar over one model's vocabulary; any number of sequences start from it."""
+
+    __slots__ = ("_compiled", "_vocabulary", "num_bytes")
+
+    def __init__(self, compiled: Any, vocabulary: Vocabulary) -> None:
+        self._compiled = compiled
+        self._vocabulary = vocabulary
+        self.num_bytes = int(compiled.memory_size_bytes)
+
+    def start(self, stop_ids: frozenset[int]) -> SequenceGrammar:
+        """For one sequence; those of `stop_ids` that are no text may come where the text may end."""
+        return SequenceGrammar(self._compiled, self._vocabulary, stop_ids)
+
+
+class SequenceGrammar:
+    """The matcher of one sequence."""
+
+    __slots__ = ("_accepted", "_end_ids", "_matcher", "_vocabulary", "_words")
+
+    def __init__(self, compiled: Any, vocabulary: Vocabulary, stop_ids: frozenset[int]) -> None:
+        self._matcher = import_xgrammar().GrammarMatcher(compiled)
+        self._vocabulary = vocabulary
+        self._end_ids = sorted(stop_ids & vocabulary.silent_ids)
+        self._accepted: list[int] = []
+        self._words = np.zeros((1, -(-vocabulary.size // 32)), np.int32)
+
+    def mask(self, output: Sequence[int]) -> bytes:
+        """One bit for each token of the vocabulary, in words of 32: may it follow `output`?
+
+        No bit is set after an output that is not the grammar's: whoever draws then finds nothing and says so.
+        """
+        return self._next() if self._follow(output) else bytes(self._words.nbytes)
+
+    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
+        """The mask after `output`, and after each of the drafts that follow it.
+
+        After a draft that is not allowed nothing is: whoever verifies refuses that draft, and what came later.
+        """
+        found = [self.mask(output)]
+        for place, token in enumerate(drafts):
+            if not self._accept(token):
+                nothing = bytes(self._words.nbytes)
+                return found + [nothing] * (len(drafts) - place)
+            found.append(self._next())
+        return found
+
+    def over(self, output: Sequence[int]) -> bool:
+        """Is the text complete, with nothing that may follow it and no token that would say so?"""
+        if self._end_ids:
+            return False
+        return self._follow(output) and bool(self._matcher.is_completed()) and not any(self._next())
+
+    def _follow(self, output: Sequence[int]) -> bool:
+        """Bring the matcher to the end of `output`; false if the grammar does not go there."""
+        known = self._accepted
+        if list(output[: len(known)]) != known:
+            same = next((i for i, (a, b) in enumerate(zip(known, output)) if a != b), min(len(known), len(output)))
+            self._matcher.rollback(len(known) - same)
+            del known[same:]
+        return all(self._accept(token) for token in output[len(known) :])
+
+    def _accept(self, token: int) -> bool:
+        if token in self._vocabulary.silent_ids or not self._matcher.accept_token(token):
+            return False
+        self._accepted.append(token)
+        return True
+
+    def _next(self) -> bytes:
+        words = self._words
+        self._matcher.fill_next_token_bitmask(words)
+        if not self._accepted:
+            self._set(self._vocabulary.spaced_ids, False)
+        if self._end_ids and self._matcher.is_completed():
+            self._set(self._end_ids, True)
+        return words.tobytes()
+
+    def _set(self, tokens: Sequence[int], allowed: bool) -> None:
+        bits = self._words.view(np.uint32)[0]
+        for token in tokens:
+            if allowed:
+                bits[token >> 5] |= np.uint32(1 << (token & 31))
+            else:
+                bits[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)

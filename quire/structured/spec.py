@@ -1,0 +1,168 @@
+"""What shape a caller may ask of an output: one of five, checked at once and refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json as jsonlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from quire.errors import InvalidRequestError
+from quire.structured.json_schema import check_schema
+from quire.structured.regex import check_regex
+
+MAX_SCHEMA_BYTES: Final = 64 << 10
+MAX_REGEX_BYTES: Final = 8 << 10
+MAX_GRAMMAR_BYTES: Final = 64 << 10
+MAX_CHOICES: Final = 1024
+MAX_CHOICE_BYTES: Final = 64 << 10
+"""Of all choices together."""
+KINDS: Final = ("json", "json_object", "regex", "choice", "grammar")
+FIELD: Final = "structured_outputs"
+
+
+def _refuse(kind: str, message: str) -> InvalidRequestError:
+    name = f"{FIELD}.{kind}"
+    return InvalidRequestError(f"{name} {message}", field=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """The shape of an output: exactly one of the fields is set.
+
+    A schema becomes JSON text and choices a tuple, so that this is plain data wherever it goes.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    """A JSON schema, as a dict or as JSON text."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    regex: str | None = None
+    """A regular expression that the whole output matches."""
+    choice: Sequence[str] | None = None
+    """Texts of which the output is one."""
+    grammar: str | None = None
+    """An EBNF grammar (as llama.cpp writes them, GBNF) whose rule `root` derives the output."""
+
+    def __post_init__(self) -> None:
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"{FIELD} needs exactly one of {', '.join(KINDS)}; {' and '.join(given) or 'none'} "
+                f"{'is' if len(given) < 2 else 'are'} set", field=FIELD)
+        check = {"json": _json, "json_object": _json_object, "regex": _regex, "choice": _choice, "grammar": _grammar}
+        object.__setattr__(self, given[0], check[given[0]](getattr(self, given[0])))
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+    @property
+    def field(self) -> str:
+        """What to call it when it is refused."""
+        return f"{FIELD}.{self.kind}"
+
+    @property
+    def key(self) -> bytes:
+        """The same for two that ask for the same."""
+        text = jsonlib.dumps([self.kind, getattr(self, self.kind)])
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; `from_dict` of it gives an equal object."""
+        value = getattr(self, self.kind)
+        return {self.kind: list(value) if isinstance(value, tuple) else value}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StructuredOutputs:
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in data:
+            if name not in known:
+                raise InvalidRequestError(f"{FIELD} has no field {name!r}; known: {', '.join(KINDS)}",
+                                          field=f"{FIELD}.{name}")
+        return cls(**data)
+
+
+def _text(kind: str, value: Any, most: int) -> str:
+    if not isinstance(value, str):
+        raise _refuse(kind, f"must be a text, not {type(value).__name__}")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise _refuse(kind, f"is not valid Unicode: {error.reason}") from None
+    if size > most:
+        raise _refuse(kind, f"has {size} bytes; at most {most} are allowed")
+    return value
+
+
+def _json(value: Any) -> str:
+    """The schema as JSON text, in its own order: properties are written in the order of the schema."""
+    if isinstance(value, Mapping | bool):
+        try:
+            value = jsonlib.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _refuse("json", f"is not plain JSON data: {error}") from None
+    text = _text("json", value, MAX_SCHEMA_BYTES)
+    try:
+        schema = jsonlib.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise _refuse("json", f"is not a JSON text: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise _refuse("json", f"must be a JSON schema (an object), not {type(schema).__name__}")
+    problem = check_schema(schema)
+    if problem is not None:
+        raise _refuse("json", problem)
+    return text
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has the same name twice")
+    return found
+
+
+def _json_object(value: Any) -> bool:
+    if value is not True:
+        raise _refuse("json_object", f"must be True or left out, not {value!r:.80}")
+    return True
+
+
+def _regex(value: Any) -> str:
+    text = _text("regex", value, MAX_REGEX_BYTES)
+    problem = check_regex(text)
+    if problem is not None:
+        raise _refuse("regex", problem)
+    return text
+
+
+def _choice(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
+        raise _refuse("choice", f"must be a list of texts, not {type(value).__name__} {value!r:.80}")
+    if not value:
+        raise _refuse("choice", "is empty: give at least one text")
+    if len(value) > MAX_CHOICES:
+        raise _refuse("choice", f"has {len(value)} entries; at most {MAX_CHOICES} are allowed")
+    size = 0
+    for item in value:
+        size += len(_text("choice", item, MAX_CHOICE_BYTES).encode())
+        if not item:
+            raise _refuse("choice", "may not hold an empty text: there would be nothing to generate")
+        if "\0" in item:
+            raise _refuse("choice", "may not hold the character NUL")
+    if size > MAX_CHOICE_BYTES:
+        raise _refuse("choice", f"has {size} bytes in all; at most {MAX_CHOICE_BYTES} are allowed")
+    return tuple(dict.fromkeys(value))
+
+
+def _grammar(value: Any) -> str:
+    text = _text("grammar", value, MAX_GRAMMAR_BYTES)
+    if not text.strip():
+        raise _refuse("grammar", "is empty: give a grammar with a rule named root")
+    return text

@@ -1,0 +1,65 @@
+"""A tokenizer's vocabulary as the grammar compiler wants it: the bytes of every token the model can draw."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quire.errors import InvalidRequestError
+
+
+class TokenBytes(Protocol):
+    """The part of a tokenizer that is needed."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the compiler and the matchers of one model share."""
+
+    info: Any
+    """xgrammar's TokenizerInfo."""
+    size: int
+    silent_ids: frozenset[int]
+    """Tokens that are no part of any text: end of text, other special ones, ids without a token."""
+    spaced_ids: tuple[int, ...]
+    """Tokens that begin with a space, where the decoder drops a text's first space; else none."""
+
+
+def import_xgrammar() -> Any:
+    """The package, or an error that says how to get it."""
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"structured_outputs needs the package xgrammar, which cannot be imported here ({error}): "
+            "pip install xgrammar", field="structured_outputs") from None
+    return xgrammar
+
+
+def read_vocabulary(tokenizer: TokenBytes, vocab_size: int, eos_token_ids: Collection[int]) -> Vocabulary:
+    """`vocab_size` is the model's: its logits may be wider than the tokenizer's vocabulary, or narrower.
+
+    End tokens are silent whatever the file says, and unknown to the compiler: where a text may end is the
+    matcher's question, and which tokens end it depends on the request.
+    """
+    xgrammar = import_xgrammar()
+    silent = {token for token in (*eos_token_ids, *tokenizer.special_ids) if token < vocab_size}
+    known = min(vocab_size, tokenizer.vocab_size)
+    texts = [b"" if token in silent else tokenizer.token_bytes(token) for token in range(known)]
+    silent.update(token for token, text in enumerate(texts) if not text)
+    silent.update(range(known, vocab_size))
+    info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=[])
+    spaced = [token for token, text in enumerate(texts) if text.startswith(b" ")]
+    drops = any(not tokenizer.decode([token]).startswith(" ") for token in spaced[:1])
+    return Vocabulary(info, vocab_size, frozenset(silent), tuple(spaced) if drops else ())
