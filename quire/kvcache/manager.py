@@ -13,8 +13,8 @@ from functools import partial
 
 from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
+from quire.kvcache.connector import KVConnector
 from quire.kvcache.eviction import EVICTION_POLICIES
-from quire.kvcache.host_tier import HostTier
 from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.prefix import HashChain
 from quire.kvcache.table import BlockTable, PrefixMatch, SequenceKV, outside
@@ -67,7 +67,7 @@ class KVCacheManager:
         prefix_caching: bool = True,
         eviction_policy: str = "lru",
         secret: bytes | None = None,
-        tier: HostTier | None = None,
+        tier: KVConnector | None = None,
         cost: MoveCost | None = None,
         block_bytes: tuple[int, ...] = (),
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.kvcache.block_pool import NO_BLOCK
-from quire.kvcache.host_tier import HostTier
+from quire.kvcache.connector import KVConnector
 from quire.kvcache.manager import DEVICE, KVCacheManager
 from quire.kvcache.table import BlockTable, SequenceKV
 
@@ -48,7 +48,7 @@ class SwappedKV:
 class Swapper:
     """Between a cache and its host tier. Copies go into the plan being drafted."""
 
-    def __init__(self, cache: KVCacheManager, tier: HostTier) -> None:
+    def __init__(self, cache: KVCacheManager, tier: KVConnector) -> None:
         self._cache = cache
         self._tier = tier
         self.stats = SwapStats()
