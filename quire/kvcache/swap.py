@@ -170,9 +170,11 @@ class Swapper:
         for kv, tables in swapped.tables:
             if any(kv is other for other in wanted):
                 self._restore(kv, tables, targets)
-        # Every sequence has its own reference now; ours was on behalf of all.
+        # Every sequence has its own reference now; ours was on behalf of all. Deepest first, as always: of those that
+        # have ended meanwhile nobody else holds the blocks, and a parent must outlive its children.
         for group, found in enumerate(targets):
-            cache.pools[group].release(found.values())
+            order = [found[place] for place in swapped.keys[group]]
+            cache.pools[group].release(order[::-1])
         stats.back += 1
         stats.bytes_in += moved
         return moved

@@ -6,6 +6,7 @@ from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.move_cost import MoveCost
+from quire.kvcache.swap import Swapper
 from quire.kvcache.table import SequenceKV
 
 SIZE = 4
@@ -87,3 +88,21 @@ def test_old_prefixes_make_way_and_held_blocks_do_not() -> None:
     tier.allocate(0)
     assert tier.match(0, b"a") == NO_BLOCK != tier.match(0, b"b")
     assert tier.evicted(0, b"c") == NO_BLOCK, "there is no room"
+
+
+def test_what_a_stopped_sibling_left_outside_comes_back_in_the_order_in_which_it_may_be_evicted() -> None:
+    cache = make(8, 8)
+    tier = cache.tier
+    assert tier is not None
+    tokens = list(range(17))
+    stopped = compute(cache, tokens, 1)
+    other = compute(cache, [*tokens[:4], *range(50, 60)], 2)
+    swapper = Swapper(cache, tier)
+    swapped = swapper.out([(stopped, 16), (other, 12)])
+    assert swapped is not None
+    cache.steps_submitted(3)
+    cache.steps_done(3)
+    swapper.back(swapped, [other])
+    cache.check([other])
+    while cache.pools[0].num_available:  # evicts what the stopped one left, children before parents
+        cache.pools[0].allocate()
