@@ -16,7 +16,8 @@ def make(num_blocks: int, host: int, cost: MoveCost | None = None) -> KVCacheMan
     return KVCacheManager(num_blocks, SIZE, tier=HostTier(host), cost=cost, block_bytes=(10,))
 
 
-def compute(cache: KVCacheManager, tokens: list[int], step: int, lost: bool = False) -> SequenceKV:
+def compute(cache: KVCacheManager, tokens: list[int], step: int, lost: bool = False,
+            beside: tuple[SequenceKV, ...] = ()) -> SequenceKV:
     kv = SequenceKV()
     match = cache.match(kv, tokens)
     cache.open(kv, match)
@@ -26,7 +27,7 @@ def compute(cache: KVCacheManager, tokens: list[int], step: int, lost: bool = Fa
     cache.steps_done(step, lost)
     if not lost:
         cache.publish(kv, tokens, len(tokens))
-    cache.check([kv])
+    cache.check([kv, *beside])
     return kv
 
 
@@ -96,7 +97,7 @@ def test_what_a_stopped_sibling_left_outside_comes_back_in_the_order_in_which_it
     assert tier is not None
     tokens = list(range(17))
     stopped = compute(cache, tokens, 1)
-    other = compute(cache, [*tokens[:4], *range(50, 60)], 2)
+    other = compute(cache, [*tokens[:4], *range(50, 60)], 2, beside=(stopped,))
     swapper = Swapper(cache, tier)
     swapped = swapper.out([(stopped, 16), (other, 12)])
     assert swapped is not None
