@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,8 @@ from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.limits import Limits, longest_allowed
 from quire.scheduler.request import Request
 from quire.tokenizer.tokenizer import Tokenizer
+
+log = logging.getLogger("quire.async")
 
 _LONG_TEXT = 4096
 """Characters: longer prompts are tokenized on a thread, so that nobody else's tokens wait."""
@@ -72,9 +75,10 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return self
 
     async def __anext__(self) -> RequestOutput:
-        await self.start()
         if self._subscription is None:
-            raise StopAsyncIteration
+            await self.start()
+            if self._subscription is None:
+                raise StopAsyncIteration
         try:
             output = await self._subscription.next()
         except BaseException:
@@ -92,11 +96,12 @@ class RequestStream(AsyncIterator[RequestOutput]):
     def _close(self) -> None:
         self._closed = True
         subscription, self._subscription = self._subscription, None
-        self._llm._drop(self.request_id, subscription)
+        if subscription is not None:
+            self._llm._drop(subscription)
 
     def __del__(self) -> None:
-        if not self._closed:
-            self._llm._drop_later(self.request_id, self._subscription)
+        if self._subscription is not None:
+            self._llm._drop_later(self._subscription)
 
 
 class AsyncLLM:
@@ -122,8 +127,10 @@ class AsyncLLM:
         self._limits: Limits | None = None
         self._pool = _Pool(1, 1)
         self._subscriptions: dict[int, Subscription] = {}
-        self._names: set[str] = set()
-        """Ids of requests that have not ended, also of those that are being tokenized."""
+        self._names: dict[str, Subscription | None] = {}
+        """Requests that have not ended by their ids, also those (None) that are being tokenized."""
+        self._aborted_early: set[str] = set()
+        """Those of the latter that were aborted meanwhile."""
         self._handles = itertools.count(1)
         self._ids = itertools.count()
         self._touched: dict[int, Subscription] = {}
@@ -182,7 +189,7 @@ class AsyncLLM:
                 pass
         self._fail_all(EngineDeadError("the engine was shut down before this request was done"))
         await self._supervisor.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -225,23 +232,36 @@ class AsyncLLM:
 
         async def open() -> Subscription:
             self._reserve(name)
-            request, text = await self._request(name, prompt, SamplingParams() if params is None else params,
-                                                priority=priority, tenant=tenant, cache_salt=cache_salt,
-                                                arrival_time=arrival)
-            return self._send(request, text, output_kind, params, self.guard.request_timeout if timeout is None
-                              else timeout)
+            try:
+                request, text = await self._request(name, prompt, SamplingParams() if params is None else params,
+                                                    priority=priority, tenant=tenant, cache_salt=cache_salt,
+                                                    arrival_time=arrival)
+                subscription = self._send(request, text, output_kind, params,
+                                          self.guard.request_timeout if timeout is None else timeout)
+            except BaseException:
+                self._names.pop(name, None)
+                raise
+            finally:
+                aborted = name in self._aborted_early
+                self._aborted_early.discard(name)
+            if aborted:
+                await self.abort(name)
+            return subscription
 
         return RequestStream(self, name, open)
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its reader sees it end with finish_reason "abort". Unknown ids are ignored."""
-        for subscription in list(self._subscriptions.values()):
-            if subscription.request_id == request_id:
-                self._tell(m.Abort([subscription.handle]))
-                subscription.processor.abort(now=time.monotonic())
-                self._end(subscription)
-                subscription.mark()
-                subscription.wake()
+        subscription = self._names.get(request_id)
+        if subscription is None:
+            if request_id in self._names:
+                self._aborted_early.add(request_id)
+        else:
+            self._tell(m.Abort([subscription.handle]))
+            subscription.processor.abort(now=time.monotonic())
+            self._end(subscription)
+            subscription.mark()
+            subscription.wake()
 
     def _reserve(self, request_id: str) -> None:
         if self._draining:
@@ -249,7 +269,7 @@ class AsyncLLM:
         self._supervisor.check()
         if request_id in self._names:
             raise InvalidRequestError(f"request id {request_id!r} is in use", field="request_id")
-        self._names.add(request_id)
+        self._names[request_id] = None
 
     async def _request(self, request_id: str, prompt: Prompt, params: Params,
                        **more: Any) -> tuple[Request, str | None]:
@@ -285,8 +305,9 @@ class AsyncLLM:
             arrival_time=request.arrival_time)
         subscription = Subscription(handle, request, processor, kind)
         if timeout is not None:
-            subscription.timer = self._loop.call_later(timeout, self._time_out, subscription, timeout)
-        self._subscriptions[handle] = subscription
+            left = max(0.0, request.arrival_time + timeout - time.monotonic())
+            subscription.timer = self._loop.call_later(left, self._time_out, subscription, timeout)
+        self._subscriptions[handle] = self._names[request.request_id] = subscription
         self._admission.sent(handle, request.num_prompt_tokens, request.width)
         self._idle.clear()
         return subscription
@@ -297,18 +318,16 @@ class AsyncLLM:
         self._leave(subscription)
         subscription.fail(RequestTimeoutError(f"the request was not done within {seconds:g} seconds"))
 
-    def _drop(self, request_id: str, subscription: Subscription | None) -> None:
+    def _drop(self, subscription: Subscription) -> None:
         """Its reader has gone."""
-        if subscription is None:
-            self._names.discard(request_id)
-        elif not subscription.ended:
+        if not subscription.ended:
             self._tell(m.Abort([subscription.handle]))
             self._end(subscription)
 
-    def _drop_later(self, request_id: str, subscription: Subscription | None) -> None:
+    def _drop_later(self, subscription: Subscription) -> None:
         """From wherever the garbage collector runs."""
-        if subscription is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._drop, request_id, subscription)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._drop, subscription)
 
     def _end(self, subscription: Subscription) -> None:
         self._leave(subscription)
@@ -317,7 +336,7 @@ class AsyncLLM:
     def _leave(self, subscription: Subscription) -> None:
         if self._subscriptions.pop(subscription.handle, None) is None:
             return
-        self._names.discard(subscription.request_id)
+        self._names.pop(subscription.request_id, None)
         if self._admission is not None:
             self._admission.ended(subscription.handle)
         if not self._subscriptions:
@@ -359,24 +378,42 @@ class AsyncLLM:
             subscription = subscriptions.get(handle)
             if subscription is not None:
                 touched[handle] = subscription
-                stop = subscription.take_token(token)
+                try:
+                    stop = subscription.take_token(token)
+                except Exception as error:
+                    self._broke(subscription, error)
+                    continue
                 if stop is not None:
                     self._stopped(subscription, 0, stop)
         for news in step.news:
             subscription = subscriptions.get(news.handle)
             if subscription is not None:
                 touched[news.handle] = subscription
-                stop = subscription.take(news)
-                if stop is not None:
-                    self._stopped(subscription, news.index, stop)
-                elif subscription.processor.finished:
-                    self._served(subscription)
+                self._take_news(subscription, news)
         if step.metrics is not None:
             self._metrics = step.metrics
         if step.unfinished == 0 and subscriptions:
             self._miss(step.taken)
         if step.stats is not None and self.on_step_stats is not None:
             self.on_step_stats(step.stats)
+
+    def _take_news(self, subscription: Subscription, news: m.SequenceNews) -> None:
+        try:
+            stop = subscription.take(news)
+        except Exception as error:
+            self._broke(subscription, error)
+            return
+        if stop is not None:
+            self._stopped(subscription, news.index, stop)
+        elif subscription.processor.finished:
+            self._served(subscription)
+
+    def _broke(self, subscription: Subscription, error: Exception) -> None:
+        """Its text could not be made: that is its own misfortune and nobody else's."""
+        log.error("request %s failed", subscription.request_id, exc_info=error)
+        self._tell(m.Abort([subscription.handle]))
+        self._leave(subscription)
+        subscription.fail(EngineError(f"the output of this request could not be made: {type(error).__name__}: {error}"))
 
     def _stopped(self, subscription: Subscription, index: int, stop: str) -> None:
         """A stop string was found here; the engine goes on until it hears of it."""

@@ -11,7 +11,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, BeamSearchParams, InvalidRequestError, SamplingParams
 from quire.async_llm import RequestStream
-from quire.errors import EngineDeadError, QueueFullError, RequestTimeoutError
+from quire.errors import EngineDeadError, EngineError, QueueFullError, RequestTimeoutError
 from tests.async_engines import greedy, last, run, until
 from tests.checkpoints import make_checkpoint
 
@@ -197,14 +197,50 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards(smollm2: str) -> None
     async def job(llm: AsyncLLM) -> None:
         first = llm.generate([1], greedy(1000), request_id="a")
         await first.start()
-        with pytest.raises(InvalidRequestError, match="'a' is in use"):
-            await llm.generate([1], greedy(2), request_id="a").start()
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match="'a' is in use"):
+                await llm.generate([1], greedy(2), request_id="a").start()
         assert llm.num_in_flight == 1
         await first.aclose()
         assert (await last(llm.generate([1], greedy(2), request_id="a"))).request_id == "a"
         await comes_to_rest(llm)
 
     run(job, smollm2, dummy_step_ms=2.0, **DUMMY)
+
+
+def test_an_abort_reaches_a_request_that_is_still_being_tokenized(smollm2: str) -> None:
+    async def job(llm: AsyncLLM) -> None:
+        reading = asyncio.create_task(last(llm.generate("word " * 5000, greedy(1000), request_id="a")))
+        await until(lambda: "a" in llm._names)
+        await llm.abort("a")
+        await llm.abort("no such request")
+        assert (await reading).outputs[0].finish_reason == "abort"
+        await comes_to_rest(llm)
+
+    run(job, smollm2, dummy_step_ms=2.0, **DUMMY)
+
+
+def test_a_request_whose_text_cannot_be_made_fails_alone(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def job(llm: AsyncLLM) -> None:
+        good, bad = llm.generate([1], greedy(50)), llm.generate([2], greedy(50))
+        await bad.start()
+        await good.start()
+        assert bad._subscription is not None
+        monkeypatch.setattr(bad._subscription.processor._sequences[0], "_text", None)
+        with pytest.raises(EngineError, match="could not be made"):
+            await last(bad)
+        assert len((await last(good)).outputs[0].token_ids) == 50
+        await comes_to_rest(llm)
+
+    run(job, smollm2, dummy_step_ms=2.0, **DUMMY)
+
+
+def test_a_listener_to_steps_that_raises_stops_nothing(smollm2: str) -> None:
+    async def job(llm: AsyncLLM) -> None:
+        llm.on_step_stats = lambda stats: 1 / 0  # type: ignore[assignment]
+        assert len((await last(llm.generate([1], greedy(50)))).outputs[0].token_ids) == 50
+
+    run(job, smollm2, **DUMMY)
 
 
 def test_a_long_prompt_is_tokenized_beside_the_streams(smollm2: str) -> None:

@@ -29,6 +29,7 @@ BENCHES: dict[str, Command] = {
     "policies": Command("quire.bench.policies", "one workload through each way of batching: throughput and latency"),
     "gpu": Command("quire.bench.gpu", "cases a to d on a GPU, against what the hardware allows"),
     "serve": Command("quire.bench.serve", "load on a server of the OpenAI API: throughput, latency, goodput"),
+    "async": Command("quire.bench.async_engine", "the engine in its own process: streamed tokens per second"),
     "pressure": Command("quire.bench.pressure", "KV pools too small for the load, in each mode of preemption"),
 }
 COMMANDS: dict[str, Command] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ import zmq
 
 from quire.engine import messages as m
 from quire.errors import EngineError
+
+log = logging.getLogger("quire.client")
 
 _SLICE_SECONDS = 0.005
 """Messages are taken in for so long at a time; then everybody else on the event loop has a turn."""
@@ -56,10 +59,15 @@ class EngineClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._said: str | None = None
-        """Why it was killed, where that was our doing."""
+        """What it did wrong, where that ended it."""
         self.heartbeat = m.Heartbeat("starting", time.monotonic(), 0)
         self.last_heard = time.monotonic()
         self.exited = asyncio.Event()
+
+    @property
+    def gone(self) -> bool:
+        """Nothing more will be heard of it."""
+        return self._closed
 
     @property
     def pid(self) -> int | None:
@@ -86,12 +94,11 @@ class EngineClient:
             with contextlib.suppress(zmq.Again):
                 self._out.send(m.encode(message), zmq.NOBLOCK)
 
-    def kill(self, why: str) -> None:
-        """End the process at once, whatever it does; `on_exit` follows."""
+    def abandon(self) -> None:
+        """Kill the process, whatever it does, and hear no more of it; `exited` is set when it has really gone."""
+        self.close()
         if self._process is not None and self._process.poll() is None:
-            self._said = why
-            # SIGKILL reaches a stopped process too.
-            self._process.kill()
+            self._process.kill()  # reaches a stopped process too
 
     def close(self) -> None:
         """Let go of the sockets. Idempotent; the process must be told or killed before."""
@@ -129,12 +136,16 @@ class EngineClient:
         try:
             message = m.decode_from_engine(data)
         except msgspec.DecodeError as error:
-            self.kill(f"it sent a message that is none ({error})")
+            self._said = f"it sent a message that is none ({error})"
+            self.abandon()
             return
         if isinstance(message, m.Heartbeat):
             self.heartbeat = message
-        else:
+            return
+        try:
             self._on_message(message)
+        except Exception:  # the next message must be read whatever this one did
+            log.exception("a message of the engine could not be taken in")
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -154,6 +165,7 @@ class EngineClient:
         self._on_pause()
         self.close()
         self.exited.set()
+        # Told also when it was abandoned: whoever did that knows already.
         self._on_exit(self._said or _explain(code))
 
 

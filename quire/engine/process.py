@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -47,11 +48,13 @@ class Pulse(threading.Thread):
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(endpoint)
         self._parent = parent
+        self._folder = os.path.dirname(endpoint.removeprefix("ipc://"))
         self._ended = threading.Event()
 
     def run(self) -> None:
         while not self._ended.wait(HEARTBEAT_SECONDS):
             if os.getppid() != self._parent:
+                shutil.rmtree(self._folder, ignore_errors=True)  # nobody else is left to do it
                 os._exit(1)
             try:
                 self._socket.send(m.encode(m.Heartbeat(*self.state)), zmq.NOBLOCK)

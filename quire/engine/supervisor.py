@@ -29,6 +29,7 @@ _PROVEN_SECONDS = 60.0
 """An engine that has run for so long is not one that cannot start."""
 _SILENT_START_SECONDS = 120.0
 """Loading libraries may hold up the heartbeat; longer than this it is a hang."""
+_UNKILLABLE_SECONDS = 20.0
 
 
 class State(enum.Enum):
@@ -92,16 +93,17 @@ class Supervisor:
         try:
             ready = await self._launch()
         except BaseException:
-            await self.close(0.0)
+            await self.close()
             raise
         return ready
 
     async def _launch(self) -> m.Ready:
         self._ready = asyncio.get_running_loop().create_future()
         self._last_words, self._silence, self.proved = None, 0.0, False
-        self._client = EngineClient(self._context, self._folder, str(self.restarts), on_message=self._take,
-                                    on_pause=self._on_pause, on_exit=self._exited)
-        self._client.spawn(self._options)
+        client = self._client = EngineClient(
+            self._context, self._folder, str(self.restarts), on_message=self._take, on_pause=self._on_pause,
+            on_exit=lambda why: self._lost(why, client))
+        client.spawn(self._options)
         return await self._ready
 
     def send(self, message: m.ToEngine) -> None:
@@ -125,7 +127,7 @@ class Supervisor:
 
     async def close(self, patience: float = 5.0) -> None:
         """Stop the process, kindly for `patience` seconds. Idempotent."""
-        self.state = State.CLOSED
+        was_ready, self.state = self.state is State.READY, State.CLOSED
         for task in (self._watchdog, self._restarting):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
@@ -133,11 +135,13 @@ class Supervisor:
                     await task
         client, self._client = self._client, None
         if client is not None and not client.exited.is_set():
-            client.send(m.Shutdown())
+            if was_ready:
+                client.send(m.Shutdown())
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(client.exited.wait(), patience)
+            client.abandon()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(client.exited.wait(), patience)
-            client.kill("it was shut down")
-            await client.exited.wait()
+                await asyncio.wait_for(client.exited.wait(), _UNKILLABLE_SECONDS)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._context.destroy(linger=0)
 
@@ -156,27 +160,28 @@ class Supervisor:
         else:
             self._on_message(message)
 
-    def _exited(self, why: str) -> None:
-        """The process has gone, by itself or by our hand."""
-        said = self._last_words or why
-        was_ready = self.state is State.READY
-        if self.state is State.CLOSED:
+    def _lost(self, why: str, client: EngineClient) -> None:
+        """The process has gone, or has been given up: whoever waits for it hears of that now."""
+        if client is not self._client or self.state is State.CLOSED:
             return
-        if was_ready:
-            log.error("the engine died: %s", said)
-            self.state = State.RESTARTING
+        said = self._last_words or why
         if self._ready is not None and not self._ready.done():
             failure = self._failure if self._last_words is not None else None
             self._ready.set_exception(failure or EngineError(f"the engine did not start: {said}"))
-        if was_ready:
-            self._on_death(EngineDeadError(f"the engine died while this request was in flight: {said}",
-                                           retry_after=1.0))
+        elif self.state is State.READY:
+            log.error("the engine died: %s", said)
+            self.state = State.RESTARTING
             proven = self.proved or time.monotonic() - self._ready_at > _PROVEN_SECONDS
             self._streak = 1 if proven else self._streak + 1
-            self._restarting = asyncio.create_task(self._restart(), name="quire-restart")
+            self._on_death(EngineDeadError(f"the engine died while this request was in flight: {said}",
+                                           retry_after=1.0))
+            self._restarting = asyncio.create_task(self._restart(client), name="quire-restart")
 
-    async def _restart(self) -> None:
+    async def _restart(self, old: EngineClient) -> None:
         """Try until one starts, with growing pauses, a bounded number of times in a row."""
+        # Its memory is wanted for the next one. What SIGKILL does not end within seconds hangs in the kernel.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(old.exited.wait(), _UNKILLABLE_SECONDS)
         while self._streak <= self._guard.max_restarts:
             pause = 0.0 if self._streak == 1 else min(_LONGEST_PAUSE, 0.5 * 2 ** (self._streak - 2))
             self._next_try = time.monotonic() + pause
@@ -202,13 +207,14 @@ class Supervisor:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             client = self._client
-            if client is None or client.exited.is_set():
+            if client is None or client.gone:
                 self._looked_at = time.monotonic()
                 continue
             complaint = self._complaint(client)
             if complaint is not None:
                 log.error("the engine is killed: %s", complaint)
-                client.kill(complaint)
+                client.abandon()
+                self._lost(complaint, client)
 
     def _complaint(self, client: EngineClient) -> str | None:
         now = time.monotonic()

@@ -46,6 +46,7 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self._templates = _named_templates(chat_template)
         self._compiled: dict[str, ChatTemplate] = {}
+        self._known_bytes: dict[int, bytes] = {}
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
@@ -95,6 +96,14 @@ class Tokenizer:
         Joined over a text's ids and decoded, with invalid UTF-8 replaced, they are
         `decode(ids, skip_special_tokens=False)`, but for the first space of a vocabulary that adds one.
         """
+        found = self._known_bytes.get(token_id)
+        if found is None:
+            found = self._bytes_of_token(token_id)
+            if len(self._known_bytes) < self.vocab_size:  # ids without a token are endless
+                self._known_bytes[token_id] = found
+        return found
+
+    def _bytes_of_token(self, token_id: int) -> bytes:
         text = self.token_text(token_id)
         if self._is_byte_level:
             table = self._byte_of_char
