@@ -12,6 +12,7 @@ import pytest
 from quire import LLM, AsyncLLM, BeamSearchParams, InvalidRequestError, SamplingParams
 from quire.async_llm import RequestStream
 from quire.errors import EngineDeadError, EngineError, QueueFullError, RequestTimeoutError
+from quire.structured.spec import StructuredOutputs
 from tests.async_engines import greedy, last, run, until
 from tests.checkpoints import make_checkpoint
 
@@ -206,6 +207,21 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards(smollm2: str) -> None
         await comes_to_rest(llm)
 
     run(job, smollm2, dummy_step_ms=2.0, **DUMMY)
+
+
+def test_structured_outputs_and_speculation_cross_the_wire(smollm2: str) -> None:
+    shape = StructuredOutputs(choice=["yes", "no"])
+
+    async def job(llm: AsyncLLM) -> None:
+        chosen, plain = await asyncio.gather(
+            last(llm.generate("Is it?", SamplingParams(max_tokens=8, structured_outputs=shape))),
+            last(llm.generate([5] * 20, greedy(30))))
+        assert chosen.outputs[0].text in ("yes", "no") and len(plain.outputs[0].token_ids) == 30
+        with pytest.raises(InvalidRequestError, match="structured_outputs"):
+            await last(llm.generate("a", SamplingParams(structured_outputs=StructuredOutputs(regex="(" * 9))))
+        await comes_to_rest(llm)
+
+    run(job, smollm2, speculative_config={"method": "ngram", "num_speculative_tokens": 2}, **DUMMY)
 
 
 def test_an_abort_reaches_a_request_that_is_still_being_tokenized(smollm2: str) -> None:

@@ -59,7 +59,7 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
     cost = measure_move_cost(executor, config, worker.spec, worker.pool)
     cache = build_cache(config, worker.spec, worker.pool, cost)
     speculator = build_speculator(config.speculation.options)
-    if speculator is not None and speculator.adaptive:
+    if speculator is not None and speculator.adaptive and config.model.executor != "dummy":
         measure_step_times(speculator, executor, config, worker.spec, worker.pool)
     scheduler = Scheduler(
         limits_of(config, worker.pool.max_model_len),

@@ -14,7 +14,7 @@ from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.plan import TokenLogprobs
 from quire.scheduler.request import RequestCounts
 
-Plain = str | int | float | bool | None
+Plain = str | int | float | bool | dict[str, Any] | None
 
 # ---- to the engine
 

@@ -135,6 +135,21 @@ def test_a_request_that_cannot_be_is_refused_alone(bench: Bench, changes: dict[s
     assert steps[-1].unfinished == 0 and steps[-1].metrics["requests_finished"] == 1
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_an_aborted_requests_blocks_are_free_within_two_steps(smollm2: str, depth: int) -> None:
+    bench = Bench(max_steps_in_flight=depth)
+    for handle in range(1, 5):
+        bench.add(handle, greedy(500), prompt=[handle] * 100)
+    for _ in range(5):
+        bench.turn()
+    bench.say(m.Abort([1, 2, 3, 4]))
+    steps = bench.server._scheduler.stats.steps
+    while bench.used:
+        bench.turn()
+    assert bench.server._scheduler.stats.steps - steps <= 2
+    bench.rest()
+
+
 def test_an_aborted_requests_blocks_are_free_before_the_next_step(bench: Bench) -> None:
     bench.add(1, greedy(500), prompt=[1] * 100)
     bench.add(2, greedy(500), prompt=[2] * 100)

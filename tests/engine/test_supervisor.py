@@ -136,7 +136,8 @@ async def main():
     await asyncio.sleep(60)
 asyncio.run(main())
 """
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2],
+                              env={**os.environ, "TMPDIR": str(tmp_path)})
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.kill()
@@ -145,6 +146,7 @@ asyncio.run(main())
     while Path(f"/proc/{child}").exists():
         assert time.monotonic() < deadline, "an orphan is left"
         time.sleep(0.05)
+    assert not list(tmp_path.glob("quire-*"))
 
 
 def test_signals_meant_for_the_server_do_not_end_the_engine(smollm2: str) -> None:
