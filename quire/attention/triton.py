@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.attention import prompts
+from quire.attention.backend import FreshPrompts, PromptBackend
 from quire.attention.context import StepContext
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
 from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
@@ -28,6 +30,9 @@ _FRESH_TOKENS = 512
 _FRESH_STEP = 256
 """A prompt without context of so many tokens and a multiple of the step goes to cuDNN: 567 to 600 TFLOP/s
 (torch's FlashAttention 305 to 328). cuDNN plans anew for every length, so only few lengths are let through."""
+
+_RAGGED_TOKENS = 64
+_SCALE = 0.1
 
 
 @dataclass(slots=True)
@@ -48,6 +53,8 @@ class DeviceContext(StepContext):
     fresh: tuple[tuple[int, int, int], ...] = field(default=())
     """(first token, tokens of each, how many) of neighbouring prompts computed from their first token on, which
     are left out of the tiles."""
+    ragged: tuple[FreshPrompts, ...] = field(default=())
+    """Such prompts of any length, for the library that was picked up."""
 
 
 class TritonAttention:
@@ -69,6 +76,8 @@ class TritonAttention:
         self.pdl = pdl
         self._dtype = dtype
         self._dense = dense_prefill and not deterministic and dtype != torch.float32 and device.type == "cuda"
+        self.prompts: PromptBackend | None = None
+        """A library that attends for fresh prompts which cuDNN does not take (see `pick_up`)."""
         self._scratch: dict[HeadShape, DecodeScratch] = {}
         self._processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
@@ -89,6 +98,42 @@ class TritonAttention:
         """Whether a chunk goes to torch's dense attention; `plain`: neither window nor soft cap in any
         layer."""
         return self._dense and plain and start == 0 and tokens >= _FRESH_TOKENS and tokens % _FRESH_STEP == 0
+
+    def takes_ragged(self, start: int, tokens: int, plain: bool) -> bool:
+        """Whether a chunk goes to the library that was picked up."""
+        return self.prompts is not None and plain and start == 0 and tokens >= _RAGGED_TOKENS
+
+    def pick_up(self, shape: HeadShape, candidates: Sequence[PromptBackend] | None = None) -> None:
+        """Take the library that beats our tiles on prompts of mixed lengths with such heads, if one does."""
+        if not self._dense:
+            return
+        lengths = np.array(prompts.TRIAL_LENGTHS, np.int32)
+        starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(self.device)
+        total = int(lengths.sum())
+        qkv = torch.randn(total, shape.width, dtype=self._dtype, device=self.device)
+        q, k, v = _heads(qkv, shape)
+        trial = FreshPrompts(0, total, starts, int(lengths.max()))
+        page = 16
+        blocks = -(-lengths // page)
+        cache = LayerCache(_paged(k, lengths, page), _paged(v, lengths, page), page)
+        table = torch.zeros(len(lengths), int(blocks.max()), dtype=torch.int32)
+        first = 0
+        for row, count in enumerate(blocks.tolist()):
+            table[row, :count] = torch.arange(first, first + count, dtype=torch.int32)
+            first += count
+        seqs, firsts = query_tiles(lengths, self.tokens_per_tile(shape))
+        tile_seq, tile_first = (torch.from_numpy(part).to(self.device) for part in (seqs, firsts))
+        table, context = table.to(self.device), torch.from_numpy(lengths).to(self.device)
+        rows = torch.arange(len(lengths), dtype=torch.int32, device=self.device)
+
+        def ours(*_: Any) -> Tensor:
+            found = mixed_attention(
+                qkv, cache, table, rows, starts, context, tile_seq, tile_first, shape, _SCALE, sizes=self.tile(shape)
+            )
+            return found.view(total, shape.num_heads, shape.head_dim)
+
+        found = prompts.installed() if candidates is None else candidates
+        self.prompts = prompts.pick(found, ours, (q, k, v, trial, _SCALE), prompts.device_clock)
 
     def allocate_split(self, num_seqs: int, num_kv_heads: int) -> DecodeSplit:
         return DecodeSplit.allocate(num_seqs, extra_pieces(num_seqs, num_kv_heads, self._processors), self.device)
@@ -152,9 +197,14 @@ class TritonAttention:
                 pdl=self.pdl and ctx.num_decodes == qkv.shape[0],
                 **options,
             )
-        for first, count, prompts in ctx.fresh:
-            end = first + count * prompts
-            _dense(qkv[first:end], prompts, shape, scale, out[first:end])
+        for first, count, many in ctx.fresh:
+            end = first + count * many
+            _dense(qkv[first:end], many, shape, scale, out[first:end])
+        if self.prompts is not None:
+            for run in ctx.ragged:
+                end = run.first + run.tokens
+                part = self.prompts(*_heads(qkv[run.first : end], shape), run, scale)
+                out[run.first : end].view(run.tokens, shape.num_heads, shape.head_dim).copy_(part)
         if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:
             mixed_attention(
                 qkv,
@@ -189,6 +239,21 @@ class TritonAttention:
         )
 
 
+def _heads(qkv: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as [tokens, heads, dim], where the projection left them."""
+    heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
+    q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+    return q, k, v
+
+
+def _paged(part: Tensor, lengths: np.ndarray, page: int) -> Tensor:
+    """Keys or values [tokens, heads, dim] of some prompts as blocks, one prompt after another."""
+    padded = [
+        torch.nn.functional.pad(piece, (0, 0, 0, 0, 0, -len(piece) % page)) for piece in part.split(lengths.tolist())
+    ]
+    return torch.cat(padded).unflatten(0, (-1, page)).transpose(1, 2).contiguous()
+
+
 @contextmanager
 def dense_attention() -> Iterator[None]:
     """Inside, torch's dense attention is cuDNN's wherever it can be; once per step, since switching takes time."""
@@ -199,12 +264,12 @@ def dense_attention() -> Iterator[None]:
         yield
 
 
-def _dense(qkv: Tensor, prompts: int, shape: HeadShape, scale: float, out: Tensor) -> None:
+def _dense(qkv: Tensor, many: int, shape: HeadShape, scale: float, out: Tensor) -> None:
     """Causal attention of whole prompts of one length over themselves; q, k, v are read where the projection
     left them."""
-    heads = qkv.view(prompts, qkv.shape[0] // prompts, -1, shape.head_dim).transpose(1, 2)
+    heads = qkv.view(many, qkv.shape[0] // many, -1, shape.head_dim).transpose(1, 2)
     q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
     found = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scale, enable_gqa=shape.num_heads != shape.num_kv_heads
     )
-    out.view(prompts, -1, shape.num_heads, shape.head_dim).copy_(found.transpose(1, 2))
+    out.view(many, -1, shape.num_heads, shape.head_dim).copy_(found.transpose(1, 2))

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from quire.attention.backend import AttentionBackend
 from quire.attention.context import StepContext
 
 
@@ -48,7 +49,7 @@ class PackedLinear(Protocol):
     def in_features(self) -> int: ...
 
 
-class Ops(Protocol):
+class Ops(AttentionBackend, Protocol):
     """Every operation a decoder runs. Activations are contiguous float32 [tokens, features] tensors on a CPU.
 
     Contract in fp32: each output element is reduced in an order fixed by the element itself, so that its
@@ -98,24 +99,6 @@ class Ops(Protocol):
         `rope` is [max_pos, rotary_dim], cosines in the first half of a row and sines in the second, for the
         half-split ("neox") pairing of the first rotary_dim elements of a head; None rotates nothing.
         """
-        ...
-
-    def attend(
-        self,
-        qkv: Tensor,
-        layer: LayerCache,
-        ctx: StepContext,
-        group: int,
-        shape: HeadShape,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """[T, Hq*hd]: causal attention over the cache; a window of w is the last w keys, itself included."""
-        ...
-
-    def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
-        """A zeroed cache of one layer."""
         ...
 
     def copy_blocks(self, layer: LayerCache, src: list[int], dst: list[int]) -> None:

@@ -56,7 +56,7 @@ def test_running_out_in_a_step_fails_that_step_and_names_the_options(monkeypatch
 
     def failing(plan: Any) -> Any:
         calls.append(plan)
-        if len(calls) == 3:
+        if len(calls) in (3, 4):  # a step is tried twice
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
         return launch(plan)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -81,6 +81,29 @@ class LogitRows:
         sources = ((entries[i].row, entries[i].shares) for i in drawing + ranking)
         last = [token[row if shares is None else shares] for row, shares in sources]
         return cls(drawing, ranking, np.array(last, np.int32))
+
+
+@dataclass(slots=True)
+class FreshRuns:
+    """Prompts of a step that are computed from their first token on, neighbours together."""
+
+    dense: list[tuple[int, int, int]] = field(default_factory=list)
+    """(first token, tokens of each, how many) of neighbours of one length."""
+    ragged: list[tuple[int, int]] = field(default_factory=list)
+    """[first, last) sequence of neighbours of any length."""
+
+    def add_dense(self, first: int, count: int) -> None:
+        known = self.dense
+        if known and known[-1][1] == count and known[-1][0] + count * known[-1][2] == first:
+            known[-1] = (known[-1][0], count, known[-1][2] + 1)
+        else:
+            known.append((first, count, 1))
+
+    def add_ragged(self, sequence: int) -> None:
+        if self.ragged and self.ragged[-1][1] == sequence:
+            self.ragged[-1] = (self.ragged[-1][0], sequence + 1)
+        else:
+            self.ragged.append((sequence, sequence + 1))
 
 
 def is_decode(entries: Sequence[PlanEntry]) -> bool:

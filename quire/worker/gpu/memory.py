@@ -91,6 +91,15 @@ def explain(error: torch.OutOfMemoryError) -> OutOfMemoryError:
     )
 
 
+def explain_request(error: torch.OutOfMemoryError) -> str:
+    """The device ran out over what one request asked for beyond its share of the step."""
+    return (
+        "the GPU ran out of memory over this request's log-probabilities or sampling: ask for fewer (logprobs, "
+        "prompt_logprobs, top_k, top_p), or lower gpu_memory_utilization or kv_cache_memory "
+        f"({str(error).splitlines()[0]})"
+    )
+
+
 def explain_start(error: torch.OutOfMemoryError) -> OutOfMemoryError:
     """The device ran out before the first step: in the weights, the trial step or the pool."""
     return OutOfMemoryError(

@@ -33,6 +33,8 @@ class PendingStep:
     prompt_logprobs: list[tuple[int, SampledLogprobs]] = field(default_factory=list)
     """(entry, a run of its positions), in order."""
     candidates: RankedCandidates | None = None
+    errors: dict[int, str] = field(default_factory=dict)
+    """What became of entries that failed alone."""
 
 
 class ResultCopier:
@@ -109,6 +111,7 @@ def _host_copy(pending: PendingStep) -> PendingStep:
         None if ranked is None else RankedCandidates(
             ranked.entries, ranked.counts, _logprobs_to_host(ranked.found), _to_host(ranked.peak)
         ),
+        pending.errors,
     )
 
 
@@ -141,6 +144,8 @@ def _assemble(pending: PendingStep) -> StepResult:
         results[entry].prompt_logprobs = rows if known is None else known + rows
     if pending.candidates is not None:
         _take_candidates(pending.candidates, results)
+    for entry, message in pending.errors.items():
+        results[entry] = EntryResult(error=message)
     return StepResult(pending.step, results)
 
 

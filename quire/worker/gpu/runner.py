@@ -14,15 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.attention.backend import FreshPrompts
 from quire.attention.context import StepContext
 from quire.layers.ops import LayerCache, Ops
 from quire.models.decoder import Decoder
 from quire.sampling.sampler import token_logprobs
 from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.worker.gpu.backend import StepKernels, step_kernels
-from quire.worker.gpu.batches import LogitRows, MixedBatch, end_of, is_decode, ladder, rung_for
+from quire.worker.gpu.batches import FreshRuns, LogitRows, MixedBatch, end_of, is_decode, ladder, rung_for
 from quire.worker.gpu.forward import DeviceForward, Hidden, WeightsAhead
 from quire.worker.gpu.graphs import GraphCache
+from quire.worker.gpu.memory import explain_request
 from quire.worker.gpu.results import PendingStep
 from quire.worker.gpu.sampling import SpecialRow, rank_candidates, sample_special
 from quire.worker.gpu.staging import Stage
@@ -122,6 +124,12 @@ class DeviceRunner:
         for shape in shapes:
             self._attention.reserve(shape, max(split[0].tasks for split in splits.values()), size)
         return splits
+
+    def pick_up_prompts(self) -> None:
+        """Let somebody else's library attend for fresh prompts, if one is here that does it faster."""
+        shapes = {layer.attn.shape for layer in self._decoder.layers}
+        if self._attention is not None and self._plain and len(shapes) == 1:
+            self._attention.pick_up(shapes.pop())
 
     def close(self) -> None:
         """Let go of graphs and caches: the graphs' launches hold the runner, which holds all the memory."""
@@ -284,7 +292,11 @@ class DeviceRunner:
         pending = PendingStep(plan.step, len(entries), reads.drawing, self.drawn[slot, : len(reads.drawing)])
         for place, i in enumerate(batch.order):
             if entries[i].prompt_logprobs_from is not None:
-                self._prompt_logprobs(pending, i, entries[i], hidden, int(ends[place]) - entries[i].num_tokens)
+                try:
+                    self._prompt_logprobs(pending, i, entries[i], hidden, int(ends[place]) - entries[i].num_tokens)
+                except torch.OutOfMemoryError as error:
+                    torch.cuda.empty_cache()
+                    pending.errors[i] = explain_request(error)
         if len(reads.last):
             everyone = np.array_equal(reads.last, np.arange(ends[-1]))
             logits = self._forward.logits(hidden.rows(None if everyone else stage.view(sent, "last")))
@@ -321,27 +333,30 @@ class DeviceRunner:
                 [info.params.temperature or 1.0 for info in infos],
             )
 
-    def _add_tiles(self, stage: Stage, batch: MixedBatch) -> tuple[tuple[int, int, int], ...]:
+    def _add_tiles(self, stage: Stage, batch: MixedBatch) -> FreshRuns:
         """Tiles of the sequences with several queries; returns the fresh prompts that need none."""
         if self._attention is None:
-            return ()
+            return FreshRuns()
         from quire.kernels.triton.attention_mixed import query_tiles
 
         first = 0 if self._attention.deterministic else batch.num_decodes
         counts = batch.counts.copy()
         starts = batch.query_start
-        fresh: list[tuple[int, int, int]] = []
+        fresh = FreshRuns()
         for s in range(first, len(counts)):
             if self._attention.takes_fresh(int(batch.starts[s]), int(counts[s]), self._plain):
-                _add_fresh(fresh, int(starts[s]), int(counts[s]))
+                fresh.add_dense(int(starts[s]), int(counts[s]))
+                counts[s] = 0
+            elif self._attention.takes_ragged(int(batch.starts[s]), int(counts[s]), self._plain):
+                fresh.add_ragged(s)
                 counts[s] = 0
         shape = self._decoder.layers[0].attn.shape
         seqs, firsts = query_tiles(counts[first:], self._attention.tokens_per_tile(shape), first)
         stage.add("tile_seq", seqs)
         stage.add("tile_first", firsts)
-        return tuple(fresh)
+        return fresh
 
-    def _forward_mixed(self, stage: Stage, sent: Tensor, batch: MixedBatch, fresh: tuple) -> Hidden:
+    def _forward_mixed(self, stage: Stage, sent: Tensor, batch: MixedBatch, fresh: FreshRuns) -> Hidden:
         def view(name: str) -> Tensor:
             return stage.view(sent, name)
 
@@ -374,13 +389,14 @@ class DeviceRunner:
             num_decodes=batch.num_decodes,
             tile_seq=view("tile_seq"),
             tile_first=view("tile_first"),
-            fresh=fresh,
+            fresh=tuple(fresh.dense),
+            ragged=tuple(_fresh_prompts(batch.query_start, view("query_start"), *run) for run in fresh.ragged),
         )
         if batch.num_decodes and not self._attention.deterministic:
             heads = min(layer.attn.shape.num_kv_heads for layer in self._decoder.layers)
             ctx.splits = tuple(self._attention.allocate_split(batch.num_decodes, heads) for _ in self._windows)
             self._attention.prepare(ctx, self._windows)
-        if not fresh:
+        if not fresh.dense:
             return self._forward(ids, ctx, self.caches)
         from quire.attention.triton import dense_attention
 
@@ -407,6 +423,21 @@ class DeviceRunner:
         ]
         if not rows:
             return
+        try:
+            self._draw_again(pending, rows, drawing, logits, slot)
+        except torch.OutOfMemoryError:
+            # One of them asks for too much: whoever can be served alone is, the others are told.
+            for row in rows:
+                try:
+                    torch.cuda.empty_cache()
+                    self._draw_again(pending, [row], drawing, logits, slot)
+                except torch.OutOfMemoryError as error:
+                    pending.errors[drawing[row.place]] = explain_request(error)
+
+    def _draw_again(
+        self, pending: PendingStep, rows: Sequence[SpecialRow], drawing: Sequence[int], logits: Tensor, slot: int
+    ) -> None:
+        table = self._table
         output = sample_special(logits, rows, table)
         numbers = torch.tensor([[row.place, row.row, row.position] for row in rows], dtype=torch.int64)
         places, owners, positions = numbers.to(self._device, non_blocking=True).unbind(1)
@@ -430,12 +461,11 @@ class DeviceRunner:
             pending.prompt_logprobs.append((index, token_logprobs(logits, targets, info.params.prompt_logprobs or 0)))
 
 
-def _add_fresh(fresh: list[tuple[int, int, int]], first: int, count: int) -> None:
-    """Neighbours of one length are attended to in one call."""
-    if fresh and fresh[-1][1] == count and fresh[-1][0] + count * fresh[-1][2] == first:
-        fresh[-1] = (fresh[-1][0], count, fresh[-1][2] + 1)
-    else:
-        fresh.append((first, count, 1))
+def _fresh_prompts(starts: np.ndarray, on_device: Tensor, first: int, last: int) -> FreshPrompts:
+    """The prompts of the sequences [first, last) of a step."""
+    begin, end = int(starts[first]), int(starts[last])
+    longest = int(np.diff(starts[first : last + 1]).max())
+    return FreshPrompts(begin, end - begin, on_device[first : last + 1] - begin, longest)
 
 
 def _round(size: int) -> int:

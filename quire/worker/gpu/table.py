@@ -64,6 +64,8 @@ class DeviceTable:
         self.tables = tuple(
             self.arena[base : base + num_rows * self._width].view(num_rows, self._width) for base in self._table_base
         )
+        self.host_tables = [np.zeros((num_rows, self._width), np.int32) for _ in range(num_groups)]
+        """The block tables as the last plan left them, for whoever must know what a step touches."""
         self._info: list[RowInfo | None] = [None] * num_rows
         self._places: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
@@ -87,6 +89,7 @@ class DeviceTable:
             base = self._table_base[diff.group] + diff.row * self._width + diff.start
             places.extend(range(base, base + len(diff.blocks)))
             values.extend(diff.blocks)
+            self.host_tables[diff.group][diff.row, diff.start : diff.start + len(diff.blocks)] = diff.blocks
         for entry in plan.entries:
             known = entry.drafts or entry.given
             if known:

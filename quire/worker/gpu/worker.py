@@ -19,8 +19,9 @@ from quire.models.registry import read_spec
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import PlanEntry, RowStart, StepPlan, StepResult, TableDiff
 from quire.worker.cache_engine import CacheEngine
+from quire.worker.gpu.copies import CopyStream
 from quire.worker.gpu.memory import bytes_per_block, explain, explain_start, measure_step, size_device_pool
-from quire.worker.gpu.results import ResultCopier, failed
+from quire.worker.gpu.results import PendingStep, ResultCopier, failed
 from quire.worker.gpu.runner import DeviceRunner
 from quire.worker.gpu.table import DeviceTable
 from quire.worker.gpu.weights import build_on_device, random_weights
@@ -117,6 +118,7 @@ class GpuWorker:
         self._cache = CacheEngine(
             self.decoder, self.ops, self.pool.num_blocks + 1, cache.block_size, self.pool.num_host_blocks
         )
+        self._copies = CopyStream(self.device, self._cache, self.table)
         self._runner.caches = self._cache.layers
         started = time.perf_counter()
         if self._runner.graphs is not None:
@@ -124,6 +126,7 @@ class GpuWorker:
         self._mark("graphs", started)
         started = time.perf_counter()
         if self.device.type == "cuda":
+            self._runner.pick_up_prompts()
             for decodes in (1, 12, 140):
                 self._warm_up(min(decodes, seqs - 1))
         self._mark("warm_up", started)
@@ -196,18 +199,28 @@ class GpuWorker:
         self._runner.run(StepPlan(1, freed_rows=list(range(len(counts)))))
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        """Launch a plan. Its copies and its step run in order with those before it; the future waits, not
-        we."""
+        """Launch a plan. Its step runs in order with those before it; the future waits, not we."""
         try:
             with torch.inference_mode():
                 if plan.copies:
-                    self._cache.copy(plan.copies)
-                return self._copier.send(self._runner.run(plan))
+                    self._copies.run(plan.copies)
+                future = self._copier.send(self._run(plan))
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             return failed(explain(error))
         except (QuireError, RuntimeError) as error:
             return failed(error)
+        self._copies.launched(plan, future)
+        return future
+
+    def _run(self, plan: StepPlan) -> PendingStep:
+        """Launch the step. What ran out of memory is tried once more when the allocator has let go of its scraps:
+        a plan that was applied already changes nothing the second time."""
+        try:
+            return self._runner.run(plan)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+        return self._runner.run(plan)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
@@ -218,7 +231,7 @@ class GpuWorker:
             self._copier.close()
         if "_runner" in self.__dict__:
             self._runner.close()
-        for name in ("_runner", "_cache", "table", "decoder", "ops", "_copier"):
+        for name in ("_runner", "_copies", "_cache", "table", "decoder", "ops", "_copier"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             # What is left refers to itself in circles; the allocator can only return what nobody holds.

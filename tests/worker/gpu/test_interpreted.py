@@ -31,3 +31,25 @@ def test_an_engine_on_the_kernels_gives_the_cpu_engines_tokens(deterministic: bo
     plain = engines.run(engines.make_engine(CONFIG, device=False), _requests())
     ops = TritonOps("cpu", torch.float32, deterministic=deterministic)
     assert engines.run(engines.make_engine(CONFIG, device=True, depth=2, ops=ops), _requests()) == plain
+
+
+def test_fresh_prompts_may_be_attended_to_by_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    from quire.attention import triton as backend
+    from quire.attention.prompts import Borrowed
+    from quire.kernels.triton.ops import TritonOps
+    from tests.attention.test_prompts import causal
+
+    monkeypatch.setattr(backend, "_RAGGED_TOKENS", 2)
+    taken: list[int] = []
+
+    def counted(q, k, v, run, scale):  # type: ignore[no-untyped-def]
+        taken.append(run.tokens)
+        return causal(q, k, v, run, scale)
+
+    ops = TritonOps("cpu", torch.float32)
+    ops.attention.prompts = Borrowed("mine", counted)
+    plain = engines.run(engines.make_engine(CONFIG, device=False), _requests())
+    assert engines.run(engines.make_engine(CONFIG, device=True, depth=2, ops=ops), _requests()) == plain
+    assert taken == [11]

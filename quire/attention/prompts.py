@@ -1,0 +1,137 @@
+"""Other libraries' attention for fresh prompts, picked up at start where it is installed, right and faster.
+
+Each candidate computes a small batch of prompts beside our own kernel: it must agree with it, and take at least a
+twentieth less time. What does not import, does not agree or fails is passed over, with a line in the log.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.attention.backend import FreshPrompts, PromptBackend
+
+TRIAL_LENGTHS = (1024, 700, 1300, 72, 1000)
+_AGREES = 2e-2
+_FASTER = 0.95
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A library's function behind our signature."""
+
+    name: str
+    run: Callable[[Tensor, Tensor, Tensor, FreshPrompts, float], Tensor]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prompts: FreshPrompts, scale: float) -> Tensor:
+        return self.run(q, k, v, prompts, scale)
+
+
+def installed() -> list[PromptBackend]:
+    """FlashAttention 3 and 2, FlashInfer, torch's own: those of them that import here."""
+    found: list[PromptBackend] = []
+    for name, build in _CANDIDATES.items():
+        try:
+            found.append(Borrowed(name, build()))
+        except (ImportError, AttributeError, OSError):
+            continue
+    return found
+
+
+def pick(
+    candidates: Iterable[PromptBackend],
+    ours: Callable[[Tensor, Tensor, Tensor, FreshPrompts, float], Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor, FreshPrompts, float],
+    clock: Callable[[Callable[[], Any]], float],
+) -> PromptBackend | None:
+    """The fastest of those that agree with `ours`, if it is worth the change; `clock` gives seconds per call."""
+    want = ours(*inputs).float()
+    best, least = None, clock(lambda: ours(*inputs)) * _FASTER
+    for candidate in candidates:
+        try:
+            away = (candidate(*inputs).float() - want).norm() / want.norm()
+            seconds = clock(lambda c=candidate: c(*inputs))  # type: ignore[misc]
+        except Exception as error:
+            _log.info("attention by %s fails here: %s", candidate.name, error)
+            continue
+        if not float(away) < _AGREES:
+            _log.warning("attention by %s is wrong here (relative error %.2g): not used", candidate.name, float(away))
+        elif seconds < least:
+            best, least = candidate, seconds
+    return best
+
+
+def device_clock(call: Callable[[], Any]) -> float:
+    """Seconds of a call on the GPU, the least of five after one that is not counted."""
+    times = []
+    for _ in range(6):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return min(times[1:])
+
+
+def _flash_attention_3() -> Callable[..., Tensor]:
+    function = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
+
+    def run(q: Tensor, k: Tensor, v: Tensor, p: FreshPrompts, scale: float) -> Tensor:
+        found = function(q, k, v, p.starts, p.starts, p.longest, p.longest, softmax_scale=scale, causal=True)
+        return found[0] if isinstance(found, tuple) else found
+
+    return run
+
+
+def _flash_attention_2() -> Callable[..., Tensor]:
+    function = importlib.import_module("flash_attn").flash_attn_varlen_func
+
+    def run(q: Tensor, k: Tensor, v: Tensor, p: FreshPrompts, scale: float) -> Tensor:
+        return function(q, k, v, p.starts, p.starts, p.longest, p.longest, softmax_scale=scale, causal=True)
+
+    return run
+
+
+def _flashinfer() -> Callable[..., Tensor]:
+    wrapper = importlib.import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper
+    held: dict[str, Any] = {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, p: FreshPrompts, scale: float) -> Tensor:
+        if "wrapper" not in held:
+            held["wrapper"] = wrapper(torch.empty(128 << 20, dtype=torch.uint8, device=q.device), "NHD")
+        if held.get("planned") is not p:
+            held["wrapper"].plan(
+                p.starts, p.starts, q.shape[1], k.shape[1], q.shape[2], causal=True, sm_scale=scale, q_data_type=q.dtype
+            )
+            held["planned"] = p
+        return held["wrapper"].run(q.contiguous(), k.contiguous(), v.contiguous())
+
+    return run
+
+
+def _torch_varlen() -> Callable[..., Tensor]:
+    function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+
+    def run(q: Tensor, k: Tensor, v: Tensor, p: FreshPrompts, scale: float) -> Tensor:
+        return function(
+            q, k, v, p.starts, p.starts, p.longest, p.longest, scale=scale, window_size=(-1, 0),
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+
+    return run
+
+
+_CANDIDATES: dict[str, Callable[[], Callable[..., Tensor]]] = {
+    "FlashAttention 3": _flash_attention_3,
+    "FlashAttention 2": _flash_attention_2,
+    "FlashInfer": _flashinfer,
+    "torch varlen_attn": _torch_varlen,
+}

@@ -1,0 +1,83 @@
+"""Block copies on a stream of their own: they start while the step before is still running, where that is safe.
+
+A plan's copies come before its forward pass, so the steps' stream waits for them. They themselves wait for the steps
+launched before only if those still write what is copied, or touch what is overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import torch
+
+from quire.scheduler.plan import DEVICE, BlockCopy, PlanEntry, StepPlan, StepResult
+from quire.worker.cache_engine import CacheEngine
+from quire.worker.gpu.table import DeviceTable
+
+
+class CopyStream:
+    """Carries out the copies of plans, in order with one another."""
+
+    def __init__(self, device: torch.device, cache: CacheEngine, table: DeviceTable) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._cache = cache
+        self._table = table
+        self._launched: list[tuple[StepPlan, Future[StepResult]]] = []
+
+    def run(self, copies: Sequence[BlockCopy]) -> bool:
+        """Start the copies of the plan that comes next; True if they did not have to wait for any step."""
+        free = not self.must_wait(copies)
+        if self._stream is None:
+            self._cache.copy(copies)
+            return free
+        steps = torch.cuda.current_stream()
+        if not free:
+            self._stream.wait_stream(steps)
+        with torch.cuda.stream(self._stream):
+            self._cache.copy(copies)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        steps.wait_event(done)
+        return free
+
+    def launched(self, plan: StepPlan, future: Future[StepResult]) -> None:
+        """Take note of a step, until its result is there."""
+        self._launched = [known for known in self._launched if not known[1].done()]
+        self._launched.append((plan, future))
+
+    def must_wait(self, copies: Sequence[BlockCopy]) -> bool:
+        """Whether a step in flight and the copies touch the same block in a way that shows."""
+        running = [plan for plan, future in self._launched if not future.done()]
+        if len(running) != 1:
+            # Rows of an older step may belong to others by now: nobody can say any more what it touches.
+            return bool(running)
+        return collide(copies, running[0].entries, self._table.host_tables, self._table.block_size)
+
+
+def collide(
+    copies: Iterable[BlockCopy], entries: Sequence[PlanEntry], tables: Sequence[np.ndarray], block_size: int
+) -> bool:
+    """Whether a step of these entries writes a block that is copied from, or reads or writes one that is copied to."""
+    sources: dict[int, set[int]] = {}
+    targets: dict[int, set[int]] = {}
+    for copy in copies:
+        if copy.source_tier == DEVICE:
+            sources.setdefault(copy.group, set()).add(copy.source)
+        if copy.target_tier == DEVICE:
+            targets.setdefault(copy.group, set()).add(copy.target)
+    for group, table in enumerate(tables):
+        if group not in sources and group not in targets:
+            continue
+        for entry in entries:
+            end = -(-(entry.start + entry.num_tokens) // block_size)
+            blocks = table[entry.row, :end].tolist()
+            if not sources.get(group, _NONE).isdisjoint(blocks[entry.start // block_size :]):
+                return True
+            if not targets.get(group, _NONE).isdisjoint(blocks):
+                return True
+    return False
+
+
+_NONE: set[int] = set()

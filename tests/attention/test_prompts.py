@@ -1,0 +1,99 @@
+"""A library that is installed attends for prompts only if it is right and faster than ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.attention import prompts
+from quire.attention.backend import FreshPrompts
+from quire.attention.prompts import Borrowed, pick
+
+SECONDS = {"ours": 1.0, "fast": 0.5, "faster": 0.4, "even": 0.97, "wrong": 0.1}
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, run: FreshPrompts, scale: float) -> Tensor:
+    """Whole prompts by plain torch."""
+    bounds = run.starts.tolist()
+    group = q.shape[1] // k.shape[1]
+    found = []
+    for begin, end in pairwise(bounds):
+        keys, values = (part[begin:end].repeat_interleave(group, 1).transpose(0, 1) for part in (k, v))
+        query = q[begin:end].transpose(0, 1)
+        found.append(
+            torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
+            .transpose(0, 1)
+        )
+    return torch.cat(found)
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor, FreshPrompts, float]:
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    return torch.randn(12, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8), FreshPrompts(0, 12, starts, 7), 0.3
+
+
+class Clock:
+    """Times by name: whoever ran last is the one that is timed."""
+
+    def __init__(self) -> None:
+        self.ran = ""
+
+    def named(self, name: str, run: Callable[..., Tensor]) -> Borrowed:
+        def call(*args: Any) -> Tensor:
+            self.ran = name
+            return run(*args)
+
+        return Borrowed(name, call)
+
+    def __call__(self, call: Callable[[], Any]) -> float:
+        call()
+        return SECONDS[self.ran]
+
+
+def picked(*names: str) -> str | None:
+    clock = Clock()
+    wrong = lambda *args: causal(*args) * 1.1  # noqa: E731
+    ways = [clock.named(name, wrong if name == "wrong" else causal) for name in names]
+    found = pick(ways, clock.named("ours", causal), inputs(), clock)
+    return found.name if found else None
+
+
+def test_the_fastest_that_is_right_is_taken() -> None:
+    assert picked("fast", "wrong", "faster", "even") == "faster"
+
+
+def test_nobody_is_taken_who_is_wrong_or_hardly_faster() -> None:
+    assert picked("wrong", "even") is None
+    assert picked() is None
+
+
+def test_a_library_that_fails_is_passed_over() -> None:
+    def broken(*args: Any) -> Tensor:
+        raise RuntimeError("no kernel image for this device")
+
+    clock = Clock()
+    ways = [clock.named("faster", broken), clock.named("fast", causal)]
+    found = pick(ways, clock.named("ours", causal), inputs(), clock)
+    assert found is not None and found.name == "fast"
+
+
+def test_only_what_imports_is_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Callable[..., Tensor]:
+        raise ImportError("no module named flash_attn")
+
+    monkeypatch.setattr(prompts, "_CANDIDATES", {"FlashAttention 2": missing, "mine": lambda: causal})
+    assert [found.name for found in prompts.installed()] == ["mine"]
+
+
+def test_torchs_own_is_known_by_its_real_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    import inspect
+
+    parameters = inspect.signature(varlen.varlen_attn).parameters
+    assert {"scale", "window_size", "enable_gqa"} <= set(parameters)
+    assert "torch varlen_attn" in [found.name for found in prompts.installed()]

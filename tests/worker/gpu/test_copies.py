@@ -1,0 +1,70 @@
+"""Copies start beside a running step unless the two touch the same blocks."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.scheduler.plan import DEVICE, HOST, BlockCopy, PlanEntry, StepPlan
+from quire.worker.gpu.copies import CopyStream, collide
+from tests.worker.gpu.engines import QWEN3, make_engine
+
+TABLES = [np.array([[4, 5, 6, 0], [7, 8, 0, 0]], np.int32)]
+STEP = [PlanEntry(0, 17, 1, sample=True), PlanEntry(1, 4, 9, sample=True)]
+"""With blocks of 8, row 0 reads 4, 5, 6 and writes 6, row 1 writes 7 and 8."""
+
+
+@pytest.mark.parametrize(
+    ("copy", "collides"),
+    [
+        (BlockCopy(0, 4, 1, DEVICE, HOST), False),  # read by the step, copied out: both only look
+        (BlockCopy(0, 6, 1, DEVICE, HOST), True),
+        (BlockCopy(0, 7, 1, DEVICE, HOST), True),
+        (BlockCopy(0, 1, 9, HOST, DEVICE), False),
+        (BlockCopy(0, 1, 4, HOST, DEVICE), True),
+        (BlockCopy(0, 5, 9, DEVICE, DEVICE), False),
+        (BlockCopy(0, 9, 5, DEVICE, DEVICE), True),
+        (BlockCopy(1, 1, 4, HOST, DEVICE), False),  # another group's block of that number
+    ],
+)
+def test_who_must_wait(copy: BlockCopy, collides: bool) -> None:
+    assert collide([copy], STEP, TABLES, 8) is collides
+
+
+def test_only_steps_in_flight_are_waited_for() -> None:
+    table: Any = SimpleNamespace(host_tables=TABLES, block_size=8)
+    made: list[Any] = []
+    cache: Any = SimpleNamespace(copy=made.append)
+    stream = CopyStream(torch.device("cpu"), cache, table)
+    busy = [BlockCopy(0, 1, 4, HOST, DEVICE)]
+    assert stream.run(busy)
+    first: Future[Any] = Future()
+    stream.launched(StepPlan(0, entries=STEP), first)
+    assert not stream.run(busy)
+    assert stream.run([BlockCopy(0, 1, 9, HOST, DEVICE)])
+    stream.launched(StepPlan(1, entries=STEP), Future())
+    assert not stream.run([BlockCopy(0, 1, 9, HOST, DEVICE)])  # two steps: what the older one touches is not known
+    first.set_result(None)
+    assert stream.run([BlockCopy(0, 1, 9, HOST, DEVICE)])
+    assert len(made) == 5
+
+
+def test_the_worker_knows_the_tables_that_its_plans_made() -> None:
+    from quire.sampling.params import SamplingParams
+    from quire.scheduler.request import Request
+
+    core = make_engine(QWEN3, device=True)
+    request = Request("r", list(range(20)), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), 1, 0.0)
+    core.add(request)
+    for _ in range(4):
+        core.step()
+    worker: Any = core.executor._worker  # type: ignore[attr-defined]
+    seq = request.sequences[0]
+    held = worker.table.tables[0][seq.row].tolist()
+    assert worker.table.host_tables[0][seq.row].tolist() == held and any(held)
+    core.close()
