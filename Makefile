@@ -52,5 +52,5 @@ clean:
 TEST_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/python,$(TEST_PYTHON)),$(VENV)/.ready-test)
 	@if $(TEST_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  $(TEST_PYTHON) -m pytest -q tests/gpu tests/sampling/test_sampler_gpu.py; \
+	  $(TEST_PYTHON) -m pytest -q tests/gpu tests/kernels/triton tests/sampling/test_sampler_gpu.py; \
 	else echo "no CUDA GPU that torch can use on this machine: the GPU suite was not run"; fi

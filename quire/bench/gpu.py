@@ -34,6 +34,7 @@ EXAMPLES = (
 )
 _PROFILED_TOKENS = 24
 _TOP_KERNELS = 14
+_ACCURACY_TEXTS = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
                         help="programmatic dependent launch in decode steps (default: on)")
     parser.add_argument("--timeline", metavar="SVG", help="draw some steps of the last run here")
+    parser.add_argument("--accuracy", metavar="MODEL", help="instead: how far each dtype is from float32 on the CPU")
+    parser.add_argument("--tune-rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64],
+                        help="of how many rows each (default: 1 to 64)")
     parser.add_argument("--tune", metavar="FILE", help="instead: time the products of few rows, write the table here")
     parser.add_argument("--tokens", action="store_true", help="print a checksum of each case's tokens")
 
@@ -69,8 +73,15 @@ def run(args: argparse.Namespace) -> int:
     if args.tune:
         from quire.bench import gpu_tune
 
-        entries = gpu_tune.tune(args.models, args.launch_early, lambda line: _show(args, line, str(line)))
+        entries = gpu_tune.tune(args.models, args.tune_rows, args.launch_early,
+                                lambda line: _show(args, line, str(line)))
         gpu_tune.write(args.tune, entries)
+        return 0
+    if args.accuracy:
+        from quire.bench import gpu_accuracy
+
+        for line in gpu_accuracy.measure(args.accuracy, _ACCURACY_TEXTS):
+            _show(args, line, " ".join(f"{key}={value}" for key, value in line.items() if key not in ("bench", "case")))
         return 0
     for model in args.models:
         if "start" in args.cases:

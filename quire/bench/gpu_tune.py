@@ -13,11 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from quire.bench.gpu_cases import MODELS
 
-ROWS = (2, 4, 8, 16, 32, 64)
 ROW_SIZES = ((1, 512, 2), (1, 1024, 4), (1, 2048, 8), (1, 2048, 4), (2, 512, 2), (2, 1024, 4), (2, 2048, 8),
              (4, 512, 2), (4, 256, 1), (1, 4096, 16), (4, 1024, 4))  # fmt: skip
 STRIP_SIZES = ((16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (32, 64, 4, 8), (64, 64, 4, 6), (64, 128, 8, 4),
@@ -36,18 +36,17 @@ def weights_of(model: str) -> list[tuple[str, int, int]]:
             ("plain", hidden, inner), ("norm", config["vocab_size"], hidden)]  # fmt: skip
 
 
-def tune(models: list[str], pdl: bool, note: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+def tune(models: list[str], rows: list[int], pdl: bool, note: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """The table's entries, best kernel each; `note` hears everything that was timed."""
     jobs = [(model, index) for model in models for index in range(5)]
-    compiling = [
-        subprocess.Popen([sys.executable, "-m", "quire.bench.gpu_tune", model, str(index), str(int(pdl))])
-        for model, index in jobs
-    ]
+    here = [sys.executable, "-m", "quire.bench.gpu_tune"]
+    last = [str(int(pdl)), *map(str, rows)]
+    compiling = [subprocess.Popen([*here, model, str(index), *last]) for model, index in jobs]
     for process in compiling:
         process.wait()
     entries = []
     for model, index in jobs:
-        for line in time_weight(model, index, pdl):
+        for line in time_weight(model, index, rows, pdl):
             note(line)
             name, rate = max(line["rates"].items(), key=lambda item: item[1])
             kernel, *sizes = name.split(" ")
@@ -57,15 +56,15 @@ def tune(models: list[str], pdl: bool, note: Callable[[dict[str, Any]], None]) -
     return entries
 
 
-def time_weight(model: str, index: int, pdl: bool, dry: bool = False) -> Iterator[dict[str, Any]]:
+def time_weight(model: str, index: int, counts: list[int], pdl: bool, dry: bool = False) -> Iterator[dict[str, Any]]:
     import torch
 
     form, features, width = weights_of(model)[index]
     size = features * width * 2
     copies = 1 if dry else max(2, math.ceil(_LEAST_BYTES / size))
     weights = [torch.randn(features, width, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-    for rows in (1, *ROWS):
-        if dry and rows in (4, 8):
+    for rows in counts:
+        if dry and rows in (4, 8) and 16 in counts:
             continue  # the same kernels as for 2 and 16 rows
         ways = _one_row(form, features, width, pdl) if rows == 1 else _several(rows, features, width)
         rates = {}
@@ -160,8 +159,14 @@ def graph_seconds(calls: list[Callable[[], Any]], dry: bool = False, repeats: in
 
 
 def write(path: str, entries: list[dict[str, Any]]) -> None:
-    """One line per entry, so that a change of the table can be read."""
+    """One line per entry, so that a change of the table can be read; what was not timed now stays as it was."""
     import torch
+
+    if Path(path).exists():
+        timed = {_key(entry) for entry in entries}
+        before = json.loads(Path(path).read_text(encoding="utf-8"))["products"]
+        entries = [entry for entry in before if _key(entry) not in timed] + entries
+    entries = sorted(entries, key=lambda entry: (entry["width"], entry["features"], entry["rows"]))
 
     head = {"device": torch.cuda.get_device_name(), "dtype": "bfloat16", "date": time.strftime("%Y-%m-%d")}
     lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
@@ -169,5 +174,9 @@ def write(path: str, entries: list[dict[str, Any]]) -> None:
         file.write(json.dumps(head)[:-1] + ', "products": [\n' + lines + "\n]}\n")
 
 
+def _key(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return entry["rows"], entry["features"], entry["width"], entry["form"]
+
+
 if __name__ == "__main__":
-    list(time_weight(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", dry=True))
+    list(time_weight(sys.argv[1], int(sys.argv[2]), [int(word) for word in sys.argv[4:]], sys.argv[3] == "1", dry=True))

@@ -151,6 +151,39 @@ def test_deterministic_means_the_same_bits_whatever_the_batch(family: str, dtype
         assert different == [], f"{name}: {different}"
 
 
+def test_borrowed_attention_agrees_with_ours() -> None:
+    """Every library that is installed here, on the trial of the start; speed is not asked for."""
+    from quire.attention import prompts
+    from quire.layers.ops import HeadShape
+
+    attention = TritonOps(torch.device("cuda"), torch.bfloat16).attention
+    with torch.inference_mode():
+        for candidate in prompts.installed():
+            times = iter([1.0, 0.1])
+            attention.prompts = None
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(prompts, "device_clock", lambda call, times=times: next(times))
+                attention.pick_up(HeadShape(16, 8, 128), [candidate])
+            assert attention.prompts is candidate
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_prompts_by_a_library_give_our_tokens(family: str) -> None:
+    from quire.attention import prompts
+
+    torchs = [found for found in prompts.installed() if found.name == "torch varlen_attn"]
+    if not torchs:
+        pytest.skip("this torch has no varlen_attn")
+    config = config_of(family)
+    found = []
+    for library in (None, torchs[0]):
+        core = device_engine(config, dtype="float16", budget=80)
+        core.executor._worker._runner._attention.prompts = library
+        found.append(tokens_of(core, greedy(6, 1)))
+    for name, (_, logprobs) in found[0].items():
+        assert abs(logprobs[0].top_logprobs[0] - found[1][name][1][0].top_logprobs[0]) < 0.03
+
+
 def test_groups_and_beams_are_those_of_the_cpu_path() -> None:
     from tests.worker.gpu import test_groups
 
