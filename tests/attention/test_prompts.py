@@ -97,3 +97,24 @@ def test_torchs_own_is_known_by_its_real_signature(monkeypatch: pytest.MonkeyPat
     parameters = inspect.signature(varlen.varlen_attn).parameters
     assert {"scale", "window_size", "enable_gqa"} <= set(parameters)
     assert "torch varlen_attn" in [found.name for found in prompts.installed()]
+
+
+def test_the_trial_of_the_start_compares_with_our_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.kernels.triton.interpreter import prepare
+
+    if torch.cuda.is_available() or not prepare():
+        pytest.skip("the GPU suite runs this compiled; without Triton there is nothing to run")
+    from quire.attention.triton import TritonAttention
+    from quire.layers.ops import HeadShape
+
+    attention = TritonAttention(torch.device("cpu"), torch.float16)
+    monkeypatch.setattr(attention, "_dense", True)
+    monkeypatch.setattr(prompts, "TRIAL_LENGTHS", (17, 40))
+    times = iter([1.0, 0.5])
+    monkeypatch.setattr(prompts, "device_clock", lambda call: next(times))
+    right = Borrowed("right", lambda *args: causal(*args))
+    attention.pick_up(HeadShape(4, 2, 16), [right])
+    assert attention.prompts is right
+    times = iter([1.0, 0.5])
+    attention.pick_up(HeadShape(4, 2, 16), [Borrowed("wrong", lambda *args: causal(*args).flip(0))])
+    assert attention.prompts is None
