@@ -17,7 +17,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.gpu_cases import CASES, MAX_MODEL_LEN, MODELS, RIVALS, least_seconds, requests_of
+from quire.bench.gpu_cases import (
+    CASES,
+    MAX_MODEL_LEN,
+    MODELS,
+    RIVALS,
+    kind_of,
+    least_by_kind,
+    least_seconds,
+    requests_of,
+)
 from quire.bench.gpu_timeline import draw, middle
 from quire.bench.machine import describe_machine
 from quire.errors import QuireError
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "examples:\n"
     "  quire bench gpu --cases a b --models 0.6b\n"
-    "  quire bench gpu --profile --repeat 1 --models 8b\n"
+    "  quire bench gpu --no-profile --repeat 1 --models 8b\n"
     "  quire bench gpu --cases b --deterministic"
 )
 _PROFILED_TOKENS = 24
@@ -43,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=["0.6b", "8b"], choices=MODELS, help="default: 0.6b 8b")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of a case; the median counts")
     parser.add_argument("--json", action="store_true", help="one JSON line per case")
-    parser.add_argument("--profile", action="store_true", help="also list the costliest kernels of a shortened run")
+    parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True,
+                        help="also list the costliest kernels of a shortened run (default: on)")
     parser.add_argument("--depth", type=int, default=2, help="steps in flight (default: 2)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens per KV block (default: 16)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
@@ -140,9 +150,9 @@ def _case(case: str, model: str, worker: GpuWorker, options: DeviceOptions, args
     line = _line(case, model, runs, args)
     _show(args, line, _text(line))
     if args.profile:
-        kernels, busy = _profile(core, case)
-        _show(args, {"bench": "gpu", "case": case, "model": model, "kernels": kernels, "kernel_busy_share": busy},
-              _table(kernels, busy))
+        kernels, kinds, busy = _profile(core, case, MODELS[model])
+        _show(args, {"bench": "gpu", "case": case, "model": model, "kernels": kernels, "kinds": kinds,
+                     "kernel_busy_share": busy}, _table(kernels, kinds, busy))
 
 
 def figure_of(case: str, run: Run) -> float:
@@ -189,28 +199,50 @@ def _text(line: dict[str, Any]) -> str:
     )
 
 
-def _profile(core: Any, case: str) -> tuple[list[dict[str, Any]], float]:
-    """Kernels of a shortened run by the time they take, and the share of the wall clock they fill together."""
+def _profile(core: Any, case: str, config: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any], float]:
+    """Kernels of a shortened run by the time they take, the kinds of work they are with the share of the hardware's
+    limit each reaches, and the share of the wall clock that they fill together."""
     from torch.profiler import ProfilerActivity, profile
 
     from quire.bench.gpu_engine import run_requests
 
+    requests = requests_of(case, 1000, max_tokens=1 if case == "d" else _PROFILED_TOKENS)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        run = run_requests(core, requests_of(case, 1000, max_tokens=1 if case == "d" else _PROFILED_TOKENS))
+        run = run_requests(core, requests)
     totals: dict[str, tuple[float, int]] = {}
     for event in found.events():
         if str(event.device_type).endswith("CUDA") and event.device_time_total > 0:
             seconds, count = totals.get(event.name, (0.0, 0))
             totals[event.name] = (seconds + event.device_time_total / 1e6, count + 1)
     everything = sum(seconds for seconds, _ in totals.values()) or 1.0
+    kinds = _kinds(totals, everything, least_by_kind(config, requests))
     first = sorted(totals.items(), key=lambda item: -item[1][0])[:_TOP_KERNELS]
     kernels = [{"kernel": name[:70], "share": round(seconds / everything, 3), "calls": count,
-                "us_per_call": round(1e6 * seconds / count, 2)} for name, (seconds, count) in first]
-    return kernels, round(everything / run.seconds, 3)
+                "us_per_call": round(1e6 * seconds / count, 2), "kind": kind_of(name)}
+               for name, (seconds, count) in first]
+    return kernels, kinds, round(everything / run.seconds, 3)
 
 
-def _table(kernels: list[dict[str, Any]], busy: float) -> str:
+def _kinds(totals: dict[str, tuple[float, int]], everything: float,
+           least: dict[str, tuple[float, str]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (seconds, _) in totals.items():
+        kind = found.setdefault(kind_of(name), {"seconds": 0.0})
+        kind["seconds"] += seconds
+    for name, kind in found.items():
+        kind["share"] = round(kind["seconds"] / everything, 3)
+        if name in least and kind["seconds"]:
+            bound, of = least[name]
+            kind[f"share_of_{of}"] = round(bound / kind["seconds"], 3)
+        kind["seconds"] = round(kind["seconds"], 5)
+    return found
+
+
+def _table(kernels: list[dict[str, Any]], kinds: dict[str, Any], busy: float) -> str:
     rows = [f"    {k['share']:6.1%} {k['calls']:6d} x {k['us_per_call']:9.2f} us  {k['kernel']}" for k in kernels]
+    for name, kind in kinds.items():
+        reached = [f"{share:.0%} of {of[9:]}" for of, share in kind.items() if of.startswith("share_of_")]
+        rows.append(f"    {name}: {kind['share']:.1%} of the time" + (f", at {reached[0]}" if reached else ""))
     return "\n".join([*rows, f"    kernels fill {busy:.0%} of the (profiled, so slower) run"])
 
 

@@ -147,3 +147,39 @@ def least_seconds(case: str, config: dict[str, Any], requests: list[Request], el
         done = len(alive) * (limits.flops + limits.head_flops) + limits.attention_flops * sum(alive)
         total += max(moved / READ_BANDWIDTH, done / FLOPS)
     return total
+
+
+PRODUCTS, DECODES, PROMPTS, OTHER = "products", "attention of decodes", "attention of prompts", "other"
+"""What a kernel of a step works at: matrix products, attention of one token each, attention of prompts, the rest."""
+
+
+def kind_of(kernel: str) -> str:
+    """Which of them a kernel belongs to, by its name in a profile."""
+    name = kernel.lower()
+    if "_decode_kernel" in name:
+        return DECODES
+    if "_mixed_kernel" in name or "sdpa" in name or "flash" in name:
+        return PROMPTS
+    products = ("gemm", "nvjet", "_row_kernel", "_vector_kernel", "_strip_kernel", "_fixed_kernel", "splitk")
+    return PRODUCTS if any(part in name for part in products) else OTHER
+
+
+def least_by_kind(config: dict[str, Any], requests: list[Request], element: int = 2) -> dict[str, tuple[float, str]]:
+    """Of each kind, the seconds that the hardware needs at least, and what of it: FLOPs or bandwidth."""
+    limits = limits_of(config, element)
+    prompts = [len(r.prompt_token_ids) for r in requests]
+    outs = [r.params.max_tokens or 1 for r in requests]
+    products = sum(n * limits.flops + limits.head_flops for n in prompts) / FLOPS
+    keys, bound = 0, 0.0
+    for step in range(1, max(outs)):
+        alive = [n + step for n, out in zip(prompts, outs, strict=True) if out > step]
+        read, done = limits.weight_bytes / READ_BANDWIDTH, len(alive) * (limits.flops + limits.head_flops) / FLOPS
+        bound += read if read > done else 0.0
+        products += max(read, done)
+        keys += sum(alive)
+    inside = sum(limits.attention_flops * n * n // 2 for n in prompts)
+    return {
+        PRODUCTS: (products, "bandwidth" if bound > products / 2 else "FLOPs"),
+        DECODES: (keys * limits.kv_bytes / READ_BANDWIDTH, "bandwidth"),
+        PROMPTS: (inside / FLOPS, "FLOPs"),
+    }

@@ -1,0 +1,58 @@
+"""What the GPU's benchmark says of limits, kinds of kernels and accuracy, without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.bench import gpu, gpu_tune
+from quire.bench.gpu_accuracy import Reading, compare, texts
+from quire.bench.gpu_cases import CASES, MODELS, kind_of, least_by_kind, least_seconds, requests_of
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kinds_of_work_add_up_to_the_limit_of_a_case(case: str) -> None:
+    requests = requests_of(case)
+    kinds = least_by_kind(MODELS["8b"], requests)
+    together = sum(seconds for seconds, _ in kinds.values())
+    # Apart they may take a little longer: in one step products may wait for FLOPs while attention reads.
+    assert 1.0 <= together / least_seconds(case, MODELS["8b"], requests) < 1.1
+
+
+def test_kernels_are_told_apart_by_name() -> None:
+    names = {"nvjet_sm90_tst_192x192": "products", "_row_kernel": "products", "_decode_kernel": "attention of decodes",
+             "cudnn_generated_fort_native_sdpa": "attention of prompts", "_mixed_kernel": "attention of prompts",
+             "_rms_norm_kernel": "other"}  # fmt: skip
+    assert {name: kind_of(name) for name in names} == names
+
+
+def test_a_profile_names_the_share_of_what_limits_each_kind() -> None:
+    least = {"products": (0.5, "bandwidth"), "attention of decodes": (0.3, "bandwidth")}
+    kinds = gpu._kinds({"nvjet_a": (0.6, 3), "_strip_kernel": (0.4, 2), "_act_mul_kernel": (0.2, 1)}, 1.2, least)
+    assert kinds["products"] == {"seconds": 1.0, "share": 0.833, "share_of_bandwidth": 0.5}
+    assert kinds["other"] == {"seconds": 0.2, "share": 0.167}
+    assert "at 50% of bandwidth" in gpu._table([], kinds, 0.9)
+
+
+def test_a_table_keeps_what_was_not_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    path = tmp_path / "products.json"
+
+    def entry(rows: int, kernel: str) -> dict[str, Any]:
+        return {"rows": rows, "features": 8, "width": 4, "form": "plain", "kernel": kernel, "sizes": []}
+
+    gpu_tune.write(str(path), [entry(1, "library"), entry(2, "library")])
+    gpu_tune.write(str(path), [entry(1, "row")])
+    found = json.loads(path.read_text())["products"]
+    assert [(line["rows"], line["kernel"]) for line in found] == [(1, "row"), (2, "library")]
+
+
+def test_readings_are_compared_position_by_position() -> None:
+    want = Reading([-1.0, -2.0, -3.0, -4.0], [1, 2, 3, 4], [[1, 2], [3, 4]])
+    got = Reading([-1.0, -2.5, -3.0, -4.0], [1, 9, 3, 4], [[1, 2], [3, 5]])
+    line = compare("bfloat16", got, want)
+    assert (line["moved_most"], line["other_likeliest"], line["answers_same"]) == (0.5, 0.25, 1)
+    assert len(texts(5)) == 5
