@@ -19,7 +19,7 @@ def test_kinds_of_work_add_up_to_the_limit_of_a_case(case: str) -> None:
     kinds = least_by_kind(MODELS["8b"], requests)
     together = sum(seconds for seconds, _ in kinds.values())
     # Apart they may take a little longer: in one step products may wait for FLOPs while attention reads.
-    assert 1.0 <= together / least_seconds(case, MODELS["8b"], requests) < 1.1
+    assert 0.999 < together / least_seconds(case, MODELS["8b"], requests) < 1.1
 
 
 def test_kernels_are_told_apart_by_name() -> None:
