@@ -18,8 +18,8 @@ from typing import Any
 
 from quire.bench.gpu_cases import MODELS
 
-ROW_SIZES = ((1, 512, 2), (1, 1024, 4), (1, 2048, 8), (1, 2048, 4), (2, 512, 2), (2, 1024, 4), (2, 2048, 8),
-             (4, 512, 2), (4, 256, 1), (1, 4096, 16), (4, 1024, 4))  # fmt: skip
+ROW_SIZES = ((1, 512, 2), (1, 1024, 4), (1, 2048, 8), (1, 2048, 4), (1, 4096, 16), (2, 512, 2), (2, 1024, 4),
+             (2, 2048, 8), (4, 256, 1), (4, 512, 2), (4, 1024, 4), (4, 2048, 8), (8, 512, 2), (8, 1024, 4))  # fmt: skip
 STRIP_SIZES = ((16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (32, 64, 4, 8), (64, 64, 4, 6), (64, 128, 8, 4),
                (16, 128, 4, 8))  # fmt: skip
 _LEAST_BYTES = 3e8
@@ -105,14 +105,22 @@ def _one_row(form: str, features: int, width: int, pdl: bool) -> dict[str, Calla
     for shape in ROW_SIZES:
         held = shape[0] * width * (2 if form == "gated" else 1) // (32 * shape[2])
         if shape[1] <= 2 * width and held <= _MOST_HELD:
-            ways["row " + " ".join(map(str, shape))] = partial(
-                linear_row.linear_row, x, sizes=linear_row.RowShape(*shape), pdl=pdl, **fused
-            )
+            sizes, named = linear_row.RowShape(*shape), " ".join(map(str, shape))
+            ways["row " + named] = partial(linear_row.linear_row, x, sizes=sizes, pdl=pdl, **fused)
+            if form != "plain":
+                ways["apart " + named] = partial(_apart, x, gain, sizes, fused.get("gated"), pdl)
     for strip in STRIP_SIZES[:3]:
         ways["strip " + " ".join(map(str, strip))] = around(
             partial(linear_few.linear_strip, residual=added, sizes=linear_few.StripShape(*strip))
         )
     return ways
+
+
+def _apart(x: Any, gain: Any, sizes: Any, gated: str | None, pdl: bool, weight: Any) -> Any:
+    """The norm by itself, then the product: what reads less where a norm is wider than it is worth."""
+    from quire.kernels.triton import linear_row, norm
+
+    return linear_row.linear_row(norm.rms_norm(x, gain, 1e-6, pdl=pdl), weight, gated=gated, sizes=sizes, pdl=pdl)
 
 
 def _several(rows: int, features: int, width: int) -> dict[str, Callable[[Any], Any]]:

@@ -24,7 +24,8 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`row`, `vector`, `strip` (with the kernel's sizes) or the library's product."""
+    """`row`, `apart` (a norm of its own, then `row`), `vector`, `strip` (with the kernel's sizes) or the library's
+    product."""
 
     kernel: str = LIBRARY
     sizes: tuple[int, ...] = ()

@@ -201,10 +201,13 @@ class TritonOps:
             )
         form = choices.GATED if gated else choices.NORM
         choice = choices.product(1, w.out_features, w.in_features, x.dtype, form)
+        sizes = RowShape(*choice.sizes) if choice.kernel in ("row", "apart") else RowShape()
         if choice.kernel == "row":
             return linear_row(
-                x, w.weight, w.bias, None, norm=weight, eps=eps, gated=gated, out=out, sizes=RowShape(*choice.sizes),
-                pdl=self.pdl,
+                x, w.weight, w.bias, None, norm=weight, eps=eps, gated=gated, out=out, sizes=sizes, pdl=self.pdl
             )
-        found = self._product(choice, norm.rms_norm(x, weight, eps), w, None, None if gated else out)
+        normed = norm.rms_norm(x, weight, eps, pdl=self.pdl)
+        if choice.kernel == "apart":
+            return linear_row(normed, w.weight, w.bias, None, gated=gated, out=out, sizes=sizes, pdl=self.pdl)
+        found = self._product(choice, normed, w, None, None if gated else out)
         return activation.act_mul(found, gated) if gated else found

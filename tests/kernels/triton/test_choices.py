@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from quire.bench.gpu_cases import MODELS
@@ -10,14 +11,15 @@ from quire.kernels.triton.choices import GATED, NORM, PLAIN, Choice, Timed, choo
 from quire.kernels.triton.linear_few import StripShape
 from quire.kernels.triton.linear_row import RowShape
 
-KERNELS = {"row": RowShape, "strip": StripShape, "vector": tuple, "library": tuple}
+KERNELS = {"row": RowShape, "apart": RowShape, "strip": StripShape, "vector": tuple, "library": tuple}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
     for entry in table():
         sizes = entry.choice.sizes
         assert sizes == () if KERNELS[entry.choice.kernel] is tuple else KERNELS[entry.choice.kernel](*sizes)
-        assert entry.choice.kernel != "row" or entry.rows == 1
+        assert entry.choice.kernel not in ("row", "apart") or entry.rows == 1
+        assert entry.choice.kernel != "apart" or entry.form != PLAIN
         assert entry.choice.kernel != "vector" or entry.rows in (2, 4)
 
 
@@ -39,3 +41,20 @@ def test_an_unknown_weight_takes_the_choice_of_the_nearest_and_of_enough_rows() 
 def test_many_rows_are_the_librarys_and_float32_never_meets_a_tensor_core() -> None:
     assert product(65, 4096, 4096, torch.bfloat16) == Choice()
     assert {product(rows, 4096, 4096, torch.float32, NORM).kernel for rows in (1, 2, 9)} == {"row", "vector", "library"}
+
+
+def test_every_kind_of_choice_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    from quire.kernels.triton import choices, linear_few
+    from quire.kernels.triton.ops import TritonOps
+
+    ops = TritonOps("cpu", torch.float32)
+    x, weight, gain = torch.randn(1, 48), torch.randn(20, 48), torch.rand(48) + 0.5
+    packed = ops.pack_linear(weight)
+    for choice in (Choice("row", (2, 32, 1)), Choice("apart", (2, 32, 1)), Choice("strip", (16, 32, 4, 2)), Choice()):
+        monkeypatch.setattr(choices, "product", lambda *_, chosen=choice: chosen)
+        for gated in (None, "silu"):
+            want = linear_few.linear_reference(x, weight, norm=gain, eps=1e-6, gated=gated)
+            got = ops.norm_linear(x, gain, 1e-6, packed, gated)
+            assert torch.allclose(got, want, atol=1e-4), (choice, gated)
