@@ -78,7 +78,7 @@ class SchedulerConfig:
 
     max_num_seqs: int | None = option(None, "most sequences running at once (default: 128, on a GPU 256)")
     max_num_batched_tokens: int | None = option(
-        None, "most tokens computed in one step (default: 2048, on a GPU 8192)")
+        None, "most tokens computed in one step (default: 512, on a GPU 8192)")
     enable_chunked_prefill: bool = option(
         True, "let a long prompt be computed in pieces beside decoding sequences")
     max_num_partial_prefills: int = option(1, "most prompts that may be half computed at once")
@@ -153,7 +153,7 @@ class ServerConfig:
     read_timeout: float = option(30.0, "seconds that a client may take to send a request")
     drain_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
     max_connections: int = option(1024, "most connections open at once")
-    max_body_size: int | str = option("16MiB", "largest body of a request")
+    max_body_size: int | str = option("4MiB", "largest body of a request")
     max_prompts: int = option(128, "most prompts in one request to /v1/completions")
     max_n: int = option(16, "largest n and best_of of a request, and widest beam")
     max_logprobs: int = option(20, "largest logprobs and top_logprobs of a request")

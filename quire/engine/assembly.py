@@ -28,7 +28,8 @@ from quire.worker.memory import PoolSize
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
 
-_DEFAULT_BATCHED_TOKENS = 2048
+_DEFAULT_BATCHED_TOKENS = 512
+"""On a CPU: a prompt costs the same in chunks of 256, 512 and 2048, and streams beside it stutter the less."""
 _DEFAULT_SEQS = 128
 
 

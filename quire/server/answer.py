@@ -21,6 +21,8 @@ encode = msgspec.json.Encoder().encode
 _JSON = [(b"content-type", b"application/json")]
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
            (b"x-accel-buffering", b"no")]
+_READING_SECONDS = 30.0
+"""Beyond its time limit, a request may wait so long for a client to read."""
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -90,10 +92,14 @@ class Answer(ABC):
         self.service.active.add(task)
         try:
             async with (until_disconnect(receive, lambda: task in self.service.ending),
-                        contextlib.aclosing(outputs(self.service, self.work)) as found):
+                        contextlib.aclosing(outputs(self.service, self.work)) as found,
+                        asyncio.timeout(None if self.work.timeout is None else self.work.timeout + _READING_SECONDS)):
                 await (self._send_events(found, send) if self._stream else self._send_whole(found, send))
         except ClientGone:
             raise
+        except TimeoutError:
+            # The engine has long ended it: what is left is a client that does not read.
+            raise ClientGone("the client does not read its answer") from None
         except Exception as error:
             if not self._started:
                 raise

@@ -9,7 +9,6 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from quire import __version__
-from quire.config import ServerConfig
 from quire.server.responses import ErrorBody
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ _ERRORS = {
 }
 
 
-def document(routes: Sequence[Route], config: ServerConfig) -> dict[str, Any]:
+def document(routes: Sequence[Route], needs_key: bool) -> dict[str, Any]:
     models: set[type[BaseModel]] = {ErrorBody}
     for route in routes:
         models.update(model for model in (route.takes, route.gives) if model is not None)
@@ -40,24 +39,24 @@ def document(routes: Sequence[Route], config: ServerConfig) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__,
                  "description": "The OpenAI API, served by Quire. Fields marked Quire are its own."},
-        "paths": {path: {route.method.lower(): _operation(route) for route in routes if route.path == path}
+        "paths": {path: {route.method.lower(): _operation(route, needs_key) for route in routes if route.path == path}
                   for path in dict.fromkeys(route.path for route in routes)},
         "components": {"schemas": schemas["$defs"],
                        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
 
 
-def _operation(route: Route) -> dict[str, Any]:
+def _operation(route: Route, needs_key: bool) -> dict[str, Any]:
     content: dict[str, Any] = {route.media: {"schema": _schema(route)}}
     if route.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}  # chunks, as OpenAI defines them; the last event is [DONE]
     answers: dict[str, Any] = {"200": {"description": "what was asked for", "content": content}}
-    for status in _possible(route):
+    for status in _possible(route, needs_key):
         answers[status] = {"description": _ERRORS[status],
                            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}}
     operation: dict[str, Any] = {"summary": route.summary, "operationId": route.handler.__name__.strip("_"),
                                  "responses": answers}
-    if not route.open:
+    if needs_key and not route.open:
         operation["security"] = [{"key": []}]
     if route.takes is not None:
         reference = {"$ref": f"#/components/schemas/{route.takes.__name__}"}
@@ -74,8 +73,8 @@ def _schema(route: Route) -> dict[str, Any]:
     return {"$ref": f"#/components/schemas/{route.gives.__name__}"}
 
 
-def _possible(route: Route) -> list[str]:
-    found = [] if route.open else ["401"]
+def _possible(route: Route, needs_key: bool) -> list[str]:
+    found = ["401"] if needs_key and not route.open else []
     if route.takes is not None:
         found += ["400", "404", "408", "413", "415"]
     if "{model}" in route.path:

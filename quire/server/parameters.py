@@ -12,6 +12,7 @@ from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.server.api_error import refusal
 from quire.server.protocol import GenerationBody, ResponseFormatJsonObject, ResponseFormatJsonSchema
 from quire.structured.spec import StructuredOutputs
+from quire.structured.spec import StructuredOutputs
 
 _SAME_NAME = ("frequency_penalty", "presence_penalty", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens",
               "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "bad_words", "allowed_token_ids",
@@ -53,10 +54,10 @@ def engine_params(body: GenerationBody, wishes: Wishes, config: ServerConfig) ->
         fields["skip_special_tokens"] = wishes.skip_special_tokens
     constraint = wishes.constraint or constraint_of(body, config)
     if constraint is not None:
-        fields["structured_outputs"] = structured_outputs(constraint)
+        fields["structured_outputs"] = StructuredOutputs(**constraint)
     return SamplingParams(
-        n=body.n or 1, best_of=wishes.best_of, max_tokens=wishes.max_tokens, logprobs=wishes.logprobs,
-        prompt_logprobs=wishes.prompt_logprobs, stop=body.stop,
+        n=body.n or 1, best_of=None if body.stream else wishes.best_of, max_tokens=wishes.max_tokens,
+        logprobs=wishes.logprobs, prompt_logprobs=wishes.prompt_logprobs, stop=body.stop,
         seed=None if body.seed is None else body.seed % (1 << 64), **fields)
 
 
@@ -128,7 +129,3 @@ def check_size(field: str, constraint: Any, config: ServerConfig) -> None:
     size = len(json.dumps(constraint, ensure_ascii=False).encode("utf-8", "surrogatepass"))
     if size > most:
         raise refusal(field, f"is {size} bytes long; this server takes at most {most}", code="schema_too_large")
-
-
-def structured_outputs(constraint: dict[str, Any]) -> StructuredOutputs:
-    return StructuredOutputs(**constraint)

@@ -15,6 +15,10 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 LogitBias = dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]]
 Text = Annotated[str, Field(max_length=1 << 24)]
 
+# A wrong list is refused at its first wrong item: a million complaints would hold up everybody else's streams.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=1 << 20)]
+Texts = Annotated[list[Text], Field(fail_fast=True, max_length=4096)]
+
 
 class Strict(BaseModel):
     """Nothing is converted, nothing is ignored."""
@@ -83,11 +87,12 @@ class GenerationBody(Strict):
     min_p: float | None = Field(None, ge=0, le=1, description="Quire: drop tokens below this share of the likeliest")
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Quire")
     min_tokens: int | None = Field(None, ge=0, lt=1 << 31, description="Quire: fewest tokens before an end")
-    stop_token_ids: list[TokenId] | None = Field(None, description="Quire: end at these tokens", max_length=1024)
+    stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = Field(
+        None, description="Quire: end at these tokens")
     include_stop_str_in_output: bool | None = Field(None, description="Quire: keep the stop text")
     ignore_eos: bool | None = Field(None, description="Quire: go on after the end-of-text token")
     bad_words: list[str] | None = Field(None, description="Quire: never generate these texts", max_length=1024)
-    allowed_token_ids: list[TokenId] | None = Field(None, description="Quire: draw from these only", max_length=1 << 20)
+    allowed_token_ids: TokenIds | None = Field(None, description="Quire: draw from these only")
     skip_special_tokens: bool | None = Field(None, description="Quire: leave special tokens out of the text")
     priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31, description="Quire: lower goes first")
     cache_salt: str | None = Field(None, min_length=1, max_length=1024,
@@ -106,7 +111,7 @@ class GenerationBody(Strict):
 
 
 class CompletionBody(GenerationBody):
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]] = Field(
+    prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, max_length=4096)] = Field(
         description="text, token ids, or a list of either")
     best_of: int | None = Field(None, ge=1)
     echo: bool | None = Field(None, description="the prompt before its completion")
@@ -118,5 +123,5 @@ class CompletionBody(GenerationBody):
 
 class DetokenizeBody(Strict):
     model: str | None = Field(None, max_length=1024)
-    tokens: list[TokenId] = Field(max_length=1 << 20)
+    tokens: TokenIds
     skip_special_tokens: bool | None = Field(None, description="default: false")

@@ -106,7 +106,7 @@ class ScriptedEngine:
         if not self.healthy:
             raise RuntimeError("the engine is dead")
 
-    async def metrics(self) -> dict[str, Any]:
+    async def metrics(self, refresh: bool = False) -> dict[str, Any]:
         return {"requests_running": self.running, "requests_waiting": 0, "kv_blocks_total": 10, "kv_blocks_used": 5}
 
     async def shutdown(self, drain_seconds: float | None = None) -> None:

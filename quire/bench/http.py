@@ -1,0 +1,209 @@
+"""`quire bench http`: What serving costs: HTTP against the engine itself, an instant model under wrk, chunked prefill.
+
+Cases: `throughput` runs the same requests through `LLM.generate` and through HTTP with as many streams, in turns;
+`instant` lets wrk drive a model that answers at once; `prefill-gap` looks for the longest pause in eight streams while
+a long prompt is computed, with chunks and without."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from quire.bench.http_client import Reply, ask
+from quire.bench.served import served
+from quire.cli.options import add_engine_options, engine_options, integer
+from quire.errors import QuireError
+
+EXAMPLES = ("examples:\n  quire bench http\n  quire bench http --case instant --connections 32\n"
+            "  quire bench http --case prefill-gap --prompt-tokens 4096")
+CASES = ("throughput", "instant", "prefill-gap")
+_WORDS = "The quick brown fox jumps over the lazy dog while the river runs slowly to the sea. "
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    own = parser.add_argument_group("cases")
+    own.add_argument("--case", choices=CASES, action="append", help="may be given several times (default: all)")
+    own.add_argument("--streams", type=integer, default=16, metavar="N",
+                     help="requests at once of throughput (default: %(default)s)")
+    own.add_argument("--output-tokens", type=integer, default=64, metavar="N",
+                     help="tokens of each of them (default: %(default)s)")
+    own.add_argument("--rounds", type=integer, default=3, metavar="N", help="of throughput (default: %(default)s)")
+    own.add_argument("--connections", type=integer, default=32, metavar="N", help="of wrk (default: %(default)s)")
+    own.add_argument("--seconds", type=integer, default=10, metavar="N", help="of wrk (default: %(default)s)")
+    own.add_argument("--prompt-tokens", type=integer, default=4096, metavar="N",
+                     help="of the long prompt of prefill-gap (default: %(default)s)")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from quire.bench.machine import describe_machine
+
+    machine = describe_machine()
+    options = engine_options(args)
+    for case in args.case or CASES:
+        if case == "throughput":
+            found = throughput(options, args.streams, args.output_tokens, args.rounds)
+        elif case == "instant":
+            found = instant(options, args.connections, args.seconds)
+        else:
+            found = prefill_gap(options, args.prompt_tokens)
+        print(json.dumps({"bench": "http", "case": case, **found, **machine}), flush=True)
+    return 0
+
+
+# ---- throughput
+
+
+def throughput(options: dict[str, Any], streams: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Output tokens per second of both ways, medians of rounds taken in turns."""
+    offline, online = [], []
+    prompts = [f"{number}. {_WORDS * (1 + number % 4)}" for number in range(streams)]
+    for _ in range(rounds):
+        offline.append(_offline(options, prompts, tokens))
+        online.append(asyncio.run(_online(options, prompts, tokens)))
+    ratio = statistics.median(online) / statistics.median(offline)
+    return {"streams": streams, "offline_tok_s": round(statistics.median(offline), 1),
+            "http_tok_s": round(statistics.median(online), 1), "ratio": round(ratio, 3), "rounds": rounds}
+
+
+def _offline(options: dict[str, Any], prompts: list[str], tokens: int) -> float:
+    from quire import LLM, SamplingParams
+
+    with LLM(**options) as llm:
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        llm.generate(["warm up"], SamplingParams(max_tokens=2), use_tqdm=False)
+        began = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return len(prompts) * tokens / (time.perf_counter() - began)
+
+
+async def _online(options: dict[str, Any], prompts: list[str], tokens: int) -> float:
+    async with served({}, options) as (address, _, _engine):
+        await ask(address, "/v1/completions", {"prompt": "warm up", "max_tokens": 2})
+        began = time.perf_counter()
+        replies = await asyncio.gather(*[
+            ask(address, "/v1/completions", {"prompt": prompt, "max_tokens": tokens, "temperature": 0.0,
+                                             "ignore_eos": True, "stream": True}, timeout=3600.0)
+            for prompt in prompts])
+        seconds = time.perf_counter() - began
+    _check(replies)
+    return len(prompts) * tokens / seconds
+
+
+def _check(replies: list[Reply]) -> None:
+    for reply in replies:
+        if reply.status != 200 or not reply.complete:
+            raise QuireError(f"a request failed with status {reply.status}: {reply.body[-300:]!r}")
+
+
+# ---- an instant model under wrk
+
+
+def instant(options: dict[str, Any], connections: int, seconds: int) -> dict[str, Any]:
+    """Streamed tokens per second of a model that costs nothing, as the server counts them."""
+    if shutil.which("wrk") is None:
+        raise QuireError("the case instant is driven by wrk, which is not installed: apt-get install wrk")
+    body = json.dumps({"prompt": "Hello", "max_tokens": 256, "stream": True, "ignore_eos": True})
+    script = f"wrk.method = 'POST'\nwrk.headers['Content-Type'] = 'application/json'\nwrk.body = '{body}'\n"
+    with _serve_process({**options, "executor": "dummy"}, connections) as address, \
+            tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "post.lua"
+        path.write_text(script)
+        before, began = _generated(address), time.perf_counter()
+        done = subprocess.run(["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "-s", str(path),
+                               f"{address}/v1/completions"], capture_output=True, text=True, check=True)
+        spent = time.perf_counter() - began
+        tokens = _generated(address) - before
+    if "Non-2xx" in done.stdout or "Socket errors" in done.stdout:
+        raise QuireError(f"wrk saw errors: {done.stdout}")
+    return {"connections": connections, "tokens": int(tokens), "streamed_tok_s": round(tokens / spent, 1),
+            "driver": "wrk"}
+
+
+def _generated(address: str) -> float:
+    text = asyncio.run(ask(address, "/metrics")).body.decode()
+    line = next(line for line in text.splitlines() if line.startswith("quire:generation_tokens_total"))
+    return float(line.rsplit(" ", 1)[1])
+
+
+@contextlib.contextmanager
+def _serve_process(options: dict[str, Any], connections: int) -> Iterator[str]:
+    """`quire serve` in a process of its own; its address."""
+    words = [sys.executable, "-m", "quire", "serve", "--port", "0", "--log-format", "json", "--max-waiting-requests",
+             str(2 * connections + 64)]
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        words += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, str(value)]
+    # The log is a line per request: read on, so that the pipe is never full.
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    assert process.stderr is not None
+    try:
+        address = ""
+        for line in process.stderr:
+            if b'"event": "ready"' in line:
+                address = json.loads(line)["url"]
+                break
+        if not address:
+            raise QuireError("quire serve did not start")
+        reader = asyncio.new_event_loop()
+        drained = reader.run_in_executor(None, process.stderr.read)
+        yield address
+        process.terminate()
+        reader.run_until_complete(drained)
+        reader.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+# ---- chunked prefill
+
+
+def prefill_gap(options: dict[str, Any], prompt_tokens: int) -> dict[str, Any]:
+    """The longest pause of eight streams while a long prompt is computed, in seconds."""
+    gaps = {chunked: asyncio.run(_largest_gap({**options, "enable_chunked_prefill": chunked}, prompt_tokens))
+            for chunked in (True, False)}
+    return {"prompt_tokens": prompt_tokens, "gap_chunked_s": round(gaps[True], 4),
+            "gap_whole_s": round(gaps[False], 4), "ratio": round(gaps[False] / gaps[True], 2)}
+
+
+async def _largest_gap(options: dict[str, Any], prompt_tokens: int) -> float:
+    fitting = {"max_model_len": prompt_tokens + 64, "enable_prefix_caching": False}
+    async with served({"request_timeout": 3600.0}, {**options, **fitting}) as (address, _, _engine):
+        times: list[list[float]] = [[] for _ in range(8)]
+
+        async def follow(number: int) -> None:
+            body = {"prompt": [100 + number], "max_tokens": prompt_tokens, "ignore_eos": True, "stream": True}
+            await ask(address, "/v1/completions", body, timeout=3600.0,
+                      on_piece=lambda _: times[number].append(time.perf_counter()))
+
+        streams = [asyncio.create_task(follow(number)) for number in range(8)]
+        while min(map(len, times)) < 4:  # until all of them decode
+            await asyncio.sleep(0.05)
+        arrived = time.perf_counter()
+        ids = [1000 + number % 10000 for number in range(prompt_tokens)]
+        long = await ask(address, "/v1/completions", {"prompt": ids, "max_tokens": 1, "stream": True}, timeout=3600.0)
+        _check([long])
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    return max(pauses(each, arrived, long.times[0]) for each in times)
+
+
+def pauses(times: list[float], begin: float, end: float) -> float:
+    """The longest time without a token between two moments."""
+    inside = [begin, *[moment for moment in times if begin < moment < end], end]
+    return max(after - before for before, after in pairwise(inside))
