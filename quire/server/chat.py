@@ -6,14 +6,13 @@ import asyncio
 from typing import Any
 
 from quire.engine.output import CompletionOutput, RequestOutput
-from quire.sampling.params import SamplingParams
 from quire.server.answer import Answer, encode, finish_reason, new_logprobs, sse
 from quire.server.api_error import refusal
 from quire.server.chat_prompt import knows, render
 from quire.server.chat_protocol import ChatBody
 from quire.server.generation import Work
 from quire.server.logprobs import chat_logprobs
-from quire.server.parameters import Wishes, engine_params
+from quire.server.parameters import Wishes, constraint_of, engine_params
 from quire.server.reasoning import OPEN, ReasoningSplitter
 from quire.server.service import RequestRecord, Service, salt_of
 from quire.server.tool_choice import ToolUse, tool_use
@@ -38,10 +37,11 @@ async def chat_completion(service: Service, record: RequestRecord, body: ChatBod
                     logprobs=(body.top_logprobs or 0) if body.logprobs else None,
                     skip_special_tokens=False if tools.keeps_special_tokens else None)
     params = engine_params(body, wishes, service.config)
+    constraint = tools.constraint or constraint_of(body, service.config)
+    field = None if constraint is None else constraint[0]
     work = Work(f"chatcmpl-{record.request_id}", [tokens], params, body.priority or 0, record.tenant,
-                salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout), bool(body.stream))
-    constrained = isinstance(params, SamplingParams) and getattr(params, "structured_outputs", None) is not None
-    splits = service.splits_reasoning and not constrained
+                salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout), field, bool(body.stream))
+    splits = service.splits_reasoning and constraint is None  # a shape leaves no room for thoughts
     return ChatAnswer(service, record, work, body, tools, splits=splits, thinking=text.rstrip().endswith(OPEN))
 
 

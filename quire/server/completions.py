@@ -9,7 +9,7 @@ from quire.server.answer import Answer, encode, finish_reason, new_logprobs, sse
 from quire.server.api_error import refusal
 from quire.server.generation import Work
 from quire.server.logprobs import CompletionLogprobs, joined
-from quire.server.parameters import Wishes, engine_params
+from quire.server.parameters import Wishes, constraint_of, engine_params
 from quire.server.protocol import CompletionBody
 from quire.server.service import RequestRecord, Service, salt_of
 
@@ -31,8 +31,10 @@ async def completion(service: Service, record: RequestRecord, body: CompletionBo
     texts, prompts = await _prompts(service, body)
     for tokens in prompts:
         service.check_length(len(tokens), max_tokens, "prompt")
+    constraint = constraint_of(body, service.config)
+    field = None if constraint is None else constraint[0]
     work = Work(f"cmpl-{record.request_id}", prompts, params, body.priority or 0, record.tenant,
-                salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout), bool(body.stream))
+                salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout), field, bool(body.stream))
     return CompletionAnswer(service, record, work, body, texts, shows_output=max_tokens > 0)
 
 

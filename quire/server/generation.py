@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.engine.input import Params
 from quire.engine.output import RequestOutput
-from quire.errors import EngineError, QuireError
+from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.server.api_error import ApiError
 from quire.server.metrics import Stopwatch
 from quire.server.service import Service
@@ -65,6 +65,8 @@ class Work:
     tenant: str | None = None
     cache_salt: str | None = None
     timeout: float | None = None
+    constraint_field: str | None = None
+    """The field of the client's that asks for a shape, to name it where the shape is refused."""
     pieces: bool = False
     """What is new, as it comes; else each prompt's output once, whole."""
 
@@ -100,6 +102,11 @@ async def _one(service: Service, work: Work, place: int) -> AsyncGenerator[Reque
             if output.finished:
                 return
         raise EngineError("the engine ended the request without saying why")
+    except InvalidRequestError as error:
+        reason = "error"
+        if work.constraint_field is None or not (error.field or "").startswith("structured_outputs"):
+            raise
+        raise ApiError(400, str(error), param=work.constraint_field) from error
     except Exception:
         reason = "error"
         raise

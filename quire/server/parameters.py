@@ -8,10 +8,10 @@ from typing import Any
 
 from quire.config import ServerConfig, parse_bytes
 from quire.engine.input import Params
+from quire.errors import InvalidRequestError
 from quire.sampling.params import BeamSearchParams, SamplingParams
-from quire.server.api_error import refusal
+from quire.server.api_error import ApiError, refusal
 from quire.server.protocol import GenerationBody, ResponseFormatJsonObject, ResponseFormatJsonSchema
-from quire.structured.spec import StructuredOutputs
 from quire.structured.spec import StructuredOutputs
 
 _SAME_NAME = ("frequency_penalty", "presence_penalty", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens",
@@ -32,8 +32,8 @@ class Wishes:
     best_of: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    constraint: dict[str, Any] | None = None
-    """Of a forced tool call: it comes before what the body asks for."""
+    constraint: tuple[str, dict[str, Any]] | None = None
+    """Of a forced tool call, with the field that forces it: it comes before what the body asks for."""
     skip_special_tokens: bool | None = None
 
 
@@ -54,7 +54,7 @@ def engine_params(body: GenerationBody, wishes: Wishes, config: ServerConfig) ->
         fields["skip_special_tokens"] = wishes.skip_special_tokens
     constraint = wishes.constraint or constraint_of(body, config)
     if constraint is not None:
-        fields["structured_outputs"] = StructuredOutputs(**constraint)
+        fields["structured_outputs"] = _structured(*constraint)
     return SamplingParams(
         n=body.n or 1, best_of=None if body.stream else wishes.best_of, max_tokens=wishes.max_tokens,
         logprobs=wishes.logprobs, prompt_logprobs=wishes.prompt_logprobs, stop=body.stop,
@@ -98,8 +98,8 @@ def _beams(body: GenerationBody, wishes: Wishes, config: ServerConfig) -> BeamSe
     )
 
 
-def constraint_of(body: GenerationBody, config: ServerConfig) -> dict[str, Any] | None:
-    """What the text must match, as keywords of StructuredOutputs; at most one may be asked for."""
+def constraint_of(body: GenerationBody, config: ServerConfig) -> tuple[str, dict[str, Any]] | None:
+    """What the text must match: the field that asks for it, and keywords of StructuredOutputs. At most one may."""
     found: list[tuple[str, dict[str, Any]]] = []
     wanted = getattr(body, "response_format", None)
     if isinstance(wanted, ResponseFormatJsonObject):
@@ -120,8 +120,8 @@ def constraint_of(body: GenerationBody, config: ServerConfig) -> dict[str, Any] 
         return None
     if len(found) > 1:
         raise refusal(found[1][0], f"cannot be combined with {found[0][0]}: the text can match one thing only")
-    check_size(found[0][0], found[0][1], config)
-    return found[0][1]
+    check_size(*found[0], config)
+    return found[0]
 
 
 def check_size(field: str, constraint: Any, config: ServerConfig) -> None:
@@ -129,3 +129,10 @@ def check_size(field: str, constraint: Any, config: ServerConfig) -> None:
     size = len(json.dumps(constraint, ensure_ascii=False).encode("utf-8", "surrogatepass"))
     if size > most:
         raise refusal(field, f"is {size} bytes long; this server takes at most {most}", code="schema_too_large")
+
+
+def _structured(field: str, constraint: dict[str, Any]) -> StructuredOutputs:
+    try:
+        return StructuredOutputs(**constraint)
+    except InvalidRequestError as error:
+        raise ApiError(400, str(error), param=field) from error

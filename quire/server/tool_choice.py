@@ -18,7 +18,7 @@ class ToolUse:
 
     shown: list[dict[str, Any]] | None = None
     """The tools as the chat template gets them."""
-    constraint: dict[str, Any] | None = None
+    constraint: tuple[str, dict[str, Any]] | None = None
     mode: str = "none"
     """none, auto, required or named."""
     format: str = "hermes"
@@ -60,10 +60,10 @@ def tool_use(body: ChatBody, form: str, config: ServerConfig) -> ToolUse:
         if choice.function.name not in names:
             raise refusal("tool_choice", f"names the function {choice.function.name!r}, which is not in tools")
         chosen = tools[names.index(choice.function.name)]
-        return ToolUse(shown, {"json": _parameters(chosen)}, "named", form, (chosen.function.name,))
+        return ToolUse(shown, ("tools", {"json": _parameters(chosen)}), "named", form, (chosen.function.name,))
     if choice == "required":
-        return ToolUse(shown, {"json": _calls_schema(tools, body.parallel_tool_calls is not False)}, "required", form,
-                       names)
+        schema = _calls_schema(tools, several=body.parallel_tool_calls is not False)
+        return ToolUse(shown, ("tools", {"json": schema}), "required", form, names)
     return ToolUse(shown, None, "auto", form, names)
 
 
