@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -30,6 +31,7 @@ log = logging.getLogger("quire.async")
 
 _LONG_TEXT = 4096
 """Characters: longer prompts are tokenized on a thread, so that nobody else's tokens wait."""
+_LONGEST_TIMEOUT = 1e9
 _NOT_STARTED = "AsyncLLM is made with `await AsyncLLM.start(...)`"
 
 
@@ -183,10 +185,8 @@ class AsyncLLM:
         """Refuse new requests, let those in flight finish within `drain_seconds` (None: end them now), stop."""
         self._draining = True
         if drain_seconds and self._subscriptions:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), drain_seconds)
-            except TimeoutError:
-                pass
         self._fail_all(EngineDeadError("the engine was shut down before this request was done"))
         await self._supervisor.close()
         self._threads.shutdown(wait=False)
@@ -222,8 +222,9 @@ class AsyncLLM:
         if output_kind not in OUTPUT_KINDS:
             raise InvalidRequestError(f"output_kind must be one of {', '.join(OUTPUT_KINDS)}, not {output_kind!r:.80}",
                                       field="output_kind")
-        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-            raise InvalidRequestError("timeout must be a number of seconds above 0", field="timeout")
+        if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout <= _LONGEST_TIMEOUT):
+            raise InvalidRequestError(f"timeout must be a number of seconds above 0 and up to {_LONGEST_TIMEOUT:g}",
+                                      field="timeout")
         if request_id is None:
             request_id = f"q{next(self._ids)}"
         elif not isinstance(request_id, str) or not request_id:
@@ -326,7 +327,7 @@ class AsyncLLM:
 
     def _drop_later(self, subscription: Subscription) -> None:
         """From wherever the garbage collector runs."""
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the event loop has closed
             self._loop.call_soon_threadsafe(self._drop, subscription)
 
     def _end(self, subscription: Subscription) -> None:
@@ -344,10 +345,8 @@ class AsyncLLM:
 
     def _tell(self, message: m.ToEngine) -> None:
         """For messages that do not matter to an engine that has gone."""
-        try:
+        with contextlib.suppress(EngineDeadError):
             self._supervisor.send(message)
-        except EngineDeadError:
-            pass
 
     # ---- what the engine says
 

@@ -33,24 +33,30 @@ class Admission:
         self._running: dict[int, int] = {}
         """Rows of those that it has begun with."""
         self._rows_used = 0
+        self._rows_wanted = 0
+        """Of the fresh ones."""
+        self._tokens = 0
+        """Of the fresh ones and of those passed over."""
         self._left: deque[tuple[float, int]] = deque()
         """When requests left the queue, and their tokens."""
 
     @property
     def waiting(self) -> tuple[int, int]:
         """Requests, and their prompt tokens, that wait as far as one can tell from here."""
-        waits = [*self._passed_over.values()]
-        free = 0 if waits else self._max_num_seqs - self._rows_used
+        requests, tokens = len(self._passed_over) + len(self._fresh), self._tokens
+        if self._passed_over:
+            return requests, tokens
+        free = self._max_num_seqs - self._rows_used
         for prompt, rows in self._fresh.values():
             free -= rows
             if free < 0:
-                waits.append((prompt, rows))
-        return len(waits), sum(prompt for prompt, _ in waits)
+                break
+            requests, tokens = requests - 1, tokens - prompt
+        return requests, tokens
 
     def check(self, prompt_tokens: int, rows: int) -> None:
         """Raises QueueFullError if one more would be too many."""
-        free = self._max_num_seqs - self._rows_used - sum(wanted for _, wanted in self._fresh.values())
-        if not self._passed_over and rows <= free:
+        if not self._passed_over and self._rows_used + self._rows_wanted + rows <= self._max_num_seqs:
             return
         requests, tokens = self.waiting
         if requests + 1 > self._max_requests:
@@ -67,6 +73,8 @@ class Admission:
 
     def sent(self, handle: int, prompt_tokens: int, rows: int) -> None:
         self._fresh[handle] = (prompt_tokens, rows)
+        self._rows_wanted += rows
+        self._tokens += prompt_tokens
 
     def started(self, handle: int) -> None:
         """The engine has begun with it."""
@@ -81,7 +89,8 @@ class Admission:
             first = next(iter(self._fresh))
             if first > handle:
                 return
-            self._passed_over[first] = self._fresh.pop(first)
+            self._passed_over[first] = found = self._fresh.pop(first)
+            self._rows_wanted -= found[1]
 
     def ended(self, handle: int) -> None:
         self._leave(handle)
@@ -91,13 +100,18 @@ class Admission:
         """The engine is gone, and everyone with it."""
         for each in (self._fresh, self._passed_over, self._running):
             each.clear()
-        self._rows_used = 0
+        self._rows_used = self._rows_wanted = self._tokens = 0
 
     def _leave(self, handle: int) -> int | None:
         """Out of the queue; the rows that it wants, if it was there."""
-        found = self._fresh.pop(handle, None) or self._passed_over.pop(handle, None)
+        found = self._fresh.pop(handle, None)
+        if found is not None:
+            self._rows_wanted -= found[1]
+        else:
+            found = self._passed_over.pop(handle, None)
         if found is None:
             return None
+        self._tokens -= found[0]
         now = self._clock()
         self._left.append((now, found[0]))
         while self._left[0][0] < now - _WINDOW_SECONDS:

@@ -70,6 +70,15 @@ class EngineClient:
         return self._closed
 
     @property
+    def stopped(self) -> bool:
+        """Somebody has stopped the process (SIGSTOP): it will not say so itself."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] == "T"
+
+    @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
@@ -80,6 +89,7 @@ class EngineClient:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "quire.engine.process", *self._endpoints, str(os.getpid())],
             stdin=subprocess.DEVNULL,
+            stdout=2,  # what a library prints is no part of a command's output
             env={**os.environ, "PYTHONPATH": root if not path else os.pathsep.join((root, path))},
             start_new_session=True,  # a Ctrl-C is for the front door alone
         )

@@ -6,6 +6,7 @@ tokens only: text, stop strings and JSON are its front door's business.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -14,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,6 +37,8 @@ _SNAPSHOT_SECONDS = 0.5
 _START_SECONDS = 60
 """How long a parent may take to say what to build."""
 _REST_MS = 1000
+_TAKE_IN_SECONDS = 0.005
+"""How long a burst of messages may hold up the next step."""
 
 
 class Pulse(threading.Thread):
@@ -106,7 +110,8 @@ class EngineServer:
     # ---- what comes in
 
     def _take_in(self) -> None:
-        """All messages that are there; waits for one only when there is nothing else to do."""
+        """All messages that are there, while running requests can spare the time; waits only when there are none."""
+        until = None
         if not self._core.has_work and not self._news_due:
             self._pulse.state = ("idle", time.monotonic(), self._scheduler.stats.steps)
             while not self._inbox.poll(_REST_MS):
@@ -120,6 +125,10 @@ class EngineServer:
                 self._handle(m.decode_to_engine(data))
             except msgspec.DecodeError as error:
                 log.error("a message that is none was dropped: %s", error)
+            if self._scheduler.running:
+                until = until or time.monotonic() + _TAKE_IN_SECONDS
+                if time.monotonic() > until:
+                    return
 
     def _handle(self, message: m.ToEngine) -> None:
         if isinstance(message, m.Add):
@@ -314,6 +323,8 @@ def main(argv: list[str]) -> int:
     # without a parent this one ends by itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # short of memory, rather this one than the server that can say what happened
+        Path("/proc/self/oom_score_adj").write_text("300")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     inbox_at, outbox_at, parent = argv
     context: zmq.Context[Any] = zmq.Context()

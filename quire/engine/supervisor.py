@@ -29,6 +29,8 @@ _PROVEN_SECONDS = 60.0
 """An engine that has run for so long is not one that cannot start."""
 _SILENT_START_SECONDS = 120.0
 """Loading libraries may hold up the heartbeat; longer than this it is a hang."""
+_STOPPED_SECONDS = 1.0
+"""A process that was stopped is given so long to be continued, after the second in which nobody wonders."""
 _UNKILLABLE_SECONDS = 20.0
 
 
@@ -117,6 +119,11 @@ class Supervisor:
         if self.state is State.READY:
             if self._silence > self._guard.heartbeat_timeout / 2:
                 raise EngineDeadError(f"the engine has given no sign of life for {self._silence:.1f} seconds")
+            heartbeat = None if self._client is None else self._client.heartbeat
+            if heartbeat is not None and heartbeat.phase == "stepping" \
+                    and time.monotonic() - heartbeat.since > self._guard.step_timeout / 2:
+                raise EngineDeadError("the engine makes no progress: its step has been running for "
+                                      f"{time.monotonic() - heartbeat.since:.0f} seconds")
         elif self.state is State.FAILED:
             raise EngineDeadError(f"the engine has failed for good: {self._failure}")
         elif self.state is State.CLOSED:
@@ -223,6 +230,8 @@ class Supervisor:
         self._silence = 0.0 if now - client.last_heard < 2 * _LOOK_SECONDS + 0.5 else self._silence + elapsed
         starting = client.heartbeat.phase == "starting"
         limit = max(_SILENT_START_SECONDS, self._guard.heartbeat_timeout) if starting else self._guard.heartbeat_timeout
+        if self._silence > _STOPPED_SECONDS and client.stopped:
+            return "its process was stopped"
         if self._silence > limit:
             return f"no sign of life for {self._silence:.1f} seconds"
         spent = now - client.heartbeat.since

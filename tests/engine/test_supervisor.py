@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from quire import AsyncLLM, SamplingParams
+from quire.engine.client import EngineClient
 from quire.errors import ConfigError, EngineDeadError, ModelLoadError
 from tests.async_engines import greedy, last, run, until
 
@@ -42,6 +43,10 @@ async def healthy(llm: AsyncLLM) -> bool:
     except EngineDeadError:
         return False
     return True
+
+
+async def unwell(llm: AsyncLLM) -> bool:
+    return not await healthy(llm)
 
 
 async def serves_again(llm: AsyncLLM) -> None:
@@ -75,12 +80,42 @@ def test_a_stopped_engine_is_found_out_and_replaced(smollm2: str) -> None:
         stuck = llm.engine_pid
         assert stuck is not None
         os.kill(stuck, signal.SIGSTOP)
-        errors = await all_lost(tasks, within=20.0)
-        assert "no sign of life" in str(errors[0])
+        errors = await all_lost(tasks, within=9.0)  # sooner than by silence alone
+        assert "was stopped" in str(errors[0])
         await serves_again(llm)
         assert not Path(f"/proc/{stuck}").exists()
 
-    run(job, smollm2, heartbeat_timeout=2.0, **SLOW)
+    run(job, smollm2, **SLOW)
+
+
+def test_a_silent_engine_is_found_out_whatever_the_reason(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineClient, "stopped", False)
+
+    async def job(llm: AsyncLLM) -> None:
+        (task,) = await in_flight(llm, 1)
+        assert llm.engine_pid is not None
+        os.kill(llm.engine_pid, signal.SIGSTOP)
+        await until(lambda: unwell(llm))
+        assert not task.done()  # there is still hope
+        errors = await all_lost([task], within=20.0)
+        assert "no sign of life" in str(errors[0])
+        await serves_again(llm)
+
+    run(job, smollm2, heartbeat_timeout=3.0, **SLOW)
+
+
+def test_an_engine_that_was_stopped_for_a_moment_goes_on(smollm2: str) -> None:
+    async def job(llm: AsyncLLM) -> None:
+        stream = llm.generate([1], greedy(200))
+        await anext(stream)
+        assert llm.engine_pid is not None
+        os.kill(llm.engine_pid, signal.SIGSTOP)
+        await asyncio.sleep(0.6)
+        os.kill(llm.engine_pid, signal.SIGCONT)
+        assert len((await last(stream)).outputs[0].token_ids) == 200
+        assert (await llm.metrics())["engine_restarts"] == 0
+
+    run(job, smollm2, **SLOW)
 
 
 def test_a_step_that_does_not_end_is_death_though_the_process_lives(smollm2: str) -> None:
