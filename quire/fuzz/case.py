@@ -11,6 +11,17 @@ from typing import Any
 from quire.errors import InvalidRequestError
 
 VOCABULARY = 61
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789{}[]\":,.-+*/()<>=! \n"
+"""What tokens 1 and up stand for where outputs have a shape; 0 ends a text, and the last few mean nothing."""
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"regex": "[a-z]{2,9}( [0-9]{1,3}){0,4}"},
+    {"choice": ["yes", "no", "yesterday"]},
+    {"json": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99},
+                                               "b": {"type": "array", "items": {"enum": ["x", "yz", None]},
+                                                     "maxItems": 3}}, "required": ["a"]}},
+    {"json_object": True},
+    {"grammar": 'root ::= item{1,12}\nitem ::= "ab" | "c" [0-9] | "(" item ")"'},
+)
 
 
 @dataclass(slots=True)
@@ -78,7 +89,17 @@ def random_case(seed: int) -> FuzzCase:
         ))
         _make_group(rng, case.requests[-1])
     case.options = _options(rng, case.requests)
+    _give_shapes(random.Random(f"{seed} shapes"), case.requests)
     return case
+
+
+def _give_shapes(rng: random.Random, requests: list[FuzzRequest]) -> None:
+    """In every second case some outputs must have a shape."""
+    if rng.random() < 0.5:
+        return
+    for request in requests:
+        if request.beam is None and rng.random() < 0.4:
+            request.params["structured_outputs"] = rng.choice(SHAPES)
 
 
 def _make_group(rng: random.Random, request: FuzzRequest) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from quire.structured.regex import check_regex
+from quire.structured.regex import check_regex, portable_regex
 
 MAX_DEPTH: Final = 48
 """The compiler's time grows steeply with the depth of a schema."""
@@ -55,8 +55,8 @@ class _Refused(Exception):
 def check_schema(schema: dict[str, Any] | bool) -> str | None:
     """What in the schema would not be enforced, and where; None if all of it would be.
 
-    Bounds on the length of a text are replaced, in the schema given, by a pattern that says the same: for the
-    bounds themselves the compiler would let control characters into a JSON string.
+    The schema given is changed where the compiler needs other words: patterns become portable, and bounds on the
+    length of a text become a pattern, since for them it would let control characters into a JSON string.
     """
     if schema is False:
         return "is false, which allows no output at all"
@@ -209,7 +209,7 @@ class _Walker:
             raise _Refused(f"has format {schema['format']!r:.80} at {path}, which is not enforced; known: "
                            f"{', '.join(sorted(FORMATS))}")
         if "pattern" in schema:
-            _check_pattern(schema["pattern"], path)
+            schema["pattern"] = _checked_pattern(schema["pattern"], path)
         if lengths:
             low, high = schema.pop("minLength", 0), schema.pop("maxLength", "")
             schema["pattern"] = f"^.{{{low},{high}}}$"
@@ -226,6 +226,9 @@ class _Walker:
                 raise _Refused(f"has {low!r} and {high!r} at {path}: give one of them")
         if schema.get("multipleOf", 1) <= 0:
             raise _Refused(f"has multipleOf {schema['multipleOf']!r} at {path}, which is not above 0")
+        bounds = sum(name in schema for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+        if "multipleOf" in schema and bounds == 1:
+            raise _Refused(f"has 'multipleOf' beside one bound at {path}, where it is not enforced: give two, or none")
 
     def _array(self, schema: dict[str, Any], path: str, depth: int) -> None:
         _bounds(schema, "minItems", "maxItems", path)
@@ -249,8 +252,8 @@ class _Walker:
         for name, inner in properties.items():
             self.walk(inner, f"{path}/properties/{name}", depth + 1)
         for pattern, inner in patterns.items():
-            _check_pattern(pattern, f"{path}/patternProperties")
             self.walk(inner, f"{path}/patternProperties/{pattern}", depth + 1)
+            schema["patternProperties"] = {_checked_pattern(pattern, f"{path}/patternProperties"): inner}
         for name in ("additionalProperties", "unevaluatedProperties"):
             if name in schema:
                 self.walk(schema[name], f"{path}/{name}", depth + 1)
@@ -324,10 +327,12 @@ def _bounds(schema: dict[str, Any], low: str, high: str, path: str) -> list[str]
     return given
 
 
-def _check_pattern(pattern: Any, path: str) -> None:
+def _checked_pattern(pattern: Any, path: str) -> str:
+    """The pattern in the words that the compiler enforces."""
     problem = check_regex(pattern, in_json=True) if isinstance(pattern, str) else "is no text"
     if problem is not None:
         raise _Refused(f"has a pattern at {path} that {problem}")
+    return portable_regex(pattern, in_json=True)
 
 
 def _check_numbers(value: Any, path: str) -> None:

@@ -86,8 +86,10 @@ class SequenceGrammar:
     def _next(self) -> bytes:
         words = self._words
         self._matcher.fill_next_token_bitmask(words)
-        if not self._accepted:
-            self._set(self._vocabulary.spaced_ids, False)
+        # Bits past the vocabulary are as they come.
+        self._set(range(self._vocabulary.size, words.size * 32), False)
+        vocabulary, accepted = self._vocabulary, self._accepted
+        self._set(vocabulary.after.get(accepted[-1], ()) if accepted else vocabulary.spaced_ids, False)
         if self._end_ids and self._matcher.is_completed():
             self._set(self._end_ids, True)
         return words.tobytes()

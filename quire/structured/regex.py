@@ -1,13 +1,15 @@
 """Reads a regular expression closely enough to refuse, by name, what the grammar compiler would not enforce.
 
-The dialect is what JavaScript, Python and RE2 agree on, with ASCII classes. Two constructs are rewritten so
-that no other dialect finds a match where the output has none: `.` does not match a line's end, and `\\S` no
-space of any kind.
+The dialect is what JavaScript, Python and RE2 agree on. Where they do not, the pattern is rewritten so that all
+of them find a match: `\\d`, `\\w` and `\\s` are those of ASCII, and their opposites leave out what is a digit, a
+letter or a space anywhere; `.` does not match any line's end.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from functools import cache
 from typing import Final
 
 MAX_GROUP_DEPTH: Final = 100
@@ -17,7 +19,18 @@ _PUNCTUATION: Final = set("^$\\.*+?()[]{}|/-_@!#%&~`'\",:;<>= ")
 _REPEAT: Final = re.compile(r"\{[0-9]{1,6}(,[0-9]{0,6})?\}")
 _HEX: Final = {"x": 2, "u": 4}
 NOT_NEWLINE: Final = r"[^\n\r\u2028\u2029]"
-NOT_SPACE: Final = r"[^\s\x1c-\x1f\x85\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]"
+_SPACES: Final = r"\x1c-\x1f\x85\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+
+
+@cache
+def _beyond(kind: str) -> str:
+    """What other dialects count to the class besides ASCII, for a place inside of brackets."""
+    if kind == "s":
+        return _SPACES
+    if kind == "w":
+        return "\x80-\U0010ffff"
+    tens = [code for code in range(0x80, 0x110000) if unicodedata.decimal(chr(code), None) == 0]
+    return "".join(f"{chr(code)}-{chr(code + 9)}" for code in tens)
 
 
 class _Refused(Exception):
@@ -33,9 +46,13 @@ def check_regex(pattern: str, in_json: bool = False) -> str | None:
     return None
 
 
-def portable_regex(pattern: str) -> str:
-    """The same with `.` and `\\S` written out, for a pattern that `check_regex` accepts."""
-    return _Reader(pattern, in_json=False).read()
+def portable_regex(pattern: str, in_json: bool = False) -> str:
+    """The same for every dialect, of a pattern that `check_regex` accepts.
+
+    In ASCII: with other characters in a pattern the compiler forgets that it is about the inside of a JSON string.
+    """
+    found = _Reader(pattern, in_json).read()
+    return "".join(char if char < "\x80" else f"\\u{{{ord(char):x}}}" for char in found)
 
 
 class _Reader:
@@ -54,7 +71,10 @@ class _Reader:
             char = pattern[self._at]
             if char == "\\":
                 escape = self._escape()
-                self._out.append(NOT_SPACE if escape == "\\S" else escape)
+                if escape in ("\\D", "\\W", "\\S"):
+                    kind = escape[1].lower()
+                    escape = f"[^\\{kind}{_beyond(kind)}]"
+                self._out.append(escape)
             elif char == "[":
                 self._class()
             elif char == "(":
@@ -116,6 +136,7 @@ class _Reader:
         self._at += 1
         negated = self._pattern[self._at : self._at + 1] == "^"
         self._at += negated
+        beyond = ""
         while True:
             char = self._pattern[self._at : self._at + 1]
             if not char:
@@ -126,12 +147,17 @@ class _Reader:
             if self._pattern.startswith(("[:", "[.", "[="), self._at):
                 raise _Refused(f"uses a POSIX class at character {self._at}, which is not supported: spell it out")
             if char == "\\":
-                self._escape(may_hold_quotes=negated)
+                escape = self._escape(may_hold_quotes=negated)
+                if escape in ("\\D", "\\W", "\\S"):
+                    raise _Refused(f"has {escape} inside of brackets at character {start}, which is not supported: "
+                                   "use it outside, or spell it out")
+                if negated and escape in ("\\d", "\\w", "\\s"):
+                    beyond += _beyond(escape[1])
             else:
                 if not negated:
                     self._literal(char)
                 self._at += 1
-        self._out.append(self._pattern[start : self._at])
+        self._out.append(self._pattern[start : self._at - 1] + beyond + "]")
 
     def _escape(self, may_hold_quotes: bool = False) -> str:
         start, char = self._at, self._pattern[self._at + 1 : self._at + 2]

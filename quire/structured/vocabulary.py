@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 from quire.errors import InvalidRequestError
@@ -34,6 +35,13 @@ class Vocabulary:
     """Tokens that are no part of any text: end of text, other special ones, ids without a token."""
     spaced_ids: tuple[int, ...]
     """Tokens that begin with a space, where the decoder drops a text's first space; else none."""
+    after: Mapping[int, tuple[int, ...]]
+    """By token that ends in a byte which not every continuation byte may follow: the tokens that may not."""
+
+
+_NEVER_AFTER = {0xE0: range(0x80, 0xA0), 0xED: range(0xA0, 0xC0), 0xF0: range(0x80, 0x90), 0xF4: range(0x90, 0xC0)}
+"""By first byte of a character: second bytes that no UTF-8 has (overlong forms, halves of UTF-16 pairs, beyond
+Unicode). The compiler lets them pass."""
 
 
 def import_xgrammar() -> Any:
@@ -59,7 +67,19 @@ def read_vocabulary(tokenizer: TokenBytes, vocab_size: int, eos_token_ids: Colle
     texts = [b"" if token in silent else tokenizer.token_bytes(token) for token in range(known)]
     silent.update(token for token, text in enumerate(texts) if not text)
     silent.update(range(known, vocab_size))
+    texts, after = _only_utf8(texts, silent)
     info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=[])
     spaced = [token for token, text in enumerate(texts) if text.startswith(b" ")]
     drops = any(not tokenizer.decode([token]).startswith(" ") for token in spaced[:1])
-    return Vocabulary(info, vocab_size, frozenset(silent), tuple(spaced) if drops else ())
+    return Vocabulary(info, vocab_size, frozenset(silent), tuple(spaced) if drops else (), after)
+
+
+def _only_utf8(texts: list[bytes], silent: set[int]) -> tuple[list[bytes], dict[int, tuple[int, ...]]]:
+    """Silence tokens that are no UTF-8 by themselves, and find those that are none after another."""
+    for token, text in enumerate(texts):
+        if any(after in _NEVER_AFTER.get(first, ()) for first, after in pairwise(text)):
+            texts[token] = b""
+            silent.add(token)
+    wrong = {first: tuple(token for token, text in enumerate(texts) if text and text[0] in never)
+             for first, never in _NEVER_AFTER.items()}
+    return texts, {token: wrong[text[-1]] for token, text in enumerate(texts) if text and text[-1] in wrong}

@@ -27,6 +27,9 @@ def test_cases_cover_groups_beams_tiers_priorities_and_tenants() -> None:
     modes = {case.options["preemption_mode"] for case in cases if case.options.get("swap_space")}
     assert modes == {"auto", "swap", "recompute"} and any(case.options.get("offload") for case in cases)
     assert {case.options["scheduling_policy"] for case in cases} == {"fcfs", "priority", "fair"}
+    shapes = [r.params["structured_outputs"] for r in requests if "structured_outputs" in r.params]
+    assert {kind for shape in shapes for kind in shape} == {"json", "json_object", "regex", "choice", "grammar"}
+    assert any("structured_outputs" not in r.params and r.beam is None for r in requests)
 
 
 def test_every_request_of_a_case_fits_its_pool() -> None:
@@ -37,7 +40,7 @@ def test_every_request_of_a_case_fits_its_pool() -> None:
             assert request.num_sequences <= case.options["max_num_seqs"]
 
 
-@pytest.mark.parametrize("seed", [167, 192, 202])
+@pytest.mark.parametrize("seed", [167, 192, 202, 8])
 def test_the_engine_gives_the_tokens_of_the_plain_path(seed: int, tmp_path: Path) -> None:
     assert find_difference(random_case(seed), tmp_path) is None
 
