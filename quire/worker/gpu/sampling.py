@@ -77,7 +77,8 @@ class RankedCandidates:
 def rank_candidates(
     logits: Tensor, entries: list[int], counts: list[int], temperatures: Sequence[float]
 ) -> RankedCandidates:
-    """As the CPU's runner ranks them, for the rows of `logits`."""
+    """As the CPU's runner ranks them, for the rows of `logits`; log-probabilities by the exact sum, which no batch can
+    change, where that one takes torch's."""
     wide = logits.float()
     if any(temperature != 1.0 for temperature in temperatures):
         scale = torch.tensor(temperatures, dtype=torch.float32).to(wide.device, non_blocking=True)
