@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import CacheConfig, EngineConfig, default_cache_dir, option_fields, parse_bytes
+from quire.config import CacheConfig, EngineConfig, GuardConfig, default_cache_dir, option_fields, parse_bytes
 from quire.errors import ConfigError
 
 
@@ -120,3 +120,20 @@ print(took, "torch" in sys.modules, "numpy" in sys.modules)
     runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in "123"]
     assert min(float(run[0]) for run in runs) < 0.3
     assert {tuple(run[1:]) for run in runs} == {("False", "False")}
+
+
+def test_the_options_of_a_guarded_engine_are_taken_out_of_the_others_and_checked() -> None:
+    guard, rest = GuardConfig.split({"model": "m", "max_waiting_requests": 3, "block_size": 8})
+    assert guard.max_waiting_requests == 3 and rest == {"model": "m", "block_size": 8}
+    for name, value in (("max_waiting_requests", -1), ("max_waiting_tokens", 1.5), ("heartbeat_timeout", 0.0),
+                        ("step_timeout", float("nan")), ("request_timeout", "1"), ("max_restarts", None)):
+        with pytest.raises(ConfigError, match=name) as caught:
+            GuardConfig.split({name: value})
+        assert caught.value.field == name
+    # An engine in the caller's own process has nobody to guard it: there they are refused, not ignored.
+    assert "unknown option 'max_waiting_requests'" in str(refused(max_waiting_requests=3))
+
+
+def test_a_pretended_step_time_needs_the_executor_that_pretends() -> None:
+    assert EngineConfig.create(executor="dummy", dummy_step_ms=3).model.dummy_step_ms == 3
+    assert refused(dummy_step_ms=3.0).field == refused(executor="dummy", dummy_step_ms=-1.0).field == "dummy_step_ms"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from quire.errors import InvariantError
@@ -42,3 +44,15 @@ def test_a_freed_row_can_be_started_again() -> None:
     executor.submit(StepPlan(1, starts=[start(0)], entries=[PlanEntry(0, 0, 3, True)]))
     again = StepPlan(2, freed_rows=[0], starts=[start(0, seed=8)], entries=[PlanEntry(0, 0, 3, True)])
     assert executor.submit(again).result().entries[0].tokens == [dummy_token(8, 0, 3, 1000)]
+
+
+def test_log_probabilities_are_those_of_a_model_that_knows_nothing() -> None:
+    executor = DummyExecutor(50)
+    params = SamplingParams(logprobs=2, prompt_logprobs=0)
+    row = RowStart(1, [4, 5, 6], 3, params, 7, 0)
+    entry = PlanEntry(1, 0, 3, True, prompt_logprobs_from=0)
+    (result,) = executor.execute(StepPlan(1, starts=[row], entries=[entry])).entries
+    assert result.logprobs is not None and result.prompt_logprobs is not None
+    assert [each.token_id for each in result.prompt_logprobs] == [5, 6]
+    assert result.logprobs[0].token_id == result.tokens[0] and len(result.logprobs[0].top_ids) == 2
+    assert {each.logprob for each in result.logprobs + result.prompt_logprobs} == {-math.log(50)}
