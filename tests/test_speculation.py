@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from tests.checkpoints import make_checkpoint
@@ -31,6 +33,13 @@ def params(index: int, **more: Any) -> SamplingParams:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     make_checkpoint(folder, "llama")
+    # A draft that agrees now and then: the target's embeddings and head, and its first layer.
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    (folder / "draft").mkdir()
+    (folder / "draft" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    save_file({name: tensor for name, tensor in weights.items() if ".layers." not in name or ".layers.0." in name},
+              folder / "draft" / "model.safetensors")
     return folder
 
 
@@ -61,10 +70,11 @@ def plain(checkpoint: Path) -> Any:
     {"enable_prefix_caching": False},
     {"max_steps_in_flight": 3},
 ], ids=lambda options: "-".join(options) or "default")
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "skip_layers"])
 def test_tokens_logprobs_and_bits_are_those_without_drafts(checkpoint: Path, plain: Any, method: str,
                                                            options: dict[str, Any]) -> None:
-    bits, found, metrics = run(checkpoint, **options, **speculating(method))
+    more = {"draft_model": {"model": str(checkpoint / "draft")}, "skip_layers": {"skipped_layers": [1]}}
+    bits, found, metrics = run(checkpoint, **options, **speculating(method, **more.get(method, {})))
     assert found == plain[1]
     assert bits == plain[0]
     assert metrics["spec_accepted_tokens"] > 20

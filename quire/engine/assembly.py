@@ -23,7 +23,7 @@ from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.assembly import build_speculator
 from quire.structured.compiler import CompileLimits, GrammarCompiler
 from quire.structured.vocabulary import Vocabulary, read_vocabulary
-from quire.worker.memory import PoolSize
+from quire.worker.memory import PoolSize, groups_with_draft
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
@@ -93,7 +93,7 @@ def build_grammars(config: EngineConfig, source: ModelSource, vocab_size: int) -
 
 def build_cache(config: EngineConfig, spec: DecoderSpec, pool: PoolSize, cost: MoveCost | None) -> KVCacheManager:
     """The bookkeeping of a pool and, where there is swap space, of the host tier beneath it."""
-    groups = spec.cache_groups()
+    groups = groups_with_draft(spec, pool.draft_bytes_per_token)
     tier = HostTier(pool.num_host_blocks, len(groups), config.cache.offload) if pool.num_host_blocks else None
     return KVCacheManager(
         pool.num_blocks,

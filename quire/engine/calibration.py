@@ -10,8 +10,8 @@ from quire.kvcache.move_cost import MoveCost
 from quire.models.spec import DecoderSpec
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import DEVICE, HOST, BlockCopy, PlanEntry, RowStart, StepPlan, TableDiff
-from quire.speculation.speculator import Speculator
-from quire.worker.memory import PoolSize
+from quire.speculation.speculator import DeviceSpeculator, Speculator
+from quire.worker.memory import PoolSize, groups_with_draft
 
 _PROMPT_TOKENS = 128
 _COPIED_BLOCKS = 32
@@ -24,7 +24,7 @@ def measure_move_cost(executor: Executor, config: EngineConfig, spec: DecoderSpe
     decides = config.scheduler.preemption_mode == "auto" or config.cache.offload
     if not pool.num_host_blocks or not decides:
         return None
-    groups = len(spec.cache_groups())
+    groups = len(groups_with_draft(spec, pool.draft_bytes_per_token))
     length = min(_PROMPT_TOKENS, pool.max_model_len, pool.num_blocks * config.cache.block_size)
     prompt = _fastest(executor, _prompt_step(length, groups, config.cache.block_size))
     executor.submit(StepPlan(0, freed_rows=[0])).result()
@@ -40,12 +40,18 @@ def measure_step_times(speculator: Speculator, executor: Executor, config: Engin
     length = min(_PROMPT_TOKENS, pool.max_model_len, pool.num_blocks * size) - most - 1
     if length < 1:
         return
-    executor.submit(_prompt_step(length, len(spec.cache_groups()), size, room=most + 1)).result()
+    groups = len(groups_with_draft(spec, pool.draft_bytes_per_token))
+    executor.submit(_prompt_step(length, groups, size, room=most + 1)).result()
     for count in [n for n in _DRAFT_COUNTS if n < most] + [most]:
         drafts = PlanEntry(0, length - 1, 1 + count, True, drafts=(0,) * count)
         speculator.times.observe(1 + count, _fastest(executor, StepPlan(0, entries=[drafts])))
     plain = PlanEntry(0, length - 1, 1, sample=True)
     speculator.times.observe(1, _fastest(executor, StepPlan(0, entries=[plain])))
+    if isinstance(speculator, DeviceSpeculator):
+        for count in {1, most}:
+            own = PlanEntry(0, length - 1, 1 + count, True, device_drafts=count)
+            drafting = _fastest(executor, StepPlan(0, entries=[own])) - speculator.times.estimate(1 + count)
+            speculator.drafting.observe(1, max(1e-9, drafting / count))
     executor.submit(StepPlan(0, freed_rows=[0])).result()
 
 

@@ -35,6 +35,9 @@ def resolve(config: EngineConfig) -> EngineConfig:
     gpu = device != "cpu" and missing is None
     if not gpu and config.cache.kv_cache_dtype != "auto":
         raise ConfigError("kv_cache_dtype 'fp8' needs a GPU: use kv_cache_dtype='auto'", field="kv_cache_dtype")
+    if gpu and config.speculation.options is not None:
+        raise ConfigError("speculative_config runs on a CPU only so far: use device='cpu' or leave it out",
+                          field="speculative_config")
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu"),

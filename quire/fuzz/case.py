@@ -22,6 +22,8 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {"json_object": True},
     {"grammar": 'root ::= item{1,12}\nitem ::= "ab" | "c" [0-9] | "(" item ")"'},
 )
+DRAFT = "draft"
+"""Stands for the draft model: the case's model with one layer."""
 
 
 @dataclass(slots=True)
@@ -177,8 +179,12 @@ def _options(rng: random.Random, requests: list[FuzzRequest]) -> dict[str, Any]:
 
 def _speculation(rng: random.Random) -> dict[str, Any]:
     """Drafts of every kind whose tokens are those of the plain path, mostly as many as there are."""
-    config: dict[str, Any] = {"method": rng.choice(["ngram", "ngram", "suffix"]),
+    config: dict[str, Any] = {"method": rng.choice(["ngram", "suffix", "draft_model", "skip_layers"]),
                               "num_speculative_tokens": rng.choice([1, 2, 3, 5, 8]), "adaptive": rng.random() < 0.2}
+    if config["method"] == "draft_model":
+        config |= {"model": DRAFT, "load_format": "dummy"}
+    elif config["method"] == "skip_layers":
+        config["skipped_layers"] = [rng.randrange(2)]
     return config
 
 

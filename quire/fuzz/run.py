@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.output import CompletionOutput, RequestOutput
-from quire.fuzz.case import CHARACTERS, FuzzCase, FuzzRequest
+from quire.fuzz.case import CHARACTERS, DRAFT, FuzzCase, FuzzRequest
 from quire.llm import LLM
 from quire.sampling.params import BeamSearchParams, SamplingParams
 
@@ -37,6 +37,9 @@ def find_difference(case: FuzzCase, workdir: Path) -> str | None:
     if importlib.util.find_spec("xgrammar") is None:
         for request in case.requests:
             request.params.pop("structured_outputs", None)
+    draft = workdir / DRAFT
+    draft.mkdir(parents=True, exist_ok=True)
+    (draft / "config.json").write_text(json.dumps(case.model | {"num_hidden_layers": 1}))
     try:
         outputs = _play(case, folder)
     except Exception as error:
@@ -76,7 +79,11 @@ def _tokenizer() -> dict[str, Any]:
 def _play(case: FuzzCase, folder: Path) -> dict[str, RequestOutput]:
     outputs: dict[str, RequestOutput] = {}
     arrivals = sorted(case.requests, key=lambda r: r.at_step)
-    with _engine(folder, case.options) as llm:
+    options = dict(case.options)
+    speculation = options.get("speculative_config")
+    if speculation is not None and speculation.get("model") == DRAFT:
+        options["speculative_config"] = speculation | {"model": str(folder.with_name(DRAFT))}
+    with _engine(folder, options) as llm:
         for step in range(_STEPS_BOUND):
             while arrivals and arrivals[0].at_step <= step:
                 request = arrivals.pop(0)

@@ -178,6 +178,13 @@ class Decoder:
                 captured[f"layers.{index}"] = hidden
         return hidden, captured
 
+    def forward_some(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache], kept: Sequence[int]) -> Tensor:
+        """As `forward`, through only the layers `kept`: a rough guess at what all of them would give."""
+        hidden = self._embed(x, ctx) if self.is_first else x
+        for index in kept:
+            hidden = self.layers[index - self.first_layer](hidden, ctx, caches[index - self.first_layer])
+        return hidden
+
     def logits(self, hidden: Tensor, ctx: StepContext | None = None) -> Tensor:
         """[R, vocab] float32 of hidden rows [R, hidden] that came out of the last layer."""
         if self.final_norm is not None:

@@ -10,12 +10,13 @@ one stands a draw from max(0, p - q), after the last kept one a draw from p. So 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire.sampling.batch import SamplingRow
-from quire.sampling.philox import Purpose, uniform
+from quire.sampling.philox import Purpose, uniforms
 
 
 def rows_along(row: SamplingRow, drafts: Sequence[int], masks: bytes = b"") -> list[SamplingRow]:
@@ -37,39 +38,68 @@ def count_equal(drafts: Sequence[int], drawn: Sequence[int]) -> int:
     return len(drafts)
 
 
-def judge_by_rejection(drafts: Sequence[int], target: Tensor, proposal: Tensor | None,
-                       rows: Sequence[SamplingRow]) -> tuple[int, int]:
-    """(drafts kept, the token after them).
+@dataclass(frozen=True, slots=True)
+class NoiseKeys:
+    """Whose noise is meant, for each of a batch: int64 tensors [B]. `position` is that of the first draft."""
 
-    `target` are integer weights [drafts + 1, vocabulary], proportional to p at every place, `proposal` those
-    of q at every draft; None: each draft was certain (q is 1 there). `rows` name the noise of each place.
+    seed: Tensor
+    seq_index: Tensor
+    position: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingRow]) -> NoiseKeys:
+        columns = torch.tensor([(row.seed, row.seq_index, row.position) for row in rows], dtype=torch.int64)
+        return cls(columns[:, 0], columns[:, 1], columns[:, 2])
+
+    def noise(self, purpose: Purpose, ahead: int | Tensor = 0) -> Tensor:
+        """Numbers in [0, 1) for one purpose, `ahead` places further."""
+        return uniforms(self.seed, self.seq_index, self.position + ahead, purpose)
+
+
+def judge_by_rejection(drafts: Tensor, target: Tensor, proposal: Tensor | None, keys: NoiseKeys
+                       ) -> tuple[Tensor, Tensor]:
+    """(drafts kept [B], the token after them [B]) of a batch.
+
+    `drafts` [B, K] ends a row that has fewer with -1. `target` are weights [B, K + 1, V], proportional to p at every
+    place, `proposal` those [B, K, V] of q at every draft; None: each draft was certain (q is 1 there).
     """
-    for place, draft in enumerate(drafts):
-        p = target[place].double()
-        if not float(p.sum()) > 0.0:
-            return place, 0  # nothing can be drawn here, as the row's status says
-        p /= p.sum()
-        if proposal is None:
-            q = torch.zeros_like(p)
-            q[draft] = 1.0
-        else:
-            q = proposal[place].double()
-            q /= q.sum()
-        if _noise(rows[place], Purpose.ACCEPT) * float(q[draft]) >= float(p[draft]):
-            rest = (p - q).clamp_(min=0.0)
-            # Where p and q are equal nothing is left, and nothing is refused but for rounding.
-            return place, _pick(rest if float(rest.sum()) > 0.0 else p, _noise(rows[place], Purpose.RESAMPLE))
-    last = target[len(drafts)].double()
-    drawable = float(last.sum()) > 0.0
-    return len(drafts), _pick(last, _noise(rows[len(drafts)], Purpose.SAMPLE)) if drawable else 0
+    num_drafts = (drafts >= 0).sum(1)
+    kept = torch.zeros_like(num_drafts)
+    for place in range(drafts.shape[1]):
+        draft = drafts[:, place : place + 1].clamp(min=0)
+        p = _share(target[:, place]).gather(1, draft).squeeze(1)
+        q = 1.0 if proposal is None else _share(proposal[:, place]).gather(1, draft).squeeze(1)
+        keeps = keys.noise(Purpose.ACCEPT, place) * q < p
+        kept += keeps & (kept == place) & (place < num_drafts)
+    rows = torch.arange(len(drafts), device=drafts.device)
+    refused = kept < num_drafts
+    left = p_at = _share(target[rows, kept])
+    if bool(refused.any()):
+        at = kept.clamp(max=drafts.shape[1] - 1)
+        rest = (p_at - _proposed(drafts, proposal, rows, at, p_at)).clamp_(min=0.0)
+        # Where p and q are equal nothing is left, and nothing is refused but for rounding.
+        left = torch.where((refused & (rest.sum(1) > 0.0))[:, None], rest, p_at)
+    noise = torch.where(refused, keys.noise(Purpose.RESAMPLE, kept), keys.noise(Purpose.SAMPLE, kept))
+    return kept, pick(left, noise)
 
 
-def _noise(row: SamplingRow, purpose: Purpose) -> float:
-    return uniform(row.seed, row.seq_index, row.position, purpose)
+def _proposed(drafts: Tensor, proposal: Tensor | None, rows: Tensor, at: Tensor, like: Tensor) -> Tensor:
+    """q at one place of each row."""
+    if proposal is not None:
+        return _share(proposal[rows, at])
+    return torch.zeros_like(like).scatter_(1, drafts[rows, at].clamp(min=0)[:, None], 1.0)
 
 
-def _pick(weights: Tensor, noise: float) -> int:
-    """First place whose running total exceeds the share `noise` of the whole."""
-    running = weights.cumsum(-1)
-    place = int(torch.searchsorted(running, running[-1:] * noise, right=True))
-    return min(place, int((weights > 0).nonzero()[-1]))
+def _share(weights: Tensor) -> Tensor:
+    """As probabilities; where nothing can be drawn, as the row's status will say, all are 0."""
+    weights = weights.double()
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1.0)
+
+
+def pick(weights: Tensor, noise: Tensor) -> Tensor:
+    """In each row the first place whose running total exceeds the share `noise` of the whole."""
+    running = weights.double().cumsum(-1)
+    place = torch.searchsorted(running, running[:, -1:] * noise[:, None], right=True).squeeze(1)
+    # Rounding may take the product to the total itself: the last place that has any weight, then.
+    last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(1)
+    return torch.minimum(place, last)

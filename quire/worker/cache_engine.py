@@ -22,15 +22,20 @@ class CacheEngine:
     """
 
     def __init__(self, decoder: Decoder, ops: Ops, num_blocks: int, block_size: int, num_host_blocks: int = 0,
-                 transfers: Sequence[KVTransfer] = ()) -> None:
+                 transfers: Sequence[KVTransfer] = (), draft: Decoder | None = None, draft_group: int = 0) -> None:
         self._ops = ops
-        self._group_of_layer = decoder.spec.group_of_layer()[decoder.first_layer : decoder.last_layer]
-        num_groups = max(self._group_of_layer) + 1
-        self.layers: list[LayerCache] = decoder.allocate_caches([num_blocks] * num_groups, block_size)
+        groups = decoder.spec.group_of_layer()[decoder.first_layer : decoder.last_layer]
+        self.layers: list[LayerCache] = decoder.allocate_caches([num_blocks] * (max(groups) + 1), block_size)
+        self.draft_layers: list[LayerCache] = []
+        """Of a draft model: a part of the blocks of `draft_group`."""
+        if draft is not None:
+            self.draft_layers = draft.allocate_caches([num_blocks] * len(draft.spec.cache_groups()), block_size)
+        self._stored = self.layers + self.draft_layers
+        self._group_of_layer = (*groups, *[draft_group] * len(self.draft_layers))
         host = [HostTransfer(num_host_blocks)] if num_host_blocks else []
         self._transfers = {transfer.name: transfer for transfer in (*host, *transfers)}
         for transfer in self._transfers.values():
-            transfer.register(self.layers, self._group_of_layer)
+            transfer.register(self._stored, self._group_of_layer)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """In their order, as far as it shows: what cannot disturb one another is copied at once."""
@@ -56,7 +61,7 @@ class CacheEngine:
         if batch and batch[0].source_tier == batch[0].target_tier == DEVICE:
             for index, group in enumerate(self._group_of_layer):
                 if group in by_group:
-                    self._ops.copy_blocks(self.layers[index], *by_group[group])
+                    self._ops.copy_blocks(self._stored[index], *by_group[group])
         elif batch:
             self._transfer(batch[0].source_tier, batch[0].target_tier, by_group)
 

@@ -1,19 +1,126 @@
-"""Who proposes drafts with a model, on the device, before the target judges them in the same step."""
+"""Proposes drafts with a model, on the device, before the target judges them in the same step."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from quire.scheduler.plan import PlanEntry
+from quire.sampling.batch import SamplingBatch, SamplingRow
+from quire.sampling.philox import Purpose
+from quire.sampling.sampler import OK, draw_weights, sample
+from quire.scheduler.plan import BlockCopy, PlanEntry
+from quire.speculation.verify import NoiseKeys, pick
+from quire.worker.request_table import RequestTable
 
 
-class Drafter(ABC):
-    """Fills in the drafts of the entries that ask for some."""
+class DraftModel(Protocol):
+    """What makes the drafts: a smaller model with a cache of its own, or the target without some layers."""
 
-    @abstractmethod
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        """Blocks of the cache were copied."""
+        ...
+
+    def written(self, entries: Sequence[PlanEntry]) -> None:
+        """The target is about to write these tokens' KV."""
+        ...
+
+    def restart(self, row: int) -> None:
+        """The row belongs to another sequence from now on."""
+        ...
+
+    def catch_up(self, entry: PlanEntry) -> tuple[int, int]:
+        """(start, tokens) that it has to compute before it can say what follows `entry.start`, that one included."""
+        ...
+
+    def logits(self, passes: Sequence[PlanEntry]) -> Tensor:
+        """Compute these, and give what may follow the last token of each."""
+        ...
+
+    def kept(self, row: int, num_tokens: int) -> None:
+        """So many tokens of the row are known to be right."""
+        ...
+
+
+MOST_AT_ONCE = 512
+"""Tokens of a row that a draft model catches up with in one step; while it is behind it proposes nothing."""
+
+
+class Drafter:
+    """Draws up to k drafts of every row that asks for some, one pass for all of them after the other.
+
+    Under the coupled verifier a draft is drawn with the noise that the target will draw with at that place,
+    which makes them agree where the two distributions do; under rejection it has noise of its own.
+    """
+
+    def __init__(self, model: DraftModel, table: RequestTable, rejection: bool) -> None:
+        self.model = model
+        self._table = table
+        self._rejection = rejection
+
     def propose(self, entries: Sequence[PlanEntry]) -> tuple[list[PlanEntry], dict[int, Tensor]]:
         """The entries with the values of their drafts (perhaps fewer than asked for, and then fewer tokens), and by
         place of the entry the integer weights [drafts, vocabulary] that its drafts were drawn with."""
+        filled = list(entries)
+        drafts: dict[int, list[int]] = {}
+        weights: dict[int, list[Tensor]] = {}
+        passes: dict[int, PlanEntry] = {}
+        for i, entry in enumerate(entries):
+            if entry.device_drafts:
+                start, count = self.model.catch_up(entry)
+                drafts[i], weights[i] = [], []
+                passes[i] = PlanEntry(entry.row, start, min(count, MOST_AT_ONCE), count <= MOST_AT_ONCE)
+        states = {i: _without_logprobs(self._table.sampling(entries[i].row)) for i in passes}
+        while passes:
+            self._advance(entries, passes, states, drafts, weights)
+        for i, tokens in drafts.items():
+            filled[i] = replace(entries[i], drafts=tuple(tokens), num_tokens=1 + len(tokens), device_drafts=0)
+        stacked = {i: torch.stack(rows) for i, rows in weights.items() if rows}
+        return filled, stacked
+
+    def _advance(self, entries: Sequence[PlanEntry], passes: dict[int, PlanEntry], states: dict[int, SamplingRow],
+                 drafts: dict[int, list[int]], weights: dict[int, list[Tensor]]) -> None:
+        """One pass: a draft more for everybody who goes on."""
+        going = [i for i, one in passes.items() if one.sample]
+        logits = self.model.logits(list(passes.values()))
+        places = list(passes)
+        tokens = self._draw(logits[[places.index(i) for i in going]], [states[i] for i in going],
+                            [weights[i] for i in going]) if going else []
+        passes_done = dict(passes)
+        passes.clear()
+        for i, token in zip(going, tokens, strict=True):
+            if token is None:
+                continue
+            drafts[i].append(token)
+            if len(drafts[i]) < entries[i].device_drafts:
+                end = passes_done[i].start + passes_done[i].num_tokens
+                self._table.tokens[entries[i].row, end] = token
+                states[i] = states[i].ahead((token,))
+                passes[i] = PlanEntry(entries[i].row, end, 1, True)
+
+    def _draw(self, logits: Tensor, rows: list[SamplingRow], weights: list[list[Tensor]]) -> list[int | None]:
+        """A token for each, or None where the draft model has none to give."""
+        batch = SamplingBatch.build(rows, logits.shape[1])
+        if not self._rejection:
+            output = sample(logits, batch)
+            return [token if status == OK else None
+                    for token, status in zip(output.token_ids.tolist(), output.status.tolist(), strict=True)]
+        found: list[int | None] = []
+        for row, mine, kept in zip(rows, draw_weights(logits, batch), weights, strict=True):
+            if not bool(mine.any()):
+                found.append(None)
+                continue
+            kept.append(mine)
+            found.append(int(pick(mine[None], NoiseKeys.of([row]).noise(Purpose.DRAFT))))
+        return found
+
+
+def _without_logprobs(row: SamplingRow) -> SamplingRow:
+    """Nobody asks for the log-probabilities of drafts."""
+    own = row.ahead(())
+    if own.params.logprobs is not None:
+        own.params = replace(own.params, logprobs=None)
+    return own

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.config import CacheConfig, parse_bytes
 from quire.errors import ConfigError, OutOfMemoryError
-from quire.models.spec import DecoderSpec
+from quire.models.spec import CacheGroup, DecoderSpec
 
 _DEFAULT_POOL_BYTES = 1 << 30
 _DEFAULT_POOL_SHARE = 0.4
@@ -27,6 +27,26 @@ class PoolSize:
     bytes_per_block: int
     num_host_blocks: int = 0
     """Blocks of the host tier."""
+    draft_bytes_per_token: int = 0
+    """Of `bytes_per_block`, what a draft model takes for each token."""
+
+
+def groups_with_draft(spec: DecoderSpec, draft_bytes_per_token: int) -> list[CacheGroup]:
+    """The target's cache groups; a draft model's layers share the blocks of the one that keeps every token."""
+    groups = spec.cache_groups()
+    if not draft_bytes_per_token:
+        return groups
+    index = draft_group(spec)
+    if index == len(groups):
+        return [*groups, CacheGroup("full", None, (), draft_bytes_per_token)]
+    groups[index] = replace(groups[index], bytes_per_token=groups[index].bytes_per_token + draft_bytes_per_token)
+    return groups
+
+
+def draft_group(spec: DecoderSpec) -> int:
+    """Group of a draft model's layers: they keep every token, so that it can catch up from anywhere."""
+    groups = spec.cache_groups()
+    return next((index for index, group in enumerate(groups) if group.window is None), len(groups))
 
 
 def available_memory() -> int:
@@ -54,10 +74,10 @@ def check_weights_fit(spec: DecoderSpec, packed: bool, free: int | None = None) 
 
 
 def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, max_num_seqs: int,
-              free: int | None = None) -> PoolSize:
+              free: int | None = None, draft_bytes_per_token: int = 0) -> PoolSize:
     """Blocks from num_kv_blocks, kv_cache_memory or a share of free memory; the length they and the model allow."""
     free = available_memory() if free is None else free
-    per_block = spec.kv_bytes_per_token * cache.block_size
+    per_block = (spec.kv_bytes_per_token + draft_bytes_per_token) * cache.block_size
     wanted_len = _model_length(spec, max_model_len)
     num_blocks = _num_blocks(cache, per_block, free, wanted_len, max_num_seqs)
     if num_blocks * per_block > free:
@@ -71,7 +91,7 @@ def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, 
             f"blocks of {cache.block_size}): lower max_model_len or raise num_kv_blocks or kv_cache_memory",
             field="max_model_len")
     num_host_blocks = size_host_tier(cache, per_block, free - num_blocks * per_block)
-    return PoolSize(num_blocks, min(wanted_len, capacity), per_block, num_host_blocks)
+    return PoolSize(num_blocks, min(wanted_len, capacity), per_block, num_host_blocks, draft_bytes_per_token)
 
 
 def size_host_tier(cache: CacheConfig, per_block: int, free: int) -> int:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention.context import StepContext
 from quire.models.decoder import Decoder
 from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.masks import TokenMasks
@@ -23,10 +22,11 @@ from quire.sampling.sampler import (
     token_logprobs,
 )
 from quire.scheduler.plan import EntryResult, PlanEntry, TokenLogprobs
-from quire.speculation.verify import count_equal, judge_by_rejection, rows_along
+from quire.speculation.verify import NoiseKeys, count_equal, judge_by_rejection, rows_along
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.drafter import Drafter
 from quire.worker.request_table import RequestTable
+from quire.worker.step_inputs import step_inputs
 
 _PROMPT_LOGITS_ROWS = 64
 """Prompt positions whose logits exist at once: a vocabulary wide, they would outgrow the model otherwise."""
@@ -40,7 +40,7 @@ class ModelRunner:
         self._decoder = decoder
         self._cache = cache
         self._table = table
-        self._drafter = drafter
+        self.drafter = drafter
         self._rejection = rejection
         """Judge drafts by rejection; else a draft is kept if it is what the target draws."""
 
@@ -48,11 +48,13 @@ class ModelRunner:
         if not entries:
             return []
         guesses: dict[int, Tensor] = {}
-        if self._drafter is not None and any(entry.device_drafts for entry in entries):
-            entries, guesses = self._drafter.propose(entries)
+        if self.drafter is not None:
+            self.drafter.model.written(entries)
+            if any(entry.device_drafts for entry in entries):
+                entries, guesses = self.drafter.propose(entries)
         # Who shares another's logits computes nothing.
         computing = [entry for entry in entries if entry.num_tokens]
-        ids, ctx = self._inputs(computing)
+        ids, ctx = step_inputs(self._table, computing)
         hidden = self._decoder.forward(ids, ctx, self._cache.layers)
         row_ends = dict(zip((entry.row for entry in computing), ctx.query_start.tolist()[1:], strict=True))
         ends = [row_ends[entry.row if entry.shares is None else entry.shares] for entry in entries]
@@ -63,36 +65,6 @@ class ModelRunner:
         self._draw(entries, ends, hidden, results, guesses)
         self._rank_candidates(entries, ends, hidden, results)
         return results
-
-    def _inputs(self, entries: Sequence[PlanEntry]) -> tuple[Tensor, StepContext]:
-        """Token ids and step context, all gathered from the table."""
-        table = self._table
-        rows = np.array([entry.row for entry in entries], np.int64)
-        starts = np.array([entry.start for entry in entries], np.int64)
-        counts = np.array([entry.num_tokens for entry in entries], np.int64)
-        for entry in entries:
-            if entry.drafts or entry.given:
-                values, end = entry.drafts or entry.given, entry.start + entry.num_tokens
-                table.tokens[entry.row, end - len(values) : end] = values
-        query_start = np.zeros(len(entries) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        token_rows, positions = rows, starts
-        if query_start[-1] != len(entries):
-            token_rows = np.repeat(rows, counts)
-            positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
-        ids = table.tokens[token_rows, positions].astype(np.int64)
-        lengths = (starts + counts).astype(np.int32)
-        size = table.block_size
-        width = -(-int(lengths.max()) // size)
-        index, offset = positions // size, positions % size
-        return torch.from_numpy(ids), StepContext(
-            positions=torch.from_numpy(positions),
-            query_start=torch.from_numpy(query_start),
-            context_len=torch.from_numpy(lengths),
-            block_tables=tuple(torch.from_numpy(blocks[rows, :width]) for blocks in table.tables),
-            slots=tuple(torch.from_numpy(blocks[token_rows, index].astype(np.int64) * size + offset)
-                        for blocks in table.tables),
-        )
 
     def _draw(self, entries: Sequence[PlanEntry], ends: list[int], hidden: Tensor, results: list[EntryResult],
               guesses: dict[int, Tensor]) -> None:
@@ -132,7 +104,9 @@ class ModelRunner:
                             drawn: list[int], first: int) -> int:
         """Put what rejection sampling gives in place of what was drawn; returns how many drafts it keeps."""
         weights = draw_weights(logits, SamplingBatch.build(rows, logits.shape[1]))
-        kept, token = judge_by_rejection(entry.drafts, weights, guess, rows)
+        proposal = None if guess is None else guess[None]
+        found = judge_by_rejection(torch.tensor([entry.drafts]), weights[None], proposal, NoiseKeys.of(rows[:1]))
+        kept, token = (int(one) for one in found)
         drawn[first : first + kept + 1] = [*entry.drafts[:kept], token]
         return kept
 
@@ -148,6 +122,8 @@ class ModelRunner:
                 return
             self._table.append(entry.row, known + place, drawn[place])
             result.tokens.append(drawn[place])
+        if self.drafter is not None:
+            self.drafter.model.kept(entry.row, known + kept)
 
     def _rank_candidates(self, entries: Sequence[PlanEntry], ends: list[int], hidden: Tensor,
                          results: list[EntryResult]) -> None:

@@ -1,0 +1,140 @@
+"""The two kinds of model that make drafts: a smaller one with KV of its own, and the target without some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.layers.ops import LayerCache
+from quire.models.decoder import Decoder
+from quire.models.spec import DecoderSpec
+from quire.scheduler.plan import DEVICE, BlockCopy, PlanEntry
+from quire.worker.request_table import RequestTable
+from quire.worker.step_inputs import step_inputs
+
+
+class SmallerModel:
+    """A draft model. Its KV lies in the same blocks as the target's full attention, behind it.
+
+    So whatever happens to a block (shared, copied, moved to the host, found by its prefix) happens to both.
+    What a block lacks is only what the draft model has not computed: it runs when drafts are asked for, and
+    then catches up from the first block that it has not filled.
+    """
+
+    def __init__(self, decoder: Decoder, caches: list[LayerCache], table: RequestTable, group: int,
+                 num_blocks: int, num_host_blocks: int) -> None:
+        self._decoder = decoder
+        self._caches = caches
+        self._table = table
+        self._group = group
+        self._groups = [group] * len(decoder.spec.cache_groups())
+        self._filled = {DEVICE: np.zeros(num_blocks, np.bool_)}
+        """Blocks whose every token has KV of the draft model."""
+        self._num_host_blocks = num_host_blocks
+        self._computed: dict[int, int] = {}
+        """By row: tokens that the draft model has KV for; absent: as many as its blocks say."""
+
+    # ---- what the blocks hold
+
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        for copy in copies:
+            if copy.group == self._group:
+                source, target = self._tier(copy.source_tier), self._tier(copy.target_tier)
+                target[copy.target] = source[copy.source]
+
+    def _tier(self, name: str) -> np.ndarray:
+        return self._filled.setdefault(name, np.zeros(self._num_host_blocks, np.bool_))
+
+    def written(self, entries: Sequence[PlanEntry]) -> None:
+        size, table = self._table.block_size, self._table.tables[self._group]
+        for entry in entries:
+            if entry.num_tokens:
+                last = (entry.start + entry.num_tokens - 1) // size
+                self._filled[DEVICE][table[entry.row, entry.start // size : last + 1]] = False
+
+    def restart(self, row: int) -> None:
+        self._computed.pop(row, None)
+
+    def kept(self, row: int, num_tokens: int) -> None:
+        if row in self._computed:
+            self._computed[row] = min(self._computed[row], num_tokens)
+
+    # ---- drafts
+
+    def catch_up(self, entry: PlanEntry) -> tuple[int, int]:
+        start = self._computed.get(entry.row)
+        if start is None:
+            size = self._table.block_size
+            filled = self._filled[DEVICE][self._table.tables[self._group][entry.row, : entry.start // size]]
+            start = size * (len(filled) if filled.all() else int(filled.argmin()))
+        # The last token is computed in any case: its logits are wanted.
+        self._computed[entry.row] = start = min(start, entry.start)
+        return start, entry.start + 1 - start
+
+    def logits(self, passes: Sequence[PlanEntry]) -> Tensor:
+        ids, ctx = step_inputs(self._table, passes, self._groups)
+        hidden = self._decoder.forward(ids, ctx, self._caches)
+        size, table = self._table.block_size, self._table.tables[self._group]
+        for one in passes:
+            self._computed[one.row] = end = one.start + one.num_tokens
+            self._filled[DEVICE][table[one.row, one.start // size : end // size]] = True
+        return self._decoder.logits(hidden[ctx.query_start[1:].long() - 1])
+
+
+class SkippedLayers:
+    """The target without some of its layers, over the target's own KV.
+
+    What it writes for its drafts is overwritten by the target, which judges them in the same step; of all
+    tokens before it sees what the target computed.
+    """
+
+    def __init__(self, decoder: Decoder, caches: list[LayerCache], table: RequestTable,
+                 skipped: Sequence[int] | None) -> None:
+        self._decoder = decoder
+        self._caches = caches
+        self._table = table
+        self._kept = kept_layers(decoder.spec.num_layers, skipped)
+
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        pass
+
+    def written(self, entries: Sequence[PlanEntry]) -> None:
+        pass
+
+    def restart(self, row: int) -> None:
+        pass
+
+    def kept(self, row: int, num_tokens: int) -> None:
+        pass
+
+    def catch_up(self, entry: PlanEntry) -> tuple[int, int]:
+        return entry.start, 1
+
+    def logits(self, passes: Sequence[PlanEntry]) -> Tensor:
+        ids, ctx = step_inputs(self._table, passes)
+        hidden = self._decoder.forward_some(ids, ctx, self._caches, self._kept)
+        return self._decoder.logits(hidden)
+
+
+def kept_layers(num_layers: int, skipped: Sequence[int] | None) -> list[int]:
+    """The layers that a draft runs through; by default every second one but for the first and last few."""
+    if skipped is None:
+        edge = max(1, num_layers // 6)
+        skipped = range(edge, num_layers - edge, 2)
+    beyond = [layer for layer in skipped if layer >= num_layers]
+    kept = [layer for layer in range(num_layers) if layer not in set(skipped)]
+    if beyond or not kept or len(kept) == num_layers:
+        said = f"names layer {beyond[0]}" if beyond else "leaves no layer" if not kept else "skips no layer"
+        raise ConfigError(f"speculative_config skipped_layers {said}; the model has layers 0 to {num_layers - 1}",
+                          field="speculative_config")
+    return kept
+
+
+def check_same_vocabulary(target: DecoderSpec, draft: DecoderSpec) -> None:
+    if target.vocab_size != draft.vocab_size:
+        raise ConfigError(
+            f"speculative_config model has a vocabulary of {draft.vocab_size} tokens and the target one of "
+            f"{target.vocab_size}: a draft model must have the target's vocabulary", field="speculative_config")

@@ -1,0 +1,45 @@
+"""The inputs of one pass through a decoder, gathered from the rows of the request table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.context import StepContext
+from quire.scheduler.plan import PlanEntry
+from quire.worker.request_table import RequestTable
+
+
+def step_inputs(table: RequestTable, entries: Sequence[PlanEntry],
+                groups: Sequence[int] | None = None) -> tuple[Tensor, StepContext]:
+    """Token ids and step context; `groups` says which of the table's the decoder's cache groups are."""
+    rows = np.array([entry.row for entry in entries], np.int64)
+    starts = np.array([entry.start for entry in entries], np.int64)
+    counts = np.array([entry.num_tokens for entry in entries], np.int64)
+    for entry in entries:
+        if entry.drafts or entry.given:
+            values, end = entry.drafts or entry.given, entry.start + entry.num_tokens
+            table.tokens[entry.row, end - len(values) : end] = values
+    query_start = np.zeros(len(entries) + 1, np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    token_rows, positions = rows, starts
+    if query_start[-1] != len(entries):
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
+    ids = table.tokens[token_rows, positions].astype(np.int64)
+    lengths = (starts + counts).astype(np.int32)
+    size = table.block_size
+    width = -(-int(lengths.max()) // size)
+    index, offset = positions // size, positions % size
+    tables = table.tables if groups is None else [table.tables[group] for group in groups]
+    return torch.from_numpy(ids), StepContext(
+        positions=torch.from_numpy(positions),
+        query_start=torch.from_numpy(query_start),
+        context_len=torch.from_numpy(lengths),
+        block_tables=tuple(torch.from_numpy(blocks[rows, :width]) for blocks in tables),
+        slots=tuple(torch.from_numpy(blocks[token_rows, index].astype(np.int64) * size + offset)
+                    for blocks in tables),
+    )
