@@ -123,7 +123,7 @@ def kept_layers(num_layers: int, skipped: Sequence[int] | None) -> list[int]:
     """The layers that a draft runs through; by default every second one but for the first and last few."""
     if skipped is None:
         edge = max(1, num_layers // 6)
-        skipped = range(edge, num_layers - edge, 2)
+        skipped = list(range(edge, num_layers - edge, 2)) or [num_layers - 1]
     beyond = [layer for layer in skipped if layer >= num_layers]
     kept = [layer for layer in range(num_layers) if layer not in set(skipped)]
     if beyond or not kept or len(kept) == num_layers:
