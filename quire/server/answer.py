@@ -15,6 +15,7 @@ from quire.engine.output import CompletionOutput, RequestOutput
 from quire.server.api_error import ApiError, api_error
 from quire.server.generation import ClientGone, Work, outputs, until_disconnect
 from quire.server.log import LOGGER
+from quire.server.protocol import StreamOptions
 from quire.server.service import RequestRecord, Service
 
 encode = msgspec.json.Encoder().encode
@@ -61,13 +62,14 @@ class Answer(ABC):
     that whatever goes wrong until then has a status of its own."""
 
     def __init__(self, service: Service, record: RequestRecord, work: Work, *, stream: bool,
-                 include_usage: bool) -> None:
+                 options: StreamOptions | None) -> None:
         self.service = service
         self.record = record
         self.work = work
         self.created = int(time.time())
         self._stream = stream
-        self.include_usage = include_usage
+        self.include_usage = options is not None and bool(options.include_usage)
+        self.usage_in_each = self.include_usage and options is not None and bool(options.continuous_usage_stats)
         self.usage = Usage()
         self._started = False
 
@@ -85,6 +87,10 @@ class Answer(ABC):
 
     def usage_body(self) -> dict[str, Any]:
         return self.usage.body()
+
+    def chunk_usage(self) -> dict[str, Any]:
+        """What a chunk before the last says of usage."""
+        return {"usage": self.usage_body() if self.usage_in_each else None} if self.include_usage else {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         task = asyncio.current_task()

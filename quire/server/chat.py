@@ -111,9 +111,7 @@ class ChoiceText:
 class ChatAnswer(Answer):
     def __init__(self, service: Service, record: RequestRecord, work: Work, body: ChatBody, tools: ToolUse, *,
                  splits: bool, thinking: bool) -> None:
-        options = body.stream_options
-        super().__init__(service, record, work, stream=bool(body.stream),
-                         include_usage=options is not None and bool(options.include_usage))
+        super().__init__(service, record, work, stream=bool(body.stream), options=body.stream_options)
         self._body = body
         self._tools = tools
         self._splits = splits
@@ -123,7 +121,7 @@ class ChatAnswer(Answer):
         self._texts: dict[int, ChoiceText] = {}
         self._head = {"id": work.request_id, "created": self.created, "model": service.model_name,
                       "system_fingerprint": None, "object": "chat.completion.chunk"}
-        self._plain = not body.logprobs and not body.return_token_ids
+        self._plain = not body.logprobs and not body.return_token_ids and not self.usage_in_each
         tail = b',"usage":null' if self.include_usage else b""
         self._chunk_start = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":%d,"delta":{"content":'
         self._chunk_end = b'},"logprobs":null,"finish_reason":null}]' + tail + b"}\n\n"
@@ -173,10 +171,7 @@ class ChatAnswer(Answer):
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         if self._body.return_token_ids:
             choice["token_ids"] = [] if each is None else each.token_ids_delta
-        chunk = {**self._head, "choices": [choice]}
-        if self.include_usage:
-            chunk["usage"] = None
-        return sse(chunk)
+        return sse({**self._head, "choices": [choice], **self.chunk_usage()})
 
     def _reason(self, reason: str, text: ChoiceText) -> str:
         called = text.num_calls > 0 and self._tools.mode != "named"

@@ -63,9 +63,7 @@ async def _prompts(service: Service, body: CompletionBody) -> tuple[list[str | N
 class CompletionAnswer(Answer):
     def __init__(self, service: Service, record: RequestRecord, work: Work, body: CompletionBody,
                  texts: list[str | None], shows_output: bool) -> None:
-        options = body.stream_options
-        super().__init__(service, record, work, stream=bool(body.stream),
-                         include_usage=options is not None and bool(options.include_usage))
+        super().__init__(service, record, work, stream=bool(body.stream), options=body.stream_options)
         self._body = body
         self._texts = texts
         self._shows_output = shows_output
@@ -108,10 +106,7 @@ class CompletionAnswer(Answer):
                                   "finish_reason": reason}
         if self._body.return_token_ids:
             choice["token_ids"] = each.token_ids_delta if self._shows_output else []
-        chunk = {**self._head, "choices": [choice]}
-        if self.include_usage:
-            chunk["usage"] = None
-        return sse(chunk)
+        return sse({**self._head, "choices": [choice], **self.chunk_usage()})
 
     def _piece(self, place: int, number: int, output: RequestOutput, positions: list[Any],
                first: bool) -> dict[str, Any] | None:

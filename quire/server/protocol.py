@@ -28,6 +28,8 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool | None = Field(None, description="a last chunk with the usage of the whole request")
+    continuous_usage_stats: bool | None = Field(
+        None, description="with include_usage, every chunk has the usage so far (vLLM's extension)")
     include_obfuscation: bool | None = Field(None, description="no effect: chunks are never padded")
 
 

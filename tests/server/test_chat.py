@@ -43,6 +43,14 @@ def test_a_stream_is_the_same_answer_in_pieces(server: Served) -> None:
     assert "usage" not in events(server.chat("Hi", stream=True))[0]
 
 
+def test_usage_in_each_chunk_counts_up_to_the_last(server: Served) -> None:
+    asked = {"include_usage": True, "continuous_usage_stats": True}
+    for response in (server.chat("Hi", stream=True, stream_options=asked),
+                     server.complete("x", stream=True, stream_options=asked)):
+        counts = [chunk["usage"]["completion_tokens"] for chunk in events(response)]
+        assert counts == sorted(counts) and len(set(counts)) > 3 and counts[-1] == counts[-2]
+
+
 def test_fields_reach_the_engine(server: Served) -> None:
     server.chat("Hi", max_completion_tokens=5, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, n=2, seed=-1, stop=["z"],
                 presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.1, logit_bias={"5": -100},
