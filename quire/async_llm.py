@@ -120,6 +120,8 @@ class AsyncLLM:
         self.vocab_size = 0
         self.on_step_stats: Callable[[m.StepStats], None] | None = None
         """Called with the numbers of every step."""
+        self.on_view: Callable[[bytes, bool], None] | None = None
+        """Called with every frame of the view, and whether it is a full one, while `watch` is repeated."""
         self._loop = asyncio.get_running_loop()
         self._supervisor = Supervisor(options, guard, on_message=self._take, on_pause=self._wake,
                                       on_ready=self._on_ready, on_death=self._on_death)
@@ -258,7 +260,7 @@ class AsyncLLM:
             if request_id in self._names:
                 self._aborted_early.add(request_id)
         else:
-            self._supervisor.send(m.Abort([subscription.handle]))
+            self._tell(m.Abort([subscription.handle]))
             subscription.processor.abort(now=time.monotonic())
             self._end(subscription)
             subscription.mark()
@@ -315,14 +317,14 @@ class AsyncLLM:
 
     def _time_out(self, subscription: Subscription, seconds: float) -> None:
         self._counts["timed_out"] += 1
-        self._supervisor.send(m.Abort([subscription.handle]))
+        self._tell(m.Abort([subscription.handle]))
         self._leave(subscription)
         subscription.fail(RequestTimeoutError(f"the request was not done within {seconds:g} seconds"))
 
     def _drop(self, subscription: Subscription) -> None:
         """Its reader has gone."""
         if not subscription.ended:
-            self._supervisor.send(m.Abort([subscription.handle]))
+            self._tell(m.Abort([subscription.handle]))
             self._end(subscription)
 
     def _drop_later(self, subscription: Subscription) -> None:
@@ -343,6 +345,11 @@ class AsyncLLM:
         if not self._subscriptions:
             self._idle.set()
 
+    def _tell(self, message: m.ToEngine) -> None:
+        """For messages that do not matter to an engine that has gone."""
+        with contextlib.suppress(EngineDeadError):
+            self._supervisor.send(message)
+
     # ---- what the engine says
 
     def _take(self, message: m.FromEngine) -> None:
@@ -350,6 +357,9 @@ class AsyncLLM:
             self._take_step(message)
         elif isinstance(message, m.Refused):
             self._take_refusal(message)
+        elif isinstance(message, m.ViewFrame):
+            if self.on_view is not None:
+                self.on_view(message.body, message.full)
         elif isinstance(message, m.Answer):
             future = self._calls.pop(message.number, None)
             if future is not None and not future.done():
@@ -405,13 +415,13 @@ class AsyncLLM:
     def _broke(self, subscription: Subscription, error: Exception) -> None:
         """Its text could not be made: that is its own misfortune and nobody else's."""
         log.error("request %s failed", subscription.request_id, exc_info=error)
-        self._supervisor.send(m.Abort([subscription.handle]))
+        self._tell(m.Abort([subscription.handle]))
         self._leave(subscription)
         subscription.fail(EngineError(f"the output of this request could not be made: {type(error).__name__}: {error}"))
 
     def _stopped(self, subscription: Subscription, index: int, stop: str) -> None:
         """A stop string was found here; the engine goes on until it hears of it."""
-        self._supervisor.send(m.Finish(subscription.handle, index, stop))
+        self._tell(m.Finish(subscription.handle, index, stop))
         if subscription.processor.finished:
             self._served(subscription)
 
@@ -492,6 +502,10 @@ class AsyncLLM:
             "engine_restarts": self._supervisor.restarts,
         }
 
+    def watch(self, seconds: float, fresh: bool = False) -> None:
+        """Have the engine report to `on_view` for so long; `fresh`: with everything first, not only what changes."""
+        self._tell(m.Watch(seconds, fresh))
+
     async def check(self) -> None:
         """Verify the engine's bookkeeping, between two steps; raises EngineError where it contradicts itself."""
         await self.call("check")
@@ -503,7 +517,6 @@ class AsyncLLM:
 
     async def call(self, name: str) -> Any:
         """Ask the engine something between two steps."""
-        self._supervisor.check()
         number = next(self._handles)
         future = self._calls[number] = self._loop.create_future()
         try:

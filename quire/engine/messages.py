@@ -68,11 +68,19 @@ class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
     name: str
 
 
+class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
+    """Somebody looks at the engine for the next `seconds`, and (`fresh`) has seen nothing yet. To be repeated: who
+    forgets to say that nobody looks any more costs nothing."""
+
+    seconds: float
+    fresh: bool = False
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     """Stop now; whoever wanted to drain has done so."""
 
 
-ToEngine = Start | Add | Abort | Finish | Call | Shutdown
+ToEngine = Start | Add | Abort | Finish | Call | Watch | Shutdown
 
 # ---- from the engine
 
@@ -192,7 +200,15 @@ class Answer(msgspec.Struct, tag="answer", array_like=True, frozen=True):
     error: str | None = None
 
 
-FromEngine = Ready | Failed | Refused | StepOutputs | Heartbeat | Answer
+class ViewFrame(msgspec.Struct, tag="view", array_like=True, frozen=True):
+    """For those who watch: a `quire.engine.view_frame.Frame` as JSON, to be handed on as it is."""
+
+    body: bytes
+    full: bool
+    """It tells everything, so it can be understood without those before."""
+
+
+FromEngine = Ready | Failed | Refused | StepOutputs | Heartbeat | Answer | ViewFrame
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

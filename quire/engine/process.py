@@ -25,6 +25,7 @@ from quire.config import EngineConfig
 from quire.engine import messages as m
 from quire.engine.assembly import Engine, build_engine
 from quire.engine.metrics import flat_metrics
+from quire.engine.watching import Watching
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.request import FinishReason, Request
@@ -89,6 +90,7 @@ class EngineServer:
         self._news_due = False
         """Something has changed that no step will report."""
         self._snapshot_at = 0.0
+        self._watching = Watching(engine)
 
     def ready(self) -> m.Ready:
         limits = self._scheduler.limits
@@ -106,6 +108,7 @@ class EngineServer:
                 self._step()
             elif self._news_due:
                 self._send([], None)
+            self._show()
 
     # ---- what comes in
 
@@ -114,8 +117,8 @@ class EngineServer:
         until = None
         if not self._core.has_work and not self._news_due:
             self._pulse.state = ("idle", time.monotonic(), self._scheduler.stats.steps)
-            while not self._inbox.poll(_REST_MS):
-                pass
+            while not self._inbox.poll(self._watching.patience_ms(_REST_MS)):
+                self._show()
         while True:
             try:
                 data = self._inbox.recv(zmq.NOBLOCK)
@@ -140,6 +143,8 @@ class EngineServer:
             self._finish(message)
         elif isinstance(message, m.Call):
             self._send_message(self._answer(message))
+        elif isinstance(message, m.Watch):
+            self._watching.renew(message.seconds, message.fresh)
         elif isinstance(message, m.Shutdown):
             self._ending = True
         else:
@@ -263,6 +268,14 @@ class EngineServer:
         self._news_due = False
         self._send_message(m.StepOutputs(handles, tokens, news, started, self._taken, len(self._requests), stats,
                                          metrics))
+
+    def _show(self) -> None:
+        """A frame for those who watch, if there are any and it is time."""
+        if not self._watching.active:
+            return
+        frame = self._watching.frame(at_rest=not self._core.has_work)
+        if frame is not None:
+            self._send_message(m.ViewFrame(*frame))
 
     def _newly_started(self) -> list[m.Started]:
         found = [m.Started(handle, request.first_scheduled_time, request.num_cached_tokens or 0)

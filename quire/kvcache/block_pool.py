@@ -60,6 +60,16 @@ class BlockPool:
     def hash_of(self, block: int) -> bytes | None:
         return self._hash[block]
 
+    @property
+    def hashes(self) -> list[bytes | None]:
+        """What every block is registered under; to be read only."""
+        return self._hash
+
+    @property
+    def parents(self) -> list[int]:
+        """Of every block the registered one before it in its chain, or NO_BLOCK; to be read only."""
+        return self._parent
+
     # ---- taking and giving back
 
     def allocate(self) -> int:
