@@ -167,6 +167,7 @@ class ServerConfig:
     log_format: str = option("auto", "how the log is written; auto is text on a terminal, else JSON",
                              ("auto", "text", "json"))
     log_level: str = option("info", "least severe kind of log line", ("debug", "info", "warning", "error"))
+    page: bool = option(True, "the page at / with a chat and a view of the engine, and what it is fed from")
     otlp_endpoint: str | None = option(
         None, "send OpenTelemetry spans to this address, such as http://localhost:4318/v1/traces (default: none)")
 
@@ -346,7 +347,7 @@ def _check_slo(options: SchedulerConfig) -> None:
 
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
-          "t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+          "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def parse_bytes(value: int | str, name: str) -> int:

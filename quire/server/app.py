@@ -15,6 +15,7 @@ from quire.server.api_error import ApiError, api_error
 from quire.server.auth import ApiKeys
 from quire.server.generation import ClientGone
 from quire.server.log import LOGGER, event
+from quire.server.page_routes import page_routes
 from quire.server.routes import ROUTES, Route
 from quire.server.service import RequestRecord, Service
 from quire.server.tracing import Tracing
@@ -45,7 +46,7 @@ class App:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._exact: dict[str, dict[str, Route]] = {}
-        for route in ROUTES:
+        for route in (*ROUTES, *(page_routes(service) if service.config.page else ())):
             self._exact.setdefault(route.path, {})[route.method] = route
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -58,7 +59,7 @@ class App:
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         headers = dict(scope["headers"])
-        record = _record(headers.get(b"x-request-id"), scope["method"], scope["path"])
+        record = RequestRecord(_request_id(headers.get(b"x-request-id")), scope["method"], scope["path"])
         span = self.service.tracing.start(f"{record.method} {record.path}",
                                           {"traceparent": headers.get(b"traceparent", b"").decode("latin-1")})
         shown = "other"
@@ -94,8 +95,7 @@ class App:
                            code="unknown_path")
         route = methods.get("GET" if method == "HEAD" else method)
         if route is None:
-            raise ApiError(405, f"{path} takes {', '.join(methods)}, not {method:.20}", code="method_not_allowed",
-                           allow=", ".join(methods))
+            raise ApiError(405, f"{path} takes {', '.join(methods)}, not {method:.20}", code="method_not_allowed")
         return route
 
     def _admit(self, route: Route, record: RequestRecord, headers: dict[bytes, bytes]) -> None:
@@ -149,11 +149,11 @@ class App:
             await asyncio.wait(left, timeout=5.0)
 
 
-def _record(given: bytes | None, method: str, path: str) -> RequestRecord:
-    """The request's id is the client's own where that is a plain word: its log and ours can be read together."""
+def _request_id(given: bytes | None) -> str:
+    """The client's own where it is a plain word, so that its logs and ours can be read together."""
     if given is not None and _REQUEST_ID.fullmatch(given):
-        return RequestRecord(given.decode(), method, path, suffix=f"-{secrets.token_hex(4)}")
-    return RequestRecord(secrets.token_hex(16), method, path)
+        return f"{given.decode()}-{secrets.token_hex(4)}"
+    return secrets.token_hex(16)
 
 
 async def _lifespan(receive: Any, send: Any) -> None:

@@ -1,0 +1,24 @@
+// Starts the page: theme, tabs, chat, and the engine's view when somebody opens it.
+
+import { call } from "./api.js";
+import { startChat } from "./chat.js";
+import { startStage } from "./stage.js";
+import { startTabs } from "./tabs.js";
+import { startTheme } from "./theme.js";
+
+startTheme(document.getElementById("theme"));
+startChat();
+const stage = startStage();
+startTabs((name) => stage.show(name === "engine"));
+
+async function nameModel() {
+  try {
+    const models = await (await call("/v1/models")).json();
+    document.getElementById("model").textContent = models.data[0].id;
+    document.title = `Quire · ${models.data[0].id}`;
+  } catch (error) {
+    document.getElementById("chat-status").textContent = error.message;
+  }
+}
+
+nameModel();

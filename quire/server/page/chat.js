@@ -1,0 +1,201 @@
+// The conversation: sends it to /v1/chat/completions, shows what streams back, stops and regenerates.
+
+import { ApiError, call } from "./api.js";
+import { renderMarkdown } from "./markdown.js";
+import { buildSettings, readSettings } from "./settings.js";
+import { events } from "./sse.js";
+
+const byId = (id) => document.getElementById(id);
+const conversation = [];
+let running = null;
+
+export function startChat() {
+  buildSettings(byId("fields"));
+  byId("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  byId("prompt").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      send();
+    }
+  });
+  byId("stop").addEventListener("click", () => running?.abort());
+  byId("regenerate").addEventListener("click", regenerate);
+  byId("clear").addEventListener("click", clear);
+  addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) running.abort();
+  });
+}
+
+function send() {
+  const text = byId("prompt").value.trim();
+  if (!text || running) return;
+  byId("prompt").value = "";
+  conversation.push({ role: "user", content: text, node: addMessage("user", text) });
+  answer();
+}
+
+function regenerate() {
+  if (running) return;
+  if (conversation.at(-1)?.role === "assistant") conversation.pop().node.remove();
+  if (conversation.at(-1)?.role === "user") answer();
+}
+
+function clear() {
+  running?.abort();
+  conversation.length = 0;
+  byId("messages").querySelectorAll(".message").forEach((node) => node.remove());
+  byId("hello").hidden = false;
+  byId("chat-status").textContent = "";
+  showState();
+  byId("prompt").focus();
+}
+
+function addMessage(role, text) {
+  byId("hello").hidden = true;
+  const node = document.createElement("article");
+  node.className = `message ${role}`;
+  const who = document.createElement("div");
+  who.className = "who";
+  who.textContent = role === "user" ? "You" : "Model";
+  const body = document.createElement("div");
+  body.className = "body";
+  body.textContent = text;
+  node.append(who, body);
+  byId("messages").append(node);
+  follow(true);
+  return node;
+}
+
+// Stays at the end of the conversation, unless the reader has scrolled up.
+function follow(always) {
+  const box = byId("messages");
+  if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 120) box.scrollTop = box.scrollHeight;
+}
+
+function showState() {
+  byId("send").hidden = Boolean(running);
+  byId("stop").hidden = !running;
+  byId("regenerate").disabled = Boolean(running) || !conversation.length;
+  byId("clear").disabled = !conversation.length;
+}
+
+async function answer() {
+  const status = byId("chat-status");
+  let settings;
+  try {
+    settings = readSettings();
+  } catch (error) {
+    status.textContent = error.message;
+    showState();
+    return;
+  }
+  status.textContent = "";
+  const turn = new Turn(addMessage("assistant", ""));
+  running = new AbortController();
+  showState();
+  try {
+    await turn.run(settings, running.signal);
+  } catch (error) {
+    if (error.name !== "AbortError") turn.fail(error);
+    else turn.stopped = true;
+  }
+  running = null;
+  turn.finish();
+  if (turn.text || !turn.failed) conversation.push({ role: "assistant", content: turn.text, node: turn.node });
+  showState();
+}
+
+// One answer on its way, and its figures.
+class Turn {
+  constructor(node) {
+    this.node = node;
+    this.body = node.querySelector(".body");
+    this.text = "";
+    this.tokens = 0;
+    this.usage = null;
+    this.stopped = this.failed = this.drawing = false;
+    this.began = performance.now();
+    this.first = this.last = null;
+    node.setAttribute("aria-busy", "true");
+  }
+
+  async run({ system, ...parameters }, signal) {
+    const messages = conversation.map(({ role, content }) => ({ role, content }));
+    if (system) messages.unshift({ role: "system", content: system });
+    const body = { messages, ...parameters, stream: true, stream_options: { include_usage: true }, return_token_ids: true };
+    const response = await call("/v1/chat/completions", { body, signal });
+    for await (const event of events(response)) this.take(event);
+  }
+
+  take(event) {
+    if (event.error) throw new ApiError(500, event.error.message);
+    if (event.usage) this.usage = event.usage;
+    const choice = event.choices[0];
+    if (!choice) return;
+    const fresh = choice.token_ids?.length ?? 0;
+    if (fresh) {
+      this.tokens += fresh;
+      this.last = performance.now();
+      this.first ??= this.last;
+    }
+    this.reason = choice.finish_reason ?? this.reason;
+    this.text += (choice.delta.reasoning_content ?? "") + (choice.delta.content ?? "");
+    if (!this.drawing) {
+      this.drawing = true;
+      requestAnimationFrame(() => this.draw());
+    }
+  }
+
+  draw() {
+    this.drawing = false;
+    renderMarkdown(this.body, this.text);
+    follow(false);
+  }
+
+  fail(error) {
+    this.failed = true;
+    this.error = error.message;
+  }
+
+  finish() {
+    this.draw();
+    this.node.setAttribute("aria-busy", "false");
+    if (this.failed) {
+      const line = document.createElement("p");
+      line.className = "error";
+      line.textContent = this.error;
+      this.body.append(line);
+    }
+    this.showFigures();
+    follow(false);
+  }
+
+  showFigures() {
+    if (this.first === null) return;
+    const tokens = this.usage?.completion_tokens ?? this.tokens;
+    const seconds = (this.last - this.first) / 1000;
+    const figures = {
+      ttft: `first token after ${Math.round(this.first - this.began)} ms`,
+      speed: tokens > 1 && seconds > 0 ? `${((tokens - 1) / seconds).toFixed(1)} tok/s` : "– tok/s",
+      tokens: `${tokens} token${tokens === 1 ? "" : "s"}`,
+    };
+    if (this.usage) {
+      const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
+      figures.cached = `${cached} of ${this.usage.prompt_tokens} prompt tokens from the cache`;
+    }
+    if (this.stopped) figures.end = "stopped by you";
+    else if (this.reason === "length") figures.end = "cut off at max_tokens";
+    const line = document.createElement("div");
+    line.className = "figures";
+    for (const [name, text] of Object.entries(figures)) {
+      const part = document.createElement("span");
+      part.dataset.figure = name;
+      part.textContent = text;
+      line.append(part);
+    }
+    this.node.append(line);
+  }
+}

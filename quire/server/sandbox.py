@@ -1,0 +1,140 @@
+"""A small engine to look at: the real scheduler and the real cache, over an executor that only pretends to compute.
+
+What it shows (sharing, chunks, preemption, copies on write) is what the scheduler of the server would do with a pool
+and limits of that size; the tokens are made up and the time of a step is a formula.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.view import EngineView
+from quire.executor.dummy import DummyExecutor
+from quire.kvcache.host_tier import HostTier
+from quire.kvcache.manager import KVCacheManager
+from quire.sampling.params import SamplingParams
+from quire.scheduler.policy import BATCHING_POLICIES
+from quire.scheduler.preemption import Preemption, PreemptionMode
+from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Limits, Scheduler
+from quire.worker.memory import PoolSize
+
+BLOCK_SIZE = 16
+_STEP_SECONDS = 0.05
+_TOKEN_SECONDS = 0.0015
+_COPY_SECONDS = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What makes a small engine different from another."""
+
+    title: str
+    num_blocks: int = 64
+    num_host_blocks: int = 0
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 256
+    chunked_prefill: bool = True
+    batching_policy: str = "decode-first"
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """A request that arrives after so many seconds. Prompts with the same `family` begin with the same tokens."""
+
+    at: float
+    shared_tokens: int
+    own_tokens: int
+    max_tokens: int
+    n: int = 1
+    family: int = 0
+
+    def prompt(self, number: int) -> list[int]:
+        common = [1000 * (self.family + 1) + i for i in range(self.shared_tokens)]
+        return common + [100_000 + 1000 * number + i for i in range(self.own_tokens)]
+
+
+class Sandbox:
+    """One small engine; `frames` runs it through a list of visitors, in time with the clock on the wall."""
+
+    def __init__(self, layout: Layout, place: int, speed: float) -> None:
+        self._layout, self._speed = layout, speed
+        self._now = 0.0
+        tier = HostTier(layout.num_host_blocks, offload=False) if layout.num_host_blocks else None
+        cache = KVCacheManager(layout.num_blocks, BLOCK_SIZE, tier=tier, block_bytes=(1,))
+        mode = PreemptionMode.SWAP if tier is not None else PreemptionMode.RECOMPUTE
+        self.scheduler = Scheduler(
+            Limits(layout.max_num_seqs, layout.max_num_batched_tokens, layout.num_blocks * BLOCK_SIZE,
+                   layout.chunked_prefill),
+            cache, policy=BATCHING_POLICIES[layout.batching_policy](), clock=self._clock,
+            preemption=Preemption(cache, mode))
+        self._executor = DummyExecutor(1 << 20)
+        self._view = EngineView(self.scheduler, PoolSize(layout.num_blocks, layout.num_blocks * BLOCK_SIZE, 1,
+                                                         layout.num_host_blocks),
+                                layout.title, engine=place, simulated=True, clock=self._clock)
+        self._last: dict[str, float] = {}
+        self._gaps: list[float] = []
+        self._waits: list[float] = []
+
+    def _clock(self) -> float:
+        """The time of the story, which does not depend on how fast it is told."""
+        return self._now
+
+    async def frames(self, visitors: tuple[Visitor, ...]) -> AsyncIterator[bytes]:
+        """One frame for each step, until everybody is served."""
+        began = time.monotonic()
+        coming = sorted(enumerate(visitors), key=lambda pair: pair[1].at)
+        yield self._view.frame()[0]
+        while coming or self.scheduler.has_work:
+            while coming and coming[0][1].at <= self._now:
+                self._let_in(*coming.pop(0))
+            if self.scheduler.has_work:
+                self._step()
+            else:
+                self._now = coming[0][1].at
+            await asyncio.sleep(max(0.0, began + self._now / self._speed - time.monotonic()))
+            yield self._view.frame()[0]
+
+    def _let_in(self, number: int, visitor: Visitor) -> None:
+        params = SamplingParams(max_tokens=visitor.max_tokens, n=visitor.n, temperature=1.0, ignore_eos=True)
+        self.scheduler.add(Request(str(number), visitor.prompt(number), params, seed=number,
+                                   arrival_time=visitor.at))
+
+    def _step(self) -> None:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            self.scheduler.fail_stuck()
+            return
+        self._view.submitted(plan)
+        self._now += _STEP_SECONDS + _TOKEN_SECONDS * plan.num_tokens + _COPY_SECONDS * len(plan.copies)
+        self.scheduler.update(self._executor.execute(plan))
+        self._view.collected()
+        for update in self.scheduler.take_updates():
+            if update.new_tokens:
+                self._note(f"{update.request.request_id}.{update.sequence.index}", update.request)
+
+    def _note(self, name: str, request: Request) -> None:
+        if name in self._last:
+            self._gaps.append(self._now - self._last[name])
+        else:
+            self._waits.append(self._now - request.arrival_time)
+        self._last[name] = self._now
+
+    def summary(self) -> dict[str, Any]:
+        """What became of it. Seconds are those of the story."""
+        stats, cache, seconds = self.scheduler.stats, self.scheduler.cache.stats, max(1e-9, self._now)
+        return {
+            "title": self._layout.title, "seconds": round(seconds, 2),
+            "output_tok_s": round(stats.output_tokens / seconds, 1),
+            "mean_first_token_s": round(sum(self._waits) / max(1, len(self._waits)), 2),
+            "longest_gap_s": round(max(self._gaps, default=0.0), 2),
+            "prompt_tokens_computed": stats.prompt_tokens, "tokens_from_cache": cache.prefix_hit_tokens,
+            "preemptions": stats.preemptions, "tokens_computed_again": stats.recomputed_tokens,
+            "blocks_moved": 0 if self.scheduler.preemption.swapper is None
+            else self.scheduler.preemption.swapper.stats.blocks_out,
+            "copies_on_write": cache.copies_on_write,
+        }
