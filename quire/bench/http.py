@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="requests at once of throughput (default: %(default)s)")
     own.add_argument("--output-tokens", type=integer, default=64, metavar="N",
                      help="tokens of each of them (default: %(default)s)")
-    own.add_argument("--rounds", type=integer, default=3, metavar="N", help="of throughput (default: %(default)s)")
+    own.add_argument("--rounds", type=integer, default=5, metavar="N", help="of throughput (default: %(default)s)")
     own.add_argument("--connections", type=integer, default=32, metavar="N", help="of wrk (default: %(default)s)")
     own.add_argument("--seconds", type=integer, default=10, metavar="N", help="of wrk (default: %(default)s)")
     own.add_argument("--prompt-tokens", type=integer, default=4096, metavar="N",
@@ -68,39 +68,38 @@ def run(args: argparse.Namespace) -> int:
 
 
 def throughput(options: dict[str, Any], streams: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Output tokens per second of both ways, medians of rounds taken in turns."""
-    offline, online = [], []
-    prompts = [f"{number}. {_WORDS * (1 + number % 4)}" for number in range(streams)]
-    for _ in range(rounds):
-        offline.append(_offline(options, prompts, tokens))
-        online.append(asyncio.run(_online(options, prompts, tokens)))
-    ratio = statistics.median(online) / statistics.median(offline)
+    """Output tokens per second of both ways, in turns: medians, and the median of each round's ratio."""
+    found = asyncio.run(_in_turns(options, streams, tokens, rounds))
+    offline, online = [one for one, _ in found], [other for _, other in found]
+    ratio = statistics.median(other / one for one, other in found)
     return {"streams": streams, "offline_tok_s": round(statistics.median(offline), 1),
             "http_tok_s": round(statistics.median(online), 1), "ratio": round(ratio, 3), "rounds": rounds}
 
 
-def _offline(options: dict[str, Any], prompts: list[str], tokens: int) -> float:
+async def _in_turns(options: dict[str, Any], streams: int, tokens: int, rounds: int) -> list[tuple[float, float]]:
+    """(offline, HTTP) of each round. Both engines are there all the time; the other one rests."""
     from quire import LLM, SamplingParams
 
+    found = []
     with LLM(**options) as llm:
-        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        llm.generate(["warm up"], SamplingParams(max_tokens=2), use_tqdm=False)
-        began = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        return len(prompts) * tokens / (time.perf_counter() - began)
+        async with served({}, options) as (address, _, _engine):
+            for turn in range(-1, rounds):
+                prompts = [f"{turn}/{number}. {_WORDS * (1 + number % 4)}" for number in range(streams)]
+                params = SamplingParams(max_tokens=tokens if turn >= 0 else 2, temperature=0.0, ignore_eos=True)
+                began = time.perf_counter()
+                llm.generate(prompts, params, use_tqdm=False)
+                middle = time.perf_counter()
+                await _stream_all(address, prompts, params.max_tokens or 1)
+                ended = time.perf_counter()
+                if turn >= 0:  # the first one warms up
+                    found.append((streams * tokens / (middle - began), streams * tokens / (ended - middle)))
+    return found
 
 
-async def _online(options: dict[str, Any], prompts: list[str], tokens: int) -> float:
-    async with served({}, options) as (address, _, _engine):
-        await ask(address, "/v1/completions", {"prompt": "warm up", "max_tokens": 2})
-        began = time.perf_counter()
-        replies = await asyncio.gather(*[
-            ask(address, "/v1/completions", {"prompt": prompt, "max_tokens": tokens, "temperature": 0.0,
-                                             "ignore_eos": True, "stream": True}, timeout=3600.0)
-            for prompt in prompts])
-        seconds = time.perf_counter() - began
-    _check(replies)
-    return len(prompts) * tokens / seconds
+async def _stream_all(address: str, prompts: list[str], tokens: int) -> None:
+    body = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    _check(await asyncio.gather(*[ask(address, "/v1/completions", {**body, "prompt": prompt}, timeout=3600.0)
+                                  for prompt in prompts]))
 
 
 def _check(replies: list[Reply]) -> None:

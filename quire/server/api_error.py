@@ -25,12 +25,13 @@ class ApiError(QuireError):
     """An answer that is an error."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
-                 retry_after: float | None = None) -> None:
+                 retry_after: float | None = None, allow: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.allow = allow
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error")
@@ -40,6 +41,8 @@ class ApiError(QuireError):
         found = [(b"content-type", b"application/json")]
         if self.retry_after is not None:
             found.append((b"retry-after", str(max(1, math.ceil(self.retry_after))).encode()))
+        if self.allow is not None:
+            found.append((b"allow", self.allow.encode()))
         if self.status == 401:
             found.append((b"www-authenticate", b"Bearer"))
         return found

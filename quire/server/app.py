@@ -59,7 +59,7 @@ class App:
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         headers = dict(scope["headers"])
-        record = RequestRecord(_request_id(headers.get(b"x-request-id")), scope["method"], scope["path"])
+        record = _record(headers.get(b"x-request-id"), scope["method"], scope["path"])
         span = self.service.tracing.start(f"{record.method} {record.path}",
                                           {"traceparent": headers.get(b"traceparent", b"").decode("latin-1")})
         shown = "other"
@@ -95,7 +95,8 @@ class App:
                            code="unknown_path")
         route = methods.get("GET" if method == "HEAD" else method)
         if route is None:
-            raise ApiError(405, f"{path} takes {', '.join(methods)}, not {method:.20}", code="method_not_allowed")
+            raise ApiError(405, f"{path} takes {', '.join(methods)}, not {method:.20}", code="method_not_allowed",
+                           allow=", ".join(methods))
         return route
 
     def _admit(self, route: Route, record: RequestRecord, headers: dict[bytes, bytes]) -> None:
@@ -149,11 +150,11 @@ class App:
             await asyncio.wait(left, timeout=5.0)
 
 
-def _request_id(given: bytes | None) -> str:
-    """The client's own where it is a plain word, so that its logs and ours can be read together."""
+def _record(given: bytes | None, method: str, path: str) -> RequestRecord:
+    """The request's id is the client's own where that is a plain word: its log and ours can be read together."""
     if given is not None and _REQUEST_ID.fullmatch(given):
-        return f"{given.decode()}-{secrets.token_hex(4)}"
-    return secrets.token_hex(16)
+        return RequestRecord(given.decode(), method, path, suffix=f"-{secrets.token_hex(4)}")
+    return RequestRecord(secrets.token_hex(16), method, path)
 
 
 async def _lifespan(receive: Any, send: Any) -> None:

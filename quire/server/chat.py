@@ -39,8 +39,9 @@ async def chat_completion(service: Service, record: RequestRecord, body: ChatBod
     params = engine_params(body, wishes, service.config)
     constraint = tools.constraint or constraint_of(body, service.config)
     field = None if constraint is None else constraint[0]
-    work = Work(f"chatcmpl-{record.request_id}", [tokens], params, body.priority or 0, record.tenant,
-                salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout), field, bool(body.stream))
+    work = Work(f"chatcmpl-{record.unique_id}", [tokens], params, body.priority or 0, record.tenant,
+                salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout), field, bool(body.stream),
+                "messages")
     splits = service.splits_reasoning and constraint is None  # a shape leaves no room for thoughts
     return ChatAnswer(service, record, work, body, tools, splits=splits, thinking=text.rstrip().endswith(OPEN))
 

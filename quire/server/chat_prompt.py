@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from quire.errors import InvalidRequestError
 from quire.server.api_error import ApiError, refusal
 from quire.server.chat_protocol import AssistantMessage, Message, TextPart, ToolMessage
 from quire.tokenizer.tokenizer import Tokenizer
@@ -35,8 +36,11 @@ def render(tokenizer: Tokenizer, messages: list[Message], *, tools: list[dict[st
     template = tokenizer.chat_template
     if not knows(template, "tools") and not _has_tool_template(tokenizer):
         plain, tools = _without_tools(plain, tools), None
-    return tokenizer.apply_chat_template(plain, tools=tools, add_generation_prompt=add_generation_prompt,
-                                         **(variables or {}))
+    try:
+        return tokenizer.apply_chat_template(plain, tools=tools, add_generation_prompt=add_generation_prompt,
+                                             **(variables or {}))
+    except InvalidRequestError as error:
+        raise ApiError(400, str(error), param=error.field or "messages") from error
 
 
 def _has_tool_template(tokenizer: Tokenizer) -> bool:

@@ -33,7 +33,7 @@ async def completion(service: Service, record: RequestRecord, body: CompletionBo
         service.check_length(len(tokens), max_tokens, "prompt")
     constraint = constraint_of(body, service.config)
     field = None if constraint is None else constraint[0]
-    work = Work(f"cmpl-{record.request_id}", prompts, params, body.priority or 0, record.tenant,
+    work = Work(f"cmpl-{record.unique_id}", prompts, params, body.priority or 0, record.tenant,
                 salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout), field, bool(body.stream))
     return CompletionAnswer(service, record, work, body, texts, shows_output=max_tokens > 0)
 

@@ -69,6 +69,13 @@ class Work:
     """The field of the client's that asks for a shape, to name it where the shape is refused."""
     pieces: bool = False
     """What is new, as it comes; else each prompt's output once, whole."""
+    prompt_field: str = "prompt"
+
+    def client_name(self, field: str | None) -> str | None:
+        """What the client calls a field of the engine's."""
+        if field is not None and field.startswith("structured_outputs"):
+            return self.constraint_field or field
+        return self.prompt_field if field == "prompt" else field
 
 
 async def outputs(service: Service, work: Work) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -104,9 +111,7 @@ async def _one(service: Service, work: Work, place: int) -> AsyncGenerator[Reque
         raise EngineError("the engine ended the request without saying why")
     except InvalidRequestError as error:
         reason = "error"
-        if work.constraint_field is None or not (error.field or "").startswith("structured_outputs"):
-            raise
-        raise ApiError(400, str(error), param=work.constraint_field) from error
+        raise ApiError(400, str(error), param=work.client_name(error.field)) from error
     except Exception:
         reason = "error"
         raise

@@ -66,7 +66,7 @@ def _check_limits(body: GenerationBody, wishes: Wishes, config: ServerConfig) ->
         ("n", body.n, config.max_n),
         ("best_of", wishes.best_of, config.max_n),
         ("beam_width", body.beam_width, config.max_n),
-        ("logprobs", wishes.logprobs, config.max_logprobs),
+        ("top_logprobs" if hasattr(body, "top_logprobs") else "logprobs", wishes.logprobs, config.max_logprobs),
     ):
         if value is not None and value > most:
             raise refusal(name, f"must be at most {most} on this server, not {value}")

@@ -33,6 +33,12 @@ class RequestRecord:
     status: int = 0
     started: float = field(default_factory=time.perf_counter)
     facts: dict[str, Any] = field(default_factory=dict)
+    suffix: str = ""
+    """What makes the engine's name for it unique, where the client has chosen its id."""
+
+    @property
+    def unique_id(self) -> str:
+        return self.request_id + self.suffix
 
 
 class Service:

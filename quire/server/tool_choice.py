@@ -23,6 +23,8 @@ class ToolUse:
     """none, auto, required or named."""
     format: str = "hermes"
     names: tuple[str, ...] = field(default=())
+    several: bool = True
+    """More than one call may be made."""
 
     def parser(self) -> ToolParser | ForcedCall | None:
         """A fresh one; each choice needs its own."""
@@ -31,7 +33,9 @@ class ToolUse:
             return ForcedCall(self.names[0], mistral)
         if self.mode == "required":
             return ToolParser(FORCED_FORMAT, self.names, mistral_ids=mistral)
-        return ToolParser(FORMATS[self.format], self.names, mistral_ids=mistral) if self.mode == "auto" else None
+        if self.mode == "none":
+            return None
+        return ToolParser(FORMATS[self.format], self.names, mistral_ids=mistral, most=None if self.several else 1)
 
     @property
     def keeps_special_tokens(self) -> bool:
@@ -64,7 +68,7 @@ def tool_use(body: ChatBody, form: str, config: ServerConfig) -> ToolUse:
     if choice == "required":
         schema = _calls_schema(tools, several=body.parallel_tool_calls is not False)
         return ToolUse(shown, ("tools", {"json": schema}), "required", form, names)
-    return ToolUse(shown, None, "auto", form, names)
+    return ToolUse(shown, None, "auto", form, names, several=body.parallel_tool_calls is not False)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

@@ -207,7 +207,10 @@ class ObjectText:
 class ToolParser:
     """Takes text as it comes; gives what is content and what belongs to calls."""
 
-    def __init__(self, form: CallFormat, names: Collection[str], *, mistral_ids: bool = False) -> None:
+    def __init__(self, form: CallFormat, names: Collection[str], *, mistral_ids: bool = False,
+                 most: int | None = None) -> None:
+        """`most`: calls beyond so many are left out."""
+        self._most = most
         self._form = form
         self._names = names
         self._mistral_ids = mistral_ids
@@ -225,7 +228,7 @@ class ToolParser:
             size, state = len(self._buffer), self._state
             content += self._advance(deltas)
             if not self._buffer or (len(self._buffer) == size and self._state == state):
-                return content, deltas
+                return content, [delta for delta in deltas if self._most is None or delta.index < self._most]
 
     def finish(self) -> tuple[str, list[CallDelta]]:
         """What is left when the text has ended: a call without a name was none."""

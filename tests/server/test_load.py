@@ -42,6 +42,31 @@ def test_a_full_queue_says_429_and_when_to_come_back(tiny: Path) -> None:
     assert refused[0].json()["error"]["code"] == "queue_full"
 
 
+def test_one_key_s_flood_does_not_starve_another(tiny: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("many key-of-many\nfew key-of-few\n")
+    order: list[str] = []
+
+    async def main() -> None:
+        engine = {"model": str(tiny), "load_format": "dummy", "device": "cpu", "num_threads": 1, "max_num_seqs": 2,
+                  "scheduling_policy": "fair"}
+        async with served({"api_key_file": str(keys)}, engine) as (address, _, _engine):
+
+            async def one(key: str) -> None:
+                body = {"prompt": "x", "max_tokens": 30, "ignore_eos": True}
+                reply = await ask(address, "/v1/completions", body, key=key)
+                assert reply.status == 200
+                order.append(key)
+
+            flood = [asyncio.create_task(one("key-of-many")) for _ in range(30)]
+            await asyncio.sleep(0.1)
+            await asyncio.gather(one("key-of-few"), one("key-of-few"), *flood)
+
+    asyncio.run(main())
+    places = [place for place, key in enumerate(order) if key == "key-of-few"]
+    assert places[-1] < 16, order
+
+
 def test_a_soak_leaves_no_damage(tiny: Path) -> None:
     """2,000 mixed requests; three times the engine is killed while some are in flight."""
     found = asyncio.run(soak(2000, 3, 48, 0, {**INSTANT, "model": str(tiny)}))

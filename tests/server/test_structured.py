@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+import openai
+import pydantic
 import pytest
 
 from quire import AsyncLLM
@@ -29,7 +31,8 @@ def client(tiny: Path) -> Iterator[httpx.Client]:
     async def start() -> AsyncLLM:
         return await AsyncLLM.start(str(tiny), load_format="dummy", num_threads=1, device="cpu")
 
-    with running(start) as (address, _), httpx.Client(base_url=address, timeout=60.0) as found:
+    with (running(start, served_model_name="tiny") as (address, _),
+          httpx.Client(base_url=address, timeout=60.0) as found):
         yield found
 
 
@@ -55,6 +58,17 @@ def test_a_schema_holds(client: httpx.Client) -> None:
     check_city(choice["message"]["content"])
     for extra in ({"guided_json": CITY}, {"structured_outputs": {"json": CITY}}, {"guided_json": json.dumps(CITY)}):
         check_city(message(client, **extra)["message"]["content"])
+
+
+def test_the_client_parses_a_pydantic_model(client: httpx.Client) -> None:
+    class City(pydantic.BaseModel):
+        name: Literal["Oslo", "Rome"]
+        big: bool
+
+    asked = openai.OpenAI(base_url=str(client.base_url.join("/v1")), api_key="none", max_retries=0)
+    found = asked.chat.completions.parse(model="tiny", messages=[{"role": "user", "content": "?"}],
+                                         response_format=City, max_tokens=200)
+    assert isinstance(found.choices[0].message.parsed, City)
 
 
 @pytest.mark.parametrize(("extra", "pattern"), [

@@ -88,3 +88,9 @@ def test_the_format_is_told_by_the_template() -> None:
     assert format_of_template("… <tool_call> …") == format_of_template(None) == "hermes"
     assert format_of_template("[AVAILABLE_TOOLS] [TOOL_CALLS]") == "mistral"
     assert format_of_template("<|python_tag|>") == "llama3"
+
+
+def test_calls_beyond_the_most_are_left_out() -> None:
+    parser = ToolParser(FORMATS["hermes"], {"weather"}, most=1)
+    content, deltas = parser.push(f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>")
+    assert content == "" and {delta.index for delta in deltas} == {0}
