@@ -60,8 +60,7 @@ class App:
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         headers = dict(scope["headers"])
         record = _record(headers.get(b"x-request-id"), scope["method"], scope["path"])
-        span = self.service.tracing.start(f"{record.method} {record.path}",
-                                          {"traceparent": headers.get(b"traceparent", b"").decode("latin-1")})
+        span = self.service.tracing.start({"traceparent": headers.get(b"traceparent", b"").decode("latin-1")})
         shown = "other"
         started = False
 
@@ -125,10 +124,13 @@ class App:
         service.metrics.count_http(path, record.status)
         facts = record.facts
         if LOGGER.isEnabledFor(logging.INFO):
-            event(logging.INFO if record.status < 500 else logging.WARNING, "request", request_id=record.request_id,
+            # Probes come every few seconds for ever: they are worth a line only when they fail.
+            quiet = record.status == 200 and path in ("/health", "/metrics")
+            level = logging.DEBUG if quiet else logging.INFO if record.status < 500 else logging.WARNING
+            event(level, "request", request_id=record.request_id,
                   method=record.method, path=record.path[:200], status=record.status,
                   milliseconds=round(seconds * 1e3, 3), tenant=record.tenant, **facts)
-        service.tracing.end(span, record.status, {
+        service.tracing.end(span, f"{record.method} {path}", record.status, {
             "quire.request_id": record.request_id, "quire.tenant": record.tenant, "url.path": record.path,
             "gen_ai.request.model": service.model_name, "gen_ai.usage.input_tokens": facts.get("prompt_tokens"),
             "gen_ai.usage.output_tokens": facts.get("completion_tokens")})

@@ -28,7 +28,7 @@ async def chat_completion(service: Service, record: RequestRecord, body: ChatBod
     max_tokens = _max_tokens(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise refusal("top_logprobs", "needs logprobs")
-    text = await _prompt(service, body, tools)
+    text = await _prompt(service, body, tools) + tools.opening
     tokens = await service.encode(text, add_special_tokens=False)
     service.check_length(len(tokens), max_tokens, "messages")
     if max_tokens is None and body.use_beam_search:

@@ -149,7 +149,9 @@ async def _version(service: Service, record: RequestRecord, scope: Any, receive:
 async def _openapi(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
     from quire.server.openapi import document
 
-    await send_json(send, 200, encode(document(ROUTES, needs_key=len(service.keys) > 0)))
+    if service.document is None:
+        service.document = encode(document(ROUTES, needs_key=len(service.keys) > 0))
+    await send_json(send, 200, service.document)
 
 
 async def _docs(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:

@@ -53,6 +53,8 @@ class Service:
         engine.on_step_stats = self.metrics.count_step
         self.created = int(time.time())
         self.draining = False
+        self.document: bytes | None = None
+        """The OpenAPI document, once somebody has asked for it."""
         self.active: set[asyncio.Task[Any]] = set()
         """Tasks that answer requests to the engine now."""
         self.ending: set[asyncio.Task[Any]] = set()

@@ -38,6 +38,11 @@ class ToolUse:
         return ToolParser(FORMATS[self.format], self.names, mistral_ids=mistral, most=None if self.several else 1)
 
     @property
+    def opening(self) -> str:
+        """The start of the call that is forced, as the model would have written it: the arguments come more easily."""
+        return FORMATS[self.format].forced % self.names[0] if self.mode == "named" else ""
+
+    @property
     def keeps_special_tokens(self) -> bool:
         return self.mode == "auto" and FORMATS[self.format].special
 

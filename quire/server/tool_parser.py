@@ -38,12 +38,16 @@ class CallFormat:
     """A text that starts with a brace is a call too, if it names a tool."""
     special: bool = False
     """The marks are special tokens, which must be kept in the text."""
+    forced: str = ""
+    """What stands before the arguments of a call to the function %s."""
 
 
 FORMATS = {
-    "hermes": CallFormat("<tool_call>", "</tool_call>"),
-    "llama3": CallFormat("<|python_tag|>", separators=";", bare=True, special=True),
-    "mistral": CallFormat("[TOOL_CALLS]", separators="[,]", special=True),
+    "hermes": CallFormat("<tool_call>", "</tool_call>", forced='<tool_call>\n{"name": "%s", "arguments": '),
+    "llama3": CallFormat("<|python_tag|>", separators=";", bare=True, special=True,
+                         forced='{"name": "%s", "parameters": '),
+    "mistral": CallFormat("[TOOL_CALLS]", separators="[,]", special=True,
+                          forced='[TOOL_CALLS][{"name": "%s", "arguments": '),
 }
 FORCED_FORMAT = CallFormat(None, separators="[,]")
 """What a grammar makes of tool_choice "required": a JSON array of calls."""

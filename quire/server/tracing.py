@@ -32,7 +32,7 @@ class Tracing:
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         return cls(provider.get_tracer("quire"), provider)
 
-    def start(self, name: str, headers: Mapping[str, str]) -> Any:
+    def start(self, headers: Mapping[str, str]) -> Any:
         """A span below the caller's, where its `traceparent` header names one; None where there are no spans."""
         if self._tracer is None:
             return None
@@ -40,15 +40,17 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         parent = TraceContextTextMapPropagator().extract(dict(headers))
-        return self._tracer.start_span(name, context=parent, kind=SpanKind.SERVER)
+        return self._tracer.start_span("request", context=parent, kind=SpanKind.SERVER)
 
     @staticmethod
-    def end(span: Any, status: int, attributes: Mapping[str, Any]) -> None:
+    def end(span: Any, name: str, status: int, attributes: Mapping[str, Any]) -> None:
+        """`name` is the route, which is known only now."""
         if span is None:
             return
         from opentelemetry.trace import Status, StatusCode
 
         span.set_attributes({key: value for key, value in attributes.items() if value is not None})
+        span.update_name(name)
         span.set_attribute("http.response.status_code", status)
         if status >= 500:
             span.set_status(Status(StatusCode.ERROR))

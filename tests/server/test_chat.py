@@ -222,3 +222,14 @@ def test_json_survives_any_text(serve: Serve) -> None:
     assert server.chat("Hi").json()["choices"][0]["message"]["content"] == text
     chunks = events(server.chat("Hi", stream=True))
     assert "".join(json.loads(json.dumps(c))["choices"][0]["delta"].get("content", "") for c in chunks) == text
+
+
+def test_a_forced_call_is_begun_in_the_prompt(serve: Serve) -> None:
+    server = serve('{"city": "Oslo"}', template=QWEN)
+    named = {"type": "function", "function": {"name": "weather"}}
+    choice = server.chat("Weather?", tools=TOOLS, tool_choice=named).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    assert choice["finish_reason"] == "stop" and server.params().structured_outputs.kind == "json"
+    assert server.engine.tokenizer is not None
+    shown = server.engine.tokenizer.decode(server.engine.asked[-1][0])
+    assert shown.endswith('assistant:<tool_call>\n{"name": "weather", "arguments": ')
