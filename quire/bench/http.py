@@ -122,7 +122,7 @@ def instant(options: dict[str, Any], connections: int, seconds: int) -> dict[str
         path = Path(folder) / "post.lua"
         path.write_text(script)
         before, began = _generated(address), time.perf_counter()
-        done = subprocess.run(["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "-s", str(path),
+        done = subprocess.run(["wrk", "-t1", "--timeout", "120s", f"-c{connections}", f"-d{seconds}s", "-s", str(path),
                                f"{address}/v1/completions"], capture_output=True, text=True, check=True)
         spent = time.perf_counter() - began
         tokens = _generated(address) - before
