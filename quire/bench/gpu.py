@@ -43,7 +43,6 @@ EXAMPLES = (
 )
 _PROFILED_TOKENS = 24
 _TOP_KERNELS = 14
-_ACCURACY_TEXTS = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
                         help="programmatic dependent launch in decode steps (default: on)")
     parser.add_argument("--timeline", metavar="SVG", help="draw some steps of the last run here")
-    parser.add_argument("--accuracy", metavar="MODEL", help="instead: how far each dtype is from float32 on the CPU")
+    parser.add_argument("--accuracy", metavar="MODEL",
+                        help="instead: how far each dtype is from float32 on the CPU (emulated without a GPU)")
+    parser.add_argument("--texts", type=int, default=40, help="with --accuracy: how many texts (default: 40)")
     parser.add_argument("--tune-rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64],
                         help="of how many rows each (default: 1 to 64)")
     parser.add_argument("--tune", metavar="FILE", help="instead: time the products of few rows, write the table here")
@@ -73,6 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    if args.accuracy:
+        _accuracy(args, emulated=not torch.cuda.is_available())
+        return 0
     if not torch.cuda.is_available():
         raise QuireError("`quire bench gpu` needs a CUDA GPU, and torch finds none here")
     if args.repeat < 1:
@@ -87,12 +91,6 @@ def run(args: argparse.Namespace) -> int:
                                 lambda line: _show(args, line, str(line)))
         gpu_tune.write(args.tune, entries)
         return 0
-    if args.accuracy:
-        from quire.bench import gpu_accuracy
-
-        for line in gpu_accuracy.measure(args.accuracy, _ACCURACY_TEXTS):
-            _show(args, line, " ".join(f"{key}={value}" for key, value in line.items() if key not in ("bench", "case")))
-        return 0
     for model in args.models:
         if "start" in args.cases:
             _start(model, args)
@@ -100,6 +98,14 @@ def run(args: argparse.Namespace) -> int:
         if cases:
             _model(model, cases, args)
     return 0
+
+
+def _accuracy(args: argparse.Namespace, emulated: bool) -> None:
+    from quire.bench import gpu_accuracy
+
+    lines = gpu_accuracy.emulate if emulated else gpu_accuracy.measure
+    for line in lines(args.accuracy, args.texts):
+        _show(args, line, " ".join(f"{key}={value}" for key, value in line.items() if key not in ("bench", "case")))
 
 
 def _model(model: str, cases: list[str], args: argparse.Namespace) -> None:

@@ -2,7 +2,8 @@
 
 The texts are the docstrings of this package. On the same text, position by position: how much log-probabilities
 move, how often the likeliest token is another one, the mean negative log-probability; then, writing freely, how many
-of the answers are the same to the last token.
+of the answers are the same to the last token. Where there is no GPU the formats are emulated: plain torch computes in
+float32 and rounds where the GPU's kernels do, so what is seen is the format's effect, and no answers are written.
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.attention.context import StepContext
+from quire.kernels.reference import PlainLinear, TorchOps
+from quire.layers.ops import HeadShape, LayerCache
 
 FORMATS: dict[str, dict[str, Any]] = {
     "cpu float32": {"device": "cpu", "dtype": "float32"},
@@ -84,3 +92,106 @@ def measure(model: str, count: int) -> Iterator[dict[str, Any]]:
         got = read(model, prompts, options)
         want = got if want is None else want
         yield {**compare(name, got, want), "model": model}
+
+
+class RoundedOps(TorchOps):
+    """Operations whose results are rounded to `dtype` (and keys and values to `cache`), as those of a GPU are."""
+
+    def __init__(self, dtype: torch.dtype, cache: torch.dtype | None = None) -> None:
+        self._dtype, self._cache = dtype, cache or dtype
+
+    def _round(self, x: Tensor) -> Tensor:
+        return x.to(self._dtype).float()
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PlainLinear:
+        return super().pack_linear(self._round(weight), None if bias is None else self._round(bias))
+
+    def linear(self, x: Tensor, w: PlainLinear, residual: Tensor | None = None) -> Tensor:
+        return self._round(super().linear(x, w, residual))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._round(super().rms_norm(x, weight, eps))
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._round(super().layer_norm(x, weight, bias, eps))
+
+    def act(self, x: Tensor, kind: str) -> Tensor:
+        return self._round(super().act(x, kind))
+
+    def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
+        return self._round(super().act_mul(gate_up, kind))
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        rope: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        norm_eps: float,
+    ) -> None:
+        super().rope_and_cache(qkv, layer, ctx, group, shape, rope, q_norm, k_norm, norm_eps)
+        qkv.copy_(self._round(qkv))
+        for part in (layer.k, layer.v):
+            part.copy_(part.to(self._dtype).to(self._cache).float())
+
+    def attend(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        return self._round(super().attend(qkv, layer, ctx, group, shape, scale, window, softcap))
+
+
+EMULATED: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "float16": (torch.float16, None),
+    "bfloat16, fp8 cache": (torch.bfloat16, torch.float8_e4m3fn),
+}
+_BLOCK = 16
+
+
+def emulate(model: str, count: int) -> Iterator[dict[str, Any]]:
+    """The formats' effect on texts that are read, by plain torch on a CPU."""
+    from quire.models.loader.source import resolve_model
+
+    source = resolve_model(model)
+    tokenizer = source.tokenizer()
+    prompts = [tokenizer.encode(text) for text in texts(count)]
+    want = None
+    for name, (dtype, cache) in EMULATED.items():
+        got = _read_emulated(source, prompts, RoundedOps(dtype, cache))
+        want = got if want is None else want
+        yield {**compare(name, got, want), "model": model, "emulated": True}
+
+
+@torch.inference_mode()
+def _read_emulated(source: Any, prompts: list[list[int]], ops: RoundedOps) -> Reading:
+    from quire.models.build import build_decoder
+
+    longest = max(map(len, prompts))
+    decoder = build_decoder(source.config, source.weights(), ops, max_model_len=longest)
+    groups = len(decoder.spec.cache_groups())
+    found = Reading([], [], [])
+    for prompt in prompts:
+        tokens = len(prompt)
+        caches = decoder.allocate_caches([-(-tokens // _BLOCK)] * groups, _BLOCK)
+        table = torch.arange(-(-tokens // _BLOCK), dtype=torch.int32)[None]
+        places = torch.arange(tokens)
+        ctx = StepContext(places, torch.tensor([0, tokens], dtype=torch.int32),
+                          torch.tensor([tokens], dtype=torch.int32), (table,) * groups, (places,) * groups)  # fmt: skip
+        ids = torch.tensor(prompt)
+        logits = decoder.logits(decoder.forward(ids, ctx, caches)).float().log_softmax(-1)[:-1]
+        found.logprobs += logits.gather(1, ids[1:, None]).squeeze(1).tolist()
+        found.best += logits.argmax(-1).tolist()
+    return found

@@ -118,3 +118,54 @@ def test_the_trial_of_the_start_compares_with_our_own_kernel(monkeypatch: pytest
     times = iter([1.0, 0.5])
     attention.pick_up(HeadShape(4, 2, 16), [Borrowed("wrong", lambda *args: causal(*args).flip(0))])
     assert attention.prompts is None
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+           max_seqlen_k: int, *, softmax_scale: float, causal: bool) -> Tensor:  # fmt: skip
+    """FlashAttention's function as its documentation has it."""
+    assert causal and torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k == 7
+    return causal_of(q, k, v, cu_seqlens_q, softmax_scale)
+
+
+class _Wrapper:
+    """FlashInfer's wrapper for ragged prompts as its documentation has it."""
+
+    plans = 0
+
+    def __init__(self, workspace: Tensor, layout: str) -> None:
+        assert layout == "NHD" and workspace.dtype == torch.uint8
+
+    def plan(self, qo_indptr: Tensor, kv_indptr: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, *,
+             causal: bool, sm_scale: float, q_data_type: torch.dtype) -> None:  # fmt: skip
+        assert causal and (num_qo_heads, num_kv_heads, head_dim_qk) == (4, 2, 8)
+        self._starts, self._scale = qo_indptr, sm_scale
+        _Wrapper.plans += 1
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal_of(q, k, v, self._starts, self._scale)
+
+
+def causal_of(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float) -> Tensor:
+    return causal(q, k, v, FreshPrompts(0, q.shape[0], starts, 7), scale)
+
+
+@pytest.mark.parametrize(
+    ("module", "contents", "name"),
+    [
+        ("flash_attn_interface", {"flash_attn_varlen_func": _flash}, "FlashAttention 3"),
+        ("flash_attn", {"flash_attn_varlen_func": _flash}, "FlashAttention 2"),
+        ("flashinfer", {"BatchPrefillWithRaggedKVCacheWrapper": _Wrapper}, "FlashInfer"),
+    ],
+)
+def test_a_library_is_called_as_its_documentation_says(
+    monkeypatch: pytest.MonkeyPatch, module: str, contents: dict[str, Any], name: str
+) -> None:
+    import sys
+    from types import SimpleNamespace
+
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**contents))
+    found = {library.name: library for library in prompts.installed()}[name]
+    given = inputs()
+    for _ in range(2):
+        assert torch.equal(found(*given), causal(*given))
+    assert _Wrapper.plans <= 1

@@ -73,5 +73,5 @@ def choose(known: Iterable[Timed], rows: int, features: int, width: int, form: s
 def product(rows: int, features: int, width: int, dtype: torch.dtype, form: str = PLAIN) -> Choice:
     """What multiplies `rows` rows by a weight [features, width]; float32 has no tensor cores to gain from."""
     if dtype == torch.float32:
-        return Choice("row", (1, 512, 4)) if rows == 1 else Choice("vector") if rows <= 4 else Choice()
+        return Choice("row", (4, 512, 4)) if rows == 1 else Choice("vector") if rows <= 4 else Choice()
     return choose(table(), rows, features, width, form) if rows <= MOST_ROWS else Choice()

@@ -68,3 +68,44 @@ def test_the_worker_knows_the_tables_that_its_plans_made() -> None:
     held = worker.table.tables[0][seq.row].tolist()
     assert worker.table.host_tables[0][seq.row].tolist() == held and any(held)
     core.close()
+
+
+def test_steps_wait_for_copies_and_copies_only_for_what_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of waits on a GPU, told by streams that only take notes."""
+    notes: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            notes.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: Event) -> None:
+            notes.append(f"{self.name} waits for event of {event.stream}")
+
+        def __enter__(self) -> None:
+            notes.append(f"on {self.name}")
+
+        def __exit__(self, *_: object) -> None:
+            notes.append(f"off {self.name}")
+
+    class Event:
+        stream = ""
+
+        def record(self, stream: Stream) -> None:
+            self.stream = stream.name
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("steps"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    cache: Any = SimpleNamespace(copy=lambda copies: notes.append("copy"))
+    stream = CopyStream(torch.device("cpu"), cache, SimpleNamespace(host_tables=TABLES, block_size=8))  # type: ignore[arg-type]
+    stream._stream = Stream("copies")  # type: ignore[assignment]
+    stream.launched(StepPlan(0, entries=STEP), Future())
+    made = ["on copies", "copy", "off copies", "steps waits for event of copies"]
+    stream.run([BlockCopy(0, 1, 9, HOST, DEVICE)])
+    assert notes == made
+    notes.clear()
+    stream.run([BlockCopy(0, 6, 1, DEVICE, HOST)])
+    assert notes == ["copies waits for steps", *made]

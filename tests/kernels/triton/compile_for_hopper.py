@@ -1,0 +1,95 @@
+"""Compiles kernels as an H200 runs them, without one, and prints what became of them as JSON; run as a script.
+
+Not under pytest's own process: there the interpreter stands in for the compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+_tests = types.ModuleType("tests")
+_tests.__path__ = [str(ROOT / "tests")]
+sys.modules.setdefault("tests", _tests)
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+
+from quire.kernels.triton import (  # noqa: E402
+    activation,
+    attention_decode,
+    attention_mixed,
+    attention_split,
+    linear_row,
+    norm,
+    prefetch,
+    rope_cache,
+)
+from quire.layers.ops import HeadShape, LayerCache  # noqa: E402
+from tests.kernels.triton.hopper import compiling, resources  # noqa: E402
+
+HEADS = HeadShape(4, 2, 64)
+
+
+def instructions(kernel: Any) -> list[str]:
+    """Operations of the machine code, in order."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        shown = subprocess.run([tool, "--dump-sass", file.name], capture_output=True, text=True).stdout
+    return re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", shown, re.M)
+
+
+def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    x, gain, weight = torch.empty(1, 1024, dtype=dtype), torch.empty(1024), torch.empty(256, 1024, dtype=dtype)
+    qkv = torch.empty(2, HEADS.width, dtype=dtype)
+    cache = LayerCache(torch.empty(4, 2, 16, 64, dtype=dtype), torch.empty(4, 2, 16, 64, dtype=dtype), 16)
+    ints, longs = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    table, rope = torch.zeros(4, 8, dtype=torch.int32), torch.empty(64, 64)
+    split = attention_split.DecodeSplit.allocate(4, 8, "cpu")
+    scratch = attention_decode.DecodeScratch.allocate(split.tasks, 4, HEADS, "cpu")
+    small = dtype == torch.float32
+    sizes = attention_mixed.MixedShape(32, 32, 4, 2) if small else attention_mixed.MixedShape(64, 64, 4, 3)
+    row = linear_row.RowShape(2)
+    yield "norm", lambda: norm.add_rms_norm(x, x, gain, 1e-6, pdl=True)
+    yield "gate", lambda: activation.act_mul(x, "silu", pdl=True)
+    yield "row", lambda: linear_row.linear_row(x, weight, norm=gain, gated="silu", sizes=row, pdl=True)
+    yield "rope", lambda: rope_cache.rope_and_cache(qkv, cache, longs, longs, HEADS, rope, None, None, 0.0, pdl=True)
+    yield "prefetch", lambda: prefetch.prefetch(weight, 1 << 20)
+    yield "decode", lambda: attention_decode.decode_attention(
+        qkv, cache, table, ints, ints, split, scratch, HEADS, 0.1, num_stages=3, pdl=True
+    )
+    for name, exact in (("exact", True), ("mixed", False)):
+        yield name, lambda e=exact: attention_mixed.mixed_attention(
+            qkv, cache, table, ints, ints, ints, ints, ints, HEADS, 0.1, sizes=sizes, exact=e
+        )
+
+
+def main() -> None:
+    found: dict[str, Any] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, launch in launches(dtype):
+            if dtype == torch.float32 and name not in ("exact", "mixed"):
+                continue
+            with compiling() as kernels:
+                launch()
+            operations = [operation.split(".")[0] for operation in instructions(kernels[0])]
+            found[f"{name} {str(dtype)[6:]}"] = {
+                "resources": resources(kernels[0]), "fused": operations.count("FFMA"),
+                "barriers": operations.count("BAR"), "prefetches": operations.count("UBLKPF"),
+            }  # fmt: skip
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What the compiler makes of the kernels for an H200, seen without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Compiled in a process of its own, since in this one the interpreter runs kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_kernel_compiles_and_none_spills_registers(compiled: dict[str, Any]) -> None:
+    stacks = {name: int(kernel["resources"].split("STACK:")[1].split()[0]) for name, kernel in compiled.items()}
+    assert {name: size for name, size in stacks.items() if size > 16} == {}
+
+
+def test_no_product_and_sum_is_fused_in_the_attention_of_deterministic_mode(compiled: dict[str, Any]) -> None:
+    """A fused one rounds once: with it in the loop without a mask only, bits depended on where a chunk began."""
+    assert compiled["mixed bfloat16"]["fused"] > 0 == compiled["exact bfloat16"]["fused"]
+    # In float32 the products of the matrices themselves are fused, the same in both loops; nothing else may be.
+    assert compiled["exact float32"]["fused"] % 256 == 0 != compiled["mixed float32"]["fused"] % 256
+
+
+def test_the_product_of_one_row_meets_shared_memory_only_in_its_final_sums(compiled: dict[str, Any]) -> None:
+    # Three sums (two halves of the gate, the norm's squares) of two barriers each, with some to spare.
+    assert compiled["row bfloat16"]["barriers"] <= 10
+
+
+def test_a_prefetch_is_a_bulk_request_to_the_second_cache(compiled: dict[str, Any]) -> None:
+    assert compiled["prefetch bfloat16"]["prefetches"] >= 1
