@@ -66,6 +66,7 @@ def test_two_sizes_of_the_pool_contradict_each_other() -> None:
 @pytest.mark.parametrize(("text", "size"), [
     (1500, 1500), ("1500", 1500), ("1k", 1000), ("512MiB", 512 << 20), ("2GB", 2 * 10**9), ("7B", 7),
     (" 1.5 GiB ", 3 << 29),
+    ("2TiB", 2 << 40),
 ])
 def test_sizes_in_bytes_are_read(text: int | str, size: int) -> None:
     assert parse_bytes(text, "kv_cache_memory") == size

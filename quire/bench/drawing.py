@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -43,6 +44,20 @@ class _Text:
     anchor: str
     """start, middle or end: which part of the words is at x."""
     bold: bool
+
+
+def check_drawable(path: str | Path | None) -> None:
+    """Refuse a place where no picture can be written before minutes of measuring, not after."""
+    if path is None:
+        return
+    target = Path(path)
+    why = "is a folder" if target.is_dir() else None
+    if not target.parent.is_dir():
+        why = f"there is no folder {target.parent}"
+    elif not os.access(target.parent, os.W_OK):
+        why = f"the folder {target.parent} cannot be written to"
+    if why is not None:
+        raise QuireError(f"the picture {target} could not be written: {why}")
 
 
 @dataclass(slots=True)

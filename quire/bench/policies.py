@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.arrivals import Arrival, Story, arrivals, play, quantile
+from quire.bench.drawing import check_drawable
 from quire.cli.options import add_engine_options, engine_options
 from quire.config import ModelConfig
 from quire.errors import QuireError
@@ -154,6 +155,7 @@ def _check(args: argparse.Namespace) -> None:
     for name, (low, high) in ranges.items():
         if not 1 <= low <= high:
             raise QuireError(f"{name} wants two numbers from 1 on, the smaller one first, not {low} {high}")
+    check_drawable(args.plot)
     for name, value in (("--requests", args.requests), ("--rate", args.rate), ("--batch", args.batch),
                         ("--chunk", args.chunk)):
         if value <= 0:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.drawing import Drawing
+from quire.bench.drawing import Drawing, check_drawable
 from quire.cli.options import add_engine_options, engine_options
 from quire.config import CacheConfig, EngineConfig, ModelConfig
 from quire.errors import QuireError
@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.bench.machine import describe_machine
 
     _check(args)
+    check_drawable(args.plot)
     machine = describe_machine()
     lines: list[dict[str, Any]] = []
     expected: list[list[list[int]]] | None = None

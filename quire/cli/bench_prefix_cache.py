@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quire.bench.drawing import check_drawable
 from quire.errors import ConfigError
 from quire.kvcache.eviction import EVICTION_POLICIES
 from quire.sim.prefix_cache import CLAIRVOYANT, Prompt, ReplayResult, block_keys, read_trace, replay
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--capacity counts blocks: give numbers from 1", "capacity")
     if args.limit is not None and args.limit < 1:
         raise ConfigError("--limit counts requests: give a number from 1", "limit")
+    check_drawable(args.plot)
     prompts = _prompts(args)
     policies = list(dict.fromkeys(args.policies))
     results: list[ReplayResult] = []

@@ -70,7 +70,9 @@ def test_one_token_outputs_have_no_gaps_to_report() -> None:
     assert "-" in policies.table([{"policy": "x", **found}], 200.0)
 
 
-@pytest.mark.parametrize("words", [("--rate", "0"), ("--requests", "0"), ("--prompt-tokens", "9", "3")])
+@pytest.mark.parametrize("words", [
+    ("--rate", "0"), ("--requests", "0"), ("--prompt-tokens", "9", "3"), ("--plot", "no/such/folder/x.png"),
+])
 def test_a_workload_that_cannot_be_is_refused(words: tuple[str, ...]) -> None:
-    with pytest.raises(QuireError, match=words[0]):
+    with pytest.raises(QuireError, match=words[-1] if words[0] == "--plot" else words[0]):
         policies.run(parsed(*words))

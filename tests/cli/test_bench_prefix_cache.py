@@ -60,13 +60,16 @@ def test_a_png_is_one(tmp_path: Path) -> None:
     (["--capacity", "0"], "--capacity counts blocks"),
     (["--capacity", "5", "--limit", "0"], "--limit counts requests"),
     (["--capacity", "5", "--policies", "mru"], "mru"),
+    (["--capacity", "5", "--plot", "no/such/folder/rates.svg"], "no folder no/such/folder"),
 ])
 def test_wrong_arguments_are_refused_on_one_line(
     trace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:
     assert main(["bench", "prefix-cache", "--trace", str(trace), *arguments]) != 0
-    errors = capsys.readouterr().err.strip().splitlines()
+    printed = capsys.readouterr()
+    errors = printed.err.strip().splitlines()
     assert len(errors) == 1 and complaint in errors[0]
+    assert not printed.out, "it began to measure"
 
 
 def test_a_malformed_trace_is_refused_with_the_line(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
