@@ -260,7 +260,7 @@ class AsyncLLM:
             if request_id in self._names:
                 self._aborted_early.add(request_id)
         else:
-            self._tell(m.Abort([subscription.handle]))
+            self._supervisor.send(m.Abort([subscription.handle]))
             subscription.processor.abort(now=time.monotonic())
             self._end(subscription)
             subscription.mark()
@@ -317,14 +317,14 @@ class AsyncLLM:
 
     def _time_out(self, subscription: Subscription, seconds: float) -> None:
         self._counts["timed_out"] += 1
-        self._tell(m.Abort([subscription.handle]))
+        self._supervisor.send(m.Abort([subscription.handle]))
         self._leave(subscription)
         subscription.fail(RequestTimeoutError(f"the request was not done within {seconds:g} seconds"))
 
     def _drop(self, subscription: Subscription) -> None:
         """Its reader has gone."""
         if not subscription.ended:
-            self._tell(m.Abort([subscription.handle]))
+            self._supervisor.send(m.Abort([subscription.handle]))
             self._end(subscription)
 
     def _drop_later(self, subscription: Subscription) -> None:
@@ -344,11 +344,6 @@ class AsyncLLM:
             self._admission.ended(subscription.handle)
         if not self._subscriptions:
             self._idle.set()
-
-    def _tell(self, message: m.ToEngine) -> None:
-        """For messages that do not matter to an engine that has gone."""
-        with contextlib.suppress(EngineDeadError):
-            self._supervisor.send(message)
 
     # ---- what the engine says
 
@@ -415,13 +410,13 @@ class AsyncLLM:
     def _broke(self, subscription: Subscription, error: Exception) -> None:
         """Its text could not be made: that is its own misfortune and nobody else's."""
         log.error("request %s failed", subscription.request_id, exc_info=error)
-        self._tell(m.Abort([subscription.handle]))
+        self._supervisor.send(m.Abort([subscription.handle]))
         self._leave(subscription)
         subscription.fail(EngineError(f"the output of this request could not be made: {type(error).__name__}: {error}"))
 
     def _stopped(self, subscription: Subscription, index: int, stop: str) -> None:
         """A stop string was found here; the engine goes on until it hears of it."""
-        self._tell(m.Finish(subscription.handle, index, stop))
+        self._supervisor.send(m.Finish(subscription.handle, index, stop))
         if subscription.processor.finished:
             self._served(subscription)
 
@@ -517,6 +512,7 @@ class AsyncLLM:
 
     async def call(self, name: str) -> Any:
         """Ask the engine something between two steps."""
+        self._supervisor.check()
         number = next(self._handles)
         future = self._calls[number] = self._loop.create_future()
         try:

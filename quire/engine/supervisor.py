@@ -109,9 +109,8 @@ class Supervisor:
         return await self._ready
 
     def send(self, message: m.ToEngine) -> None:
-        """Raises where there is no engine that could get it."""
-        self.check()
-        if self._client is not None:
+        """To an engine that is not there, nothing is sent: `check` first where that matters."""
+        if self._client is not None and self.state is State.READY:
             self._client.send(message)
 
     def check(self) -> None:

@@ -13,7 +13,8 @@ import zmq
 from quire.config import EngineConfig
 from quire.engine import messages as m
 from quire.engine.assembly import build_engine
-from quire.engine.process import EngineServer
+from quire.engine.core import EngineCore
+from quire.engine.process import EngineServer, serve
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from tests.async_engines import greedy
 
@@ -26,7 +27,7 @@ class Mailbox:
         self.sent: list[Any] = []
         self.state = ("", 0.0, 0)
 
-    def recv(self, flags: int) -> bytes:
+    def recv(self, flags: int = 0) -> bytes:
         if not self.inbox:
             raise zmq.Again
         return self.inbox.popleft()
@@ -210,6 +211,31 @@ def test_questions_are_answered_between_steps(bench: Bench) -> None:
     answers = {answer.number: answer for answer in bench.mail.take(m.Answer)}
     assert answers[5].value["requests_running"] == 1 and answers[6] == m.Answer(6) and answers[7].value == 0
     assert answers[8].error == "there is no call '__class__'"
+
+
+def test_an_engine_that_breaks_says_what_broke_and_ends(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mail = Mailbox()
+    mail.inbox.append(m.encode(m.Start({"model": smollm2, "executor": "dummy", "num_kv_blocks": 64})))
+    mail.inbox.append(m.encode(m.add(1, m.RequestBody("r", [1], greedy(5), 1, 0.0))))
+    monkeypatch.setattr(EngineCore, "step", lambda self: 1 // 0)
+    assert serve(mail, mail, mail) == 1  # type: ignore[arg-type]
+    ready, failed = mail.sent
+    assert isinstance(ready, m.Ready) and ready.model_name == smollm2 and ready.num_kv_blocks == 64
+    assert isinstance(failed, m.Failed) and failed.kind == "EngineError" and "ZeroDivisionError" in failed.message
+
+
+def test_an_engine_that_cannot_be_built_says_so_as_what_it_was() -> None:
+    mail = Mailbox()
+    mail.inbox.append(m.encode(m.Start({"model": "no-such-model"})))
+    assert serve(mail, mail, mail) == 1  # type: ignore[arg-type]
+    assert mail.sent[0].kind == "ModelLoadError"
+
+
+def test_an_engine_told_to_stop_stops(smollm2: str) -> None:
+    mail = Mailbox()
+    mail.inbox.append(m.encode(m.Start({"model": smollm2, "executor": "dummy", "num_kv_blocks": 64})))
+    mail.inbox.append(m.encode(m.Shutdown()))
+    assert serve(mail, mail, mail) == 0  # type: ignore[arg-type]
 
 
 def test_messages_survive_the_wire() -> None:
