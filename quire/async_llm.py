@@ -499,7 +499,7 @@ class AsyncLLM:
 
     def watch(self, seconds: float, fresh: bool = False) -> None:
         """Have the engine report to `on_view` for so long; `fresh`: with everything first, not only what changes."""
-        self._tell(m.Watch(seconds, fresh))
+        self._supervisor.send(m.Watch(seconds, fresh))
 
     async def check(self) -> None:
         """Verify the engine's bookkeeping, between two steps; raises EngineError where it contradicts itself."""
