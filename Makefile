@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml setup.py build_backend.py requirements/constraints.txt $(wildcard quire/kernels/cpu/*.[ch])
 
-.PHONY: demo test test-gpu lint bench fuzz clean help
+.PHONY: demo test browser test-gpu lint bench fuzz clean help
 
 help:
 	@echo "make demo   set up everything and answer three prompts"
 	@echo "make test   set up what tests need and run them all"
 	@echo "make test-gpu  the suite of a GPU, where there is one"
+	@echo "make browser  a Chromium for the tests of the page, where there is none"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  cases A to D on the CPU, Quire against transformers in one run"
 	@echo "make fuzz   differential fuzzer: random workloads against the plain path"
@@ -33,6 +34,11 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -n auto
+
+# Without one, the tests of the page are skipped and say so.
+browser: $(VENV)/.ready-test
+	@command -v chromium || command -v chromium-browser || command -v google-chrome \
+	  || $(BIN)/playwright install chromium || apt-get install -y --no-install-recommends chromium
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .

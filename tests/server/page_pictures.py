@@ -16,10 +16,10 @@ from tests.server.browser import Watched, chromium
 
 WIDTH, HEIGHT = 1280, 1060
 _STORY = ("shared-prefix", "memory-pressure", "samples")
-_FRAME_SECONDS = 0.3
+_FRAME_SECONDS = 0.4
 
 
-def take_pictures(watched: Watched, folder: Path, question: str, *, speed: str = "1") -> list[Path]:
+def take_pictures(watched: Watched, folder: Path, question: str, *, speed: str = "0.5") -> list[Path]:
     """A chat, the engine in the middle of a scenario, and a few scenarios as an animation."""
     folder.mkdir(parents=True, exist_ok=True)
     page = watched.open()

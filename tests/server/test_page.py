@@ -147,6 +147,7 @@ def test_stop_ends_the_answer_and_the_request(look: Open, serve: Serve) -> None:
             page.keyboard.press("Escape")
         page.wait_for_selector(".message:last-child [data-figure=end]")
         assert page.inner_text(".message:last-child [data-figure=end]") == "stopped by you"
+        assert "prompt tokens from the cache" in page.inner_text(".message:last-child [data-figure=cached]")
         assert page.is_visible("#send") and not page.is_visible("#stop")
     page.wait_for_timeout(300)
     assert len(slow.engine.aborted) == 2 and slow.engine.running == 0
@@ -190,6 +191,19 @@ def test_parameters_reach_the_engine_and_wrong_ones_are_told(look: Open, chat: S
     ask(page, "Again")
     page.wait_for_function("() => document.querySelector('#chat-status').textContent.includes('temperature')")
     assert len(chat.engine.asked) == asked
+
+
+def test_thoughts_are_shown_apart_and_not_sent_back(look: Open, serve: Serve) -> None:
+    thinker = serve("<think>Let me see.</think>The answer.", reasoning_parser="think", tokens_at_once=3)
+    page = look(thinker.address).open()
+    ask(page)
+    page.wait_for_selector(".figures")
+    assert page.inner_text(".message.assistant .body") == "The answer."
+    page.click(".thoughts summary")
+    assert "Let me see." in page.inner_text(".thoughts")
+    ask(page, "Again")
+    page.wait_for_function("() => document.querySelectorAll('.figures').length === 2")
+    assert "Let me see." not in thinker.engine.tokenizer.decode(thinker.engine.asked[-1][0])  # type: ignore[union-attr]
 
 
 def test_what_the_server_refuses_is_shown_under_the_question(look: Open, chat: Served) -> None:

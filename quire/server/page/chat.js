@@ -114,6 +114,7 @@ class Turn {
     this.node = node;
     this.body = node.querySelector(".body");
     this.text = "";
+    this.thoughts = "";
     this.tokens = 0;
     this.usage = null;
     this.stopped = this.failed = this.drawing = false;
@@ -125,7 +126,7 @@ class Turn {
   async run({ system, ...parameters }, signal) {
     const messages = conversation.map(({ role, content }) => ({ role, content }));
     if (system) messages.unshift({ role: "system", content: system });
-    const body = { messages, ...parameters, stream: true, stream_options: { include_usage: true }, return_token_ids: true };
+    const body = { messages, ...parameters, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
     const response = await call("/v1/chat/completions", { body, signal });
     for await (const event of events(response)) this.take(event);
   }
@@ -133,16 +134,17 @@ class Turn {
   take(event) {
     if (event.error) throw new ApiError(500, event.error.message);
     if (event.usage) this.usage = event.usage;
-    const choice = event.choices[0];
-    if (!choice) return;
-    const fresh = choice.token_ids?.length ?? 0;
-    if (fresh) {
-      this.tokens += fresh;
+    const tokens = this.usage?.completion_tokens ?? 0;
+    if (tokens > this.tokens) {
+      this.tokens = tokens;
       this.last = performance.now();
       this.first ??= this.last;
     }
+    const choice = event.choices[0];
+    if (!choice) return;
     this.reason = choice.finish_reason ?? this.reason;
-    this.text += (choice.delta.reasoning_content ?? "") + (choice.delta.content ?? "");
+    this.thoughts += choice.delta.reasoning_content ?? "";
+    this.text += choice.delta.content ?? "";
     if (!this.drawing) {
       this.drawing = true;
       requestAnimationFrame(() => this.draw());
@@ -151,8 +153,22 @@ class Turn {
 
   draw() {
     this.drawing = false;
+    if (this.thoughts) this.#drawThoughts();
     renderMarkdown(this.body, this.text);
     follow(false);
+  }
+
+  // What a reasoning model thought before it answered: shown on demand, and not sent back with the conversation.
+  #drawThoughts() {
+    if (!this.thinking) {
+      this.thinking = document.createElement("details");
+      this.thinking.className = "thoughts";
+      const title = document.createElement("summary");
+      title.textContent = "Thoughts";
+      this.thinking.append(title, document.createElement("div"));
+      this.body.before(this.thinking);
+    }
+    this.thinking.lastChild.textContent = this.thoughts;
   }
 
   fail(error) {
@@ -175,7 +191,7 @@ class Turn {
 
   showFigures() {
     if (this.first === null) return;
-    const tokens = this.usage?.completion_tokens ?? this.tokens;
+    const { tokens } = this;
     const seconds = (this.last - this.first) / 1000;
     const figures = {
       ttft: `first token after ${Math.round(this.first - this.began)} ms`,

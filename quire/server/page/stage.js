@@ -109,6 +109,8 @@ class Stage {
     byId("look-for").textContent = scenario ? `Look for this: ${scenario.look_for}` : "";
     byId("look-for").hidden = !scenario;
     byId("outcome").hidden = true;
+    // On a small screen what there is to see would be below the buttons.
+    if (scenario && innerWidth < 700) byId("look-for").scrollIntoView({ block: "start" });
     for (const button of byId("scenarios").children) {
       button.setAttribute("aria-pressed", String(button.dataset.scenario === scenario?.name));
     }
