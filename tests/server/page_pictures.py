@@ -19,7 +19,8 @@ _STORY = ("shared-prefix", "memory-pressure", "samples")
 _FRAME_SECONDS = 0.4
 
 
-def take_pictures(watched: Watched, folder: Path, question: str, *, speed: str = "0.5") -> list[Path]:
+def take_pictures(watched: Watched, folder: Path, question: str, *, speed: str = "0.5",
+                  story: tuple[str, ...] = _STORY) -> list[Path]:
     """A chat, the engine in the middle of a scenario, and a few scenarios as an animation."""
     folder.mkdir(parents=True, exist_ok=True)
     page = watched.open()
@@ -36,7 +37,7 @@ def take_pictures(watched: Watched, folder: Path, question: str, *, speed: str =
     page.screenshot(path=folder / "page-engine.png")
     page.wait_for_selector("#stage[data-played=memory-pressure]")
     frames: list[Any] = []
-    for name in _STORY:
+    for name in story:
         frames += _film(page, name)
     _write_gif(frames, folder / "page.gif")
     return [folder / name for name in ("page-chat.png", "page-engine.png", "page.gif")]

@@ -451,11 +451,11 @@ def test_the_keyboard_alone_is_enough(look: Open, engine_at: str) -> None:
 def test_the_pictures_of_the_docs_can_be_taken_anew(browser: Any, engine_at: str, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="the package pillow is not installed")
     watched = Watched(browser, engine_at, viewport={"width": WIDTH, "height": HEIGHT})
-    chat, engine, animation = take_pictures(watched, tmp_path, "Hello", speed="4")
+    chat, engine, animation = take_pictures(watched, tmp_path, "Hello", speed="2", story=("shared-prefix",))
     watched.close()
     for path in (chat, engine):
         with image.open(path) as picture:
             assert picture.size == (WIDTH, HEIGHT) and len(picture.convert("RGB").getcolors(1 << 20)) > 50
     with image.open(animation) as picture:
-        assert picture.n_frames > 5
+        assert picture.n_frames >= 3
     assert animation.stat().st_size < 1_500_000
