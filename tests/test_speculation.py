@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, BeamSearchParams, SamplingParams
+from quire.sampling.reference import ReferenceRow, probabilities
 from tests.checkpoints import make_checkpoint
 from tests.engine_capture import Bits, record_logits
+from tests.speculation.test_verify import chi_square_p_value
+
+_REQUESTS = 40
+"""Of 64 samples each."""
 
 SHARED = [3 + i % 9 for i in range(40)]
 PROMPTS = [SHARED[: 5 * i] + [random.Random(i).randrange(3, 97) for _ in range(3 + 7 * i % 31)] for i in range(8)]
@@ -166,3 +174,50 @@ def test_a_request_knows_its_own_drafts(checkpoint: Path) -> None:
     rates = [metrics[f"spec_acceptance_rate_at_{place}"] for place in range(1, 6)]
     assert 1.0 > rates[0] > rates[-1] > 0.0
     assert metrics["spec_tokens_per_step"] > 1.0
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "skip_layers"])
+def test_continuations_under_rejection_sampling_are_distributed_as_plain_ones(
+        tmp_path: Path, method: str) -> None:
+    """Three tokens of a model of five: the first is drawn plainly, the other two by way of drafts."""
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 5, "hidden_size": 16, "intermediate_size": 16,
+              "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_act": "silu",
+              "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True}
+    for name, layers in (("target", 2), ("draft", 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    own = {"draft_model": {"model": str(tmp_path / "draft"), "load_format": "dummy"}}
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "num_threads": 1}
+    prompt = [1, 2, 3, 1, 2, 4, 1, 2]
+    wanted = SamplingParams(temperature=0.7, top_p=0.95, presence_penalty=0.4, max_tokens=3, n=64, ignore_eos=True)
+    with LLM(str(tmp_path / "target"), **options) as llm:
+        expected = _exact_continuations(llm, prompt, wanted)
+    config_of = speculating(method, k=2, verifier="rejection", **own.get(method, {}))
+    counts: Counter[tuple[int, ...]] = Counter()
+    with LLM(str(tmp_path / "target"), **options, **config_of) as llm:
+        for seed in range(_REQUESTS):
+            output = llm.generate([prompt], replace(wanted, seed=seed), use_tqdm=False)[0]
+            counts.update(tuple(one.token_ids) for one in output.outputs)
+        assert 0.02 < llm.metrics()["spec_acceptance_rate"] < 0.98
+    total = 64 * _REQUESTS
+    places = sorted(expected)
+    assert set(counts) <= {place for place in places if expected[place] > 0}
+    p_value = chi_square_p_value(np.array([counts[place] for place in places]),
+                                 np.array([expected[place] * total for place in places]))
+    assert p_value > 1e-4
+
+
+def _exact_continuations(llm: LLM, prompt: list[int], wanted: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Every continuation of three tokens with its probability, from the model's own logits."""
+    found = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for tokens, chance in found.items():
+            text = [*prompt, *tokens]
+            ask = SamplingParams(max_tokens=1, logprobs=5, temperature=0.0, ignore_eos=True)
+            entry = llm.generate([text], ask, use_tqdm=False)[0].outputs[0].logprobs[0]
+            logits = [entry[token].logprob for token in range(5)]
+            shares = probabilities(logits, ReferenceRow(wanted, 0, 0, prompt, list(tokens)))
+            longer.update({(*tokens, token): chance * float(share) for token, share in enumerate(shares)})
+        found = longer
+    return found

@@ -15,8 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.sampling.batch import SamplingRow
+from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.philox import Purpose, uniforms
+from quire.sampling.sampler import draw_weights
+
+_AT_ONCE = 16
+"""Sequences judged together: their weights are a vocabulary wide at every place."""
 
 
 def rows_along(row: SamplingRow, drafts: Sequence[int], masks: bytes = b"") -> list[SamplingRow]:
@@ -81,6 +85,40 @@ def judge_by_rejection(drafts: Tensor, target: Tensor, proposal: Tensor | None, 
         left = torch.where((refused & (rest.sum(1) > 0.0))[:, None], rest, p_at)
     noise = torch.where(refused, keys.noise(Purpose.RESAMPLE, kept), keys.noise(Purpose.SAMPLE, kept))
     return kept, pick(left, noise)
+
+
+@dataclass(slots=True)
+class RejectionDraw:
+    """One sequence's drafts to be judged: rows of logits from `first` on, what sampling knows at each of them."""
+
+    first: int
+    drafts: Sequence[int]
+    rows: Sequence[SamplingRow]
+    proposal: Tensor | None
+    """Weights [drafts, V] that the drafts were drawn with; None: each was certain."""
+
+
+def put_in_place(drawn: list[int], logits: Tensor, draws: Sequence[RejectionDraw]) -> dict[int, int]:
+    """Judge by rejection and write the tokens into `drawn`; how many drafts were kept, by `first`."""
+    kept_by_first: dict[int, int] = {}
+    for at in range(0, len(draws), _AT_ONCE):
+        part = draws[at : at + _AT_ONCE]
+        most, width = max(len(draw.drafts) for draw in part), logits.shape[1]
+        drafts = torch.full((len(part), most), -1, dtype=torch.int64)
+        target = torch.zeros(len(part), most + 1, width, dtype=torch.int64)
+        proposal = None if part[0].proposal is None else torch.zeros(len(part), most, width, dtype=torch.int64)
+        for i, draw in enumerate(part):
+            count = len(draw.drafts)
+            drafts[i, :count] = torch.tensor(draw.drafts)
+            own = logits[draw.first : draw.first + count + 1]
+            target[i, : count + 1] = draw_weights(own, SamplingBatch.build(draw.rows, width))
+            if proposal is not None and draw.proposal is not None:
+                proposal[i, :count] = draw.proposal
+        judged = judge_by_rejection(drafts, target, proposal, NoiseKeys.of([draw.rows[0] for draw in part]))
+        for draw, kept, token in zip(part, judged[0].tolist(), judged[1].tolist(), strict=True):
+            drawn[draw.first : draw.first + kept + 1] = [*draw.drafts[:kept], token]
+            kept_by_first[draw.first] = kept
+    return kept_by_first
 
 
 def _proposed(drafts: Tensor, proposal: Tensor | None, rows: Tensor, at: Tensor, like: Tensor) -> Tensor:

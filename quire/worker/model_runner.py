@@ -16,13 +16,12 @@ from quire.sampling.sampler import (
     NOT_FINITE,
     OK,
     SampledLogprobs,
-    draw_weights,
     likeliest,
     sample,
     token_logprobs,
 )
 from quire.scheduler.plan import EntryResult, PlanEntry, TokenLogprobs
-from quire.speculation.verify import NoiseKeys, count_equal, judge_by_rejection, rows_along
+from quire.speculation.verify import RejectionDraw, count_equal, put_in_place, rows_along
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.drafter import Drafter
 from quire.worker.request_table import RequestTable
@@ -86,11 +85,16 @@ class ModelRunner:
         found: dict[int, TokenLogprobs] = {}
         if output.logprobs is not None:
             found = dict(zip(output.logprobs.rows, _token_logprobs(output.logprobs), strict=True))
+        judged: dict[int, int] = {}
+        if self._rejection:
+            draws = [RejectionDraw(first, entries[i].drafts, rows[first : first + 1 + len(entries[i].drafts)],
+                                   guesses.get(i)) for i, first in zip(drawing, firsts, strict=True)]
+            judged = put_in_place(drawn, logits, [d for d in draws if d.drafts and not d.rows[0].params.greedy])
         for i, first in zip(drawing, firsts, strict=True):
             entry, result = entries[i], results[i]
             end = first + 1 + len(entry.drafts)
-            if self._rejection and entry.drafts and not rows[first].params.greedy:
-                kept = self._judge_by_rejection(entry, rows[first:end], logits[first:end], guesses.get(i), drawn, first)
+            if first in judged:
+                kept = judged[first]
                 for place in range(first, first + kept + 1):
                     if place in found:
                         found[place] = _logprobs_of(logits[place], drawn[place], rows[place])
@@ -99,16 +103,6 @@ class ModelRunner:
             self._keep(entry, kept, drawn[first:end], status[first:end], result)
             if rows[first].params.logprobs is not None:
                 result.logprobs = [found[first + place] for place in range(len(result.tokens))]
-
-    def _judge_by_rejection(self, entry: PlanEntry, rows: list[SamplingRow], logits: Tensor, guess: Tensor | None,
-                            drawn: list[int], first: int) -> int:
-        """Put what rejection sampling gives in place of what was drawn; returns how many drafts it keeps."""
-        weights = draw_weights(logits, SamplingBatch.build(rows, logits.shape[1]))
-        proposal = None if guess is None else guess[None]
-        found = judge_by_rejection(torch.tensor([entry.drafts]), weights[None], proposal, NoiseKeys.of(rows[:1]))
-        kept, token = (int(one) for one in found)
-        drawn[first : first + kept + 1] = [*entry.drafts[:kept], token]
-        return kept
 
     def _keep(self, entry: PlanEntry, kept: int, drawn: list[int], status: list[int], result: EntryResult) -> None:
         """The row takes over the tokens up to the first that is not what was proposed."""

@@ -1,0 +1,132 @@
+"""`quire bench speculative`: one stream with drafts against the same stream without, on texts of two kinds.
+
+Both engines live in one process and take turns on every prompt, so that a busy machine is busy for both. The
+tokens are compared: a figure counts only if they are the same."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quire.bench.speculative_texts import FREE, REPEATING
+from quire.cli.options import json_object
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+    from quire.sampling.params import SamplingParams
+
+EXAMPLES = (
+    "examples:\n"
+    "  quire bench speculative\n"
+    "  quire bench speculative --methods ngram skip_layers --repeat 5 --num-threads 2\n"
+    '  quire bench speculative --config \'{"method": "draft_model", "model": "draft-folder"}\''
+)
+_METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram"},
+    "suffix": {"method": "suffix"},
+    "skip_layers": {"method": "skip_layers", "num_speculative_tokens": 3},
+    "skip_layers_always": {"method": "skip_layers", "num_speculative_tokens": 3, "adaptive": False},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2-135m", help="the target (default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=sorted(_METHODS), default=["ngram", "suffix", "skip_layers"],
+                        metavar="NAME", help=f"some of {', '.join(sorted(_METHODS))} (default: the adaptive ones)")
+    parser.add_argument("--config", type=json_object, metavar="JSON", help="one speculative_config instead")
+    parser.add_argument("--max-tokens", type=int, default=160, metavar="N", help="of each answer (default: 160)")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="turns on each prompt (default: 3)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="streams at once (default: 1)")
+    parser.add_argument("--num-threads", type=int, metavar="N", help="threads of the CPU kernels (default: the cores)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where it runs (default: cpu)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from quire.bench.machine import describe_machine
+    from quire.llm import LLM
+
+    machine = describe_machine()
+    options = {"num_threads": args.num_threads, "device": args.device, "max_model_len": 2048}
+    configs = {"given": args.config} if args.config else {name: _METHODS[name] for name in args.methods}
+    same = True
+    with LLM(args.model, **options) as plain:
+        for name, config in configs.items():
+            with LLM(args.model, speculative_config=config, **options) as drafting:
+                for kind in ("repeating", "free"):
+                    found = compare(plain, drafting, kind, args)
+                    same = same and found["same_tokens"]
+                    print(json.dumps({"bench": "speculative", "method": name, "config": config, **found,
+                                      "model": args.model, **machine}), flush=True)
+    return 0 if same else 1
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Seconds of every prompt's turns, by engine."""
+
+    plain: list[float] = field(default_factory=list)
+    drafting: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.plain) / statistics.median(self.drafting)
+
+
+def compare(plain: LLM, drafting: LLM, kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All prompts of one kind through both, turn by turn; the first turn of each warms up and is not counted."""
+    texts = REPEATING if kind == "repeating" else FREE
+    turns = {name: _Turns() for name in texts}
+    tokens, same = 0, True
+    before = drafting.metrics()
+    for turn in range(args.repeat + 1):
+        for number, (name, text) in enumerate(texts.items()):
+            params = _params(kind, args.max_tokens, number)
+            seconds, wanted = _answer(plain, text, params, args.batch)
+            mine, found = _answer(drafting, text, params, args.batch)
+            same = same and wanted == found
+            if turn:
+                turns[name].plain.append(seconds)
+                turns[name].drafting.append(mine)
+                tokens += sum(map(len, found))
+    return {
+        "text": kind,
+        "batch": args.batch,
+        "same_tokens": same,
+        "plain_tokens_per_s": round(tokens / sum(sum(t.plain) for t in turns.values()), 2),
+        "tokens_per_s": round(tokens / sum(sum(t.drafting) for t in turns.values()), 2),
+        "speedup": round(sum(statistics.median(t.plain) for t in turns.values())
+                         / sum(statistics.median(t.drafting) for t in turns.values()), 3),
+        "speedup_by_text": {name: round(t.ratio, 3) for name, t in turns.items()},
+        **_acceptance(before, drafting.metrics()),
+    }
+
+
+def _params(kind: str, max_tokens: int, number: int) -> SamplingParams:
+    """Greedy answers of a small model fall into loops; drawn ones are free text."""
+    from quire.sampling.params import SamplingParams
+
+    if kind == "repeating":
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return SamplingParams(temperature=0.9, top_p=0.95, seed=number, max_tokens=max_tokens)
+
+
+def _answer(llm: LLM, text: str, params: SamplingParams, batch: int) -> tuple[float, list[list[int]]]:
+    began = time.perf_counter()
+    outputs = llm.chat([[{"role": "user", "content": text}]] * batch, params, use_tqdm=False)
+    return time.perf_counter() - began, [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _acceptance(before: dict[str, int | float], after: dict[str, int | float]) -> dict[str, Any]:
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    steps, offered, accepted = (grown(f"spec_{name}") for name in ("decode_steps", "draft_tokens", "accepted_tokens"))
+    return {
+        "acceptance_rate": round(accepted / offered, 3) if offered else None,
+        "drafts_per_step": round(offered / steps, 3) if steps else 0.0,
+        "tokens_per_step": round((steps + accepted) / steps, 3) if steps else 0.0,
+    }

@@ -1,0 +1,161 @@
+"""How many drafts are worth it: simulated streams, whose clock is what a step would cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from quire.kvcache.manager import KVCacheManager
+from quire.sampling.params import SamplingParams
+from quire.scheduler.plan import EntryResult, StepPlan, StepResult
+from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Limits, Scheduler
+from quire.speculation.ngram import NgramSource
+from quire.speculation.speculator import DeviceSpeculator, LookupSpeculator, Speculator
+
+Cost = Callable[[int], float]
+
+
+def memory_bound(tokens: int) -> float:
+    """Seconds of a step in which reading weights costs more than a few tokens."""
+    return 0.020 + 0.002 * tokens
+
+
+def compute_bound(tokens: int) -> float:
+    return 0.002 + 0.020 * tokens
+
+
+class Stream:
+    """Runs requests whose true tokens are given, on a clock that a cost function moves."""
+
+    def __init__(self, texts: list[list[int]], cost: Cost, speculator: Speculator | None, draft_cost: float = 0.0,
+                 draft_hits: float = 0.0) -> None:
+        self.now = 0.0
+        self.steps = 0
+        self._cost, self._draft_cost, self._hits = cost, draft_cost, draft_hits
+        self._texts = texts
+        self._rng = random.Random(1)
+        if speculator is not None:
+            speculator._clock = lambda: self.now
+            for size in (1, 2, 3, 5, 9, 16, 32, 64):
+                speculator.times.observe(size, cost(size))
+        self.scheduler = Scheduler(Limits(64, 4096, 4096), KVCacheManager(4096, 16), clock=lambda: self.now,
+                                   speculator=speculator)
+        for i, text in enumerate(texts):
+            params = SamplingParams(max_tokens=len(text) - 8, ignore_eos=True)
+            self.scheduler.add(Request(f"r{i}", text[:8], params, seed=i, arrival_time=0.0))
+
+    def run(self) -> float:
+        """Seconds until all are done; what came out is checked."""
+        rows: dict[int, list[int]] = {}
+        produced: dict[str, list[int]] = {}
+        while self.scheduler.has_work:
+            plan = self.scheduler.schedule()
+            assert plan is not None
+            for start in plan.starts:
+                rows[start.row] = self._texts[start.seed]
+            self.now += self._cost(plan.num_tokens)
+            self.now += self._draft_cost * max((entry.device_drafts for entry in plan.entries), default=0)
+            self.steps += 1
+            self.scheduler.update(StepResult(plan.step, self._results(plan, rows)))
+            for update in self.scheduler.take_updates():
+                produced.setdefault(update.request.request_id, []).extend(update.new_tokens)
+        self.scheduler.check()
+        assert [produced[f"r{i}"] for i in range(len(self._texts))] == [text[8:] for text in self._texts]
+        return self.now
+
+    def _results(self, plan: StepPlan, rows: dict[int, list[int]]) -> list[EntryResult]:
+        results = []
+        for entry in plan.entries:
+            text, known = rows[entry.row], entry.start + entry.num_tokens - entry.num_drafts
+            if not entry.sample:
+                results.append(EntryResult())
+                continue
+            kept = 0
+            while kept < entry.num_drafts and (
+                    entry.drafts[kept] == text[known + kept] if entry.drafts else self._rng.random() < self._hits):
+                kept += 1
+            results.append(EntryResult(text[known : known + kept + 1], num_drafts=entry.num_drafts))
+        return results
+
+
+def repeating(length: int = 400) -> list[int]:
+    rng = random.Random(3)
+    paragraph = [rng.randrange(1000) for _ in range(60)]
+    return (paragraph * (length // 60 + 1))[:length]
+
+
+def free(length: int = 400, seed: int = 4) -> list[int]:
+    """Words that come back, as in any language, but seldom with what followed them."""
+    rng = random.Random(seed)
+    return [int(300 * rng.random() ** 3) for _ in range(length)]
+
+
+def speedup(texts: list[list[int]], cost: Cost, speculator: Speculator, **more: float) -> float:
+    return Stream(texts, cost, None).run() / Stream(texts, cost, speculator, **more).run()
+
+
+def test_a_text_that_repeats_itself_is_much_faster_where_tokens_are_cheap() -> None:
+    assert speedup([repeating()], memory_bound, LookupSpeculator(NgramSource(1), 8)) > 3.0
+
+
+@pytest.mark.parametrize("cost", [memory_bound, compute_bound])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_text_that_nobody_can_guess_is_hardly_slower(cost: Cost, seed: int) -> None:
+    assert speedup([free(seed=seed)], cost, LookupSpeculator(NgramSource(1), 8)) > 0.97
+
+
+def test_where_a_token_more_costs_its_full_share_there_are_no_drafts() -> None:
+    speculator = LookupSpeculator(NgramSource(1), 8)
+    assert speedup([repeating()], lambda tokens: 0.02 * tokens, speculator) > 0.999
+    assert speculator.stats.verifications == 0
+
+
+def test_a_large_batch_ends_drafts_by_itself() -> None:
+    """What is memory-bound for one stream is not for 32 of them."""
+    def cost(tokens: int) -> float:
+        return 0.020 * max(1.0, tokens / 24)
+
+    texts = [repeating(200) for _ in range(32)]
+    alone, crowded = LookupSpeculator(NgramSource(1), 8), LookupSpeculator(NgramSource(1), 8)
+    assert speedup(texts[:1], cost, alone) > 2.0
+    assert speedup(texts, cost, crowded) > 0.97
+    assert crowded.stats.decode_tokens / crowded.stats.decode_steps < 1.3
+
+
+def test_drafts_of_a_model_that_hit_pay() -> None:
+    speculator = DeviceSpeculator(5)
+    speculator.drafting.observe(1, 0.002)
+    assert speedup([free()], memory_bound, speculator, draft_cost=0.002, draft_hits=0.9) > 1.8
+
+
+@pytest.mark.parametrize("hits", [0.0, 0.2])
+def test_drafts_of_a_model_that_miss_end_soon(hits: float) -> None:
+    speculator = DeviceSpeculator(5)
+    speculator.drafting.observe(1, 0.010)
+    assert speedup([free(2000)], memory_bound, speculator, draft_cost=0.010, draft_hits=hits) > 0.97
+
+
+def test_a_model_whose_drafts_begin_to_hit_is_found_out() -> None:
+    """While drafts do not pay, one is tried now and then, for a hundredth of the time."""
+    speculator = DeviceSpeculator(5)
+    speculator.drafting.observe(1, 0.002)
+    missing = Stream([free(1500)], memory_bound, speculator, draft_cost=0.002, draft_hits=0.0)
+    missing.run()
+    assert missing.steps > 1450
+    hitting = Stream([free(1500)], memory_bound, speculator, draft_cost=0.002, draft_hits=0.95)
+    hitting.run()
+    assert hitting.steps < 700
+
+
+def test_a_wrong_belief_about_costs_is_mended_by_steps() -> None:
+    """Calibrated on an idle machine, run on one where a draft costs its full share."""
+    speculator = LookupSpeculator(NgramSource(1), 8)
+    stream = Stream([repeating(1500)], compute_bound, speculator)
+    for size in (1, 2, 3, 5, 9):
+        for _ in range(100):
+            speculator.times.observe(size, 0.02)
+    plain = Stream([repeating(1500)], compute_bound, None).run()
+    assert plain / stream.run() > 0.8
