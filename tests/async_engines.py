@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire import AsyncLLM, SamplingParams
-from quire.async_llm import RequestStream
 from quire.engine.output import RequestOutput
+from quire.engine.request_stream import RequestStream
 
 T = TypeVar("T")
 PATIENCE = 120.0

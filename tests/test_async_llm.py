@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, AsyncLLM, BeamSearchParams, InvalidRequestError, SamplingParams
-from quire.async_llm import RequestStream
+from quire.engine.request_stream import RequestStream
 from quire.errors import EngineDeadError, EngineError, QueueFullError, RequestTimeoutError
 from quire.structured.spec import StructuredOutputs
 from tests.async_engines import greedy, last, run, until
@@ -144,7 +144,7 @@ def test_after_a_storm_of_aborts_the_pool_is_whole(smollm2: str) -> None:
         for batch in range(4):
             await asyncio.gather(*[one(llm, 100 * batch + i) for i in range(100)])
         await comes_to_rest(llm)
-        assert not llm._names and not llm._subscriptions
+        assert not llm._desk._names and not llm._desk._subscriptions
 
     run(job, smollm2, max_waiting_requests=500, **DUMMY)
 
@@ -227,7 +227,7 @@ def test_structured_outputs_and_speculation_cross_the_wire(smollm2: str) -> None
 def test_an_abort_reaches_a_request_that_is_still_being_tokenized(smollm2: str) -> None:
     async def job(llm: AsyncLLM) -> None:
         reading = asyncio.create_task(last(llm.generate("word " * 5000, greedy(1000), request_id="a")))
-        await until(lambda: "a" in llm._names)
+        await until(lambda: "a" in llm._desk._names)
         await llm.abort("a")
         await llm.abort("no such request")
         assert (await reading).outputs[0].finish_reason == "abort"

@@ -9,9 +9,9 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -42,23 +42,25 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
-class Supervisor:
-    """`on_message` and `on_pause` as in `EngineClient`; `on_death` is called whenever an engine that was ready is
-    gone, with an error for everyone who waits; `on_ready` for each one that is ready."""
+class EngineListener(Protocol):
+    """Who hears what happens to the engine, on the event loop."""
 
-    def __init__(
-        self,
-        options: Mapping[str, m.Plain],
-        guard: GuardConfig,
-        *,
-        on_message: Callable[[m.FromEngine], None],
-        on_pause: Callable[[], None],
-        on_ready: Callable[[m.Ready], None],
-        on_death: Callable[[EngineDeadError], None],
-    ) -> None:
-        self._options, self._guard = options, guard
-        self._on_message, self._on_pause = on_message, on_pause
-        self._on_ready, self._on_death = on_ready, on_death
+    def ready(self, ready: m.Ready) -> None:
+        """An engine takes requests from now on: the first, or one after a restart."""
+
+    def take(self, message: m.FromEngine) -> None:
+        """It has said something about requests."""
+
+    def paused(self) -> None:
+        """All messages that were there have been taken."""
+
+    def died(self, error: EngineDeadError) -> None:
+        """An engine that was ready is gone; this is for everyone who waits for it."""
+
+
+class Supervisor:
+    def __init__(self, options: Mapping[str, m.Plain], guard: GuardConfig, listener: EngineListener) -> None:
+        self._options, self._guard, self._listener = options, guard, listener
         self._context: zmq.Context[Any] = zmq.Context()
         self._folder = Path(tempfile.mkdtemp(prefix="quire-"))  # for this user only
         self._client: EngineClient | None = None
@@ -103,7 +105,7 @@ class Supervisor:
         self._ready = asyncio.get_running_loop().create_future()
         self._last_words, self._silence, self.proved = None, 0.0, False
         client = self._client = EngineClient(
-            self._context, self._folder, str(self.restarts), on_message=self._take, on_pause=self._on_pause,
+            self._context, self._folder, str(self.restarts), on_message=self._take, on_pause=self._listener.paused,
             on_exit=lambda why: self._lost(why, client))
         client.spawn(self._options)
         return await self._ready
@@ -158,13 +160,13 @@ class Supervisor:
             self.state, self._ready_at = State.READY, time.monotonic()
             if self._client is not None:
                 self._client.heartbeat = m.Heartbeat("idle", self._ready_at, 0)  # the next one may never come
-            self._on_ready(message)
+            self._listener.ready(message)
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(message)
         elif isinstance(message, m.Failed):
             self._failure, self._last_words = _as_error(message), message.message
         else:
-            self._on_message(message)
+            self._listener.take(message)
 
     def _lost(self, why: str, client: EngineClient) -> None:
         """The process has gone, or has been given up: whoever waits for it hears of that now."""
@@ -179,8 +181,8 @@ class Supervisor:
             self.state = State.RESTARTING
             proven = self.proved or time.monotonic() - self._ready_at > _PROVEN_SECONDS
             self._streak = 1 if proven else self._streak + 1
-            self._on_death(EngineDeadError(f"the engine died while this request was in flight: {said}",
-                                           retry_after=1.0))
+            self._listener.died(EngineDeadError(f"the engine died while this request was in flight: {said}",
+                                                retry_after=1.0))
             self._restarting = asyncio.create_task(self._restart(client), name="quire-restart")
 
     async def _restart(self, old: EngineClient) -> None:

@@ -82,12 +82,12 @@ def test_a_soak_with_kills_leaves_nothing_behind(smollm2: str) -> None:
         assert seen.total() == REQUESTS and seen["done"] > REQUESTS // 4, seen
         assert {"left", "InvalidRequestError", "EngineDeadError", "RequestTimeoutError"} <= set(seen), seen
         gc.collect()
-        await until(lambda: llm.num_in_flight == 0 and not llm._names)
+        await until(lambda: llm.num_in_flight == 0 and not llm._desk._names)
         metrics = await llm.metrics(refresh=True)
         assert metrics["kv_blocks_used"] == 0 and metrics["requests_running"] == metrics["requests_waiting"] == 0
         assert metrics["engine_restarts"] == KILLS and metrics["requests_queued"] == metrics["invariant_errors"] == 0
         await llm.check()
         assert len(asyncio.all_tasks()) == tasks and descriptors() <= files
-        assert not llm._calls and not llm._touched
+        assert not llm._desk._calls and not llm._desk._touched
 
     run(job, smollm2, executor="dummy", dummy_step_ms=1.0, num_kv_blocks=600, max_num_seqs=32)
