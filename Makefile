@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml setup.py build_backend.py requirements/constraints.txt $(wildcard quire/kernels/cpu/*.[ch])
 
-.PHONY: demo test browser test-gpu lint bench fuzz clean help
+.PHONY: demo serve test browser test-gpu lint bench fuzz clean help
 
 help:
 	@echo "make demo   set up everything and answer three prompts"
+	@echo "make serve  the OpenAI API on port 8000 of this machine"
 	@echo "make test   set up what tests need and run them all"
 	@echo "make test-gpu  the suite of a GPU, where there is one"
 	@echo "make browser  a Chromium for the tests of the page, where there is none"
@@ -31,6 +32,9 @@ $(VENV)/.ready-test: $(VENV)/.ready
 
 demo: $(VENV)/.ready
 	@$(BIN)/quire demo
+
+serve: $(VENV)/.ready
+	@$(BIN)/quire serve
 
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -n auto

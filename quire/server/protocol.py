@@ -17,7 +17,10 @@ Text = Annotated[str, Field(max_length=1 << 24)]
 
 # A wrong list is refused at its first wrong item: a million complaints would hold up everybody else's streams.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=1 << 20)]
-Texts = Annotated[list[Text], Field(fail_fast=True, max_length=4096)]
+Prompt = Annotated[str, Field(min_length=1, max_length=1 << 24)]
+PromptIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=1 << 20)]
+Prompts = Annotated[list[Prompt], Field(fail_fast=True, min_length=1, max_length=4096)]
+PromptsIds = Annotated[list[PromptIds], Field(fail_fast=True, min_length=1, max_length=4096)]
 
 
 class Strict(BaseModel):
@@ -113,7 +116,7 @@ class GenerationBody(Strict):
 
 
 class CompletionBody(GenerationBody):
-    prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, max_length=4096)] = Field(
+    prompt: Prompt | Prompts | PromptIds | PromptsIds = Field(
         description="text, token ids, or a list of either")
     best_of: int | None = Field(None, ge=1)
     echo: bool | None = Field(None, description="the prompt before its completion")

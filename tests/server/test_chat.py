@@ -233,3 +233,18 @@ def test_a_forced_call_is_begun_in_the_prompt(serve: Serve) -> None:
     assert server.engine.tokenizer is not None
     shown = server.engine.tokenizer.decode(server.engine.asked[-1][0])
     assert shown.endswith('assistant:<tool_call>\n{"name": "weather", "arguments": ')
+
+
+def test_the_client_s_own_accumulator_reads_streams_with_calls_and_thoughts(serve: Serve) -> None:
+    thinking = QWEN.replace("<s>assistant:", "{# </think> #}<s>assistant:")
+    server = serve(f"<think>hm</think>Well. {CALL}{CALL}", template=thinking)
+    tools: Any = TOOLS
+    with server.openai.chat.completions.stream(model="scripted", messages=[{"role": "user", "content": "?"}],
+                                               tools=tools, n=1) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion().choices[0]
+    assert "content.delta" in kinds and "tool_calls.function.arguments.delta" in kinds
+    assert final.message.content == "Well." and final.finish_reason == "tool_calls"
+    assert final.message.tool_calls is not None
+    assert [call.function.arguments for call in final.message.tool_calls] == ['{"city": "Oslo"}'] * 2
+    assert final.message.reasoning_content == "hm"  # type: ignore[attr-defined]
