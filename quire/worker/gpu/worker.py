@@ -56,6 +56,11 @@ class DeviceOptions:
     seed: int = 0
 
 
+def supported(options: DeviceOptions, capability: tuple[int, int]) -> DeviceOptions:
+    """Without what a GPU of that compute capability lacks: dependent launches and bulk requests came with Hopper."""
+    return options if capability >= (9, 0) else replace(options, launch_early=False, prefetch=0)
+
+
 class GpuWorker:
     """Plans in, futures out. `weights` None: random ones, made on the device."""
 
@@ -69,6 +74,8 @@ class GpuWorker:
     ) -> None:
         self.spec = read_spec(config)
         self.device = torch.device(options.device)
+        if self.device.type == "cuda":
+            options = supported(options, torch.cuda.get_device_capability(self.device))
         self._options = options
         self.timings: dict[str, float] = {}
         try:

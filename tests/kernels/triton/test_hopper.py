@@ -28,7 +28,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_every_kernel_compiles_and_none_spills_registers(compiled: dict[str, Any]) -> None:
     stacks = {name: int(kernel["resources"].split("STACK:")[1].split()[0]) for name, kernel in compiled.items()}
-    assert {name: size for name, size in stacks.items() if size > 16} == {}
+    assert {name: size for name, size in stacks.items() if size > 64} == {}
 
 
 def test_no_product_and_sum_is_fused_in_the_attention_of_deterministic_mode(compiled: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.worker.gpu.worker import GpuWorker
+from quire.worker.gpu.worker import DeviceOptions, GpuWorker, supported
 from tests.worker.gpu.engines import GEMMA3, QWEN3, make_engine, run, workload
 
 
@@ -46,3 +46,10 @@ def test_a_row_with_infinite_logits_fails_alone() -> None:
     found = run(core, requests)
     failed = [error for *_, error in found.values() if error is not None]
     assert len(failed) == 1 and "not finite" in failed[0]
+
+
+def test_a_gpu_before_hopper_is_spared_what_only_hopper_has() -> None:
+    options = DeviceOptions(max_num_seqs=7)
+    assert supported(options, (9, 0)) is options and supported(options, (10, 0)) is options
+    older = supported(options, (8, 9))
+    assert (older.launch_early, older.prefetch, older.max_num_seqs) == (False, 0, 7)
