@@ -96,6 +96,7 @@ export class EnginePanel {
     this.queues.draw();
     this.plots.draw();
     this.#showNumbers();
+    this.node.dataset.waiting = state.numWaiting;
     this.node.dataset.steps = state.totals.steps ?? 0;
     this.node.dataset.preemptions = state.totals.preemptions ?? 0;
     this.node.dataset.copies = state.totals.copies_on_write ?? 0;
