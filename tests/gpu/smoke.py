@@ -193,6 +193,7 @@ def check_mixed() -> None:
 def check_linear() -> None:
     from quire.kernels.triton import linear_few
     from quire.kernels.triton.linear_fixed import FixedShape, linear_fixed
+    from quire.kernels.triton.linear_row import RowShape
     from tests.kernels.triton import cases
 
     for dtype in (BF16, FP16, FP32):
@@ -201,6 +202,15 @@ def check_linear() -> None:
         attempt(f"few odd {dtype}", lambda t=dtype: cases.check_linear_few(D, t, 3, 130, 576))
         attempt(f"fixed {dtype}", lambda t=dtype: cases.check_linear_fixed(D, t, 300, 1000, 4096))
     attempt("few pdl", lambda: cases.check_linear_few(D, BF16, 1, 6144, 4096, pdl=True))
+    for dtype in (BF16, FP16, FP32):
+        for sizes in ((1, 2048, 8), (2, 512, 2), (4, 1024, 4)):
+            for features, width in ((6144, 4096), (130, 5120)):
+                attempt(
+                    f"row {dtype} {features}x{width} {sizes}",
+                    lambda t=dtype, z=sizes, f=features, w=width: cases.check_linear_row(
+                        D, t, f, w, RowShape(*z), pdl=True
+                    ),
+                )
     x = cases.rand(130, 4096, dtype=BF16, device=D)
     w = cases.rand(1024, 4096, dtype=BF16, device=D)
     base = linear_fixed(x, w)
