@@ -149,6 +149,25 @@ def test_after_a_storm_of_aborts_the_pool_is_whole(smollm2: str) -> None:
     run(job, smollm2, max_waiting_requests=500, **DUMMY)
 
 
+def test_closing_a_stream_frees_its_blocks_within_two_steps(smollm2: str) -> None:
+    async def job(llm: AsyncLLM) -> None:
+        usage: list[float] = []
+        llm.on_step_stats = lambda stats: usage.append(stats.kv_usage)
+        small, large = llm.generate([1] * 32, greedy(3000)), llm.generate([2] * 3200, greedy(3000))
+        await anext(small)
+        await anext(large)
+        await until(lambda: usage[-1] > 202 / 4096)
+        before = len(usage)
+        await large.aclose()
+        await until(lambda: len(usage) >= before + 3)
+        # The step that runs when it is closed, and the one that is planned without it.
+        assert max(usage[before + 1:]) < 20 / 4096 < usage[before - 1]
+        await small.aclose()
+        await comes_to_rest(llm)
+
+    run(job, smollm2, dummy_step_ms=50.0, **DUMMY)
+
+
 def test_a_slow_reader_gets_fewer_and_larger_outputs_and_slows_nobody(smollm2: str) -> None:
     async def job(llm: AsyncLLM) -> None:
         slow = llm.generate([1], greedy(300), output_kind="delta")
@@ -287,6 +306,7 @@ def test_health_says_no_more_than_is_so(smollm2: str) -> None:
     async def job(llm: AsyncLLM) -> None:
         await llm.check_health()
         assert llm.state == "ready" and llm.model_name == smollm2 and llm.tokenizer is not None
+        assert (await llm.metrics())["kv_blocks_total"] == 4096 and (await llm.metrics())["steps"] == 0
         await llm.shutdown()
         await llm.shutdown()
         with pytest.raises(EngineDeadError, match="shut down"):

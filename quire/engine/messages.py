@@ -97,6 +97,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     chunked_prefill: bool
+    metrics: dict[str, int | float]
+    """All counters and gauges as they begin."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

@@ -97,7 +97,7 @@ class EngineServer:
         return m.Ready(
             self._engine.source.name, self._engine.spec.vocab_size, self._engine.pool.max_model_len, sorted(self._eos),
             self._scheduler.cache.num_blocks, self._scheduler.cache.block_size, limits.max_num_seqs,
-            limits.max_num_batched_tokens, limits.chunked_prefill)
+            limits.max_num_batched_tokens, limits.chunked_prefill, flat_metrics(self._scheduler, self._engine.pool))
 
     def run(self) -> None:
         """Until told to stop."""

@@ -25,6 +25,10 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("quire.desk")
 
+_HELD = ("requests_running", "requests_waiting", "requests_swapped", "kv_blocks_used", "kv_blocks_cached",
+         "host_blocks_used", "host_blocks_cached")
+"""Metrics of what an engine holds, which is nothing once it is dead."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
@@ -203,11 +207,13 @@ class RequestDesk:
     def ready(self, ready: m.Ready) -> None:
         """Also after a restart, when the pool may have another size."""
         self._ready = ready
+        self.engine_metrics = ready.metrics
         self._admission = Admission(self._guard.max_waiting_requests, self._guard.max_waiting_tokens,
                                     ready.max_num_seqs)
 
     def died(self, error: EngineDeadError) -> None:
         self.counts.lost += len(self._subscriptions)
+        self.engine_metrics = {name: 0 if name in _HELD else value for name, value in self.engine_metrics.items()}
         self.fail_all(error)
 
     def paused(self) -> None:

@@ -67,6 +67,8 @@ def test_a_killed_engine_fails_what_is_in_flight_at_once_and_comes_back(smollm2:
             assert caught.value.retry_after is not None
             with pytest.raises(EngineDeadError):
                 await llm.generate([1], LONG).start()
+            metrics = await llm.metrics()
+            assert metrics["requests_running"] == metrics["kv_blocks_used"] == 0
             await serves_again(llm)
             metrics = await llm.metrics()
             assert metrics["engine_restarts"] == round and metrics["requests_lost"] == 5 * round
@@ -142,6 +144,20 @@ def test_an_engine_that_cannot_start_says_why() -> None:
         run(nothing, "smollm2-135m", blocksize=3)
     with pytest.raises(ConfigError, match="heartbeat_timeout"):
         run(nothing, "smollm2-135m", heartbeat_timeout=0.0)
+
+
+def test_an_engine_killed_while_it_restarts_is_restarted_again(smollm2: str) -> None:
+    async def job(llm: AsyncLLM) -> None:
+        first = llm.engine_pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: llm.engine_pid != first)
+        assert llm.engine_pid is not None and llm.state == "restarting"
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        await serves_again(llm)
+        assert (await llm.metrics())["engine_restarts"] == 2
+
+    run(job, smollm2, **SLOW)
 
 
 def test_restarts_are_bounded(smollm2: str) -> None:
