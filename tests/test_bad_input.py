@@ -68,6 +68,8 @@ def test_bad_words_and_eos_beyond_the_vocabulary_harm_nobody(llm: LLM) -> None:
     lambda llm: llm.generate([[True, False]]),
     lambda llm: llm.generate([np.array([1, 2]).astype(float).tolist()]),
     lambda llm: llm.generate([[1]], "greedy"),
+    lambda llm: llm.generate({"prompt": [1, 2]}),
+    lambda llm: llm.generate({"prompt_token_ids": "\x01\x02"}),
 ])
 def test_arguments_of_a_wrong_kind_raise_our_own_error(llm: LLM, call: Any) -> None:
     with pytest.raises(InvalidRequestError):

@@ -82,7 +82,12 @@ class InputProcessor:
             special = prompt.get("add_special_tokens", True)
             if not isinstance(special, bool):
                 raise InvalidRequestError("add_special_tokens must be True or False", field="add_special_tokens")
-            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+            if "prompt_token_ids" in prompt:
+                if isinstance(prompt["prompt_token_ids"], str):
+                    raise InvalidRequestError("prompt_token_ids is a list of token ids: give text as prompt",
+                                              field="prompt_token_ids")
+                return None, self._checked_ids(prompt["prompt_token_ids"]), salt
+            prompt = _text(prompt["prompt"], "prompt")
         if isinstance(prompt, str):
             return prompt, self._tokenize(prompt, special), salt
         return None, self._checked_ids(prompt), salt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import Any
 
 from quire.scheduler.scheduler import SchedulerStats
 
@@ -18,11 +19,16 @@ class Progress:
     def __enter__(self) -> Progress:
         self._bar = None
         if self._enabled:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=self._total, desc="Generating", unit="req", dynamic_ncols=True)
+            self._bar = self._make_bar()
         self._start = time.perf_counter()
         return self
+
+    def _make_bar(self) -> Any:
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return None  # the engine itself does without
+        return tqdm(total=self._total, desc="Generating", unit="req", dynamic_ncols=True)
 
     def update(self, finished: int) -> None:
         if self._bar is None:

@@ -107,7 +107,7 @@ class RequestDesk:
             raise EngineDeadError("the engine is shutting down and takes no more requests")
         self.supervisor.check()
         if request_id in self._names:
-            raise InvalidRequestError(f"request id {request_id!r} is in use", field="request_id")
+            raise InvalidRequestError(f"request_id {request_id!r} is in use", field="request_id")
         self._names[request_id] = None
 
     def release(self, request_id: str) -> None:

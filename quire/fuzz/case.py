@@ -13,6 +13,8 @@ from quire.errors import InvalidRequestError
 VOCABULARY = 61
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789{}[]\":,.-+*/()<>=! \n"
 """What tokens 1 and up stand for where outputs have a shape; 0 ends a text, and the last few mean nothing."""
+LONGEST_DOCUMENT = 140
+"""With the rest of a prompt and its output it fits the positions of the model."""
 SHAPES: tuple[dict[str, Any], ...] = (
     {"regex": "[a-z]{2,9}( [0-9]{1,3}){0,4}"},
     {"choice": ["yes", "no", "yesterday"]},
@@ -90,9 +92,20 @@ def random_case(seed: int) -> FuzzCase:
             tenant=rng.choice([None, "x", "y"]),
         ))
         _make_group(rng, case.requests[-1])
+    _lengthen(random.Random(f"{seed} document"), case.requests)
     case.options = _options(rng, case.requests)
     _give_shapes(random.Random(f"{seed} shapes"), case.requests)
     return case
+
+
+def _lengthen(rng: random.Random, requests: list[FuzzRequest]) -> None:
+    """In some cases most prompts begin with one long text: whole tiles of keys that decoding sequences share."""
+    if rng.random() >= 0.25:
+        return
+    document = _tokens(rng, rng.randint(60, LONGEST_DOCUMENT))
+    for request in requests:
+        if rng.random() < 0.8:
+            request.prompt[:0] = document
 
 
 def _give_shapes(rng: random.Random, requests: list[FuzzRequest]) -> None:

@@ -84,7 +84,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request, or refuse one that could never run."""
         if request.request_id in self._roster.requests:
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use", field="request_id")
+            raise InvalidRequestError(f"request_id {request.request_id!r} is in use", field="request_id")
         request.max_len = longest_allowed(request, self.limits, self.cache)
         request.arrival_index = self._arrivals
         self._arrivals += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,16 @@ def test_cases_cover_groups_beams_tiers_priorities_and_tenants() -> None:
     shapes = [r.params["structured_outputs"] for r in requests if "structured_outputs" in r.params]
     assert {kind for shape in shapes for kind in shape} == {"json", "json_object", "regex", "choice", "grammar"}
     assert any("structured_outputs" not in r.params and r.beam is None for r in requests)
+
+
+def test_cases_cover_decoding_sequences_that_share_whole_tiles_of_keys() -> None:
+    """Attention reads tiles of 64 keys that several sequences share once for all of them."""
+    cases = [random_case(seed) for seed in range(80)]
+    shared = [max(Counter(tuple(r.prompt[:64]) for r in case.requests if len(r.prompt) > 64).values(), default=0)
+              for case in cases]
+    assert sum(count >= 4 for count in shared) >= 8
+    assert all(len(r.prompt) + r.max_tokens <= case.model["max_position_embeddings"]
+               for case in cases for r in case.requests)
 
 
 def test_every_request_of_a_case_fits_its_pool() -> None:

@@ -1,0 +1,35 @@
+"""The offline engine needs torch, numpy, safetensors, tokenizers and jinja2; the rest serves other doors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.test_bad_input import CONFIG
+
+PROGRAM = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in OTHERS:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+OTHERS = set(sys.argv[2].split())
+sys.meta_path.insert(0, Missing())
+import quire
+from quire import LLM, SamplingParams, RequestOutput
+assert "torch" not in sys.modules
+with LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, device="cpu", num_threads=1) as llm:
+    print(len(llm.generate([[3, 4], [5]], SamplingParams(max_tokens=3, ignore_eos=True))[1].outputs[0].token_ids))
+"""
+OTHERS = ("aiohttp gguf httptools httpx huggingface_hub msgspec prometheus_client pydantic starlette tqdm transformers "
+          "uvicorn uvloop xgrammar zmq")
+
+
+def test_the_offline_engine_needs_few_packages_and_torch_only_when_it_is_made(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), OTHERS], capture_output=True, text=True)
+    assert done.stdout == "3\n", done.stderr
