@@ -42,6 +42,8 @@ async def until_disconnect(receive: Receive, ending: Callable[[], bool]) -> Asyn
     watcher = asyncio.create_task(watch())
     try:
         yield
+        if gone:  # it left just as the work was done: let the cancellation arrive here and not somewhere else
+            await asyncio.sleep(0)
     except asyncio.CancelledError:
         if not gone and not ending():
             raise

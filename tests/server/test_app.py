@@ -140,7 +140,7 @@ def test_no_page_of_another_origin_may_read_answers_unless_allowed(serve: Serve,
 
 
 def test_bodies_headers_schemas_and_connections_are_bounded(serve: Serve) -> None:
-    server = serve(max_body_size=2000, max_connections=3, max_schema_size=100, read_timeout=0.6)
+    server = serve(max_body_size=2000, max_connections=3, max_schema_size=100, read_timeout=1.5)
     large = {"messages": [{"role": "user", "content": "x" * 3000}]}
     assert server.http.post("/v1/chat/completions", json=large).status_code == 413
 
