@@ -21,6 +21,7 @@ from typing import Any
 
 from quire.bench.http_client import Reply, ask
 from quire.cli.options import add_engine_options, engine_options, integer
+from quire.errors import QuireError
 
 EXAMPLES = ("examples:\n  quire bench soak --executor dummy\n"
             "  quire bench soak --requests 200 --kills 1 --num-threads 1")
@@ -100,9 +101,9 @@ async def _wave(address: str, engine: Any, count: int, at_once: int, dice: rando
     gate = asyncio.Semaphore(at_once)
 
     async def one(number: int) -> None:
-        if number in killings:
-            await _kill(engine, found)
         async with gate:
+            if number in killings:
+                await _kill(engine, found)
             await _request(address, random.Random(f"{number}:{dice_seed}"), found)
 
     dice_seed = dice.random()
@@ -110,13 +111,15 @@ async def _wave(address: str, engine: Any, count: int, at_once: int, dice: rando
 
 
 async def _kill(engine: Any, found: Findings) -> None:
-    """kill -9, while requests are in flight."""
-    await asyncio.sleep(0.2)
-    pid = engine.engine_pid
-    if pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    """kill -9, while requests are in flight; one that is down from the last time is let come up first."""
+    deadline = time.monotonic() + _SLOWEST
+    while time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
+        with contextlib.suppress(QuireError, ProcessLookupError):
+            await engine.check_health()
+            os.kill(engine.engine_pid, signal.SIGKILL)
             found.kills += 1
+            return
 
 
 async def _request(address: str, dice: random.Random, found: Findings) -> None:
