@@ -6,8 +6,10 @@ anywhere else. SIGTERM and Ctrl-C let running requests finish, within --drain-ti
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-from typing import Any
+import signal
+from typing import Any, NoReturn
 
 from quire.cli.options import add_engine_options, add_options_of, engine_options, options_of
 from quire.config import GuardConfig, ServerConfig
@@ -34,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    with contextlib.suppress(ValueError):  # not the main thread: tests
+        signal.signal(signal.SIGTERM, _stop)  # until the server has its own, which may take a second of imports
     from quire.cli.engine import fetch
     from quire.config import EngineConfig
     from quire.server import log
@@ -54,6 +58,10 @@ def run(args: argparse.Namespace) -> int:
         return await AsyncLLM.start(**options, **guard)
 
     return serve(config, start)
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    raise SystemExit(0)
 
 
 def _engine_options(args: argparse.Namespace, num_keys: int) -> dict[str, Any]:

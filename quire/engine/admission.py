@@ -1,4 +1,7 @@
-"""Who may wait for the engine: a bound on requests and on prompt tokens, and a guess when there will be room."""
+"""Who may wait for the engine: a bound on requests and on prompt tokens, and a guess when there will be room.
+
+A full queue is shared fairly: a tenant with less in it takes the place of the one with most.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,10 @@ class Admission:
         """Of the fresh ones."""
         self._tokens = 0
         """Of the fresh ones and of those passed over."""
+        self._tenants: dict[int, str | None] = {}
+        """Of all these, by handle."""
+        self._shares: dict[str | None, list[int]] = {}
+        """Requests and prompt tokens of each tenant."""
         self._left: deque[tuple[float, int]] = deque()
         """When requests left the queue, and their tokens."""
 
@@ -69,12 +76,41 @@ class Admission:
                 f"(max_waiting_tokens is {self._max_tokens}): try again later",
                 self._estimate(0, tokens + prompt_tokens - self._max_tokens))
 
+    def displaced_by(self, tenant: str | None, prompt_tokens: int) -> list[int]:
+        """Who must leave a full queue for a tenant that has less in it: the newest of the tenant that has most, as
+        long as that one keeps no less than the other gets. Nobody where that makes no room."""
+        requests, tokens = self.waiting
+        too_many = requests + 1 - self._max_requests
+        too_large = tokens + prompt_tokens - self._max_tokens
+        kind = 0 if too_many > 0 else 1
+        heaviest = max(self._shares, key=lambda name: self._shares[name][kind], default=tenant)
+        kept = list(self._shares.get(heaviest, (0, 0)))
+        own = self._shares.get(tenant, (0, 0))
+        gets = (own[0] + 1, own[1] + prompt_tokens)
+        found: list[int] = []
+        for waiting in (self._fresh, self._passed_over):
+            for handle in reversed(waiting):
+                if too_many <= 0 and too_large <= 0:
+                    return found
+                if self._tenants[handle] == heaviest:
+                    size = waiting[handle][0]
+                    kept = [kept[0] - 1, kept[1] - size]
+                    if heaviest == tenant or kept[kind] < gets[kind]:
+                        return []
+                    found.append(handle)
+                    too_many, too_large = too_many - 1, too_large - size
+        return found if too_many <= 0 and too_large <= 0 else []
+
     # ---- what happens to requests
 
-    def sent(self, handle: int, prompt_tokens: int, rows: int) -> None:
+    def sent(self, handle: int, prompt_tokens: int, rows: int, tenant: str | None = None) -> None:
         self._fresh[handle] = (prompt_tokens, rows)
         self._rows_wanted += rows
         self._tokens += prompt_tokens
+        self._tenants[handle] = tenant
+        share = self._shares.setdefault(tenant, [0, 0])
+        share[0] += 1
+        share[1] += prompt_tokens
 
     def started(self, handle: int) -> None:
         """The engine has begun with it."""
@@ -98,7 +134,7 @@ class Admission:
 
     def clear(self) -> None:
         """The engine is gone, and everyone with it."""
-        for each in (self._fresh, self._passed_over, self._running):
+        for each in (self._fresh, self._passed_over, self._running, self._tenants, self._shares):
             each.clear()
         self._rows_used = self._rows_wanted = self._tokens = 0
 
@@ -112,6 +148,12 @@ class Admission:
         if found is None:
             return None
         self._tokens -= found[0]
+        tenant = self._tenants.pop(handle)
+        share = self._shares[tenant]
+        share[0] -= 1
+        share[1] -= found[0]
+        if not share[0]:
+            del self._shares[tenant]
         now = self._clock()
         self._left.append((now, found[0]))
         while self._left[0][0] < now - _WINDOW_SECONDS:

@@ -126,9 +126,12 @@ class RequestDesk:
         self.supervisor.check()  # it may have died while the prompt was tokenized
         try:
             self._admission.check(request.num_prompt_tokens, request.width)
-        except QueueFullError:
-            self.counts.refused_queue_full += 1
-            raise
+        except QueueFullError as full:
+            displaced = self._admission.displaced_by(request.tenant, request.num_prompt_tokens)
+            self.counts.refused_queue_full += max(1, len(displaced))
+            if not displaced:
+                raise
+            self._displace(displaced, full.retry_after)
         handle = next(self._handles)
         self.supervisor.send(m.add(handle, m.RequestBody(
             request.request_id, list(request.prompt_token_ids), request.params, request.seed, request.arrival_time,
@@ -142,7 +145,7 @@ class RequestDesk:
             left = max(0.0, request.arrival_time + timeout - time.monotonic())
             subscription.timer = self._loop.call_later(left, self._time_out, subscription, timeout)
         self._subscriptions[handle] = self._names[request.request_id] = subscription
-        self._admission.sent(handle, request.num_prompt_tokens, request.width)
+        self._admission.sent(handle, request.num_prompt_tokens, request.width, request.tenant)
         self.idle.clear()
         if request.request_id in self._aborted_early:
             self.abort(request.request_id)
@@ -180,6 +183,12 @@ class RequestDesk:
             if not future.done():
                 future.set_exception(EngineDeadError(str(error), error.retry_after))
         self._calls.clear()
+
+    def _displace(self, handles: list[int], retry_after: float) -> None:
+        self.supervisor.send(m.Abort(handles))
+        for handle in handles:
+            self._fail(self._subscriptions[handle], QueueFullError(
+                "the queue is full, and others who wait have less in it: try again later", retry_after))
 
     def _time_out(self, subscription: Subscription, seconds: float) -> None:
         self.counts.timed_out += 1

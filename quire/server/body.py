@@ -12,6 +12,8 @@ from quire.server.api_error import ApiError, validation_error
 from quire.server.generation import ClientGone
 
 _Body = TypeVar("_Body", bound=BaseModel)
+_DRAINED = 8
+"""So many times the largest body are read, and dropped, to be heard by whoever sends too much."""
 
 
 async def read_body(scope: Any, receive: Any, kind: type[_Body], config: ServerConfig) -> _Body:
@@ -23,7 +25,8 @@ async def read_body(scope: Any, receive: Any, kind: type[_Body], config: ServerC
         raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
     most = parse_bytes(config.max_body_size, "max_body_size")
     length = headers.get(b"content-length", b"0")
-    if length.isdigit() and int(length) > most:
+    declared = int(length) if length.isdigit() else 0
+    if declared > most and (b"expect" in headers or declared > _DRAINED * most):
         raise _too_large(most)
     try:
         async with asyncio.timeout(config.read_timeout):
@@ -38,6 +41,8 @@ async def read_body(scope: Any, receive: Any, kind: type[_Body], config: ServerC
 
 
 async def _read(receive: Any, most: int) -> bytes:
+    """All of it. Of one that is too large some more is read and dropped: a client that is still sending when the
+    connection closes sees a reset, and not the answer that says why."""
     pieces, size = [], 0
     while True:
         message = await receive()
@@ -45,9 +50,12 @@ async def _read(receive: Any, most: int) -> bytes:
             raise ClientGone("the client has closed its connection")
         piece = message.get("body", b"")
         size += len(piece)
-        if size > most:
+        if size <= most:
+            pieces.append(piece)
+        else:
+            pieces.clear()
+        if size > _DRAINED * most or (size > most and not message.get("more_body", False)):
             raise _too_large(most)
-        pieces.append(piece)
         if not message.get("more_body", False):
             return b"".join(pieces)
 

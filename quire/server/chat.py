@@ -29,7 +29,7 @@ async def chat_completion(service: Service, record: RequestRecord, body: ChatBod
     if body.top_logprobs is not None and not body.logprobs:
         raise refusal("top_logprobs", "needs logprobs")
     text = await _prompt(service, body, tools) + tools.opening
-    tokens = await service.encode(text, add_special_tokens=False)
+    tokens = await service.encode_prompt(text, "messages", add_special_tokens=False)
     service.check_length(len(tokens), max_tokens, "messages")
     if max_tokens is None and body.use_beam_search:
         max_tokens = service.engine.max_model_len - len(tokens)
@@ -157,7 +157,7 @@ class ChatAnswer(Answer):
         if content:
             delta["content"] = content
         if calls:
-            delta["tool_calls"] = [_call_piece(call) for call in calls]
+            delta["tool_calls"] = [_call_piece(call) for call in _merged(calls)]
         found = b""
         logprobs = chat_logprobs(new_logprobs(each), self._top, self.service.tokenizer) if self._body.logprobs else None
         told = self._body.logprobs or self._body.return_token_ids
@@ -204,6 +204,16 @@ class ChatAnswer(Answer):
             choice["token_ids"] = each.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
+
+
+def _merged(calls: list[CallDelta]) -> list[CallDelta]:
+    """One piece for each call: clients that add chunks up expect an index once in each."""
+    found: dict[int, CallDelta] = {}
+    for call in calls:
+        first = found.setdefault(call.index, call)
+        if first is not call:
+            first.arguments += call.arguments
+    return list(found.values())
 
 
 def _call_piece(call: CallDelta) -> dict[str, Any]:

@@ -14,6 +14,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 class TextPart(Strict):
     type: Literal["text"]
     text: Text
+    prompt_cache_breakpoint: JsonObject | None = Field(None, description="no effect")
 
 
 class RefusalPart(Strict):
@@ -102,17 +103,11 @@ class ChatBody(GenerationBody):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="for models whose chat template knows it; refused otherwise")
     chat_template_kwargs: JsonObject | None = Field(None, description="Quire: variables of the chat template")
     add_generation_prompt: bool | None = Field(None, description="Quire: default true")
     # No effect on the output.
-    metadata: dict[str, str] | None = Field(None, description="no effect")
-    store: bool | None = Field(None, description="no effect: nothing is stored")
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = Field(None, description="no effect")
-    safety_identifier: str | None = Field(None, description="no effect")
-    prompt_cache_key: str | None = Field(None, description="no effect: prefixes are found by their content")
-    prompt_cache_retention: str | None = Field(None, description="no effect")
     prediction: JsonObject | None = Field(None, description="no effect")
     # A text model cannot.
     modalities: list[Literal["text"]] | None = Field(None, description='only ["text"]')

@@ -52,7 +52,7 @@ async def _prompts(service: Service, body: CompletionBody) -> tuple[list[str | N
     for prompt in several:
         if isinstance(prompt, str):
             texts.append(prompt)
-            tokens.append(await service.encode(prompt, special))
+            tokens.append(await service.encode_prompt(prompt, "prompt", special))
         else:
             text = service.tokenizer.decode(prompt) if body.echo and service.tokenizer is not None else None
             texts.append(text)

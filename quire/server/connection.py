@@ -13,6 +13,18 @@ _BUSY = (b'{"error":{"message":"too many connections are open: come back later",
          b'"param":null,"code":"too_many_connections"}}')
 _LONG = (b'{"error":{"message":"the headers are too large","type":"invalid_request_error","param":null,'
          b'"code":"headers_too_large"}}')
+_UNREADABLE = (b'{"error":{"message":"this is not valid HTTP","type":"invalid_request_error","param":null,'
+               b'"code":"invalid_http"}}')
+
+
+class _UntilClosed(int):
+    """What uvicorn believes to be left of a body whose length nobody knows: enough for any piece, and 0 at the end."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: object) -> _UntilClosed:  # type: ignore[override]
+        return self
 
 
 def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
@@ -54,6 +66,10 @@ def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
             self._headers_came()
             if not self.transport.is_closing():
                 super().on_headers_complete()
+                if self.cycle is not None and self.parser.get_http_version() == "1.0":
+                    # It knows no chunks: a stream ends with its connection, which is closed in any case.
+                    self.cycle.chunked_encoding = False
+                    self.cycle.expected_content_length = _UntilClosed()
 
         def on_body(self, body: bytes) -> None:
             if self.cycle is not None:
@@ -62,6 +78,9 @@ def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
         def on_message_complete(self) -> None:
             if self.cycle is not None:
                 super().on_message_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(b"400 Bad Request", _UNREADABLE)
 
         def _await_headers(self) -> None:
             """A client that opens a connection and says nothing does not keep it."""

@@ -13,6 +13,7 @@ from quire.engine.output import RequestOutput
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.server.api_error import ApiError
 from quire.server.metrics import Stopwatch
+from quire.server.parameters import in_words_of
 from quire.server.service import Service
 
 Receive = Callable[[], Awaitable[Any]]
@@ -113,7 +114,8 @@ async def _one(service: Service, work: Work, place: int) -> AsyncGenerator[Reque
         raise EngineError("the engine ended the request without saying why")
     except InvalidRequestError as error:
         reason = "error"
-        raise ApiError(400, str(error), param=work.client_name(error.field)) from error
+        message = in_words_of(work.constraint_field, str(error))
+        raise ApiError(400, message, param=work.client_name(error.field)) from error
     except Exception:
         reason = "error"
         raise

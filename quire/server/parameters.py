@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,8 @@ def engine_params(body: GenerationBody, wishes: Wishes, config: ServerConfig) ->
         if getattr(body, name) is not None:
             raise refusal(name, "needs use_beam_search")
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name) is not None}
+    if body.top_p == 0:  # the smallest share that holds a token: the likeliest alone
+        fields["top_p"], fields["top_k"] = 1.0, 1
     if body.temperature is not None:
         fields["temperature"] = body.temperature
     if body.logit_bias:
@@ -135,4 +138,11 @@ def _structured(field: str, constraint: dict[str, Any]) -> StructuredOutputs:
     try:
         return StructuredOutputs(**constraint)
     except InvalidRequestError as error:
-        raise ApiError(400, str(error), param=field) from error
+        raise ApiError(400, in_words_of(field, str(error)), param=field) from error
+
+
+def in_words_of(field: str | None, message: str) -> str:
+    """A complaint about `structured_outputs.…` that names what the client has written instead."""
+    if field in (None, "structured_outputs"):
+        return message
+    return re.sub(r"^structured_outputs(\.\w+)?", lambda _: str(field), message)

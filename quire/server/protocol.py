@@ -84,9 +84,17 @@ class GenerationBody(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     # No effect on the output.
     user: str | None = Field(None, description="no effect")
+    metadata: dict[str, str] | None = Field(None, description="no effect")
+    store: bool | None = Field(None, description="no effect: nothing is stored")
+    service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast"] | None = Field(
+        None, description="no effect")
+    safety_identifier: str | None = Field(None, description="no effect")
+    prompt_cache_key: str | None = Field(None, description="no effect: prefixes are found by their content")
+    prompt_cache_retention: str | None = Field(None, description="no effect")
+    prompt_cache_options: JsonObject | None = Field(None, description="no effect")
     # Quire's own.
     top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="Quire: draw from this many likeliest tokens")
     min_p: float | None = Field(None, ge=0, le=1, description="Quire: drop tokens below this share of the likeliest")

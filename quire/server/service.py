@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _LONG_TEXT = 4096
 """Characters: tokenizing more than this would hold up the other streams."""
+_CUT_TOKENS = 64
+"""So many tokens at most differ between a text and its beginning, where that is cut."""
 
 
 @dataclass(slots=True)
@@ -88,16 +90,29 @@ class Service:
             return tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
 
+    async def encode_prompt(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+        """As `encode`. A prompt far beyond the context is refused by its beginning: all of it may take seconds."""
+        longest = self.engine.max_model_len
+        for characters in (8 * longest, 32 * longest):
+            if len(text) <= characters:
+                break
+            count = len(await self.encode(text[:characters], add_special_tokens))
+            if count > longest + _CUT_TOKENS:
+                raise self._too_long(f"more than {count - _CUT_TOKENS}", "at least 1", param)
+        return await self.encode(text, add_special_tokens)
+
     def check_length(self, num_prompt: int, max_tokens: int | None, param: str) -> None:
         """Refuse what is longer than the model's context, as OpenAI does."""
         longest = self.engine.max_model_len
         wanted = num_prompt + (1 if max_tokens is None else max(max_tokens, 1))
         if wanted > longest:
-            asked = "at least 1" if max_tokens is None else str(max_tokens)
-            raise ApiError(
-                400, f"this model's context is {longest} tokens, and the request asks for {num_prompt} in {param} and "
-                     f"{asked} to generate: shorten {param} or lower max_tokens", param=param,
-                code="context_length_exceeded")
+            raise self._too_long(str(num_prompt), "at least 1" if max_tokens is None else str(max_tokens), param)
+
+    def _too_long(self, has: str, asked: str, param: str) -> ApiError:
+        return ApiError(
+            400, f"this model's context is {self.engine.max_model_len} tokens, and the request asks for {has} in "
+                 f"{param} and {asked} to generate: shorten {param} or lower max_tokens", param=param,
+            code="context_length_exceeded")
 
     def timeout(self, wanted: float | None) -> float:
         return self.config.request_timeout if wanted is None else min(wanted, self.config.request_timeout)

@@ -50,10 +50,9 @@ class ToolUse:
 def tool_use(body: ChatBody, form: str, config: ServerConfig) -> ToolUse:
     tools, choice = body.tools or [], body.tool_choice
     if not tools:
-        if choice not in (None, "none", "auto") or body.tools == []:
-            field_name = "tools" if body.tools == [] else "tool_choice"
-            raise refusal(field_name, "needs at least one tool in tools")
-        if choice == "auto":
+        if body.tools is not None:
+            raise refusal("tools", "is empty: give at least one tool, or leave it out")
+        if choice not in (None, "none"):
             raise refusal("tool_choice", "needs at least one tool in tools")
         return ToolUse()
     if len(tools) > config.max_tools:

@@ -237,6 +237,8 @@ class ToolParser:
     def finish(self) -> tuple[str, list[CallDelta]]:
         """What is left when the text has ended: a call without a name was none."""
         rest, self._buffer = self._buffer, ""
+        if self._form.open is None:  # a grammar made it: what is left was cut off, and is no text for anybody
+            return "", []
         if self._state == "call" and self._call is not None and not self._announced:
             rest = self._call.text + rest
         elif self._state == "between" and self.num_calls:

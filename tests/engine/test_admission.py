@@ -15,9 +15,9 @@ class Clock:
         return self.now
 
 
-def send(queue: Admission, handle: int, tokens: int = 10, rows: int = 1) -> None:
+def send(queue: Admission, handle: int, tokens: int = 10, rows: int = 1, tenant: str | None = None) -> None:
     queue.check(tokens, rows)
-    queue.sent(handle, tokens, rows)
+    queue.sent(handle, tokens, rows, tenant)
 
 
 def test_a_burst_that_an_idle_engine_takes_at_once_fills_no_queue() -> None:
@@ -106,3 +106,36 @@ def test_the_wait_follows_the_pace_at_which_requests_have_left_the_queue() -> No
     assert refusal() == 2.0
     clock.now += 3600.0
     assert refusal() == 5.0
+
+
+def test_a_full_queue_is_shared_fairly_among_tenants() -> None:
+    queue = Admission(max_requests=4, max_tokens=1000, max_num_seqs=1)
+    for handle in range(1, 6):
+        send(queue, handle, tenant="a")
+    queue.started(1)
+    places = []
+    for handle in range(6, 10):
+        with pytest.raises(QueueFullError):
+            queue.check(10, 1)
+        leaving = queue.displaced_by("b", 10)
+        places.append(leaving)
+        for each in leaving:
+            queue.ended(each)
+            send(queue, handle, tenant="b")
+    assert places == [[5], [4], [], []]  # the newest of the other's, until each has half
+    assert queue.displaced_by("a", 10) == []
+    assert queue.displaced_by("c", 10) in ([3], [7])
+
+
+def test_a_queue_full_of_tokens_makes_room_for_a_tenant_with_fewer() -> None:
+    queue = Admission(max_requests=100, max_tokens=100, max_num_seqs=1)
+    for handle in range(1, 12):
+        send(queue, handle, tokens=10, tenant="a")
+    queue.started(1)
+    assert queue.waiting == (10, 100)
+    assert queue.displaced_by("a", 10) == []
+    assert queue.displaced_by("b", 25) == [11, 10, 9]
+    assert queue.displaced_by("b", 60) == []  # more than the other one would keep
+    for handle in range(2, 12):
+        queue.ended(handle)
+    assert queue.waiting == (0, 0) and not queue._shares and not queue._tenants

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.real import PATIENCE, ServeProcess, quire_serve, until
+from tests.server.real import PATIENCE, ROOT, ServeProcess, quire_serve, until
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +86,21 @@ def test_sigterm_lets_streams_finish_and_exits_with_0(server: ServeProcess) -> N
     assert server.engine_gone(engine)
     lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
     assert any(line["event"] == "request" and line.get("request_id") for line in lines)
+
+
+def test_sigterm_while_the_server_is_still_being_imported_exits_with_0() -> None:
+    code = """if True:
+        import os, signal, sys
+
+        class Stop:
+            def find_spec(self, name, path=None, target=None):
+                if name == "quire.server.run":
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        sys.meta_path.insert(0, Stop())
+        from quire.cli.main import main
+        sys.exit(main(["serve", "--port", "0", "--executor", "dummy"]))
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    ended = subprocess.run([sys.executable, "-c", code], timeout=PATIENCE, env={**os.environ, "PYTHONPATH": path})
+    assert ended.returncode == 0

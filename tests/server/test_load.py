@@ -67,6 +67,31 @@ def test_one_key_s_flood_does_not_starve_another(tiny: Path, tmp_path: Path) -> 
     assert places[-1] < 16, order
 
 
+def test_one_key_s_flood_leaves_room_in_the_queue_for_another(tiny: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("many key-of-many\nfew key-of-few\n")
+
+    async def main() -> tuple[list[int], list[int]]:
+        engine = {"model": str(tiny), "load_format": "dummy", "executor": "dummy", "dummy_step_ms": 5.0,
+                  "max_num_seqs": 1, "scheduling_policy": "fair", "max_waiting_requests": 4}
+        async with served({"api_key_file": str(keys)}, engine) as (address, _, _engine):
+
+            async def one(key: str) -> int:
+                body = {"prompt": "x", "max_tokens": 30, "ignore_eos": True}
+                reply = await ask(address, "/v1/completions", body, key=key)
+                assert reply.status == 200 or int(reply.headers["retry-after"]) >= 1
+                return reply.status
+
+            flood = [asyncio.create_task(one("key-of-many")) for _ in range(20)]
+            await asyncio.sleep(0.1)
+            few = await asyncio.gather(one("key-of-few"), one("key-of-few"))
+            return few, await asyncio.gather(*flood)
+
+    few, flood = asyncio.run(main())
+    assert few == [200, 200] and sorted(set(flood)) == [200, 429]
+    assert flood.count(200) >= 3
+
+
 def test_a_soak_leaves_no_damage(tiny: Path) -> None:
     """2,000 mixed requests; three times the engine is killed while some are in flight."""
     found = asyncio.run(soak(2000, 3, 48, 0, {**INSTANT, "model": str(tiny)}))
