@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig, parse_bytes
 from quire.engine.calibration import measure_move_cost, measure_step_times
 from quire.engine.core import EngineCore
-from quire.engine.device import build_worker, resolve
+from quire.engine.device import build_worker, draft_rows, resolve
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.kvcache.move_cost import MoveCost
@@ -59,7 +59,7 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
     worker, executor = build_worker(source, config)
     cost = measure_move_cost(executor, config, worker.spec, worker.pool)
     cache = build_cache(config, worker.spec, worker.pool, cost)
-    speculator = build_speculator(config.speculation.options)
+    speculator = build_speculator(config.speculation.options, draft_rows(config))
     if speculator is not None and speculator.adaptive and config.model.executor != "dummy":
         measure_step_times(speculator, executor, config, worker.spec, worker.pool)
     scheduler = Scheduler(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.base import Executor
+from quire.speculation.options import COUPLED, SpeculationOptions
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from quire.worker.memory import PoolSize
 
 _GPU_BATCHED_TOKENS = 8192
+_MOST_DRAFT_ROWS = 256
 
 
 class ModelWorker(Protocol):
@@ -35,14 +37,31 @@ def resolve(config: EngineConfig) -> EngineConfig:
     gpu = device != "cpu" and missing is None
     if not gpu and config.cache.kv_cache_dtype != "auto":
         raise ConfigError("kv_cache_dtype 'fp8' needs a GPU: use kv_cache_dtype='auto'", field="kv_cache_dtype")
-    if gpu and config.speculation.options is not None:
-        raise ConfigError("speculative_config runs on a CPU only so far: use device='cpu' or leave it out",
-                          field="speculative_config")
+    if gpu:
+        _check_speculation(config.speculation.options)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu"),
         scheduler=config.scheduler.resolved(gpu),
     )
+
+
+def _check_speculation(options: SpeculationOptions | None) -> None:
+    """Refuse what the GPU's worker does not do yet."""
+    if options is not None and options.on_device:
+        raise ConfigError(f"speculative_config method {options.method!r} runs on a CPU only so far: use 'ngram' or "
+                          "'suffix', or device='cpu'", field="speculative_config")
+    if options is not None and options.verifier != COUPLED:
+        raise ConfigError("speculative_config verifier 'rejection' runs on a CPU only so far: use 'coupled', or "
+                          "device='cpu'", field="speculative_config")
+
+
+def draft_rows(config: EngineConfig) -> int:
+    """Drafts that a step of the GPU's worker may hold: rows of its decode graphs beside one of every sequence."""
+    options = config.speculation.options
+    if options is None or config.model.device != "cuda":
+        return 0
+    return min(options.num_speculative_tokens * (config.scheduler.max_num_seqs or 256), _MOST_DRAFT_ROWS)
 
 
 def _missing_for_gpu() -> str | None:
@@ -107,6 +126,7 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
         deterministic=model.deterministic,
         kv_cache_dtype=config.cache.kv_cache_dtype,
         seed=model.seed,
+        draft_rows=draft_rows(config),
     )
     weights = None if model.load_format == "dummy" else source.weights(None)
     worker = GpuWorker(source.config, weights, config.cache, options)

@@ -8,9 +8,16 @@ from quire.speculation.speculator import DeviceSpeculator, LookupSpeculator, Spe
 from quire.speculation.suffix import SuffixSource
 
 
-def build_speculator(options: SpeculationOptions | None) -> Speculator | None:
-    if options is None:
-        return None
+def build_speculator(options: SpeculationOptions | None, draft_rows: int = 0) -> Speculator | None:
+    """`draft_rows`: most drafts in one step of a GPU, which also judges only what needs no history (0: a CPU)."""
+    speculator = None if options is None else _speculator(options)
+    if speculator is not None and draft_rows:
+        speculator.most_in_step = draft_rows
+        speculator.reads_history = False
+    return speculator
+
+
+def _speculator(options: SpeculationOptions) -> Speculator:
     most, adaptive = options.num_speculative_tokens, options.adaptive
     if options.method == NGRAM:
         return LookupSpeculator(NgramSource(options.prompt_lookup_min), most, adaptive)

@@ -55,6 +55,10 @@ class Speculator(ABC):
     def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
         self.most = most
         self.adaptive = adaptive
+        self.most_in_step: int | None = None
+        """Most drafts of all sequences together; None: what the step has room for."""
+        self.reads_history = True
+        """Penalties and bad words are right at every place of a draft; else who has some gets no drafts."""
         self.times = StepTimes()
         self.stats = SpeculationStats()
         self._clock = clock
@@ -66,7 +70,9 @@ class Speculator(ABC):
 
     def choose(self, decoding: list[Sequence], room: int) -> Choice:
         """Drafts for sequences that lack one token, at most `room` in all."""
-        able = [seq for seq in decoding if _may_have_drafts(seq)]
+        able = [seq for seq in decoding if self._may_have_drafts(seq)]
+        if self.most_in_step is not None:
+            room = min(room, self.most_in_step)
         known = [seq for seq in able if not seq.num_pending]
         choice = Choice()
         if len(known) < len(able):
@@ -74,6 +80,13 @@ class Speculator(ABC):
         if known and room > 0:
             choice.drafts = self._choose(known, len(decoding) - len(choice.waiting), room)
         return choice
+
+    def _may_have_drafts(self, seq: Sequence) -> bool:
+        """It draws (beams are searched), has drawn before, and is not held for its siblings."""
+        request = seq.request
+        if request.beams is not None or seq.held_at is not None or seq.num_computed < seq.num_prompt_tokens:
+            return False
+        return self.reads_history or not (request.params.penalised or request.bad_words)
 
     def _longest(self, seq: Sequence) -> int:
         """Drafts that can still matter: with the token after them they reach the sequence's end."""
@@ -127,11 +140,6 @@ class Speculator(ABC):
 
     def forget(self, seq: Sequence) -> None:  # noqa: B027 (some remember nothing)
         """The sequence has ended."""
-
-
-def _may_have_drafts(seq: Sequence) -> bool:
-    """It draws (beams are searched), has drawn before, and is not held for its siblings."""
-    return seq.request.beams is None and seq.held_at is None and seq.num_computed >= seq.num_prompt_tokens
 
 
 @dataclass(slots=True)

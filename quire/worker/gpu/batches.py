@@ -56,6 +56,24 @@ class MixedBatch:
         return (np.arange(ends[-1], dtype=np.int32) - np.repeat(ends[:-1] - self.starts, self.counts)).astype(np.int32)
 
 
+def drafts_as_decodes(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
+    """Every draft an entry of its own: one query that sees the keys before it, those of the drafts included.
+
+    A step writes all its keys before it attends, so what a decode graph does for sequences it does for the places
+    of a draft, and verification needs no kernel and no graph of its own.
+    """
+    found: list[PlanEntry] = []
+    for entry in entries:
+        if not entry.drafts:
+            found.append(entry)
+            continue
+        size = len(entry.masks) // entry.num_tokens
+        for place in range(entry.num_tokens):
+            masks = entry.masks[place * size : (place + 1) * size]
+            found.append(PlanEntry(entry.row, entry.start + place, 1, True, masks=masks))
+    return found
+
+
 def end_of(entry: PlanEntry) -> int:
     """The position whose token an entry draws."""
     return entry.start + entry.num_tokens
@@ -75,11 +93,12 @@ class LogitRows:
     def of(cls, entries: Sequence[PlanEntry], batch: MixedBatch) -> LogitRows:
         ends = batch.query_start[1:]
         token = {int(row): int(end) - 1 for row, end in zip(batch.rows, ends, strict=True)}
+        own = {i: int(end) - 1 for i, end in zip(batch.order, ends, strict=True)}
         drawing = [i for i in batch.order if entries[i].sample]
         drawing += [i for i, entry in enumerate(entries) if entry.shares is not None and entry.sample]
         ranking = [i for i in batch.order if entries[i].candidates]
-        sources = ((entries[i].row, entries[i].shares) for i in drawing + ranking)
-        last = [token[row if shares is None else shares] for row, shares in sources]
+        # Several entries may be of one row: the places of a draft.
+        last = [token[shares] if (shares := entries[i].shares) is not None else own[i] for i in drawing + ranking]
         return cls(drawing, ranking, np.array(last, np.int32))
 
 

@@ -35,6 +35,8 @@ class PendingStep:
     candidates: RankedCandidates | None = None
     errors: dict[int, str] = field(default_factory=dict)
     """What became of entries that failed alone."""
+    drafts: list[tuple[int, ...]] | None = None
+    """The plan's drafts, where a draft is an entry of its own: entry i of the plan is 1 + len(drafts[i]) here."""
 
 
 class ResultCopier:
@@ -112,6 +114,7 @@ def _host_copy(pending: PendingStep) -> PendingStep:
             ranked.entries, ranked.counts, _logprobs_to_host(ranked.found), _to_host(ranked.peak)
         ),
         pending.errors,
+        pending.drafts,
     )
 
 
@@ -146,7 +149,26 @@ def _assemble(pending: PendingStep) -> StepResult:
         _take_candidates(pending.candidates, results)
     for entry, message in pending.errors.items():
         results[entry] = EntryResult(error=message)
+    if pending.drafts is not None:
+        results = _judged(pending.drafts, results)
     return StepResult(pending.step, results)
+
+
+def _judged(drafts: list[tuple[int, ...]], places: list[EntryResult]) -> list[EntryResult]:
+    """Drafts are kept as long as they are what was drawn at their places; then comes what was drawn there."""
+    results, first = [], 0
+    for mine in drafts:
+        result, *others = places[first : first + 1 + len(mine)]
+        first += 1 + len(mine)
+        result.num_drafts = len(mine)
+        for draft, place in zip(mine, others, strict=True):
+            if result.error is not None or result.tokens[-1:] != [draft] or place.error is not None:
+                break
+            result.tokens += place.tokens
+            if result.logprobs is not None and place.logprobs is not None:
+                result.logprobs += place.logprobs
+        results.append(result)
+    return results
 
 
 def _take_candidates(ranked: RankedCandidates, results: list[EntryResult]) -> None:

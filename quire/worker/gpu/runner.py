@@ -8,7 +8,7 @@ can be captured as a graph and replayed. Any other step runs eagerly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,16 @@ from quire.models.decoder import Decoder
 from quire.sampling.sampler import token_logprobs
 from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.worker.gpu.backend import StepKernels, step_kernels
-from quire.worker.gpu.batches import FreshRuns, LogitRows, MixedBatch, end_of, is_decode, ladder, rung_for
+from quire.worker.gpu.batches import (
+    FreshRuns,
+    LogitRows,
+    MixedBatch,
+    drafts_as_decodes,
+    end_of,
+    is_decode,
+    ladder,
+    rung_for,
+)
 from quire.worker.gpu.forward import DeviceForward, Hidden, WeightsAhead
 from quire.worker.gpu.graphs import GraphCache
 from quire.worker.gpu.memory import explain_request
@@ -146,9 +155,12 @@ class DeviceRunner:
         if not plan.entries:
             self._scatter(places, values)
             return PendingStep(plan.step, 0, [], self.drawn[0, :0])
-        if is_decode(plan.entries):
-            return self._run_decode(plan, places, values)
-        return self._run_mixed(plan, places, values)
+        drafts = [entry.drafts for entry in plan.entries] if any(entry.drafts for entry in plan.entries) else None
+        if drafts is not None:
+            plan = replace(plan, entries=drafts_as_decodes(plan.entries))
+        pending = (self._run_decode if is_decode(plan.entries) else self._run_mixed)(plan, places, values)
+        pending.drafts = drafts
+        return pending
 
     def _scatter(self, places: np.ndarray, values: np.ndarray) -> None:
         if len(places):

@@ -52,12 +52,14 @@ class DeviceEdits:
 def sample_special(logits: Tensor, rows: Sequence[SpecialRow], table: DeviceTable) -> SamplerOutput:
     """Tokens of the rows `rows[i].place` of logits [R, V], with log-probabilities where asked for."""
     infos = [table.info(row.row) for row in rows]
-    for row, info in zip(rows, infos, strict=True):
-        info.state.position, info.state.mask = row.position, row.mask
-        info.state.num_output = row.position - info.num_prompt
+    # Copies, since several may be of one row: the places of a draft.
+    states = [info.state.ahead(()) for info in infos]
+    for row, info, state in zip(rows, infos, states, strict=True):
+        state.position, state.mask = row.position, row.mask
+        state.num_output = row.position - info.num_prompt
     places = torch.tensor([row.place for row in rows], dtype=torch.int64, device=logits.device)
     picked = logits[places].float()
-    batch = SamplingBatch.build([info.state for info in infos], picked.shape[1], logits.device)
+    batch = SamplingBatch.build(states, picked.shape[1], logits.device)
     if any(info.bad_words or info.params.penalised for info in infos):
         batch.edits = DeviceEdits(batch.edits, table, rows, infos)  # type: ignore[assignment]
     return sample(picked, batch)

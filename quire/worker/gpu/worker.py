@@ -54,6 +54,8 @@ class DeviceOptions:
     prefetch: int = 4 << 20
     """Bytes of the next weight that are asked for while the norms and gates of a decode step run."""
     seed: int = 0
+    draft_rows: int = 0
+    """Drafts that a step may hold beside one token of every sequence: each is a row of the decode graphs."""
 
 
 def supported(options: DeviceOptions, capability: tuple[int, int]) -> DeviceOptions:
@@ -117,7 +119,7 @@ class GpuWorker:
             self.ops,
             self.table,
             self.device,
-            max_num_seqs=seqs,
+            max_num_seqs=seqs + options.draft_rows,
             use_graphs=not options.enforce_eager,
             prefetch=options.prefetch,
         )

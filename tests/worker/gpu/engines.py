@@ -19,6 +19,8 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
+from quire.speculation.assembly import build_speculator
+from quire.speculation.options import SpeculationOptions
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.gpu.worker import DeviceOptions, GpuWorker
 from quire.worker.model_runner import ModelRunner
@@ -86,14 +88,18 @@ def make_engine(
     budget: int = 40,
     options: DeviceOptions | None = None,
     ops: Any = None,
+    drafts: int = 0,
 ) -> EngineCore:
     spec = read_spec(config)
     cache = KVCacheManager(num_blocks, block_size, groups=tuple(CacheGroup(g.window) for g in spec.cache_groups()))
-    scheduler = Scheduler(Limits(SEQS, budget, MAX_LEN), cache, clock=lambda: 0.0)
+    speculation = SpeculationOptions("ngram", drafts, adaptive=False) if drafts else None
+    speculator = build_speculator(speculation, drafts * SEQS if device else 0)
+    scheduler = Scheduler(Limits(SEQS, budget, MAX_LEN), cache, clock=lambda: 0.0, speculator=speculator)
     if not device:
         return EngineCore(scheduler, LocalExecutor(PlainWorker(config, block_size, num_blocks)), depth)
     options = options or DeviceOptions(
-        device="cpu", dtype="float32", max_num_seqs=SEQS, max_num_batched_tokens=budget, max_model_len=MAX_LEN
+        device="cpu", dtype="float32", max_num_seqs=SEQS, max_num_batched_tokens=budget, max_model_len=MAX_LEN,
+        draft_rows=drafts * SEQS,
     )
     weights = dummy_weights(config)
     worker = GpuWorker(
