@@ -212,6 +212,10 @@ class ServerMetrics:
                 yield self._counter(name, help, engine[key])
         for name, help, label, keys in _ENGINE_LABELLED:
             yield self._labelled(name, help, label, {value: engine.get(key, 0) for value, key in keys.items()})
+        for name, help, prefix in _ENGINE_BY_POSITION:
+            places = {key.removeprefix(prefix): value for key, value in engine.items() if key.startswith(prefix)}
+            if places:
+                yield self._labelled(name, help, "position", places)
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         from prometheus_client.core import GaugeMetricFamily
@@ -252,6 +256,15 @@ _ENGINE_COUNTERS = (
     ("engine_requests_failed", "Requests that the engine gave up", "requests_failed"),
     ("prefix_cache_queries", "Tokens looked up in the prefix cache", "prefix_query_tokens"),
     ("recomputed_tokens", "Tokens computed again after a preemption", "recomputed_tokens"),
+    ("spec_decode_steps", "Times that a decoding sequence was computed, with drafts or without", "spec_decode_steps"),
+    ("spec_decode_tokens", "Tokens that came of those", "spec_decode_tokens"),
+    ("spec_verifications", "Times that a sequence was computed with drafts", "spec_verifications"),
+    ("spec_draft_tokens", "Drafts judged", "spec_draft_tokens"),
+    ("spec_accepted_tokens", "Drafts accepted", "spec_accepted_tokens"),
+)
+_ENGINE_BY_POSITION = (
+    ("spec_draft_tokens_by_position", "Drafts judged, by place in the draft", "spec_draft_tokens_at_"),
+    ("spec_accepted_tokens_by_position", "Drafts accepted, by place in the draft", "spec_accepted_tokens_at_"),
 )
 _ENGINE_LABELLED = (
     ("prefix_cache_hits", "Tokens found in the prefix cache, by tier", "tier",

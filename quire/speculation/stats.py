@@ -34,6 +34,7 @@ class SpeculationStats:
         offered, accepted = sum(self.offered), sum(self.accepted)
         figures: dict[str, int | float] = {
             "spec_decode_steps": self.decode_steps,
+            "spec_decode_tokens": self.decode_tokens,
             "spec_verifications": self.verifications,
             "spec_draft_tokens": offered,
             "spec_accepted_tokens": accepted,
@@ -41,5 +42,7 @@ class SpeculationStats:
             "spec_tokens_per_step": self.decode_tokens / self.decode_steps if self.decode_steps else 0.0,
         }
         for place, (tried, kept) in enumerate(zip(self.offered, self.accepted, strict=True), start=1):
+            figures[f"spec_draft_tokens_at_{place}"] = tried
+            figures[f"spec_accepted_tokens_at_{place}"] = kept
             figures[f"spec_acceptance_rate_at_{place}"] = kept / tried
         return figures

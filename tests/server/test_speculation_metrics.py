@@ -1,0 +1,19 @@
+"""Speculation's counters reach Prometheus, by place in the draft too."""
+
+from __future__ import annotations
+
+from quire.server.metrics import ServerMetrics
+from quire.speculation.stats import SpeculationStats
+
+
+def test_drafts_and_what_was_accepted_are_counted_by_position() -> None:
+    stats = SpeculationStats()
+    stats.count(num_drafts=3, num_accepted=1, num_tokens=2)
+    stats.count(num_drafts=2, num_accepted=2, num_tokens=3)
+    stats.count(num_drafts=0, num_accepted=0, num_tokens=1)
+    figures = stats.flat()
+    assert figures["spec_tokens_per_step"] == 2.0
+    assert [figures[f"spec_acceptance_rate_at_{place}"] for place in (1, 2, 3)] == [1.0, 0.5, 0.0]
+    text = ServerMetrics("m").render(figures).decode()
+    assert 'quire:spec_accepted_tokens_by_position_total{model_name="m",position="2"} 1.0' in text
+    assert 'quire:spec_draft_tokens_total{model_name="m"} 5.0' in text
