@@ -16,6 +16,7 @@ from quire.worker.memory import PoolSize, groups_with_draft
 _PROMPT_TOKENS = 128
 _COPIED_BLOCKS = 32
 _REPEATS = 2
+_ROUNDS = 4
 _DRAFT_COUNTS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48)
 
 
@@ -42,11 +43,16 @@ def measure_step_times(speculator: Speculator, executor: Executor, config: Engin
         return
     groups = len(groups_with_draft(spec, pool.draft_bytes_per_token))
     executor.submit(_prompt_step(length, groups, size, room=most + 1)).result()
-    for count in [n for n in _DRAFT_COUNTS if n < most] + [most]:
-        drafts = PlanEntry(0, length - 1, 1 + count, True, drafts=(0,) * count)
-        speculator.times.observe(1 + count, _fastest(executor, StepPlan(0, entries=[drafts])))
-    plain = PlanEntry(0, length - 1, 1, sample=True)
-    speculator.times.observe(1, _fastest(executor, StepPlan(0, entries=[plain])))
+    counts = [0, *(n for n in _DRAFT_COUNTS if n < most), most]
+    steps = {1 + n: StepPlan(0, entries=[PlanEntry(0, length - 1, 1 + n, True, drafts=(0,) * n)]) for n in counts}
+    found = dict.fromkeys(steps, float("inf"))
+    # In turns, so that a moment in which the machine is busy with something else makes no size look dear.
+    for _ in range(_ROUNDS):
+        for size, plan in steps.items():
+            found[size] = min(found[size], _seconds(executor, plan))
+    for size in found:
+        # More tokens are not cheaper, whatever the clock says.
+        speculator.times.observe(size, min(seconds for other, seconds in found.items() if other >= size))
     if isinstance(speculator, DeviceSpeculator):
         for count in {1, most}:
             own = PlanEntry(0, length - 1, 1 + count, True, device_drafts=count)
@@ -75,9 +81,10 @@ def _copy_step(count: int, groups: int) -> StepPlan:
 
 def _fastest(executor: Executor, plan: StepPlan) -> float:
     """Seconds, without those of the first time, which also warms up."""
-    times = []
-    for _ in range(1 + _REPEATS):
-        began = time.perf_counter()
-        executor.submit(plan).result()
-        times.append(time.perf_counter() - began)
-    return max(min(times[1:]), 1e-9)
+    return min([_seconds(executor, plan) for _ in range(1 + _REPEATS)][1:])
+
+
+def _seconds(executor: Executor, plan: StepPlan) -> float:
+    began = time.perf_counter()
+    executor.submit(plan).result()
+    return max(time.perf_counter() - began, 1e-9)

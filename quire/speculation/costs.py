@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 _FOLLOW_MACHINE = 0.2
-_FOLLOW_SHAPE = 0.05
+_FOLLOW_SHAPE = 0.08
 """How far a measurement moves the common factor of all sizes, and how far that of its own size."""
 _OUTLIER = 2.0
 """Times the belief beyond which a measurement moves it no further: the machine was busy with something else."""
