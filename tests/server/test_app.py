@@ -19,7 +19,8 @@ from quire.server.auth import ApiKeys
 from quire.server.log import JsonLines
 from quire.server.routes import ROUTES
 from quire.server.service import salt_of
-from tests.server.conftest import Serve, Served
+from tests.server.conftest import Serve, Served, make_tokenizer
+from tests.server.scripted import ScriptedEngine
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -310,22 +311,38 @@ def test_requests_are_logged_with_their_id(server: Served, caplog: pytest.LogCap
 
 
 def test_spans_tell_of_requests() -> None:
+    import asyncio
+
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+    from quire.server.app import build_app
     from quire.server.tracing import Tracing
 
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracing = Tracing(provider.get_tracer("quire"), provider)
+    engine = ScriptedEngine(make_tokenizer(), "Hello")
+    app = build_app(engine, ServerConfig.create(), keys=ApiKeys(), tracing=Tracing(provider.get_tracer("q"), provider))
     trace = "0af7651916cd43dd8448eb211c80319c"
-    span = tracing.start({"traceparent": f"00-{trace}-b7ad6b7169203331-01"})
-    Tracing.end(span, "POST /v1/completions", 500, {"gen_ai.usage.output_tokens": 5, "quire.tenant": None})
-    (found,) = exporter.get_finished_spans()
-    assert found.attributes["gen_ai.usage.output_tokens"] == 5 and not found.status.is_ok
-    assert f"{found.context.trace_id:032x}" == trace
-    assert found.name == "POST /v1/completions" and Tracing().start({}) is None
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
+            await client.post("/v1/chat/completions", json=BODY,
+                              headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"})
+            engine.refuses = EngineDeadError("given up")
+            await client.post("/v1/chat/completions", json=BODY)
+            await client.get("/wherever/else")
+
+    asyncio.run(ask())
+    good, bad, other = exporter.get_finished_spans()
+    assert good.name == bad.name == "POST /v1/chat/completions" and other.name == "GET other"
+    assert f"{good.context.trace_id:032x}" == trace
+    assert good.attributes["gen_ai.usage.output_tokens"] == 6 and good.attributes["http.response.status_code"] == 200
+    assert good.status.is_ok or good.status.is_unset
+    assert not bad.status.is_ok and not bad.status.is_unset and bad.attributes["http.response.status_code"] == 500
+    assert Tracing().start({}) is None
 
 
 def _until(condition: Any, seconds: float = 20.0) -> None:
