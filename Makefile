@@ -30,19 +30,26 @@ $(VENV)/.ready-test: $(VENV)/.ready
 	$(PIP) install --progress-bar on -c requirements/constraints.txt -e '.[test,dev]'
 	@touch $@
 
+# xgrammar, for answers in a given form, brings packages that nothing else here needs.
+$(VENV)/.ready-serve: $(VENV)/.ready
+	$(PIP) install --progress-bar on -c requirements/constraints.txt -e '.[structured]'
+	@touch $@
+
 demo: $(VENV)/.ready
 	@$(BIN)/quire demo
 
-serve: $(VENV)/.ready
+serve: $(VENV)/.ready-serve
 	@$(BIN)/quire serve
 
-test: $(VENV)/.ready-test
+test: $(VENV)/.ready-test browser
 	$(BIN)/python -m pytest -n auto
 
 # Without one, the tests of the page are skipped and say so.
 browser: $(VENV)/.ready-test
 	@command -v chromium || command -v chromium-browser || command -v google-chrome \
-	  || $(BIN)/playwright install chromium || apt-get install -y --no-install-recommends chromium
+	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1 \
+	  || timeout 300 $(BIN)/playwright install chromium > /dev/null 2>&1 \
+	  || echo "no Chromium could be had: the tests of the page will be skipped"
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
