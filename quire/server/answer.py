@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
            (b"x-accel-buffering", b"no")]
 _READING_SECONDS = 30.0
 """Beyond its time limit, a request may wait so long for a client to read."""
+_MANY_LOGPROBS = 2000
+"""Some milliseconds' work."""
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -120,13 +123,15 @@ class Answer(ABC):
         async for place, output in found:
             latest[place] = output
             self.usage.note(place, output)
-        body = self.whole([latest[place] for place in sorted(latest)], self.usage_body())
-        await send_json(send, 200, encode(body))
+        all_of_it = [latest[place] for place in sorted(latest)]
+        body = await _beside(sum(map(_num_logprobs, all_of_it)),
+                             lambda: encode(self.whole(all_of_it, self.usage_body())))
+        await send_json(send, 200, body)
 
     async def _send_events(self, found: AsyncIterator[tuple[int, RequestOutput]], send: Any) -> None:
         async for place, output in found:
             self.usage.note(place, output)
-            body = self.events(place, output)
+            body = await _beside(_num_logprobs(output), functools.partial(self.events, place, output))
             if not self._started:
                 await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
                 self._started = True
@@ -150,6 +155,16 @@ class Answer(ABC):
         self.record.facts.update(
             prompt_tokens=body["prompt_tokens"], completion_tokens=body["completion_tokens"],
             cached_tokens=body["prompt_tokens_details"]["cached_tokens"], stream=self._stream)
+
+
+def _num_logprobs(output: RequestOutput) -> int:
+    found = sum(len(each.logprobs) * len(each.logprobs[0]) for each in output.outputs if each.logprobs)
+    return found + sum(len(position) for position in output.prompt_logprobs or () if position is not None)
+
+
+async def _beside(num_logprobs: int, make: Callable[[], bytes]) -> bytes:
+    """What `make` gives; where that takes long, made in a thread, so that other streams go on meanwhile."""
+    return make() if num_logprobs < _MANY_LOGPROBS else await asyncio.to_thread(make)
 
 
 def sse(chunk: dict[str, Any]) -> bytes:

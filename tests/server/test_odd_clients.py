@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 
+from quire.server.chat import ChatAnswer
 from quire.server.service import Service
 from tests.server.conftest import Serve, Served, events
 
@@ -133,6 +135,24 @@ def test_a_prompt_far_beyond_the_context_is_refused_by_its_beginning(serve: Serv
         assert error["code"] == "context_length_exceeded" and "more than 3270" in error["message"]
     assert sizes == [8 * 4096] * 2
     assert server.complete("a" * 5000).json()["error"]["message"].count("5000") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_with_many_logprobs_is_put_together_beside_the_other_streams(
+        serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    server, loops = serve("x" * 1500, tokens_at_once=1500), []
+    name = "events" if stream else "whole"
+    made = getattr(ChatAnswer, name)
+
+    def noted(self: ChatAnswer, *given: Any) -> Any:
+        loops.append(asyncio._get_running_loop())
+        return made(self, *given)
+
+    monkeypatch.setattr(ChatAnswer, name, noted)
+    for number, apart in ((1, False), (2, True)):
+        answer = server.chat(logprobs=True, top_logprobs=2, max_tokens=number * 700, stream=stream)
+        assert answer.text.count('"top_logprobs"') == number * 700
+        assert (loops[-1] is None) is apart
 
 
 def test_the_openai_client_retries_a_full_queue_by_itself(serve: Serve) -> None:
