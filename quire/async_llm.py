@@ -67,7 +67,7 @@ class AsyncLLM:
             engine.cancel()
             await asyncio.gather(engine, tokenizer, return_exceptions=True)
             raise
-        self._inputs = InputProcessor(self.tokenizer, ready.vocab_size, ready.max_model_len,
+        self._inputs = InputProcessor(self.tokenizer, ready.vocab_size,
                                       frozenset(ready.eos_token_ids), self.config.model.seed)
 
     async def shutdown(self, drain_seconds: float | None = None) -> None:

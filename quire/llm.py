@@ -44,7 +44,7 @@ class LLM:
         self.vocab_size = engine.spec.vocab_size
         self.max_model_len = engine.pool.max_model_len
         self._engine = engine
-        self._inputs = InputProcessor(tokenizer, engine.spec.vocab_size, engine.pool.max_model_len,
+        self._inputs = InputProcessor(tokenizer, engine.spec.vocab_size,
                                       frozenset(engine.source.eos_token_ids), config.model.seed)
         self._streams = OutputStreams(tokenizer)
         self._ids = itertools.count()

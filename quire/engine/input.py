@@ -24,11 +24,10 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens"
 class InputProcessor:
     """Makes requests. Whatever is wrong with one is said here, before the engine has seen it."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int,
-                 eos_token_ids: frozenset[int], seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int],
+                 seed: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
         # An id beyond the vocabulary can never be drawn, whatever a config says.
         self._eos_token_ids = frozenset(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._seeds = random.Random(seed)

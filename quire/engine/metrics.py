@@ -41,7 +41,7 @@ def flat_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float]
         "kv_blocks_used": used,
         "kv_blocks_cached": cached,
         "kv_blocks_free": total - used - cached,
-        "kv_blocks_evicted": sum(p.num_evicted for p in cache.pools),
+        "kv_blocks_evicted": cache.num_evicted,
         "kv_blocks_deduplicated": cache.stats.blocks_deduplicated,
         "copies_on_write": cache.stats.copies_on_write,
         "kv_pool_bytes": pool.num_blocks * pool.bytes_per_block,

@@ -321,13 +321,6 @@ def float_value(metadata: dict[str, MetadataValue], key: str, default: float) ->
     return float(str(np.float32(value)))
 
 
-def bool_value(metadata: dict[str, MetadataValue], key: str, default: bool) -> bool:
-    value = metadata.get(key, default)
-    if not isinstance(value, bool):
-        raise ModelLoadError(f"GGUF metadata {key!r} should be true or false, it is {type(value).__name__}")
-    return value
-
-
 def str_value(metadata: dict[str, MetadataValue], key: str, default: str) -> str:
     value = metadata.get(key, default)
     if not isinstance(value, str):

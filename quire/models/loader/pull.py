@@ -36,14 +36,10 @@ class Progress(Protocol):
     """Where a long transfer reports how far it is (tqdm's interface)."""
 
     def update(self, n: int) -> object: ...
-    def set_description(self, desc: str) -> object: ...
 
 
 class _Silent:
     def update(self, n: int) -> None:
-        pass
-
-    def set_description(self, desc: str) -> None:
         pass
 
 

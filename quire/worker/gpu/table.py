@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kernels.step_reference import FIELDS
@@ -153,8 +152,3 @@ def _state_words(start: RowStart) -> np.ndarray:
     seed = signed_seed(start.seed) & ((1 << 64) - 1)
     words = np.array([seed & 0xFFFFFFFF, seed >> 32, start.sequence_index], np.uint32).view(np.int32)
     return np.concatenate([floats.view(np.int32), words])
-
-
-def device_tokens(table: DeviceTable, row: int, begin: int, end: int) -> Tensor:
-    """Tokens of a row as int64, on the device."""
-    return table.tokens[row, begin:end].long()
