@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, BeamSearchParams, SamplingParams
+from quire.fuzz.run import _tokenizer
 from quire.sampling.reference import ReferenceRow, probabilities
 from tests.checkpoints import make_checkpoint
 from tests.engine_capture import Bits, record_logits
@@ -221,3 +222,30 @@ def _exact_continuations(llm: LLM, prompt: list[int], wanted: SamplingParams) ->
             longer.update({(*tokens, token): chance * float(share) for token, share in enumerate(shares)})
         found = longer
     return found
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_stop_string_inside_a_draft_cuts_text_tokens_and_logprobs_where_plain_decoding_does(
+        tmp_path: Path, method: str) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40,
+              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu",
+              "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    prompt = [3, 4, 5, 6] * 5
+    free = SamplingParams(max_tokens=80, temperature=0.7, seed=5, ignore_eos=True, logprobs=1,
+                          allowed_token_ids=[1, 2, 3, 4])
+    options: dict[str, Any] = {"load_format": "dummy", "seed": 3, "num_threads": 1}
+    with LLM(str(tmp_path), **options) as plain, LLM(str(tmp_path), **options, **speculating(method, k=8)) as drafting:
+        text = plain.generate([prompt], free, use_tqdm=False)[0].outputs[0].text
+        assert len(text) > 40
+        for at in range(0, 36, 3):
+            for include in (False, True):
+                wanted = replace(free, stop=[text[at : at + 3]], include_stop_str_in_output=include)
+                found = [llm.generate([prompt], wanted, use_tqdm=False)[0].outputs[0] for llm in (plain, drafting)]
+                assert found[1].text == found[0].text
+                assert found[1].token_ids == found[0].token_ids
+                assert found[1].logprobs == found[0].logprobs
+                assert (found[1].finish_reason, found[1].stop_reason) == (found[0].finish_reason, found[0].stop_reason)
+        assert drafting.metrics()["spec_accepted_tokens"] > 20
+        assert drafting.metrics()["kv_blocks_used"] == 0

@@ -89,6 +89,9 @@ class _Turns:
 
     plain: list[float] = field(default_factory=list)
     drafting: list[float] = field(default_factory=list)
+    plain_cpu: list[float] = field(default_factory=list)
+    drafting_cpu: list[float] = field(default_factory=list)
+    """Seconds of processor time, which other work on the machine disturbs less."""
 
     @property
     def ratio(self) -> float:
@@ -104,12 +107,14 @@ def compare(plain: LLM, drafting: LLM, kind: str, batch: int, args: argparse.Nam
     for turn in range(args.repeat + 1):
         for number, (name, text) in enumerate(texts.items()):
             params = _params(kind, args.max_tokens, number)
-            seconds, wanted = _answer(plain, text, params, batch)
-            mine, found = _answer(drafting, text, params, batch)
+            seconds, cpu, wanted = _answer(plain, text, params, batch)
+            mine, my_cpu, found = _answer(drafting, text, params, batch)
             same = same and wanted == found
             if turn:
                 turns[name].plain.append(seconds)
                 turns[name].drafting.append(mine)
+                turns[name].plain_cpu.append(cpu)
+                turns[name].drafting_cpu.append(my_cpu)
                 tokens += sum(map(len, found))
     return {
         "text": kind,
@@ -119,6 +124,8 @@ def compare(plain: LLM, drafting: LLM, kind: str, batch: int, args: argparse.Nam
         "tokens_per_s": round(tokens / sum(sum(t.drafting) for t in turns.values()), 2),
         "speedup": round(sum(statistics.median(t.plain) for t in turns.values())
                          / sum(statistics.median(t.drafting) for t in turns.values()), 3),
+        "speedup_cpu_time": round(sum(statistics.median(t.plain_cpu) for t in turns.values())
+                                  / sum(statistics.median(t.drafting_cpu) for t in turns.values()), 3),
         "speedup_by_text": {name: round(t.ratio, 3) for name, t in turns.items()},
         **_acceptance(before, drafting.metrics()),
     }
@@ -141,13 +148,15 @@ def _ids(kind: str) -> dict[str, list[int]]:
     return {"noise": [rng.randrange(100) for _ in range(192)]}
 
 
-def _answer(llm: LLM, text: str | list[int], params: SamplingParams, batch: int) -> tuple[float, list[list[int]]]:
-    began = time.perf_counter()
+def _answer(llm: LLM, text: str | list[int], params: SamplingParams, batch: int
+            ) -> tuple[float, float, list[list[int]]]:
+    began, busy = time.perf_counter(), time.process_time()
     if isinstance(text, str):
         outputs = llm.chat([[{"role": "user", "content": text}]] * batch, params, use_tqdm=False)
     else:
         outputs = llm.generate([text] * batch, replace(params, ignore_eos=True), use_tqdm=False)
-    return time.perf_counter() - began, [list(output.outputs[0].token_ids) for output in outputs]
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return time.perf_counter() - began, time.process_time() - busy, tokens
 
 
 def _acceptance(before: dict[str, int | float], after: dict[str, int | float]) -> dict[str, Any]:

@@ -95,7 +95,15 @@ def random_case(seed: int) -> FuzzCase:
     _lengthen(random.Random(f"{seed} document"), case.requests)
     case.options = _options(rng, case.requests)
     _give_shapes(random.Random(f"{seed} shapes"), case.requests)
+    _give_stops(random.Random(f"{seed} stops"), case.requests)
     return case
+
+
+def _give_stops(rng: random.Random, requests: list[FuzzRequest]) -> None:
+    """Some texts end at one of three short strings."""
+    for request in requests:
+        if rng.random() < 0.25:
+            request.params["stop"] = ["".join(rng.choices(CHARACTERS, k=rng.randint(1, 2))) for _ in range(3)]
 
 
 def _lengthen(rng: random.Random, requests: list[FuzzRequest]) -> None:
