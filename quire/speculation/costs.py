@@ -39,6 +39,10 @@ class StepTimes:
         self._factor *= ratio**_FOLLOW_MACHINE
         self._shape[size] *= ratio**_FOLLOW_SHAPE
 
+    def follow(self, ratio: float) -> None:
+        """A step that was not of these sizes alone took `ratio` times what was believed: so, perhaps, will others."""
+        self._factor *= min(max(ratio, 1 / _OUTLIER), _OUTLIER) ** _FOLLOW_MACHINE
+
     def estimate(self, size: int) -> float:
         """Seconds of a step of `size` tokens; 0 before anything was measured."""
         sizes, shape = self._sizes, self._shape

@@ -29,6 +29,8 @@ _LEAST_GAIN = 1.03
 """Times the tokens per second without drafts that are expected before any are taken: beliefs are not exact."""
 _WAIT_CHANCE = 0.5
 """Where steps overlap, a sequence waits for its last token only if its next draft is at least so likely."""
+_REMIND = 40
+"""Steps with drafts of a model after which one goes without."""
 _PROBE_SHARE = 0.01
 """Share of the time that may go into finding out whether drafts of a model have begun to pay."""
 
@@ -235,6 +237,7 @@ class DeviceSpeculator(Speculator):
         self._followed: dict[Sequence, PositionOdds] = {}
         self._plain_seconds = 0.0
         """Spent on steps without drafts since the last one with some."""
+        self._since_plain = 0
         self._chosen = most
 
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
@@ -263,7 +266,8 @@ class DeviceSpeculator(Speculator):
             if rate > best_rate:
                 best, best_rate = count, rate
         if best:
-            return best
+            # Now and then a step without, or nobody would know any more what that takes.
+            return best if self._since_plain < _REMIND else 0
         extra = self._seconds(num_decoding, len(sequences), 1) - plain
         return 1 if self._plain_seconds * _PROBE_SHARE >= extra else 0
 
@@ -283,10 +287,17 @@ class DeviceSpeculator(Speculator):
         if not drafts:
             self.times.observe(tokens, seconds)
             self._plain_seconds += seconds
+            self._since_plain = 0
             return
         self._plain_seconds = 0.0
-        if self.times.known:
-            passes = -(-drafts // sequences)
+        self._since_plain += 1
+        passes = -(-drafts // sequences)
+        if self.times.known and self.drafting.known:
+            # How much of it was drafting cannot be seen here: both parts are believed to have changed alike.
+            ratio = seconds / (self.times.estimate(tokens) + passes * self.drafting.estimate(sequences))
+            self.drafting.observe(sequences, ratio * self.drafting.estimate(sequences))
+            self.times.follow(ratio)
+        elif self.times.known:
             self.drafting.observe(sequences, max(1e-9, (seconds - self.times.estimate(tokens)) / passes))
 
     def _learn(self, seq: Sequence, num_drafts: int, tokens: list[int]) -> None:
