@@ -241,14 +241,12 @@ def decode_attention(
 ) -> Tensor:
     """[S, Hq*hd] for the S sequences of `split`, whose queries are the first S rows of qkv.
 
-    Sequence s has its block table in row `rows[s]` (s itself without `rows`) of int32 `tables`. Nothing is
-    written
+    Sequence s has its block table in row `rows[s]` (s itself without `rows`) of int32 `tables`. Nothing is written
     for a sequence of no length.
     """
-    num_seqs = context_len.shape[0]
     group = shape.num_heads // shape.num_kv_heads
     if out is None:
-        out = torch.empty(num_seqs, shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+        out = torch.empty(context_len.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     ieee = qkv.dtype == torch.float32
     launch = {"num_warps": num_warps, "num_stages": num_stages, **({"launch_pdl": True} if pdl else {})}
     _decode_kernel[(shape.num_kv_heads, split.tasks)](

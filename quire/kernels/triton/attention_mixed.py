@@ -324,10 +324,8 @@ def mixed_attention(
 ) -> Tensor:
     """[T, Hq*hd]: causal attention of the queries in the tiles; a tile whose sequence is -1 does nothing.
 
-    `tree` uint8 [T, most queries of a sequence] narrows what a token sees of its own step: entry j for the
-    j-th new
-    token of its sequence (its ancestors and itself, for a tree of drafts); the keys before the step are
-    seen by all.
+    `tree` uint8 [T, most queries of a sequence] narrows what a token sees of its own step: entry j for the j-th new
+    token of its sequence (its ancestors and itself, for a tree of drafts); the keys before the step are seen by all.
 
     `exact` keeps the compiler from fusing products and sums: it does so in the loop without a mask and not in
     the one with, so that a query's bits would depend on where its chunk began.
