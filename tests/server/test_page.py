@@ -153,6 +153,20 @@ def test_stop_ends_the_answer_and_the_request(look: Open, serve: Serve) -> None:
     assert len(slow.engine.aborted) == 2 and slow.engine.running == 0
 
 
+def test_an_answer_stopped_before_its_first_word_is_no_part_of_the_conversation(look: Open, serve: Serve) -> None:
+    slow = serve("word " * 5)
+    slow.engine.delay = 5.0
+    page = look(slow.address).open()
+    ask(page)
+    page.click("#stop")
+    assert page.wait_for_selector("[data-figure=end]").inner_text() == "stopped by you"
+    slow.engine.delay = 0.0
+    page.click("#regenerate")
+    page.wait_for_selector("[data-figure=ttft]")
+    assert page.locator(".message").count() == 2
+    assert slow.engine.asked[-1][0] == slow.engine.asked[-2][0]
+
+
 def test_regenerate_and_new_chat(look: Open, chat: Served) -> None:
     page = look(chat.address).open()
     ask(page, "One")

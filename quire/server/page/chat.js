@@ -93,6 +93,7 @@ async function answer() {
     return;
   }
   status.textContent = "";
+  byId("messages").querySelectorAll("[data-empty]").forEach((node) => node.remove());
   const turn = new Turn(addMessage("assistant", ""));
   running = new AbortController();
   showState();
@@ -104,7 +105,9 @@ async function answer() {
   }
   running = null;
   turn.finish();
-  if (turn.text || !turn.failed) conversation.push({ role: "assistant", content: turn.text, node: turn.node });
+  // An answer without a word is shown, but it is no part of the conversation.
+  if (turn.text) conversation.push({ role: "assistant", content: turn.text, node: turn.node });
+  else turn.node.dataset.empty = "";
   showState();
 }
 
@@ -190,14 +193,14 @@ class Turn {
   }
 
   showFigures() {
-    if (this.first === null) return;
     const { tokens } = this;
     const seconds = (this.last - this.first) / 1000;
-    const figures = {
-      ttft: `first token after ${Math.round(this.first - this.began)} ms`,
-      speed: tokens > 1 && seconds > 0 ? `${((tokens - 1) / seconds).toFixed(1)} tok/s` : "– tok/s",
-      tokens: `${tokens} token${tokens === 1 ? "" : "s"}`,
-    };
+    const figures = {};
+    if (tokens) {
+      figures.ttft = `first token after ${Math.round(this.first - this.began)} ms`;
+      figures.speed = tokens > 1 && seconds > 0 ? `${((tokens - 1) / seconds).toFixed(1)} tok/s` : "– tok/s";
+      figures.tokens = `${tokens} token${tokens === 1 ? "" : "s"}`;
+    }
     if (this.usage) {
       const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
       figures.cached = `${cached} of ${this.usage.prompt_tokens} prompt tokens from the cache`;
