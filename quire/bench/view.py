@@ -10,7 +10,9 @@ import argparse
 import asyncio
 import contextlib
 import json
+import select
 import statistics
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -63,7 +65,7 @@ async def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str
         "streams": args.streams, "prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens,
         "rounds": args.rounds, "watchers": args.watchers, "tok_s": round(statistics.median(plain), 1),
         "watched_tok_s": round(statistics.median(watched), 1), "loss": round(loss, 4),
-        "view_share": round(seen.cost, 5), "frames": seen.frames,
+        "view_share": round(statistics.median(seen.costs[1:] or seen.costs), 5), "frames": seen.frames,
         "bytes_per_frame": round(seen.size / max(1, seen.frames)),
     }
 
@@ -90,33 +92,52 @@ class _Seen:
     def __init__(self) -> None:
         self.frames = 0
         self.size = 0
-        self.cost = 0.0
-        """Share of the engine's time, as the last frame says."""
+        self.costs: list[float] = []
+        """Share of the engine's time, as the last frame of each run says."""
+
+    def add(self, line: bytes) -> None:
+        frames, size, cost = json.loads(line)
+        self.frames += frames
+        self.size += size
+        self.costs.append(cost)
 
 
 @contextlib.asynccontextmanager
 async def _watchers(address: str, count: int, seen: _Seen) -> AsyncIterator[None]:
-    """So many connections that read frames, as the page does."""
-    first = asyncio.Event()
-    tasks = [asyncio.create_task(_watch(address, seen, first)) for _ in range(count)]
+    """So many connections that read frames, as the page does: each in a process of its own, as a browser is."""
+    readers = [await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "quire.bench.view", address, stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE) for _ in range(count)]
     try:
-        if tasks:
-            await asyncio.wait_for(first.wait(), 60)
+        for reader in readers:
+            assert reader.stdout is not None
+            await asyncio.wait_for(reader.stdout.readline(), 60)
         yield
+        for reader in readers:
+            seen.add((await asyncio.wait_for(reader.communicate(b""), 60))[0])
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for reader in readers:
+            if reader.returncode is None:
+                reader.kill()
+                await reader.wait()
 
 
-async def _watch(address: str, seen: _Seen, first: asyncio.Event) -> None:
+def _read_frames(address: str) -> None:
+    """Says when the first frame has come, and what it has seen when its input ends."""
     import httpx
 
-    async with (httpx.AsyncClient(timeout=None) as client,
-                client.stream("GET", f"{address}/v1/engine/events") as response):
-        async for line in response.aiter_lines():
+    frames, size, cost = 0, 0, 0.0
+    with httpx.Client(timeout=None) as client, client.stream("GET", f"{address}/v1/engine/events") as response:
+        for line in response.iter_lines():
             if line.startswith("data: "):
-                first.set()
-                seen.frames += 1
-                seen.size += len(line)
-                seen.cost = json.loads(line[6:]).get("cost", 0.0)
+                frames, size, cost = frames + 1, size + len(line), json.loads(line[6:]).get("cost", 0.0)
+                if frames == 1:
+                    print("ready", flush=True)
+            # Once a second there is a comment at least, so the end is noticed.
+            if select.select([sys.stdin], [], [], 0)[0]:
+                break
+    print(json.dumps([frames, size, cost]), flush=True)
+
+
+if __name__ == "__main__":
+    _read_frames(sys.argv[1])

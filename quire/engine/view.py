@@ -1,7 +1,7 @@
 """Watches an engine's steps and blocks and tells what changed, ten times a second at most.
 
-Nothing of this exists while nobody watches. While somebody does, a step costs two appends; frames are made between
-steps, and farther apart where making them takes more than `_SHARE` of the engine's time.
+Nothing of this exists while nobody watches. While somebody does, a step costs a few microseconds; frames are made
+between steps, and farther apart where making them takes more than `_SHARE` of the engine's time.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _MAX_STEPS = 32
 """In one frame; a GPU makes more than that between two frames."""
 _MAX_ENTRIES = 24
 """Of one step that are shown one by one."""
+_MAX_SCANNED = 1024
+"""Plan entries that one frame looks at, roughly: of large batches fewer steps are shown."""
 _MAX_LISTED = 64
 """Requests of each queue that are shown one by one."""
 _MAX_COPIES = 32
@@ -50,20 +52,50 @@ class _Spent:
 
     total: float = 0.0
     frame: float = 0.0
-    """What the last frames took, averaged."""
+    """What the last frames took: their average, or the last if that took longer."""
 
     def add_frame(self, seconds: float) -> None:
         self.total += seconds
-        self.frame = seconds if not self.frame else 0.7 * self.frame + 0.3 * seconds
+        self.frame = max(seconds, 0.7 * self.frame + 0.3 * seconds)
 
 
 @dataclass(slots=True)
 class _Timeline:
-    """Steps under way, and those that no frame has told of yet."""
+    """Steps that no frame has told of yet: the first ones after the last frame, and later those in which more happened
+    than tokens. Of the others only the number is kept: a plan that is held is work for the garbage collector."""
 
-    in_flight: deque[_Step] = field(default_factory=deque)
-    done: deque[_Step] = field(default_factory=lambda: deque(maxlen=_MAX_STEPS))
+    in_flight: deque[_Step | None] = field(default_factory=deque)
+    done: list[_Step] = field(default_factory=list)
+    num_kept: int = 0
+    num_entries: int = 0
+    """Of the steps kept."""
     num_done: int = 0
+    """All of them, also those that are not kept."""
+
+    def keeps(self, num_entries: int, eventful: bool) -> bool:
+        if self.num_kept >= (2 * _MAX_STEPS if eventful else _MAX_STEPS):
+            return False
+        if self.num_entries + num_entries > _MAX_SCANNED and self.num_kept and not eventful:
+            return False
+        self.num_kept += 1
+        self.num_entries += num_entries
+        return True
+
+    def collected(self, now: float) -> None:
+        step = self.in_flight.popleft()
+        self.num_done += 1
+        if step is not None:
+            step.ended = now
+            self.done.append(step)
+
+    def take(self) -> tuple[list[_Step], int]:
+        """Those to be shown, and how many there were besides."""
+        shown, skipped = self.done, self.num_done - len(self.done)
+        self.done = []
+        self.num_done = 0
+        self.num_kept = sum(step is not None for step in self.in_flight)
+        self.num_entries = sum(len(step.plan.entries) for step in self.in_flight if step is not None)
+        return shown, skipped
 
 
 class EngineView:
@@ -102,16 +134,13 @@ class EngineView:
             self._rows = {seq.row: seq for request in self._scheduler.running.values()
                           for seq in request.sequences if seq.row >= 0}
         preempted, self._preempted = self._preempted, []
-        self._timeline.in_flight.append(_Step(plan, self._rows, self._clock(), preempted))
+        kept = self._timeline.keeps(len(plan.entries), bool(preempted or plan.copies))
+        self._timeline.in_flight.append(_Step(plan, self._rows, self._clock(), preempted) if kept else None)
 
     def collected(self) -> None:
         """The oldest step is back (or lost)."""
-        timeline = self._timeline
-        if timeline.in_flight:  # else it was submitted before the view began
-            step = timeline.in_flight.popleft()
-            step.ended = self._clock()
-            timeline.done.append(step)
-            timeline.num_done += 1
+        if self._timeline.in_flight:  # else it was submitted before the view began
+            self._timeline.collected(self._clock())
 
     def idle(self) -> None:
         """Nothing is left to do; the last frame is made when the loop asks for it."""
@@ -159,7 +188,7 @@ class EngineView:
 
     def _frame(self) -> f.Frame:
         scheduler, cache, now = self._scheduler, self._scheduler.cache, self._clock()
-        steps, skipped, first = self._steps()
+        shown, skipped = self._timeline.take()
         self._tables.look(scheduler)
         running = [seq for request in scheduler.running.values() for seq in request.sequences if seq.row >= 0]
         waiting = [request for request, _ in zip(scheduler.waiting, range(_MAX_LISTED), strict=False)]
@@ -172,7 +201,8 @@ class EngineView:
             running=[_running(seq) for seq in running[:_MAX_LISTED]],
             waiting=[_waiting(request, now) for request in waiting],
             num_running=len(scheduler.running), num_waiting=len(scheduler.waiting),
-            steps=steps, skipped_steps=skipped, first_tokens=first,
+            steps=[_step_view(step, self._started) for step in shown], skipped_steps=skipped,
+            first_tokens=[token for step in shown for token in _first_tokens(step, self._started)],
             totals=flat_metrics(scheduler, self._pool),
             cost=round(self._spent.total / max(1e-9, now - self._started), 5),
         )
@@ -183,17 +213,6 @@ class EngineView:
             self._title, cache.block_size, cache.num_blocks, [group.window for group in cache.groups],
             self._host_pools()[0].num_blocks if self._host else 0, limits.max_num_seqs, limits.max_num_batched_tokens,
             self._simulated)
-
-    def _steps(self) -> tuple[list[f.StepView], int, list[f.FirstToken]]:
-        timeline = self._timeline
-        steps, first = [], []
-        for step in timeline.done:
-            steps.append(_step_view(step, self._started))
-            first += _first_tokens(step, self._started)
-        skipped = timeline.num_done - len(steps)
-        timeline.done.clear()
-        timeline.num_done = 0
-        return steps, skipped, first
 
 
 def _running(seq: Sequence) -> f.RunningView:
