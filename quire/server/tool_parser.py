@@ -221,7 +221,7 @@ class ToolParser:
         self._buffer = ""
         self._state = "between" if form.open is None else "start" if form.bare else "text"
         self._call: JsonCall | ObjectText | None = None
-        self._announced = False
+        self._announced = self._has_arguments = self._after_call = False
         self.num_calls = 0
 
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
@@ -271,6 +271,9 @@ class ToolParser:
         return ""
 
     def _in_text(self) -> str:
+        if self._after_call:  # white space behind a call is not part of the content, however it is cut
+            self._buffer = self._buffer.lstrip()
+            self._after_call = not self._buffer
         mark = self._form.open or ""
         before, found, rest = self._buffer.partition(mark)
         if found:
@@ -293,7 +296,7 @@ class ToolParser:
             self._buffer = seen[named.end():]
             self._begin(ObjectText(named[1]))
         elif close and seen.startswith(close):
-            self._buffer, self._state = seen[len(close):].lstrip(), "text"
+            self._buffer, self._state, self._after_call = seen[len(close):], "text", True
         elif mark and seen.startswith(mark):
             self._buffer = seen[len(mark):]
         elif seen and not close.startswith(seen) and not mark.startswith(seen) and not (
@@ -304,7 +307,7 @@ class ToolParser:
         return ""
 
     def _begin(self, call: JsonCall | ObjectText) -> None:
-        self._call, self._state, self._announced = call, "call", False
+        self._call, self._state, self._announced, self._has_arguments = call, "call", False, False
 
     def _in_call(self, deltas: list[CallDelta]) -> str:
         call = self._call
@@ -317,7 +320,10 @@ class ToolParser:
             self.num_calls += 1
         if self._announced:
             arguments = call.take_arguments()
+            if call.done and not arguments and not self._has_arguments:
+                arguments = "{}"  # none were written, and none is an empty object
             if arguments:
+                self._has_arguments = True
                 deltas.append(CallDelta(self.num_calls - 1, arguments))
         if not call.done:
             return ""
