@@ -33,7 +33,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{json.dumps(ARGS)}", "", [("weather", ARGS)]),
     ("mistral", "Hello [there]", "Hello [there]", []),
     ("forced", f"[{CALL}]", "", [("weather", ARGS)]),
-    ("hermes", '<tool_call>{"name": "weather"}</tool_call>\n Done.', "Done.", [("weather", "{}")]),
+    ("hermes", '<tool_call>{"name": "weather"}</tool_call>\n Done.', "Done.", [("weather", {})]),
     ("llama3", '{"name": "weather"}', "", [("weather", {})]),
 ]
 
