@@ -13,6 +13,7 @@ from concurrent.futures import Future
 
 from quire.errors import InvariantError
 from quire.executor.base import Executor
+from quire.sampling.params import NOTHING_TO_DRAW
 from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, StepResult, TokenLogprobs
 
 _MASK = (1 << 64) - 1
@@ -43,7 +44,7 @@ def _allowed(masks: bytes, wanted: int) -> EntryResult:
     after = bits >> wanted
     rest = after or bits
     if not rest:
-        return EntryResult(error="the grammar of this request allows no token")
+        return EntryResult(error=NOTHING_TO_DRAW)
     return EntryResult([(rest & -rest).bit_length() - 1 + (wanted if after else 0)])
 
 

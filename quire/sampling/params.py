@@ -23,6 +23,10 @@ MAX_BEAM_WIDTH: Final = 64
 GREEDY_BELOW: Final = 1e-5
 """Temperatures under this are greedy: a division by them would only overflow."""
 
+NOTHING_TO_DRAW: Final = (
+    "structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias together leave no token that may be "
+    "drawn; relax one of them")
+"""The engine's word for parameters that contradict each other on the way: whoever gave them is told."""
 _INT_MAX: Final = (1 << 31) - 1
 
 

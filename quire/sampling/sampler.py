@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from quire.sampling.batch import Draws, SamplingBatch
+from quire.sampling.params import NOTHING_TO_DRAW
 
 OK: Final = 0
 NOT_FINITE: Final = 1
 NOTHING_ALLOWED: Final = 2
 FAILURES: Final = {
     NOT_FINITE: "the model gave logits that are not finite (NaN or infinity) for this request",
-    NOTHING_ALLOWED: "structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias together leave no "
-    "token that may be drawn; relax one of them",
+    NOTHING_ALLOWED: NOTHING_TO_DRAW,
 }
 
 _SCALE: Final = 2.0**40

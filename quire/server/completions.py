@@ -54,7 +54,8 @@ async def _prompts(service: Service, body: CompletionBody) -> tuple[list[str | N
             texts.append(prompt)
             tokens.append(await service.encode_prompt(prompt, "prompt", special))
         else:
-            text = service.tokenizer.decode(prompt) if body.echo and service.tokenizer is not None else None
+            known = body.echo and service.tokenizer is not None
+            text = service.needs_tokenizer("prompt").decode(prompt, skip_special_tokens=False) if known else None
             texts.append(text)
             tokens.append(prompt)
     return texts, tokens

@@ -11,6 +11,7 @@ from typing import Any
 from quire.engine.input import Params
 from quire.engine.output import RequestOutput
 from quire.errors import EngineError, InvalidRequestError, QuireError
+from quire.sampling.params import NOTHING_TO_DRAW
 from quire.server.api_error import ApiError
 from quire.server.metrics import Stopwatch
 from quire.server.parameters import in_words_of
@@ -106,6 +107,8 @@ async def _one(service: Service, work: Work, place: int) -> AsyncGenerator[Reque
         await _start(stream)
         async for output in stream:
             note(output)
+            if output.error == NOTHING_TO_DRAW:
+                raise ApiError(400, output.error, param=work.constraint_field, code="nothing_to_draw")
             if output.error is not None:
                 raise ApiError(500, f"the engine gave the request up: {output.error}", code="engine_error")
             yield output

@@ -60,6 +60,11 @@ def tool_use(body: ChatBody, form: str, config: ServerConfig) -> ToolUse:
     names = tuple(tool.function.name for tool in tools)
     if len(set(names)) < len(names):
         raise refusal("tools", "holds two functions of one name")
+    for place, tool in enumerate(tools):
+        kind = (tool.function.parameters or {}).get("type", "object")
+        if kind != "object":
+            raise refusal(f"tools[{place}].function.parameters",
+                          f"must be the schema of an object, not of {kind!r:.80}")
     if choice == "none":
         return ToolUse()
     check_size("tools", [tool.function.parameters for tool in tools], config)

@@ -155,6 +155,19 @@ def test_an_answer_with_many_logprobs_is_put_together_beside_the_other_streams(
         assert (loops[-1] is None) is apart
 
 
+def test_the_schema_of_a_tool_s_arguments_is_one_of_an_object(server: Served) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+    for choice in ("auto", "none", "required"):
+        error = server.chat(tools=[TOOL, tool], tool_choice=choice).json()["error"]
+        assert error["param"] == "tools[1].function.parameters" and "'array'" in error["message"]
+
+
+def test_an_echo_of_token_ids_shows_special_tokens_as_its_offsets_count_them(server: Served) -> None:
+    special = server.engine.tokenizer.encode("<s>Hi", add_special_tokens=False)  # type: ignore[union-attr]
+    choice = server.complete(special, echo=True, logprobs=1, max_tokens=1).json()["choices"][0]
+    assert choice["text"] == "<s>HiH" and choice["logprobs"]["text_offset"] == [0, 3, 4, 5]
+
+
 def test_the_openai_client_retries_a_full_queue_by_itself(serve: Serve) -> None:
     """Retry-After is one that it understands."""
     from quire.errors import QueueFullError

@@ -131,6 +131,8 @@ def test_required_makes_calls_of_functions_that_exist(client: httpx.Client, stre
      "response_format"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": 5}}}],
       "tool_choice": "required"}, "tools"),
+    ({"guided_choice": ["x"], "min_tokens": 9, "max_tokens": 12}, "guided_choice"),  # known on the way only
+    ({"guided_json": {"$ref": "#"}}, "guided_json"),
 ])
 def test_shapes_that_cannot_be_are_refused_by_name(client: httpx.Client, extra: dict[str, Any], named: str) -> None:
     response = chat(client, **extra)
