@@ -135,6 +135,8 @@ def test_ctrl_c_in_the_middle_of_an_answer_is_a_clean_exit(tiny: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(),
+        # A test run started in the background may ignore Ctrl-C; a person's shell does not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.read(1)  # it is streaming

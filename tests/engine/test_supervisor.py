@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,13 @@ from tests.async_engines import greedy, last, run, until
 
 LONG = greedy(4000)
 SLOW: dict[str, Any] = {"executor": "dummy", "dummy_step_ms": 5.0, "skip_tokenizer_init": True}
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose name leaves room for a socket's, which pytest's own may not."""
+    with tempfile.TemporaryDirectory(prefix="q", dir="/tmp") as name:
+        yield Path(name)
 
 
 async def in_flight(llm: AsyncLLM, count: int) -> list[asyncio.Task[Any]]:
@@ -175,7 +184,7 @@ def test_restarts_are_bounded(smollm2: str) -> None:
     run(job, smollm2, max_restarts=2, **SLOW)
 
 
-def test_without_its_parent_the_engine_ends(tmp_path: Path, smollm2: str) -> None:
+def test_without_its_parent_the_engine_ends(short_folder: Path, smollm2: str) -> None:
     script = """
 import asyncio, sys
 from quire import AsyncLLM, SamplingParams
@@ -188,7 +197,7 @@ async def main():
 asyncio.run(main())
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2],
-                              env={**os.environ, "TMPDIR": str(tmp_path)})
+                              env={**os.environ, "TMPDIR": str(short_folder)})
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.kill()
@@ -197,7 +206,7 @@ asyncio.run(main())
     while Path(f"/proc/{child}").exists():
         assert time.monotonic() < deadline, "an orphan is left"
         time.sleep(0.05)
-    assert not list(tmp_path.glob("quire-*"))
+    assert not list(short_folder.glob("quire-*"))
 
 
 def test_signals_meant_for_the_server_do_not_end_the_engine(smollm2: str) -> None:
@@ -234,15 +243,13 @@ def test_shutdown_drains(smollm2: str) -> None:
     run(job, smollm2, **SLOW)
 
 
-def test_nothing_is_left_behind(smollm2: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tempfile
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_nothing_is_left_behind(smollm2: str, short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
 
     async def job(llm: AsyncLLM) -> None:
-        (folder,) = tmp_path.iterdir()
+        (folder,) = short_folder.iterdir()
         assert folder.stat().st_mode & 0o777 == 0o700
         await last(llm.generate([1], SamplingParams(max_tokens=2)))
 
     run(job, smollm2, executor="dummy", skip_tokenizer_init=True)
-    assert not list(tmp_path.iterdir())
+    assert not list(short_folder.iterdir())
