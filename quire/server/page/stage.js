@@ -152,11 +152,11 @@ class Stage {
   async #playHere(scenario) {
     this.#live();
     this.#announce(scenario);
-    this.#say("requests are under way …");
+    this.#say("a request is under way …");
     byId("stage").dataset.played = "";
     try {
       const found = await playLive(scenario.name);
-      this.#say(`${found.requests} request${found.requests > 1 ? "s" : ""} with ${found.prompt} prompt tokens, ${found.cached} of them `
+      this.#say(`${found.prompts} prompt${found.prompts > 1 ? "s" : ""} of ${found.prompt} tokens, ${found.cached} of them `
         + `from the cache, and ${found.output} output tokens`);
       byId("stage").dataset.played = scenario.name;
     } catch (error) {
