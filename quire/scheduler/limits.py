@@ -78,15 +78,15 @@ def _refuse_long_prompt(num_prompt: int, limits: Limits, cache: PoolShape) -> No
     said = f"the prompt has {num_prompt} tokens"
     if num_prompt == 0:
         raise InvalidRequestError("the prompt is empty: give at least one token", field="prompt")
+    if num_prompt >= cache.max_tokens and cache.max_tokens <= limits.max_model_len:
+        raise InvalidRequestError(
+            f"{said}; with at least one to generate, a pool of num_kv_blocks ({cache.num_blocks}) times "
+            f"block_size ({cache.block_size}) allows {cache.max_tokens - 1}: shorten it or raise "
+            "num_kv_blocks or kv_cache_memory", field="prompt")
     if num_prompt >= limits.max_model_len:
         raise InvalidRequestError(
             f"{said}; with at least one to generate, max_model_len ({limits.max_model_len}) allows "
             f"{limits.max_model_len - 1}: shorten it or raise max_model_len", field="prompt")
-    if num_prompt >= cache.max_tokens:
-        raise InvalidRequestError(
-            f"{said}; with at least one to generate, a pool of num_kv_blocks ({cache.num_blocks}) times "
-            f"block_size ({cache.block_size}) allows {cache.max_tokens - 1}: shorten it or raise "
-            "num_kv_blocks", field="prompt")
     if not limits.chunked_prefill and num_prompt > limits.max_num_batched_tokens:
         raise InvalidRequestError(
             f"{said} and chunked prefill is off, so max_num_batched_tokens "
