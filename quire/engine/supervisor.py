@@ -229,7 +229,8 @@ class Supervisor:
         # If this process itself was held up, messages may lie unread: that time does not count against the engine.
         elapsed, self._looked_at = min(now - self._looked_at, 2 * _LOOK_SECONDS), now
         self._silence = 0.0 if now - client.last_heard < 2 * _LOOK_SECONDS + 0.5 else self._silence + elapsed
-        starting = client.heartbeat.phase == "starting"
+        # A heartbeat from the start may come in after the word that it is over.
+        starting = client.heartbeat.phase == "starting" and self.state is not State.READY
         limit = max(_SILENT_START_SECONDS, self._guard.heartbeat_timeout) if starting else self._guard.heartbeat_timeout
         if self._silence > _STOPPED_SECONDS and client.stopped:
             return "its process was stopped"

@@ -17,6 +17,7 @@ import pytest
 
 from quire import AsyncLLM, SamplingParams
 from quire.engine.client import EngineClient
+from quire.engine.messages import Heartbeat
 from quire.errors import ConfigError, EngineDeadError, ModelLoadError
 from tests.async_engines import greedy, last, run, until
 
@@ -253,3 +254,21 @@ def test_nothing_is_left_behind(smollm2: str, short_folder: Path, monkeypatch: p
 
     run(job, smollm2, executor="dummy", skip_tokenizer_init=True)
     assert not list(short_folder.iterdir())
+
+
+def test_a_heartbeat_of_the_start_that_comes_late_does_not_hide_a_silent_engine(
+    smollm2: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineClient, "stopped", False)
+
+    async def job(llm: AsyncLLM) -> None:
+        (task,) = await in_flight(llm, 1)
+        assert llm.engine_pid is not None
+        os.kill(llm.engine_pid, signal.SIGSTOP)
+        await asyncio.sleep(0.5)
+        client = llm._desk.supervisor._client
+        assert client is not None
+        client.heartbeat = Heartbeat("starting", time.monotonic(), 0)
+        assert "no sign of life" in str((await all_lost([task], within=20.0))[0])
+
+    run(job, smollm2, heartbeat_timeout=1.0, **SLOW)
