@@ -94,12 +94,14 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     bounds, percentiles = parse_goodput(args.goodput), _percentiles(args.metric_percentiles)
     requests = _requests(args)
+    if len(requests) < args.num_prompts:
+        print(f"the dataset has only {len(requests)} usable requests of {args.num_prompts}", file=sys.stderr)
     target = Target(endpoint_of(args), args.backend, _fields(args), args.endpoint)
     _wait_until_ready(target, args.ready_check_timeout_sec)
     times = ([request.at or 0.0 for request in requests] if args.dataset_name == "trace"
              else arrival_times(len(requests), args.request_rate, args.burstiness, args.seed))
     sent, seconds = asyncio.run(_measure(args, target, requests, times))
-    found = {**_settings(args, target), **report(sent, seconds, bounds, percentiles)}
+    found = {**_settings(args, target), "num_prompts": len(requests), **report(sent, seconds, bounds, percentiles)}
     print(json.dumps(found) if args.json else table(found))
     if args.save_result:
         detail = {"requests": [_detail(one, sent[0].start) for one in sent]} if args.save_detailed else {}
@@ -120,6 +122,12 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag_of(name)} must be above 0, not {getattr(args, name)}", field=name)
     if not 0 <= args.random_range_ratio < 1:
         raise ConfigError("--random-range-ratio must be at least 0 and below 1", field="random_range_ratio")
+    for name in ("save_result", "plot"):
+        path = getattr(args, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"{flag_of(name)} {path}: there is no such folder", field=name)
+    if args.dataset_name == "random" and args.dataset_path is not None:
+        raise ConfigError("--dataset-path is for --dataset-name sharegpt or trace", field="dataset_path")
     if args.dataset_name != "random" and args.dataset_path is None:
         raise ConfigError(f"--dataset-name {args.dataset_name} needs --dataset-path", field="dataset_path")
 

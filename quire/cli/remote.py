@@ -10,7 +10,7 @@ from quire.cli.options import SAMPLING_PREFIX
 from quire.client.endpoint import DEFAULT_URL, Endpoint, EndpointError
 from quire.config import default_api_key
 
-NOT_REMOTE = ("best_of", "n", "logprobs", "prompt_logprobs", "detokenize", "structured_outputs")
+NOT_REMOTE = ("best_of", "n", "logprobs", "prompt_logprobs", "detokenize")
 """Of SamplingParams, what these commands have no place to show."""
 _OWN_KIND = {"logit_bias": lambda bias: {str(token): value for token, value in bias.items()}}
 
@@ -31,7 +31,14 @@ def request_fields(args: argparse.Namespace, defaults: Mapping[str, Any]) -> dic
     """The sampling parameters that were given, as fields of a request; what was not given stays the server's choice."""
     given = {name.removeprefix(SAMPLING_PREFIX): value for name, value in vars(args).items()
              if name.startswith(SAMPLING_PREFIX)}
-    return {name: _OWN_KIND.get(name, lambda same: same)(value) for name, value in {**defaults, **given}.items()}
+    fields: dict[str, Any] = {}
+    for name, value in {**defaults, **given}.items():
+        outer, dot, inner = name.partition(".")
+        if dot:  # a shape of the answer: a field of an object
+            fields.setdefault(outer, {})[inner] = value
+        else:
+            fields[name] = _OWN_KIND.get(name, lambda same: same)(value)
+    return fields
 
 
 def text_pieces(chunks: Iterator[dict[str, Any]], ending: dict[str, Any]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from quire.cli.options import add_engine_options, engine_options, flag_of, integer
 from quire.cli.remote import add_endpoint_options, endpoint_of
 from quire.client.batch import BatchLine, BatchOutput, read_batch
-from quire.client.endpoint import Endpoint
+from quire.client.endpoint import Endpoint, EndpointError
 from quire.errors import ConfigError
 
 EXAMPLES = (
@@ -27,7 +27,8 @@ EXAMPLES = (
     "  quire run-batch -i questions.jsonl -o answers.jsonl --model gemma3-270m --max-num-seqs 64\n"
     "  quire run-batch -i questions.jsonl -o answers.jsonl --url http://127.0.0.1:8000"
 )
-_RETRIED = (429, 500, 502, 503, 504)
+_UNREACHABLE = 0
+_RETRIED = (_UNREACHABLE, 429, 500, 502, 503, 504)
 """Answers that another try may better: too many requests, an engine that restarts."""
 Ask = Callable[[BatchLine], Awaitable[tuple[int, Any, float]]]
 """Sends one request: status, answer, seconds to wait before trying again."""
@@ -83,13 +84,18 @@ async def _answer_all(args: argparse.Namespace, options: dict[str, Any], todo: l
                 nonlocal failed
                 for line in waiting:
                     status, body = await _try(ask, line, args.tries)
+                    if status == _UNREACHABLE:
+                        raise EndpointError(f"{body}: start the batch again when it is back, it goes on from here")
                     output.write(line, _id_of(body, line), status, body)
                     failed += status != 200
                     bar.update()
 
-            async with asyncio.TaskGroup() as workers:
-                for _ in range(min(args.max_concurrency, len(todo))):
-                    workers.create_task(worker())
+            try:
+                async with asyncio.TaskGroup() as workers:
+                    for _ in range(min(args.max_concurrency, len(todo))):
+                        workers.create_task(worker())
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from None
     return failed
 
 
@@ -148,7 +154,7 @@ async def _post(client: Any, line: BatchLine, model: str | None) -> tuple[int, A
     try:
         answer = await client.post(line.path, json=body)
     except httpx.HTTPError as error:
-        return 503, {"error": {"message": f"the server cannot be reached: {error or type(error).__name__}"}}, 1.0
+        return _UNREACHABLE, f"the server cannot be reached ({error or type(error).__name__})", 1.0
     try:
         found = answer.json()
     except json.JSONDecodeError:

@@ -5,6 +5,7 @@ The output file is the only memory: a run that was killed goes on where it stood
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from typing import Any
 
 from quire.errors import InvalidRequestError
 
+PASSING = (401, 403, 429, 500, 502, 503, 504)
+"""Answers that say nothing of the request itself: too many at once, an engine that restarts, a wrong key."""
 PATHS = ("/v1/chat/completions", "/v1/completions")
 _LONGEST_LINE = 16 << 20
 
@@ -81,6 +84,9 @@ class BatchOutput:
         try:
             self.finished = set() if fresh else _finished(path)
             self._file = path.open("wb" if fresh else "ab")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InvalidRequestError(f"another run is writing its answers to {path}", "output_file") from error
         except OSError as error:
             raise InvalidRequestError(f"cannot write the answers to {path}: {error.strerror}", "output_file") from error
 
@@ -103,23 +109,29 @@ class BatchOutput:
 
 
 def _finished(path: Path) -> set[str]:
-    """Ids with an answer in the file; the torn line that a kill may have left at its end is cut off."""
+    """Ids with an answer in the file. Taken out is what is none: a line torn by a kill, a passing refusal."""
     if not path.exists():
         return set()
     found: set[str] = set()
-    whole = 0
-    with path.open("rb+") as file:
-        for number, text in enumerate(file, 1):
-            if not text.endswith(b"\n"):
-                break
-            try:
-                found.add(json.loads(text)["custom_id"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise InvalidRequestError(
-                    f"line {number} of {path} is no answer of a batch: name another output file, or start anew with "
-                    "--overwrite", "output_file") from error
-            whole += len(text)
-        file.truncate(whole)
+    kept: list[bytes] = []
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, text in enumerate(lines, 1):
+        if not text.endswith(b"\n"):
+            break
+        try:
+            record = json.loads(text)
+            custom_id, status = record["custom_id"], record["response"]["status_code"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequestError(
+                f"line {number} of {path} is no answer of a batch: name another output file, or start anew with "
+                "--overwrite", "output_file") from error
+        if status not in PASSING:
+            found.add(custom_id)
+            kept.append(text)
+    if len(kept) < len(lines):
+        beside = path.with_name(path.name + ".part")
+        beside.write_bytes(b"".join(kept))
+        beside.replace(path)
     return found
 
 

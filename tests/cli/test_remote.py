@@ -55,3 +55,9 @@ def test_a_chat_with_a_server_remembers_what_was_said(
 def test_an_option_of_the_engine_is_refused_beside_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "127.0.0.1:9", "--max-num-seqs", "4"]) == 1
     assert "--max-num-seqs is for the server to decide" in capsys.readouterr().err
+
+
+def test_a_shape_of_the_answer_is_one_field_of_the_request(serving: Callable[..., Stub]) -> None:
+    stub = serving(answer)
+    assert main(["complete", "x", "--url", stub.url, "--choice", "yes", "--choice", "no"]) == 0
+    assert stub.bodies[0]["structured_outputs"] == {"choice": ["yes", "no"]}

@@ -73,3 +73,36 @@ def test_a_busy_server_is_asked_again(tmp_path: Path, serving: Callable[..., Stu
 def test_mistakes_are_one_line(inside: Callable[..., Done], words: tuple[str, ...], says: str) -> None:
     done = inside("run-batch", *words)
     assert done.code == 1 and says in done.err and done.err.count("\n") == 1
+
+
+def test_a_server_that_goes_away_ends_the_run_and_loses_nothing(
+    tmp_path: Path, serving: Callable[..., Stub], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fine(body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield {"id": "cmpl-1", "choices": [{"text": "x"}]}
+
+    questions, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_batch(questions, 3)
+    words = ["run-batch", "-i", str(questions), "-o", str(answers), "--tries", "1", "--model-name", "m", "--url"]
+    assert main([*words, "http://127.0.0.1:9"]) == 1
+    assert "goes on from here" in capsys.readouterr().err and answers.read_text() == ""
+    assert main([*words, serving(fine).url]) == 0
+    assert len(answers.read_text().splitlines()) == 3
+
+
+def test_a_line_that_a_server_turned_down_is_done_again(tmp_path: Path, serving: Callable[..., Stub]) -> None:
+    broken = True
+
+    async def mending(body: dict[str, Any]) -> AsyncIterator[Any]:
+        if broken and body["prompt"] == "number 1":
+            yield 503, {"error": {"message": "restarting"}}
+        yield {"id": "cmpl-1", "choices": [{"text": "x"}]}
+
+    questions, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_batch(questions, 3)
+    words = ["run-batch", "-i", str(questions), "-o", str(answers), "--tries", "1", "--url", serving(mending).url]
+    assert main(words) == 0
+    broken = False
+    assert main(words) == 0
+    statuses = [json.loads(line)["response"]["status_code"] for line in answers.read_text().splitlines()]
+    assert statuses == [200, 200, 200]

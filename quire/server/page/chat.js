@@ -29,18 +29,32 @@ export function startChat() {
   });
 }
 
+// The parameters, or null after saying what is wrong with them: then nothing of the conversation has changed.
+function checkedSettings() {
+  try {
+    const settings = readSettings();
+    byId("chat-status").textContent = "";
+    return settings;
+  } catch (error) {
+    byId("chat-status").textContent = error.message;
+    return null;
+  }
+}
+
 function send() {
   const text = byId("prompt").value.trim();
-  if (!text || running) return;
+  const settings = text && !running ? checkedSettings() : null;
+  if (!settings) return;
   byId("prompt").value = "";
   conversation.push({ role: "user", content: text, node: addMessage("user", text) });
-  answer();
+  answer(settings);
 }
 
 function regenerate() {
-  if (running) return;
+  const settings = running ? null : checkedSettings();
+  if (!settings) return;
   if (conversation.at(-1)?.role === "assistant") conversation.pop().node.remove();
-  if (conversation.at(-1)?.role === "user") answer();
+  if (conversation.at(-1)?.role === "user") answer(settings);
 }
 
 function clear() {
@@ -82,17 +96,7 @@ function showState() {
   byId("clear").disabled = !conversation.length;
 }
 
-async function answer() {
-  const status = byId("chat-status");
-  let settings;
-  try {
-    settings = readSettings();
-  } catch (error) {
-    status.textContent = error.message;
-    showState();
-    return;
-  }
-  status.textContent = "";
+async function answer(settings) {
   byId("messages").querySelectorAll("[data-empty]").forEach((node) => node.remove());
   const turn = new Turn(addMessage("assistant", ""));
   running = new AbortController();
@@ -105,8 +109,8 @@ async function answer() {
   }
   running = null;
   turn.finish();
-  // An answer without a word is shown, but it is no part of the conversation.
-  if (turn.text) conversation.push({ role: "assistant", content: turn.text, node: turn.node });
+  // An answer without a word is shown, but it is no part of the conversation; nor is one whose chat was cleared.
+  if (turn.text && turn.node.isConnected) conversation.push({ role: "assistant", content: turn.text, node: turn.node });
   else turn.node.dataset.empty = "";
   showState();
 }
@@ -155,6 +159,7 @@ class Turn {
   }
 
   draw() {
+    if (!this.drawing) return;
     this.drawing = false;
     if (this.thoughts) this.#drawThoughts();
     renderMarkdown(this.body, this.text);
@@ -180,6 +185,7 @@ class Turn {
   }
 
   finish() {
+    this.drawing = true; // a frame that is still asked for finds nothing left to draw
     this.draw();
     this.node.setAttribute("aria-busy", "false");
     if (this.failed) {
