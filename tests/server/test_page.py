@@ -153,6 +153,18 @@ def test_stop_ends_the_answer_and_the_request(look: Open, serve: Serve) -> None:
     assert len(slow.engine.aborted) == 2 and slow.engine.running == 0
 
 
+def test_a_new_chat_during_an_answer_leaves_nothing_of_it(look: Open, serve: Serve) -> None:
+    slow = serve("word " * 200)
+    slow.engine.delay = 0.02
+    page = look(slow.address).open()
+    ask(page)
+    page.wait_for_function("() => document.querySelector('.message:last-child .body').innerText.length > 20")
+    page.click("#clear")
+    page.wait_for_selector("#send")
+    assert page.is_disabled("#regenerate") and page.is_disabled("#clear")
+    assert page.query_selector(".message") is None
+
+
 def test_an_answer_stopped_before_its_first_word_is_no_part_of_the_conversation(look: Open, serve: Serve) -> None:
     slow = serve("word " * 5)
     slow.engine.delay = 5.0
@@ -205,6 +217,7 @@ def test_parameters_reach_the_engine_and_wrong_ones_are_told(look: Open, chat: S
     ask(page, "Again")
     page.wait_for_function("() => document.querySelector('#chat-status').textContent.includes('temperature')")
     assert len(chat.engine.asked) == asked
+    assert page.input_value("#prompt") == "Again" and page.locator(".message.user").count() == 1
 
 
 def test_thoughts_are_shown_apart_and_not_sent_back(look: Open, serve: Serve) -> None:

@@ -69,6 +69,7 @@ class Stage {
         this.#say("connecting …");
         const response = await call("/v1/engine/events", { signal: stream.signal });
         this.#say("connected");
+        if (!this.listed) this.#list();
         for await (const frame of events(response)) this.panels[0].take(frame);
       } catch (error) {
         if (stream.signal.aborted) return;
@@ -117,6 +118,7 @@ class Stage {
   }
 
   #live() {
+    this.asked?.abort();
     this.playing?.abort();
     this.playing = null;
     byId("back").hidden = true;
@@ -125,6 +127,7 @@ class Stage {
   }
 
   async #play(scenario) {
+    this.asked?.abort();
     this.playing?.abort();
     if (byId("on-live").checked && scenario.live) return this.#playHere(scenario);
     const playing = this.playing = new AbortController();
@@ -151,16 +154,17 @@ class Stage {
 
   async #playHere(scenario) {
     this.#live();
+    const asked = this.asked = new AbortController();
     this.#announce(scenario);
     this.#say("a request is under way …");
     byId("stage").dataset.played = "";
     try {
-      const found = await playLive(scenario.name);
+      const found = await playLive(scenario.name, asked.signal);
       this.#say(`${found.prompts} prompt${found.prompts > 1 ? "s" : ""} of ${found.prompt} tokens, ${found.cached} of them `
         + `from the cache, and ${found.output} output tokens`);
       byId("stage").dataset.played = scenario.name;
     } catch (error) {
-      this.#say(error.message);
+      if (!asked.signal.aborted) this.#say(error.message);
     }
   }
 
