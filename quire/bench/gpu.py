@@ -61,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
     parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
                         help="programmatic dependent launch in decode steps (default: on)")
+    parser.add_argument("--named-products", action=argparse.BooleanOptionalAction, default=True,
+                        help="products by the algorithms of the table, not the library's own choice (default: on)")
     parser.add_argument("--timeline", metavar="SVG", help="draw some steps of the last run here")
     parser.add_argument("--accuracy", metavar="MODEL",
                         help="instead: how far each dtype is from float32 on the CPU (emulated without a GPU)")
@@ -68,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune-rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64],
                         help="of how many rows each (default: 1 to 64)")
     parser.add_argument("--tune", metavar="FILE", help="instead: time the products of few rows, write the table here")
+    parser.add_argument("--tune-library", metavar="FILE",
+                        help="instead: time cuBLASLt's algorithms, add those that win to the table in this file")
     parser.add_argument("--tokens", action="store_true", help="print a checksum of each case's tokens")
 
 
@@ -90,6 +94,11 @@ def run(args: argparse.Namespace) -> int:
         entries = gpu_tune.tune(args.models, args.tune_rows, args.launch_early,
                                 lambda line: _show(args, line, str(line)))
         gpu_tune.write(args.tune, entries)
+        return 0
+    if args.tune_library:
+        from quire.bench import gpu_tune_library
+
+        gpu_tune_library.tune(args.models, args.tune_library, lambda line: _show(args, line, str(line)))
         return 0
     for model in args.models:
         if "start" in args.cases:
@@ -122,6 +131,7 @@ def _model(model: str, cases: list[str], args: argparse.Namespace) -> None:
         deterministic=args.deterministic,
         kv_cache_dtype=args.kv_cache_dtype,
         launch_early=args.launch_early,
+        named_products=args.named_products,
     )
     began = time.perf_counter()
     worker = build_worker(MODELS[model], options, args.block_size)
@@ -187,7 +197,8 @@ def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.N
         "exposed_ms_per_step": round(1e3 * max(0.0, run.seconds - busy) / run.steps, 3),
         "gpu_busy_share": round(min(1.0, busy / run.seconds), 3),
         "options": {name: getattr(args, name) for name in ("depth", "block_size", "dtype", "kv_cache_dtype",
-                                                           "enforce_eager", "deterministic", "launch_early")},
+                                                           "enforce_eager", "deterministic", "launch_early",
+                                                           "named_products")},
     }
     if args.tokens:
         line["tokens"] = f"{hash(tuple(map(tuple, run.tokens))) & 0xFFFFFFFF:08x}"

@@ -152,9 +152,12 @@ def graph_seconds(calls: list[Callable[[], Any]], dry: bool = False, repeats: in
         calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache before every capture.
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
         for call in calls:
             call()
+        graph.capture_end()
     times = []
     for _ in range(repeats + 1):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -166,20 +169,23 @@ def graph_seconds(calls: list[Callable[[], Any]], dry: bool = False, repeats: in
     return sorted(times[1:])[repeats // 2] / len(calls)
 
 
-def write(path: str, entries: list[dict[str, Any]]) -> None:
+def write(path: str, entries: list[dict[str, Any]], cublaslt: int | None = None) -> None:
     """One line per entry, so that a change of the table can be read; what was not timed now stays as it was."""
     import torch
 
+    head: dict[str, Any] = {"device": torch.cuda.get_device_name(), "dtype": "bfloat16"}
+    head["date"] = time.strftime("%Y-%m-%d")
     if Path(path).exists():
         timed = {_key(entry) for entry in entries}
-        before = json.loads(Path(path).read_text(encoding="utf-8"))["products"]
-        entries = [entry for entry in before if _key(entry) not in timed] + entries
+        file = json.loads(Path(path).read_text(encoding="utf-8"))
+        entries = [entry for entry in file["products"] if _key(entry) not in timed] + entries
+        cublaslt = cublaslt or file.get("cublaslt")
+    if cublaslt:
+        head["cublaslt"] = cublaslt
     entries = sorted(entries, key=lambda entry: (entry["width"], entry["features"], entry["rows"]))
-
-    head = {"device": torch.cuda.get_device_name(), "dtype": "bfloat16", "date": time.strftime("%Y-%m-%d")}
     lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(head)[:-1] + ', "products": [\n' + lines + "\n]}\n")
+    with open(path, "w", encoding="utf-8") as target:
+        target.write(json.dumps(head)[:-1] + ', "products": [\n' + lines + "\n]}\n")
 
 
 def _key(entry: dict[str, Any]) -> tuple[Any, ...]:

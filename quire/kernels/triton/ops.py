@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.attention.context import StepContext
 from quire.attention.triton import TritonAttention
+from quire.kernels import cublas
 from quire.kernels.triton import activation, choices, copy, linear_few, linear_fixed, norm, rope_cache
 from quire.kernels.triton.choices import Choice
 from quire.kernels.triton.linear_row import RowShape, linear_row
@@ -53,6 +54,7 @@ class TritonOps:
         kv_scale: float = 1.0,
         dense_prefill: bool = True,
         pdl: bool = False,
+        named_products: bool = True,
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
@@ -60,6 +62,7 @@ class TritonOps:
         self.kv_dtype = kv_dtype or dtype
         self.kv_scale = kv_scale
         self.pdl = pdl
+        self._library = _named_library(self.device, dtype) if named_products and not deterministic else None
         # fp8 keys lie in the cache only, so a fresh prompt must be read back from there as later steps will.
         self.attention = TritonAttention(
             self.device,
@@ -69,6 +72,10 @@ class TritonOps:
             pdl=pdl,
             dense_prefill=dense_prefill and kv_dtype is None,
         )
+
+    def close(self) -> None:
+        if self._library is not None:
+            self._library.close()
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> DeviceLinear:
         return DeviceLinear(
@@ -89,6 +96,10 @@ class TritonOps:
     def _product(
         self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
     ) -> Tensor:
+        if choice.algorithm and self._library is not None and w.bias is None:
+            named = self._library.product(x, w.weight, choice.algorithm, out)
+            if named is not None:
+                return named if residual is None else named.add_(residual)
         if choice.kernel == "row":
             return linear_row(x, w.weight, w.bias, residual, out=out, sizes=RowShape(*choice.sizes), pdl=self.pdl)
         if choice.kernel == "vector":
@@ -211,3 +222,11 @@ class TritonOps:
             return linear_row(normed, w.weight, w.bias, None, gated=gated, out=out, sizes=sizes, pdl=self.pdl)
         found = self._product(choice, normed, w, None, None if gated else out)
         return activation.act_mul(found, gated) if gated else found
+
+
+def _named_library(device: torch.device, dtype: torch.dtype) -> cublas.CublasLt | None:
+    """Where the library is the version whose algorithms the table names."""
+    known = choices.library_version()
+    if device.type != "cuda" or dtype != torch.bfloat16 or not known or cublas.version() != known:
+        return None
+    return cublas.CublasLt(device, dtype)

@@ -53,6 +53,8 @@ class DeviceOptions:
     """Programmatic dependent launch: a kernel of a small step starts while the one before it ends."""
     prefetch: int = 4 << 20
     """Bytes of the next weight that are asked for while the norms and gates of a decode step run."""
+    named_products: bool = True
+    """Products by the library's algorithms of the table, not by those it would take itself."""
     seed: int = 0
     draft_rows: int = 0
     """Drafts that a step may hold beside one token of every sequence: each is a row of the decode graphs."""
@@ -240,6 +242,8 @@ class GpuWorker:
             self._copier.close()
         if "_runner" in self.__dict__:
             self._runner.close()
+        if hasattr(self.__dict__.get("ops"), "close"):
+            self.ops.close()  # type: ignore[attr-defined]
         for name in ("_runner", "_copies", "_cache", "table", "decoder", "ops", "_copier"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
@@ -270,4 +274,5 @@ def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype
         kv_dtype=KV_DTYPES[options.kv_cache_dtype],
         dense_prefill=options.dense_prefill,
         pdl=options.launch_early,
+        named_products=options.named_products,
     )

@@ -7,7 +7,7 @@ import torch
 
 from quire.bench.gpu_cases import MODELS
 from quire.bench.gpu_tune import weights_of
-from quire.kernels.triton.choices import GATED, NORM, PLAIN, Choice, Timed, choose, product, table
+from quire.kernels.triton.choices import GATED, NORM, PLAIN, Choice, Timed, choose, library_version, product, table
 from quire.kernels.triton.linear_few import StripShape
 from quire.kernels.triton.linear_row import RowShape
 
@@ -38,8 +38,31 @@ def test_an_unknown_weight_takes_the_choice_of_the_nearest_and_of_enough_rows() 
     assert choose(known, 1, 1000, 1000, GATED) == Choice()
 
 
+def test_an_algorithm_of_the_library_is_for_the_weight_it_was_timed_on() -> None:
+    known = [Timed(64, 1000, 1000, PLAIN, Choice(algorithm="aa")), Timed(8192, 1000, 1000, PLAIN, Choice())]
+    assert choose(known, 33, 1000, 1000, PLAIN).algorithm == "aa"
+    assert choose(known, 33, 1000, 1008, PLAIN) == Choice()
+    assert choose(known, 65, 1000, 1000, PLAIN) == Choice()
+
+
+def test_algorithms_are_named_only_beside_the_version_they_belong_to() -> None:
+    assert library_version() > 0 or not any(entry.choice.algorithm for entry in table())
+
+
+def test_without_a_gpu_no_library_is_loaded() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    from quire.kernels import cublas
+    from quire.kernels.triton.ops import TritonOps
+
+    assert cublas.version() == 0
+    assert TritonOps("cpu", torch.bfloat16)._library is None
+    with pytest.raises(RuntimeError, match="not loaded"):
+        cublas.CublasLt(torch.device("cpu"), torch.bfloat16)
+
+
 def test_many_rows_are_the_librarys_and_float32_never_meets_a_tensor_core() -> None:
-    assert product(65, 4096, 4096, torch.bfloat16) == Choice()
+    assert product(100_000, 4096, 4096, torch.bfloat16) == Choice()
     assert {product(rows, 4096, 4096, torch.float32, NORM).kernel for rows in (1, 2, 9)} == {"row", "vector", "library"}
 
 
