@@ -14,6 +14,7 @@ from quire.executor.device import DeviceExecutor
 from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
+from quire.speculation.speculator import Speculator
 from quire.worker.gpu.worker import DeviceOptions, GpuWorker
 
 
@@ -111,6 +112,7 @@ def build_core(
     depth: int = 2,
     prefix_caching: bool = False,
     partial_prefills: int = 1,
+    speculator: Speculator | None = None,
 ) -> TimedCore:
     """A fresh scheduler and cache over a worker; a worker may be given a new core when the old one is
     idle."""
@@ -126,7 +128,7 @@ def build_core(
         worker.pool.max_model_len,
         max_num_partial_prefills=partial_prefills,
     )
-    return TimedCore(Scheduler(limits, cache), DeviceExecutor(worker), depth)
+    return TimedCore(Scheduler(limits, cache, speculator=speculator), DeviceExecutor(worker), depth)
 
 
 def run_requests(core: TimedCore, requests: Sequence[Request], keep_tokens: bool = False) -> Run:

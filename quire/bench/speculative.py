@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from quire.bench.gpu_cases import MODELS, qwen3
 from quire.bench.speculative_texts import FREE, REPEATING
 from quire.cli.options import json_object
+from quire.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -32,25 +33,32 @@ EXAMPLES = (
     "  quire bench speculative --device cuda --shapes 8b --methods ngram --batch 1 8 64\n"
     '  quire bench speculative --config \'{"method": "draft_model", "model": "draft-folder"}\''
 )
-_TINY = qwen3(64, 2, 2, 128, True) | {"vocab_size": 128, "num_key_value_heads": 1, "head_dim": 32}
+_TINY = qwen3(64, 2, 2, 128, True) | {"vocab_size": 1024, "num_key_value_heads": 1, "head_dim": 32}
 _METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix"},
     "skip_layers": {"method": "skip_layers", "num_speculative_tokens": 3},
     "skip_layers_always": {"method": "skip_layers", "num_speculative_tokens": 3, "adaptive": False},
+    "known": {},
 }
+_OPTIONS_ON_GPU = {"kv_cache_memory": "4GiB"}
+"""Two engines share it: a share of its memory for each would leave the second nothing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="the target (default: %(default)s)")
     parser.add_argument("--methods", nargs="+", choices=sorted(_METHODS), default=["ngram", "suffix", "skip_layers"],
-                        metavar="NAME", help=f"some of {', '.join(sorted(_METHODS))} (default: the adaptive ones)")
+                        metavar="NAME", help=f"some of {', '.join(sorted(_METHODS))} (default: the adaptive ones); "
+                        "known: drafts that are right as often as --acceptance says, with --shapes on cuda")
     parser.add_argument("--config", type=json_object, metavar="JSON", help="one speculative_config instead")
     parser.add_argument("--max-tokens", type=int, default=160, metavar="N", help="of each answer (default: 160)")
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="turns on each prompt (default: 3)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], metavar="N", help="streams at once (default: 1)")
     parser.add_argument("--shapes", choices=["tiny", *MODELS], metavar="NAME",
                         help=f"random weights of Qwen3 shapes instead of a model: tiny, {', '.join(MODELS)}")
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.0, 0.5, 0.8, 1.0], metavar="SHARE",
+                        help="of known drafts (default: 0 0.5 0.8 1)")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[4], metavar="N", help="known ones (default: 4)")
     parser.add_argument("--num-threads", type=int, metavar="N", help="threads of the CPU kernels (default: the cores)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where it runs (default: cpu)")
 
@@ -60,11 +68,18 @@ def run(args: argparse.Namespace) -> int:
     from quire.llm import LLM
 
     machine = describe_machine()
+    configs = {"given": args.config} if args.config else {name: _METHODS[name] for name in args.methods}
+    if args.shapes and args.device == "cuda":
+        from quire.bench.speculative_shapes import run_shapes
+
+        return run_shapes(MODELS.get(args.shapes, _TINY), args, configs, machine)
+    if "known" in configs:
+        raise ConfigError("method 'known' needs --shapes and --device cuda: nobody knows what a model says",
+                          field="methods")
     options: dict[str, Any] = {"num_threads": args.num_threads, "device": args.device, "max_model_len": 2048}
     if args.device == "cuda":
-        options["gpu_memory_utilization"] = 0.45  # there are two of them
-    configs = {"given": args.config} if args.config else {name: _METHODS[name] for name in args.methods}
-    same = True
+        options |= {**_OPTIONS_ON_GPU, "max_num_seqs": max(64, *args.batch)}
+    same, failed = True, False
     with tempfile.TemporaryDirectory(prefix="quire-shapes-") as folder:
         model = args.model
         if args.shapes:
@@ -73,12 +88,19 @@ def run(args: argparse.Namespace) -> int:
             options |= {"load_format": "dummy", "skip_tokenizer_init": True}
         with LLM(model, **options) as plain:
             for name, config in configs.items():
-                with LLM(model, speculative_config=config, **options) as drafting:
-                    for kind, batch in itertools.product(("repeating", "free"), args.batch):
-                        found = compare(plain, drafting, kind, batch, args)
-                        same = same and found["same_tokens"]
-                        print(json.dumps({"bench": "speculative", "method": name, "config": config, **found,
-                                          "model": args.shapes or model, "device": args.device, **machine}), flush=True)
+                head = {"bench": "speculative", "method": name, "config": config, "model": args.shapes or model,
+                        "device": args.device}
+                try:
+                    with LLM(model, speculative_config=config, **options) as drafting:
+                        for kind, batch in itertools.product(("repeating", "free"), args.batch):
+                            found = compare(plain, drafting, kind, batch, args)
+                            same = same and found["same_tokens"]
+                            print(json.dumps({**head, **found, **machine}), flush=True)
+                except QuireError as error:
+                    failed = True
+                    print(json.dumps({**head, "error": str(error)}), flush=True)
+    if failed:
+        return 1
     # A GPU's sums depend on the batch, unless it is told otherwise: there a difference is not an error.
     return 0 if same or args.device == "cuda" else 1
 
@@ -102,26 +124,33 @@ def compare(plain: LLM, drafting: LLM, kind: str, batch: int, args: argparse.Nam
     """All prompts of one kind through both, turn by turn; the first turn of each warms up and is not counted."""
     texts: Mapping[str, str | list[int]] = _ids(kind) if args.shapes else REPEATING if kind == "repeating" else FREE
     turns = {name: _Turns() for name in texts}
-    tokens, same = 0, True
+    tokens, plain_tokens, equal, same = 0, 0, 0, True
     before = drafting.metrics()
     for turn in range(args.repeat + 1):
         for number, (name, text) in enumerate(texts.items()):
             params = _params(kind, args.max_tokens, number)
-            seconds, cpu, wanted = _answer(plain, text, params, batch)
+            theirs, cpu, wanted = _answer(plain, text, params, batch)
             mine, my_cpu, found = _answer(drafting, text, params, batch)
             same = same and wanted == found
             if turn:
-                turns[name].plain.append(seconds)
+                turns[name].plain.append(theirs)
                 turns[name].drafting.append(mine)
                 turns[name].plain_cpu.append(cpu)
                 turns[name].drafting_cpu.append(my_cpu)
                 tokens += sum(map(len, found))
+                plain_tokens += sum(map(len, wanted))
+                equal += sum(a == b for one, other in zip(wanted, found, strict=True)
+                             for a, b in zip(one, other, strict=False))
+    plain_seconds, seconds = sum(sum(t.plain) for t in turns.values()), sum(sum(t.drafting) for t in turns.values())
     return {
         "text": kind,
         "batch": batch,
         "same_tokens": same,
-        "plain_tokens_per_s": round(tokens / sum(sum(t.plain) for t in turns.values()), 2),
-        "tokens_per_s": round(tokens / sum(sum(t.drafting) for t in turns.values()), 2),
+        "equal_tokens": round(equal / max(1, plain_tokens), 4),
+        "plain_tokens_per_s": round(plain_tokens / plain_seconds, 2),
+        "tokens_per_s": round(tokens / seconds, 2),
+        "plain_ms_per_token": round(1e3 * batch * plain_seconds / max(1, plain_tokens), 3),
+        "ms_per_token": round(1e3 * batch * seconds / max(1, tokens), 3),
         "speedup": round(sum(statistics.median(t.plain) for t in turns.values())
                          / sum(statistics.median(t.drafting) for t in turns.values()), 3),
         "speedup_cpu_time": round(sum(statistics.median(t.plain_cpu) for t in turns.values())
@@ -163,9 +192,12 @@ def _acceptance(before: dict[str, int | float], after: dict[str, int | float]) -
     def grown(name: str) -> float:
         return after[name] - before.get(name, 0)
 
+    places = itertools.takewhile(lambda place: f"spec_draft_tokens_at_{place}" in after, itertools.count(1))
+    by_place = [(grown(f"spec_accepted_tokens_at_{place}"), grown(f"spec_draft_tokens_at_{place}")) for place in places]
     steps, offered, accepted = (grown(f"spec_{name}") for name in ("decode_steps", "draft_tokens", "accepted_tokens"))
     return {
         "acceptance_rate": round(accepted / offered, 3) if offered else None,
+        "acceptance_by_position": [round(kept / tried, 3) for kept, tried in by_place if tried],
         "drafts_per_step": round(offered / steps, 3) if steps else 0.0,
         "tokens_per_step": round((steps + accepted) / steps, 3) if steps else 0.0,
     }

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from quire.worker.memory import PoolSize
 
 _GPU_BATCHED_TOKENS = 8192
-_MOST_DRAFT_ROWS = 256
+MOST_DRAFT_ROWS = 512
+"""64 sequences with 7 drafts each: 512 rows with their own; beyond, drafts share what there is."""
 
 
 class ModelWorker(Protocol):
@@ -61,7 +62,7 @@ def draft_rows(config: EngineConfig) -> int:
     options = config.speculation.options
     if options is None or config.model.device != "cuda":
         return 0
-    return min(options.num_speculative_tokens * (config.scheduler.max_num_seqs or 256), _MOST_DRAFT_ROWS)
+    return min(options.num_speculative_tokens * (config.scheduler.max_num_seqs or 256), MOST_DRAFT_ROWS)
 
 
 def _missing_for_gpu() -> str | None:

@@ -17,6 +17,8 @@ class GraphCache:
         self._device = device
         self._launch = launch
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.replays = 0
+        """Steps that were replayed."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
@@ -56,6 +58,7 @@ class GraphCache:
         graph = self._graphs.get(rung)
         if graph is None:
             graph = self._graphs[rung] = self._captured(rung)
+        self.replays += 1
         graph.replay()
 
 
