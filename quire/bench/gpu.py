@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="also list the costliest kernels of a shortened run (default: on)")
     parser.add_argument("--depth", type=int, default=2, help="steps in flight (default: 2)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens per KV block (default: 16)")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of a step (default: the case's)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
@@ -70,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune-rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64],
                         help="of how many rows each (default: 1 to 64)")
     parser.add_argument("--tune", metavar="FILE", help="instead: time the products of few rows, write the table here")
+    parser.add_argument("--tune-split", metavar="FILE",
+                        help="instead: time products split over columns, add those that win to the table in this file")
     parser.add_argument("--tune-library", metavar="FILE",
                         help="instead: time cuBLASLt's algorithms, add those that win to the table in this file")
     parser.add_argument("--tokens", action="store_true", help="print a checksum of each case's tokens")
@@ -95,10 +98,11 @@ def run(args: argparse.Namespace) -> int:
                                 lambda line: _show(args, line, str(line)))
         gpu_tune.write(args.tune, entries)
         return 0
-    if args.tune_library:
-        from quire.bench import gpu_tune_library
+    if args.tune_library or args.tune_split:
+        from quire.bench import gpu_tune_library, gpu_tune_split
 
-        gpu_tune_library.tune(args.models, args.tune_library, lambda line: _show(args, line, str(line)))
+        tuner = gpu_tune_library if args.tune_library else gpu_tune_split
+        tuner.tune(args.models, args.tune_library or args.tune_split, lambda line: _show(args, line, str(line)))
         return 0
     for model in args.models:
         if "start" in args.cases:
@@ -125,7 +129,7 @@ def _model(model: str, cases: list[str], args: argparse.Namespace) -> None:
     options = DeviceOptions(
         dtype=args.dtype,
         max_num_seqs=max(CASES[case].max_num_seqs for case in cases),
-        max_num_batched_tokens=16384,
+        max_num_batched_tokens=args.max_num_batched_tokens or 16384,
         max_model_len=MAX_MODEL_LEN,
         enforce_eager=args.enforce_eager,
         deterministic=args.deterministic,
@@ -151,8 +155,8 @@ def _case(case: str, model: str, worker: GpuWorker, options: DeviceOptions, args
     from quire.bench.gpu_engine import GpuClock, build_core, run_requests
 
     shape = CASES[case]
-    limits = dataclasses.replace(options, max_num_seqs=shape.max_num_seqs,
-                                 max_num_batched_tokens=shape.max_num_batched_tokens)
+    budget = args.max_num_batched_tokens or shape.max_num_batched_tokens
+    limits = dataclasses.replace(options, max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=budget)
     core = build_core(worker, limits, block_size=args.block_size, depth=args.depth)
     run_requests(core, requests_of(case, -1, max_tokens=3))
     runs: list[tuple[Run, float]] = []
@@ -198,7 +202,7 @@ def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.N
         "gpu_busy_share": round(min(1.0, busy / run.seconds), 3),
         "options": {name: getattr(args, name) for name in ("depth", "block_size", "dtype", "kv_cache_dtype",
                                                            "enforce_eager", "deterministic", "launch_early",
-                                                           "named_products")},
+                                                           "named_products", "max_num_batched_tokens")},
     }
     if args.tokens:
         line["tokens"] = f"{hash(tuple(map(tuple, run.tokens))) & 0xFFFFFFFF:08x}"

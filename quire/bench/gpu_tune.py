@@ -142,11 +142,27 @@ def _several(rows: int, features: int, width: int) -> dict[str, Callable[[Any], 
 
 def graph_seconds(calls: list[Callable[[], Any]], dry: bool = False, repeats: int = 5) -> float:
     """Seconds per call inside a captured graph of all calls; the median of replays."""
-    import torch
-
     if dry:
         calls[0]()
         return 1.0
+    graph = captured(calls)
+    times = [replay_seconds(graph) for _ in range(repeats + 1)][1:]
+    return sorted(times)[repeats // 2] / len(calls)
+
+
+def graphs_seconds(ways: list[list[Callable[[], Any]]], rounds: int = 7) -> list[float]:
+    """The same for several ways to do one thing, in turns: a chip that grows hot slows all of them alike."""
+    graphs = [captured(calls) for calls in ways]
+    for graph in graphs:
+        replay_seconds(graph)
+    times = [[replay_seconds(graph) for graph in graphs] for _ in range(rounds)]
+    middles = [sorted(column)[rounds // 2] for column in zip(*times, strict=True)]
+    return [middle / len(calls) for middle, calls in zip(middles, ways, strict=True)]
+
+
+def captured(calls: list[Callable[[], Any]]) -> Any:
+    import torch
+
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         calls[0]()
@@ -158,15 +174,18 @@ def graph_seconds(calls: list[Callable[[], Any]], dry: bool = False, repeats: in
         for call in calls:
             call()
         graph.capture_end()
-    times = []
-    for _ in range(repeats + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return sorted(times[1:])[repeats // 2] / len(calls)
+    return graph
+
+
+def replay_seconds(graph: Any) -> float:
+    import torch
+
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def write(path: str, entries: list[dict[str, Any]], cublaslt: int | None = None) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire.bench.gpu_tune import graph_seconds, weights_of, write
+from quire.bench.gpu_tune import graph_seconds, graphs_seconds, weights_of, write
 
 ROWS = (2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256, 512, 1024, 2048, 4096, 8192,
         16384)  # fmt: skip
@@ -83,9 +83,10 @@ def _timed(library: Any, weights: list[Any], rows: int, held: dict[str, Any]) ->
     found = [c.code for c in library.candidates(rows, features, width)]
     right = [code for code in found if _right(library, x, used[0], code)]
     first = sorted((seconds(partial(_named, library, x, code, out), 1), code) for code in right)
-    finals = [(seconds(partial(_named, library, x, code, out), 7), code) for _, code in first[:_FINALISTS]]
-    present = seconds(now, 7)
-    best, code = min(finals, default=(math.inf, ""))
+    finals = [code for _, code in first[:_FINALISTS]]
+    ways: list[Callable[[Any], Any]] = [now, *(partial(_named, library, x, code, out) for code in finals)]
+    present, *others = graphs_seconds([[partial(way, weight) for weight in used] for way in ways])
+    best, code = min(zip(others, finals, strict=True), default=(math.inf, ""))
     wins = present / best >= _LEAST_GAIN
     taken = min(best, present) if wins else present
     entry = {"rows": rows, "features": features, "width": width, "form": "plain", "kernel": held["kernel"],

@@ -15,6 +15,7 @@ from quire.kernels import cublas
 from quire.kernels.triton import activation, choices, copy, linear_few, linear_fixed, norm, rope_cache
 from quire.kernels.triton.choices import Choice
 from quire.kernels.triton.linear_row import RowShape, linear_row
+from quire.kernels.triton.linear_split import SplitScratch, SplitShape, fits, linear_split
 from quire.layers.ops import HeadShape, LayerCache
 
 _EARLY_ROWS = 512
@@ -63,6 +64,7 @@ class TritonOps:
         self.kv_scale = kv_scale
         self.pdl = pdl
         self._library = _named_library(self.device, dtype) if named_products and not deterministic else None
+        self._split: SplitScratch | None = None
         # fp8 keys lie in the cache only, so a fresh prompt must be read back from there as later steps will.
         self.attention = TritonAttention(
             self.device,
@@ -107,10 +109,43 @@ class TritonOps:
         if choice.kernel == "strip":
             sizes = linear_few.StripShape(*choice.sizes)
             return linear_few.linear_strip(x, w.weight, w.bias, residual, sizes=sizes, out=out)
+        if choice.kernel == "split":
+            return self._split_product(choice, x, w, residual, out)
         if out is not None and w.bias is None and residual is None:
             return torch.mm(x, w.weight.t(), out=out)
         found = F.linear(x, w.weight, w.bias)
         return found if residual is None else found.add_(residual)
+
+    def _split_product(
+        self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        if self._split is None:
+            self._split = SplitScratch.allocate(self.device)
+        sizes = SplitShape(*choice.sizes)
+        if not fits(x.shape[0], w.out_features, sizes, self._split):
+            sizes = SplitShape(*choice.sizes[:4])
+        return linear_split(
+            x, w.weight, w.bias, residual, sizes=sizes, scratch=self._split, out=out, pdl=self._early(x.shape[0])
+        )
+
+    def fuses_gate(self, rows: int, w: DeviceLinear) -> bool:
+        """Whether several rows are best multiplied by a kernel that takes the gated activation along."""
+        return rows > 1 and not self.deterministic and self._gate(rows, w).kernel == "split"
+
+    def gated_linear(self, x: Tensor, w: DeviceLinear, kind: str) -> Tensor:
+        """The gated activation of linear(x); only where `fuses_gate`."""
+        sizes = SplitShape(*self._gate(x.shape[0], w).sizes)
+        return linear_split(x, w.weight, w.bias, sizes=sizes, gated=kind, pdl=self._early(x.shape[0]))
+
+    def _gate(self, rows: int, w: DeviceLinear) -> Choice:
+        return choices.product(rows, w.out_features, w.in_features, self.dtype, choices.GATED)
+
+    def asks_ahead(self, rows: int, w: DeviceLinear) -> bool:
+        """Whether a product asks for its own weights before it may begin."""
+        if self.deterministic:
+            return False
+        plain = choices.product(rows, w.out_features, w.in_features, self.dtype)
+        return plain.kernel == "split" or self.fuses_gate(rows, w)
 
     def _early(self, rows: int) -> bool:
         """Whether a small kernel should start while the one before it ends: only where its launch shows."""

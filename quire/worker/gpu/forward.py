@@ -118,7 +118,7 @@ class DeviceForward:
         return found
 
     def _ask(self, weight: Any, rows: int) -> None:
-        if self.ahead is not None:
+        if self.ahead is not None and not self._ops.asks_ahead(rows, weight):  # type: ignore[attr-defined]
             self.ahead.ask(weight, rows)
 
     def _capped(self, found: Tensor) -> Tensor:
@@ -162,11 +162,17 @@ class DeviceForward:
             mixed = ops.linear(mixed, layer.attn.out.packed)
             self._ask(layer.mlp.up.packed, len(ids))
             normed = ops.add_rms_norm(mixed, stream, norm.weight, norm.eps)  # type: ignore[attr-defined]
-            up = ops.linear(normed, layer.mlp.up.packed)
-            self._ask(layer.mlp.down.packed, len(ids))
-            up = ops.act_mul(up, layer.mlp._spec.activation)
-            delta = ops.linear(up, layer.mlp.down.packed)
+            delta = ops.linear(self._gated(normed, layer), layer.mlp.down.packed)
         return Hidden(stream, delta)
+
+    def _gated(self, normed: Tensor, layer: DecoderLayer) -> Tensor:
+        """The feed-forward up to its second product."""
+        ops, up, kind = self._ops, layer.mlp.up.packed, layer.mlp._spec.activation
+        if ops.fuses_gate(len(normed), up):  # type: ignore[attr-defined]
+            return ops.gated_linear(normed, up, kind)  # type: ignore[attr-defined]
+        wide = ops.linear(normed, up)
+        self._ask(layer.mlp.down.packed, len(normed))
+        return ops.act_mul(wide, kind)
 
     def _attend(self, layer: DecoderLayer, qkv: Tensor, ctx: StepContext, cache: LayerCache) -> Tensor:
         """What `Attention` does between its two projections."""

@@ -10,8 +10,11 @@ from quire.bench.gpu_tune import weights_of
 from quire.kernels.triton.choices import GATED, NORM, PLAIN, Choice, Timed, choose, library_version, product, table
 from quire.kernels.triton.linear_few import StripShape
 from quire.kernels.triton.linear_row import RowShape
+from quire.kernels.triton.linear_split import SplitShape
 
-KERNELS = {"row": RowShape, "apart": RowShape, "strip": StripShape, "vector": tuple, "library": tuple}
+KERNELS = {
+    "row": RowShape, "apart": RowShape, "strip": StripShape, "split": SplitShape, "vector": tuple, "library": tuple,
+}  # fmt: skip
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
@@ -81,3 +84,23 @@ def test_every_kind_of_choice_computes_the_same(monkeypatch: pytest.MonkeyPatch)
             want = linear_few.linear_reference(x, weight, norm=gain, eps=1e-6, gated=gated)
             got = ops.norm_linear(x, gain, 1e-6, packed, gated)
             assert torch.allclose(got, want, atol=1e-4), (choice, gated)
+
+
+def test_split_products_and_fused_gates_compute_what_separate_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    from quire.kernels.triton import choices, linear_few
+    from quire.kernels.triton.ops import TritonOps
+
+    ops = TritonOps("cpu", torch.float32)
+    x, weight, residual = torch.randn(3, 64), torch.randn(40, 64), torch.randn(3, 40)
+    packed = ops.pack_linear(weight)
+    assert not ops.fuses_gate(3, packed) and not ops.asks_ahead(3, packed)
+    monkeypatch.setattr(choices, "product", lambda *_: Choice("split", (16, 32, 4, 2, 2, 0)))
+    assert ops.fuses_gate(3, packed) and not ops.fuses_gate(1, packed) and ops.asks_ahead(3, packed)
+    want = linear_few.linear_reference(x, weight, residual=residual)
+    assert torch.allclose(ops.linear(x, packed, residual), want, atol=1e-4)
+    want = linear_few.linear_reference(x, weight, gated="silu")
+    assert torch.allclose(ops.gated_linear(x, packed, "silu"), want, atol=1e-4)
+    ops.deterministic = True
+    assert not ops.fuses_gate(3, packed) and not ops.asks_ahead(3, packed)

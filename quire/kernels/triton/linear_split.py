@@ -1,0 +1,227 @@
+"""Matrix products of a few dozen rows on tensor cores, split over columns so that every multiprocessor reads weights.
+
+A program multiplies all rows by one strip of output features over one part of the columns. Wide strips read x less
+often than narrow ones, but there are fewer of them than multiprocessors; parts make up for it. The program that
+finishes a strip last adds the parts, in their order whoever is last, so the result does not depend on timing. With
+early launch a program asks for its weights while the kernel before it (a norm, a gate, attention) still runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.activation import KINDS, activate
+
+MAX_ROWS = 128
+_PARTIALS = 8 << 20
+"""float32 numbers that parts leave for whoever adds them: 8 parts of 64 rows of 16,384 features."""
+_STRIPS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SplitShape:
+    """Output features of a strip, columns read at once, warps, stages, parts, and how many bytes of each of its rows
+    of the weight a program asks for before it may begin."""
+
+    features: int = 64
+    columns: int = 128
+    warps: int = 4
+    stages: int = 4
+    parts: int = 1
+    ahead: int = 2048
+
+
+@dataclass(slots=True)
+class SplitScratch:
+    """Where parts leave their sums; one for all products of a device, since they run one after another."""
+
+    partial: Tensor
+    arrived: Tensor
+    """int32: parts of each strip that are done; the last one sets it back to 0."""
+
+    @classmethod
+    def allocate(cls, device: torch.device | str, partials: int = _PARTIALS) -> SplitScratch:
+        return cls(
+            torch.empty(partials, dtype=torch.float32, device=device),
+            torch.zeros(_STRIPS, dtype=torch.int32, device=device),
+        )
+
+
+@triton.jit
+def _ask_ahead(address, BYTES: tl.constexpr, LANES: tl.constexpr):
+    """One bulk request for BYTES bytes at each address, into the second cache (sm_90 and later)."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [address.to(tl.uint64), tl.full([LANES], BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _split_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    partial,
+    arrived,
+    num_rows,
+    num_features,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    strip = tl.program_id(0)
+    part = tl.program_id(1)
+    feature = strip * FEATURES + tl.arange(0, FEATURES)
+    real = feature < num_features
+    row = tl.arange(0, ROWS)
+    used = row < num_rows
+    column = tl.arange(0, COLUMNS)
+    begin = part * PART
+    # Features past the end read the last one: no mask in the way of the loads, and nothing of it is stored.
+    start_row = weight + tl.minimum(feature, num_features - 1).to(tl.int64) * WIDTH + begin
+    second = start_row + num_features.to(tl.int64) * WIDTH
+    if PDL:
+        if AHEAD > 0:
+            _ask_ahead(start_row, AHEAD, FEATURES)
+            if GATED:
+                _ask_ahead(second, AHEAD, FEATURES)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x_row = x + tl.minimum(row, num_rows - 1)[:, None] * WIDTH + begin
+    acc = tl.zeros([FEATURES, ROWS], tl.float32)
+    if GATED:
+        other = tl.zeros([FEATURES, ROWS], tl.float32)
+    for start in range(0, PART, COLUMNS):
+        place = (start + column)[None, :]
+        if PART % COLUMNS == 0 and WIDTH % PART == 0:
+            values = tl.load(x_row + place)
+            w = tl.load(start_row[:, None] + place, eviction_policy="evict_first")
+            if GATED:
+                w2 = tl.load(second[:, None] + place, eviction_policy="evict_first")
+        else:
+            inside = (place < PART) & (begin + place < WIDTH)
+            values = tl.load(x_row + place, mask=inside, other=0.0)
+            w = tl.load(start_row[:, None] + place, mask=inside, other=0.0, eviction_policy="evict_first")
+            if GATED:
+                w2 = tl.load(second[:, None] + place, mask=inside, other=0.0, eviction_policy="evict_first")
+        acc = tl.dot(w, tl.trans(values), acc, input_precision=PRECISION)
+        if GATED:
+            other = tl.dot(w2, tl.trans(values), other, input_precision=PRECISION)
+    result = tl.trans(acc)
+    stores = used[:, None] & real[None, :]
+    target = row[:, None].to(tl.int64) * num_features + feature[None, :]
+    if GATED:
+        up = tl.trans(other)
+        if BIAS:
+            result += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + num_features + feature, mask=real, other=0.0).to(tl.float32)[None, :]
+        # Rounded as the product alone would be, so that fused and separate give the same bits.
+        kind = out.dtype.element_ty
+        result = activate(result.to(kind).to(tl.float32), KIND) * up.to(kind).to(tl.float32)
+        tl.store(out + target, result.to(kind), mask=stores)
+    else:
+        last = True
+        if PARTS > 1:
+            size = num_rows * num_features
+            tl.store(partial + part * size + target, result, mask=stores)
+            # Every thread's stores come before the one thread's atomic that publishes them.
+            tl.debug_barrier()
+            last = tl.atomic_add(arrived + strip, 1, sem="acq_rel") == PARTS - 1
+        if last:
+            if PARTS > 1:
+                result = tl.zeros([ROWS, FEATURES], tl.float32)
+                for other_part in range(0, PARTS):
+                    result += tl.load(
+                        partial + other_part * size + target, mask=stores, other=0.0, cache_modifier=".cg"
+                    )
+                tl.store(arrived + strip, 0)
+            if BIAS:
+                result += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)[None, :]
+            if RESIDUAL:
+                result += tl.load(residual + target, mask=stores, other=0.0).to(tl.float32)
+            tl.store(out + target, result.to(out.dtype.element_ty), mask=stores)
+
+
+def fits(rows: int, features: int, sizes: SplitShape, scratch: SplitScratch | None) -> bool:
+    """Whether the parts have a place to leave their sums."""
+    if sizes.parts == 1:
+        return True
+    strips = triton.cdiv(features, sizes.features)
+    return (
+        scratch is not None
+        and sizes.parts * rows * features <= scratch.partial.numel()
+        and strips <= scratch.arrived.numel()
+    )
+
+
+def linear_split(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    sizes: SplitShape,
+    scratch: SplitScratch | None = None,
+    gated: str | None = None,
+    out: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """[rows, features] of up to 128 rows: x W^T + bias + residual, or act(first half) * second half of x W^T + bias
+    (in one part then, and without a residual)."""
+    rows, width = x.shape
+    features = weight.shape[0] // (2 if gated else 1)
+    parts = 1 if gated else sizes.parts
+    if out is None:
+        out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
+    columns = min(sizes.columns, triton.next_power_of_2(width))
+    part = triton.cdiv(triton.cdiv(width, parts), columns) * columns
+    parts = triton.cdiv(width, part)
+    ahead = min(sizes.ahead, part * weight.element_size()) // 16 * 16 if width % part == 0 else 0
+    launch = {"num_warps": sizes.warps, "num_stages": sizes.stages, **({"launch_pdl": True} if pdl else {})}
+    _split_kernel[(triton.cdiv(features, sizes.features), parts)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        out if scratch is None else scratch.partial,
+        out if scratch is None else scratch.arrived,
+        rows,
+        features,
+        max(16, triton.next_power_of_2(rows)),
+        width,
+        part,
+        parts,
+        sizes.features,
+        columns,
+        ahead,
+        bias is not None,
+        residual is not None,
+        gated is not None,
+        KINDS[gated or "silu"],
+        "ieee" if x.dtype == torch.float32 else "tf32",
+        pdl,
+        **launch,
+    )
+    return out
