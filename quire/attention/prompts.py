@@ -7,6 +7,7 @@ twentieth less time. What does not import, does not agree or fails is passed ove
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -119,12 +120,22 @@ def _flashinfer() -> Callable[..., Tensor]:
 
 def _torch_varlen() -> Callable[..., Tensor]:
     function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    # What it takes has changed from version to version.
+    known = inspect.signature(function).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
 
     def run(q: Tensor, k: Tensor, v: Tensor, p: FreshPrompts, scale: float) -> Tensor:
-        return function(
-            q, k, v, p.starts, p.starts, p.longest, p.longest, scale=scale, window_size=(-1, 0),
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        options = dict(causal)
+        if "scale" in known:
+            options["scale"] = scale
+        else:
+            q = q * (scale * q.shape[2] ** 0.5)
+        if q.shape[1] != k.shape[1]:
+            if "enable_gqa" in known:
+                options["enable_gqa"] = True
+            else:
+                k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+        return function(q, k, v, p.starts, p.starts, p.longest, p.longest, **options)
 
     return run
 

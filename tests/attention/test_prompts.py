@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+import types
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -92,10 +95,8 @@ def test_only_what_imports_is_a_candidate(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_torchs_own_is_known_by_its_real_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
-    import inspect
-
     parameters = inspect.signature(varlen.varlen_attn).parameters
-    assert {"scale", "window_size", "enable_gqa"} <= set(parameters)
+    assert {"window_size", "is_causal"} & set(parameters)
     assert "torch varlen_attn" in [found.name for found in prompts.installed()]
 
 
@@ -169,3 +170,22 @@ def test_a_library_is_called_as_its_documentation_says(
     for _ in range(2):
         assert torch.equal(found(*given), causal(*given))
     assert _Wrapper.plans <= 1
+
+
+@pytest.mark.parametrize("known", [{"scale", "window_size", "enable_gqa"}, {"is_causal"}, {"window_size"}])
+def test_torchs_attention_is_called_as_its_version_wants(monkeypatch: pytest.MonkeyPatch, known: set[str]) -> None:
+    """Whatever a version takes, the result is the same."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *rest: Any, **options: Any) -> Tensor:
+        assert set(options) <= known
+        assert options.get("window_size", (-1, 0)) == (-1, 0) and options.get("is_causal", True)
+        assert options.get("enable_gqa", False) or q.shape[1] == k.shape[1]
+        return causal(q, k, v, FreshPrompts(0, len(q), starts, rest[1]), options.get("scale", q.shape[2] ** -0.5))
+
+    given = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
+    given += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(known)]
+    function.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.SimpleNamespace(varlen_attn=function))
+    q, k, v = torch.randn(12, 4, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
+    trial = FreshPrompts(0, 12, torch.tensor([0, 5, 12], dtype=torch.int32), 7)
+    assert torch.allclose(prompts._torch_varlen()(q, k, v, trial, 0.3), causal(q, k, v, trial, 0.3), atol=1e-5)
