@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -75,6 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="instead: time products split over columns, add those that win to the table in this file")
     parser.add_argument("--tune-library", metavar="FILE",
                         help="instead: time cuBLASLt's algorithms, add those that win to the table in this file")
+    parser.add_argument("--mixed", action="store_true",
+                        help="instead: small steps of a short prompt beside eight decoding sequences")
     parser.add_argument("--tokens", action="store_true", help="print a checksum of each case's tokens")
 
 
@@ -103,6 +106,13 @@ def run(args: argparse.Namespace) -> int:
 
         tuner = gpu_tune_library if args.tune_library else gpu_tune_split
         tuner.tune(args.models, args.tune_library or args.tune_split, lambda line: _show(args, line, str(line)))
+        return 0
+    if args.mixed:
+        from quire.bench import gpu_mixed
+
+        for model in args.models:
+            for line in gpu_mixed.measure(model, enforce_eager=args.enforce_eager):
+                _show(args, line, gpu_mixed.text(line))
         return 0
     for model in args.models:
         if "start" in args.cases:
@@ -276,15 +286,20 @@ def _start(model: str, args: argparse.Namespace) -> None:
         "print('first token', flush=True); import os; os._exit(0)\n")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
+        # A kernel cache of its own, so that the first start is a cold one wherever this runs.
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(Path(folder, "kernels"))}
         seconds = []
-        for _ in range(2):
+        for _ in range(3):
             began = time.perf_counter()
-            done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, check=False)
+            done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, check=False,
+                                  env=environment)
             if "first token" not in done.stdout:
                 raise QuireError(f"the start of {model} failed: {done.stderr.strip()[-400:]}")
             seconds.append(round(time.perf_counter() - began, 2))
-    _show(args, {"bench": "gpu", "case": "start", "model": model, "seconds": seconds},
-          f"start {model}: {seconds[0]} s from `python` to the first token, then {seconds[1]} s (kernels cached)")
+    _show(args, {"bench": "gpu", "case": "start", "model": model, "cold_seconds": seconds[0],
+                 "warm_seconds": seconds[1:]},
+          f"start {model}: `python` to the first token {seconds[0]} s with an empty kernel cache, "
+          f"{seconds[1]} and {seconds[2]} s with the one that it left")
 
 
 def _show(args: argparse.Namespace, line: dict[str, Any], text: str) -> None:

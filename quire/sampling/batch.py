@@ -18,6 +18,7 @@ from quire.sampling.masks import TokenMasks
 from quire.sampling.params import SamplingParams
 from quire.sampling.penalties import Penalties, TokenHistory, gather_penalties
 from quire.sampling.philox import Purpose, signed_seed, uniform, uniforms
+from quire.sampling.sending import send, send_tensor
 
 _NO_CUT = 2.0
 """A top_p no cumulative share can reach."""
@@ -204,7 +205,7 @@ def _draws(rows: Sequence[SamplingRow], places: list[int], vocab_size: int, devi
     chosen = [rows[place] for place in places]
 
     def tensor(value: Callable[[SamplingRow], float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor([value(row) for row in chosen], dtype=dtype, device=device)
+        return send([value(row) for row in chosen], dtype, device)
 
     def temperature(row: SamplingRow) -> float:
         return min(row.params.temperature, 1e30)
@@ -216,7 +217,7 @@ def _draws(rows: Sequence[SamplingRow], places: list[int], vocab_size: int, devi
         return row.params.top_p if row.params.top_p < 1.0 else _NO_CUT
 
     return Draws(
-        rows=torch.tensor(places, dtype=torch.int64, device=device),
+        rows=send(places, torch.int64, device),
         temperature=tensor(temperature, torch.float32),
         log_min_p=tensor(log_min_p, torch.float32),
         noise=_noise(chosen, device),
@@ -230,8 +231,8 @@ def _noise(rows: Sequence[SamplingRow], device: torch.device) -> Tensor:
     """One Philox number per row; a hundred tensor operations only pay for themselves over many rows."""
     if len(rows) <= _FEW_ROWS:
         numbers = [uniform(row.seed, row.seq_index, row.position, Purpose.SAMPLE) for row in rows]
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
-    columns = torch.tensor([(row.seed, row.seq_index, row.position) for row in rows], device=device)
+        return send(numbers, torch.float64, device)
+    columns = send([(row.seed, row.seq_index, row.position) for row in rows], torch.int64, device)
     return uniforms(columns[:, 0], columns[:, 1], columns[:, 2], Purpose.SAMPLE)
 
 
@@ -244,19 +245,19 @@ def _edits(
     for place in special:
         row = rows[place]
         if row.allowed is not None:
-            allowed.append((place, row.allowed.to(device)))
+            allowed.append((place, send_tensor(row.allowed, device)))
         bias.extend((place, token, value) for token, value in (row.params.logit_bias or {}).items())
         banned.extend((place, token) for token in row.banned_ids())
         if row.history is not None:
             penalised.append((place, row.params, row.history))
 
     def index(pairs: Sequence[tuple[int, ...] | tuple[int, int, float]], column: int) -> Tensor:
-        return torch.tensor([int(pair[column]) for pair in pairs], dtype=torch.int64, device=device)
+        return send([int(pair[column]) for pair in pairs], torch.int64, device)
 
     return Edits(
         masks=masks,
         allowed=allowed,
-        bias=(index(bias, 0), index(bias, 1), torch.tensor([b[2] for b in bias], device=device))
+        bias=(index(bias, 0), index(bias, 1), send([b[2] for b in bias], torch.float32, device))
         if bias
         else None,
         banned=(index(banned, 0), index(banned, 1)) if banned else None,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.sampling.sending import send, send_tensor
+
 
 @dataclass(slots=True)
 class TokenMasks:
@@ -25,10 +27,7 @@ class TokenMasks:
             return None
         width = len(next(iter(masks.values()))) // 4
         host = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.int32).view(len(masks), width)
-        rows = torch.tensor(list(masks), dtype=torch.int64)
-        if device.type == "cuda":
-            host, rows = host.pin_memory(), rows.pin_memory()
-        return cls(rows.to(device, non_blocking=True), host.to(device, non_blocking=True))
+        return cls(send(list(masks), torch.int64, device), send_tensor(host, device))
 
     def apply_(self, logits: Tensor) -> None:
         """Of logits [batch, vocabulary]."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quire.sampling.batch import Draws, SamplingBatch
 from quire.sampling.params import NOTHING_TO_DRAW
+from quire.sampling.sending import send
 
 OK: Final = 0
 NOT_FINITE: Final = 1
@@ -219,7 +220,7 @@ def draw_by_sort(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
     """Sort whole rows, best first (stable: the lower id first among equals), and keep a prefix."""
     width, device = logits.shape[1], logits.device
     floor = _min_p_floor(peak, draws)
-    top_k = torch.tensor([k or width for k in draws.top_k], dtype=torch.int64, device=device)
+    top_k = send([k or width for k in draws.top_k], torch.int64, device)
     rank = torch.arange(width, device=device)
     parts = []
     for part in _chunks(len(draws.top_k), width, device):
@@ -332,7 +333,7 @@ def _ranked(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _batch_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> SampledLogprobs | None:
     if not batch.logprob_rows:
         return None
-    rows = torch.tensor(batch.logprob_rows, dtype=torch.int64, device=logits.device)
+    rows = send(batch.logprob_rows, torch.int64, logits.device)
     if batch.masks is not None:
         logits = logits.clone()
         batch.masks.apply_(logits)

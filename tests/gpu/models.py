@@ -1,13 +1,14 @@
 """Tiny models of every family with random weights, and engines over them, for tests on a GPU.
 
-The path they are compared with runs on CPU tensors with plain torch operations, so that no compiled CPU
-kernel is needed where the GPU is.
+The path they are compared with is the CPU's own where its compiled kernels are there, else the same on CPU tensors
+with plain torch operations.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from tests.checkpoints import _BASE, FAMILY_NAMES
 from tests.worker.gpu import engines
 
 VOCAB = 97
-__all__ = ["FAMILY_NAMES", "VOCAB", "config_of", "device_engine", "greedy", "host_engine", "weights_of"]
+__all__ = ["FAMILY_NAMES", "VOCAB", "config_of", "device_engine", "greedy", "host_engine", "host_ops", "smollm2_file",
+           "weights_of"]
 
 
 def config_of(family: str) -> dict[str, Any]:
@@ -38,8 +40,8 @@ def weights_of(config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def device_engine(config: dict[str, Any], *, depth: int = 2, budget: int = 40, **options: Any) -> Any:
-    """Keywords of `make_engine` (block_size, num_blocks) and of `DeviceOptions`."""
-    sizes = {name: options.pop(name) for name in ("block_size", "num_blocks") if name in options}
+    """Keywords of `make_engine` (block_size, num_blocks, prefix_caching) and of `DeviceOptions`."""
+    sizes = {name: options.pop(name) for name in ("block_size", "num_blocks", "prefix_caching") if name in options}
     settings = DeviceOptions(
         device="cuda", max_num_seqs=engines.SEQS, max_num_batched_tokens=budget, max_model_len=engines.MAX_LEN,
         **options,
@@ -47,12 +49,32 @@ def device_engine(config: dict[str, Any], *, depth: int = 2, budget: int = 40, *
     return engines.make_engine(config, device=True, depth=depth, budget=budget, options=settings, **sizes)
 
 
-def host_engine(config: dict[str, Any], *, budget: int = 40) -> Any:
+def host_ops() -> Any:
+    """The CPU's operations."""
+    from quire.errors import QuireError
+    from quire.kernels.cpu.ops import CpuOps
     from quire.kernels.reference import TorchOps
 
+    try:
+        return CpuOps(num_threads=4)
+    except (QuireError, OSError):
+        return TorchOps()
+
+
+def smollm2_file() -> Path | None:
+    """The default model's file, if somebody has put it into the cache of this machine."""
+    from quire.models.loader.catalog import CATALOG
+    from quire.models.loader.pull import model_folder
+
+    entry = CATALOG["smollm2-135m"]
+    path = model_folder(entry.alias) / entry.file
+    return path if path.is_file() and path.stat().st_size == entry.size else None
+
+
+def host_engine(config: dict[str, Any], *, budget: int = 40) -> Any:
     settings = DeviceOptions(device="cpu", dtype="float32", max_num_seqs=engines.SEQS,
                              max_num_batched_tokens=budget, max_model_len=engines.MAX_LEN)
-    return engines.make_engine(config, device=True, budget=budget, options=settings, ops=TorchOps())
+    return engines.make_engine(config, device=True, budget=budget, options=settings, ops=host_ops())
 
 
 def greedy(count: int, length: int = 24) -> list[Request]:

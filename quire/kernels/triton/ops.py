@@ -19,6 +19,7 @@ from quire.kernels.triton.linear_split import SplitScratch, SplitShape, fits, li
 from quire.layers.ops import HeadShape, LayerCache
 
 _EARLY_ROWS = 512
+_FIXED_HEADS = 8
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
 
@@ -62,7 +63,10 @@ class TritonOps:
         self.deterministic = deterministic
         self.kv_dtype = kv_dtype or dtype
         self.kv_scale = kv_scale
-        self.pdl = pdl
+        # One compiled kernel for every step of deterministic mode: an early start is another one, which might round
+        # otherwise, and so is another number of heads at once, whose squares are summed in another order.
+        self.pdl = pdl = pdl and not deterministic
+        self._heads_at_once = _FIXED_HEADS if deterministic else None
         self._library = _named_library(self.device, dtype) if named_products and not deterministic else None
         self._split: SplitScratch | None = None
         # fp8 keys lie in the cache only, so a fresh prompt must be read back from there as later steps will.
@@ -190,6 +194,7 @@ class TritonOps:
             norm_eps,
             kv_scale=self.kv_scale,
             pdl=self.pdl and getattr(ctx, "num_decodes", 0) == qkv.shape[0],
+            heads_at_once=self._heads_at_once,
         )
 
     def attend(

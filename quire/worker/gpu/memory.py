@@ -82,31 +82,47 @@ def size_device_pool(
     return PoolSize(blocks, min(max_model_len, capacity), per_block)
 
 
-def explain(error: torch.OutOfMemoryError) -> OutOfMemoryError:
+_SIGNS = ("out of memory", "ALLOC_FAILED", "cudaErrorMemoryAllocation")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether memory is what an error is about: torch's allocator has a class for it, while cuBLAS, Triton, captured
+    graphs and pinned memory say it in plain RuntimeErrors."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in said for sign in _SIGNS)
+    )
+
+
+def explain(error: BaseException) -> OutOfMemoryError:
     """The device ran out in a step: what to lower."""
     return OutOfMemoryError(
         "the GPU ran out of memory in a step: lower max_num_batched_tokens, max_num_seqs, "
         "gpu_memory_utilization or kv_cache_memory, or stop what else runs on this GPU "
-        f"({str(error).splitlines()[0]})"
+        f"({_first_line(error)})"
     )
 
 
-def explain_request(error: torch.OutOfMemoryError) -> str:
+def explain_request(error: BaseException) -> str:
     """The device ran out over what one request asked for beyond its share of the step."""
     return (
         "the GPU ran out of memory over this request's log-probabilities or sampling: ask for fewer (logprobs, "
         "prompt_logprobs, top_k, top_p), or lower gpu_memory_utilization or kv_cache_memory "
-        f"({str(error).splitlines()[0]})"
+        f"({_first_line(error)})"
     )
 
 
-def explain_start(error: torch.OutOfMemoryError) -> OutOfMemoryError:
+def explain_start(error: BaseException) -> OutOfMemoryError:
     """The device ran out before the first step: in the weights, the trial step or the pool."""
     return OutOfMemoryError(
         "the GPU ran out of memory while the engine was built: lower gpu_memory_utilization, "
         "max_num_batched_tokens, max_num_seqs or kv_cache_memory, take a smaller dtype or model, or stop what "
-        f"else runs on this GPU ({str(error).splitlines()[0]})"
+        f"else runs on this GPU ({_first_line(error)})"
     )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _gib(size: int) -> str:

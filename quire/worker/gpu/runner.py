@@ -19,6 +19,7 @@ from quire.attention.context import StepContext
 from quire.layers.ops import LayerCache, Ops
 from quire.models.decoder import Decoder
 from quire.sampling.sampler import token_logprobs
+from quire.sampling.sending import send
 from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.worker.gpu.backend import StepKernels, step_kernels
 from quire.worker.gpu.batches import (
@@ -33,7 +34,7 @@ from quire.worker.gpu.batches import (
 )
 from quire.worker.gpu.forward import DeviceForward, Hidden, WeightsAhead
 from quire.worker.gpu.graphs import GraphCache
-from quire.worker.gpu.memory import explain_request
+from quire.worker.gpu.memory import explain_request, ran_out
 from quire.worker.gpu.results import PendingStep
 from quire.worker.gpu.sampling import SpecialRow, rank_candidates, sample_special
 from quire.worker.gpu.staging import Stage
@@ -306,9 +307,8 @@ class DeviceRunner:
             if entries[i].prompt_logprobs_from is not None:
                 try:
                     self._prompt_logprobs(pending, i, entries[i], hidden, int(ends[place]) - entries[i].num_tokens)
-                except torch.OutOfMemoryError as error:
-                    torch.cuda.empty_cache()
-                    pending.errors[i] = explain_request(error)
+                except RuntimeError as error:
+                    pending.errors[i] = _too_much(error)
         if len(reads.last):
             everyone = np.array_equal(reads.last, np.arange(ends[-1]))
             logits = self._forward.logits(hidden.rows(None if everyone else stage.view(sent, "last")))
@@ -373,7 +373,9 @@ class DeviceRunner:
             return stage.view(sent, name)
 
         tokens = int(batch.query_start[-1])
-        ids, positions, *slots = torch.empty(2 + len(self._windows), tokens, dtype=torch.int64, device=self._device)
+        # Rows at aligned addresses whatever the number of tokens, or kernels are compiled again for an odd one.
+        numbers = torch.empty(2 + len(self._windows), _round(tokens), dtype=torch.int64, device=self._device)
+        ids, positions, *slots = numbers[:, :tokens]
         self._kernels.gather_inputs(
             self._table.tokens,
             self._table.tables,
@@ -437,22 +439,24 @@ class DeviceRunner:
             return
         try:
             self._draw_again(pending, rows, drawing, logits, slot)
-        except torch.OutOfMemoryError:
-            # One of them asks for too much: whoever can be served alone is, the others are told.
-            for row in rows:
-                try:
-                    torch.cuda.empty_cache()
-                    self._draw_again(pending, [row], drawing, logits, slot)
-                except torch.OutOfMemoryError as error:
-                    pending.errors[drawing[row.place]] = explain_request(error)
+            return
+        except RuntimeError as error:
+            _too_much(error)
+        # One of them asks for too much: whoever can be served alone is, the others are told. Not inside the handler,
+        # where the error still holds what the attempt had allocated.
+        for row in rows:
+            try:
+                self._draw_again(pending, [row], drawing, logits, slot)
+            except RuntimeError as error:
+                pending.errors[drawing[row.place]] = _too_much(error)
 
     def _draw_again(
         self, pending: PendingStep, rows: Sequence[SpecialRow], drawing: Sequence[int], logits: Tensor, slot: int
     ) -> None:
         table = self._table
         output = sample_special(logits, rows, table)
-        numbers = torch.tensor([[row.place, row.row, row.position] for row in rows], dtype=torch.int64)
-        places, owners, positions = numbers.to(self._device, non_blocking=True).unbind(1)
+        numbers = send([[row.place, row.row, row.position] for row in rows], torch.int64, self._device)
+        places, owners, positions = numbers.unbind(1)
         tokens = output.token_ids.to(torch.int32)
         self.drawn[slot, places] = torch.stack((tokens, output.status.to(torch.int32)), 1)
         # A position past the end has no place in the row; the last one takes it, which nobody will read.
@@ -478,6 +482,13 @@ def _fresh_prompts(starts: np.ndarray, on_device: Tensor, first: int, last: int)
     begin, end = int(starts[first]), int(starts[last])
     longest = int(np.diff(starts[first : last + 1]).max())
     return FreshPrompts(begin, end - begin, on_device[first : last + 1] - begin, longest)
+
+
+def _too_much(error: RuntimeError) -> str:
+    """What a request is told whose wishes did not fit the memory; any other error is raised again."""
+    if not ran_out(error):
+        raise error
+    return explain_request(error)
 
 
 def _round(size: int) -> int:

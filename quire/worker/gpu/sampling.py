@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.sampling.batch import Edits, SamplingBatch
 from quire.sampling.sampler import SampledLogprobs, SamplerOutput, sample, token_logprobs
+from quire.sampling.sending import send, send_tensor
 from quire.worker.gpu.table import DeviceTable, RowInfo
 
 
@@ -57,7 +58,7 @@ def sample_special(logits: Tensor, rows: Sequence[SpecialRow], table: DeviceTabl
     for row, info, state in zip(rows, infos, states, strict=True):
         state.position, state.mask = row.position, row.mask
         state.num_output = row.position - info.num_prompt
-    places = torch.tensor([row.place for row in rows], dtype=torch.int64, device=logits.device)
+    places = send([row.place for row in rows], torch.int64, logits.device)
     picked = logits[places].float()
     batch = SamplingBatch.build(states, picked.shape[1], logits.device)
     if any(info.bad_words or info.params.penalised for info in infos):
@@ -83,7 +84,7 @@ def rank_candidates(
     change, where that one takes torch's."""
     wide = logits.float()
     if any(temperature != 1.0 for temperature in temperatures):
-        scale = torch.tensor(temperatures, dtype=torch.float32).to(wide.device, non_blocking=True)
+        scale = send(temperatures, torch.float32, wide.device)
         wide = wide / scale[:, None]
     return RankedCandidates(entries, counts, token_logprobs(wide, wide.argmax(-1), max(counts)), wide.amax(-1))
 
@@ -110,8 +111,8 @@ def _ban_words(logits: Tensor, table: DeviceTable, row: SpecialRow, info: RowInf
         return
     width = max(len(word) - 1 for word in words)
     heads = torch.tensor([[-1] * (width - len(word) + 1) + list(word[:-1]) for word in words], dtype=torch.int64)
-    heads = heads.reshape(len(words), width).to(logits.device, non_blocking=True)
-    last = torch.tensor([word[-1] for word in words], dtype=torch.int64).to(logits.device, non_blocking=True)
+    heads = send_tensor(heads.reshape(len(words), width), logits.device)
+    last = send([word[-1] for word in words], torch.int64, logits.device)
     recent = table.tokens[row.row, row.position - width : row.position].long()
     matches = ((heads == recent) | (heads < 0)).all(1)
     logits.index_add_(0, last, torch.where(matches, -math.inf, 0.0).to(logits.dtype))

@@ -20,7 +20,7 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import PlanEntry, RowStart, StepPlan, StepResult, TableDiff
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.gpu.copies import CopyStream
-from quire.worker.gpu.memory import bytes_per_block, explain, explain_start, measure_step, size_device_pool
+from quire.worker.gpu.memory import bytes_per_block, explain, explain_start, measure_step, ran_out, size_device_pool
 from quire.worker.gpu.results import PendingStep, ResultCopier, failed
 from quire.worker.gpu.runner import DeviceRunner
 from quire.worker.gpu.table import DeviceTable
@@ -82,17 +82,19 @@ class GpuWorker:
             options = supported(options, torch.cuda.get_device_capability(self.device))
         self._options = options
         self.timings: dict[str, float] = {}
+        shown: QuireError | None = None
         try:
             with torch.inference_mode():
                 self._build(config, weights, cache, ops)
-        except torch.OutOfMemoryError as error:
+        except BaseException as error:
+            if not ran_out(error):
+                self.close()
+                raise
             shown = explain_start(error)
-            del error
+        if shown is not None:
+            # Outside the handler, since the error's traceback holds what is to be given back.
             self.close()
-            raise shown from None
-        except BaseException:
-            self.close()
-            raise
+            raise shown
         self._copier = ResultCopier(self.device)
         if self.device.type == "cuda":
             # A full collection looks at all of torch for 0.15 s, in which the GPU runs dry: what is here now stays.
@@ -216,11 +218,11 @@ class GpuWorker:
                 if plan.copies:
                     self._copies.run(plan.copies)
                 future = self._copier.send(self._run(plan))
-        except torch.OutOfMemoryError as error:
+        except (QuireError, RuntimeError) as error:
+            if not ran_out(error):
+                return failed(error)
             torch.cuda.empty_cache()
             return failed(explain(error))
-        except (QuireError, RuntimeError) as error:
-            return failed(error)
         self._copies.launched(plan, future)
         return future
 
@@ -229,8 +231,10 @@ class GpuWorker:
         a plan that was applied already changes nothing the second time."""
         try:
             return self._runner.run(plan)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+        torch.cuda.empty_cache()
         return self._runner.run(plan)
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -35,6 +35,7 @@ from quire.kernels.triton import (  # noqa: E402
     rope_cache,
 )
 from quire.layers.ops import HeadShape, LayerCache  # noqa: E402
+from tests.kernels.triton import bits  # noqa: E402
 from tests.kernels.triton.hopper import compiling, resources  # noqa: E402
 
 HEADS = HeadShape(4, 2, 64)
@@ -75,6 +76,21 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         )
 
 
+def variants(dtype: torch.dtype) -> dict[str, int]:
+    """How many kernels each operation of deterministic mode is compiled to, over batches of many sizes."""
+    found: dict[str, int] = {}
+    rows = 700
+    checks = [*bits.row_wise("cpu", dtype, rows, 96, 64), *bits.rotations("cpu", dtype, rows, HEADS)]
+    checks.append(("attention", bits.attention("cpu", dtype, rows, HEADS, None, None)))
+    checks.append(("attention in a window", bits.attention("cpu", dtype, rows, HEADS, 100, None)))
+    for name, part in checks:
+        with compiling() as kernels:
+            for count in (1, 2, 7, 8, 9, 64, 65, 512, 513, rows):
+                part(0, count)
+        found[name] = len({kernel.hash for kernel in kernels})
+    return found
+
+
 def main() -> None:
     found: dict[str, Any] = {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -88,6 +104,7 @@ def main() -> None:
                 "resources": resources(kernels[0]), "fused": operations.count("FFMA"),
                 "barriers": operations.count("BAR"), "prefetches": operations.count("UBLKPF"),
             }  # fmt: skip
+    found["variants"] = {str(dtype)[6:]: variants(dtype) for dtype in (torch.bfloat16, torch.float32)}
     print(json.dumps(found))
 
 

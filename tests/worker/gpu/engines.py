@@ -89,9 +89,11 @@ def make_engine(
     options: DeviceOptions | None = None,
     ops: Any = None,
     drafts: int = 0,
+    prefix_caching: bool = True,
 ) -> EngineCore:
     spec = read_spec(config)
-    cache = KVCacheManager(num_blocks, block_size, groups=tuple(CacheGroup(g.window) for g in spec.cache_groups()))
+    cache = KVCacheManager(num_blocks, block_size, groups=tuple(CacheGroup(g.window) for g in spec.cache_groups()),
+                           prefix_caching=prefix_caching)
     speculation = SpeculationOptions("ngram", drafts, adaptive=False) if drafts else None
     speculator = build_speculator(speculation, drafts * SEQS if device else 0)
     scheduler = Scheduler(Limits(SEQS, budget, MAX_LEN), cache, clock=lambda: 0.0, speculator=speculator)

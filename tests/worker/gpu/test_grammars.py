@@ -1,0 +1,78 @@
+"""Masks of a grammar through the device worker, with a grammar of our own so that no library is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import Request
+from tests.worker.gpu.engines import QWEN3, make_engine, run
+
+STRIDE = 7
+
+
+class Counting:
+    """After n tokens only those may come whose id leaves the remainder n when divided by the stride."""
+
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+
+    def mask(self, output: Sequence[int]) -> bytes:
+        allowed = np.zeros(-(-self._vocab // 32) * 32, np.uint8)
+        allowed[len(output) % STRIDE : self._vocab : STRIDE] = 1
+        return np.packbits(allowed, bitorder="little").tobytes()
+
+    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
+        return [self.mask([*output, *drafts[:place]]) for place in range(len(drafts) + 1)]
+
+    def over(self, output: Sequence[int]) -> bool:
+        return False
+
+
+class Grammars:
+    """In the place of a compiler: every grammar is there at once, and is the one above."""
+
+    def __init__(self, vocab: int) -> None:
+        self._grammar = SimpleNamespace(start=lambda stop_ids: Counting(vocab))
+
+    def submit(self, spec: Any) -> Any:
+        return SimpleNamespace(settled=True, result=lambda: self._grammar)
+
+    def close(self) -> None:
+        pass
+
+
+def constrained(core: Any, vocab: int) -> dict[str, Any]:
+    """What an engine makes of requests with and without that grammar."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.8, "top_k": 9, "logprobs": 2},
+        {"temperature": 0.7, "repetition_penalty": 1.3},
+    ]
+    core.grammars = Grammars(vocab)
+    requests = [
+        Request(f"{'held' if i % 3 else 'free'}{i}", [(5 * i + 3 * j) % vocab for j in range(4 + 9 * i)],
+                SamplingParams(max_tokens=18, ignore_eos=True, structured_outputs={"choice": ["a"]} if i % 3 else None,
+                               **kinds[i % 4]), seed=i, arrival_time=0.0)
+        for i in range(9)
+    ]  # fmt: skip
+    return run(core, requests)
+
+
+def assert_kept(found: dict[str, Any]) -> None:
+    for name, (tokens, _, _, error) in found.items():
+        assert error is None and len(tokens) == 18
+        if name.startswith("held"):
+            assert [token % STRIDE for token in tokens] == [place % STRIDE for place in range(18)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_constrained_tokens_are_those_of_the_plain_worker(depth: int) -> None:
+    vocab = QWEN3["vocab_size"]
+    plain = constrained(make_engine(QWEN3, device=False), vocab)
+    assert_kept(plain)
+    assert constrained(make_engine(QWEN3, device=True, depth=depth), vocab) == plain
