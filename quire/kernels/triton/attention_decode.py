@@ -80,6 +80,7 @@ def _decode_kernel(
     JOIN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -104,65 +105,168 @@ def _decode_kernel(
         begin = visible // STEP * STEP + piece * step
         end = tl.minimum(begin + step, length)
 
+        WIDTH: tl.constexpr = DIM // 2 if HALVES else BLOCK_DIM
         member = tl.arange(0, GROUP_PAD)
-        dim = tl.arange(0, BLOCK_DIM)
-        in_dim = dim < DIM
-        places = (head * GROUP + member)[:, None] * DIM + dim[None, :]
-        used = (member < GROUP)[:, None] & in_dim[None, :]
-        q = tl.load(qkv + seq.to(tl.int64) * q_stride + places, mask=used, other=0.0)
+        dim = tl.arange(0, WIDTH)
+        used = (member < GROUP)[:, None] & (dim < DIM)[None, :]
+        heads = qkv + seq.to(tl.int64) * q_stride + (head * GROUP + member)[:, None] * DIM + dim[None, :]
+        q = tl.load(heads, mask=used, other=0.0)
+        q_high = q
+        if HALVES:
+            q_high = tl.load(heads + WIDTH, mask=used, other=0.0)
+        _attend_piece(
+            q,
+            q_high,
+            k_cache,
+            v_cache,
+            out,
+            table,
+            partial,
+            summary,
+            arrived,
+            seq,
+            head,
+            task,
+            piece,
+            pieces,
+            visible,
+            begin,
+            end,
+            scale,
+            softcap,
+            kv_scale,
+            num_parts,
+            NUM_HEADS,
+            NUM_KV,
+            GROUP,
+            GROUP_PAD,
+            GROUP_POW,
+            DIM,
+            BLOCK_DIM,
+            PAGE,
+            KEYS,
+            JOIN,
+            SOFTCAP,
+            HALVES,
+            PRECISION,
+        )
 
-        key = tl.arange(0, KEYS)
-        maximum = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP_PAD], tl.float32)
-        acc = tl.zeros([GROUP_PAD, BLOCK_DIM], tl.float32)
-        for start in range(begin, end, KEYS):
-            position = start + key
-            seen = (position >= visible) & (position < end)
-            block = tl.load(table + position // PAGE, mask=seen, other=0).to(tl.int64)
-            base = ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
-            loads = seen[:, None] & in_dim[None, :]
-            k = tl.load(k_cache + base[:, None] + dim[None, :], mask=loads, other=0.0).to(q.dtype)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-            if SOFTCAP:
-                # scores come in units of log2: back to natural for the cap, which is a tanh
-                z = scores * (0.6931471805599453 / softcap)
-                scores = softcap * 1.4426950408889634 * (1.0 - 2.0 / (1.0 + tl.exp2(2.885390081777927 * z)))
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            higher = tl.maximum(maximum, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - higher[:, None])
-            shrink = tl.exp2(maximum - higher)
-            total = total * shrink + tl.sum(weights, axis=1)
-            v = tl.load(v_cache + base[:, None] + dim[None, :], mask=loads, other=0.0).to(q.dtype)
-            acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-            maximum = higher
-        acc = acc * kv_scale
-        target = out + seq.to(tl.int64) * (NUM_HEADS * DIM) + places
-        if pieces == 1:
-            tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=used)
-        else:
-            mine = (task * NUM_KV + head) * GROUP
-            tl.store(partial + (mine + member)[:, None].to(tl.int64) * DIM + dim[None, :], acc, mask=used)
-            tl.store(summary + mine + member, maximum, mask=member < GROUP)
-            tl.store(summary + num_parts * GROUP + mine + member, total, mask=member < GROUP)
-            # Every thread's stores come before the one thread's atomic that publishes them.
-            tl.debug_barrier()
-            before = tl.atomic_add(arrived + seq * NUM_KV + head, 1, sem="acq_rel")
-            if before == pieces - 1:
-                _join(
-                    partial,
-                    summary,
-                    out + seq.to(tl.int64) * (NUM_HEADS * DIM) + head * GROUP * DIM,
-                    num_parts,
-                    (task - piece) * NUM_KV + head,
-                    pieces,
-                    NUM_KV,
-                    GROUP,
-                    GROUP_POW,
-                    DIM,
-                    BLOCK_DIM,
-                    JOIN,
-                )
-                tl.store(arrived + seq * NUM_KV + head, 0)
+
+@triton.jit
+def _attend_piece(
+    q,
+    q_high,
+    k_cache,
+    v_cache,
+    out,
+    table,
+    partial,
+    summary,
+    arrived,
+    seq,
+    head,
+    task,
+    piece,
+    pieces,
+    visible,
+    begin,
+    end,
+    scale,
+    softcap,
+    kv_scale,
+    num_parts,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    GROUP_POW: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    JOIN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HALVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The keys [begin, end) of one sequence and KV head under the first GROUP rows of q [GROUP_PAD, BLOCK_DIM]; the
+    program that is done last joins the sequence's pieces.
+
+    With HALVES, q and q_high are the two halves of the features, as a rotation leaves them, and keys, values and
+    sums come in halves too; every sum has the order it has without.
+    """
+    WIDTH: tl.constexpr = DIM // 2 if HALVES else BLOCK_DIM
+    member = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, WIDTH)
+    in_dim = dim < DIM
+    used = (member < GROUP)[:, None] & in_dim[None, :]
+    key = tl.arange(0, KEYS)
+    maximum = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, WIDTH], tl.float32)
+    acc_high = acc
+    for start in range(begin, end, KEYS):
+        position = start + key
+        seen = (position >= visible) & (position < end)
+        block = tl.load(table + position // PAGE, mask=seen, other=0).to(tl.int64)
+        base = ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
+        loads = seen[:, None] & in_dim[None, :]
+        k = tl.load(k_cache + base[:, None] + dim[None, :], mask=loads, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if HALVES:
+            k = tl.load(k_cache + base[:, None] + (dim + WIDTH)[None, :], mask=loads, other=0.0).to(q.dtype)
+            scores = tl.dot(q_high, tl.trans(k), scores, input_precision=PRECISION)
+        scores = scores * scale
+        if SOFTCAP:
+            # scores come in units of log2: back to natural for the cap, which is a tanh
+            z = scores * (0.6931471805599453 / softcap)
+            scores = softcap * 1.4426950408889634 * (1.0 - 2.0 / (1.0 + tl.exp2(2.885390081777927 * z)))
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(maximum, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(maximum - higher)
+        total = total * shrink + tl.sum(weights, axis=1)
+        weights = weights.to(q.dtype)
+        v = tl.load(v_cache + base[:, None] + dim[None, :], mask=loads, other=0.0).to(q.dtype)
+        acc = tl.dot(weights, v, acc * shrink[:, None], input_precision=PRECISION)
+        if HALVES:
+            v = tl.load(v_cache + base[:, None] + (dim + WIDTH)[None, :], mask=loads, other=0.0).to(q.dtype)
+            acc_high = tl.dot(weights, v, acc_high * shrink[:, None], input_precision=PRECISION)
+        maximum = higher
+    acc = acc * kv_scale
+    target = out + seq.to(tl.int64) * (NUM_HEADS * DIM) + (head * GROUP + member)[:, None] * DIM + dim[None, :]
+    if pieces == 1:
+        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=used)
+        if HALVES:
+            high = acc_high * kv_scale / total[:, None]
+            tl.store(target + WIDTH, high.to(out.dtype.element_ty), mask=used)
+    else:
+        mine = (task * NUM_KV + head) * GROUP
+        part = partial + (mine + member)[:, None].to(tl.int64) * DIM + dim[None, :]
+        tl.store(part, acc, mask=used)
+        if HALVES:
+            tl.store(part + WIDTH, acc_high * kv_scale, mask=used)
+        tl.store(summary + mine + member, maximum, mask=member < GROUP)
+        tl.store(summary + num_parts * GROUP + mine + member, total, mask=member < GROUP)
+        # Every thread's stores come before the one thread's atomic that publishes them.
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + seq * NUM_KV + head, 1, sem="acq_rel")
+        if before == pieces - 1:
+            _join(
+                partial,
+                summary,
+                out + seq.to(tl.int64) * (NUM_HEADS * DIM) + head * GROUP * DIM,
+                num_parts,
+                (task - piece) * NUM_KV + head,
+                pieces,
+                NUM_KV,
+                GROUP,
+                GROUP_POW,
+                DIM,
+                BLOCK_DIM,
+                JOIN,
+            )
+            tl.store(arrived + seq * NUM_KV + head, 0)
 
 
 @triton.jit
@@ -237,12 +341,13 @@ def decode_attention(
     keys: int = 128,
     num_warps: int = 4,
     num_stages: int = 2,
+    halves: bool = False,
     pdl: bool = False,
 ) -> Tensor:
     """[S, Hq*hd] for the S sequences of `split`, whose queries are the first S rows of qkv.
 
     Sequence s has its block table in row `rows[s]` (s itself without `rows`) of int32 `tables`. Nothing is written
-    for a sequence of no length.
+    for a sequence of no length. `halves` takes the features in two halves, for fewer addresses and the same bits.
     """
     group = shape.num_heads // shape.num_kv_heads
     if out is None:
@@ -284,6 +389,7 @@ def decode_attention(
         8,
         softcap is not None,
         rows is not None,
+        halves and shape.head_dim >= 32 and shape.head_dim & (shape.head_dim - 1) == 0,
         "ieee" if ieee else "tf32",
         pdl,
         **launch,

@@ -18,6 +18,7 @@ from quire.kernels.triton import (
     activation,
     attention_decode,
     attention_mixed,
+    attention_rope,
     attention_split,
     copy,
     draw,
@@ -141,6 +142,7 @@ def check_decode(
     extra: int = 8,
     keys: int = 128,
     rows: bool = False,
+    halves: bool = False,
     pdl: bool = False,
     repeat: int = 1,
 ) -> float:
@@ -175,6 +177,7 @@ def check_decode(
             softcap=softcap,
             out=out,
             keys=keys,
+            halves=halves,
             pdl=pdl,
         )
         real = length > 0
@@ -185,6 +188,91 @@ def check_decode(
     if int(scratch.arrived.abs().sum()):
         raise AssertionError("a counter of arrived pieces was not set back")
     return worst
+
+
+def check_rope_decode(
+    device: str,
+    dtype: torch.dtype,
+    shape: HeadShape,
+    block_size: int,
+    lengths: list[int],
+    *,
+    norms: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    extra: int = 8,
+    keys: int = 128,
+    rows: bool = False,
+    kv_dtype: torch.dtype | None = None,
+    kv_scale: float = 1.0,
+    ahead: bool = False,
+    pdl: bool = False,
+    repeat: int = 1,
+) -> float:
+    """The fused kernel beside the references of both it stands for, and beside those two kernels."""
+    stored = kv_dtype or dtype
+    qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, [1] * len(lengths), lengths)
+    cache = LayerCache(cache.k.to(stored), cache.v.to(stored), block_size)
+    angles = torch.rand(max(lengths) + 1, shape.head_dim // 2, device=device) * 6
+    rope = torch.cat((angles.cos(), angles.sin()), 1)
+    gains = [torch.rand(shape.head_dim, device=device) + 0.5 if norms else None for _ in range(2)]
+    newest = (length - 1).clamp(min=0).long()
+    block = table.long().gather(1, newest[:, None] // block_size)[:, 0]
+    slots = torch.where(length > 0, block * block_size + newest % block_size, -1)
+    split = attention_split.DecodeSplit.allocate(len(lengths), extra, device)
+    attention_split.split_decode(split, length, window)
+    scratch = attention_decode.DecodeScratch.allocate(split.tasks, len(lengths), shape, device)
+    where, kernel_table = None, table
+    if rows:
+        where = torch.randperm(len(lengths), device=device).to(torch.int32)
+        kernel_table = torch.empty_like(table)
+        kernel_table[where.long()] = table
+        where[length == 0] = -1
+    seen = {"window": window, "softcap": softcap, "kv_scale": kv_scale}
+
+    def copy_of(original: LayerCache) -> LayerCache:
+        return LayerCache(original.k.clone(), original.v.clone(), block_size)
+
+    want_cache, turned = LayerCache(cache.k.to(dtype, copy=True), cache.v.to(dtype, copy=True), block_size), qkv.clone()
+    norm_and_turn = (slots, newest, shape, rope, *gains, 1e-6)
+    rope_cache.rope_and_cache_reference(turned, want_cache, *norm_and_turn, kv_scale=kv_scale)
+    apart, apart_cache = qkv.clone(), copy_of(cache)
+    rope_cache.rope_and_cache(apart, apart_cache, *norm_and_turn, kv_scale=kv_scale)
+    # The interpreter loses the carry of a mantissa that rounds up to the next power of two, so 0.499 becomes 0.25.
+    narrow = apart_cache if kv_dtype is not None and device == "cpu" else want_cache
+    want_cache = LayerCache(narrow.k.to(stored).to(dtype), narrow.v.to(stored).to(dtype), block_size)
+    want = attention_mixed.attention_reference(turned, want_cache, table, start, length, shape, 0.2, **seen)
+    batch = (kernel_table, where, length, split, scratch, shape, 0.2)
+    two = attention_decode.decode_attention(apart, apart_cache, *batch, keys=keys, **seen)
+    real, worst, first = length > 0, 0.0, None
+    for _ in range(repeat):
+        mine, raw = copy_of(cache), qkv.clone()
+        out = torch.full((len(lengths), shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device)
+        attention_rope.rope_decode_attention(
+            raw, mine, *batch, rope, *gains, 1e-6, out=out, keys=keys, ahead=ahead, pdl=pdl, **seen
+        )
+        worst = max(worst, close(out[real], want[real], 2.0), close(out[real], two[real], 2.0))
+        for part, whole, other in ((mine.k, want_cache.k, apart_cache.k), (mine.v, want_cache.v, apart_cache.v)):
+            worst = max(worst, close(part.to(dtype), whole), close(part.to(dtype), other.to(dtype)))
+        if not bool(out[~real].isnan().all()) or not torch.equal(raw, qkv):
+            raise AssertionError("padding or qkv was written to")
+        if first is not None and not torch.equal(first, out[real]):
+            raise AssertionError("two runs differ: the pieces race")
+        first = out[real]
+    if int(scratch.arrived.abs().sum()):
+        raise AssertionError("a counter of arrived pieces was not set back")
+    _check_untouched(cache, mine, slots)
+    return worst
+
+
+def _check_untouched(before: LayerCache, after: LayerCache, slots: Tensor) -> None:
+    """Every place of the cache but those of the step's tokens is as it was."""
+    written = torch.zeros(before.k.shape[0] * before.block_size, dtype=torch.bool, device=slots.device)
+    written[slots[slots >= 0]] = True
+    for a, b in ((before.k, after.k), (before.v, after.v)):
+        a, b = (part.float().transpose(1, 2).flatten(0, 1) for part in (a, b))
+        if not torch.equal(a[~written], b[~written]) or bool((a[written] == b[written]).all(-1).any()):
+            raise AssertionError("another place than the new tokens' was written to, or one of theirs was not")
 
 
 def check_split(device: str, lengths: list[int], extra: int, window: int | None) -> None:

@@ -1,0 +1,286 @@
+"""Decode attention that takes the projection's raw q, k, v: norm, rotation and the KV write happen inside, in one launch.
+
+Every program norms and rotates the query heads it needs, beside each other as rows of one small tile, in which the
+sequence's new key and value are two more rows. The program of the last piece writes these to the cache and then reads
+its keys like any other, so that a step attends to what later ones read, in the order of the kernel without rotation.
+A query may see no key of the same step but its own: one new token per sequence, no drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.attention_decode import LOG2_E, DecodeScratch, _attend_piece
+from quire.kernels.triton.attention_split import PIECE_STEP, DecodeSplit
+from quire.layers.ops import HeadShape, LayerCache
+
+_LINE = 128
+"""Bytes of a line of the second cache."""
+_LEAST_HALF = 16
+"""Features of half a head that a tensor core's product takes at least."""
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def _rope_decode_kernel(
+    qkv,
+    k_cache,
+    v_cache,
+    out,
+    tables,
+    rows,
+    context_len,
+    task_seq,
+    task_piece,
+    piece_count,
+    piece_length,
+    partial,
+    summary,
+    arrived,
+    rope,
+    q_norm,
+    k_norm,
+    eps,
+    inverse_scale,
+    scale,
+    softcap,
+    window,
+    kv_scale,
+    num_parts,
+    q_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    GROUP_POW: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    STEP: tl.constexpr,
+    JOIN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head = tl.program_id(0)
+    task = tl.program_id(1)
+    seq = tl.load(task_seq + task)
+    # All but qkv is older than the kernel before this one, so it is read while that one still runs.
+    owner = tl.maximum(seq, 0)
+    piece = tl.load(task_piece + task)
+    pieces = tl.load(piece_count + owner)
+    step = tl.load(piece_length)
+    length = tl.load(context_len + owner)
+    row = owner
+    if HAS_ROWS:
+        row = tl.maximum(tl.load(rows + owner), 0)
+    table = tables + row.to(tl.int64) * table_stride
+    visible = tl.maximum(length - window, 0)
+    begin = visible // STEP * STEP + piece * step
+    end = tl.minimum(begin + step, length)
+    if AHEAD:
+        if seq >= 0:
+            _ask_for_keys(k_cache, v_cache, table, head, begin, end, NUM_KV, DIM, PAGE, KEYS, LINES)
+    HALF: tl.constexpr = DIM // 2
+    member = tl.arange(0, GROUP_PAD)[:, None]
+    pair = tl.arange(0, HALF)[None, :]
+    is_k = member == GROUP
+    is_v = member == GROUP + 1
+    turns = member <= GROUP
+    newest = tl.maximum(length - 1, 0)
+    # Read once per row, so that they come in the layout of q, k and v and cross no shared memory.
+    angles = rope + newest.to(tl.int64) * DIM + pair + member * 0
+    cos = tl.load(angles, mask=turns, other=0.0)
+    sin = tl.load(angles + HALF, mask=turns, other=0.0)
+    if NORM:
+        gains = tl.where(is_k, k_norm, q_norm) + pair
+        low_gain = tl.load(gains, mask=turns, other=0.0)
+        high_gain = tl.load(gains + HALF, mask=turns, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if seq >= 0:
+        other = tl.where(is_k, NUM_HEADS + head, NUM_HEADS + NUM_KV + head)
+        column = tl.where(member < GROUP, head * GROUP + member, other)
+        start = qkv + seq.to(tl.int64) * q_stride + column * DIM + pair
+        a = tl.load(start, mask=member < GROUP + 2, other=0.0).to(tl.float32)
+        b = tl.load(start + HALF, mask=member < GROUP + 2, other=0.0).to(tl.float32)
+        if NORM:
+            square = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+            factor = tl.rsqrt(square / DIM + eps)[:, None]
+            a = tl.where(turns, a * factor * low_gain, a)
+            b = tl.where(turns, b * factor * high_gain, b)
+        turned = a * cos - b * sin
+        b = tl.where(turns, b * cos + a * sin, b)
+        a = tl.where(turns, turned, a)
+        kind = qkv.dtype.element_ty
+        low = a.to(kind)
+        high = b.to(kind)
+        if end == length:
+            block = tl.load(table + newest // PAGE).to(tl.int64)
+            place = ((block * NUM_KV + head) * PAGE + newest % PAGE) * DIM + pair + member * 0
+            stored = k_cache.dtype.element_ty
+            # Rounded to the activations' type first, as the kernel of steps with prompts does it.
+            near = (low.to(tl.float32) * inverse_scale).to(stored)
+            far = (high.to(tl.float32) * inverse_scale).to(stored)
+            tl.store(k_cache + place, near, mask=is_k)
+            tl.store(k_cache + place + HALF, far, mask=is_k)
+            tl.store(v_cache + place, near, mask=is_v)
+            tl.store(v_cache + place + HALF, far, mask=is_v)
+            # The loop below reads them back: the barrier makes one warp's stores visible to the others' loads.
+            tl.debug_barrier()
+        # Two products of half the features: joined to one, the halves took the loads of K their fast instructions.
+        _attend_piece(
+            low,
+            high,
+            k_cache,
+            v_cache,
+            out,
+            table,
+            partial,
+            summary,
+            arrived,
+            seq,
+            head,
+            task,
+            piece,
+            pieces,
+            visible,
+            begin,
+            end,
+            scale,
+            softcap,
+            kv_scale,
+            num_parts,
+            NUM_HEADS,
+            NUM_KV,
+            GROUP,
+            GROUP_PAD,
+            GROUP_POW,
+            DIM,
+            DIM,
+            PAGE,
+            KEYS,
+            JOIN,
+            SOFTCAP,
+            True,
+            PRECISION,
+        )
+
+
+@triton.jit
+def _ask_for_keys(
+    k_cache,
+    v_cache,
+    table,
+    head,
+    begin,
+    end,
+    NUM_KV: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Bring the first KEYS keys and values of a piece to the second cache; nobody waits for them."""
+    position = tl.minimum(begin + tl.arange(0, KEYS), end - 1)
+    block = tl.load(table + position // PAGE).to(tl.int64)
+    base = ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
+    place = base[:, None] + tl.arange(0, LINES)[None, :] * (DIM // LINES)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; mov.u32 $0, 0;",
+        "=r,l,l",
+        [(k_cache + place).to(tl.uint64), (v_cache + place).to(tl.uint64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+def rope_fits(shape: HeadShape, rope: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None) -> bool:
+    """Whether the kernel knows such heads: rotated whole, in halves of a power of two, normed both or neither."""
+    half = shape.head_dim // 2
+    return (
+        rope is not None
+        and rope.shape[1] == shape.head_dim == 2 * half
+        and half >= _LEAST_HALF
+        and half & (half - 1) == 0
+        and (q_norm is None) == (k_norm is None)
+    )
+
+
+def rope_decode_attention(
+    qkv: Tensor,
+    cache: LayerCache,
+    tables: Tensor,
+    rows: Tensor | None,
+    context_len: Tensor,
+    split: DecodeSplit,
+    scratch: DecodeScratch,
+    shape: HeadShape,
+    scale: float,
+    rope: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scale: float = 1.0,
+    out: Tensor | None = None,
+    keys: int = 128,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    ahead: bool = False,
+    pdl: bool = False,
+) -> Tensor:
+    """`rope_and_cache` and `decode_attention` of the S sequences of `split`, whose newest tokens are the rows of qkv.
+
+    Sequence s is at position context_len[s] - 1, whose key and value go to its place in the block table; one of no
+    length writes nothing. qkv itself stays as it is. `ahead` asks for old keys while the kernel before still runs.
+    """
+    group = shape.num_heads // shape.num_kv_heads
+    if out is None:
+        out = torch.empty(context_len.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+    launch: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+    _rope_decode_kernel[(shape.num_kv_heads, split.tasks)](
+        qkv, cache.k, cache.v, out, tables, tables if rows is None else rows, context_len,
+        split.sequence, split.piece, split.count, split.length,
+        scratch.partial, scratch.summary, scratch.arrived,
+        rope, rope if q_norm is None else q_norm, rope if k_norm is None else k_norm,
+        eps, 1.0 / kv_scale,
+        scale * kv_scale * LOG2_E,
+        0.0 if softcap is None else softcap,
+        1 << 30 if window is None else window,
+        kv_scale,
+        scratch.partial.shape[0], qkv.stride(0), tables.stride(0),
+        NUM_HEADS=shape.num_heads,
+        NUM_KV=shape.num_kv_heads,
+        GROUP=group,
+        GROUP_PAD=max(16, triton.next_power_of_2(group + 2)),
+        GROUP_POW=triton.next_power_of_2(group),
+        DIM=shape.head_dim,
+        PAGE=cache.block_size,
+        KEYS=keys,
+        STEP=PIECE_STEP,
+        JOIN=8,
+        SOFTCAP=softcap is not None,
+        HAS_ROWS=rows is not None,
+        NORM=q_norm is not None,
+        PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
+        AHEAD=ahead,
+        LINES=max(1, shape.head_dim * cache.k.element_size() // _LINE),
+        PDL=pdl,
+        **launch,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
