@@ -17,8 +17,9 @@ from quire.attention.backend import FreshPrompts, PromptBackend
 from quire.attention.context import StepContext
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
 from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
+from quire.kernels.triton.attention_rope import rope_decode_attention, rope_fits
 from quire.kernels.triton.attention_split import DecodeSplit, decode_shape, extra_pieces, split_decode
-from quire.layers.ops import HeadShape, LayerCache
+from quire.layers.ops import HeadShape, HeadTurn, LayerCache
 
 _FIXED = MixedShape(64, 64, 4, 3)
 """The tile of deterministic mode, for every query of every step: bits may depend on its shape."""
@@ -50,6 +51,9 @@ class DeviceContext(StepContext):
     """One per cache group: how the keys of those are shared out. Filled on the device by `prepare`."""
     tile_seq: Tensor | None = None
     tile_first: Tensor | None = None
+    alone: bool = False
+    """Every query is the newest token of a sequence of its own, so that none needs a key that another's program of the
+    same launch writes: never so with drafts."""
     fresh: tuple[tuple[int, int, int], ...] = field(default=())
     """(first token, tokens of each, how many) of neighbouring prompts computed from their first token on, which
     are left out of the tiles."""
@@ -166,7 +170,9 @@ class TritonAttention:
         scale: float,
         window: int | None,
         softcap: float | None,
+        turn: HeadTurn | None = None,
     ) -> Tensor:
+        """With `turn`, qkv is as the projection left it and the cache without the step's keys (where `turns`)."""
         if not isinstance(ctx, DeviceContext):
             ctx = self.adapt(ctx, shape, window)
         out = torch.empty(qkv.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -179,24 +185,7 @@ class TritonAttention:
         }
         if ctx.num_decodes and ctx.splits:
             split = ctx.splits[group]
-            scratch = self.reserve(shape, split.tasks, ctx.num_decodes)
-            sizes = decode_shape(ctx.num_decodes, shape.head_dim, qkv.element_size())
-            decode_attention(
-                qkv,
-                cache,
-                table,
-                ctx.rows,
-                ctx.context_len[: ctx.num_decodes],
-                split,
-                scratch,
-                shape,
-                scale,
-                keys=sizes.keys,
-                num_warps=sizes.warps,
-                num_stages=sizes.stages,
-                pdl=self.pdl and ctx.num_decodes == qkv.shape[0],
-                **options,
-            )
+            self._decode(qkv, cache, table, ctx, split, shape, scale, turn, options)
         for first, count, many in ctx.fresh:
             end = first + count * many
             _dense(qkv[first:end], many, shape, scale, out[first:end])
@@ -222,6 +211,34 @@ class TritonAttention:
                 **options,
             )
         return out
+
+    def turns(self, ctx: StepContext, shape: HeadShape, turn: HeadTurn) -> bool:
+        """Whether norm, rotation and KV write of such a step can be part of its attention."""
+        return isinstance(ctx, DeviceContext) and ctx.alone and bool(ctx.splits) and rope_fits(shape, turn)
+
+    def _decode(
+        self,
+        qkv: Tensor,
+        cache: LayerCache,
+        table: Tensor,
+        ctx: DeviceContext,
+        split: DecodeSplit,
+        shape: HeadShape,
+        scale: float,
+        turn: HeadTurn | None,
+        options: dict[str, Any],
+    ) -> None:
+        count = ctx.num_decodes
+        sizes = decode_shape(count, shape.head_dim, qkv.element_size())
+        options = {
+            **options, "keys": sizes.keys, "num_warps": sizes.warps, "num_stages": sizes.stages,
+            "pdl": self.pdl and count == qkv.shape[0],
+        }  # fmt: skip
+        batch = (table, ctx.rows, ctx.context_len[:count], split, self.reserve(shape, split.tasks, count), shape, scale)
+        if turn is None:
+            decode_attention(qkv, cache, *batch, **options)
+        else:
+            rope_decode_attention(qkv, cache, *batch, turn, ahead=self.device.type == "cuda", **options)
 
     def adapt(self, ctx: StepContext, shape: HeadShape, window: int | None) -> DeviceContext:
         """The context of a caller that did not prepare one: looks at the lengths on the host, so for tests

@@ -25,6 +25,17 @@ class HeadShape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTurn:
+    """What a layer does to each head of q and k before it attends: norm, then rotation by position."""
+
+    rope: Tensor | None
+    """float32 [positions, rotated features]: cosines, then sines."""
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
 @dataclass(slots=True)
 class LayerCache:
     """The paged keys and values of one layer.

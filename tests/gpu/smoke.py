@@ -157,6 +157,7 @@ def check_decode() -> None:
         "decode pdl",
         lambda: cases.check_decode(D, BF16, HeadShape(16, 8, 128), 16, [600], extra=33, keys=64, pdl=True, repeat=50),
     )
+    check_rope_decode(rng)
     for options in ({"window": 100}, {"softcap": 5.0}):
         for page in (1, 16, 64):
             attempt(
@@ -165,6 +166,34 @@ def check_decode() -> None:
                     D, BF16, HeadShape(8, 2, 128), p, [5, 777, 1300], extra=9, **o
                 ),
             )
+
+
+def check_rope_decode(rng: random.Random) -> None:
+    """Norm, rotation and KV write inside the attention, many times over: a race would show as a difference."""
+    from quire.layers.ops import HeadShape
+    from tests.kernels.triton import cases
+
+    many = [rng.randrange(1, 900) for _ in range(256)]
+    many[7] = 0
+    plans: list[tuple[torch.dtype, HeadShape, int, list[int], dict[str, Any]]] = [
+        (BF16, HeadShape(16, 8, 128), 16, many, {"extra": 264, "rows": True, "ahead": True}),
+        (BF16, HeadShape(32, 8, 128), 16, many[:64], {"extra": 132, "keys": 64}),
+        (BF16, HeadShape(40, 8, 128), 16, [4000], {"extra": 16, "ahead": True, "pdl": True}),
+        (BF16, HeadShape(16, 8, 128), 16, [600], {"extra": 16, "ahead": True, "pdl": True}),
+        (BF16, HeadShape(16, 8, 128), 16, [1, 128, 129, 64, 65], {"ahead": True}),
+        (BF16, HeadShape(8, 2, 64), 1, [5, 777, 1300], {"window": 100, "ahead": True}),
+        (BF16, HeadShape(4, 1, 256), 64, [5, 777, 1300], {"softcap": 5.0, "keys": 64, "ahead": True}),
+        (BF16, HeadShape(32, 8, 128), 16, many[:32], {"kv_dtype": torch.float8_e4m3fn, "kv_scale": 0.5}),
+        (FP16, HeadShape(16, 8, 128), 16, many[:32], {"norms": False, "ahead": True}),
+        (FP32, HeadShape(16, 8, 128), 16, many[:32], {"keys": 64, "ahead": True}),
+        (FP32, HeadShape(6, 2, 32), 16, many[:32], {"keys": 64, "window": 200}),
+    ]
+    for dtype, shape, page, lengths, options in plans:
+        shown = " ".join(f"{name}={value}" for name, value in options.items())
+        attempt(
+            f"decode with rope {dtype} {shape} {len(lengths)} {shown}",
+            lambda: cases.check_rope_decode(D, dtype, shape, page, lengths, repeat=20, **options),
+        )
 
 
 def check_mixed() -> None:
@@ -513,6 +542,72 @@ def time_decode(quick: bool) -> None:
             note(**row)
 
 
+def time_rope_attend(quick: bool) -> None:
+    """A layer's attention behind its product, in a graph with early launch: two kernels, one, and their variants."""
+    from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
+    from quire.kernels.triton.attention_rope import rope_decode_attention
+    from quire.kernels.triton.attention_split import DecodeSplit, decode_shape, extra_pieces, split_decode
+    from quire.kernels.triton.linear_row import RowShape, linear_row
+    from quire.kernels.triton.rope_cache import rope_and_cache
+    from quire.layers.ops import HeadTurn
+
+    for heads in (16, 32):
+        for batch, low, high in ((1, 1064, 1064), (8, 900, 1228), (32, 900, 1228), (64, 900, 1228), (256, 200, 1928)):
+            shape, caches, table, lengths, _, total = decode_case(heads, batch, low, high)
+            width = 1024 if heads == 16 else 4096
+            x = torch.randn(batch, width, device=D, dtype=BF16)
+            weights = [torch.randn(shape.width, width, device=D, dtype=BF16) / 32 for _ in caches]
+            gain, rope = torch.ones(128, device=D), torch.rand(4096, 128, device=D)
+            turn = HeadTurn(rope, gain, gain, 1e-6)
+            rows = torch.arange(batch, dtype=torch.int32, device=D)
+            positions = (lengths - 1).long()
+            slots = table.long().gather(1, positions[:, None] // 16)[:, 0] * 16 + positions % 16
+            split = DecodeSplit.allocate(batch, extra_pieces(batch, 8, 132), D)
+            split_decode(split, lengths, None)
+            scratch = DecodeScratch.allocate(split.tasks, batch, shape, D)
+            given = (table, rows, lengths, split, scratch, shape, 0.088)
+
+            def product(w: torch.Tensor) -> torch.Tensor:
+                if batch == 1:
+                    return linear_row(x, w, None, None, sizes=RowShape(2, 1024, 4), pdl=True)
+                return torch.mm(x, w.t())
+
+            def two(w: torch.Tensor, c: Any, keys: int, stages: int, halves: bool = False) -> None:
+                qkv = product(w)
+                rope_and_cache(qkv, c, slots, positions, shape, rope, gain, gain, 1e-6, pdl=True)
+                decode_attention(qkv, c, *given, keys=keys, num_stages=stages, halves=halves, pdl=True)
+
+            def one(w: torch.Tensor, c: Any, keys: int, stages: int, ahead: bool) -> None:
+                rope_decode_attention(product(w), c, *given, turn, keys=keys, num_stages=stages, ahead=ahead, pdl=True)
+
+            def seconds(call: Callable[..., Any], *args: Any) -> Any:
+                try:
+                    return graph_time([lambda w=w, c=c: call(w, c, *args) for w, c in zip(weights, caches)])
+                except Exception as error:
+                    return type(error).__name__
+
+            base = graph_time([lambda w=w: product(w) for w in weights])
+            keys, stages = decode_shape(batch, 128, 2).keys, decode_shape(batch, 128, 2).stages
+            variants: dict[str, tuple[Any, ...]] = {
+                "two": (two, keys, stages), "two_halves": (two, keys, stages, True),
+                "one": (one, keys, stages, False), "one_ahead": (one, keys, stages, True),
+            }
+            for k, s in ((64, 3), (64, 4), (128, 3), (128, 4)):
+                if (k, s) != (keys, stages):
+                    variants[f"one_ahead_k{k}s{s}"] = (one, k, s, True)
+            row: dict[str, Any] = {"time": "rope_attend", "heads": heads, "batch": batch, "keys": total,
+                                   "product_us": base * 1e6}
+            for name, call in variants.items():
+                found = seconds(*call)
+                row[f"{name}_us"] = found if isinstance(found, str) else (found - base) * 1e6
+            row["product+rope_us"] = 1e6 * graph_time([
+                lambda w=w, c=c: rope_and_cache(product(w), c, slots, positions, shape, rope, gain, gain, 1e-6,
+                                                pdl=True) for w, c in zip(weights, caches)])
+            row["TBs_of_one_ahead"] = total * 4096 / max(row["one_ahead_us"], 1e-3) / 1e6 if isinstance(
+                row["one_ahead_us"], float) else 0.0
+            note(**row)
+
+
 def time_prefill(quick: bool) -> None:
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -685,6 +780,7 @@ TIMES = {
     "strip": time_strip,
     "fixed": time_fixed,
     "decode": time_decode,
+    "rope_attend": time_rope_attend,
     "prefill": time_prefill,
     "small": time_small,
     "engine": time_engine,

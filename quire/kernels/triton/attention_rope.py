@@ -1,4 +1,4 @@
-"""Decode attention that takes the projection's raw q, k, v: norm, rotation and the KV write happen inside, in one launch.
+"""Decode attention over the projection's raw q, k, v: norm, rotation and the KV write are part of it, in one launch.
 
 Every program norms and rotates the query heads it needs, beside each other as rows of one small tile, in which the
 sequence's new key and value are two more rows. The program of the last piece writes these to the cache and then reads
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.triton.attention_decode import LOG2_E, DecodeScratch, _attend_piece
 from quire.kernels.triton.attention_split import PIECE_STEP, DecodeSplit
-from quire.layers.ops import HeadShape, LayerCache
+from quire.layers.ops import HeadShape, HeadTurn, LayerCache
 
 _LINE = 128
 """Bytes of a line of the second cache."""
@@ -87,9 +87,9 @@ def _rope_decode_kernel(
     visible = tl.maximum(length - window, 0)
     begin = visible // STEP * STEP + piece * step
     end = tl.minimum(begin + step, length)
-    if AHEAD:
+    if AHEAD:  # noqa: SIM102 (one is decided by the compiler)
         if seq >= 0:
-            _ask_for_keys(k_cache, v_cache, table, head, begin, end, NUM_KV, DIM, PAGE, KEYS, LINES)
+            _ask_for_keys(k_cache, v_cache, table, head, visible, begin, end, NUM_KV, DIM, PAGE, KEYS, LINES)
     HALF: tl.constexpr = DIM // 2
     member = tl.arange(0, GROUP_PAD)[:, None]
     pair = tl.arange(0, HALF)[None, :]
@@ -183,6 +183,7 @@ def _ask_for_keys(
     v_cache,
     table,
     head,
+    visible,
     begin,
     end,
     NUM_KV: tl.constexpr,
@@ -192,7 +193,7 @@ def _ask_for_keys(
     LINES: tl.constexpr,
 ):
     """Bring the first KEYS keys and values of a piece to the second cache; nobody waits for them."""
-    position = tl.minimum(begin + tl.arange(0, KEYS), end - 1)
+    position = tl.maximum(tl.minimum(begin + tl.arange(0, KEYS), end - 1), visible)
     block = tl.load(table + position // PAGE).to(tl.int64)
     base = ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
     place = base[:, None] + tl.arange(0, LINES)[None, :] * (DIM // LINES)
@@ -206,15 +207,15 @@ def _ask_for_keys(
     )
 
 
-def rope_fits(shape: HeadShape, rope: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None) -> bool:
+def rope_fits(shape: HeadShape, turn: HeadTurn) -> bool:
     """Whether the kernel knows such heads: rotated whole, in halves of a power of two, normed both or neither."""
     half = shape.head_dim // 2
     return (
-        rope is not None
-        and rope.shape[1] == shape.head_dim == 2 * half
+        turn.rope is not None
+        and turn.rope.shape[1] == shape.head_dim == 2 * half
         and half >= _LEAST_HALF
         and half & (half - 1) == 0
-        and (q_norm is None) == (k_norm is None)
+        and (turn.q_norm is None) == (turn.k_norm is None)
     )
 
 
@@ -228,10 +229,7 @@ def rope_decode_attention(
     scratch: DecodeScratch,
     shape: HeadShape,
     scale: float,
-    rope: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    turn: HeadTurn,
     *,
     window: int | None = None,
     softcap: float | None = None,
@@ -256,8 +254,10 @@ def rope_decode_attention(
         qkv, cache.k, cache.v, out, tables, tables if rows is None else rows, context_len,
         split.sequence, split.piece, split.count, split.length,
         scratch.partial, scratch.summary, scratch.arrived,
-        rope, rope if q_norm is None else q_norm, rope if k_norm is None else k_norm,
-        eps, 1.0 / kv_scale,
+        turn.rope,
+        turn.rope if turn.q_norm is None else turn.q_norm,
+        turn.rope if turn.k_norm is None else turn.k_norm,
+        turn.eps, 1.0 / kv_scale,
         scale * kv_scale * LOG2_E,
         0.0 if softcap is None else softcap,
         1 << 30 if window is None else window,
@@ -275,7 +275,7 @@ def rope_decode_attention(
         JOIN=8,
         SOFTCAP=softcap is not None,
         HAS_ROWS=rows is not None,
-        NORM=q_norm is not None,
+        NORM=turn.q_norm is not None,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         AHEAD=ahead,
         LINES=max(1, shape.head_dim * cache.k.element_size() // _LINE),

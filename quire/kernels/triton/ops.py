@@ -16,7 +16,7 @@ from quire.kernels.triton import activation, choices, copy, linear_few, linear_f
 from quire.kernels.triton.choices import Choice
 from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.kernels.triton.linear_split import SplitScratch, SplitShape, fits, linear_split
-from quire.layers.ops import HeadShape, LayerCache
+from quire.layers.ops import HeadShape, HeadTurn, LayerCache
 
 _EARLY_ROWS = 512
 _FIXED_HEADS = 8
@@ -225,6 +225,24 @@ class TritonOps:
             copy.copy_blocks(layer, pairs[0], pairs[1])
 
     # ---- fused forms, for a forward pass that knows what comes next
+
+    def rope_attend(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        turn: HeadTurn,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """`rope_and_cache` and `attend`, in one launch where the step and the heads allow it."""
+        if self.attention.turns(ctx, shape, turn):
+            return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap, turn)
+        self.rope_and_cache(qkv, layer, ctx, group, shape, turn.rope, turn.q_norm, turn.k_norm, turn.eps)
+        return self.attend(qkv, layer, ctx, group, shape, scale, window, softcap)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x in place; the norm of the sum."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.context import StepContext
-from quire.layers.ops import LayerCache, Ops
+from quire.layers.ops import HeadTurn, LayerCache, Ops
 from quire.models.decoder import Decoder, DecoderLayer
 from quire.models.spec import DecoderSpec
 
@@ -178,18 +178,15 @@ class DeviceForward:
         """What `Attention` does between its two projections."""
         attn, spec = layer.attn, layer.attn._spec
         q_norm, k_norm = attn.q_norm, attn.k_norm
-        self._ops.rope_and_cache(
-            qkv,
-            cache,
-            ctx,
-            attn._group,
-            attn.shape,
+        turn = HeadTurn(
             attn._rope,
             q_norm.weight if q_norm else None,
             k_norm.weight if k_norm else None,
             q_norm.eps if q_norm else 0.0,
         )
-        return self._ops.attend(qkv, cache, ctx, attn._group, attn.shape, spec.scale, spec.window, spec.softcap)
+        return self._ops.rope_attend(  # type: ignore[attr-defined]
+            qkv, cache, ctx, attn._group, attn.shape, turn, spec.scale, spec.window, spec.softcap
+        )
 
 
 def fusable(spec: DecoderSpec) -> bool:

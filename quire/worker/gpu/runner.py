@@ -75,7 +75,9 @@ class DeviceRunner:
         max_num_seqs: int,
         use_graphs: bool,
         prefetch: int = 0,
+        fuse_rope: bool = False,
     ) -> None:
+        """`fuse_rope`: decode steps rotate inside their attention; only where no step holds drafts."""
         self._device = device
         self._decoder = decoder
         self._ops = ops
@@ -85,6 +87,7 @@ class DeviceRunner:
         self._windows = tuple(group.window for group in decoder.spec.cache_groups())
         self._plain = all(a.attention.window is None and a.attention.softcap is None for a in decoder.spec.layers)
         self._attention = getattr(ops, "attention", None)
+        self._fuse_rope = fuse_rope
         self.rungs = ladder(max_num_seqs)
         # Row -1 is padding: before the first step the whole batch is.
         self._stage = torch.full((_STAGE_ENTRIES + 2 * max_num_seqs + 64,), -1, dtype=torch.int32, device=device)
@@ -250,6 +253,7 @@ class DeviceRunner:
             tables=self._table.tables,
             num_decodes=rung,
             splits=self._splits.get(rung, ()),
+            alone=self._fuse_rope,
         )
         if self._attention.deterministic:
             # One tile per sequence; padding has no keys and gives zeros.

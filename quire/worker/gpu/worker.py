@@ -55,6 +55,9 @@ class DeviceOptions:
     """Bytes of the next weight that are asked for while the norms and gates of a decode step run."""
     named_products: bool = True
     """Products by the library's algorithms of the table, not by those it would take itself."""
+    fuse_rope: bool = True
+    """Norm, rotation and KV write inside the attention of decode steps; never with `draft_rows`, whose queries see keys
+    of their own step."""
     seed: int = 0
     draft_rows: int = 0
     """Drafts that a step may hold beside one token of every sequence: each is a row of the decode graphs."""
@@ -126,6 +129,7 @@ class GpuWorker:
             max_num_seqs=seqs + options.draft_rows,
             use_graphs=not options.enforce_eager,
             prefetch=options.prefetch,
+            fuse_rope=options.fuse_rope and options.draft_rows == 0,
         )
         self.pool = self._size_pool(cache, length)
         self._cache = CacheEngine(

@@ -29,7 +29,7 @@ from quire.kernels.triton import (
     norm,
     rope_cache,
 )
-from quire.layers.ops import HeadShape, LayerCache
+from quire.layers.ops import HeadShape, HeadTurn, LayerCache
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative error that rounding of inputs and outputs explains; a wrong index is far beyond it."""
@@ -249,7 +249,7 @@ def check_rope_decode(
         mine, raw = copy_of(cache), qkv.clone()
         out = torch.full((len(lengths), shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device)
         attention_rope.rope_decode_attention(
-            raw, mine, *batch, rope, *gains, 1e-6, out=out, keys=keys, ahead=ahead, pdl=pdl, **seen
+            raw, mine, *batch, HeadTurn(rope, *gains, 1e-6), out=out, keys=keys, ahead=ahead, pdl=pdl, **seen
         )
         worst = max(worst, close(out[real], want[real], 2.0), close(out[real], two[real], 2.0))
         for part, whole, other in ((mine.k, want_cache.k, apart_cache.k), (mine.v, want_cache.v, apart_cache.v)):

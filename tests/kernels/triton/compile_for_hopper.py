@@ -28,13 +28,14 @@ from quire.kernels.triton import (  # noqa: E402
     activation,
     attention_decode,
     attention_mixed,
+    attention_rope,
     attention_split,
     linear_row,
     norm,
     prefetch,
     rope_cache,
 )
-from quire.layers.ops import HeadShape, LayerCache  # noqa: E402
+from quire.layers.ops import HeadShape, HeadTurn, LayerCache  # noqa: E402
 from tests.kernels.triton import bits  # noqa: E402
 from tests.kernels.triton.hopper import compiling, resources  # noqa: E402
 
@@ -49,6 +50,12 @@ def instructions(kernel: Any) -> list[str]:
         file.flush()
         shown = subprocess.run([tool, "--dump-sass", file.name], capture_output=True, text=True).stdout
     return re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", shown, re.M)
+
+
+def stores_before_copies(kernel: Any) -> int:
+    """Stores to global memory that come before the first asynchronous copy out of it."""
+    found = re.findall(r"(st\.global|cp\.async\.c[ag])", kernel.asm["ptx"])
+    return next((place for place, operation in enumerate(found) if operation != "st.global"), len(found))
 
 
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -69,6 +76,14 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "prefetch", lambda: prefetch.prefetch(weight, 1 << 20)
     yield "decode", lambda: attention_decode.decode_attention(
         qkv, cache, table, ints, ints, split, scratch, HEADS, 0.1, num_stages=3, pdl=True
+    )
+    heads, gain = HeadShape(16, 8, 128), torch.empty(128)
+    wide = LayerCache(torch.empty(4, 8, 16, 128, dtype=dtype), torch.empty(4, 8, 16, 128, dtype=dtype), 16)
+    turn = HeadTurn(torch.empty(64, 128), gain, gain, 1e-6)
+    partial = attention_decode.DecodeScratch.allocate(split.tasks, 4, heads, "cpu")
+    yield "turned decode", lambda: attention_rope.rope_decode_attention(
+        torch.empty(2, heads.width, dtype=dtype), wide, table, ints, ints, split, partial, heads, 0.1, turn,
+        num_stages=3, ahead=True, pdl=True,
     )
     for name, exact in (("exact", True), ("mixed", False)):
         yield name, lambda e=exact: attention_mixed.mixed_attention(
@@ -103,6 +118,7 @@ def main() -> None:
             found[f"{name} {str(dtype)[6:]}"] = {
                 "resources": resources(kernels[0]), "fused": operations.count("FFMA"),
                 "barriers": operations.count("BAR"), "prefetches": operations.count("UBLKPF"),
+                "stores_before_copies": stores_before_copies(kernels[0]), "matrix_loads": operations.count("LDSM"),
             }  # fmt: skip
     found["variants"] = {str(dtype)[6:]: variants(dtype) for dtype in (torch.bfloat16, torch.float32)}
     print(json.dumps(found))

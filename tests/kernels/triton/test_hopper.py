@@ -53,3 +53,14 @@ def test_every_batch_of_deterministic_mode_runs_the_same_machine_code(compiled: 
     several = {f"{dtype} {name}": count for dtype, counts in compiled["variants"].items()
                for name, count in counts.items() if count != 1}
     assert several == {}
+
+
+def test_a_decode_step_writes_its_new_key_before_it_asks_for_any(compiled: dict[str, Any]) -> None:
+    """The pipelined loop reads the key back: no copy may be hoisted over the stores (two halves of key and value)."""
+    assert compiled["turned decode bfloat16"]["stores_before_copies"] == 4
+    assert compiled["decode bfloat16"]["stores_before_copies"] == 0
+
+
+def test_rotation_leaves_the_loop_over_the_keys_as_fast(compiled: dict[str, Any]) -> None:
+    # 128 keys and values of 128 features by 4 warps: 16 + 32 loads of matrices; joined halves had 8 of the former.
+    assert compiled["turned decode bfloat16"]["matrix_loads"] >= 48

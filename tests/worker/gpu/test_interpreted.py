@@ -3,11 +3,14 @@ short."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import Request
+from quire.worker.gpu.worker import DeviceOptions
 from tests.worker.gpu import engines
 
 pytest.importorskip("triton")
@@ -53,3 +56,44 @@ def test_fresh_prompts_may_be_attended_to_by_a_library(monkeypatch: pytest.Monke
     plain = engines.run(engines.make_engine(CONFIG, device=False), _requests())
     assert engines.run(engines.make_engine(CONFIG, device=True, depth=2, ops=ops), _requests()) == plain
     assert taken == [11]
+
+
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [({}, True), ({"fuse_rope": False}, False), ({"drafts": 2}, False), ({"deterministic": True}, False)],
+    ids=["as it is", "switched off", "drafts", "deterministic"],
+)
+def test_decode_steps_rotate_inside_their_attention_unless_they_may_hold_drafts(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], fused: bool
+) -> None:
+    """A draft sees keys of its own step, which another program of the same launch would have to write first."""
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    from quire.attention import triton as backend
+    from quire.kernels.triton.ops import TritonOps
+
+    launched: list[int] = []
+    kernel = backend.rope_decode_attention
+
+    def counted(qkv: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        launched.append(qkv.shape[0])
+        return kernel(qkv, *args, **options)
+
+    monkeypatch.setattr(backend, "rope_decode_attention", counted)
+    config = {**CONFIG, "head_dim": 32}
+    drafts = change.get("drafts", 0)
+    settings = DeviceOptions(
+        device="cpu", dtype="float32", max_num_seqs=engines.SEQS, max_num_batched_tokens=40,
+        max_model_len=engines.MAX_LEN, draft_rows=drafts * engines.SEQS, fuse_rope=change.get("fuse_rope", True),
+    )
+    ops = TritonOps("cpu", torch.float32, deterministic=change.get("deterministic", False))
+    core = engines.make_engine(config, device=True, depth=2, options=settings, ops=ops, drafts=drafts)
+    requests = _requests() if not drafts else [
+        Request("r0", [7, 8, 9, 10] * 4, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), 0, 0.0)
+    ]
+    again = [Request(r.request_id, r.prompt_token_ids, r.params, r.seed, 0.0) for r in requests]
+    found = engines.run(core, requests)
+    assert found == engines.run(engines.make_engine(config, device=False), again)
+    assert bool(launched) is fused
+    if drafts:
+        assert core.scheduler.speculator is not None and sum(core.scheduler.speculator.stats.offered) > 0
