@@ -355,20 +355,9 @@ def decode_attention(
     ieee = qkv.dtype == torch.float32
     launch = {"num_warps": num_warps, "num_stages": num_stages, **({"launch_pdl": True} if pdl else {})}
     _decode_kernel[(shape.num_kv_heads, split.tasks)](
-        qkv,
-        cache.k,
-        cache.v,
-        out,
-        tables,
-        tables if rows is None else rows,
-        context_len,
-        split.sequence,
-        split.piece,
-        split.count,
-        split.length,
-        scratch.partial,
-        scratch.summary,
-        scratch.arrived,
+        qkv, cache.k, cache.v, out, tables, tables if rows is None else rows, context_len,
+        split.sequence, split.piece, split.count, split.length,
+        scratch.partial, scratch.summary, scratch.arrived,
         scale * kv_scale * LOG2_E,
         0.0 if softcap is None else softcap,
         1 << 30 if window is None else window,
@@ -393,5 +382,5 @@ def decode_attention(
         "ieee" if ieee else "tf32",
         pdl,
         **launch,
-    )
+    )  # fmt: skip
     return out
