@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.executor.base import Executor
-from quire.speculation.options import COUPLED, SpeculationOptions
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
     from quire.models.spec import DecoderSpec
+    from quire.worker.gpu.worker import Speculation
     from quire.worker.memory import PoolSize
 
 _GPU_BATCHED_TOKENS = 8192
@@ -38,23 +38,11 @@ def resolve(config: EngineConfig) -> EngineConfig:
     gpu = device != "cpu" and missing is None
     if not gpu and config.cache.kv_cache_dtype != "auto":
         raise ConfigError("kv_cache_dtype 'fp8' needs a GPU: use kv_cache_dtype='auto'", field="kv_cache_dtype")
-    if gpu:
-        _check_speculation(config.speculation.options)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu"),
         scheduler=config.scheduler.resolved(gpu),
     )
-
-
-def _check_speculation(options: SpeculationOptions | None) -> None:
-    """Refuse what the GPU's worker does not do yet."""
-    if options is not None and options.on_device:
-        raise ConfigError(f"speculative_config method {options.method!r} runs on a CPU only so far: use 'ngram' or "
-                          "'suffix', or device='cpu'", field="speculative_config")
-    if options is not None and options.verifier != COUPLED:
-        raise ConfigError("speculative_config verifier 'rejection' runs on a CPU only so far: use 'coupled', or "
-                          "device='cpu'", field="speculative_config")
 
 
 def draft_rows(config: EngineConfig) -> int:
@@ -130,5 +118,17 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
         draft_rows=draft_rows(config),
     )
     weights = None if model.load_format == "dummy" else source.weights(None)
-    worker = GpuWorker(source.config, weights, config.cache, options)
+    worker = GpuWorker(source.config, weights, config.cache, options, speculation=_speculation(config))
     return worker, DeviceExecutor(worker)
+
+
+def _speculation(config: EngineConfig) -> Speculation | None:
+    """Who proposes and judges drafts on a GPU, and the draft model if there is one."""
+    from quire.models.loader.source import resolve_model
+    from quire.worker.gpu.worker import Speculation
+
+    options = config.speculation.options
+    if options is None or options.model is None:
+        return None if options is None else Speculation(options)
+    draft = resolve_model(options.model, load_format=options.load_format, cache_dir=config.model.cache_dir)
+    return Speculation(options, draft.config, None if options.load_format == "dummy" else draft.weights(None))

@@ -111,7 +111,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
 
 
 def draw_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Integers [rows, vocabulary] proportional to the probabilities that `sample` draws with, on a CPU.
+    """Integers [rows, vocabulary] proportional to the probabilities that `sample` draws with.
 
     A greedy row has one token; a row from which nothing can be drawn has none.
     """
@@ -121,19 +121,21 @@ def draw_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
         batch.edits.apply_(edited)
     best = argmax_rows(edited)
     peak = edited.gather(1, best[:, None]).squeeze(1)
-    weights = torch.zeros(logits.shape, dtype=torch.int64)
+    weights = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
     weights.scatter_(1, best[:, None], 1)
     if batch.plain is not None:
         rows, floor = batch.plain.rows, _min_p_floor(peak, batch.plain)
         values = edited[rows]
         drawable = _weights(values, peak[rows, None], batch.plain.temperature[:, None])
         weights[rows] = drawable * (values >= floor[:, None])
-    if batch.filtered is not None:
+    if batch.filtered is not None and logits.device.type == "cpu":
         for row, ids, kept in _cut_rows(edited, peak, batch.filtered):
             weights[row] = 0
             weights[row, torch.from_numpy(ids)] = kept
-    weights[_status(logits, edited, peak) != OK] = 0
-    return weights
+    elif batch.filtered is not None:
+        for rows, _, drawable in _sorted_weights(edited, peak, batch.filtered):
+            weights[rows] = drawable
+    return weights.masked_fill_((_status(logits, edited, peak) != OK)[:, None], 0)
 
 
 def _status(logits: Tensor, edited: Tensor, peak: Tensor) -> Tensor:
@@ -217,12 +219,17 @@ def _draw_filtered(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
 
 
 def draw_by_sort(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
-    """Sort whole rows, best first (stable: the lower id first among equals), and keep a prefix."""
+    """One token of each row from those that top_k and top_p keep."""
+    return torch.cat([_pick(weights, noise) for _, noise, weights in _sorted_weights(logits, peak, draws)])
+
+
+def _sorted_weights(logits: Tensor, peak: Tensor, draws: Draws) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Sort whole rows, best first (stable: the lower id first among equals), and keep a prefix: (rows, their noise,
+    their weights in the order of the vocabulary)."""
     width, device = logits.shape[1], logits.device
     floor = _min_p_floor(peak, draws)
     top_k = send([k or width for k in draws.top_k], torch.int64, device)
     rank = torch.arange(width, device=device)
-    parts = []
     for part in _chunks(len(draws.top_k), width, device):
         rows = draws.rows[part]
         ranked, ids = logits[rows].sort(dim=-1, stable=True, descending=True)
@@ -231,8 +238,7 @@ def draw_by_sort(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
         running = weights.cumsum(-1)
         wanted = draws.top_p[part] * running[:, -1].double()
         weights *= (running - weights).double() < wanted[:, None]
-        parts.append(_pick(torch.zeros_like(weights).scatter_(1, ids, weights), draws.noise[part]))
-    return torch.cat(parts)
+        yield rows, draws.noise[part], torch.zeros_like(weights).scatter_(1, ids, weights)
 
 
 def draw_by_cut(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:

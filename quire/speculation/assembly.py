@@ -9,11 +9,10 @@ from quire.speculation.suffix import SuffixSource
 
 
 def build_speculator(options: SpeculationOptions | None, draft_rows: int = 0) -> Speculator | None:
-    """`draft_rows`: most drafts in one step of a GPU, which also judges only what needs no history (0: a CPU)."""
+    """`draft_rows`: most drafts in one step of a GPU (0: a CPU, where the step's budget is the limit)."""
     speculator = None if options is None else _speculator(options)
     if speculator is not None and draft_rows:
         speculator.most_in_step = draft_rows
-        speculator.reads_history = False
     return speculator
 
 

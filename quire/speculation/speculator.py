@@ -59,8 +59,6 @@ class Speculator(ABC):
         self.adaptive = adaptive
         self.most_in_step: int | None = None
         """Most drafts of all sequences together; None: what the step has room for."""
-        self.reads_history = True
-        """Penalties and bad words are right at every place of a draft; else who has some gets no drafts."""
         self.times = StepTimes()
         self.stats = SpeculationStats()
         self._clock = clock
@@ -86,9 +84,7 @@ class Speculator(ABC):
     def _may_have_drafts(self, seq: Sequence) -> bool:
         """It draws (beams are searched), has drawn before, and is not held for its siblings."""
         request = seq.request
-        if request.beams is not None or seq.held_at is not None or seq.num_computed < seq.num_prompt_tokens:
-            return False
-        return self.reads_history or not (request.params.penalised or request.bad_words)
+        return request.beams is None and seq.held_at is None and seq.num_computed >= seq.num_prompt_tokens
 
     def _longest(self, seq: Sequence) -> int:
         """Drafts that can still matter: with the token after them they reach the sequence's end."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.philox import Purpose, uniforms
 from quire.sampling.sampler import draw_weights
+from quire.sampling.sending import send
 
 _AT_ONCE = 16
 """Sequences judged together: their weights are a vocabulary wide at every place."""
@@ -51,8 +52,9 @@ class NoiseKeys:
     position: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[SamplingRow]) -> NoiseKeys:
-        columns = torch.tensor([(row.seed, row.seq_index, row.position) for row in rows], dtype=torch.int64)
+    def of(cls, rows: Sequence[SamplingRow], device: torch.device | str = "cpu") -> NoiseKeys:
+        numbers = [(row.seed, row.seq_index, row.position) for row in rows]
+        columns = send(numbers, torch.int64, torch.device(device))
         return cls(columns[:, 0], columns[:, 1], columns[:, 2])
 
     def noise(self, purpose: Purpose, ahead: int | Tensor = 0) -> Tensor:
@@ -78,7 +80,8 @@ def judge_by_rejection(drafts: Tensor, target: Tensor, proposal: Tensor | None, 
     rows = torch.arange(len(drafts), device=drafts.device)
     refused = kept < num_drafts
     left = p_at = _share(target[rows, kept])
-    if bool(refused.any()):
+    # On a CPU a look is cheaper than the sums; a GPU would have to be waited for.
+    if drafts.device.type != "cpu" or bool(refused.any()):
         at = kept.clamp(max=drafts.shape[1] - 1)
         rest = (p_at - _proposed(drafts, proposal, rows, at, p_at)).clamp_(min=0.0)
         # Where p and q are equal nothing is left, and nothing is refused but for rounding.

@@ -16,21 +16,19 @@ from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
 
 
-class SmallerModel:
-    """A draft model. Its KV lies in the same blocks as the target's full attention, behind it.
+class DraftProgress:
+    """What a draft model has computed. Its KV lies in the same blocks as the target's full attention, behind it.
 
     So whatever happens to a block (shared, copied, moved to the host, found by its prefix) happens to both.
     What a block lacks is only what the draft model has not computed: it runs when drafts are asked for, and
     then catches up from the first block that it has not filled.
     """
 
-    def __init__(self, decoder: Decoder, caches: list[LayerCache], table: RequestTable, group: int,
-                 num_blocks: int, num_host_blocks: int) -> None:
-        self._decoder = decoder
-        self._caches = caches
+    def __init__(self, table: np.ndarray, block_size: int, group: int, num_blocks: int, num_host_blocks: int) -> None:
         self._table = table
+        """Block tables of the group, as the last plan left them."""
+        self._block_size = block_size
         self._group = group
-        self._groups = [group] * len(decoder.spec.cache_groups())
         self._filled = {DEVICE: np.zeros(num_blocks, np.bool_)}
         """Blocks whose every token has KV of the draft model."""
         self._num_host_blocks = num_host_blocks
@@ -49,38 +47,60 @@ class SmallerModel:
         return self._filled.setdefault(name, np.zeros(self._num_host_blocks, np.bool_))
 
     def written(self, entries: Sequence[PlanEntry]) -> None:
-        size, table = self._table.block_size, self._table.tables[self._group]
+        """The target is about to write these tokens' KV."""
+        size = self._block_size
         for entry in entries:
             if entry.num_tokens:
                 last = (entry.start + entry.num_tokens - 1) // size
-                self._filled[DEVICE][table[entry.row, entry.start // size : last + 1]] = False
+                self._filled[DEVICE][self._table[entry.row, entry.start // size : last + 1]] = False
 
     def restart(self, row: int) -> None:
+        """The row belongs to another sequence from now on."""
         self._computed.pop(row, None)
 
     def kept(self, row: int, num_tokens: int) -> None:
+        """So many tokens of the row are known to be right."""
         if row in self._computed:
             self._computed[row] = min(self._computed[row], num_tokens)
 
     # ---- drafts
 
     def catch_up(self, entry: PlanEntry) -> tuple[int, int]:
+        """(start, tokens) to compute before the model can say what follows `entry.start`, that one included."""
         start = self._computed.get(entry.row)
         if start is None:
-            size = self._table.block_size
-            filled = self._filled[DEVICE][self._table.tables[self._group][entry.row, : entry.start // size]]
-            start = size * (len(filled) if filled.all() else int(filled.argmin()))
+            filled = self._filled[DEVICE][self._table[entry.row, : entry.start // self._block_size]]
+            start = self._block_size * (len(filled) if filled.all() else int(filled.argmin()))
         # The last token is computed in any case: its logits are wanted.
         self._computed[entry.row] = start = min(start, entry.start)
         return start, entry.start + 1 - start
 
+    def computed(self, entry: PlanEntry) -> None:
+        """The draft model has KV of these tokens now."""
+        self._computed[entry.row] = end = entry.start + entry.num_tokens
+        first = entry.start // self._block_size
+        self._filled[DEVICE][self._table[entry.row, first : end // self._block_size]] = True
+
+
+class SmallerModel:
+    """A draft model on a CPU."""
+
+    def __init__(self, decoder: Decoder, caches: list[LayerCache], table: RequestTable, group: int,
+                 num_blocks: int, num_host_blocks: int) -> None:
+        self._decoder = decoder
+        self._caches = caches
+        self._table = table
+        self._groups = [group] * len(decoder.spec.cache_groups())
+        progress = DraftProgress(table.tables[group], table.block_size, group, num_blocks, num_host_blocks)
+        self._progress = progress
+        self.copied, self.written, self.restart = progress.copied, progress.written, progress.restart
+        self.kept, self.catch_up = progress.kept, progress.catch_up
+
     def logits(self, passes: Sequence[PlanEntry]) -> Tensor:
         ids, ctx = step_inputs(self._table, passes, self._groups)
         hidden = self._decoder.forward(ids, ctx, self._caches)
-        size, table = self._table.block_size, self._table.tables[self._group]
         for one in passes:
-            self._computed[one.row] = end = one.start + one.num_tokens
-            self._filled[DEVICE][table[one.row, one.start // size : end // size]] = True
+            self._progress.computed(one)
         return self._decoder.logits(hidden[ctx.query_start[1:].long() - 1])
 
 

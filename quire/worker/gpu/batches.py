@@ -64,7 +64,7 @@ def drafts_as_decodes(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
     """
     found: list[PlanEntry] = []
     for entry in entries:
-        if not entry.drafts:
+        if not entry.num_drafts:
             found.append(entry)
             continue
         size = len(entry.masks) // entry.num_tokens
@@ -130,7 +130,7 @@ def is_decode(entries: Sequence[PlanEntry]) -> bool:
     return all(
         entry.num_tokens == 1
         and entry.sample
-        and not entry.drafts
+        and not entry.num_drafts
         and not entry.candidates
         and entry.prompt_logprobs_from is None
         for entry in entries

@@ -73,7 +73,9 @@ def collide(
         for entry in entries:
             end = -(-(entry.start + entry.num_tokens) // block_size)
             blocks = table[entry.row, :end].tolist()
-            if not sources.get(group, _NONE).isdisjoint(blocks[entry.start // block_size :]):
+            # A draft model catches up in the blocks before, too.
+            first = 0 if entry.device_drafts else entry.start // block_size
+            if not sources.get(group, _NONE).isdisjoint(blocks[first:]):
                 return True
             if not targets.get(group, _NONE).isdisjoint(blocks):
                 return True

@@ -52,9 +52,12 @@ def size_device_pool(
     utilization: float,
     step_bytes: int,
     given_len: bool = True,
+    draft: DecoderSpec | None = None,
 ) -> PoolSize:
     """Blocks from num_kv_blocks, kv_cache_memory or what `utilization` leaves; the length that they allow."""
     per_block = bytes_per_block(spec, cache.block_size, element_size)
+    if draft is not None:
+        per_block += bytes_per_block(draft, cache.block_size, element_size)
     if cache.num_kv_blocks is not None:
         blocks = cache.num_kv_blocks
     elif cache.kv_cache_memory is not None:
@@ -79,7 +82,8 @@ def size_device_pool(
             "max_model_len, or raise gpu_memory_utilization or kv_cache_memory",
             field="max_model_len",
         )
-    return PoolSize(blocks, min(max_model_len, capacity), per_block)
+    return PoolSize(blocks, min(max_model_len, capacity), per_block,
+                    draft_bytes_per_token=0 if draft is None else draft.kv_bytes_per_token)
 
 
 _SIGNS = ("out of memory", "ALLOC_FAILED", "cudaErrorMemoryAllocation")

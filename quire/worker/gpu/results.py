@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.sampling.sampler import FAILURES, NOT_FINITE, OK, SampledLogprobs
 from quire.scheduler.plan import EntryResult, StepResult, TokenLogprobs
+from quire.worker.gpu.drafted import Drafted
 from quire.worker.gpu.sampling import RankedCandidates
 
 
@@ -35,8 +36,8 @@ class PendingStep:
     candidates: RankedCandidates | None = None
     errors: dict[int, str] = field(default_factory=dict)
     """What became of entries that failed alone."""
-    drafts: list[tuple[int, ...]] | None = None
-    """The plan's drafts, where a draft is an entry of its own: entry i of the plan is 1 + len(drafts[i]) here."""
+    drafts: Drafted | None = None
+    """The plan's drafts, where a draft is an entry of its own: entry i of the plan is 1 + counts[i] here."""
 
 
 class ResultCopier:
@@ -114,7 +115,7 @@ def _host_copy(pending: PendingStep) -> PendingStep:
             ranked.entries, ranked.counts, _logprobs_to_host(ranked.found), _to_host(ranked.peak)
         ),
         pending.errors,
-        pending.drafts,
+        None if pending.drafts is None else replace(pending.drafts, tokens=_to_host(pending.drafts.tokens)),
     )
 
 
@@ -150,7 +151,7 @@ def _assemble(pending: PendingStep) -> StepResult:
     for entry, message in pending.errors.items():
         results[entry] = EntryResult(error=message)
     if pending.drafts is not None:
-        results = _judged(pending.drafts, results)
+        results = _judged(pending.drafts.by_entry(), results)
     return StepResult(pending.step, results)
 
 

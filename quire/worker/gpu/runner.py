@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,13 +33,15 @@ from quire.worker.gpu.batches import (
     ladder,
     rung_for,
 )
+from quire.worker.gpu.drafted import Drafted
 from quire.worker.gpu.forward import DeviceForward, Hidden, WeightsAhead
 from quire.worker.gpu.graphs import GraphCache
 from quire.worker.gpu.memory import explain_request, ran_out
+from quire.worker.gpu.rejection import JudgedEntry, judge_drafts
 from quire.worker.gpu.results import PendingStep
 from quire.worker.gpu.sampling import SpecialRow, rank_candidates, sample_special
 from quire.worker.gpu.staging import Stage
-from quire.worker.gpu.table import DeviceTable
+from quire.worker.gpu.table import NOTHING, DeviceTable
 
 RING = 32
 """Slots for drawn tokens: more than steps can be in flight, so that none is overwritten before it is
@@ -62,6 +65,14 @@ class DecodeBuffers:
     logits: Tensor
 
 
+class DraftSource(Protocol):
+    """Who proposes tokens on the device."""
+
+    def follow(self, plan: StepPlan) -> None: ...
+
+    def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]: ...
+
+
 class DeviceRunner:
     """Executes plans on one device and decides nothing."""
 
@@ -76,15 +87,19 @@ class DeviceRunner:
         use_graphs: bool,
         prefetch: int = 0,
         fuse_rope: bool = False,
+        windows: tuple[int | None, ...] | None = None,
     ) -> None:
-        """`fuse_rope`: decode steps rotate inside their attention; only where no step holds drafts."""
+        """`fuse_rope`: decode steps rotate inside their attention; only where no step holds drafts. `windows`: of the
+        table's cache groups, where the decoder's layers are not all that these were made for."""
         self._device = device
         self._decoder = decoder
         self._ops = ops
         self._table = table
         self._forward = DeviceForward(decoder, ops)
         self._kernels: StepKernels = step_kernels(device)
-        self._windows = tuple(group.window for group in decoder.spec.cache_groups())
+        own = tuple(group.window for group in decoder.spec.cache_groups())
+        self._windows = own if windows is None else windows
+        self._tables = table.tables[: len(self._windows)]
         self._plain = all(a.attention.window is None and a.attention.softcap is None for a in decoder.spec.layers)
         self._attention = getattr(ops, "attention", None)
         self._fuse_rope = fuse_rope
@@ -100,6 +115,9 @@ class DeviceRunner:
         self.caches: list[LayerCache] = []
         self.graphs = GraphCache(device, self._captured) if use_graphs and device.type == "cuda" else None
         self._ahead = WeightsAhead(device, prefetch) if prefetch and self.graphs is not None else None
+        self.drafter: DraftSource | None = None
+        self.rejection = False
+        """Judge drafts by rejection; else a draft is kept if it is what the target draws."""
 
     # ---- memory
 
@@ -156,15 +174,32 @@ class DeviceRunner:
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch everything; the tokens will be in the returned tensors once the device gets there."""
         places, values = self._table.apply(plan)
+        if self.drafter is not None:
+            self.drafter.follow(plan)
         if not plan.entries:
             self._scatter(places, values)
             return PendingStep(plan.step, 0, [], self.drawn[0, :0])
-        drafts = [entry.drafts for entry in plan.entries] if any(entry.drafts for entry in plan.entries) else None
-        if drafts is not None:
-            plan = replace(plan, entries=drafts_as_decodes(plan.entries))
-        pending = (self._run_decode if is_decode(plan.entries) else self._run_mixed)(plan, places, values)
-        pending.drafts = drafts
+        if not any(entry.num_drafts for entry in plan.entries):
+            return self._run(plan, places, values)
+        entries: Sequence[PlanEntry] = plan.entries
+        if self.drafter is not None and any(entry.device_drafts for entry in entries):
+            self._scatter(places, values)
+            places = values = NOTHING
+            entries, drafted = self.drafter.propose(entries, self._table)
+        else:
+            drafted = Drafted.known(entries)
+        pending = self._run(replace(plan, entries=drafts_as_decodes(entries)), places, values, drafted)
+        pending.drafts = drafted
         return pending
+
+    def launch(self, entries: list[PlanEntry]) -> None:
+        """A step of entries alone, whose tokens go to the table and to nobody else."""
+        self._run(StepPlan(0, entries=entries), NOTHING, NOTHING)
+
+    def _run(
+        self, plan: StepPlan, places: np.ndarray, values: np.ndarray, drafted: Drafted | None = None
+    ) -> PendingStep:
+        return (self._run_decode if is_decode(plan.entries) else self._run_mixed)(plan, places, values, drafted)
 
     def _scatter(self, places: np.ndarray, values: np.ndarray) -> None:
         if len(places):
@@ -174,7 +209,9 @@ class DeviceRunner:
             sent = stage.send(self._device)
             self._kernels.scatter(self._table.arena, stage.view(sent, "places"), stage.view(sent, "values"))
 
-    def _run_decode(self, plan: StepPlan, places: np.ndarray, values: np.ndarray) -> PendingStep:
+    def _run_decode(
+        self, plan: StepPlan, places: np.ndarray, values: np.ndarray, drafted: Drafted | None
+    ) -> PendingStep:
         entries, slot = plan.entries, plan.step % RING
         count = len(entries)
         rung = rung_for(self.rungs, count)
@@ -200,7 +237,7 @@ class DeviceRunner:
         else:
             self._decode(rung)
         pending = PendingStep(plan.step, count, range(count), self.drawn[slot, :count])
-        self._draw_special(pending, entries, list(range(count)), self._buffers.logits, slot)
+        self._draw_special(pending, entries, list(range(count)), self._buffers.logits, slot, drafted)
         return pending
 
     def _captured(self, rung: int) -> None:
@@ -219,7 +256,7 @@ class DeviceRunner:
         ids, positions = b.ids[:rung], b.wide_positions[:rung]
         self._kernels.gather_inputs(
             self._table.tokens,
-            self._table.tables,
+            self._tables,
             self._table.block_size,
             rows,
             b.positions[:rung],
@@ -250,7 +287,7 @@ class DeviceRunner:
             (),
             slots,
             rows=rows,
-            tables=self._table.tables,
+            tables=self._tables,
             num_decodes=rung,
             splits=self._splits.get(rung, ()),
             alone=self._fuse_rope,
@@ -273,7 +310,7 @@ class DeviceRunner:
             positions,
             query_start,
             lengths.clamp(min=1),
-            tuple(table[owner, :width] for table in self._table.tables),
+            tuple(table[owner, :width] for table in self._tables),
             tuple(torch.where(slot < 0, self._spare_slot, slot) for slot in slots),
         )
 
@@ -284,7 +321,9 @@ class DeviceRunner:
 
     # ---- steps of any shape
 
-    def _run_mixed(self, plan: StepPlan, places: np.ndarray, values: np.ndarray) -> PendingStep:
+    def _run_mixed(
+        self, plan: StepPlan, places: np.ndarray, values: np.ndarray, drafted: Drafted | None
+    ) -> PendingStep:
         entries, slot = plan.entries, plan.step % RING
         batch = MixedBatch.of(entries)
         ends = batch.query_start[1:]
@@ -316,7 +355,7 @@ class DeviceRunner:
         if len(reads.last):
             everyone = np.array_equal(reads.last, np.arange(ends[-1]))
             logits = self._forward.logits(hidden.rows(None if everyone else stage.view(sent, "last")))
-            self._draw_mixed(pending, entries, reads, logits, stage, sent, slot)
+            self._draw_mixed(pending, entries, reads, logits, stage, sent, slot, drafted)
         return pending
 
     def _draw_mixed(
@@ -328,6 +367,7 @@ class DeviceRunner:
         stage: Stage,
         sent: Tensor,
         slot: int,
+        drafted: Drafted | None,
     ) -> None:
         """Tokens from the first of the logits, candidates of beams from the others."""
         if reads.drawing:
@@ -341,7 +381,7 @@ class DeviceRunner:
                 stage.view(sent, "ring"),
                 self._scratch,
             )
-            self._draw_special(pending, entries, reads.drawing, logits, slot)
+            self._draw_special(pending, entries, reads.drawing, logits, slot, drafted)
         if reads.ranking:
             infos = [self._table.info(entries[i].row) for i in reads.ranking]
             pending.candidates = rank_candidates(
@@ -382,7 +422,7 @@ class DeviceRunner:
         ids, positions, *slots = numbers[:, :tokens]
         self._kernels.gather_inputs(
             self._table.tokens,
-            self._table.tables,
+            self._tables,
             self._table.block_size,
             view("token_rows"),
             view("positions"),
@@ -403,7 +443,7 @@ class DeviceRunner:
             (),
             tuple(slots),
             rows=view("rows"),
-            tables=self._table.tables,
+            tables=self._tables,
             num_decodes=batch.num_decodes,
             tile_seq=view("tile_seq"),
             tile_first=view("tile_first"),
@@ -430,6 +470,7 @@ class DeviceRunner:
         drawing: Sequence[int],
         logits: Tensor,
         slot: int,
+        drafted: Drafted | None = None,
     ) -> None:
         """Draw again, with the full sampler, for rows that ask for more; their tokens replace the first
         draw's."""
@@ -439,8 +480,16 @@ class DeviceRunner:
             for place, i in enumerate(drawing)
             if table.info(entries[i].row).special
         ]
-        if not rows:
-            return
+        if drafted is not None:
+            drafted.put_back(table, range(len(drafted.counts)))
+        if rows:
+            self._draw_all_again(pending, rows, drawing, logits, slot)
+        if drafted is not None and self.rejection:
+            self._judge(pending, entries, drawing, logits, slot, drafted)
+
+    def _draw_all_again(
+        self, pending: PendingStep, rows: Sequence[SpecialRow], drawing: Sequence[int], logits: Tensor, slot: int
+    ) -> None:
         try:
             self._draw_again(pending, rows, drawing, logits, slot)
             return
@@ -467,6 +516,29 @@ class DeviceRunner:
         table.tokens[owners, positions.clamp(max=table.max_model_len - 1)] = tokens
         if output.logprobs is not None:
             pending.logprobs.append(([drawing[rows[r].place] for r in output.logprobs.rows], output.logprobs))
+
+    def _judge(
+        self,
+        pending: PendingStep,
+        entries: Sequence[PlanEntry],
+        drawing: Sequence[int],
+        logits: Tensor,
+        slot: int,
+        drafted: Drafted,
+    ) -> None:
+        """By rejection, for sequences that draw at random; what was drawn for them so far is replaced."""
+        places = {i: place for place, i in enumerate(drawing)}
+        judged, first = [], 0
+        for index, (count, (row, position)) in enumerate(zip(drafted.counts, drafted.starts, strict=True)):
+            if count and not self._table.info(row).params.greedy:
+                mine = range(first, first + 1 + count)
+                rows = [SpecialRow(places[i], row, position + i - first, entries[i].masks) for i in mine]
+                judged.append(JudgedEntry(index, rows))
+            first += 1 + count
+        # Judging looks at the text of the drafts, which the draws before it may have overwritten.
+        drafted.put_back(self._table, [one.index for one in judged])
+        for found_at, found in judge_drafts(logits, judged, drafted, self._table, self.drawn[slot]):
+            pending.logprobs.append(([drawing[place] for place in found_at], found))
 
     def _prompt_logprobs(self, pending: PendingStep, index: int, entry: PlanEntry, hidden: Hidden, first: int) -> None:
         """Of the prompt tokens that follow the positions of this chunk."""

@@ -52,6 +52,11 @@ class DeviceEdits:
 
 def sample_special(logits: Tensor, rows: Sequence[SpecialRow], table: DeviceTable) -> SamplerOutput:
     """Tokens of the rows `rows[i].place` of logits [R, V], with log-probabilities where asked for."""
+    return sample(*special_batch(logits, rows, table))
+
+
+def special_batch(logits: Tensor, rows: Sequence[SpecialRow], table: DeviceTable) -> tuple[Tensor, SamplingBatch]:
+    """The rows `rows[i].place` of logits [R, V], and how each of them draws."""
     infos = [table.info(row.row) for row in rows]
     # Copies, since several may be of one row: the places of a draft.
     states = [info.state.ahead(()) for info in infos]
@@ -63,7 +68,7 @@ def sample_special(logits: Tensor, rows: Sequence[SpecialRow], table: DeviceTabl
     batch = SamplingBatch.build(states, picked.shape[1], logits.device)
     if any(info.bad_words or info.params.penalised for info in infos):
         batch.edits = DeviceEdits(batch.edits, table, rows, infos)  # type: ignore[assignment]
-    return sample(picked, batch)
+    return picked, batch
 
 
 @dataclass(slots=True)

@@ -8,7 +8,8 @@ one copy to the device and one scatter. Sampled tokens are written into the rows
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,6 +33,13 @@ class RowInfo:
     state: SamplingRow
     """Its parameters for that sampler. Values of drawn tokens are not in it: they are on the device."""
     bad_words: tuple[tuple[int, ...], ...]
+    unreported: RowInfo | None = None
+    """The same without log-probabilities, where those are asked for: nobody wants to know them of drafts."""
+
+    @property
+    def reads_history(self) -> bool:
+        """Draws depend on the text so far."""
+        return self.params.penalised or bool(self.bad_words)
 
 
 class DeviceTable:
@@ -102,7 +110,7 @@ class DeviceTable:
 
     def _take(self) -> tuple[np.ndarray, np.ndarray]:
         if not self._places:
-            return _NOTHING, _NOTHING
+            return NOTHING, NOTHING
         merged = np.concatenate(self._places), np.concatenate(self._values)
         self._places, self._values = [], []
         return merged
@@ -121,21 +129,44 @@ class DeviceTable:
         # The history stays out of the host's copy: the row of tokens on the device is the history.
         state = SamplingRow(params, start.seed, start.sequence_index, (), 0, start.stop_ids, ())
         state.history = None
+        words = tuple(tuple(word) for word in start.bad_words)
+        special = self._needs_full_sampler(params, bool(words))
+        if params.logprobs is None:
+            return RowInfo(params, start.num_prompt_tokens, special, state, words)
+        quiet = replace(params, logprobs=None)
+        silent = state.ahead(())
+        silent.params = quiet
+        return RowInfo(params, start.num_prompt_tokens, True, state, words,
+                       RowInfo(quiet, start.num_prompt_tokens, special, silent, words))
+
+    def _needs_full_sampler(self, params: SamplingParams, bad_words: bool) -> bool:
         cut = not params.greedy and params.top_k != 1 and (params.top_p < 1.0 or 0 < params.top_k < self._vocab_size)
-        special = (
+        return (
             cut
-            or params.logprobs is not None
             or params.penalised
             or bool(params.logit_bias)
             or params.allowed_token_ids is not None
-            or bool(start.bad_words)
+            or bad_words
             or params.min_tokens > 0
             or params.structured_outputs is not None
         )
-        return RowInfo(params, start.num_prompt_tokens, special, state, tuple(tuple(word) for word in start.bad_words))
 
 
-_NOTHING = np.zeros(0, np.int32)
+class DraftView(DeviceTable):
+    """A table as a draft model sees it: its cache groups are these of the table's, and it reports nothing."""
+
+    def __init__(self, table: DeviceTable, groups: Sequence[int]) -> None:
+        self._table = table
+        self.num_rows, self.max_model_len, self.block_size = table.num_rows, table.max_model_len, table.block_size
+        self.arena, self.tokens, self.state = table.arena, table.tokens, table.state
+        self.tables = tuple(table.tables[group] for group in groups)
+
+    def info(self, row: int) -> RowInfo:
+        found = self._table.info(row)
+        return found.unreported or found
+
+
+NOTHING = np.zeros(0, np.int32)
 
 
 def _state_words(start: RowStart) -> np.ndarray:

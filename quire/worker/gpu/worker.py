@@ -15,18 +15,24 @@ from torch import Tensor
 from quire.config import CacheConfig
 from quire.errors import ConfigError, QuireError
 from quire.layers.ops import Ops
+from quire.models.decoder import Decoder
 from quire.models.registry import read_spec
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import PlanEntry, RowStart, StepPlan, StepResult, TableDiff
+from quire.speculation.options import REJECTION, SpeculationOptions
 from quire.worker.cache_engine import CacheEngine
+from quire.worker.draft_models import DraftProgress, check_same_vocabulary
 from quire.worker.gpu.copies import CopyStream
+from quire.worker.gpu.drafter import DeviceDrafter, DraftRunner, without_layers
 from quire.worker.gpu.memory import bytes_per_block, explain, explain_start, measure_step, ran_out, size_device_pool
 from quire.worker.gpu.results import PendingStep, ResultCopier, failed
 from quire.worker.gpu.runner import DeviceRunner
-from quire.worker.gpu.table import DeviceTable
+from quire.worker.gpu.table import DeviceTable, DraftView
 from quire.worker.gpu.weights import build_on_device, random_weights
-from quire.worker.memory import PoolSize, available_memory, size_host_tier
+from quire.worker.memory import PoolSize, available_memory, draft_group, groups_with_draft, size_host_tier
 
+_JUDGED_ROWS = 256
+"""Rows of weights that exist while some sequences' drafts are judged by rejection."""
 DTYPES = {
     "auto": torch.bfloat16,
     "bfloat16": torch.bfloat16,
@@ -68,6 +74,19 @@ def supported(options: DeviceOptions, capability: tuple[int, int]) -> DeviceOpti
     return options if capability >= (9, 0) else replace(options, launch_early=False, prefetch=0)
 
 
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How drafts are made and judged on the device; `config` and `weights` are a draft model's (None: random ones)."""
+
+    options: SpeculationOptions
+    config: Mapping[str, Any] | None = None
+    weights: Iterable[tuple[str, Tensor]] | None = None
+
+    @property
+    def rejection(self) -> bool:
+        return self.options.verifier == REJECTION
+
+
 class GpuWorker:
     """Plans in, futures out. `weights` None: random ones, made on the device."""
 
@@ -78,8 +97,14 @@ class GpuWorker:
         cache: CacheConfig,
         options: DeviceOptions,
         ops: Ops | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.spec = read_spec(config)
+        self._speculation = speculation
+        model = None if speculation is None else speculation.config
+        self._draft_spec = None if model is None else read_spec(model)
+        if self._draft_spec is not None:
+            check_same_vocabulary(self.spec, self._draft_spec)
         self.device = torch.device(options.device)
         if self.device.type == "cuda":
             options = supported(options, torch.cuda.get_device_capability(self.device))
@@ -117,8 +142,9 @@ class GpuWorker:
         length = _length(self.spec.max_positions, options.max_model_len)
         stream = random_weights(config, self.device, dtype, options.seed) if weights is None else weights
         self.decoder = build_on_device(config, stream, self.ops, self.device, dtype, length)
+        draft = self._build_draft_model(length, dtype)
         self._mark("weights", started)
-        groups = len(self.spec.cache_groups())
+        groups = len(groups_with_draft(self.spec, 0 if draft is None else draft.spec.kv_bytes_per_token))
         seqs = options.max_num_seqs
         self.table = DeviceTable(seqs, length, cache.block_size, groups, self.spec.vocab_size, self.device)
         self._runner = DeviceRunner(
@@ -131,22 +157,81 @@ class GpuWorker:
             prefetch=options.prefetch,
             fuse_rope=options.fuse_rope and options.draft_rows == 0,
         )
+        self._runner.rejection = self._speculation is not None and self._speculation.rejection
+        drafting = self._build_draft_runner(draft)
         self.pool = self._size_pool(cache, length)
         self._cache = CacheEngine(
-            self.decoder, self.ops, self.pool.num_blocks + 1, cache.block_size, self.pool.num_host_blocks
+            self.decoder, self.ops, self.pool.num_blocks + 1, cache.block_size, self.pool.num_host_blocks,
+            draft=draft, draft_group=draft_group(self.spec)
         )
         self._copies = CopyStream(self.device, self._cache, self.table)
         self._runner.caches = self._cache.layers
+        if drafting is not None:
+            self._connect(drafting, cache)
+        self._prepare(drafting)
+
+    def _prepare(self, drafting: DraftRunner | None) -> None:
+        """Capture graphs and compile kernels before anybody waits for them."""
         started = time.perf_counter()
-        if self._runner.graphs is not None:
-            self._runner.graphs.capture(self._runner.rungs)
+        for runner in (self._runner, drafting):
+            if runner is not None and runner.graphs is not None:
+                runner.graphs.capture(runner.rungs)
         self._mark("graphs", started)
         started = time.perf_counter()
         if self.device.type == "cuda":
             self._runner.pick_up_prompts()
             for decodes in (1, 12, 140):
-                self._warm_up(min(decodes, seqs - 1))
+                self._warm_up(min(decodes, self._options.max_num_seqs - 1))
         self._mark("warm_up", started)
+
+    # ---- a model that proposes
+
+    def _build_draft_model(self, length: int, dtype: torch.dtype) -> Decoder | None:
+        asked = self._speculation
+        if asked is None or asked.config is None:
+            return None
+        weights = asked.weights
+        if weights is None:
+            weights = random_weights(asked.config, self.device, dtype, self._options.seed)
+        return build_on_device(asked.config, weights, self.ops, self.device, dtype, length)
+
+    def _build_draft_runner(self, draft: Decoder | None) -> DraftRunner | None:
+        """Of the draft model, or of the target without some layers, over the same table."""
+        asked, options = self._speculation, self._options
+        if asked is None or not asked.options.on_device:
+            return None
+        windows: tuple[int | None, ...] | None = None
+        if draft is None:
+            draft, self._kept_layers = without_layers(self.decoder, asked.options.skipped_layers)
+            windows = tuple(group.window for group in self.spec.cache_groups())
+            view = DraftView(self.table, range(len(windows)))
+        else:
+            view = DraftView(self.table, [draft_group(self.spec)] * len(draft.spec.cache_groups()))
+        runner = DraftRunner(
+            draft,
+            self.ops,
+            view,
+            self.device,
+            max_num_seqs=options.max_num_seqs,
+            use_graphs=not options.enforce_eager,
+            prefetch=options.prefetch,
+            fuse_rope=options.fuse_rope,
+            windows=windows,
+        )
+        runner.rejection = asked.rejection
+        return runner
+
+    def _connect(self, drafting: DraftRunner, cache: CacheConfig) -> None:
+        """Give the draft model its caches, and the target's runner its drafts."""
+        progress = None
+        if self._cache.draft_layers:
+            group = draft_group(self.spec)
+            drafting.caches = self._cache.draft_layers
+            progress = DraftProgress(self.table.host_tables[group], cache.block_size, group, self.pool.num_blocks,
+                                     self.pool.num_host_blocks)
+        else:
+            drafting.caches = [self._cache.layers[index] for index in self._kept_layers]
+        self._runner.drafter = DeviceDrafter(drafting, progress, self._options.max_num_batched_tokens)
 
     def _mark(self, name: str, started: float) -> None:
         if self.device.type == "cuda":
@@ -158,9 +243,13 @@ class GpuWorker:
         if self.device.type != "cuda":
             blocks = cache.num_kv_blocks or -(-length // cache.block_size) * 4
             per_block = bytes_per_block(self.spec, cache.block_size, 4)
+            draft = 0 if self._draft_spec is None else self._draft_spec.kv_bytes_per_token
             host = size_host_tier(cache, per_block, available_memory())
-            return PoolSize(blocks, min(length, blocks * cache.block_size), per_block, host)
+            return PoolSize(blocks, min(length, blocks * cache.block_size), per_block, host, draft)
         step = measure_step(lambda: self._largest_step(cache.block_size), self.device)
+        if self._speculation is not None and self._speculation.rejection:
+            # Of every draft a row of weights stays until it is judged.
+            step += 8 * self.spec.vocab_size * (self._options.draft_rows + _JUDGED_ROWS)
         free, total = torch.cuda.mem_get_info(self.device)
         element = 1 if self._options.kv_cache_dtype == "fp8" else DTYPES[self._options.dtype].itemsize
         pool = size_device_pool(
@@ -173,6 +262,7 @@ class GpuWorker:
             self._options.gpu_memory_utilization,
             step,
             given_len=self._options.max_model_len is not None,
+            draft=self._draft_spec,
         )
         host = size_host_tier(cache, pool.bytes_per_block, available_memory())
         pool = replace(pool, num_host_blocks=host)
@@ -210,9 +300,13 @@ class GpuWorker:
         for row, count in enumerate(counts):
             blocks = [0] * -(-count // self.table.block_size)
             plan.starts.append(RowStart(row, [0] * count, count, SamplingParams(temperature=1.0), 0, 0))
-            plan.diffs += [TableDiff(row, group, 0, blocks) for group in range(len(self.spec.cache_groups()))]
+            plan.diffs += [TableDiff(row, group, 0, blocks) for group in range(len(self.table.tables))]
             plan.entries.append(PlanEntry(row, 0, count, sample=True))
         self._runner.run(plan)
+        if isinstance(self._runner.drafter, DeviceDrafter):
+            self._runner.drafter.runner.begin()
+            self._runner.drafter.runner.launch(plan.entries)
+            self._runner.drafter.runner.begin()
         self._runner.run(StepPlan(1, freed_rows=list(range(len(counts)))))
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -249,6 +343,8 @@ class GpuWorker:
         if "_copier" in self.__dict__:
             self._copier.close()
         if "_runner" in self.__dict__:
+            if isinstance(self._runner.drafter, DeviceDrafter):
+                self._runner.drafter.runner.close()
             self._runner.close()
         if hasattr(self.__dict__.get("ops"), "close"):
             self.ops.close()  # type: ignore[attr-defined]

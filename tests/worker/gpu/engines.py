@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +21,12 @@ from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.assembly import build_speculator
-from quire.speculation.options import SpeculationOptions
+from quire.speculation.options import REJECTION, SpeculationOptions
 from quire.worker.cache_engine import CacheEngine
-from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+from quire.worker.draft_models import SkippedLayers, SmallerModel
+from quire.worker.drafter import Drafter, DraftModel
+from quire.worker.gpu.worker import DeviceOptions, GpuWorker, Speculation
+from quire.worker.memory import draft_group, groups_with_draft
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
 
@@ -60,22 +64,42 @@ SEQS = 6
 class PlainWorker:
     """The CPU worker's table, runner and cache, without a model source."""
 
-    def __init__(self, config: dict[str, Any], block_size: int, num_blocks: int) -> None:
+    def __init__(self, config: dict[str, Any], block_size: int, num_blocks: int,
+                 speculation: SpeculationOptions | None = None, draft: dict[str, Any] | None = None) -> None:
         ops = CpuOps(num_threads=1)
         decoder = build_decoder(config, dummy_weights(config), ops, max_model_len=MAX_LEN)
-        self._cache = CacheEngine(decoder, ops, num_blocks, block_size)
-        self._table = RequestTable(SEQS, MAX_LEN, block_size, len(decoder.spec.cache_groups()))
-        self._runner = ModelRunner(decoder, self._cache, self._table)
+        smaller = None if draft is None else build_decoder(draft, dummy_weights(draft), ops, max_model_len=MAX_LEN)
+        group = draft_group(decoder.spec)
+        self._cache = CacheEngine(decoder, ops, num_blocks, block_size, draft=smaller, draft_group=group)
+        self._table = RequestTable(SEQS, MAX_LEN, block_size, len(_groups(config, draft)))
+        model: DraftModel | None = None
+        if smaller is not None:
+            model = SmallerModel(smaller, self._cache.draft_layers, self._table, group, num_blocks, 0)
+        elif speculation is not None and speculation.on_device:
+            model = SkippedLayers(decoder, self._cache.layers, self._table, speculation.skipped_layers)
+        rejection = speculation is not None and speculation.verifier == REJECTION
+        drafter = None if model is None else Drafter(model, self._table, rejection)
+        self._runner = ModelRunner(decoder, self._cache, self._table, drafter, rejection)
 
     def execute(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode():
             self._table.apply(plan)
+            drafter = self._runner.drafter
             if plan.copies:
                 self._cache.copy(plan.copies)
+                if drafter is not None:
+                    drafter.model.copied(plan.copies)
+            if drafter is not None:
+                for start in plan.starts:
+                    drafter.model.restart(start.row)
             return StepResult(plan.step, self._runner.run(plan.entries))
 
     def close(self) -> None:
         pass
+
+
+def _groups(config: dict[str, Any], draft: dict[str, Any] | None) -> list[Any]:
+    return groups_with_draft(read_spec(config), 0 if draft is None else read_spec(draft).kv_bytes_per_token)
 
 
 def make_engine(
@@ -89,29 +113,34 @@ def make_engine(
     options: DeviceOptions | None = None,
     ops: Any = None,
     drafts: int = 0,
+    speculation: SpeculationOptions | None = None,
+    draft: dict[str, Any] | None = None,
     prefix_caching: bool = True,
 ) -> EngineCore:
-    spec = read_spec(config)
-    cache = KVCacheManager(num_blocks, block_size, groups=tuple(CacheGroup(g.window) for g in spec.cache_groups()),
-                           prefix_caching=prefix_caching)
-    speculation = SpeculationOptions("ngram", drafts, adaptive=False) if drafts else None
-    speculator = build_speculator(speculation, drafts * SEQS if device else 0)
+    """`drafts`: so many from n-grams; or whatever `speculation` says, with a draft model of the shapes `draft`."""
+    groups = tuple(CacheGroup(group.window) for group in _groups(config, draft))
+    cache = KVCacheManager(num_blocks, block_size, groups=groups, prefix_caching=prefix_caching)
+    if drafts:
+        speculation = SpeculationOptions("ngram", drafts, adaptive=False)
+    rows = 0 if speculation is None else speculation.num_speculative_tokens * SEQS
+    speculator = build_speculator(speculation, rows if device else 0)
     scheduler = Scheduler(Limits(SEQS, budget, MAX_LEN), cache, clock=lambda: 0.0, speculator=speculator)
     if not device:
-        return EngineCore(scheduler, LocalExecutor(PlainWorker(config, block_size, num_blocks)), depth)
+        worker = PlainWorker(config, block_size, num_blocks, speculation, draft)
+        return EngineCore(scheduler, LocalExecutor(worker), depth)
     options = options or DeviceOptions(
         device="cpu", dtype="float32", max_num_seqs=SEQS, max_num_batched_tokens=budget, max_model_len=MAX_LEN,
-        draft_rows=drafts * SEQS,
     )
-    weights = dummy_weights(config)
-    worker = GpuWorker(
+    launcher = GpuWorker(
         config,
-        weights,
+        dummy_weights(config),
         CacheConfig(block_size=block_size, num_kv_blocks=num_blocks),
-        options,
+        replace(options, draft_rows=rows),
         ops=CpuOps(num_threads=1) if ops is None and options.device == "cpu" else ops,
+        speculation=None if speculation is None else Speculation(
+            speculation, draft, None if draft is None else dummy_weights(draft)),
     )
-    return EngineCore(scheduler, DeviceExecutor(worker), depth)
+    return EngineCore(scheduler, DeviceExecutor(launcher), depth)
 
 
 def workload(seed: int, count: int, vocab: int = 131) -> list[Request]:

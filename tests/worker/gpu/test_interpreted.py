@@ -97,3 +97,23 @@ def test_decode_steps_rotate_inside_their_attention_unless_they_may_hold_drafts(
     assert bool(launched) is fused
     if drafts:
         assert core.scheduler.speculator is not None and sum(core.scheduler.speculator.stats.offered) > 0
+
+
+def test_drafts_on_the_kernels_give_the_cpu_engines_tokens() -> None:
+    """Of the target without a layer: its own steps, and those that judge."""
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    from quire.kernels.triton.ops import TritonOps
+    from tests.worker.gpu.drafting import accepted, speculation
+
+    config = {**CONFIG, "num_hidden_layers": 2}
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+
+    def requests() -> list[Request]:
+        return [Request("r", [3, 8, 5], params, seed=0, arrival_time=0.0)]
+
+    plain = engines.run(engines.make_engine(config, device=False), requests())
+    core = engines.make_engine(config, device=True, depth=2, ops=TritonOps("cpu", torch.float32),
+                               **speculation("skip_layers", 1))
+    assert engines.run(core, requests()) == plain
+    assert accepted(core)[1] > 0

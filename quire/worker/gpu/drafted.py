@@ -1,0 +1,75 @@
+"""The drafts of one step: how many each entry of its plan has, and their tokens, on the device or copied off it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quire.sampling.sending import send, send_tensor
+from quire.scheduler.plan import PlanEntry
+from quire.worker.gpu.table import DeviceTable
+
+
+@dataclass(slots=True)
+class DraftPass:
+    """The weights that a draft model drew one token of each of some rows with, for rejection."""
+
+    weights: Tensor
+    """int64 [rows, vocabulary]."""
+    place: dict[int, int]
+    """By row of the table: the row of `weights`."""
+
+
+@dataclass(slots=True)
+class Drafted:
+    counts: list[int]
+    """Drafts of every entry of the plan."""
+    starts: list[tuple[int, int]]
+    """Row of the table and position of the first draft, of every entry."""
+    tokens: Tensor
+    """int32: all drafts, in the order of the entries."""
+    passes: list[DraftPass] = field(default_factory=list)
+    """Under rejection, for drafts of a model: how the first, second, ... were drawn."""
+
+    @classmethod
+    def known(cls, entries: Sequence[PlanEntry]) -> Drafted:
+        """Drafts that the plan brought; they stay on the host until somebody on the device asks for them."""
+        values = [token for entry in entries for token in entry.drafts]
+        return cls([len(entry.drafts) for entry in entries], _starts(entries), torch.tensor(values, dtype=torch.int32))
+
+    @classmethod
+    def read(cls, entries: Sequence[PlanEntry], counts: list[int], table: DeviceTable) -> Drafted:
+        """Drafts that lie in the table, where a model has drawn them."""
+        found = cls(counts, _starts(entries), table.tokens[:0, 0])
+        found.tokens = table.arena[found._places(table, range(len(counts)))]
+        return found
+
+    def _places(self, table: DeviceTable, entries: Sequence[int]) -> Tensor:
+        places = [row * table.max_model_len + first + j for i in entries
+                  for (row, first) in (self.starts[i],) for j in range(self.counts[i])]
+        return send(places, torch.int64, table.arena.device)
+
+    def put_back(self, table: DeviceTable, entries: Sequence[int]) -> None:
+        """Into the rows of those of `entries` that look at their text to draw: another draw overwrote them there."""
+        entries = [i for i in entries if self.counts[i] and table.info(self.starts[i][0]).reads_history]
+        if entries:
+            ends = [sum(self.counts[: i + 1]) for i in entries]
+            chosen = torch.cat([self.tokens[end - self.counts[i] : end] for i, end in zip(entries, ends, strict=True)])
+            if chosen.is_cpu:
+                chosen = send_tensor(chosen, table.arena.device)
+            table.arena[self._places(table, entries)] = chosen
+
+    def by_entry(self) -> list[tuple[int, ...]]:
+        """The tokens on the host, for drafts that were copied there."""
+        values, found, first = self.tokens.tolist(), [], 0
+        for count in self.counts:
+            found.append(tuple(values[first : first + count]))
+            first += count
+        return found
+
+
+def _starts(entries: Sequence[PlanEntry]) -> list[tuple[int, int]]:
+    return [(entry.row, entry.start + 1) for entry in entries]

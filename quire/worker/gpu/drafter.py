@@ -1,0 +1,127 @@
+"""Drafts of a model on the device: its steps before the target's, in the same stream, none of them waited for.
+
+The draft model has a runner of its own over the same request table. Each of its steps writes the tokens it draws into
+the rows, where its next step and then the target's find them; the target's draws overwrite them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.models.decoder import Decoder
+from quire.sampling.philox import Purpose
+from quire.sampling.sampler import draw_weights
+from quire.sampling.sending import send
+from quire.scheduler.plan import PlanEntry, StepPlan
+from quire.speculation.verify import NoiseKeys, pick
+from quire.worker.draft_models import DraftProgress, kept_layers
+from quire.worker.drafter import MOST_AT_ONCE
+from quire.worker.gpu.batches import end_of
+from quire.worker.gpu.drafted import Drafted, DraftPass
+from quire.worker.gpu.results import PendingStep
+from quire.worker.gpu.runner import DeviceRunner
+from quire.worker.gpu.sampling import SpecialRow, special_batch
+from quire.worker.gpu.table import DeviceTable
+
+
+def without_layers(decoder: Decoder, skipped: Sequence[int] | None) -> tuple[Decoder, list[int]]:
+    """The same decoder, with some of its layers only, and which those are."""
+    kept = kept_layers(decoder.spec.num_layers, skipped)
+    thin = copy.copy(decoder)
+    thin.layers = [decoder.layers[index] for index in kept]
+    thin.spec = replace(decoder.spec, layers=tuple(decoder.spec.layers[index] for index in kept))
+    return thin, kept
+
+
+class DraftRunner(DeviceRunner):
+    """Steps of a draft model. Under rejection its tokens are drawn with noise of their own, and their weights kept."""
+
+    rejection = False
+
+    def begin(self) -> None:
+        self.passes: list[DraftPass] = []
+
+    def _draw_special(self, pending: PendingStep, entries: Sequence[PlanEntry], drawing: Sequence[int],
+                      logits: Tensor, slot: int, drafted: Drafted | None = None) -> None:
+        if not self.rejection:
+            super()._draw_special(pending, entries, drawing, logits, slot, drafted)
+            return
+        table = self._table
+        rows = [SpecialRow(place, entries[i].row, end_of(entries[i])) for place, i in enumerate(drawing)]
+        picked, batch = special_batch(logits, rows, table)
+        weights = draw_weights(picked, batch)
+        # Where nothing can be drawn it proposes token 0, and says that it was sure of it.
+        weights[:, 0] += weights.sum(1) == 0
+        keys = [_state_at(table, row) for row in rows]
+        tokens = pick(weights, NoiseKeys.of(keys, self._device).noise(Purpose.DRAFT))
+        places = [row.row * table.max_model_len + min(row.position, table.max_model_len - 1) for row in rows]
+        where = send(places, torch.int64, self._device)
+        table.arena[where] = tokens.to(torch.int32)
+        self.passes.append(DraftPass(weights, {row.row: place for place, row in enumerate(rows)}))
+
+
+def _state_at(table: DeviceTable, row: SpecialRow):  # type: ignore[no-untyped-def]
+    state = table.info(row.row).state.ahead(())
+    state.position = row.position
+    return state
+
+
+class DeviceDrafter:
+    """Draws up to k drafts of every row that asks for some; what it has to know of the past it knows on the host."""
+
+    def __init__(self, runner: DraftRunner, progress: DraftProgress | None, most_tokens: int) -> None:
+        self.runner = runner
+        self._progress = progress
+        """Of a model with KV of its own; None: it reads the target's."""
+        self._most_tokens = most_tokens
+
+    def follow(self, plan: StepPlan) -> None:
+        """Take note of what a plan does to the rows and blocks, before it runs."""
+        progress = self._progress
+        if progress is None:
+            return
+        if plan.copies:
+            progress.copied(plan.copies)
+        for start in plan.starts:
+            progress.restart(start.row)
+        for entry in plan.entries:
+            # What was drafted beyond this was refused: a sequence goes on only when its drafts were judged.
+            progress.kept(entry.row, entry.start)
+        progress.written(plan.entries)
+
+    def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]:
+        """The entries with as many drafts as each gets, which may be none while the model is behind, and the drafts."""
+        counts = [0] * len(entries)
+        first: list[PlanEntry] = []
+        left = self._most_tokens
+        for i, entry in enumerate(entries):
+            if not entry.device_drafts:
+                continue
+            start, wanted = (entry.start, 1) if self._progress is None else self._progress.catch_up(entry)
+            count = min(wanted, MOST_AT_ONCE, left)
+            if count > 0:
+                left -= count
+                first.append(PlanEntry(entry.row, start, count, sample=count == wanted))
+                counts[i] = entry.device_drafts if count == wanted else 0
+        self.runner.begin()
+        self._pass(first)
+        for place in range(1, max(counts)):
+            self._pass([PlanEntry(entry.row, entry.start + place, 1, sample=True)
+                        for entry, count in zip(entries, counts, strict=True) if count > place])
+        filled = [replace(entry, device_drafts=count, num_tokens=1 + count) if entry.device_drafts else entry
+                  for entry, count in zip(entries, counts, strict=True)]
+        drafted = Drafted.read(entries, counts, table)
+        drafted.passes = self.runner.passes
+        return filled, drafted
+
+    def _pass(self, entries: list[PlanEntry]) -> None:
+        if entries:
+            self.runner.launch(entries)
+        if self._progress is not None:
+            for entry in entries:
+                self._progress.computed(entry)

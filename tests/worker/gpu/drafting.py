@@ -1,0 +1,70 @@
+"""Cases of speculation that run on CPU tensors and, in tests/gpu, on a GPU: the same claims about both."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from quire.engine.core import EngineCore
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import Request
+from quire.speculation.options import SpeculationOptions
+from tests.worker.gpu.engines import GEMMA3, QWEN3, workload
+
+DRAFT: dict[str, Any] = {**QWEN3, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+                         "num_key_value_heads": 1}
+WINDOWS_ONLY: dict[str, Any] = {**GEMMA3, "layer_types": ["sliding_attention", "sliding_attention"]}
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "ngram": ({"method": "ngram"}, None),
+    "suffix": ({"method": "suffix"}, None),
+    "skip_layers": ({"method": "skip_layers"}, None),
+    "draft_model": ({"method": "draft_model", "model": "given"}, DRAFT),
+    "itself": ({"method": "draft_model", "model": "given"}, QWEN3),
+}
+"""speculative_config and shapes of the draft model. `itself`: it is the target, so all its drafts are right."""
+
+
+def speculation(method: str, drafts: int = 3, verifier: str = "coupled") -> dict[str, Any]:
+    """Keywords of `make_engine`."""
+    config, draft = METHODS[method]
+    options = SpeculationOptions.parse({**config, "num_speculative_tokens": drafts, "adaptive": False,
+                                        "verifier": verifier})
+    return {"speculation": options, "draft": draft}
+
+
+def looping(count: int = 12, max_tokens: int | None = None, vocab: int = 131) -> list[Request]:
+    """Requests of all kinds whose prompts repeat themselves, so that there is something to guess."""
+    requests = workload(3, count, vocab)
+    for i, request in enumerate(requests):
+        request.prompt_token_ids = [7 + i, 8, 9, 10 + i] * 6
+        if max_tokens is not None:
+            request.params = replace(request.params, max_tokens=max_tokens, min_tokens=0)
+        request.sequences.clear()
+        request.__post_init__()
+    return requests
+
+
+def remembering(count: int = 6) -> list[Request]:
+    """Requests whose draws depend on all of their text so far."""
+    rng = random.Random(5)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "repetition_penalty": 1.4},
+        {"temperature": 0.8, "frequency_penalty": 0.7, "presence_penalty": 0.3},
+        {"temperature": 0.0, "frequency_penalty": 1.5, "logprobs": 2},
+        {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2},
+    ]
+    requests = []
+    for i in range(count):
+        params = SamplingParams(max_tokens=24, ignore_eos=True, **kinds[i % len(kinds)])
+        words = [[rng.randrange(131)] for _ in range(20)] + [[rng.randrange(131), 8] for _ in range(30)]
+        requests.append(Request(f"h{i}", [7 + i, 8, 9, 10 + i] * 6, params, seed=i, arrival_time=0.0,
+                                bad_words=words if i % 2 else []))
+    return requests
+
+
+def accepted(core: EngineCore) -> tuple[int, int]:
+    """Drafts that were kept, and all of them."""
+    speculator = core.scheduler.speculator
+    assert speculator is not None
+    return sum(speculator.stats.accepted), sum(speculator.stats.offered)
