@@ -39,6 +39,8 @@ _METHODS: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix"},
     "skip_layers": {"method": "skip_layers", "num_speculative_tokens": 3},
     "skip_layers_always": {"method": "skip_layers", "num_speculative_tokens": 3, "adaptive": False},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
+    "draft_model_always": {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": False},
     "known": {},
 }
 _OPTIONS_ON_GPU = {"kv_cache_memory": "4GiB"}
@@ -86,9 +88,11 @@ def run(args: argparse.Namespace) -> int:
             model = folder
             (Path(folder) / "config.json").write_text(json.dumps(MODELS.get(args.shapes, _TINY)))
             options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        configs = {name: _with_model(config, model, Path(folder), args) for name, config in configs.items()}
         with LLM(model, **options) as plain:
             for name, config in configs.items():
-                head = {"bench": "speculative", "method": name, "config": config, "model": args.shapes or model,
+                shown = {key: value for key, value in config.items() if key != "model" or args.config}
+                head = {"bench": "speculative", "method": name, "config": shown, "model": args.shapes or model,
                         "device": args.device}
                 try:
                     with LLM(model, speculative_config=config, **options) as drafting:
@@ -103,6 +107,25 @@ def run(args: argparse.Namespace) -> int:
         return 1
     # A GPU's sums depend on the batch, unless it is told otherwise: there a difference is not an error.
     return 0 if same or args.device == "cuda" else 1
+
+
+def _with_model(config: dict[str, Any], model: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """A draft model that was not named is the target with half of its layers dropped."""
+    if config.get("method") != "draft_model" or "model" in config:
+        return config
+    if args.shapes:
+        half = folder / "half"
+        half.mkdir(exist_ok=True)
+        shapes = json.loads((folder / "config.json").read_text())
+        (half / "config.json").write_text(json.dumps({**shapes, "num_hidden_layers": shapes["num_hidden_layers"] // 2}))
+        return {**config, "model": str(half), "load_format": "dummy"}
+    from quire.bench.dropped_layers import write_dropped
+    from quire.models.loader.source import resolve_model
+
+    half = folder / "dropped"
+    if not half.exists():
+        write_dropped(resolve_model(model), half)
+    return {**config, "model": str(half)}
 
 
 @dataclass(slots=True)

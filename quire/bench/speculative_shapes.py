@@ -12,16 +12,19 @@ import json
 import statistics
 import sys
 import traceback
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.known_text import KnownSource, KnownText, untied, weights_of_known_text
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quire.bench.gpu_engine import Run
     from quire.layers.ops import Ops
     from quire.speculation.speculator import Speculator
-    from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+    from quire.worker.gpu.worker import DeviceOptions, GpuWorker, Speculation
 
 TEXTS = ("repeating", "free", "misleading")
 _PROMPT = 256
@@ -39,7 +42,7 @@ class Bench:
         self.seqs = max(args.batch)
         self.plain = self._worker(0)
         self.drafting: GpuWorker | None = None
-        self._rows = -1
+        self._for: tuple[int, Speculation | None] = (0, None)
         self._plain_runs: dict[tuple[str, int], list[Run]] = {}
 
     def _options(self, draft_rows: int) -> DeviceOptions:
@@ -51,25 +54,35 @@ class Bench:
             max_num_batched_tokens=max(2048, self.seqs * _PROMPT), max_model_len=_PROMPT + self.args.max_tokens + 16,
             draft_rows=draft_rows)
 
-    def _worker(self, draft_rows: int) -> GpuWorker:
-        import torch
-
+    def _worker(self, draft_rows: int, speculation: Speculation | None = None) -> GpuWorker:
         from quire.config import CacheConfig
-        from quire.worker.gpu.weights import random_weights
-        from quire.worker.gpu.worker import DTYPES, GpuWorker
+        from quire.worker.gpu.worker import GpuWorker
 
         options = self._options(draft_rows)
-        weights = random_weights(self.config, torch.device(options.device), DTYPES[options.dtype])
         blocks = (self.seqs + 1) * -(-(options.max_model_len or 0) // _BLOCK)
-        return GpuWorker(self.config, weights_of_known_text(weights, self.text),
-                         CacheConfig(block_size=_BLOCK, num_kv_blocks=blocks), options, self.ops)
+        if speculation is not None and speculation.config is not None:
+            speculation = replace(speculation, weights=self._weights(speculation.config))
+        return GpuWorker(self.config, self._weights(self.config), CacheConfig(block_size=_BLOCK, num_kv_blocks=blocks),
+                         options, self.ops, speculation)
 
-    def drafting_worker(self, draft_rows: int) -> GpuWorker:
-        """With room for so many drafts in a step; one at a time."""
-        if self.drafting is None or self._rows != draft_rows:
+    def _weights(self, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        import torch
+
+        from quire.worker.gpu.weights import random_weights
+        from quire.worker.gpu.worker import DTYPES
+
+        options = self._options(0)
+        random = random_weights(config, torch.device(options.device), DTYPES[options.dtype])
+        return weights_of_known_text(random, self.text)
+
+    def drafting_worker(self, method: Method) -> GpuWorker:
+        """With room for the drafts of a method, and its model; one at a time."""
+        wanted = method.rows(self.seqs), method.speculation(self.config)
+        if self.drafting is None or self._for != wanted:
             if self.drafting is not None:
                 self.drafting.close()
-            self.drafting, self._rows = self._worker(draft_rows), draft_rows
+                self.drafting = None
+            self.drafting, self._for = self._worker(*wanted), wanted
         return self.drafting
 
     def close(self) -> None:
@@ -100,7 +113,7 @@ class Bench:
 
     def case(self, method: Method, kind: str, batch: int) -> dict[str, Any]:
         plain = self.plain_runs(kind, batch)
-        worker = self.drafting_worker(method.rows(self.seqs))
+        worker = self.drafting_worker(method)
         graphs = worker._runner.graphs
         runs, speculators = [], []
         for turn in range(1 + self.args.repeat):
@@ -130,7 +143,24 @@ class Method:
     def rows(self, seqs: int) -> int:
         from quire.engine.device import MOST_DRAFT_ROWS
 
-        return min(self.most * seqs, MOST_DRAFT_ROWS)
+        # As many for all methods, so that they share a worker.
+        return min(max(8, self.most) * seqs, MOST_DRAFT_ROWS)
+
+    def speculation(self, config: dict[str, Any]) -> Speculation | None:
+        """What the worker has to know: nothing, where the host looks drafts up and the target's draws judge them."""
+        from quire.bench.gpu_cases import MODELS
+        from quire.speculation.options import SpeculationOptions
+        from quire.worker.gpu.worker import Speculation
+
+        if self.acceptance is not None:
+            return None
+        options = SpeculationOptions.parse(self.config)
+        if options.method != "draft_model":
+            return Speculation(options) if options.on_device or options.verifier != "coupled" else None
+        small = MODELS["0.6b"]
+        if config["vocab_size"] != small["vocab_size"] or config["hidden_size"] <= small["hidden_size"]:
+            small = {**config, "num_hidden_layers": max(1, config["num_hidden_layers"] // 2)}
+        return Speculation(options, untied(small))
 
     def speculator(self, text: KnownText, worker: GpuWorker, seqs: int) -> Speculator:
         from quire.config import EngineConfig
@@ -183,6 +213,8 @@ def methods_of(args: argparse.Namespace, configs: dict[str, dict[str, Any]]) -> 
     """`known` stands for one method per acceptance and number of drafts."""
     found = []
     for name, config in configs.items():
+        if config.get("method") == "draft_model":
+            config = {**config, "model": "known text"}
         if name == "known":
             found += [Method(f"known {acceptance:g}", {"num_speculative_tokens": drafts}, acceptance)
                       for drafts in args.drafts for acceptance in args.acceptance]

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from quire.bench.dropped_layers import write_dropped
+from quire.bench.speculative import _TINY as TINY
 from quire.cli.main import main
+from quire.models.build import dummy_weights
+from quire.models.loader.source import resolve_model
 
 
 def test_a_line_for_each_case_with_speedup_acceptance_and_equal_tokens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,3 +30,17 @@ def test_a_line_for_each_case_with_speedup_acceptance_and_equal_tokens(capsys: p
         assert line["tokens_per_step"] >= 1.0
         assert line["commit"]
     assert all(line["drafts_per_step"] > 0 for line in lines if line["method"] == "skip_layers_always")
+
+
+def test_a_draft_model_is_the_target_without_some_of_its_layers(tmp_path: Path) -> None:
+    config = {**TINY, "num_hidden_layers": 6}
+    weights = dict(dummy_weights(config))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    assert write_dropped(resolve_model(str(tmp_path)), tmp_path / "half") == [0, 2, 4, 5]
+    half = resolve_model(str(tmp_path / "half"))
+    found = dict(half.weights())
+    assert half.config["num_hidden_layers"] == 4
+    assert len(found) == len(weights) - 2 * sum(".layers.0." in name for name in weights)
+    name = "model.layers.{}.mlp.down_proj.weight"
+    assert torch.equal(found[name.format(1)], weights[name.format(2)].half().float())

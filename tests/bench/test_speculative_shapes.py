@@ -46,6 +46,16 @@ def test_lookups_find_what_repeats_and_are_misled_where_it_does_not(capsys: pyte
     assert all(line["equal_tokens"] == 1.0 for line in lines)
 
 
+@pytest.mark.parametrize("method", ["skip_layers", "draft_model"])
+def test_a_model_that_proposes_the_known_text_is_always_right(capsys: pytest.CaptureFixture[str], method: str) -> None:
+    config = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    code, lines = lines_of(capsys, {method: config}, batch=[2])
+    assert code == 0
+    assert len(lines) == 3
+    assert [line["acceptance"] for line in lines] == [1.0] * 3
+    assert all(line["equal_tokens"] == 1.0 and line["tokens_per_step"] > 3.5 for line in lines)
+
+
 def test_what_fails_is_told_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = lines_of(capsys, {"broken": {"method": "no such"}, "known": {}}, batch=[1], acceptance=[1.0])
     assert code == 1
