@@ -654,6 +654,96 @@ def time_prefill(quick: bool) -> None:
         note(**row)
 
 
+def ragged_case(heads: int, lengths: list[int]) -> Any:
+    """Whole prompts side by side: q, k, v of their tokens, and the same keys and values in a shuffled paged cache."""
+    from quire.layers.ops import HeadShape, LayerCache
+
+    shape, page = HeadShape(heads, 8, 128), 16
+    counts = [-(-n // page) for n in lengths]
+    qkv = torch.randn(sum(lengths), shape.width, device=D, dtype=BF16)
+    order = torch.randperm(sum(counts), device=D)
+    cache = LayerCache(*(torch.zeros(sum(counts), 8, page, 128, device=D, dtype=BF16) for _ in range(2)), page)
+    table = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device=D)
+    parts = qkv.view(qkv.shape[0], -1, 128)[:, heads:]
+    token = block = 0
+    for row, (length, count) in enumerate(zip(lengths, counts)):
+        mine = order[block : block + count]
+        table[row, :count] = mine.to(torch.int32)
+        place = torch.arange(length, device=D)
+        for store, part in ((cache.k, parts[:, :8]), (cache.v, parts[:, 8:])):
+            store[mine[place // page], :, place % page] = part[token : token + length]
+        token, block = token + length, block + count
+    starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=D)
+    return shape, qkv, cache, table, starts, torch.tensor(lengths, dtype=torch.int32, device=D)
+
+
+def ragged_variants() -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """Kernel (paged keys, keys of the step by pointers, keys of the step by the copy engine) and sizes: rows, keys,
+    warps, stages, registers, one loop."""
+    return {
+        "base": ("paged", (128, 64, 4, 3)),
+        "base_in_order": ("paged in order", (128, 64, 4, 3)),
+        "base_r64": ("paged", (64, 64, 4, 3)),
+        "loop": ("paged", (128, 64, 4, 3, 0, True)),
+        "loop_r64": ("paged", (64, 64, 4, 3, 168, True)),
+        "rows": ("rows", (128, 64, 4, 2)),
+        "rows_loop": ("rows", (128, 64, 4, 2, 0, True)),
+        "rows_loop_r64": ("rows", (64, 64, 4, 2, 168, True)),
+        "tma": ("tma", (128, 64, 4, 2)),
+        "tma_s3": ("tma", (128, 64, 4, 3)),
+        "tma_k32": ("tma", (128, 32, 4, 3)),
+        "tma_w8": ("tma", (128, 64, 8, 2)),
+        "tma_w8s3": ("tma", (128, 64, 8, 3)),
+        "tma_k128w8": ("tma", (128, 128, 8, 2)),
+        "tma_r64": ("tma", (64, 64, 4, 2)),
+        "tma_r64k32": ("tma", (64, 32, 4, 3)),
+        "tma_r64k128": ("tma", (64, 128, 4, 2)),
+        "tma_r256w8": ("tma", (256, 64, 8, 2)),
+    }
+
+
+def time_ragged(quick: bool) -> None:
+    """Prompts of mixed lengths, as in case a, by every variant of the tiles; each is checked first."""
+    from quire.kernels.triton.attention_fresh import fresh_attention
+    from quire.kernels.triton.attention_mixed import MixedShape, attention_reference, mixed_attention, query_tiles
+    from tests.kernels.triton import cases
+
+    rng = random.Random(3)
+    mixed = [rng.randint(100, 1024) for _ in range(14)]
+    mixed.append(max(128, 8192 - sum(mixed)))
+    for name, lengths in (("a", mixed), ("1024", [1024] * 8), ("4096", [4096] * 2), ("130", [130] * 60)):
+        for heads in (16, 32):
+            shape, qkv, cache, table, starts, length = ragged_case(heads, lengths)
+            flops = 4 * heads * 128 * sum(n * n for n in lengths) / 2
+            some = min(len(lengths), 3) if name != "a" else len(lengths)
+            checked = int(sum(lengths[:some]))
+            part = (table[:some], starts[: some + 1], length[:some], shape, 0.088)
+            want = attention_reference(qkv[:checked], cache, *part)
+            row: dict[str, Any] = {"time": "ragged", "case": name, "heads": heads, "tokens": sum(lengths)}
+            for variant, (kind, numbers) in ragged_variants().items():
+                sizes = MixedShape(*numbers)
+                seqs, firsts = query_tiles(np.array(lengths), sizes.rows // (heads // 8))
+                if kind == "paged in order":
+                    order = np.lexsort((firsts, seqs))
+                    seqs, firsts = seqs[order], firsts[order]
+                tiles = [torch.from_numpy(part).to(D) for part in (seqs, firsts)]
+
+                def call() -> torch.Tensor:
+                    if kind == "tma":
+                        return fresh_attention(qkv, starts, *tiles, shape, 0.088, sizes=sizes)
+                    return mixed_attention(qkv, cache, table, None, starts, length, *tiles, shape, 0.088, sizes=sizes,
+                                           fresh=kind == "rows")
+
+                try:
+                    found = cases.error(call()[:checked], want)
+                    row[variant] = flops / graph_time([call], 5, 3) / 1e12 if found < 0.01 else f"WRONG({found:.1e})"
+                except Exception as error:
+                    row[variant] = type(error).__name__
+            rates = {key: rate for key, rate in row.items() if key in ragged_variants() and isinstance(rate, float)}
+            row["best"] = max(rates, key=lambda key: rates[key], default="none")
+            note(**row)
+
+
 def time_small(quick: bool) -> None:
     """The kernels around the matrices, at the sizes of a decode and a prefill step."""
     from quire.kernels.step_reference import FIELDS
@@ -781,6 +871,7 @@ TIMES = {
     "fixed": time_fixed,
     "decode": time_decode,
     "rope_attend": time_rope_attend,
+    "ragged": time_ragged,
     "prefill": time_prefill,
     "small": time_small,
     "engine": time_engine,

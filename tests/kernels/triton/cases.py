@@ -17,6 +17,7 @@ from quire.kernels import step_reference
 from quire.kernels.triton import (
     activation,
     attention_decode,
+    attention_fresh,
     attention_mixed,
     attention_rope,
     attention_split,
@@ -338,6 +339,46 @@ def check_mixed(
         sizes=sizes,
     )
     return close(out, want, 2.0)
+
+
+def check_fresh(
+    device: str,
+    dtype: torch.dtype,
+    shape: HeadShape,
+    queries: list[int],
+    sizes: attention_mixed.MixedShape,
+    *,
+    described: bool,
+) -> float:
+    """Prompts without context, whose keys are read where the projection left them: through a descriptor or not."""
+    qkv, cache, table, start, length = paged_batch(device, dtype, shape, 16, queries, queries)
+    parts = qkv.view(qkv.shape[0], -1, shape.head_dim)
+    for s, count in enumerate(queries):
+        place = torch.arange(count, device=device)
+        rows = parts[int(start[s]) : int(start[s + 1]), shape.num_heads :]
+        blocks = table[s].long()[place // 16]
+        cache.k[blocks, :, place % 16] = rows[:, : shape.num_kv_heads]
+        cache.v[blocks, :, place % 16] = rows[:, shape.num_kv_heads :]
+    want = attention_mixed.attention_reference(qkv, cache, table, start, length, shape, 0.2)
+    tokens = sizes.rows // (shape.num_heads // shape.num_kv_heads)
+    tiles = [torch.from_numpy(a).to(device) for a in attention_mixed.query_tiles(np.array(queries), tokens)]
+
+    def attended(rows: Tensor) -> Tensor:
+        out = torch.full_like(want, math.nan)
+        if described:
+            return attention_fresh.fresh_attention(rows, start, *tiles, shape, 0.2, out=out, sizes=sizes)
+        empty = LayerCache(torch.full_like(cache.k, math.nan), torch.full_like(cache.v, math.nan), 16)
+        return attention_mixed.mixed_attention(
+            rows, empty, table, None, start, length, *tiles, shape, 0.2, out=out, sizes=sizes, fresh=True
+        )
+
+    found = attended(qkv)
+    broken, others = qkv.clone(), torch.ones(qkv.shape[0], dtype=torch.bool, device=device)
+    others[int(start[1]) : int(start[2])] = False
+    broken[~others] = math.nan
+    if not torch.equal(attended(broken)[others], found[others]):
+        raise AssertionError("a prompt that is not a number changed its neighbours")
+    return close(found, want, 2.0)
 
 
 def check_linear_few(

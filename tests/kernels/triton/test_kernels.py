@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from quire.kernels.triton.attention_mixed import MixedShape
 from quire.kernels.triton.linear_row import RowShape
 from quire.layers.ops import HeadShape
 from tests.kernels.triton import cases
@@ -104,6 +105,7 @@ def test_rotation_inside_the_decode_attention_is_rotation_before_it(
         (HeadShape(3, 1, 20), 16, [9], [60], {"softcap": 3.0}),
         (HeadShape(4, 4, 16), 8, [7, 6], [40, 0], {"tree": True}),
         (HeadShape(5, 1, 16), 16, [33], [0], {"window": 200}),
+        (HeadShape(4, 2, 16), 16, [5, 1, 40], [0, 50, 13], {"sizes": MixedShape(32, 32, 4, 2, one_loop=True)}),
     ],
 )
 def test_mixed_attention_agrees(
@@ -115,6 +117,19 @@ def test_mixed_attention_agrees(
     options: dict,
 ) -> None:
     cases.check_mixed(DEVICE, dtype, shape, block_size, queries, contexts, **options)
+
+
+@pytest.mark.parametrize("one_loop", [False, True])
+@pytest.mark.parametrize("described", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "queries", "keys"),
+    [(HeadShape(4, 2, 16), [33, 40, 65], 32), (HeadShape(3, 1, 32), [16, 17, 70], 16)],
+)
+def test_prompts_without_context_are_attended_to_where_the_projection_left_them(
+    shape: HeadShape, queries: list[int], keys: int, described: bool, one_loop: bool
+) -> None:
+    sizes = MixedShape(32, keys, 4, 2, one_loop=one_loop)
+    cases.check_fresh(DEVICE, torch.float16, shape, queries, sizes, described=described)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
