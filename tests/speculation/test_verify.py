@@ -15,7 +15,7 @@ from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.params import SamplingParams
 from quire.sampling.philox import Purpose
 from quire.sampling.reference import ReferenceRow, probabilities
-from quire.sampling.sampler import draw_weights, sample
+from quire.sampling.sampler import _sorted_weights, draw_weights, sample
 from quire.speculation.verify import NoiseKeys, count_equal, judge_by_rejection, pick, rows_along
 
 DRAWS = 200_000
@@ -170,6 +170,47 @@ def test_what_is_asked_of_the_target_holds_under_speculation(name: str) -> None:
     after = probabilities(logits[1].tolist(), ReferenceRow(params, 0, 0, prompt, [*output, 9]))
     # The weights are floor(... * 2**40): a token less likely than 2**-40 of the best has none.
     assert np.allclose(np.asarray(p[1], np.float64) / float(p[1].sum()), after, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "penalties", "all"])
+def test_a_grammar_of_the_target_holds_at_every_place_whatever_the_draft(name: str) -> None:
+    """The draft model knows no grammar: what it proposes outside of one is refused, the rest is distributed as p."""
+    params = SamplingParams(**PROCESSING[name])
+    prompt, output, width = [1, 2, 3], [4, 4, 5], 12
+    allowed = [[0, 2, 4, 5, 9, 11], [1, 3, 9, 10]]
+    masks = b"".join(sum(1 << token for token in ids).to_bytes(4, "little") for ids in allowed)
+    generator = torch.Generator().manual_seed(len(name))
+    logits = torch.randn(2, width, generator=generator) * 2
+    rows = rows_along(SamplingRow(params, 0, 0, prompt + output, len(prompt)), [9], masks)
+    p = draw_weights(logits, SamplingBatch.build(rows, width))
+    q = [draw_weights(logits[:1] + torch.randn(1, width, generator=generator),
+                      SamplingBatch.build([SamplingRow(SamplingParams(temperature=1.1), 0, 0, prompt, 3)], width))[0]]
+    found = speculate([p[0], p[1]], q)
+    for place, known in enumerate((output, [*output, 9])):
+        masked = [value if token in allowed[place] else -math.inf for token, value in enumerate(logits[place].tolist())]
+        expected = probabilities(masked, ReferenceRow(params, 0, 0, prompt, known))
+        # The second place stands after draft 9, whatever was drawn: its distribution is that of its row.
+        tokens = outcome(*found, place)
+        assert set(tokens.tolist()) <= set(allowed[place])
+        assert_distributed(tokens, expected)
+    assert len(outcome(*found, 0)) == DRAWS >= 200_000
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "all"])
+def test_a_gpu_sorts_its_way_to_the_same_weights(name: str) -> None:
+    params = SamplingParams(**PROCESSING[name])
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(40, 90, generator=generator) * 8).round() / 4  # many are equal
+    rows = [SamplingRow(params, seed, 0, [1, 2, 3, seed], 2) for seed in range(40)]
+    batch = SamplingBatch.build(rows, 90)
+    edited = logits.clone()
+    if batch.edits is not None:
+        batch.edits.apply_(edited)
+    assert batch.filtered is not None
+    found = torch.zeros(40, 90, dtype=torch.int64)
+    for places, _, weights in _sorted_weights(edited, edited.amax(-1), batch.filtered):
+        found[places] = weights
+    assert torch.equal(found, draw_weights(logits, batch))
 
 
 def test_weights_are_what_the_sampler_draws_with() -> None:

@@ -1,4 +1,4 @@
-"""Captured decode steps: one CUDA graph per rung of the batch ladder, all in one memory pool."""
+"""Captured decode steps: one CUDA graph per rung of the batch ladder and kind of step, all in one memory pool."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from quire.errors import InvariantError
 
 
 class GraphCache:
-    """Replays `launch(rung)` from a graph. Capture the largest rung first: the others then fit in its
-    memory."""
+    """Replays `launch(rung, drafts)` from a graph, with or without drafts among its rows. Capture the largest rung
+    first: the others then fit in its memory."""
 
-    def __init__(self, device: torch.device, launch: Callable[[int], None]) -> None:
+    def __init__(self, device: torch.device, launch: Callable[[int, bool], None]) -> None:
         self._device = device
         self._launch = launch
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self.replays = 0
         """Steps that were replayed."""
         self._pool = torch.cuda.graph_pool_handle()
@@ -25,24 +25,24 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def capture(self, rungs: Iterable[int]) -> None:
+    def capture(self, rungs: Iterable[int], drafts: bool = False) -> None:
         for rung in sorted(rungs, reverse=True):
-            if rung not in self._graphs:
-                self._graphs[rung] = self._captured(rung)
+            if (rung, drafts) not in self._graphs:
+                self._graphs[rung, drafts] = self._captured(rung, drafts)
 
-    def _captured(self, rung: int) -> torch.cuda.CUDAGraph:
+    def _captured(self, rung: int, drafts: bool) -> torch.cuda.CUDAGraph:
         """One run outside a graph first: kernels are compiled and libraries set up where that is allowed."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            self._launch(rung)
+            self._launch(rung, drafts)
         current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache before every capture.
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            self._launch(rung)
+            self._launch(rung, drafts)
             graph.capture_end()
         return graph
 
@@ -54,13 +54,13 @@ class GraphCache:
         self._graphs.clear()
         self._launch = _closed
 
-    def run(self, rung: int) -> None:
-        graph = self._graphs.get(rung)
+    def run(self, rung: int, drafts: bool = False) -> None:
+        graph = self._graphs.get((rung, drafts))
         if graph is None:
-            graph = self._graphs[rung] = self._captured(rung)
+            graph = self._graphs[rung, drafts] = self._captured(rung, drafts)
         self.replays += 1
         graph.replay()
 
 
-def _closed(rung: int) -> None:
+def _closed(rung: int, drafts: bool) -> None:
     raise InvariantError("this engine is closed: it runs no more steps")

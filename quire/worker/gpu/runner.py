@@ -89,8 +89,8 @@ class DeviceRunner:
         fuse_rope: bool = False,
         windows: tuple[int | None, ...] | None = None,
     ) -> None:
-        """`fuse_rope`: decode steps rotate inside their attention; only where no step holds drafts. `windows`: of the
-        table's cache groups, where the decoder's layers are not all that these were made for."""
+        """`fuse_rope`: decode steps without drafts rotate inside their attention. `windows`: of the table's cache
+        groups, where the decoder's layers are not all that these were made for."""
         self._device = device
         self._decoder = decoder
         self._ops = ops
@@ -102,7 +102,7 @@ class DeviceRunner:
         self._tables = table.tables[: len(self._windows)]
         self._plain = all(a.attention.window is None and a.attention.softcap is None for a in decoder.spec.layers)
         self._attention = getattr(ops, "attention", None)
-        self._fuse_rope = fuse_rope
+        self._fuse_rope = fuse_rope and self._attention is not None and not self._attention.deterministic
         self.rungs = ladder(max_num_seqs)
         # Row -1 is padding: before the first step the whole batch is.
         self._stage = torch.full((_STAGE_ENTRIES + 2 * max_num_seqs + 64,), -1, dtype=torch.int32, device=device)
@@ -169,6 +169,14 @@ class DeviceRunner:
         self.graphs = None
         self.caches = []
 
+    def capture(self, max_num_seqs: int) -> None:
+        """Graphs of all steps: rungs beyond `max_num_seqs` are there for drafts."""
+        if self.graphs is None:
+            return
+        if self._fuse_rope and self.rungs[-1] > max_num_seqs:
+            self.graphs.capture(self.rungs, drafts=True)
+        self.graphs.capture(ladder(max_num_seqs) if self._fuse_rope else self.rungs)
+
     # ---- a step
 
     def run(self, plan: StepPlan) -> PendingStep:
@@ -232,24 +240,27 @@ class DeviceRunner:
         else:
             stage.send(self._device, self._stage)
             self._scatter(places, values)
+        # Keys that another row of the step must see are written before anybody attends.
+        apart = self._fuse_rope and drafted is not None
         if self.graphs is not None:
-            self.graphs.run(rung)
+            self.graphs.run(rung, apart)
         else:
-            self._decode(rung)
+            self._decode(rung, apart)
         pending = PendingStep(plan.step, count, range(count), self.drawn[slot, :count])
         self._draw_special(pending, entries, list(range(count)), self._buffers.logits, slot, drafted)
         return pending
 
-    def _captured(self, rung: int) -> None:
+    def _captured(self, rung: int, apart: bool) -> None:
         """A step as a graph holds it: with weights asked for ahead, which repays only where launches are free."""
         self._forward.ahead = self._ahead
-        self._decode(rung)
+        self._decode(rung, apart)
         if self._ahead is not None:
             self._ahead.join()
         self._forward.ahead = None
 
-    def _decode(self, rung: int) -> None:
-        """The launches of a decode step of `rung` sequences, all on fixed addresses."""
+    def _decode(self, rung: int, apart: bool) -> None:
+        """The launches of a decode step of `rung` rows, all on fixed addresses. `apart`: it may hold drafts, so keys
+        are written by a kernel of their own even where attention could do that."""
         b = self._buffers
         rows, lengths = b.rows[:rung], b.lengths[:rung]
         slots = tuple(slot[:rung] for slot in b.slots)
@@ -265,7 +276,7 @@ class DeviceRunner:
             slots,
             lengths,
         )
-        ctx = self._decode_context(rung, rows, positions, lengths, slots)
+        ctx = self._decode_context(rung, rows, positions, lengths, slots, apart)
         hidden = self._forward(ids, ctx, self.caches)
         logits = self._forward.logits(hidden, b.logits[:rung])
         self._kernels.draw(
@@ -273,7 +284,7 @@ class DeviceRunner:
         )
 
     def _decode_context(
-        self, rung: int, rows: Tensor, positions: Tensor, lengths: Tensor, slots: tuple[Tensor, ...]
+        self, rung: int, rows: Tensor, positions: Tensor, lengths: Tensor, slots: tuple[Tensor, ...], apart: bool
     ) -> StepContext:
         query_start = self._buffers.query_start[: rung + 1]
         if self._attention is None:
@@ -290,7 +301,7 @@ class DeviceRunner:
             tables=self._tables,
             num_decodes=rung,
             splits=self._splits.get(rung, ()),
-            alone=self._fuse_rope,
+            alone=self._fuse_rope and not apart,
         )
         if self._attention.deterministic:
             # One tile per sequence; padding has no keys and gives zeros.

@@ -155,7 +155,7 @@ class GpuWorker:
             max_num_seqs=seqs + options.draft_rows,
             use_graphs=not options.enforce_eager,
             prefetch=options.prefetch,
-            fuse_rope=options.fuse_rope and options.draft_rows == 0,
+            fuse_rope=options.fuse_rope,
         )
         self._runner.rejection = self._speculation is not None and self._speculation.rejection
         drafting = self._build_draft_runner(draft)
@@ -174,8 +174,8 @@ class GpuWorker:
         """Capture graphs and compile kernels before anybody waits for them."""
         started = time.perf_counter()
         for runner in (self._runner, drafting):
-            if runner is not None and runner.graphs is not None:
-                runner.graphs.capture(runner.rungs)
+            if runner is not None:
+                runner.capture(self._options.max_num_seqs)
         self._mark("graphs", started)
         started = time.perf_counter()
         if self.device.type == "cuda":

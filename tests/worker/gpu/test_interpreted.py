@@ -60,10 +60,10 @@ def test_fresh_prompts_may_be_attended_to_by_a_library(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("change", "fused"),
-    [({}, True), ({"fuse_rope": False}, False), ({"drafts": 2}, False), ({"deterministic": True}, False)],
+    [({}, True), ({"fuse_rope": False}, False), ({"drafts": 2}, True), ({"deterministic": True}, False)],
     ids=["as it is", "switched off", "drafts", "deterministic"],
 )
-def test_decode_steps_rotate_inside_their_attention_unless_they_may_hold_drafts(
+def test_decode_steps_rotate_inside_their_attention_unless_they_hold_drafts(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], fused: bool
 ) -> None:
     """A draft sees keys of its own step, which another program of the same launch would have to write first."""
@@ -96,6 +96,8 @@ def test_decode_steps_rotate_inside_their_attention_unless_they_may_hold_drafts(
     assert found == engines.run(engines.make_engine(config, device=False), again)
     assert bool(launched) is fused
     if drafts:
+        # One sequence: steps of more rows hold drafts.
+        assert set(launched) == {1}
         assert core.scheduler.speculator is not None and sum(core.scheduler.speculator.stats.offered) > 0
 
 
