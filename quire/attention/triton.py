@@ -16,6 +16,7 @@ from quire.attention import prompts
 from quire.attention.backend import FreshPrompts, PromptBackend
 from quire.attention.context import StepContext
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
+from quire.kernels.triton.attention_fresh import fresh_attention, fresh_fits
 from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
 from quire.kernels.triton.attention_rope import rope_decode_attention, rope_fits
 from quire.kernels.triton.attention_split import DecodeSplit, decode_shape, extra_pieces, split_decode
@@ -27,6 +28,8 @@ _FIXED_FLOAT32 = MixedShape(32, 32, 4, 2)
 _WIDE = MixedShape(128, 64, 4, 3)
 """H200, 2026-11-15, prompts of 4,096: 401 to 413 TFLOP/s, with 8 warps 318, 64 rows 349."""
 _LARGE_HEADS = MixedShape(64, 32, 4, 2)
+_ROWS = MixedShape(128, 64, 4, 2)
+"""The tile of prompts whose keys are read out of their step's rows."""
 _FRESH_TOKENS = 512
 _FRESH_STEP = 256
 """A prompt without context of so many tokens and a multiple of the step goes to cuDNN: 567 to 600 TFLOP/s
@@ -51,6 +54,8 @@ class DeviceContext(StepContext):
     """One per cache group: how the keys of those are shared out. Filled on the device by `prepare`."""
     tile_seq: Tensor | None = None
     tile_first: Tensor | None = None
+    row_tiles: tuple[Tensor, Tensor] | None = None
+    """(sequence, first token) of tiles of prompts without context, whose keys are read out of the step's rows."""
     alone: bool = False
     """Every query is the newest token of a sequence of its own, so that none needs a key that another's program of the
     same launch writes: never so with drafts."""
@@ -72,6 +77,7 @@ class TritonAttention:
         deterministic: bool = False,
         dense_prefill: bool = True,
         kv_scale: float = 1.0,
+        prompt_rows: bool = False,
         pdl: bool = False,
     ) -> None:
         self.device = device
@@ -80,6 +86,7 @@ class TritonAttention:
         self.pdl = pdl
         self._dtype = dtype
         self._dense = dense_prefill and not deterministic and dtype != torch.float32 and device.type == "cuda"
+        self._prompt_rows = prompt_rows and not deterministic
         self.prompts: PromptBackend | None = None
         """A library that attends for fresh prompts which cuDNN does not take (see `pick_up`)."""
         self._scratch: dict[HeadShape, DecodeScratch] = {}
@@ -107,6 +114,14 @@ class TritonAttention:
         """Whether a chunk goes to the library that was picked up."""
         return self.prompts is not None and plain and start == 0 and tokens >= _RAGGED_TOKENS
 
+    def takes_rows(self, start: int, tokens: int, plain: bool, shape: HeadShape) -> bool:
+        """Whether a chunk attends to the keys in its step's rows, without a look at the cache."""
+        fits = self._prompt_rows and plain and fresh_fits(shape, self._dtype)
+        return fits and start == 0 and tokens >= _ROWS.keys
+
+    def row_tiles(self, counts: np.ndarray, shape: HeadShape, first_seq: int) -> tuple[np.ndarray, np.ndarray]:
+        return query_tiles(counts, max(1, _ROWS.rows // (shape.num_heads // shape.num_kv_heads)), first_seq)
+
     def pick_up(self, shape: HeadShape, candidates: Sequence[PromptBackend] | None = None) -> None:
         """Take the library that beats our tiles on prompts of mixed lengths with such heads, if one does."""
         if not self._dense:
@@ -130,7 +145,12 @@ class TritonAttention:
         table, context = table.to(self.device), torch.from_numpy(lengths).to(self.device)
         rows = torch.arange(len(lengths), dtype=torch.int32, device=self.device)
 
+        row_seq, row_first = (torch.from_numpy(part).to(self.device) for part in self.row_tiles(lengths, shape, 0))
+
         def ours(*_: Any) -> Tensor:
+            if self.takes_rows(0, int(lengths.min()), True, shape):
+                found = fresh_attention(qkv, starts, row_seq, row_first, shape, _SCALE, sizes=_ROWS)
+                return found.view(total, shape.num_heads, shape.head_dim)
             found = mixed_attention(
                 qkv, cache, table, rows, starts, context, tile_seq, tile_first, shape, _SCALE, sizes=self.tile(shape)
             )
@@ -194,6 +214,8 @@ class TritonAttention:
                 end = run.first + run.tokens
                 part = self.prompts(*_heads(qkv[run.first : end], shape), run, scale)
                 out[run.first : end].view(run.tokens, shape.num_heads, shape.head_dim).copy_(part)
+        if ctx.row_tiles is not None and ctx.row_tiles[0].shape[0]:
+            fresh_attention(qkv, ctx.query_start, *ctx.row_tiles, shape, scale, out=out, sizes=_ROWS)
         if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:
             mixed_attention(
                 qkv,

@@ -16,6 +16,7 @@ if torch.cuda.is_available():
     from quire.kernels.triton.ops import TritonOps
     from quire.models.build import build_decoder
     from quire.sampling.params import BeamSearchParams, SamplingParams
+    from quire.scheduler.request import Request
     from quire.worker.gpu.weights import build_on_device
     from quire.worker.gpu.worker import DeviceOptions
     from tests.gpu.models import VOCAB, config_of, device_engine, greedy, host_engine, host_ops, weights_of
@@ -110,6 +111,22 @@ def test_graphs_change_no_bit(family: str, dtype: str) -> None:
     graphed = tokens_of(device_engine(config, dtype=dtype), engines.workload(0, 22, VOCAB))
     eager = tokens_of(device_engine(config, dtype=dtype, enforce_eager=True), engines.workload(0, 22, VOCAB))
     assert eager == graphed
+
+
+def test_prompts_attended_to_out_of_their_steps_rows_stay_near_those_of_the_cache() -> None:
+    """The first answers, before a close call can turn a text; heads large enough for that kernel, prompts too."""
+    config = {**config_of("llama"), "head_dim": 64}
+
+    def first(prompt_rows: bool) -> list[float]:
+        core = device_engine(config, dtype="bfloat16", budget=400, prompt_rows=prompt_rows)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=2)
+        requests = [Request(f"r{i}", [(7 * i + 5 * j) % VOCAB for j in range(n)], params, i, 0.0)
+                    for i, n in enumerate((64, 65, 190, 40, 127))]
+        found = tokens_of(core, requests)
+        return [logprobs[0].top_logprobs[0] for _, logprobs in found.values()]
+
+    for near, far in zip(first(True), first(False), strict=True):
+        assert abs(near - far) < 0.05
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

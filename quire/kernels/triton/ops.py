@@ -55,6 +55,7 @@ class TritonOps:
         kv_dtype: torch.dtype | None = None,
         kv_scale: float = 1.0,
         dense_prefill: bool = True,
+        prompt_rows: bool = False,
         pdl: bool = False,
         named_products: bool = True,
     ) -> None:
@@ -77,6 +78,7 @@ class TritonOps:
             kv_scale=kv_scale,
             pdl=pdl,
             dense_prefill=dense_prefill and kv_dtype is None,
+            prompt_rows=prompt_rows and kv_dtype is None,
         )
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ RING = 32
 copied."""
 _PROMPT_LOGITS_ROWS = 256
 _STAGE_ENTRIES = 1 << 16
+_ROW_TILES = ("row_tile_seq", "row_tile_first")
 
 
 @dataclass(slots=True)
@@ -410,6 +411,7 @@ class DeviceRunner:
         counts = batch.counts.copy()
         starts = batch.query_start
         fresh = FreshRuns()
+        own, shape = np.zeros_like(counts), self._decoder.layers[0].attn.shape
         for s in range(first, len(counts)):
             if self._attention.takes_fresh(int(batch.starts[s]), int(counts[s]), self._plain):
                 fresh.add_dense(int(starts[s]), int(counts[s]))
@@ -417,7 +419,10 @@ class DeviceRunner:
             elif self._attention.takes_ragged(int(batch.starts[s]), int(counts[s]), self._plain):
                 fresh.add_ragged(s)
                 counts[s] = 0
-        shape = self._decoder.layers[0].attn.shape
+            elif self._attention.takes_rows(int(batch.starts[s]), int(counts[s]), self._plain, shape):
+                own[s], counts[s] = counts[s], 0
+        for name, part in zip(_ROW_TILES, self._attention.row_tiles(own[first:], shape, first), strict=True):
+            stage.add(name, part)
         seqs, firsts = query_tiles(counts[first:], self._attention.tokens_per_tile(shape), first)
         stage.add("tile_seq", seqs)
         stage.add("tile_first", firsts)
@@ -458,6 +463,7 @@ class DeviceRunner:
             num_decodes=batch.num_decodes,
             tile_seq=view("tile_seq"),
             tile_first=view("tile_first"),
+            row_tiles=(view(_ROW_TILES[0]), view(_ROW_TILES[1])),
             fresh=tuple(fresh.dense),
             ragged=tuple(_fresh_prompts(batch.query_start, view("query_start"), *run) for run in fresh.ragged),
         )

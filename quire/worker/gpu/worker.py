@@ -64,14 +64,17 @@ class DeviceOptions:
     fuse_rope: bool = True
     """Norm, rotation and KV write inside the attention of decode steps; never with `draft_rows`, whose queries see keys
     of their own step."""
+    prompt_rows: bool = False
+    """Prompts without context attend to the keys in their step's rows, brought by the copy engine, not in the cache."""
     seed: int = 0
     draft_rows: int = 0
     """Drafts that a step may hold beside one token of every sequence: each is a row of the decode graphs."""
 
 
 def supported(options: DeviceOptions, capability: tuple[int, int]) -> DeviceOptions:
-    """Without what a GPU of that compute capability lacks: dependent launches and bulk requests came with Hopper."""
-    return options if capability >= (9, 0) else replace(options, launch_early=False, prefetch=0)
+    """Without what a GPU of that compute capability lacks: dependent launches, bulk requests and the copy engine came
+    with Hopper."""
+    return options if capability >= (9, 0) else replace(options, launch_early=False, prefetch=0, prompt_rows=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +297,7 @@ class GpuWorker:
     def _warm_up(self, decodes: int) -> None:
         """A step of prompts beside decoding sequences, before anybody waits for its kernels to be compiled."""
         limit = min(self.table.max_model_len, self.pool.max_model_len)
-        counts = [1] * decodes + [count for count in (40, 512) if count <= limit]
+        counts = [1] * decodes + [count for count in (40, 100, 512) if count <= limit]
         counts = counts[: self._options.max_num_seqs]
         plan = StepPlan(0)
         for row, count in enumerate(counts):
@@ -377,6 +380,7 @@ def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype
         deterministic=options.deterministic,
         kv_dtype=KV_DTYPES[options.kv_cache_dtype],
         dense_prefill=options.dense_prefill,
+        prompt_rows=options.prompt_rows,
         pdl=options.launch_early,
         named_products=options.named_products,
     )

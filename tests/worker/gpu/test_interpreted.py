@@ -119,3 +119,33 @@ def test_drafts_on_the_kernels_give_the_cpu_engines_tokens() -> None:
                                **speculation("skip_layers", 1))
     assert engines.run(core, requests()) == plain
     assert accepted(core)[1] > 0
+
+
+def test_prompts_may_be_attended_to_out_of_their_steps_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those without context that fill a tile; chunks that go on, and shorter ones, read the cache as ever."""
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    from quire.attention import triton as backend
+    from quire.kernels.triton.attention_mixed import MixedShape
+    from quire.kernels.triton.ops import TritonOps
+
+    monkeypatch.setattr(backend, "_ROWS", MixedShape(32, 16, 4, 2))
+    monkeypatch.setattr(backend, "fresh_fits", lambda shape, dtype: True)
+    taken: list[int] = []
+    kernel = backend.fresh_attention
+
+    def counted(qkv: torch.Tensor, starts: Any, seqs: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        taken.append(seqs.unique().numel())
+        return kernel(qkv, starts, seqs, *args, **options)
+
+    monkeypatch.setattr(backend, "fresh_attention", counted)
+
+    def requests() -> list[Request]:
+        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        return [Request(f"r{i}", [(7 * i + 3 * j) % 61 for j in range(n)], params, seed=i, arrival_time=0.0)
+                for i, n in enumerate((17, 2, 19, 60))]
+
+    plain = engines.run(engines.make_engine(CONFIG, device=False), requests())
+    ops = TritonOps("cpu", torch.float32, prompt_rows=True)
+    assert engines.run(engines.make_engine(CONFIG, device=True, depth=2, ops=ops), requests()) == plain
+    assert taken == [2]
