@@ -115,8 +115,9 @@ def run(args: argparse.Namespace) -> int:
         from quire.bench import gpu_mixed
 
         for model in args.models:
-            for line in gpu_mixed.measure(model, enforce_eager=args.enforce_eager):
-                _show(args, line, gpu_mixed.text(line))
+            for padded in (False, True):
+                for line in gpu_mixed.measure(model, enforce_eager=args.enforce_eager, pad_mixed=padded):
+                    _show(args, line, gpu_mixed.text(line))
         return 0
     for model in args.models:
         if "start" in args.cases:

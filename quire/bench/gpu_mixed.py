@@ -1,7 +1,7 @@
 """Small mixed steps, where launching kernels one by one costs most: a short prompt beside a few decoding sequences.
 
-Prompts are not captured as graphs. How much that costs is the share of such a step in which the GPU has nothing to do:
-the time of its kernels (from a profile) against the time of the step (without one).
+How much it costs is the share of such a step in which the GPU has nothing to do: the time of its kernels (from a
+profile) against the time of the step (without one). Measured as launched one by one and as padded and replayed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ def measure(model: str, **options: Any) -> Iterator[dict[str, Any]]:
     from quire.worker.gpu.worker import DeviceOptions
 
     settings = DeviceOptions(max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=MAX_MODEL_LEN, **options)
+    began = time.perf_counter()
     worker = build_worker(MODELS[model], settings, num_kv_blocks=4000)
+    built = round(time.perf_counter() - began, 2)
     core = build_core(worker, settings)
     try:
         load = Load(core)
         for length in (0, *LENGTHS):
             load.steps(length, 5)
             yield {"bench": "gpu", "case": "mixed", "model": model, "prompt": length, "decodes": DECODES,
-                   **load.measured(length)}
+                   **load.measured(length), "built_s": built, "options": options}
     finally:
         worker.close()
 
@@ -91,5 +93,6 @@ class Load:
 
 def text(line: dict[str, Any]) -> str:
     what = f"a prompt of {line['prompt']} beside {line['decodes']}" if line["prompt"] else f"{line['decodes']}"
-    return (f"mixed {line['model']:>4}: {what} decoding: {line['step_ms']:.2f} ms a step, kernels "
+    how = "padded" if line.get("options", {}).get("pad_mixed") else "as it comes"
+    return (f"mixed {line['model']:>4}, {how}: {what} decoding: {line['step_ms']:.2f} ms a step, kernels "
             f"{line['kernel_ms']:.2f} ({line['gpu_busy_share']:.0%} busy), host {line['host_ms']:.2f}")

@@ -27,5 +27,5 @@ def test_every_step_is_one_prompt_beside_the_decoding_sequences() -> None:
 def test_a_line_reads_as_a_sentence() -> None:
     line = {"model": "8b", "prompt": 16, "decodes": 8, "step_ms": 2.0, "kernel_ms": 1.0, "host_ms": 1.5,
             "gpu_busy_share": 0.5}
-    assert text(line) == ("mixed   8b: a prompt of 16 beside 8 decoding: 2.00 ms a step, kernels 1.00 (50% busy), "
-                          "host 1.50")
+    assert text(line) == ("mixed   8b, as it comes: a prompt of 16 beside 8 decoding: 2.00 ms a step, kernels 1.00 "
+                          "(50% busy), host 1.50")

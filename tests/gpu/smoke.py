@@ -153,6 +153,8 @@ def check_decode() -> None:
         "decode 256",
         lambda: cases.check_decode(D, BF16, HeadShape(16, 8, 128), 16, lengths, extra=528, repeat=20),
     )
+    many = [rng.randrange(1, 700) for _ in range(512)]
+    attempt("decode 512", lambda: cases.check_decode(D, BF16, HeadShape(32, 8, 128), 16, many, extra=528, repeat=5))
     attempt(
         "decode pdl",
         lambda: cases.check_decode(D, BF16, HeadShape(16, 8, 128), 16, [600], extra=33, keys=64, pdl=True, repeat=50),

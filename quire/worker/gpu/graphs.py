@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -13,24 +14,25 @@ class GraphCache:
     """Replays `launch(rung, drafts)` from a graph, with or without drafts among its rows. Capture the largest rung
     first: the others then fit in its memory."""
 
-    def __init__(self, device: torch.device, launch: Callable[[int, bool], None]) -> None:
+    def __init__(self, device: torch.device, launch: Callable[[Any, bool], None], pool: Any = None) -> None:
+        """A rung may be anything that has an order. `pool`: of other graphs, which never run at the same time."""
         self._device = device
         self._launch = launch
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[Any, bool], torch.cuda.CUDAGraph] = {}
         self.replays = 0
         """Steps that were replayed."""
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._stream = torch.cuda.Stream(device)
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def capture(self, rungs: Iterable[int], drafts: bool = False) -> None:
+    def capture(self, rungs: Iterable[Any], drafts: bool = False) -> None:
         for rung in sorted(rungs, reverse=True):
             if (rung, drafts) not in self._graphs:
                 self._graphs[rung, drafts] = self._captured(rung, drafts)
 
-    def _captured(self, rung: int, drafts: bool) -> torch.cuda.CUDAGraph:
+    def _captured(self, rung: Any, drafts: bool) -> torch.cuda.CUDAGraph:
         """One run outside a graph first: kernels are compiled and libraries set up where that is allowed."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -41,7 +43,7 @@ class GraphCache:
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache before every capture.
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             self._launch(rung, drafts)
             graph.capture_end()
         return graph
@@ -54,7 +56,7 @@ class GraphCache:
         self._graphs.clear()
         self._launch = _closed
 
-    def run(self, rung: int, drafts: bool = False) -> None:
+    def run(self, rung: Any, drafts: bool = False) -> None:
         graph = self._graphs.get((rung, drafts))
         if graph is None:
             graph = self._graphs[rung, drafts] = self._captured(rung, drafts)
@@ -62,5 +64,5 @@ class GraphCache:
         graph.replay()
 
 
-def _closed(rung: int, drafts: bool) -> None:
+def _closed(rung: Any, drafts: bool) -> None:
     raise InvariantError("this engine is closed: it runs no more steps")

@@ -7,7 +7,7 @@ can be captured as a graph and replayed. Any other step runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -37,6 +37,7 @@ from quire.worker.gpu.drafted import Drafted
 from quire.worker.gpu.forward import DeviceForward, Hidden, WeightsAhead
 from quire.worker.gpu.graphs import GraphCache
 from quire.worker.gpu.memory import explain_request, ran_out
+from quire.worker.gpu.padded import MixedRung, MixedRungs, PaddedSteps
 from quire.worker.gpu.rejection import JudgedEntry, judge_drafts
 from quire.worker.gpu.results import PendingStep
 from quire.worker.gpu.sampling import SpecialRow, rank_candidates, sample_special
@@ -89,9 +90,11 @@ class DeviceRunner:
         prefetch: int = 0,
         fuse_rope: bool = False,
         windows: tuple[int | None, ...] | None = None,
+        mixed_tokens: int = 0,
     ) -> None:
         """`fuse_rope`: decode steps without drafts rotate inside their attention. `windows`: of the table's cache
-        groups, where the decoder's layers are not all that these were made for."""
+        groups, where the decoder's layers are not all that these were made for. `mixed_tokens`: mixed steps of up to
+        so many tokens (of prompts) are padded to fixed shapes; 0: none are."""
         self._device = device
         self._decoder = decoder
         self._ops = ops
@@ -112,9 +115,13 @@ class DeviceRunner:
         self._buffers = self._allocate(max_num_seqs)
         self._scratch = self._kernels.draw_scratch(max_num_seqs, decoder.spec.vocab_size)
         self.drawn = torch.zeros(RING, max_num_seqs, 2, dtype=torch.int32, device=device)
-        self._splits = self._reserve(max_num_seqs)
+        rungs = MixedRungs.of(self._attention, decoder, max_num_seqs, mixed_tokens)
+        self._splits = self._reserve(max_num_seqs, [] if rungs is None else rungs.decode_counts)
         self.caches: list[LayerCache] = []
         self.graphs = GraphCache(device, self._captured) if use_graphs and device.type == "cuda" else None
+        self._replays = False
+        self.padded = None if rungs is None or self._attention is None else PaddedSteps(
+            rungs, self._attention, self._launch_padded, device, None if self.graphs is None else self.graphs.pool)
         self._ahead = WeightsAhead(device, prefetch) if prefetch and self.graphs is not None else None
         self.drafter: DraftSource | None = None
         self.rejection = False
@@ -144,17 +151,18 @@ class DeviceRunner:
     def _logits_are_wide(self) -> bool:
         return not self._forward.fused
 
-    def _reserve(self, size: int) -> dict[int, tuple]:
+    def _reserve(self, size: int, others: Sequence[int]) -> dict[int, tuple]:
         """The kernels' scratch for the largest batch, before any graph holds its address."""
         if self._attention is None or self._attention.deterministic:
             return {}
         shapes = {layer.attn.shape for layer in self._decoder.layers}
         heads = min(shape.num_kv_heads for shape in shapes)
+        counts = {*self.rungs, *others}
         splits = {
-            rung: tuple(self._attention.allocate_split(rung, heads) for _ in self._windows) for rung in self.rungs
+            rung: tuple(self._attention.allocate_split(rung, heads) for _ in self._windows) for rung in counts
         }
         for shape in shapes:
-            self._attention.reserve(shape, max(split[0].tasks for split in splits.values()), size)
+            self._attention.reserve(shape, max(split[0].tasks for split in splits.values()), max(size, *counts))
         return splits
 
     def pick_up_prompts(self) -> None:
@@ -165,13 +173,18 @@ class DeviceRunner:
 
     def close(self) -> None:
         """Let go of graphs and caches: the graphs' launches hold the runner, which holds all the memory."""
-        if self.graphs is not None:
-            self.graphs.close()
-        self.graphs = None
+        for graphs in (self.graphs, self.padded):
+            if graphs is not None:
+                graphs.close()
+        self.graphs = self.padded = None
         self.caches = []
 
     def capture(self, max_num_seqs: int) -> None:
-        """Graphs of all steps: rungs beyond `max_num_seqs` are there for drafts."""
+        """Graphs of all steps, over the caches as they are now: rungs beyond `max_num_seqs` are there for drafts. From
+        here on steps are replayed."""
+        self._replays = True
+        if self.padded is not None:
+            self.padded.capture()
         if self.graphs is None:
             return
         if self._fuse_rope and self.rungs[-1] > max_num_seqs:
@@ -243,7 +256,7 @@ class DeviceRunner:
             self._scatter(places, values)
         # Keys that another row of the step must see are written before anybody attends.
         apart = self._fuse_rope and drafted is not None
-        if self.graphs is not None:
+        if self.graphs is not None and self._replays:
             self.graphs.run(rung, apart)
         else:
             self._decode(rung, apart)
@@ -266,17 +279,8 @@ class DeviceRunner:
         rows, lengths = b.rows[:rung], b.lengths[:rung]
         slots = tuple(slot[:rung] for slot in b.slots)
         ids, positions = b.ids[:rung], b.wide_positions[:rung]
-        self._kernels.gather_inputs(
-            self._table.tokens,
-            self._tables,
-            self._table.block_size,
-            rows,
-            b.positions[:rung],
-            ids,
-            positions,
-            slots,
-            lengths,
-        )
+        self._kernels.gather_inputs(self._table.tokens, self._tables, self._table.block_size, rows, b.positions[:rung],
+                                    ids, positions, slots, lengths)
         ctx = self._decode_context(rung, rows, positions, lengths, slots, apart)
         hidden = self._forward(ids, ctx, self.caches)
         logits = self._forward.logits(hidden, b.logits[:rung])
@@ -292,18 +296,8 @@ class DeviceRunner:
             return self._host_context(positions, query_start, lengths, rows, slots)
         from quire.attention.triton import DeviceContext
 
-        ctx = DeviceContext(
-            positions,
-            query_start,
-            lengths,
-            (),
-            slots,
-            rows=rows,
-            tables=self._tables,
-            num_decodes=rung,
-            splits=self._splits.get(rung, ()),
-            alone=self._fuse_rope and not apart,
-        )
+        ctx = DeviceContext(positions, query_start, lengths, (), slots, rows=rows, tables=self._tables,
+                            num_decodes=rung, splits=self._splits.get(rung, ()), alone=self._fuse_rope and not apart)
         if self._attention.deterministic:
             # One tile per sequence; padding has no keys and gives zeros.
             ctx.tile_seq = self._buffers.query_start[:rung]
@@ -340,6 +334,14 @@ class DeviceRunner:
         batch = MixedBatch.of(entries)
         ends = batch.query_start[1:]
         reads = LogitRows.of(entries, batch)
+        rung = None if self.padded is None or drafted is not None else self.padded.rung_of(
+            entries, batch, reads, self._plain)
+        if rung is not None and self.padded is not None:
+            self._scatter(places, values)
+            self.padded.run(rung, batch, reads, entries, slot)
+            pending = PendingStep(plan.step, len(entries), reads.drawing, self.drawn[slot, : len(reads.drawing)])
+            self._draw_special(pending, entries, reads.drawing, self._buffers.logits, slot)
+            return pending
         stage = Stage()
         stage.add("ring", np.array([slot], np.int32))
         stage.add("token_rows", batch.token_rows())
@@ -369,6 +371,35 @@ class DeviceRunner:
             logits = self._forward.logits(hidden.rows(None if everyone else stage.view(sent, "last")))
             self._draw_mixed(pending, entries, reads, logits, stage, sent, slot, drafted)
         return pending
+
+    def _launch_padded(self, rung: MixedRung, view: Callable[[str], Tensor], draws: int) -> None:
+        """A mixed step of a fixed shape, all of it on fixed addresses."""
+        from quire.attention.triton import DeviceContext
+
+        ids, positions, slots = self._gathered(view("token_rows"), view("positions"))
+        ctx = DeviceContext(
+            positions, view("query_start"), view("lengths"), (), slots, rows=view("rows"), tables=self._tables,
+            num_decodes=rung.decodes, splits=self._splits.get(rung.decodes, ()), tile_seq=view("tile_seq"),
+            tile_first=view("tile_first"),
+        )  # fmt: skip
+        if self._attention is not None:
+            self._attention.prepare(ctx, self._windows)
+        hidden = self._forward(ids, ctx, self.caches)
+        logits = self._forward.logits(hidden.rows(view("last")), self._buffers.logits[:draws])
+        self._kernels.draw(
+            logits, self._table.state, view("draw_rows"), view("draw_positions"), self._table.tokens, self.drawn,
+            view("ring"), self._scratch,
+        )  # fmt: skip
+
+    def _gathered(self, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Ids, positions and cache slots of tokens, in memory of their own."""
+        # Rows at aligned addresses whatever the number of tokens, or kernels are compiled again for an odd one.
+        tokens = len(rows)
+        numbers = torch.empty(2 + len(self._windows), _round(tokens), dtype=torch.int64, device=self._device)
+        ids, positions, *slots = numbers[:, :tokens]
+        self._kernels.gather_inputs(self._table.tokens, self._tables, self._table.block_size, rows, places, ids,
+                                    positions, tuple(slots), None)
+        return ids, positions, tuple(slots)
 
     def _draw_mixed(
         self,
@@ -432,37 +463,15 @@ class DeviceRunner:
         def view(name: str) -> Tensor:
             return stage.view(sent, name)
 
-        tokens = int(batch.query_start[-1])
-        # Rows at aligned addresses whatever the number of tokens, or kernels are compiled again for an odd one.
-        numbers = torch.empty(2 + len(self._windows), _round(tokens), dtype=torch.int64, device=self._device)
-        ids, positions, *slots = numbers[:, :tokens]
-        self._kernels.gather_inputs(
-            self._table.tokens,
-            self._tables,
-            self._table.block_size,
-            view("token_rows"),
-            view("positions"),
-            ids,
-            positions,
-            tuple(slots),
-            None,
-        )
+        ids, positions, slots = self._gathered(view("token_rows"), view("positions"))
         if self._attention is None:
-            ctx = self._host_context(positions, view("query_start"), view("lengths"), view("rows"), tuple(slots))
+            ctx = self._host_context(positions, view("query_start"), view("lengths"), view("rows"), slots)
             return self._forward(ids, ctx, self.caches)
         from quire.attention.triton import DeviceContext
 
         ctx = DeviceContext(
-            positions,
-            view("query_start"),
-            view("lengths"),
-            (),
-            tuple(slots),
-            rows=view("rows"),
-            tables=self._tables,
-            num_decodes=batch.num_decodes,
-            tile_seq=view("tile_seq"),
-            tile_first=view("tile_first"),
+            positions, view("query_start"), view("lengths"), (), slots, rows=view("rows"), tables=self._tables,
+            num_decodes=batch.num_decodes, tile_seq=view("tile_seq"), tile_first=view("tile_first"),
             row_tiles=(view(_ROW_TILES[0]), view(_ROW_TILES[1])),
             fresh=tuple(fresh.dense),
             ragged=tuple(_fresh_prompts(batch.query_start, view("query_start"), *run) for run in fresh.ragged),

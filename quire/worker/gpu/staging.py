@@ -24,6 +24,10 @@ class Stage:
         # Runs start at multiples of 16 entries, so that kernels see aligned addresses whatever came before.
         self._size += -(-len(values) // 16) * 16
 
+    @property
+    def size(self) -> int:
+        return self._size
+
     def send(self, device: torch.device, target: Tensor | None = None) -> Tensor:
         """Copy everything to the device, into `target` if it is given and large enough; returns where it
         is."""

@@ -66,6 +66,8 @@ class DeviceOptions:
     of their own step."""
     prompt_rows: bool = False
     """Prompts without context attend to the keys in their step's rows, brought by the copy engine, not in the cache."""
+    pad_mixed: bool = False
+    """Small mixed steps are padded to fixed shapes and replayed as graphs, like decode steps."""
     seed: int = 0
     draft_rows: int = 0
     """Drafts that a step may hold beside one token of every sequence: each is a row of the decode graphs."""
@@ -159,6 +161,7 @@ class GpuWorker:
             use_graphs=not options.enforce_eager,
             prefetch=options.prefetch,
             fuse_rope=options.fuse_rope,
+            mixed_tokens=options.max_num_batched_tokens if options.pad_mixed else 0,
         )
         self._runner.rejection = self._speculation is not None and self._speculation.rejection
         drafting = self._build_draft_runner(draft)

@@ -1,4 +1,4 @@
-"""Triton's interpreter made ready for tests: switched on where there is no GPU, and mended for NumPy 2.4."""
+"""Triton's interpreter made ready for tests: switched on where there is no GPU, mended for NumPy 2.4 and bfloat16."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def prepare() -> bool:
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
         _mend_loop_bounds()
+        _mend_products()
     return True
 
 
@@ -32,3 +33,27 @@ def _mend_loop_bounds() -> None:
 
     interpreter._patch_lang_tensor = patched
     interpreter._quire_mended = True
+
+
+def _mend_products() -> None:
+    """Triton 3.6 multiplies the bit patterns of bfloat16 matrices, which it keeps as integers of 16 bits."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    if getattr(builder, "_quire_mended", False):
+        return
+    original = builder.create_dot
+
+    def widened(handle):  # type: ignore[no-untyped-def]
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    def patched(self, a, b, d, *rest):  # type: ignore[no-untyped-def]
+        return original(self, widened(a), widened(b), d, *rest)
+
+    builder.create_dot = patched
+    builder._quire_mended = True

@@ -13,7 +13,7 @@ from quire.layers.ops import HeadShape
 from tests.kernels.triton import cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FLOATS = [torch.float32, torch.float16]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
