@@ -183,6 +183,8 @@ def check_rope_decode(rng: random.Random) -> None:
         (BF16, HeadShape(40, 8, 128), 16, [4000], {"extra": 16, "ahead": True, "pdl": True}),
         (BF16, HeadShape(16, 8, 128), 16, [600], {"extra": 16, "ahead": True, "pdl": True}),
         (BF16, HeadShape(16, 8, 128), 16, [1, 128, 129, 64, 65], {"ahead": True}),
+        (BF16, HeadShape(16, 8, 128), 16, many, {"extra": 264, "keys": 64, "ahead": True, "carried": True}),
+        (BF16, HeadShape(32, 8, 128), 16, many[:8], {"extra": 16, "keys": 64, "ahead": True, "carried": True}),
         (BF16, HeadShape(8, 2, 64), 1, [5, 777, 1300], {"window": 100, "ahead": True}),
         (BF16, HeadShape(4, 1, 256), 64, [5, 777, 1300], {"softcap": 5.0, "keys": 64, "ahead": True}),
         (BF16, HeadShape(32, 8, 128), 16, many[:32], {"kv_dtype": torch.float8_e4m3fn, "kv_scale": 0.5}),
@@ -574,13 +576,16 @@ def time_rope_attend(quick: bool) -> None:
                     return linear_row(x, w, None, None, sizes=RowShape(2, 1024, 4), pdl=True)
                 return torch.mm(x, w.t())
 
-            def two(w: torch.Tensor, c: Any, keys: int, stages: int, halves: bool = False) -> None:
+            def two(w: torch.Tensor, c: Any, keys: int, stages: int, halves: bool = False,
+                    carried: bool = False) -> None:
                 qkv = product(w)
                 rope_and_cache(qkv, c, slots, positions, shape, rope, gain, gain, 1e-6, pdl=True)
-                decode_attention(qkv, c, *given, keys=keys, num_stages=stages, halves=halves, pdl=True)
+                decode_attention(qkv, c, *given, keys=keys, num_stages=stages, halves=halves, carried=carried, pdl=True)
 
-            def one(w: torch.Tensor, c: Any, keys: int, stages: int, ahead: bool) -> None:
-                rope_decode_attention(product(w), c, *given, turn, keys=keys, num_stages=stages, ahead=ahead, pdl=True)
+            def one(w: torch.Tensor, c: Any, keys: int, stages: int, ahead: bool, carried: bool = False,
+                    pieces: Any = given) -> None:
+                rope_decode_attention(product(w), c, *pieces, turn, keys=keys, num_stages=stages, ahead=ahead,
+                                      carried=carried, pdl=True)
 
             def seconds(call: Callable[..., Any], *args: Any) -> Any:
                 try:
@@ -594,9 +599,18 @@ def time_rope_attend(quick: bool) -> None:
                 "two": (two, keys, stages), "two_halves": (two, keys, stages, True),
                 "one": (one, keys, stages, False), "one_ahead": (one, keys, stages, True),
             }
-            for k, s in ((64, 3), (64, 4), (128, 3), (128, 4)):
-                if (k, s) != (keys, stages):
-                    variants[f"one_ahead_k{k}s{s}"] = (one, k, s, True)
+            variants[f"one_ahead_k{192 - keys}"] = (one, 192 - keys, stages, True)
+            variants["two_halves_carried_k64s3"] = (two, 64, 3, True, True)
+            for k, s in ((32, 4), (64, 2), (64, 3), (64, 4), (128, 2), (128, 3)):
+                variants[f"carried_k{k}s{s}"] = (one, k, s, True, True)
+            for times in (0.5, 2, 4):
+                extra = max(1, int(extra_pieces(batch, 8, 132) * times))
+                other = DecodeSplit.allocate(batch, extra, D)
+                split_decode(other, lengths, None)
+                room = DecodeScratch.allocate(other.tasks, batch, shape, D)
+                pieces = (table, rows, lengths, other, room, shape, 0.088)
+                for k, s in ((64, 3), (64, 4)):
+                    variants[f"carried_k{k}s{s}_pieces{extra}"] = (one, k, s, True, True, pieces)
             row: dict[str, Any] = {"time": "rope_attend", "heads": heads, "batch": batch, "keys": total,
                                    "product_us": base * 1e6}
             for name, call in variants.items():
@@ -605,8 +619,9 @@ def time_rope_attend(quick: bool) -> None:
             row["product+rope_us"] = 1e6 * graph_time([
                 lambda w=w, c=c: rope_and_cache(product(w), c, slots, positions, shape, rope, gain, gain, 1e-6,
                                                 pdl=True) for w, c in zip(weights, caches)])
-            row["TBs_of_one_ahead"] = total * 4096 / max(row["one_ahead_us"], 1e-3) / 1e6 if isinstance(
-                row["one_ahead_us"], float) else 0.0
+            timed = {name: row[f"{name}_us"] for name in variants if isinstance(row[f"{name}_us"], float)}
+            best = min(timed, key=lambda name: timed[name])
+            row["best"] = f"{best}={timed[best]:.1f}us,{total * 4096 / max(timed[best], 1e-3) / 1e6:.2f}TB/s"
             note(**row)
 
 

@@ -81,6 +81,7 @@ def _decode_kernel(
     SOFTCAP: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HALVES: tl.constexpr,
+    CARRIED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -148,6 +149,7 @@ def _decode_kernel(
             JOIN,
             SOFTCAP,
             HALVES,
+            CARRIED,
             PRECISION,
         )
 
@@ -187,6 +189,7 @@ def _attend_piece(
     JOIN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HALVES: tl.constexpr,
+    CARRIED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The keys [begin, end) of one sequence and KV head under the first GROUP rows of q [GROUP_PAD, BLOCK_DIM]; the
@@ -205,11 +208,17 @@ def _attend_piece(
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, WIDTH], tl.float32)
     acc_high = acc
+    block = tl.load(table + (begin + key) // PAGE, mask=(begin + key >= visible) & (begin + key < end), other=0)
     for start in range(begin, end, KEYS):
         position = start + key
         seen = (position >= visible) & (position < end)
-        block = tl.load(table + position // PAGE, mask=seen, other=0).to(tl.int64)
-        base = ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
+        if not CARRIED:
+            block = tl.load(table + position // PAGE, mask=seen, other=0)
+        base = ((block.to(tl.int64) * NUM_KV + head) * PAGE + position % PAGE) * DIM
+        if CARRIED:
+            # Asked for a turn early, so that the loads of keys depend on no load of their own turn and run ahead.
+            later = position + KEYS
+            block = tl.load(table + later // PAGE, mask=(later >= visible) & (later < end), other=0)
         loads = seen[:, None] & in_dim[None, :]
         k = tl.load(k_cache + base[:, None] + dim[None, :], mask=loads, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -342,12 +351,14 @@ def decode_attention(
     num_warps: int = 4,
     num_stages: int = 2,
     halves: bool = False,
+    carried: bool = False,
     pdl: bool = False,
 ) -> Tensor:
     """[S, Hq*hd] for the S sequences of `split`, whose queries are the first S rows of qkv.
 
     Sequence s has its block table in row `rows[s]` (s itself without `rows`) of int32 `tables`. Nothing is written
-    for a sequence of no length. `halves` takes the features in two halves, for fewer addresses and the same bits.
+    for a sequence of no length. `halves` takes the features in two halves, for fewer addresses; with `carried` the
+    places of the next keys are known a turn early, so that `num_stages` tiles can be on their way. Bits stay the same.
     """
     group = shape.num_heads // shape.num_kv_heads
     if out is None:
@@ -379,6 +390,7 @@ def decode_attention(
         softcap is not None,
         rows is not None,
         halves and shape.head_dim >= 32 and shape.head_dim & (shape.head_dim - 1) == 0,
+        carried,
         "ieee" if ieee else "tf32",
         pdl,
         **launch,

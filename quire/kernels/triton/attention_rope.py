@@ -69,6 +69,7 @@ def _rope_decode_kernel(
     PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
     LINES: tl.constexpr,
+    CARRIED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -173,6 +174,7 @@ def _rope_decode_kernel(
             JOIN,
             SOFTCAP,
             True,
+            CARRIED,
             PRECISION,
         )
 
@@ -239,12 +241,14 @@ def rope_decode_attention(
     num_warps: int = 4,
     num_stages: int = 2,
     ahead: bool = False,
+    carried: bool = False,
     pdl: bool = False,
 ) -> Tensor:
     """`rope_and_cache` and `decode_attention` of the S sequences of `split`, whose newest tokens are the rows of qkv.
 
     Sequence s is at position context_len[s] - 1, whose key and value go to its place in the block table; one of no
-    length writes nothing. qkv itself stays as it is. `ahead` asks for old keys while the kernel before still runs.
+    length writes nothing. qkv itself stays as it is. `ahead` asks for old keys while the kernel before still runs;
+    `carried` as in `decode_attention`.
     """
     group = shape.num_heads // shape.num_kv_heads
     if out is None:
@@ -279,6 +283,7 @@ def rope_decode_attention(
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         AHEAD=ahead,
         LINES=max(1, shape.head_dim * cache.k.element_size() // _LINE),
+        CARRIED=carried,
         PDL=pdl,
         **launch,
         **({"launch_pdl": True} if pdl else {}),

@@ -144,6 +144,7 @@ def check_decode(
     keys: int = 128,
     rows: bool = False,
     halves: bool = False,
+    carried: bool = False,
     pdl: bool = False,
     repeat: int = 1,
 ) -> float:
@@ -179,6 +180,7 @@ def check_decode(
             out=out,
             keys=keys,
             halves=halves,
+            carried=carried,
             pdl=pdl,
         )
         real = length > 0
@@ -207,6 +209,7 @@ def check_rope_decode(
     kv_dtype: torch.dtype | None = None,
     kv_scale: float = 1.0,
     ahead: bool = False,
+    carried: bool = False,
     pdl: bool = False,
     repeat: int = 1,
 ) -> float:
@@ -250,7 +253,8 @@ def check_rope_decode(
         mine, raw = copy_of(cache), qkv.clone()
         out = torch.full((len(lengths), shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device)
         attention_rope.rope_decode_attention(
-            raw, mine, *batch, HeadTurn(rope, *gains, 1e-6), out=out, keys=keys, ahead=ahead, pdl=pdl, **seen
+            raw, mine, *batch, HeadTurn(rope, *gains, 1e-6), out=out, keys=keys, ahead=ahead, carried=carried, pdl=pdl,
+            **seen
         )
         worst = max(worst, close(out[real], want[real], 2.0), close(out[real], two[real], 2.0))
         for part, whole, other in ((mine.k, want_cache.k, apart_cache.k), (mine.v, want_cache.v, apart_cache.v)):

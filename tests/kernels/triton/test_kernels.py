@@ -69,7 +69,7 @@ def test_decode_work_is_shared_out_as_the_reference_does(lengths: list[int], ext
         (HeadShape(4, 2, 16), 16, [300, 70], {"extra": 40, "keys": 64, "rows": True}),
         (HeadShape(6, 2, 8), 4, [33, 129], {"window": 40}),
         (HeadShape(5, 1, 20), 1, [90], {"softcap": 3.0, "extra": 2}),
-        (HeadShape(6, 2, 32), 4, [33, 129, 300], {"window": 200, "halves": True}),
+        (HeadShape(6, 2, 32), 4, [33, 129, 300], {"window": 200, "halves": True, "carried": True}),
     ],
 )
 def test_decode_attention_agrees(
@@ -84,6 +84,7 @@ def test_decode_attention_agrees(
     [
         (HeadShape(4, 2, 32), 16, [1, 200, 0, 77, 128, 129], {}),
         (HeadShape(4, 2, 32), 16, [300, 70, 0], {"extra": 40, "keys": 64, "rows": True}),
+        (HeadShape(4, 2, 32), 16, [300, 70], {"extra": 1, "keys": 64, "window": 130, "carried": True}),
         (HeadShape(6, 2, 32), 4, [33, 129, 257], {"window": 40}),
         (HeadShape(5, 1, 32), 1, [90, 1], {"softcap": 3.0, "extra": 2, "norms": False}),
         (HeadShape(2, 2, 64), 8, [130, 64, 65], {"kv_dtype": torch.float8_e4m3fn, "kv_scale": 0.5, "extra": 3}),
