@@ -33,3 +33,29 @@ def test_the_offline_engine_needs_few_packages_and_torch_only_when_it_is_made(tm
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), OTHERS], capture_output=True, text=True)
     assert done.stdout == "3\n", done.stderr
+
+
+CHAT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in OTHERS:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+OTHERS = set(sys.argv[1].split())
+sys.meta_path.insert(0, Missing())
+from quire.cli.main import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_a_question_to_a_gguf_file_on_the_command_line_needs_no_more(smollm2: str) -> None:
+    from quire.models.loader.source import resolve_model
+
+    file = str(resolve_model(smollm2, progress=False).path)
+    done = subprocess.run(
+        [sys.executable, "-c", CHAT, OTHERS, "generate", "--chat", "--model", file, "--device", "cpu", "--max-tokens",
+         "12", "What is the capital of France? Answer in one word."],
+        capture_output=True, text=True, check=False)
+    assert "Paris" in done.stdout, done.stderr

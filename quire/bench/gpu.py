@@ -63,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
     parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
                         help="programmatic dependent launch in decode steps (default: on)")
+    parser.add_argument("--pad-mixed", action=argparse.BooleanOptionalAction, default=False,
+                        help="small mixed steps padded to fixed shapes and replayed as graphs (default: off)")
     parser.add_argument("--prompt-rows", action=argparse.BooleanOptionalAction, default=False,
                         help="prompts without context attend to their step's rows, not to the cache (default: off)")
     parser.add_argument("--fuse-rope", action=argparse.BooleanOptionalAction, default=True,
@@ -152,6 +154,7 @@ def _model(model: str, cases: list[str], args: argparse.Namespace) -> None:
         launch_early=args.launch_early,
         fuse_rope=args.fuse_rope,
         prompt_rows=args.prompt_rows,
+        pad_mixed=args.pad_mixed,
         named_products=args.named_products,
     )
     began = time.perf_counter()
@@ -220,7 +223,7 @@ def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.N
         "options": {name: getattr(args, name) for name in ("depth", "block_size", "dtype", "kv_cache_dtype",
                                                            "enforce_eager", "deterministic", "launch_early",
                                                            "named_products", "max_num_batched_tokens",
-                                                           "fuse_rope", "prompt_rows")},
+                                                           "fuse_rope", "prompt_rows", "pad_mixed")},
     }
     if args.tokens:
         line["tokens"] = f"{hash(tuple(map(tuple, run.tokens))) & 0xFFFFFFFF:08x}"

@@ -64,10 +64,11 @@ def test_too_many_prompt_log_probabilities_fail_their_request(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("full", SAID, ids=["torch", "cublas", "triton", "driver"])
-def test_a_step_that_ran_out_is_tried_again_and_then_fails_alone(full: RuntimeError) -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_ran_out_is_tried_again_and_then_fails_alone(full: RuntimeError, depth: int) -> None:
     plain = run(make_engine(QWEN3, device=True), requests())
     for failures, lost in (({2}, False), ({2, 3}, True)):
-        core = make_engine(QWEN3, device=True)
+        core = make_engine(QWEN3, device=True, depth=depth)
         runner: Any = core.executor._worker._runner  # type: ignore[attr-defined]
         launch, calls = runner.run, [0]
 
