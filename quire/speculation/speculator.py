@@ -32,7 +32,9 @@ _WAIT_CHANCE = 0.5
 _REMIND = 40
 """Steps with drafts of a model after which one goes without."""
 _PROBE_SHARE = 0.01
-"""Share of the time that may go into finding out whether drafts of a model have begun to pay."""
+"""Share of the time that may go into finding out whether drafts of a model have begun to pay, at first."""
+_MOST_PATIENCE = 8
+"""Every try in vain doubles the time until the next, up to so many times the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +237,9 @@ class DeviceSpeculator(Speculator):
         """Spent on steps without drafts since the last one with some."""
         self._since_plain = 0
         self._chosen = most
+        self._patience = 1
+        self._next_probe = 0.0
+        """Seconds without drafts after which they are tried again."""
 
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
         count = min(self.most, room // len(sequences))
@@ -262,10 +267,15 @@ class DeviceSpeculator(Speculator):
             if rate > best_rate:
                 best, best_rate = count, rate
         if best:
+            self._patience = 1
             # Now and then a step without, or nobody would know any more what that takes.
             return best if self._since_plain < _REMIND else 0
         extra = self._seconds(num_decoding, len(sequences), 1) - plain
-        return 1 if self._plain_seconds * _PROBE_SHARE >= extra else 0
+        self._next_probe = self._patience * extra / _PROBE_SHARE
+        if self._plain_seconds < self._next_probe:
+            return 0
+        self._patience = min(2 * self._patience, _MOST_PATIENCE)
+        return 1
 
     def _seconds(self, num_decoding: int, num_drafting: int, count: int) -> float:
         return self.times.estimate(num_decoding + num_drafting * count) + count * self.drafting.estimate(num_drafting)
@@ -277,7 +287,9 @@ class DeviceSpeculator(Speculator):
         return found
 
     def _worth_waiting(self, seq: Sequence) -> bool:
-        return self._chosen > 0 or not self.adaptive
+        """Also where it is time to try again: with steps that overlap, nobody else would ever be without a token in
+        flight."""
+        return self._chosen > 0 or not self.adaptive or self._plain_seconds >= self._next_probe
 
     def _observe(self, sequences: int, tokens: int, drafts: int, seconds: float) -> None:
         if not drafts:

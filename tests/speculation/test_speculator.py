@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -31,7 +32,8 @@ class Stream:
     """Runs requests whose true tokens are given, on a clock that a cost function moves."""
 
     def __init__(self, texts: list[list[int]], cost: Cost, speculator: Speculator | None, draft_cost: float = 0.0,
-                 draft_hits: float = 0.0) -> None:
+                 draft_hits: float = 0.0, depth: int = 1) -> None:
+        self._depth = depth
         self.now = 0.0
         self.steps = 0
         self._cost, self._draft_cost, self._hits = cost, draft_cost, draft_hits
@@ -51,9 +53,11 @@ class Stream:
         """Seconds until all are done; what came out is checked."""
         rows: dict[int, list[int]] = {}
         produced: dict[str, list[int]] = {}
+        under_way: deque[StepPlan] = deque()
         while self.scheduler.has_work:
-            plan = self.scheduler.schedule()
-            assert plan is not None
+            while len(under_way) < self._depth and (planned := self.scheduler.schedule()) is not None:
+                under_way.append(planned)
+            plan = under_way.popleft()
             for start in plan.starts:
                 rows[start.row] = self._texts[start.seed]
             self.now += self._cost(plan.num_tokens)
@@ -148,6 +152,25 @@ def test_a_model_whose_drafts_begin_to_hit_is_found_out() -> None:
     hitting = Stream([free(1500)], memory_bound, speculator, draft_cost=0.002, draft_hits=0.95)
     hitting.run()
     assert hitting.steps < 700
+
+
+def test_tries_in_vain_become_rarer() -> None:
+    """A model that never pays costs less than half a percent in the long run."""
+    speculator = DeviceSpeculator(5)
+    speculator.drafting.observe(1, 0.010)
+    Stream([free(2000)], memory_bound, speculator, draft_cost=0.010, draft_hits=0.2).run()
+    assert speedup([free(4000)], memory_bound, speculator, draft_cost=0.010, draft_hits=0.2) > 0.995
+
+
+def test_a_model_is_tried_again_where_steps_overlap_too() -> None:
+    """Every sequence has a token under way then: somebody has to wait for his, or none could ever have a draft."""
+    speculator = DeviceSpeculator(5)
+    speculator.drafting.observe(1, 0.002)
+    Stream([free(600)], memory_bound, speculator, draft_cost=0.002, draft_hits=0.0, depth=2).run()
+    assert speculator.stats.verifications < 20
+    hitting = Stream([free(3000)], memory_bound, speculator, draft_cost=0.002, draft_hits=0.95, depth=2)
+    hitting.run()
+    assert hitting.steps < 2000
 
 
 def test_a_wrong_belief_about_costs_is_mended_by_steps() -> None:

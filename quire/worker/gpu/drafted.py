@@ -50,6 +50,8 @@ class Drafted:
     def _places(self, table: DeviceTable, entries: Sequence[int]) -> Tensor:
         places = [row * table.max_model_len + first + j for i in entries
                   for (row, first) in (self.starts[i],) for j in range(self.counts[i])]
+        if not places:
+            return torch.empty(0, dtype=torch.int64, device=table.arena.device)
         return send(places, torch.int64, table.arena.device)
 
     def put_back(self, table: DeviceTable, entries: Sequence[int]) -> None:
