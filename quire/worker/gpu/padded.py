@@ -22,10 +22,14 @@ from quire.worker.gpu.batches import LogitRows, MixedBatch, end_of
 from quire.worker.gpu.graphs import GraphCache
 from quire.worker.gpu.staging import Stage
 
-PROMPT_TOKENS = (64, 128, 256, 384, 512, 768, 1024)
+PROMPT_TOKENS = (64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 DECODES = (8, 32, 128, 256, 512)
 PROMPTS = 8
 """Prompts of one step, at most."""
+_LAUNCHING = 0.36e-3
+"""Seconds that the host takes to launch a layer's kernels (H200, 2026-11-15: 10 ms for the 28 layers of 0.6B)."""
+_RATE = 6e14
+"""Operations per second of the GPU's matrix units, as products of prompts reach them."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -64,8 +68,13 @@ class MixedRungs:
         """Those of a model, where the kernels know padding; None if no step (`max_tokens` 0) shall be padded."""
         if attention is None or max_tokens == 0:
             return None
-        per_tile = attention.tokens_per_tile(decoder.layers[0].attn.shape)
-        return cls(max_num_seqs, max_tokens, per_tile, attention.deterministic)
+        layer = decoder.layers[0]
+        parts = (layer.attn.qkv, layer.attn.out, layer.mlp.up, layer.mlp.down)
+        weights = sum(part.packed.out_features * part.packed.in_features for part in parts)
+        # Beyond that the GPU takes longer for a layer than the host for its launches, and padding would only cost.
+        worth = int(_LAUNCHING * _RATE / (2 * weights))
+        per_tile = attention.tokens_per_tile(layer.attn.shape)
+        return cls(max_num_seqs, min(max_tokens, worth), per_tile, attention.deterministic)
 
     @property
     def decode_counts(self) -> list[int]:

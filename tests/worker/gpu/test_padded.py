@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,3 +129,22 @@ def test_padded_steps_give_the_plain_workers_tokens(
     core = engines.make_engine(config, device=True, depth=2, budget=7, options=options, ops=ops)
     assert tokens_of(core) == tokens_of(engines.make_engine(config, device=False, budget=7))
     assert {rung.decodes for rung in taken} == {2, 8} and {rung.tokens for rung in taken} == {4, 8}
+
+
+@pytest.mark.parametrize(("hidden", "qkv", "attended", "inner", "most"),
+                         [(1024, 4096, 2048, 3072, 2048), (4096, 6144, 4096, 12288, 640), (5120, 7168, 5120, 17408, 384)])
+def test_prompts_are_padded_only_as_far_as_the_host_is_slower_than_the_gpu(
+    hidden: int, qkv: int, attended: int, inner: int, most: int
+) -> None:
+    """Layers of 0.6B, 8B and 14B."""
+
+    def product(features: int, width: int) -> Any:
+        return SimpleNamespace(packed=SimpleNamespace(out_features=features, in_features=width))
+
+    attn = SimpleNamespace(qkv=product(qkv, hidden), out=product(hidden, attended), shape=None)
+    mlp = SimpleNamespace(up=product(2 * inner, hidden), down=product(hidden, inner))
+    decoder: Any = SimpleNamespace(layers=[SimpleNamespace(attn=attn, mlp=mlp)])
+    attention = SimpleNamespace(tokens_per_tile=lambda shape: 32, deterministic=False)
+    rungs = MixedRungs.of(attention, decoder, 256, 16384)
+    assert rungs is not None and max(rung.tokens for rung in rungs.all) == most
+    assert MixedRungs.of(None, decoder, 256, 16384) is None and MixedRungs.of(attention, decoder, 256, 0) is None
