@@ -1,8 +1,8 @@
 """Times products split over columns against what the table of products takes so far, and adds the winners to it.
 
-A product is timed between small kernels, as in a decode step: what counts is when the next one may begin, and early
-launch (weights asked for while a norm still runs) is most of what a kernel of our own has over the library's. Kernels
-are compiled beforehand by one process per weight.
+A product is timed behind a norm, as in a decode step: what counts is when the next one may begin, and that it starts
+while the norm still ends is most of what a kernel of our own has over the library's. Kernels are compiled beforehand by
+one process per weight.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 
 from quire.bench.gpu_tune import graph_seconds, weights_of, write
 
-ROWS = (2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128)
-SIZES = ((64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 5), (128, 128, 8, 3), (32, 128, 4, 5))
+ROWS = (2, 4, 8, 16, 32, 48, 64)
+SIZES = ((64, 128, 4, 4), (64, 64, 4, 6), (64, 256, 4, 2), (128, 64, 4, 5), (128, 128, 8, 3), (128, 128, 4, 3),
+         (32, 128, 4, 5))  # fmt: skip
 _PARTS = (1, 2, 4, 8)
 _PROGRAMS = (96, 800)
-_AHEAD = (2048, 0, 8192)
 _LEAST_BYTES = 2e8
 _LEAST_GAIN = 1.01
 _KEPT = ("rows", "features", "width", "form", "kernel", "sizes", "TB/s", "us")
 
 
 def shapes_of(features: int, width: int, gated: bool, rows: int) -> Iterator[tuple[int, ...]]:
-    """Sizes of `SplitShape` that fill the chip and fit its shared memory."""
+    """What `SplitShape` may be to fill the chip and fit its shared memory."""
     pad = max(16, 1 << (rows - 1).bit_length())
     for strip, columns, warps, stages in SIZES:
         if stages * (strip * (2 if gated else 1) + pad) * columns * 2 > 220_000:
@@ -37,7 +37,7 @@ def shapes_of(features: int, width: int, gated: bool, rows: int) -> Iterator[tup
         for parts in (1,) if gated else _PARTS:
             programs = math.ceil(features / strip) * parts
             if _PROGRAMS[0] <= programs <= _PROGRAMS[1] and width % (parts * columns) == 0:
-                yield from ((strip, columns, warps, stages, parts, ahead) for ahead in _AHEAD[: 3 if pad == 32 else 1])
+                yield strip, columns, warps, stages, parts
 
 
 def tune(models: list[str], path: str, note: Callable[[dict[str, Any]], None]) -> None:
@@ -69,7 +69,7 @@ def _weight(model: str, index: int, dry: bool) -> Iterator[dict[str, Any]]:
     scratch = SplitScratch.allocate("cuda")
     copies = 1 if dry else max(2, math.ceil(_LEAST_BYTES / (features * width * 2)))
     weights = [ops.pack_linear(torch.randn(features, width, device="cuda", dtype=ops.dtype)) for _ in range(copies)]
-    for rows in (2, 32, 64, 128) if dry else ROWS:
+    for rows in (2, 32, 64) if dry else ROWS:
         for gated in (None, "silu") if form == "gated" else (None,):
             ways = dict(_ways(ops, scratch, rows, weights[0], gated))
             seconds = {}

@@ -22,6 +22,7 @@ _COMPUTE_FLOAT32 = 68
 _TRANSPOSED = 1
 _DESC_TRANSPOSE_A = 3
 _PREFER_WORKSPACE, _PREFER_REDUCTIONS = 1, 3
+_CONFIG_PARTS, _CONFIG_REDUCTION = 2, 3
 _REDUCE_IN_FLOAT32 = 2
 _ALIGNMENT = 256
 """Bytes: what the library's heuristic takes for granted, and torch's allocator gives."""
@@ -73,6 +74,7 @@ def _library() -> ctypes.CDLL | None:
             continue
         library.cublasLtGetVersion.restype = c_size_t
         library.cublasLtMatrixLayoutCreate.argtypes = [POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64]
+        library.cublasLtMatmulAlgoConfigSetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
         library.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
         return library
     return None
@@ -126,6 +128,18 @@ class CublasLt:
         for one in found[: count.value]:
             if one.state == 0 and one.workspace <= WORKSPACE:
                 yield Candidate(bytes(one.algorithm).hex(), one.workspace)
+
+    def in_parts(self, code: str, parts: int) -> str:
+        """The algorithm with its sums over columns split into parts, which are added in float32; whether there is such
+        a one `fits` says."""
+        algorithm = _Algorithm.from_buffer_copy(bytes.fromhex(code))
+        for attribute, value in ((_CONFIG_PARTS, parts), (_CONFIG_REDUCTION, _REDUCE_IN_FLOAT32)):
+            self._library.cublasLtMatmulAlgoConfigSetAttribute(byref(algorithm), attribute, byref(c_uint32(value)), 4)
+        return bytes(algorithm).hex()
+
+    def fits(self, rows: int, features: int, width: int, code: str) -> bool:
+        """Whether the algorithm computes products of these sizes."""
+        return self._prepare(rows, features, width, code) is not None
 
     def product(self, x: Tensor, weight: Tensor, code: str, out: Tensor | None = None) -> Tensor | None:
         """x W^T by that algorithm; None where it cannot compute this one, and nothing was launched."""

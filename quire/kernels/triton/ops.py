@@ -3,7 +3,7 @@ reproducible."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -129,7 +129,7 @@ class TritonOps:
             self._split = SplitScratch.allocate(self.device)
         sizes = SplitShape(*choice.sizes)
         if not fits(x.shape[0], w.out_features, sizes, self._split):
-            sizes = SplitShape(*choice.sizes[:4])
+            sizes = replace(sizes, parts=1)
         return linear_split(
             x, w.weight, w.bias, residual, sizes=sizes, scratch=self._split, out=out, pdl=self._early(x.shape[0])
         )
@@ -145,13 +145,6 @@ class TritonOps:
 
     def _gate(self, rows: int, w: DeviceLinear) -> Choice:
         return choices.product(rows, w.out_features, w.in_features, self.dtype, choices.GATED)
-
-    def asks_ahead(self, rows: int, w: DeviceLinear) -> bool:
-        """Whether a product asks for its own weights before it may begin."""
-        if self.deterministic:
-            return False
-        plain = choices.product(rows, w.out_features, w.in_features, self.dtype)
-        return plain.kernel == "split" or self.fuses_gate(rows, w)
 
     def _early(self, rows: int) -> bool:
         """Whether a small kernel should start while the one before it ends: only where its launch shows."""
