@@ -131,8 +131,10 @@ def test_padded_steps_give_the_plain_workers_tokens(
     assert {rung.decodes for rung in taken} == {2, 8} and {rung.tokens for rung in taken} == {4, 8}
 
 
-@pytest.mark.parametrize(("hidden", "qkv", "attended", "inner", "most"),
-                         [(1024, 4096, 2048, 3072, 2048), (4096, 6144, 4096, 12288, 640), (5120, 7168, 5120, 17408, 384)])
+@pytest.mark.parametrize(
+    ("hidden", "qkv", "attended", "inner", "most"),
+    [(1024, 4096, 2048, 3072, 2048), (4096, 6144, 4096, 12288, 640), (5120, 7168, 5120, 17408, 384)],
+)
 def test_prompts_are_padded_only_as_far_as_the_host_is_slower_than_the_gpu(
     hidden: int, qkv: int, attended: int, inner: int, most: int
 ) -> None:
