@@ -88,12 +88,10 @@ def test_decode_steps_rotate_inside_their_attention_unless_they_hold_drafts(
     )
     ops = TritonOps("cpu", torch.float32, deterministic=change.get("deterministic", False))
     core = engines.make_engine(config, device=True, depth=2, options=settings, ops=ops, drafts=drafts)
-    requests = _requests() if not drafts else [
-        Request("r0", [7, 8, 9, 10] * 4, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), 0, 0.0)
-    ]
-    again = [Request(r.request_id, r.prompt_token_ids, r.params, r.seed, 0.0) for r in requests]
-    found = engines.run(core, requests)
-    assert found == engines.run(engines.make_engine(config, device=False), again)
+    # Two steps at least after the prompt, so that a key which one of them wrote is read by another.
+    params = SamplingParams(temperature=0.0, max_tokens=4 if drafts else 3, ignore_eos=True)
+    mine, other = ([Request("r0", [7, 8, 9, 10] * (4 if drafts else 1), params, 0, 0.0)] for _ in range(2))
+    assert engines.run(core, mine) == engines.run(engines.make_engine(config, device=False), other)
     assert bool(launched) is fused
     if drafts:
         # One sequence: steps of more rows hold drafts.
