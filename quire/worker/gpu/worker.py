@@ -62,8 +62,8 @@ class DeviceOptions:
     named_products: bool = True
     """Products by the library's algorithms of the table, not by those it would take itself."""
     fuse_rope: bool = True
-    """Norm, rotation and KV write inside the attention of decode steps; never with `draft_rows`, whose queries see keys
-    of their own step."""
+    """Norm, rotation and KV write inside the attention of decode steps; never of those with drafts, which see keys of
+    their own step."""
     prompt_rows: bool = False
     """Prompts without context attend to the keys in their step's rows, brought by the copy engine, not in the cache."""
     pad_mixed: bool = False
