@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.sampling.sending import send, send_tensor
-from quire.scheduler.plan import PlanEntry
+from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.worker.gpu.table import DeviceTable
 
 
@@ -71,6 +72,14 @@ class Drafted:
             found.append(tuple(values[first : first + count]))
             first += count
         return found
+
+
+class DraftSource(Protocol):
+    """Who proposes tokens on the device."""
+
+    def follow(self, plan: StepPlan) -> None: ...
+
+    def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]: ...
 
 
 def _starts(entries: Sequence[PlanEntry]) -> list[tuple[int, int]]:

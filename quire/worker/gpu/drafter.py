@@ -21,7 +21,7 @@ from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.speculation.verify import NoiseKeys, pick
 from quire.worker.draft_models import DraftProgress, kept_layers
 from quire.worker.drafter import MOST_AT_ONCE
-from quire.worker.gpu.batches import end_of
+from quire.worker.gpu.batches import end_of, is_decode
 from quire.worker.gpu.drafted import Drafted, DraftPass
 from quire.worker.gpu.results import PendingStep
 from quire.worker.gpu.runner import DeviceRunner
@@ -44,7 +44,23 @@ class DraftRunner(DeviceRunner):
     rejection = False
 
     def begin(self) -> None:
+        """A new step's drafts."""
         self.passes: list[DraftPass] = []
+        self._staged: list[tuple[int, int]] = []
+        """Rows and positions that lie in the decode buffers."""
+
+    def launch(self, entries: list[PlanEntry]) -> None:
+        """As any step; where it is the last one's rows, each a token further, nothing needs to be staged."""
+        places = [(entry.row, entry.start) for entry in entries]
+        if is_decode(entries) and places == self._staged:
+            self._launch_decode(entries, 0, None)
+        else:
+            super().launch(entries)
+        self._staged = [(row, start + 1) for row, start in places] if is_decode(entries) else []
+
+    def _decode(self, rung: int, apart: bool) -> None:
+        super()._decode(rung, apart)
+        self._buffers.positions[:rung].add_(1)
 
     def _draw_special(self, pending: PendingStep, entries: Sequence[PlanEntry], drawing: Sequence[int],
                       logits: Tensor, slot: int, drafted: Drafted | None = None) -> None:

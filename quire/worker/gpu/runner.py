@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from quire.worker.gpu.batches import (
     ladder,
     rung_for,
 )
-from quire.worker.gpu.drafted import Drafted
+from quire.worker.gpu.drafted import Drafted, DraftSource
 from quire.worker.gpu.forward import DeviceForward, Hidden, WeightsAhead
 from quire.worker.gpu.graphs import GraphCache
 from quire.worker.gpu.memory import explain_request, ran_out
@@ -65,14 +64,6 @@ class DecodeBuffers:
     query_start: Tensor
     slots: tuple[Tensor, ...]
     logits: Tensor
-
-
-class DraftSource(Protocol):
-    """Who proposes tokens on the device."""
-
-    def follow(self, plan: StepPlan) -> None: ...
-
-    def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]: ...
 
 
 class DeviceRunner:
@@ -236,7 +227,6 @@ class DeviceRunner:
     ) -> PendingStep:
         entries, slot = plan.entries, plan.step % RING
         count = len(entries)
-        rung = rung_for(self.rungs, count)
         size = self._buffers.rows.shape[0]
         head = np.full(16 + 2 * _round(size), -1, np.int32)
         head[0] = slot
@@ -254,13 +244,19 @@ class DeviceRunner:
         else:
             stage.send(self._device, self._stage)
             self._scatter(places, values)
+        return self._launch_decode(entries, plan.step, drafted)
+
+    def _launch_decode(self, entries: Sequence[PlanEntry], step: int, drafted: Drafted | None) -> PendingStep:
+        """The step whose rows and positions are staged."""
+        count, slot = len(entries), step % RING
+        rung = rung_for(self.rungs, count)
         # Keys that another row of the step must see are written before anybody attends.
         apart = self._fuse_rope and drafted is not None
         if self.graphs is not None and self._replays:
             self.graphs.run(rung, apart)
         else:
             self._decode(rung, apart)
-        pending = PendingStep(plan.step, count, range(count), self.drawn[slot, :count])
+        pending = PendingStep(step, count, range(count), self.drawn[slot, :count])
         self._draw_special(pending, entries, list(range(count)), self._buffers.logits, slot, drafted)
         return pending
 
