@@ -1,16 +1,21 @@
 """Other libraries' attention for fresh prompts, picked up at start where it is installed, right and faster.
 
 Each candidate computes a small batch of prompts beside our own kernel: it must agree with it, and take at least a
-twentieth less time. What does not import, does not agree or fails is passed over, with a line in the log.
+twentieth less time. What does not import, does not agree or fails is passed over, with a line in the log. Who won is
+kept in a file: importing a library to find out that it is slower takes seconds, which only the first start should pay.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import json
 import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,12 +40,52 @@ class Borrowed:
         return self.run(q, k, v, prompts, scale)
 
 
-def installed() -> list[PromptBackend]:
+class Verdicts:
+    """Who won earlier trials on this machine, in a file. One that cannot be read or written is as good as none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def of(self, question: str) -> str | None:
+        """The winner's name, "" for our own kernel, None if nobody asked yet."""
+        found = self._read().get(question)
+        return found if isinstance(found, str) else None
+
+    def keep(self, question: str, winner: str) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            written = self._path.with_suffix(f".{os.getpid()}")
+            written.write_text(json.dumps({**self._read(), question: winner}, indent=1), encoding="utf-8")
+            written.replace(self._path)
+        except OSError as error:
+            _log.info("%s is not kept: %s", self._path, error)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def present() -> list[str]:
+    """Names of the libraries that are here, found without importing them."""
+    return [name for name in _CANDIDATES if name not in _MODULES or _is_here(_MODULES[name])]
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def installed(names: Iterable[str] | None = None) -> list[PromptBackend]:
     """FlashAttention 3 and 2, FlashInfer, torch's own: those of them that import here."""
     found: list[PromptBackend] = []
-    for name, build in _CANDIDATES.items():
+    for name in _CANDIDATES if names is None else names:
         try:
-            found.append(Borrowed(name, build()))
+            found.append(Borrowed(name, _CANDIDATES[name]()))
         except (ImportError, AttributeError, OSError):
             continue
     return found
@@ -145,4 +190,10 @@ _CANDIDATES: dict[str, Callable[[], Callable[..., Tensor]]] = {
     "FlashAttention 2": _flash_attention_2,
     "FlashInfer": _flashinfer,
     "torch varlen_attn": _torch_varlen,
+}
+_MODULES = {
+    "FlashAttention 3": "flash_attn_interface",
+    "FlashAttention 2": "flash_attn",
+    "FlashInfer": "flashinfer",
+    "torch varlen_attn": "torch.nn.attention.varlen",
 }

@@ -122,10 +122,23 @@ class TritonAttention:
     def row_tiles(self, counts: np.ndarray, shape: HeadShape, first_seq: int) -> tuple[np.ndarray, np.ndarray]:
         return query_tiles(counts, max(1, _ROWS.rows // (shape.num_heads // shape.num_kv_heads)), first_seq)
 
-    def pick_up(self, shape: HeadShape, candidates: Sequence[PromptBackend] | None = None) -> None:
-        """Take the library that beats our tiles on prompts of mixed lengths with such heads, if one does."""
-        if not self._dense:
+    def pick_up(self, shape: HeadShape, verdicts: prompts.Verdicts) -> None:
+        """Take the library that beats our tiles on prompts of mixed lengths with such heads, if one does. Asked once
+        for a machine, its libraries and such heads; `verdicts` knows the answer afterwards."""
+        names = prompts.present()
+        if not self._dense or not names:
             return
+        machine = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        question = f"{machine}, torch {torch.__version__}, {shape}, {self._dtype}, ours or {', '.join(names)}"
+        known = verdicts.of(question)
+        if known is None:
+            self.try_out(shape, prompts.installed(names))
+            verdicts.keep(question, self.prompts.name if self.prompts is not None else "")
+        elif known:
+            self.prompts = next(iter(prompts.installed([known])), None)
+
+    def try_out(self, shape: HeadShape, candidates: Sequence[PromptBackend]) -> None:
+        """The trial of `pick_up`: every candidate beside our own kernel."""
         lengths = np.array(prompts.TRIAL_LENGTHS, np.int32)
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(self.device)
         total = int(lengths.sum())
@@ -156,8 +169,7 @@ class TritonAttention:
             )
             return found.view(total, shape.num_heads, shape.head_dim)
 
-        found = prompts.installed() if candidates is None else candidates
-        self.prompts = prompts.pick(found, ours, (q, k, v, trial, _SCALE), prompts.device_clock)
+        self.prompts = prompts.pick(candidates, ours, (q, k, v, trial, _SCALE), prompts.device_clock)
 
     def allocate_split(self, num_seqs: int, num_kv_heads: int) -> DecodeSplit:
         return DecodeSplit.allocate(num_seqs, extra_pieces(num_seqs, num_kv_heads, self._processors), self.device)

@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,10 +115,10 @@ def test_the_trial_of_the_start_compares_with_our_own_kernel(monkeypatch: pytest
     times = iter([1.0, 0.5])
     monkeypatch.setattr(prompts, "device_clock", lambda call: next(times))
     right = Borrowed("right", lambda *args: causal(*args))
-    attention.pick_up(HeadShape(4, 2, 16), [right])
+    attention.try_out(HeadShape(4, 2, 16), [right])
     assert attention.prompts is right
     times = iter([1.0, 0.5])
-    attention.pick_up(HeadShape(4, 2, 16), [Borrowed("wrong", lambda *args: causal(*args).flip(0))])
+    attention.try_out(HeadShape(4, 2, 16), [Borrowed("wrong", lambda *args: causal(*args).flip(0))])
     assert attention.prompts is None
 
 
@@ -189,3 +190,57 @@ def test_torchs_attention_is_called_as_its_version_wants(monkeypatch: pytest.Mon
     q, k, v = torch.randn(12, 4, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
     trial = FreshPrompts(0, 12, torch.tensor([0, 5, 12], dtype=torch.int32), 7)
     assert torch.allclose(prompts._torch_varlen()(q, k, v, trial, 0.3), causal(q, k, v, trial, 0.3), atol=1e-5)
+
+
+def test_a_verdict_is_kept_and_spares_the_next_start_the_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tests.kernels.triton.interpreter import prepare
+
+    if torch.cuda.is_available() or not prepare():
+        pytest.skip("the GPU suite runs this compiled; without Triton there is nothing to run")
+    from quire.attention.triton import TritonAttention
+    from quire.layers.ops import HeadShape
+
+    built: list[str] = []
+
+    def build(name: str) -> Callable[[], Callable[..., Tensor]]:
+        def make() -> Callable[..., Tensor]:
+            built.append(name)
+            return causal
+
+        return make
+
+    monkeypatch.setattr(prompts, "_CANDIDATES", {"slow": build("slow"), "fast": build("fast")})
+    monkeypatch.setattr(prompts, "_MODULES", {})
+    trials: list[list[str]] = []
+
+    def trial(self: Any, shape: Any, candidates: Any) -> None:
+        trials.append([candidate.name for candidate in candidates])
+        self.prompts = candidates[-1]
+
+    monkeypatch.setattr(TritonAttention, "try_out", trial)
+    verdicts = prompts.Verdicts(tmp_path / "deep" / "attention.json")
+
+    def start(heads: int) -> Any:
+        attention = TritonAttention(torch.device("cpu"), torch.bfloat16)
+        attention._dense = True
+        attention.pick_up(HeadShape(heads, 2, 16), verdicts)
+        return attention.prompts
+
+    assert start(4).name == "fast" and trials == [["slow", "fast"]]
+    built.clear()
+    assert start(4).name == "fast" and len(trials) == 1 and built == ["fast"]
+    start(8)
+    assert len(trials) == 2
+    monkeypatch.setattr(prompts, "_MODULES", {"slow": "no.such.module", "fast": "neither_this"})
+    assert prompts.present() == [] and start(16) is None and len(trials) == 2
+
+
+def test_a_file_of_verdicts_that_cannot_be_read_or_written_is_as_good_as_none(tmp_path: Path) -> None:
+    path = tmp_path / "attention.json"
+    for text in ("", "[]", "{bad", '{"q": 3}'):
+        path.write_text(text)
+        assert prompts.Verdicts(path).of("q") is None
+    prompts.Verdicts(path).keep("q", "")
+    assert prompts.Verdicts(path).of("q") == ""
+    prompts.Verdicts(path / "inside a file").keep("q", "x")
+    assert prompts.Verdicts(path / "inside a file").of("q") is None

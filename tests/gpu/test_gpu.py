@@ -217,7 +217,7 @@ def test_borrowed_attention_agrees_with_ours() -> None:
             attention.prompts = None
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(prompts, "device_clock", lambda call, times=times: next(times))
-                attention.pick_up(HeadShape(16, 8, 128), [candidate])
+                attention.try_out(HeadShape(16, 8, 128), [candidate])
             assert attention.prompts is candidate
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from quire.attention.backend import FreshPrompts
 from quire.attention.context import StepContext
+from quire.attention.prompts import Verdicts
+from quire.config import default_cache_dir
 from quire.layers.ops import LayerCache, Ops
 from quire.models.decoder import Decoder
 from quire.sampling.sampler import token_logprobs
@@ -160,7 +162,7 @@ class DeviceRunner:
         """Let somebody else's library attend for fresh prompts, if one is here that does it faster."""
         shapes = {layer.attn.shape for layer in self._decoder.layers}
         if self._attention is not None and self._plain and len(shapes) == 1:
-            self._attention.pick_up(shapes.pop())
+            self._attention.pick_up(shapes.pop(), Verdicts(default_cache_dir() / "attention.json"))
 
     def close(self) -> None:
         """Let go of graphs and caches: the graphs' launches hold the runner, which holds all the memory."""
