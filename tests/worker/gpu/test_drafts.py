@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
 from quire.scheduler.request import FinishReason
+from tests.worker.gpu import test_grammars, test_groups
 from tests.worker.gpu.drafting import METHODS, WINDOWS_ONLY, accepted, looping, remembering, speculation
 from tests.worker.gpu.engines import GEMMA3, QWEN3, make_engine, run
+
+CONFIGS = {"full": QWEN3, "windows": GEMMA3, "windows only": WINDOWS_ONLY}
+
+
+@functools.cache
+def without(config: str, requests: Any, *more: int) -> dict[str, Any]:
+    """What the plain worker says without drafts."""
+    return run(make_engine(CONFIGS[config], device=False), requests(*more))
 
 
 def same(found: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -21,16 +31,15 @@ def same(found: dict[str, Any], plain: dict[str, Any]) -> None:
         assert [entry.logprob for entry in one[1]] == pytest.approx([entry.logprob for entry in want], abs=1e-4)
 
 
-@pytest.mark.parametrize("config", [QWEN3, GEMMA3], ids=["full", "windows"])
+@pytest.mark.parametrize("config", ["full", "windows"])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
-def test_tokens_and_logprobs_with_drafts_are_those_without(config: dict[str, Any], depth: int, method: str) -> None:
-    plain = run(make_engine(config, device=False), looping())
-    core = make_engine(config, device=True, depth=depth, **speculation(method))
-    same(run(core, looping()), plain)
+def test_tokens_and_logprobs_with_drafts_are_those_without(config: str, depth: int, method: str) -> None:
+    core = make_engine(CONFIGS[config], device=True, depth=depth, **speculation(method))
+    same(run(core, looping()), without(config, looping))
     kept, offered = accepted(core)
     assert offered > 0
-    if method == "itself" and config is QWEN3:
+    if method == "itself" and config == "full":
         assert kept > 0.9 * offered
     elif method != "draft_model":
         assert 0 < kept < offered
@@ -40,9 +49,8 @@ def test_tokens_and_logprobs_with_drafts_are_those_without(config: dict[str, Any
 
 @pytest.mark.parametrize("method", METHODS)
 def test_penalties_and_bad_words_see_the_drafts_before_their_place(method: str) -> None:
-    plain = run(make_engine(QWEN3, device=False), remembering())
     core = make_engine(QWEN3, device=True, depth=2, **speculation(method, 4))
-    same(run(core, remembering()), plain)
+    same(run(core, remembering()), without("full", remembering))
     kept, offered = accepted(core)
     assert offered > 0
     assert kept > 0 or method == "draft_model"
@@ -61,17 +69,15 @@ def test_rejection_draws_what_it_draws_on_a_cpu(method: str, requests: Any) -> N
 
 @pytest.mark.parametrize("method", ["skip_layers", "draft_model"])
 def test_a_model_whose_every_layer_has_a_window_has_drafts_too(method: str) -> None:
-    plain = run(make_engine(WINDOWS_ONLY, device=False), looping())
     core = make_engine(WINDOWS_ONLY, device=True, depth=2, **speculation(method))
-    same(run(core, looping()), plain)
+    same(run(core, looping()), without("windows only", looping))
     assert accepted(core)[1] > 0
 
 
 @pytest.mark.parametrize("method", ["ngram", "itself"])
 def test_tight_memory_and_prefixes_change_no_token(method: str) -> None:
-    plain = run(make_engine(QWEN3, device=False), looping(14))
     core = make_engine(QWEN3, device=True, depth=2, num_blocks=16, **speculation(method))
-    same(run(core, looping(14)), plain)
+    same(run(core, looping(14)), without("full", looping, 14))
     assert core.scheduler.stats.preemptions > 0
     core.scheduler.check()
 
@@ -79,16 +85,15 @@ def test_tight_memory_and_prefixes_change_no_token(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_end_of_a_request_may_fall_inside_a_draft(method: str) -> None:
     for length in (1, 2, 3, 5, 8):
-        plain = run(make_engine(QWEN3, device=False), looping(5, length))
         core = make_engine(QWEN3, device=True, depth=2, **speculation(method, 4))
         found = run(core, looping(5, length))
-        same(found, plain)
+        same(found, without("full", looping, 5, length))
         assert all(len(one[0]) <= length for one in found.values())
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_abort_inside_a_draft_leaves_the_others_their_tokens(method: str) -> None:
-    plain = run(make_engine(QWEN3, device=False), looping(6))
+    plain = without("full", looping, 6)
     core = make_engine(QWEN3, device=True, depth=2, **speculation(method, 4))
     requests = looping(6)
     for request in requests:
@@ -108,12 +113,34 @@ def test_an_abort_inside_a_draft_leaves_the_others_their_tokens(method: str) -> 
     core.scheduler.check()
 
 
+@functools.cache
+def groups_without() -> dict[str, Any]:
+    return test_groups.outcome(QWEN3, device=False)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_several_sequences_of_a_prompt_have_drafts_and_beams_run_beside_them(method: str) -> None:
+    assert test_groups.outcome(QWEN3, device=True, depth=2, **speculation(method)) == groups_without()
+
+
+@pytest.mark.parametrize("method", ["ngram", "itself"])
+@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
+def test_a_grammar_holds_at_every_place_of_a_draft(method: str, verifier: str) -> None:
+    vocab, asked = QWEN3["vocab_size"], {"budget": 400, **speculation(method, 3, verifier)}
+    plain = asked if verifier == "rejection" else {}
+    want = test_grammars.constrained(make_engine(QWEN3, device=False, **plain), vocab)
+    core = make_engine(QWEN3, device=True, **asked)
+    found = test_grammars.constrained(core, vocab)
+    test_grammars.assert_kept(found)
+    same(found, want)
+    assert accepted(core)[1] > 0
+
+
 def test_long_prompts_are_caught_up_with_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.worker.gpu import drafter
 
     monkeypatch.setattr(drafter, "MOST_AT_ONCE", 9)
-    plain = run(make_engine(QWEN3, device=False), looping())
     core = make_engine(QWEN3, device=True, **speculation("itself"))
-    same(run(core, looping()), plain)
+    same(run(core, looping()), without("full", looping))
     kept, offered = accepted(core)
     assert kept > 0.9 * offered > 0
