@@ -292,8 +292,10 @@ def test_swapped_out_and_in_changes_no_bit(folder: str) -> None:
     prompts = [[rng.randrange(131) for _ in range(40)] for _ in range(12)]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
     found = []
-    for tight in ({}, {"kv_cache_memory": None, "num_kv_blocks": 24, "swap_space": 0.01, "preemption_mode": "swap"}):
+    short = {"kv_cache_memory": None, "num_kv_blocks": 24, "swap_space": 0.01, "preemption_mode": "swap"}
+    for tight in ({}, short, {**short, "offload": True}):
         with llm_of(folder, deterministic=True, max_model_len=200, **tight) as llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False) + llm.generate(prompts, params, use_tqdm=False)
             found.append([list(output.outputs[0].token_ids) for output in outputs])
-    assert found[1] == found[0]
+            assert not tight or llm.metrics()["preemptions"] > 0
+    assert found[1] == found[0] and found[2] == found[0]

@@ -314,7 +314,8 @@ class DeviceRunner:
             positions,
             query_start,
             lengths.clamp(min=1),
-            tuple(table[owner, :width] for table in self._tables),
+            # Blocks behind a window may be nobody's (-1): the row that stands for padding may begin with one.
+            tuple(table[owner, :width].clamp(min=0) for table in self._tables),
             tuple(torch.where(slot < 0, self._spare_slot, slot) for slot in slots),
         )
 
