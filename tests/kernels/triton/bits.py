@@ -21,7 +21,7 @@ Part = Callable[[int, int], Sequence[Tensor]]
 
 def deterministic_ops(device: str, dtype: torch.dtype) -> TritonOps:
     """As the worker builds them; early launches are asked for, since that is what must not show."""
-    return TritonOps(device, dtype, deterministic=True, pdl=device != "cpu")
+    return TritonOps(device, dtype, deterministic=True, pdl=True)
 
 
 def differences(name: str, part: Part, rows: int, counts: Sequence[int]) -> list[str]:
