@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from typing import Any
 
@@ -15,6 +16,8 @@ if torch.cuda.is_available():
     from quire.worker.gpu.worker import DeviceOptions
     from tests.worker.gpu.drafting import accepted, looping, remembering, speculation
     from tests.worker.gpu.engines import GEMMA3, MAX_LEN, QWEN3, SEQS, make_engine, run
+
+    CONFIGS = {"full": QWEN3, "windows": GEMMA3}
 
 METHODS = ("ngram", "suffix", "skip_layers", "draft_model", "itself")
 
@@ -39,9 +42,11 @@ def told(core: Any, requests: list[Any]) -> dict[str, Any]:
     return {name: (one[0], one[1]) for name, one in found.items()}
 
 
-def plain(config: dict[str, Any], requests: list[Any], **options: Any) -> dict[str, Any]:
-    core = engine(config, **options)
-    found = told(core, requests)
+@functools.cache
+def plain(family: str, requests: Any, *more: int, deterministic: bool = True) -> dict[str, Any]:
+    """What the same engine says without drafts."""
+    core = engine(CONFIGS[family], deterministic=deterministic)
+    found = told(core, requests(*more))
     core.close()
     return found
 
@@ -56,9 +61,8 @@ def replays(core: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("family", ["full", "windows"])
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_change_no_bit_where_kernels_do_not_depend_on_the_batch(method: str, family: str) -> None:
-    config = QWEN3 if family == "full" else GEMMA3
-    core = engine(config, **speculation(method))
-    assert told(core, looping()) == plain(config, looping())
+    core = engine(CONFIGS[family], **speculation(method))
+    assert told(core, looping()) == plain(family, looping)
     kept, offered = accepted(core)
     steps, drafting = replays(core)
     assert offered > 0
@@ -71,7 +75,7 @@ def test_drafts_change_no_bit_where_kernels_do_not_depend_on_the_batch(method: s
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_change_no_token_but_where_two_were_as_likely(method: str) -> None:
     core = engine(QWEN3, deterministic=False, **speculation(method))
-    found, want = told(core, looping()), plain(QWEN3, looping(), deterministic=False)
+    found, want = told(core, looping()), plain("full", looping, deterministic=False)
     core.close()
     # Other kernels for another number of rows: a draw lands between two tokens where the last bits decide.
     assert sum(found[name][0] == want[name][0] for name in want) >= len(want) - 2
@@ -80,7 +84,7 @@ def test_drafts_change_no_token_but_where_two_were_as_likely(method: str) -> Non
 @pytest.mark.parametrize("method", METHODS)
 def test_penalties_and_bad_words_see_the_drafts_before_their_place(method: str) -> None:
     core = engine(QWEN3, **speculation(method, 4))
-    assert told(core, remembering()) == plain(QWEN3, remembering())
+    assert told(core, remembering()) == plain("full", remembering)
     assert accepted(core)[1] > 0
     core.close()
 
@@ -100,13 +104,13 @@ def test_rejection_draws_what_it_draws_on_cpu_tensors(method: str) -> None:
 def test_the_end_of_a_request_may_fall_inside_a_draft(method: str) -> None:
     for length in (1, 2, 5):
         core = engine(QWEN3, **speculation(method, 4))
-        assert told(core, looping(5, length)) == plain(QWEN3, looping(5, length))
+        assert told(core, looping(5, length)) == plain("full", looping, 5, length)
         core.close()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_abort_inside_a_draft_leaves_the_others_their_tokens(method: str) -> None:
-    want = plain(QWEN3, looping(6))
+    want = plain("full", looping, 6)
     core = engine(QWEN3, **speculation(method, 4))
     requests = looping(6)
     for request in requests:
@@ -127,7 +131,7 @@ def test_an_abort_inside_a_draft_leaves_the_others_their_tokens(method: str) -> 
 @pytest.mark.parametrize("method", ["ngram", "itself"])
 def test_tight_memory_changes_no_token(method: str) -> None:
     core = engine(QWEN3, num_blocks=16, **speculation(method))
-    assert told(core, looping(14)) == plain(QWEN3, looping(14))
+    assert told(core, looping(14)) == plain("full", looping, 14)
     assert core.scheduler.stats.preemptions > 0
     core.close()
 
