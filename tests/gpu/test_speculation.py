@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     from quire.kernels.reference import TorchOps
     from quire.worker.gpu.worker import DeviceOptions
-    from tests.worker.gpu.drafting import accepted, looping, remembering, speculation
+    from tests.worker.gpu.drafting import Case, accepted, looping, remembering, speculation
     from tests.worker.gpu.engines import GEMMA3, MAX_LEN, QWEN3, SEQS, make_engine, run
 
     CONFIGS = {"full": QWEN3, "windows": GEMMA3}
@@ -133,6 +133,19 @@ def test_tight_memory_changes_no_token(method: str) -> None:
     core = engine(QWEN3, num_blocks=16, **speculation(method))
     assert told(core, looping(14)) == plain("full", looping, 14)
     assert core.scheduler.stats.preemptions > 0
+    core.close()
+
+
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_whatever_runs_with_drafts_gives_the_tokens_without(seed: int) -> None:
+    """Chunks, prefixes, preemption, aborts, steps in flight and drafts in any mixture."""
+    case = Case(seed)
+    core = engine(case.config, budget=case.budget, block_size=8, num_blocks=200)
+    want = case.outcome(core)
+    core.close()
+    core = engine(case.config, depth=case.depth, budget=case.budget, block_size=case.block_size,
+                  num_blocks=case.num_blocks, **speculation(case.method, case.drafts))
+    case.assert_same(case.outcome(core), want)
     core.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.engine.core import EngineCore
@@ -68,3 +68,54 @@ def accepted(core: EngineCore) -> tuple[int, int]:
     speculator = core.scheduler.speculator
     assert speculator is not None
     return sum(speculator.stats.accepted), sum(speculator.stats.offered)
+
+
+@dataclass(slots=True)
+class Case:
+    """A random engine with drafts, requests for it, and an abort on the way."""
+
+    seed: int
+
+    def __post_init__(self) -> None:
+        rng = random.Random(self.seed)
+        self.config = rng.choice([QWEN3, GEMMA3, WINDOWS_ONLY])
+        self.method = rng.choice(list(METHODS))
+        self.drafts = rng.choice([1, 2, 3, 5, 8])
+        self.depth = rng.choice([1, 2, 3])
+        self.block_size = rng.choice([4, 8, 16])
+        self.budget = rng.choice([9, 17, 40, 120])
+        self.num_blocks = max(rng.choice([14, 24, 60]) * 8 // self.block_size, -(-130 // self.block_size) + 1)
+        self.aborted = f"r{rng.randrange(10)}" if rng.random() < 0.5 else None
+        self.abort_at = rng.randrange(1, 25)
+
+    def requests(self) -> list[Request]:
+        requests, rng = workload(self.seed, 10), random.Random(self.seed)
+        for request in requests:
+            if rng.random() < 0.6:
+                word = [rng.randrange(131) for _ in range(rng.randrange(1, 5))]
+                request.prompt_token_ids = word * rng.randrange(1, 9)
+                request.sequences.clear()
+                request.__post_init__()
+        return requests
+
+    def outcome(self, core: EngineCore) -> dict[str, tuple[list[int], str | None]]:
+        """Tokens and error of every request."""
+        requests = self.requests()
+        for request in requests:
+            core.add(request)
+        steps = 0
+        while core.has_work:
+            core.step()
+            steps += 1
+            if steps == self.abort_at and self.aborted is not None:
+                core.abort(self.aborted)
+        core.scheduler.check()
+        return {r.request_id: (r.sequences[0].tokens, r.sequences[0].error) for r in requests}
+
+    def assert_same(self, found: dict[str, Any], plain: dict[str, Any]) -> None:
+        for name, (tokens, error) in plain.items():
+            if name == self.aborted:
+                shorter = min(len(tokens), len(found[name][0]))
+                assert found[name][0][:shorter] == tokens[:shorter], (self, name)
+            else:
+                assert found[name] == (tokens, error), (self, name)

@@ -9,7 +9,7 @@ import pytest
 
 from quire.scheduler.request import FinishReason
 from tests.worker.gpu import test_grammars, test_groups
-from tests.worker.gpu.drafting import METHODS, WINDOWS_ONLY, accepted, looping, remembering, speculation
+from tests.worker.gpu.drafting import METHODS, WINDOWS_ONLY, Case, accepted, looping, remembering, speculation
 from tests.worker.gpu.engines import GEMMA3, QWEN3, make_engine, run
 
 CONFIGS = {"full": QWEN3, "windows": GEMMA3, "windows only": WINDOWS_ONLY}
@@ -144,3 +144,14 @@ def test_long_prompts_are_caught_up_with_in_parts(monkeypatch: pytest.MonkeyPatc
     same(run(core, looping()), without("full", looping))
     kept, offered = accepted(core)
     assert kept > 0.9 * offered > 0
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 5, 8, 13, 21, 34])
+def test_whatever_runs_with_drafts_gives_the_tokens_without(seed: int) -> None:
+    """Chunks, prefixes, preemption, aborts, steps in flight and drafts in any mixture."""
+    case = Case(seed)
+    plain = case.outcome(make_engine(case.config, device=False, block_size=8, num_blocks=200, budget=case.budget))
+    core = make_engine(case.config, device=True, depth=case.depth, block_size=case.block_size,
+                       num_blocks=case.num_blocks, budget=case.budget, **speculation(case.method, case.drafts))
+    case.assert_same(case.outcome(core), plain)
+    core.close()
