@@ -70,7 +70,7 @@ def accepted(core: EngineCore) -> tuple[int, int]:
     return sum(speculator.stats.accepted), sum(speculator.stats.offered)
 
 
-@dataclass(slots=True)
+@dataclass
 class Case:
     """A random engine with drafts, requests for it, and an abort on the way."""
 
