@@ -1,7 +1,7 @@
 """`quire bench speculative`: one stream with drafts against the same stream without, on texts of two kinds.
 
-Both engines live in one process and take turns on every prompt, so that a busy machine is busy for both. The
-tokens are compared: a figure counts only if they are the same."""
+Both engines live in one process and take turns on every prompt (on a CPU with every step), so that a busy machine is
+busy for both. The tokens are compared: a figure counts only if they are the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from quire.cli.options import json_object
 from quire.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:
+    from quire.engine.output import RequestOutput
     from quire.llm import LLM
     from quire.sampling.params import SamplingParams
 
@@ -152,14 +153,14 @@ def compare(plain: LLM, drafting: LLM, kind: str, batch: int, args: argparse.Nam
     for turn in range(args.repeat + 1):
         for number, (name, text) in enumerate(texts.items()):
             params = _params(kind, args.max_tokens, number)
-            theirs, cpu, wanted = _answer(plain, text, params, batch)
-            mine, my_cpu, found = _answer(drafting, text, params, batch)
+            theirs, mine = _answers((plain, drafting), text, params, batch, by_step=args.device == "cpu")
+            wanted, found = theirs.tokens, mine.tokens
             same = same and wanted == found
             if turn:
-                turns[name].plain.append(theirs)
-                turns[name].drafting.append(mine)
-                turns[name].plain_cpu.append(cpu)
-                turns[name].drafting_cpu.append(my_cpu)
+                turns[name].plain.append(theirs.seconds)
+                turns[name].drafting.append(mine.seconds)
+                turns[name].plain_cpu.append(theirs.cpu)
+                turns[name].drafting_cpu.append(mine.cpu)
                 tokens += sum(map(len, found))
                 plain_tokens += sum(map(len, wanted))
                 equal += sum(a == b for one, other in zip(wanted, found, strict=True)
@@ -200,15 +201,48 @@ def _ids(kind: str) -> dict[str, list[int]]:
     return {"noise": [rng.randrange(100) for _ in range(192)]}
 
 
-def _answer(llm: LLM, text: str | list[int], params: SamplingParams, batch: int
-            ) -> tuple[float, float, list[list[int]]]:
-    began, busy = time.perf_counter(), time.process_time()
+@dataclass(slots=True)
+class _Answer:
+    """Seconds and processor seconds that an engine took, and its tokens by request."""
+
+    seconds: float = 0.0
+    cpu: float = 0.0
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return list(self.outputs.values())
+
+    def go_on(self, stream: Iterator[RequestOutput]) -> bool:
+        """Until an output grows; false at the end."""
+        began, busy = time.perf_counter(), time.process_time()
+        output = next(stream, None)
+        self.seconds += time.perf_counter() - began
+        self.cpu += time.process_time() - busy
+        if output is not None:
+            self.outputs[output.request_id] = list(output.outputs[0].token_ids)
+        return output is not None
+
+
+def _answers(engines: Sequence[LLM], text: str | list[int], params: SamplingParams, batch: int, by_step: bool
+             ) -> list[_Answer]:
+    """What each engine makes of a prompt. `by_step`: one step of each in turn, so that whatever else the machine does
+    hits all of them alike; else whole answers, since what a GPU does meanwhile would not be counted."""
+    streams = [_stream(llm, text, params, batch) for llm in engines]
+    answers = [_Answer() for _ in engines]
+    going = list(range(len(engines)))
+    while going:
+        if by_step:
+            going = [i for i in going if answers[i].go_on(streams[i])]
+        elif not answers[going[0]].go_on(streams[going[0]]):
+            going.pop(0)
+    return answers
+
+
+def _stream(llm: LLM, text: str | list[int], params: SamplingParams, batch: int) -> Iterator[RequestOutput]:
     if isinstance(text, str):
-        outputs = llm.chat([[{"role": "user", "content": text}]] * batch, params, use_tqdm=False)
-    else:
-        outputs = llm.generate([text] * batch, replace(params, ignore_eos=True), use_tqdm=False)
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    return time.perf_counter() - began, time.process_time() - busy, tokens
+        return llm.stream([llm.chat_prompt([{"role": "user", "content": text}])] * batch, params)
+    return llm.stream([text] * batch, replace(params, ignore_eos=True))
 
 
 def _acceptance(before: dict[str, int | float], after: dict[str, int | float]) -> dict[str, Any]:
