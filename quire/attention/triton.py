@@ -28,8 +28,11 @@ _FIXED_FLOAT32 = MixedShape(32, 32, 4, 2)
 _WIDE = MixedShape(128, 64, 4, 3)
 """H200, 2026-11-15, prompts of 4,096: 401 to 413 TFLOP/s, with 8 warps 318, 64 rows 349."""
 _LARGE_HEADS = MixedShape(64, 32, 4, 2)
-_ROWS = MixedShape(128, 64, 4, 2)
-"""The tile of prompts whose keys are read out of their step's rows."""
+_ROWS = MixedShape(64, 32, 4, 3)
+"""The tile of prompts whose keys are read out of their step's rows. H200, TFLOP/s of 8,192 tokens of prompts of 100 to
+1,024, 32 heads: 304, by the tiles above 232; of 1,024 each, 16 heads: 334 and 280."""
+_ROWS_MOST = 2048
+"""Tokens of such a prompt at most: longer ones were not compared."""
 _FRESH_TOKENS = 512
 _FRESH_STEP = 256
 """A prompt without context of so many tokens and a multiple of the step goes to cuDNN: 567 to 600 TFLOP/s
@@ -77,7 +80,7 @@ class TritonAttention:
         deterministic: bool = False,
         dense_prefill: bool = True,
         kv_scale: float = 1.0,
-        prompt_rows: bool = False,
+        prompt_rows: bool = True,
         pdl: bool = False,
     ) -> None:
         self.device = device
@@ -117,7 +120,7 @@ class TritonAttention:
     def takes_rows(self, start: int, tokens: int, plain: bool, shape: HeadShape) -> bool:
         """Whether a chunk attends to the keys in its step's rows, without a look at the cache."""
         fits = self._prompt_rows and plain and fresh_fits(shape, self._dtype)
-        return fits and start == 0 and tokens >= _ROWS.keys
+        return fits and start == 0 and _ROWS.keys <= tokens <= _ROWS_MOST
 
     def row_tiles(self, counts: np.ndarray, shape: HeadShape, first_seq: int) -> tuple[np.ndarray, np.ndarray]:
         return query_tiles(counts, max(1, _ROWS.rows // (shape.num_heads // shape.num_kv_heads)), first_seq)
@@ -266,11 +269,11 @@ class TritonAttention:
         sizes = decode_shape(count, shape.head_dim, qkv.element_size())
         options = {
             **options, "keys": sizes.keys, "num_warps": sizes.warps, "num_stages": sizes.stages,
-            "pdl": self.pdl and count == qkv.shape[0],
+            "carried": sizes.carried, "pdl": self.pdl and count == qkv.shape[0],
         }  # fmt: skip
         batch = (table, ctx.rows, ctx.context_len[:count], split, self.reserve(shape, split.tasks, count), shape, scale)
         if turn is None:
-            decode_attention(qkv, cache, *batch, **options)
+            decode_attention(qkv, cache, *batch, halves=sizes.carried, **options)
         else:
             rope_decode_attention(qkv, cache, *batch, turn, ahead=self.device.type == "cuda", **options)
 

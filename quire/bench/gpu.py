@@ -63,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
     parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
                         help="programmatic dependent launch in decode steps (default: on)")
-    parser.add_argument("--pad-mixed", action=argparse.BooleanOptionalAction, default=False,
-                        help="small mixed steps padded to fixed shapes and replayed as graphs (default: off)")
-    parser.add_argument("--prompt-rows", action=argparse.BooleanOptionalAction, default=False,
-                        help="prompts without context attend to their step's rows, not to the cache (default: off)")
+    parser.add_argument("--pad-mixed", action=argparse.BooleanOptionalAction, default=True,
+                        help="small mixed steps padded to fixed shapes and replayed as graphs (default: on)")
+    parser.add_argument("--prompt-rows", action=argparse.BooleanOptionalAction, default=True,
+                        help="prompts without context attend to their step's rows, not to the cache (default: on)")
     parser.add_argument("--fuse-rope", action=argparse.BooleanOptionalAction, default=True,
                         help="rotation inside the attention of decode steps (default: on)")
     parser.add_argument("--named-products", action=argparse.BooleanOptionalAction, default=True,

@@ -26,15 +26,13 @@ _LEAST_GAIN = 1.01
 _KEPT = ("rows", "features", "width", "form", "kernel", "sizes", "TB/s", "us")
 
 
-def shapes_of(features: int, width: int, gated: bool, rows: int) -> Iterator[tuple[int, ...]]:
+def shapes_of(features: int, width: int, rows: int) -> Iterator[tuple[int, ...]]:
     """What `SplitShape` may be to fill the chip and fit its shared memory."""
     pad = max(16, 1 << (rows - 1).bit_length())
     for strip, columns, warps, stages in SIZES:
-        if stages * (strip * (2 if gated else 1) + pad) * columns * 2 > 220_000:
+        if stages * (strip + pad) * columns * 2 > 220_000:
             continue
-        if gated and strip > 64:
-            continue
-        for parts in (1,) if gated else _PARTS:
+        for parts in _PARTS:
             programs = math.ceil(features / strip) * parts
             if _PROGRAMS[0] <= programs <= _PROGRAMS[1] and width % (parts * columns) == 0:
                 yield strip, columns, warps, stages, parts
@@ -50,11 +48,8 @@ def tune(models: list[str], path: str, note: Callable[[dict[str, Any]], None]) -
     for model, index in jobs:
         for entry in _weight(model, index, dry=False):
             note(entry)
-            if not entry.pop("wins"):
-                if entry["form"] == "plain":
-                    continue
-                entry.update(kernel="library", sizes=[])
-            entries.append({key: entry[key] for key in _KEPT})
+            if entry["wins"]:
+                entries.append({key: entry[key] for key in _KEPT})
         write(path, entries)
 
 
@@ -64,52 +59,48 @@ def _weight(model: str, index: int, dry: bool) -> Iterator[dict[str, Any]]:
     from quire.kernels.triton.linear_split import SplitScratch
     from quire.kernels.triton.ops import TritonOps
 
-    form, features, width = weights_of(model)[index]
+    _, features, width = weights_of(model)[index]
     ops = TritonOps("cuda", torch.bfloat16, pdl=True)
     scratch = SplitScratch.allocate("cuda")
     copies = 1 if dry else max(2, math.ceil(_LEAST_BYTES / (features * width * 2)))
     weights = [ops.pack_linear(torch.randn(features, width, device="cuda", dtype=ops.dtype)) for _ in range(copies)]
     for rows in (2, 32, 64) if dry else ROWS:
-        for gated in (None, "silu") if form == "gated" else (None,):
-            ways = dict(_ways(ops, scratch, rows, weights[0], gated))
-            seconds = {}
-            for name, call in ways.items():
-                try:
-                    seconds[name] = graph_seconds([partial(call, w) for w in weights], dry)
-                except Exception as error:
-                    print(f"{name} on {features} x {width}, {rows} rows: {error!r}"[:300], file=sys.stderr)
-            if not dry and "now" in seconds and len(seconds) > 1:
-                yield _entry(ops, rows, features, width, gated, seconds)
+        seconds = {}
+        for name, call in _ways(ops, scratch, rows, weights[0]):
+            try:
+                seconds[name] = graph_seconds([partial(call, w) for w in weights], dry)
+            except Exception as error:
+                print(f"{name} on {features} x {width}, {rows} rows: {error!r}"[:300], file=sys.stderr)
+        if not dry and "now" in seconds and len(seconds) > 1:
+            yield _entry(ops, rows, features, width, seconds)
 
 
-def _ways(ops: Any, scratch: Any, rows: int, w: Any, gated: str | None) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Norm, then the product (and the gate): as it is now, and by every shape."""
+def _ways(ops: Any, scratch: Any, rows: int, w: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """Norm, then the product: as it is now, and by every shape."""
     import torch
 
-    from quire.kernels.triton import activation, norm
+    from quire.kernels.triton import norm
     from quire.kernels.triton.linear_split import SplitShape, linear_split
 
     x = torch.randn(rows, w.in_features, device="cuda", dtype=torch.bfloat16)
     gain = torch.ones(w.in_features, device="cuda")
 
     def now(weight: Any) -> Any:
-        found = ops.linear(norm.rms_norm(x, gain, 1e-6, pdl=True), weight)
-        return activation.act_mul(found, gated, pdl=True) if gated else found
+        return ops.linear(norm.rms_norm(x, gain, 1e-6, pdl=True), weight)
 
     yield "now", now
-    features = w.out_features // (2 if gated else 1)
-    for shape in shapes_of(features, w.in_features, gated is not None, rows):
+    for shape in shapes_of(w.out_features, w.in_features, rows):
         sizes = SplitShape(*shape)
 
         def split(weight: Any, sizes: SplitShape = sizes) -> Any:
             rowed = norm.rms_norm(x, gain, 1e-6, pdl=True)
-            return linear_split(rowed, weight.weight, sizes=sizes, scratch=scratch, gated=gated, pdl=True)
+            return linear_split(rowed, weight.weight, sizes=sizes, scratch=scratch, pdl=True)
 
         yield " ".join(map(str, shape)), split
 
 
 def _entry(
-    ops: Any, rows: int, features: int, width: int, gated: str | None, seconds: dict[str, float]
+    ops: Any, rows: int, features: int, width: int, seconds: dict[str, float]
 ) -> dict[str, Any]:
     from quire.kernels.triton import choices
 
@@ -118,7 +109,7 @@ def _entry(
     name, best = first[0]
     held = choices.product(rows, features, width, ops.dtype)
     wins = now / best >= _LEAST_GAIN
-    return {"rows": rows, "features": features, "width": width, "form": "gated" if gated else "plain",
+    return {"rows": rows, "features": features, "width": width, "form": "plain",
             "kernel": "split", "sizes": [int(word) for word in name.split()],
             "TB/s": round(features * width * 2 / best / 1e12, 2), "wins": wins,
             "us": [round(1e6 * now, 2), round(1e6 * best, 2)], "was": held.kernel + held.algorithm[:8],

@@ -131,7 +131,7 @@ def test_prompts_attended_to_out_of_their_steps_rows_stay_near_those_of_the_cach
     config = {**config_of("llama"), "head_dim": 64}
 
     def first(prompt_rows: bool) -> list[float]:
-        core = device_engine(config, dtype="bfloat16", budget=400, prompt_rows=prompt_rows)
+        core = device_engine(config, dtype="bfloat16", budget=400, prompt_rows=prompt_rows, pad_mixed=False)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=2)
         requests = [Request(f"r{i}", [(7 * i + 5 * j) % VOCAB for j in range(n)], params, i, 0.0)
                     for i, n in enumerate((64, 65, 190, 40, 127))]
@@ -231,7 +231,7 @@ def test_prompts_by_a_library_give_our_tokens(family: str) -> None:
     config = config_of(family)
     found = []
     for library in (None, torchs[0]):
-        core = device_engine(config, dtype="float16", budget=80)
+        core = device_engine(config, dtype="float16", budget=80, pad_mixed=False)
         core.executor._worker._runner._attention.prompts = library
         found.append(tokens_of(core, greedy(6, 1)))
     for name, (_, logprobs) in found[0].items():

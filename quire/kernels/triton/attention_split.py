@@ -54,12 +54,16 @@ class DecodeSplit:
 def extra_pieces(num_seqs: int, num_kv_heads: int, multiprocessors: int) -> int:
     """Pieces beyond one per sequence, as so many programs a multiprocessor.
 
-    H200, 2026-11-15, 32 heads of 8 KV heads, microseconds: one sequence of 4,000 keys 15.3 with 16 pieces (23 with
-    33); 32 sequences of 1,131 keys 49 with 33 (53 with 132); 64 of 1,057 85 with 132 (91 with 66); 128 of 1,114
-    157 with 132 (158 with 264); 256 of 1,064 279 with 264 (292 with 528).
+    H200, 2026-11-15, 32 heads of 8 KV heads, about 1,040 keys, microseconds: 8 sequences 19.6 with 32 pieces (16: 20.7,
+    64: 23.9); 32 sequences 40.5 with 16 (33: 45.3, 66: 48.7); 64 sequences 80.9 with 66 (132: 83.0); 256 sequences 269
+    with 264 (528: 272). One sequence of 4,000 keys: 15.3 with 16 (33: 23).
     """
-    wanted = multiprocessors * (1 if num_seqs <= 8 else 2 if num_seqs <= 48 else 8 if num_seqs <= 128 else 16)
-    return max(1, wanted // num_kv_heads)
+    wanted = next(many for most, many in _PROGRAMS if num_seqs <= most)
+    return max(1, multiprocessors * wanted // num_kv_heads)
+
+
+_PROGRAMS = ((4, 1), (16, 2), (40, 1), (96, 4), (128, 8), (MAX_SEQUENCES, 16))
+"""Up to so many sequences: programs a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +73,17 @@ class DecodeShape:
     keys: int
     warps: int = 4
     stages: int = 3
+    carried: bool = True
+    """Places of the next keys are read a turn early, so that as many tiles are on their way as there are stages."""
 
 
 def decode_shape(num_seqs: int, head_dim: int, element_size: int) -> DecodeShape:
-    """Measured with the pieces above, bf16 heads of 128: 128 keys at once (32 sequences: 49 us, with 64 keys 58;
-    128: 157 and 163), but 64 around 64 sequences (85 and 85; of 16 heads 79 and 80). Larger heads and float32 take
-    what surely fits the shared memory."""
+    """Measured with the pieces above, bf16 heads of 128: one sequence 9.4 us with 128 keys at once (64 keys: 12.6), 32
+    sequences 40.5 with 64 (128 keys: 57, since fewer programs fit). Larger heads and float32 take what surely fits
+    the shared memory."""
     if head_dim > 128 or element_size > 2:
-        return DecodeShape(64, stages=2)
-    return DecodeShape(64 if 48 < num_seqs <= 96 else 128)
+        return DecodeShape(64, stages=2, carried=False)
+    return DecodeShape(128 if num_seqs <= 2 else 64)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "extra"])

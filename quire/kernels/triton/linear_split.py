@@ -5,7 +5,8 @@ often than narrow ones, but there are fewer of them than multiprocessors; parts 
 finishes a strip last adds the parts, in their order whoever is last, so the result does not depend on timing.
 
 H200, 32 rows, microseconds with a norm before: 6,144 x 4,096 18.9 (the library 19.9), 4,096 x 4,096 14.4 (16.5),
-24,576 x 4,096 54.4 (55.9), 4,096 x 12,288 34.7 (35.4). Asking for weights before it may begin made it 4% slower.
+24,576 x 4,096 54.4 (55.9), 4,096 x 12,288 34.7 (35.4). Asking for weights before it may begin made it 4% slower; taking
+the gate along gained nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from quire.kernels.triton.activation import KINDS, activate
 
 MAX_ROWS = 128
 _PARTIALS = 8 << 20
@@ -71,8 +70,6 @@ def _split_kernel(
     COLUMNS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    KIND: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -86,7 +83,6 @@ def _split_kernel(
     begin = part * PART
     # Features past the end read the last one: no mask in the way of the loads, and nothing of it is stored.
     start_row = weight + tl.minimum(feature, num_features - 1).to(tl.int64) * WIDTH + begin
-    second = start_row + num_features.to(tl.int64) * WIDTH
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -94,57 +90,37 @@ def _split_kernel(
     x_row = x + row[:, None] * WIDTH + begin
     rows_used = used[:, None]
     acc = tl.zeros([FEATURES, ROWS], tl.float32)
-    if GATED:
-        other = tl.zeros([FEATURES, ROWS], tl.float32)
     for start in range(0, PART, COLUMNS):
         place = (start + column)[None, :]
         if PART % COLUMNS == 0 and WIDTH % PART == 0:
             values = tl.load(x_row + place, mask=rows_used, other=0.0)
             w = tl.load(start_row[:, None] + place, eviction_policy="evict_first")
-            if GATED:
-                w2 = tl.load(second[:, None] + place, eviction_policy="evict_first")
         else:
             inside = (place < PART) & (begin + place < WIDTH)
             values = tl.load(x_row + place, mask=rows_used & inside, other=0.0)
             w = tl.load(start_row[:, None] + place, mask=inside, other=0.0, eviction_policy="evict_first")
-            if GATED:
-                w2 = tl.load(second[:, None] + place, mask=inside, other=0.0, eviction_policy="evict_first")
         acc = tl.dot(w, tl.trans(values), acc, input_precision=PRECISION)
-        if GATED:
-            other = tl.dot(w2, tl.trans(values), other, input_precision=PRECISION)
     result = tl.trans(acc)
     stores = used[:, None] & real[None, :]
     target = row[:, None].to(tl.int64) * num_features + feature[None, :]
-    if GATED:
-        up = tl.trans(other)
+    last = True
+    if PARTS > 1:
+        size = num_rows * num_features
+        tl.store(partial + part * size + target, result, mask=stores)
+        # Every thread's stores come before the one thread's atomic that publishes them.
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived + strip, 1, sem="acq_rel") == PARTS - 1
+    if last:
+        if PARTS > 1:
+            result = tl.zeros([ROWS, FEATURES], tl.float32)
+            for other in range(0, PARTS):
+                result += tl.load(partial + other * size + target, mask=stores, other=0.0, cache_modifier=".cg")
+            tl.store(arrived + strip, 0)
         if BIAS:
             result += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(bias + num_features + feature, mask=real, other=0.0).to(tl.float32)[None, :]
-        # Rounded as the product alone would be, so that fused and separate give the same bits.
-        kind = out.dtype.element_ty
-        result = activate(result.to(kind).to(tl.float32), KIND) * up.to(kind).to(tl.float32)
-        tl.store(out + target, result.to(kind), mask=stores)
-    else:
-        last = True
-        if PARTS > 1:
-            size = num_rows * num_features
-            tl.store(partial + part * size + target, result, mask=stores)
-            # Every thread's stores come before the one thread's atomic that publishes them.
-            tl.debug_barrier()
-            last = tl.atomic_add(arrived + strip, 1, sem="acq_rel") == PARTS - 1
-        if last:
-            if PARTS > 1:
-                result = tl.zeros([ROWS, FEATURES], tl.float32)
-                for other_part in range(0, PARTS):
-                    result += tl.load(
-                        partial + other_part * size + target, mask=stores, other=0.0, cache_modifier=".cg"
-                    )
-                tl.store(arrived + strip, 0)
-            if BIAS:
-                result += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)[None, :]
-            if RESIDUAL:
-                result += tl.load(residual + target, mask=stores, other=0.0).to(tl.float32)
-            tl.store(out + target, result.to(out.dtype.element_ty), mask=stores)
+        if RESIDUAL:
+            result += tl.load(residual + target, mask=stores, other=0.0).to(tl.float32)
+        tl.store(out + target, result.to(out.dtype.element_ty), mask=stores)
 
 
 def fits(rows: int, features: int, sizes: SplitShape, scratch: SplitScratch | None) -> bool:
@@ -167,19 +143,16 @@ def linear_split(
     *,
     sizes: SplitShape,
     scratch: SplitScratch | None = None,
-    gated: str | None = None,
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """[rows, features] of up to 128 rows: x W^T + bias + residual, or act(first half) * second half of x W^T + bias
-    (in one part then, and without a residual)."""
+    """[rows, features] of up to 128 rows: x W^T + bias + residual."""
     rows, width = x.shape
-    features = weight.shape[0] // (2 if gated else 1)
-    parts = 1 if gated else sizes.parts
+    features = weight.shape[0]
     if out is None:
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
     columns = min(sizes.columns, triton.next_power_of_2(width))
-    part = triton.cdiv(triton.cdiv(width, parts), columns) * columns
+    part = triton.cdiv(triton.cdiv(width, sizes.parts), columns) * columns
     parts = triton.cdiv(width, part)
     launch = {"num_warps": sizes.warps, "num_stages": sizes.stages, **({"launch_pdl": True} if pdl else {})}
     _split_kernel[(triton.cdiv(features, sizes.features), parts)](
@@ -200,8 +173,6 @@ def linear_split(
         columns,
         bias is not None,
         residual is not None,
-        gated is not None,
-        KINDS[gated or "silu"],
         "ieee" if x.dtype == torch.float32 else "tf32",
         pdl,
         **launch,

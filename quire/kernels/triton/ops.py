@@ -55,7 +55,7 @@ class TritonOps:
         kv_dtype: torch.dtype | None = None,
         kv_scale: float = 1.0,
         dense_prefill: bool = True,
-        prompt_rows: bool = False,
+        prompt_rows: bool = True,
         pdl: bool = False,
         named_products: bool = True,
     ) -> None:
@@ -133,18 +133,6 @@ class TritonOps:
         return linear_split(
             x, w.weight, w.bias, residual, sizes=sizes, scratch=self._split, out=out, pdl=self._early(x.shape[0])
         )
-
-    def fuses_gate(self, rows: int, w: DeviceLinear) -> bool:
-        """Whether several rows are best multiplied by a kernel that takes the gated activation along."""
-        return rows > 1 and not self.deterministic and self._gate(rows, w).kernel == "split"
-
-    def gated_linear(self, x: Tensor, w: DeviceLinear, kind: str) -> Tensor:
-        """The gated activation of linear(x); only where `fuses_gate`."""
-        sizes = SplitShape(*self._gate(x.shape[0], w).sizes)
-        return linear_split(x, w.weight, w.bias, sizes=sizes, gated=kind, pdl=self._early(x.shape[0]))
-
-    def _gate(self, rows: int, w: DeviceLinear) -> Choice:
-        return choices.product(rows, w.out_features, w.in_features, self.dtype, choices.GATED)
 
     def _early(self, rows: int) -> bool:
         """Whether a small kernel should start while the one before it ends: only where its launch shows."""

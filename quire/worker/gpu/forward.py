@@ -167,12 +167,9 @@ class DeviceForward:
 
     def _gated(self, normed: Tensor, layer: DecoderLayer) -> Tensor:
         """The feed-forward up to its second product."""
-        ops, up, kind = self._ops, layer.mlp.up.packed, layer.mlp._spec.activation
-        if ops.fuses_gate(len(normed), up):  # type: ignore[attr-defined]
-            return ops.gated_linear(normed, up, kind)  # type: ignore[attr-defined]
-        wide = ops.linear(normed, up)
+        wide = self._ops.linear(normed, layer.mlp.up.packed)
         self._ask(layer.mlp.down.packed, len(normed))
-        return ops.act_mul(wide, kind)
+        return self._ops.act_mul(wide, layer.mlp._spec.activation)
 
     def _attend(self, layer: DecoderLayer, qkv: Tensor, ctx: StepContext, cache: LayerCache) -> Tensor:
         """What `Attention` does between its two projections."""

@@ -155,30 +155,22 @@ class PaddedSteps:
     def __init__(
         self,
         rungs: MixedRungs,
-        attention: Any,
         launch: Callable[[MixedRung, Callable[[str], Tensor], int], None],
         device: torch.device,
         pool: Any,
     ) -> None:
         """`launch` gets a shape, where its arrays lie by name, and its rows of logits. `pool` None: no graphs."""
         self.rungs = rungs
-        self._attention = attention
         self._launch = launch
         self._device = device
         self._stage = torch.zeros(max(rungs.empty(rung).size for rung in rungs.all), dtype=torch.int32, device=device)
         self._graphs = None if pool is None else GraphCache(device, self._run, pool)
         self._replays = False
 
-    def rung_of(
-        self, entries: Sequence[PlanEntry], batch: MixedBatch, reads: LogitRows, plain: bool
-    ) -> MixedRung | None:
-        """The fixed shape that a mixed step is padded to: if it is small, and asks for tokens only. `plain`: neither
-        window nor soft cap in any layer."""
+    def rung_of(self, entries: Sequence[PlanEntry], batch: MixedBatch, reads: LogitRows) -> MixedRung | None:
+        """The fixed shape that a mixed step is padded to: if it is small, and asks for tokens only. Small means that
+        launching would take longer than running, so our tiles attend even where a library would be faster."""
         if reads.ranking or any(entry.prompt_logprobs_from is not None for entry in entries):
-            return None
-        singles, takes = batch.num_decodes, (self._attention.takes_fresh, self._attention.takes_ragged)
-        prompts = zip(batch.starts[singles:].tolist(), batch.counts[singles:].tolist(), strict=True)
-        if any(take(start, count, plain) for start, count in prompts for take in takes):
             return None
         return self.rungs.fitting(batch, len(reads.drawing))
 

@@ -114,7 +114,7 @@ class DeviceRunner:
         self.graphs = GraphCache(device, self._captured) if use_graphs and device.type == "cuda" else None
         self._replays = False
         self.padded = None if rungs is None or self._attention is None else PaddedSteps(
-            rungs, self._attention, self._launch_padded, device, None if self.graphs is None else self.graphs.pool)
+            rungs, self._launch_padded, device, None if self.graphs is None else self.graphs.pool)
         self._ahead = WeightsAhead(device, prefetch) if prefetch and self.graphs is not None else None
         self.drafter: DraftSource | None = None
         self.rejection = False
@@ -334,7 +334,7 @@ class DeviceRunner:
         ends = batch.query_start[1:]
         reads = LogitRows.of(entries, batch)
         rung = None if self.padded is None or drafted is not None else self.padded.rung_of(
-            entries, batch, reads, self._plain)
+            entries, batch, reads)
         if rung is not None and self.padded is not None:
             self._scatter(places, values)
             self.padded.run(rung, batch, reads, entries, slot)

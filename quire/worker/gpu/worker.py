@@ -64,9 +64,9 @@ class DeviceOptions:
     fuse_rope: bool = True
     """Norm, rotation and KV write inside the attention of decode steps; never of those with drafts, which see keys of
     their own step."""
-    prompt_rows: bool = False
+    prompt_rows: bool = True
     """Prompts without context attend to the keys in their step's rows, brought by the copy engine, not in the cache."""
-    pad_mixed: bool = False
+    pad_mixed: bool = True
     """Small mixed steps are padded to fixed shapes and replayed as graphs, like decode steps."""
     seed: int = 0
     draft_rows: int = 0

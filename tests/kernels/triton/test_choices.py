@@ -86,7 +86,7 @@ def test_every_kind_of_choice_computes_the_same(monkeypatch: pytest.MonkeyPatch)
             assert torch.allclose(got, want, atol=1e-4), (choice, gated)
 
 
-def test_split_products_and_fused_gates_compute_what_separate_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_product_computes_what_any_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
     from quire.kernels.triton import choices, linear_few
@@ -94,13 +94,6 @@ def test_split_products_and_fused_gates_compute_what_separate_ones_do(monkeypatc
 
     ops = TritonOps("cpu", torch.float32)
     x, weight, residual = torch.randn(3, 64), torch.randn(40, 64), torch.randn(3, 40)
-    packed = ops.pack_linear(weight)
-    assert not ops.fuses_gate(3, packed)
     monkeypatch.setattr(choices, "product", lambda *_: Choice("split", (16, 32, 4, 2, 2)))
-    assert ops.fuses_gate(3, packed) and not ops.fuses_gate(1, packed)
     want = linear_few.linear_reference(x, weight, residual=residual)
-    assert torch.allclose(ops.linear(x, packed, residual), want, atol=1e-4)
-    want = linear_few.linear_reference(x, weight, gated="silu")
-    assert torch.allclose(ops.gated_linear(x, packed, "silu"), want, atol=1e-4)
-    ops.deterministic = True
-    assert not ops.fuses_gate(3, packed)
+    assert torch.allclose(ops.linear(x, ops.pack_linear(weight), residual), want, atol=1e-4)

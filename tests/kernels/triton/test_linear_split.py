@@ -30,16 +30,6 @@ def test_parts_add_up_to_the_product(sizes: SplitShape, rows: int, features: int
     assert not scratch.arrived.any()
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize(("rows", "features", "width"), [(2, 48, 256), (33, 40, 96)])
-def test_the_gate_is_taken_along(kind: str, rows: int, features: int, width: int) -> None:
-    x, weight = numbers(rows, width), numbers(2 * features, width, seed=1) / width**0.5
-    bias = numbers(2 * features, seed=2)
-    for extra in (None, bias):
-        got = linear_split(x, weight, extra, sizes=SplitShape(16, 32, 4, 2, 4), gated=kind)
-        assert torch.allclose(got, linear_reference(x, weight, extra, gated=kind), atol=1e-4)
-
-
 def test_parts_without_a_place_for_their_sums_do_not_fit() -> None:
     scratch = SplitScratch.allocate("cpu", 1000)
     assert fits(8, 1000, SplitShape(parts=1), None)
