@@ -11,6 +11,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine import assembly
+from quire.engine.device import _speculation
+from quire.errors import ConfigError
 from quire.executor.device import DeviceExecutor
 from quire.kernels.cpu.ops import CpuOps
 from quire.worker.gpu.worker import DeviceOptions, GpuWorker
@@ -23,11 +25,14 @@ def on_device(source: Any, config: Any) -> tuple[GpuWorker, DeviceExecutor]:
     """In the place of `build_worker`: what it does for a GPU, on CPU tensors."""
     from quire.models.build import dummy_weights
 
-    options = DeviceOptions(device="cpu", dtype="float32", max_num_seqs=config.scheduler.max_num_seqs or 16,
+    seqs, asked = config.scheduler.max_num_seqs or 16, config.speculation.options
+    options = DeviceOptions(device="cpu", dtype="float32", max_num_seqs=seqs,
                             max_num_batched_tokens=config.scheduler.max_num_batched_tokens or 512,
-                            max_model_len=config.model.max_model_len)
+                            max_model_len=config.model.max_model_len,
+                            draft_rows=0 if asked is None else asked.num_speculative_tokens * seqs)
     weights = dummy_weights(source.config, seed=config.model.seed)
-    worker = GpuWorker(source.config, weights, config.cache, options, ops=CpuOps(num_threads=1))
+    worker = GpuWorker(source.config, weights, config.cache, options, ops=CpuOps(num_threads=1),
+                       speculation=_speculation(config))
     return worker, DeviceExecutor(worker)
 
 
@@ -57,3 +62,33 @@ def test_short_memory_changes_no_token(
     found, metrics = answers(tmp_path, **options)
     assert found == plain
     assert metrics["preemptions"] > 0
+
+
+@pytest.mark.parametrize(("method", "adaptive"), [
+    ("ngram", False), ("skip_layers", False), ("draft_model", False), ("draft_model", True)])
+def test_drafts_change_no_token_while_blocks_are_swapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, adaptive: bool
+) -> None:
+    asked: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "adaptive": adaptive}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    plain, _ = answers(tmp_path, num_kv_blocks=400)
+    if method == "draft_model":
+        (tmp_path / "draft").mkdir()
+        (tmp_path / "draft" / "config.json").write_text(json.dumps(QWEN3))
+        asked |= {"model": str(tmp_path / "draft"), "load_format": "dummy"}
+    monkeypatch.setattr(assembly, "build_worker", on_device)
+    found, metrics = answers(tmp_path, swap_space=0.01, preemption_mode="swap", max_steps_in_flight=2,
+                             max_num_seqs=8, speculative_config=asked)
+    assert found == plain
+    assert metrics["preemptions"] > 0
+    assert adaptive or metrics["spec_draft_tokens"] > 0
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**QWEN3, "vocab_size": 130}))
+    monkeypatch.setattr(assembly, "build_worker", on_device)
+    asked = {"method": "draft_model", "model": str(tmp_path / "draft"), "load_format": "dummy"}
+    with pytest.raises(ConfigError, match="vocabulary of 130 tokens"):
+        answers(tmp_path, speculative_config=asked)
