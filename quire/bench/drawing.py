@@ -46,11 +46,18 @@ class _Text:
     bold: bool
 
 
+def _check_format(target: Path) -> None:
+    if target.suffix.lower() not in (".png", ".svg"):
+        raise QuireError(f"a picture is a PNG or an SVG: name it {target.stem or 'picture'}.png or "
+                         f"{target.stem or 'picture'}.svg, not {target.name or target}")
+
+
 def check_drawable(path: str | Path | None) -> None:
     """Refuse a place where no picture can be written before minutes of measuring, not after."""
-    if path is None:
+    if not path:
         return
     target = Path(path)
+    _check_format(target)
     why = "is a folder" if target.is_dir() else None
     if not target.parent.is_dir():
         why = f"there is no folder {target.parent}"
@@ -79,10 +86,10 @@ class Drawing:
         self.shapes.append(_Text(x, y, words, size, color, anchor, bold))
 
     def save(self, path: str | Path) -> Path:
-        """Write the file that its name asks for: a PNG, or else an SVG."""
+        """Write the file that its name asks for."""
         target = Path(path)
+        _check_format(target)
         data = self.png() if target.suffix.lower() == ".png" else self.svg().encode()
-        target = target if target.suffix.lower() == ".png" else target.with_suffix(".svg")
         try:
             target.write_bytes(data)
         except OSError as error:

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from quire.bench.http_client import Reply, ask
-from quire.bench.served import served
+from quire.bench.served import serve_process, served
 from quire.cli.options import add_engine_options, engine_options, integer
 from quire.errors import QuireError
 
@@ -117,7 +113,8 @@ def instant(options: dict[str, Any], connections: int, seconds: int) -> dict[str
         raise QuireError("the case instant is driven by wrk, which is not installed: apt-get install wrk")
     body = json.dumps({"prompt": "Hello", "max_tokens": 256, "stream": True, "ignore_eos": True})
     script = f"wrk.method = 'POST'\nwrk.headers['Content-Type'] = 'application/json'\nwrk.body = '{body}'\n"
-    with _serve_process({**options, "executor": "dummy"}, connections) as address, \
+    flags = ["--max-waiting-requests", str(2 * connections + 64)]
+    with serve_process({**options, "executor": "dummy"}, flags) as address, \
             tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "post.lua"
         path.write_text(script)
@@ -136,36 +133,6 @@ def _generated(address: str) -> float:
     text = asyncio.run(ask(address, "/metrics")).body.decode()
     line = next(line for line in text.splitlines() if line.startswith("quire:generation_tokens_total"))
     return float(line.rsplit(" ", 1)[1])
-
-
-@contextlib.contextmanager
-def _serve_process(options: dict[str, Any], connections: int) -> Iterator[str]:
-    """`quire serve` in a process of its own; its address."""
-    words = [sys.executable, "-m", "quire", "serve", "--port", "0", "--log-format", "json", "--max-waiting-requests",
-             str(2 * connections + 64)]
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        words += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, str(value)]
-    # The log is a line per request: read on, so that the pipe is never full.
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    assert process.stderr is not None
-    try:
-        address = ""
-        for line in process.stderr:
-            if b'"event": "ready"' in line:
-                address = json.loads(line)["url"]
-                break
-        if not address:
-            raise QuireError("quire serve did not start")
-        reader = asyncio.new_event_loop()
-        drained = reader.run_in_executor(None, process.stderr.read)
-        yield address
-        process.terminate()
-        reader.run_until_complete(drained)
-        reader.close()
-    finally:
-        process.kill()
-        process.wait()
 
 
 # ---- chunked prefill

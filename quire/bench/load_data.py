@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -94,31 +95,63 @@ def sharegpt_requests(path: Path, count: int, *, output_len: int | None = None, 
 
 def trace_requests(path: Path, count: int | None, *, speed: float = 1.0, max_input_len: int | None = None,
                    max_output_len: int | None = None, seed: int = 0) -> list[LoadRequest]:
-    """A trace in Mooncake's format: its times, lengths and shared prefixes, with words for contents."""
+    """A trace with words for contents: Mooncake's, of times, lengths and shared prefixes; Azure's has no prefixes."""
     made: list[LoadRequest] = []
     blocks: dict[int, str] = {}
-    for number, line in enumerate(_read_lines(path), 1):
+    for entry in _azure_entries(path) if path.suffix.lower() == ".csv" else _mooncake_entries(path):
         if count is not None and len(made) >= count:
             break
-        try:
-            entry = json.loads(line)
-            length, output, at = int(entry["input_length"]), int(entry["output_length"]), float(entry["timestamp"])
-            ids = [int(block) for block in entry["hash_ids"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidRequestError(f"line {number} of {path} is no line of a trace in Mooncake's format: it needs "
-                                      f"timestamp, input_length, output_length and hash_ids", "dataset_path") from error
-        length = max(1, min(length, max_input_len or length))
+        length = max(1, min(entry.length, max_input_len or entry.length))
         parts = []
-        for block in ids[: -(-length // TRACE_BLOCK)]:
+        for block in entry.blocks[: -(-length // TRACE_BLOCK)]:
             if block not in blocks:
                 blocks[block] = words(random.Random(f"{seed}-{block}"), TRACE_BLOCK)
             parts.append(blocks[block])
         text = " ".join(" ".join(parts).split(" ")[:length])
-        made.append(LoadRequest(text, max(1, min(output, max_output_len or output)), at / 1000 / speed))
+        made.append(LoadRequest(text, max(1, min(entry.output, max_output_len or entry.output)), entry.at / speed))
     if not made:
         raise InvalidRequestError(f"the trace {path} holds no requests", "dataset_path")
     first = min(request.at or 0.0 for request in made)
     return [LoadRequest(r.prompt, r.max_tokens, (r.at or 0.0) - first) for r in made]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One request of a trace; `at` in seconds."""
+
+    at: float
+    length: int
+    output: int
+    blocks: list[int]
+
+
+def _mooncake_entries(path: Path) -> Iterator[_Entry]:
+    for number, line in enumerate(_read_lines(path), 1):
+        try:
+            entry = json.loads(line)
+            yield _Entry(float(entry["timestamp"]) / 1000, int(entry["input_length"]), int(entry["output_length"]),
+                         [int(block) for block in entry["hash_ids"]])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequestError(f"line {number} of {path} is no line of a trace in Mooncake's format: it needs "
+                                      f"timestamp, input_length, output_length and hash_ids", "dataset_path") from error
+
+
+def _azure_entries(path: Path) -> Iterator[_Entry]:
+    """Azure's traces are CSV files that tell lengths alone, so that every prompt is its own."""
+    block = 0
+    for number, line in enumerate(_read_lines(path), 1):
+        if number == 1:
+            continue  # the names of the columns
+        try:
+            when, length, output = line.decode().split(",")
+            entry = _Entry(datetime.fromisoformat(when).timestamp(), int(length), int(output), [])
+        except ValueError as error:
+            raise InvalidRequestError(f"line {number} of {path} is no line of a trace in Azure's format: it needs "
+                                      f"TIMESTAMP, ContextTokens and GeneratedTokens", "dataset_path") from error
+        blocks = -(-max(1, entry.length) // TRACE_BLOCK)
+        entry.blocks.extend(range(block, block + blocks))
+        block += blocks
+        yield entry
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -131,7 +132,7 @@ def picture(sent: Sequence[Sent], title: str) -> Drawing:
 
 def _spread(drawing: Drawing, left: float, top: float, title: str, values: list[float], color: str) -> None:
     width, height = 340.0, 170.0
-    drawing.text(left, top - 10, f"{title} (ms)", 12, bold=True)
+    drawing.text(left, top - 10, f"{title} (ms), share of values below", 12, bold=True)
     drawing.line(left, top + height, left + width, top + height, "#888888")
     drawing.line(left, top, left, top + height, "#888888")
     for share in (0, 50, 100):
@@ -139,10 +140,18 @@ def _spread(drawing: Drawing, left: float, top: float, title: str, values: list[
     if not values:
         drawing.text(left + width / 2, top + height / 2, "none", 11, "#666666", "middle")
         return
-    most = values[-1] or 1.0
+    step = _round_above((values[-1] or 1.0) / 4)
+    most = 4 * step
     for tick in range(5):
-        drawing.text(left + width * tick / 4, top + height + 16, f"{most * tick / 4:.4g}", 10, "#666666", "middle")
+        drawing.text(left + width * tick / 4, top + height + 16, f"{step * tick:.4g}", 10, "#666666", "middle")
+    drawing.text(left + width / 2, top + height + 32, "milliseconds", 10, "#666666", "middle")
     points = [(left + width * percentile(values, share) / most, top + height * (1 - share / 100))
               for share in range(101)]
     for (x1, y1), (x2, y2) in pairwise(points):
         drawing.line(x1, y1, x2, y2, color, 2)
+
+
+def _round_above(value: float) -> float:
+    """The next larger number that reads well on an axis."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(factor * power for factor in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if factor * power >= value * 0.999999)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from quire.bench.drawing import check_drawable
 from quire.bench.load_client import PATHS, Sent, Target, send_all
 from quire.bench.load_data import LoadRequest, arrival_times, random_requests, sharegpt_requests, trace_requests
 from quire.bench.load_report import parse_goodput, picture, report, table
@@ -52,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_data(data: Any) -> None:
     data.add_argument("--dataset-name", choices=("random", "sharegpt", "trace"), default="random",
                       help="what to send (default: %(default)s)")
-    data.add_argument("--dataset-path", metavar="FILE", help="ShareGPT's JSON, or a trace in Mooncake's format")
+    data.add_argument("--dataset-path", metavar="FILE",
+                      help="ShareGPT's JSON; a trace in Mooncake's format, or Azure's (.csv)")
     data.add_argument("--num-prompts", type=integer, default=100, metavar="N", help="requests (default: %(default)s)")
     data.add_argument("--random-input-len", type=integer, default=512, metavar="N", help="tokens of a random prompt, "
                       "one a word unless --tokenizer is given (default: %(default)s)")
@@ -122,10 +124,9 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag_of(name)} must be above 0, not {getattr(args, name)}", field=name)
     if not 0 <= args.random_range_ratio < 1:
         raise ConfigError("--random-range-ratio must be at least 0 and below 1", field="random_range_ratio")
-    for name in ("save_result", "plot"):
-        path = getattr(args, name)
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ConfigError(f"{flag_of(name)} {path}: there is no such folder", field=name)
+    if args.save_result is not None and not Path(args.save_result).absolute().parent.is_dir():
+        raise ConfigError(f"--save-result {args.save_result}: there is no such folder", field="save_result")
+    check_drawable(args.plot)
     if args.dataset_name == "random" and args.dataset_path is not None:
         raise ConfigError("--dataset-path is for --dataset-name sharegpt or trace", field="dataset_path")
     if args.dataset_name != "random" and args.dataset_path is None:

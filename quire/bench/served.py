@@ -1,13 +1,18 @@
-"""A server and its engine inside a benchmark's own event loop, on a free port of loopback."""
+"""A server for a benchmark, on a free port of loopback: in its own event loop, or in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from quire.config import ServerConfig
+from quire.errors import QuireError
 
 
 @contextlib.asynccontextmanager
@@ -34,3 +39,33 @@ async def served(server: dict[str, Any], engine: dict[str, Any]) -> AsyncIterato
     finally:
         stops.stop()
         await serving
+
+
+@contextlib.contextmanager
+def serve_process(options: dict[str, Any], flags: Sequence[str] = ()) -> Iterator[str]:
+    """`quire serve` in a process of its own; its address."""
+    words = [sys.executable, "-m", "quire", "serve", "--port", "0", "--log-format", "json", *flags]
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        words += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, str(value)]
+    # The log is a line per request: read on, so that the pipe is never full.
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    assert process.stderr is not None
+    try:
+        address, said = "", b""
+        for line in process.stderr:
+            said = line
+            if b'"event": "ready"' in line:
+                address = json.loads(line)["url"]
+                break
+        if not address:
+            raise QuireError(f"quire serve did not start: {said.decode(errors='replace').strip()}")
+        reader = asyncio.new_event_loop()
+        drained = reader.run_in_executor(None, process.stderr.read)
+        yield address
+        process.terminate()
+        reader.run_until_complete(drained)
+        reader.close()
+    finally:
+        process.kill()
+        process.wait()

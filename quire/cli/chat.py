@@ -67,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{model} has no chat template, so it was not made for chats (a base model, perhaps): "
                 f"complete texts with `quire generate --model {model}` instead"
             )
-        Chat(llm, params, args.system).talk()
-    return 0
+        return Chat(llm, params, args.system).talk()
 
 
 class Chat:
@@ -79,12 +78,14 @@ class Chat:
         self._params = params
         self._conversation = self._begin(system)
         self._interactive = sys.stdin.isatty()
+        self._failed = False
 
     def _begin(self, system: str | None) -> Any:
         """A conversation in which nothing was said yet."""
         return Conversation(self._llm, system)
 
-    def talk(self) -> None:
+    def talk(self) -> int:
+        """Until the input ends; 1 where it was a pipe's and a question of it got no answer."""
         if self._interactive:
             _enable_editing()
             self._note("Ask something. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends the chat.")
@@ -94,7 +95,7 @@ class Chat:
             except EOFError:
                 if self._interactive:
                     print()
-                return
+                return self._code()
             except KeyboardInterrupt:
                 if not self._interactive:
                     raise
@@ -104,9 +105,12 @@ class Chat:
             if text is None:
                 continue
             if text.startswith("/") and "\n" not in text and not self._obey(text):
-                return
+                return self._code()
             if not text.startswith("/") or "\n" in text:
                 self._answer(text)
+
+    def _code(self) -> int:
+        return 1 if self._failed and not self._interactive else 0
 
     def _read(self) -> str | None:
         """A message: a line, lines that end in a backslash, or lines between triple quotes; None if empty."""
@@ -171,6 +175,7 @@ class Chat:
         try:
             prompt, forgotten = self._conversation.ask(text, self._max_tokens())
         except InvalidRequestError as error:
+            self._failed = True
             self._note(f"({error})")
             return
         if forgotten:
@@ -190,22 +195,22 @@ class Chat:
     def _stream(self, prompt: dict[str, Any]) -> tuple[str, str | None]:
         """Show the answer as it is made; what it is, and what to say about its end."""
         answer, note = "", None
-        with LiveText(status=False) as screen:
-            try:
-                with contextlib.closing(self._llm.stream(prompt, self._params)) as outputs:  # type: ignore[type-var]
-                    for output in outputs:
-                        answer = output.outputs[0].text
-                        screen.write(output.outputs[0].text_delta)
-                if output.error is not None:
-                    note = f"(the answer failed: {output.error})"
-                elif output.outputs[0].finish_reason == "length":
-                    note = "(cut off: --max-tokens, or the end of the context)"
-            except InvalidRequestError as error:
-                note = f"({error})"
-            except KeyboardInterrupt:
-                if not self._interactive:
-                    raise
-                note = "(stopped)"
+        try:
+            with LiveText(status=False) as screen, \
+                 contextlib.closing(self._llm.stream(prompt, self._params)) as outputs:  # type: ignore[type-var]
+                for output in outputs:
+                    answer = output.outputs[0].text
+                    screen.write(output.outputs[0].text_delta)
+            if output.error is not None:
+                self._failed, note = True, f"(the answer failed: {output.error})"
+            elif output.outputs[0].finish_reason == "length":
+                note = "(cut off: --max-tokens, or the end of the context)"
+        except InvalidRequestError as error:
+            self._failed, note = True, f"({error})"
+        except KeyboardInterrupt:
+            if not self._interactive:
+                raise
+            note = "(stopped)"
         return answer, note
 
     def _note(self, text: str) -> None:

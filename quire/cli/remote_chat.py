@@ -23,8 +23,7 @@ def chat_with_server(args: argparse.Namespace) -> int:
     endpoint = endpoint_of(args)
     endpoint.model = endpoint.model or args.model
     endpoint.model_name()  # a server that is not there is told of before the first question
-    RemoteChat(endpoint, request_fields(args, DEFAULTS), args.system).talk()
-    return 0
+    return RemoteChat(endpoint, request_fields(args, DEFAULTS), args.system).talk()
 
 
 class RemoteConversation:
@@ -66,18 +65,17 @@ class RemoteChat(Chat):
     def _stream(self, prompt: Any) -> tuple[str, str | None]:
         answer, note, ending = "", None, dict[str, Any]()
         chunks = self._endpoint.stream("/v1/chat/completions", {"messages": prompt, **self._fields})
-        with LiveText(status=False) as screen:
-            try:
-                with contextlib.closing(chunks):  # type: ignore[type-var]
-                    for text in text_pieces(chunks, ending):
-                        answer += text
-                        screen.write(text)
-                if ending["finish_reason"] == "length":
-                    note = "(cut off: --max-tokens, or the end of the context)"
-            except EndpointError as error:
-                note = f"({error})"
-            except KeyboardInterrupt:
-                if not self._interactive:
-                    raise
-                note = "(stopped)"
+        try:
+            with LiveText(status=False) as screen, contextlib.closing(chunks):  # type: ignore[type-var]
+                for text in text_pieces(chunks, ending):
+                    answer += text
+                    screen.write(text)
+            if ending["finish_reason"] == "length":
+                note = "(cut off: --max-tokens, or the end of the context)"
+        except EndpointError as error:
+            self._failed, note = True, f"({error})"
+        except KeyboardInterrupt:
+            if not self._interactive:
+                raise
+            note = "(stopped)"
         return answer, note

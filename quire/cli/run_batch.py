@@ -2,7 +2,8 @@
 
 Input: one request a line, with custom_id, method, url (/v1/chat/completions or /v1/completions) and body. Output: one
 answer a line, in the order in which they come. Run it again after it was stopped and it goes on: lines that have an
-answer are not done again. The model runs here, or on a server (--url)."""
+answer are not done again. The model runs here, or on a server (--url). Exits with 1 where a request was refused: the
+output says why, beside the other answers."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from typing import Any
 
 from quire.cli.options import add_engine_options, engine_options, flag_of, integer
 from quire.cli.remote import add_endpoint_options, endpoint_of
+from quire.cli.terminal import printable
 from quire.client.batch import BatchLine, BatchOutput, read_batch
 from quire.client.endpoint import Endpoint, EndpointError
 from quire.errors import ConfigError
@@ -64,30 +66,31 @@ def run(args: argparse.Namespace) -> int:
         todo = [line for line in lines if line.custom_id not in output.finished]
         if len(todo) < len(lines):
             print(f"{len(lines) - len(todo)} of {len(lines)} requests have an answer already", file=sys.stderr)
-        failed = asyncio.run(_answer_all(args, options, todo, output)) if todo else 0
-    print(f"{len(todo) - failed} answered, {failed} failed: {args.output_file}", file=sys.stderr)
-    return 0
+        if todo:
+            asyncio.run(_answer_all(args, options, todo, output))
+        refused = {line.custom_id: why for line in lines if (why := output.finished[line.custom_id]) is not None}
+    print(f"{len(lines) - len(refused)} answered, {len(refused)} failed: {args.output_file}", file=sys.stderr)
+    if refused:
+        name, why = next(iter(refused.items()))
+        print(f"the first that failed is {name}, with {printable(why).splitlines()[0][:300]}", file=sys.stderr)
+    return 1 if refused else 0
 
 
 async def _answer_all(args: argparse.Namespace, options: dict[str, Any], todo: list[BatchLine],
-                      output: BatchOutput) -> int:
-    """How many requests failed."""
+                      output: BatchOutput) -> None:
     from tqdm import tqdm
 
     sending = _remote(endpoint_of(args)) if args.url is not None else _local(options, args.max_concurrency)
     waiting = iter(todo)
-    failed = 0
     async with sending as ask:
         with tqdm(total=len(todo), unit="request", disable=not sys.stderr.isatty()) as bar:
 
             async def worker() -> None:
-                nonlocal failed
                 for line in waiting:
                     status, body = await _try(ask, line, args.tries)
                     if status == _UNREACHABLE:
                         raise EndpointError(f"{body}: start the batch again when it is back, it goes on from here")
                     output.write(line, _id_of(body, line), status, body)
-                    failed += status != 200
                     bar.update()
 
             try:
@@ -96,7 +99,6 @@ async def _answer_all(args: argparse.Namespace, options: dict[str, Any], todo: l
                         workers.create_task(worker())
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
-    return failed
 
 
 async def _try(ask: Ask, line: BatchLine, tries: int) -> tuple[int, Any]:

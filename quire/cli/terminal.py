@@ -74,6 +74,7 @@ class LiveText:
         self._column = 0
         self._word = ""
         self._has_status = False
+        self._written = False
         self._width = terminal_width()
 
     def __enter__(self) -> LiveText:
@@ -82,13 +83,15 @@ class LiveText:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.finish()
+        # A line of its own for nothing, where an error says why there is nothing, would be an answer.
+        self.finish(end_line=kind is None or self._written)
 
     def write(self, text: str, status: str = "") -> None:
         """Add text; on a terminal, redraw the line below it."""
         if not self._live:
             self._stream.write(text)
             self._stream.flush()
+            self._written = True
             return
         self._width = terminal_width()
         out = ["\x1b[J"] if self._has_status else []
@@ -99,14 +102,14 @@ class LiveText:
         self._stream.write("".join(out))
         self._stream.flush()
 
-    def finish(self) -> None:
+    def finish(self, end_line: bool = True) -> None:
         """Write what was held back, take the status line away, and end the line."""
         if self._live:
             out = ["\x1b[J"] if self._has_status else []
             self._has_status = False
             self._flush_word(out)
             self._stream.write("".join(out))
-        if self._column or not self._live:
+        if self._column or (not self._live and end_line):
             self._stream.write("\n")
         self._column = 0
         self._stream.flush()

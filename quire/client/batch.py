@@ -82,7 +82,8 @@ class BatchOutput:
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
         self.path = path
         try:
-            self.finished = set() if fresh else _finished(path)
+            self.finished: dict[str, str | None] = {} if fresh else _finished(path)
+            """By custom_id: None where the request was answered, or why it was refused."""
             self._file = path.open("wb" if fresh else "ab")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -97,7 +98,7 @@ class BatchOutput:
                   "response": {"status_code": status, "request_id": request_id, "body": body}, "error": failed}
         self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
-        self.finished.add(line.custom_id)
+        self.finished[line.custom_id] = _refusal(record)
 
     def __enter__(self) -> BatchOutput:
         return self
@@ -108,11 +109,16 @@ class BatchOutput:
         self._file.close()
 
 
-def _finished(path: Path) -> set[str]:
+def _refusal(record: dict[str, Any]) -> str | None:
+    status = record["response"]["status_code"]
+    return None if status == 200 else f"{status}: {(record.get('error') or {}).get('message', 'refused')}"
+
+
+def _finished(path: Path) -> dict[str, str | None]:
     """Ids with an answer in the file. Taken out is what is none: a line torn by a kill, a passing refusal."""
     if not path.exists():
-        return set()
-    found: set[str] = set()
+        return {}
+    found: dict[str, str | None] = {}
     kept: list[bytes] = []
     lines = path.read_bytes().splitlines(keepends=True)
     for number, text in enumerate(lines, 1):
@@ -120,13 +126,13 @@ def _finished(path: Path) -> set[str]:
             break
         try:
             record = json.loads(text)
-            custom_id, status = record["custom_id"], record["response"]["status_code"]
-        except (ValueError, KeyError, TypeError) as error:
+            custom_id, status, refusal = record["custom_id"], record["response"]["status_code"], _refusal(record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidRequestError(
                 f"line {number} of {path} is no answer of a batch: name another output file, or start anew with "
                 "--overwrite", "output_file") from error
         if status not in PASSING:
-            found.add(custom_id)
+            found[custom_id] = refusal
             kept.append(text)
     if len(kept) < len(lines):
         beside = path.with_name(path.name + ".part")

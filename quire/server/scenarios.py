@@ -34,8 +34,8 @@ def _many(count: int, every: float, **more: Any) -> tuple[Visitor, ...]:
 SCENARIOS: dict[str, Scenario] = {each.name: each for each in (
     Scenario(
         "shared-prefix", "Shared prefix",
-        "Request 1 computes the long common prompt once; when its blocks turn striped, the others hold them too and "
-        "compute only their own few tokens.",
+        "The first to come computes the long common prompt once; when its blocks turn striped, the others hold them "
+        "too and compute only their own few tokens.",
         (Layout("64 blocks of 16 tokens, prefix caching on"),),
         _many(6, 0.35, shared_tokens=160, own_tokens=12, max_tokens=24), live=True),
     Scenario(

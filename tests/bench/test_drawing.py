@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quire.bench.arrivals import Story
-from quire.bench.drawing import Drawing
+from quire.bench.drawing import Drawing, check_drawable
 from quire.bench.timeline import draw_timeline
 from quire.errors import QuireError
 
@@ -87,6 +87,17 @@ def test_a_timeline_marks_gaps_over_the_bound_and_only_those() -> None:
     free = [shape.color for shape in draw_timeline({"p": stories}, None, "t").shapes]
     assert colors.count("#c0392b") == 2, "one in the legend, one gap"
     assert free.count("#c0392b") == 0
+
+
+def test_a_format_that_cannot_be_drawn_is_refused_before_and_after_measuring(tmp_path: Path) -> None:
+    for name in ("a.xyz", "a", "a.jpeg"):
+        with pytest.raises(QuireError, match=r"name it a\.png or a\.svg"):
+            drawing().save(tmp_path / name)
+        with pytest.raises(QuireError, match=r"a PNG or an SVG"):
+            check_drawable(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+    for fine in (None, "", tmp_path / "a.PNG", tmp_path / "a.svg"):
+        check_drawable(fine)
 
 
 def test_a_place_that_cannot_be_written_is_an_error_of_our_own(tmp_path: Path) -> None:

@@ -64,6 +64,20 @@ def test_a_trace_keeps_its_times_lengths_and_shared_prefixes(tmp_path: Path) -> 
     assert one[:512] == two[:512] and one[512:600] != two[512:600]
 
 
+def test_azures_trace_keeps_times_and_lengths_and_shares_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_bytes(b"TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,700,44\r\n"
+                     b"2023-11-16 18:15:48.6805900,600,9\r\n")
+    first, second = trace_requests(path, None, speed=4.0, max_output_len=20)
+    assert first.at == 0.0 and second.at == pytest.approx(0.5)
+    assert (first.max_tokens, second.max_tokens) == (20, 9)
+    one, two = first.prompt.split(), second.prompt.split()
+    assert (len(one), len(two)) == (700, 600) and one[:64] != two[:64]
+    path.write_text("a,b,c\n1,2\n")
+    with pytest.raises(InvalidRequestError, match=r"line 2 .* Azure"):
+        trace_requests(path, None)
+
+
 def test_a_line_that_is_no_trace_is_refused_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 1}\n')
@@ -153,7 +167,8 @@ def test_a_server_of_known_times_is_measured_right(
     assert stub.bodies[-1]["model"] == "stub-model"
     assert stub.bodies[-1]["ignore_eos"] is True and stub.bodies[-1]["stream_options"] == {"include_usage": True}
     assert len(json.loads((tmp_path / "run.json").read_text())["requests"]) == 6
-    assert (tmp_path / "run.svg").read_text().startswith("<svg")
+    drawn = (tmp_path / "run.svg").read_text()
+    assert drawn.startswith("<svg") and drawn.count(">milliseconds<") == 4
 
 
 def test_refused_and_broken_requests_are_counted_not_raised(
@@ -178,6 +193,15 @@ def test_refused_and_broken_requests_are_counted_not_raised(
     shown = capsys.readouterr().out
     assert "429: too many" in shown and "middle of the answer" in shown
     assert "Failed requests:" in shown
+
+
+def test_a_picture_of_no_known_format_is_refused_before_anything_is_sent(
+    serving: Callable[..., Stub], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    stub = serving(paced)
+    assert main(["bench", "serve", "--url", stub.url, "--plot", str(tmp_path / "run.xyz")]) == 1
+    assert "name it run.png or run.svg" in capsys.readouterr().err
+    assert not stub.bodies and not list(tmp_path.iterdir())
 
 
 def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

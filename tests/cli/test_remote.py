@@ -36,8 +36,26 @@ def test_a_refusal_is_one_line_with_the_servers_words(
     serving: Callable[..., Stub], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["complete", "x", "--url", serving(answer).url, "--max-tokens", "0"]) == 1
-    error = capsys.readouterr().err
-    assert "max_tokens must be at least 1" in error and error.count("\n") == 1
+    shown = capsys.readouterr()
+    assert "max_tokens must be at least 1" in shown.err and shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_a_piped_chat_whose_question_is_refused_goes_on_and_says_so_in_the_end(
+    serving: Callable[..., Stub], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def picky(body: dict[str, Any]) -> AsyncIterator[Any]:
+        if body["messages"][-1]["content"] == "Bad?":
+            yield 400, {"error": {"message": "not this one"}}
+        async for chunk in answer(body):
+            yield chunk
+
+    stub = serving(picky)
+    for asked, code in (("Where?\n", 0), ("Bad?\nWhere?\n", 1)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(asked))
+        assert main(["chat", "--url", stub.url]) == code
+        shown = capsys.readouterr()
+        assert shown.out == "Paris is it\n" and ("not this one" in shown.err) == (code == 1)
 
 
 def test_a_chat_with_a_server_remembers_what_was_said(

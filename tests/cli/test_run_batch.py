@@ -101,8 +101,29 @@ def test_a_line_that_a_server_turned_down_is_done_again(tmp_path: Path, serving:
     questions, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_batch(questions, 3)
     words = ["run-batch", "-i", str(questions), "-o", str(answers), "--tries", "1", "--url", serving(mending).url]
-    assert main(words) == 0
+    assert main(words) == 1
     broken = False
     assert main(words) == 0
     statuses = [json.loads(line)["response"]["status_code"] for line in answers.read_text().splitlines()]
     assert statuses == [200, 200, 200]
+
+
+def test_refused_lines_are_told_by_the_exit_code_and_a_summary_and_the_others_are_answered(
+    tmp_path: Path, serving: Callable[..., Stub], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def picky(body: dict[str, Any]) -> AsyncIterator[Any]:
+        if body["prompt"] == "number 1":
+            yield 400, {"error": {"message": "too long by half"}}
+        yield {"id": "cmpl-1", "choices": [{"text": "x"}]}
+
+    questions, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_batch(questions, 3)
+    stub = serving(picky)
+    words = ["run-batch", "-i", str(questions), "-o", str(answers), "--url", stub.url]
+    for _ in range(2):  # a second run asks nothing, and says the same
+        assert main(words) == 1
+        told = capsys.readouterr().err
+        assert "2 answered, 1 failed" in told and "q1, with 400: too long by half" in told
+    assert len(stub.bodies) == 3
+    codes = {one["custom_id"]: one["response"]["status_code"] for one in map(json.loads, answers.open())}
+    assert codes == {"q0": 200, "q1": 400, "q2": 200}

@@ -48,7 +48,7 @@ def test_a_torn_last_line_is_cut_off_and_done_again(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-10])
     with BatchOutput(path) as output:
-        assert output.finished == {"a"}
+        assert output.finished == {"a": None}
         output.write(requests[1], "id", 200, {"id": "id"})
     assert path.read_bytes() == whole
 

@@ -39,7 +39,7 @@ def take_pictures(watched: Watched, folder: Path, question: str, *, speed: str =
     frames: list[Any] = []
     for name in story:
         frames += _film(page, name)
-    _write_gif(frames, folder / "page.gif")
+    write_gif(frames, folder / "page.gif")
     return [folder / name for name in ("page-chat.png", "page-engine.png", "page.gif")]
 
 
@@ -57,14 +57,18 @@ def _film(page: Any, name: str) -> list[Any]:
         page.wait_for_timeout(1000 * max(0.0, _FRAME_SECONDS - (time.monotonic() - began)))
 
 
-def _write_gif(frames: list[Any], path: Path) -> None:
+def write_gif(frames: list[Any], path: Path) -> None:
     from PIL import Image
 
     # One palette for all, so that colours do not flicker and what stands still costs nothing.
-    sheet = Image.new("RGB", (frames[0].width, 4 * frames[0].height))
-    for place in range(4):
-        sheet.paste(frames[place * (len(frames) - 1) // 3], (0, place * frames[0].height))
-    palette = sheet.quantize(48, dither=Image.Dither.NONE)
+    sheet = Image.new("RGB", (frames[0].width, 8 * frames[0].height))
+    for place in range(8):
+        sheet.paste(frames[place * (len(frames) - 1) // 7], (0, place * frames[0].height))
+    # The page's plain colours as they are, and beside them some far apart: a legend's few pixels must keep theirs.
+    plain = [color for _, color in sorted(sheet.getcolors(1 << 24), reverse=True)[:128]]
+    apart = sheet.quantize(100, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).getpalette()[:300]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([part for color in plain for part in color] + apart)
     small = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     small[0].save(path, save_all=True, append_images=small[1:], duration=int(1000 * _FRAME_SECONDS), loop=0,
                   optimize=True, disposal=1)

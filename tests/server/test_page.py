@@ -17,7 +17,7 @@ from quire.async_llm import AsyncLLM
 from quire.server.scenarios import SCENARIOS
 from tests.server.browser import Watched, chromium
 from tests.server.conftest import Serve, Served
-from tests.server.page_pictures import HEIGHT, WIDTH, take_pictures
+from tests.server.page_pictures import HEIGHT, WIDTH, take_pictures, write_gif
 from tests.server.scripted import running
 
 ANSWER = """# Facts
@@ -367,6 +367,8 @@ def test_the_live_engine_is_shown_at_work_on_requests_of_the_public_api(look: Op
     page = look(engine_at).open("/#engine")
     page.wait_for_selector(".engine[data-steps]")
     assert "live" in page.inner_text(".numbers")
+    titles = page.locator(".plots h3").all_inner_texts()
+    assert [title.rpartition("(")[2] for title in titles] == ["tok/s)", "ms)", "ms)"]
     for name in ("shared-prefix", "samples"):
         before = int(page.get_attribute(".engine", "data-steps"))
         page.check("#on-live")
@@ -375,6 +377,7 @@ def test_the_live_engine_is_shown_at_work_on_requests_of_the_public_api(look: Op
         page.wait_for_function("before => +document.querySelector('.engine').dataset.steps > before", arg=before)
         assert page.inner_text("#stage-title") == "The live engine"
         assert SCENARIOS[name].look_for in page.inner_text("#look-for")
+        assert not re.search(r"[Rr]equest \d", SCENARIOS[name].look_for)  # on a live engine it has another number
     page.wait_for_function("() => +document.querySelector('[data-cached]').dataset.cached > 20")
     page.wait_for_function("() => +document.querySelector('.engine').dataset.copies > 0")
 
@@ -488,6 +491,21 @@ def test_the_keyboard_alone_is_enough(look: Open, engine_at: str) -> None:
         .filter((node) => !(node.ariaLabel || node.textContent.trim() || node.labels?.length || node.title))
         .map((node) => node.outerHTML)""")
     assert unnamed == []
+
+
+def test_the_animation_keeps_the_colours_of_a_small_legend_apart(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the package pillow is not installed")
+    frame = image.linear_gradient("L").resize((600, 400)).convert("RGB")
+    legend = [tuple(color) for color in ((54, 162, 93), (60, 150, 110), (200, 120, 40), (190, 130, 60), (70, 90, 190),
+                                         (90, 80, 200), (190, 60, 60), (180, 70, 90))]
+    for place, color in enumerate(legend):
+        frame.paste(color, (10 + 20 * place, 10, 20 + 20 * place, 20))
+    write_gif([frame, frame.rotate(180)], tmp_path / "a.gif")
+    with image.open(tmp_path / "a.gif") as picture:
+        found = picture.convert("RGB")
+    for place, color in enumerate(legend):
+        shown = found.getpixel((15 + 20 * place, 15))
+        assert max(abs(a - b) for a, b in zip(shown, color, strict=True)) <= 8, (color, shown)
 
 
 def test_the_pictures_of_the_docs_can_be_taken_anew(browser: Any, engine_at: str, tmp_path: Path) -> None:

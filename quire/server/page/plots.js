@@ -10,8 +10,8 @@ class Plot {
   constructor(title, unit, series) {
     this.node = document.createElement("div");
     const heading = document.createElement("h3");
-    heading.textContent = title;
-    this.surface = new Surface(title);
+    heading.textContent = `${title} (${unit})`;
+    this.surface = new Surface(heading.textContent);
     this.legend = document.createElement("div");
     this.legend.className = "legend";
     this.unit = unit;
@@ -59,7 +59,12 @@ class Plot {
       context.stroke();
       context.fillText(shown(top * share), left - 4, y);
     }
+    context.textAlign = "left";
+    context.fillText(this.unit, left + 3, 14);
+    context.textAlign = "right";
     context.fillText("now", left + width, bottom + 10);
+    context.textAlign = "center";
+    context.fillText("seconds", left + width / 2, bottom + 10);
     context.textAlign = "left";
     context.fillText(`${SECONDS} s ago`, left, bottom + 10);
   }
