@@ -25,8 +25,9 @@ METHODS = ("ngram", "suffix", "skip_layers", "draft_model", "itself")
 def engine(
     config: dict[str, Any], *, depth: int = 2, budget: int = 40, deterministic: bool = True, **asked: Any
 ) -> Any:
+    length = min(MAX_LEN, asked.get("num_blocks", 60) * asked.get("block_size", 8))
     options = DeviceOptions(device="cuda", dtype="float32", max_num_seqs=SEQS, max_num_batched_tokens=budget,
-                            max_model_len=MAX_LEN, deterministic=deterministic)
+                            max_model_len=length, deterministic=deterministic)
     return make_engine(config, device=True, depth=depth, budget=budget, options=options, **asked)
 
 

@@ -182,7 +182,8 @@ class DeviceRunner:
             return
         if self._fuse_rope and self.rungs[-1] > max_num_seqs:
             self.graphs.capture(self.rungs, drafts=True)
-        self.graphs.capture(ladder(max_num_seqs) if self._fuse_rope else self.rungs)
+        last = rung_for(self.rungs, max_num_seqs) if self._fuse_rope else self.rungs[-1]
+        self.graphs.capture([rung for rung in self.rungs if rung <= last])
 
     # ---- a step
 

@@ -152,3 +152,28 @@ def test_prompts_may_be_attended_to_out_of_their_steps_rows(monkeypatch: pytest.
     core = engines.make_engine(CONFIG, device=True, depth=2, ops=ops, options=UNPADDED)
     assert engines.run(core, requests()) == plain
     assert taken == [2]
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 6, 8, 40])
+def test_every_graph_that_is_captured_is_one_that_steps_replay(max_num_seqs: int) -> None:
+    """Whatever number of sequences and drafts: shapes off the ladder have no division of their keys."""
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    from quire.kernels.triton.ops import TritonOps
+    from quire.worker.gpu.batches import rung_for
+
+    options = DeviceOptions(device="cpu", dtype="float32", max_num_seqs=max_num_seqs, max_num_batched_tokens=64,
+                            max_model_len=engines.MAX_LEN, draft_rows=3 * max_num_seqs)  # fmt: skip
+    core = engines.make_engine(CONFIG, device=True, options=options, ops=TritonOps("cpu", torch.float32), drafts=3)
+    runner = core.executor._worker._runner  # type: ignore[attr-defined]
+    captured: dict[bool, list[int]] = {False: [], True: []}
+
+    class Graphs:
+        def capture(self, rungs: list[int], drafts: bool = False) -> None:
+            captured[drafts] += rungs
+
+    runner.graphs, runner.padded = Graphs(), None
+    runner.capture(max_num_seqs)
+    assert set(captured[False]) == {rung_for(runner.rungs, count) for count in range(1, max_num_seqs + 1)}
+    assert captured[True] == runner.rungs
+    assert set(runner.rungs) <= set(runner._splits)
