@@ -54,6 +54,10 @@ def measure_step_times(speculator: Speculator, executor: Executor, config: Engin
         # More tokens are not cheaper, whatever the clock says.
         speculator.times.observe(size, min(seconds for other, seconds in found.items() if other >= size))
     if isinstance(speculator, DeviceSpeculator):
+        first = StepPlan(0, entries=[PlanEntry(0, length - 1, 2, True, device_drafts=1)])
+        caught_up = _seconds(executor, first) - _fastest(executor, first)
+        if speculator.own_kv:
+            speculator.seconds_behind = max(0.0, caught_up) / length
         for count in {1, most}:
             own = PlanEntry(0, length - 1, 1 + count, True, device_drafts=count)
             drafting = _fastest(executor, StepPlan(0, entries=[own])) - speculator.times.estimate(1 + count)

@@ -35,6 +35,10 @@ _REMIND = 40
 """Steps with drafts of a model after which one goes without."""
 _PROBE_SHARE = 0.01
 """Share of the time that may go into finding out whether drafts of a model have begun to pay, at first."""
+_NEARLY_THERE = 16
+"""Tokens that a draft model catches up with at about the cost of one."""
+_HORIZON = 64
+"""Steps over which catching up with a text should pay for itself: how long one goes on nobody knows."""
 _MOST_PATIENCE = 8
 """Every try in vain doubles the time until the next, up to so many times the first."""
 
@@ -45,6 +49,18 @@ class Drafts:
 
     count: int
     tokens: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Load:
+    """What a step of decoding sequences holds."""
+
+    tokens: int
+    drafts: int
+    drafting: int
+    """Sequences that have drafts."""
+    behind: int = 0
+    """Tokens that a draft model has to compute first, of text that it has not seen yet."""
 
 
 @dataclass(slots=True)
@@ -66,8 +82,8 @@ class Speculator(ABC):
         self.times = StepTimes()
         self.stats = SpeculationStats()
         self._clock = clock
-        self._in_flight: deque[tuple[tuple[int, int, int] | None, float]] = deque()
-        """Sequences, tokens and drafts of each step under way (None: not of decoding alone), and when it began."""
+        self._in_flight: deque[tuple[Load | None, float]] = deque()
+        """Each step under way (None: not of decoding alone), and when it began."""
         self._last_done = float("-inf")
 
     # ---- before a step
@@ -103,13 +119,14 @@ class Speculator(ABC):
     # ---- when it runs
 
     def submitted(self, planned: list[Planned]) -> None:
-        tokens = drafts = 0
+        tokens = drafts = drafting = 0
         decoding = True
         for seq, entry, _ in planned:
             tokens += entry.num_tokens
             drafts += entry.num_drafts
+            drafting += entry.num_drafts > 0
             decoding = decoding and entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + entry.num_drafts
-        load = (len(planned), tokens, drafts) if decoding and planned else None
+        load = Load(tokens, drafts, drafting) if decoding and planned else None
         self._in_flight.append((load, self._clock()))
 
     def done(self, lost: bool = False) -> None:
@@ -123,10 +140,10 @@ class Speculator(ABC):
             seconds += min(began - self._last_done, seconds / 2)
         self._last_done = now
         if load is not None and seconds > 0.0 and not lost:
-            self._observe(*load, seconds)
+            self._observe(load, seconds)
 
-    def _observe(self, sequences: int, tokens: int, drafts: int, seconds: float) -> None:
-        self.times.observe(tokens, seconds)
+    def _observe(self, load: Load, seconds: float) -> None:
+        self.times.observe(load.tokens, seconds)
 
     # ---- after it
 
@@ -233,8 +250,15 @@ class LookupSpeculator(Speculator):
 class DeviceSpeculator(Speculator):
     """Drafts of a model that runs in the worker: only their number is decided here, one for all sequences."""
 
-    def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter,
+                 own_kv: bool = False) -> None:
+        """`own_kv`: the model must have seen a sequence's whole text before it can guess (`skip_layers` need not)."""
         super().__init__(most, adaptive, clock)
+        self.own_kv = own_kv
+        self.seconds_behind = 0.0
+        """What the model takes to catch up, for each token of text that it has not seen."""
+        self._seen: dict[Sequence, int] = {}
+        self._behind = 0
         self.drafting = StepTimes()
         """Seconds that one more draft takes, by number of sequences."""
         self._odds = PositionOdds(most)
@@ -248,40 +272,59 @@ class DeviceSpeculator(Speculator):
         """Seconds without drafts after which they are tried again."""
 
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
-        count = min(self.most, room // len(sequences))
+        # A grammar's masks after drafts must know them, and these are known in the worker only.
+        sequences = [seq for seq in sequences if seq.request.start_grammar is None]
+        count = min(self.most, room // len(sequences)) if sequences else 0
         if self.adaptive and count:
             count = self._best(sequences, num_decoding, count)
+            if not count and self._probes(sequences, num_decoding):
+                # One of them is enough to find out.
+                sequences, count = [min(sequences, key=self._lacks)], 1
         self._chosen = count
+        self._behind = 0
         found = {}
         for seq in sequences:
             mine = min(count, self._longest(seq))
-            # A grammar's masks after drafts must know them, and these are known in the worker only.
-            if mine > 0 and seq.request.start_grammar is None:
+            if mine > 0:
                 found[seq.row] = Drafts(mine)
+                self._behind += self._lacks(seq)
+                self._seen[seq] = len(seq.tokens)
         return found
+
+    def _lacks(self, seq: Sequence) -> int:
+        """Tokens that the model has not seen, beyond the few since it last guessed."""
+        behind = len(seq.tokens) - self._seen.get(seq, 0) if self.own_kv else 0
+        return behind if behind > _NEARLY_THERE else 0
 
     def _best(self, sequences: list[Sequence], num_decoding: int, most: int) -> int:
         if not self.times.known or not self.drafting.known:
             return most
-        plain = self.times.estimate(num_decoding)
-        best, best_rate = 0, _LEAST_MODEL_GAIN * num_decoding / plain
+        best, best_rate = 0, _LEAST_MODEL_GAIN * num_decoding / self.times.estimate(num_decoding)
         chains = [self._follow(seq).chain(most) for seq in sequences]
+        catching_up = self.seconds_behind * sum(map(self._lacks, sequences)) / _HORIZON
         tokens = float(num_decoding)
         for count in range(1, most + 1):
             tokens += sum(chain[count - 1] for chain in chains)
-            rate = tokens / self._seconds(num_decoding, len(sequences), count)
+            rate = tokens / (self._seconds(num_decoding, len(sequences), count) + catching_up)
             if rate > best_rate:
                 best, best_rate = count, rate
-        if best:
-            self._patience = 1
-            # Now and then a step without, or nobody would know any more what that takes.
-            return best if self._since_plain < _REMIND else 0
-        extra = self._seconds(num_decoding, len(sequences), 1) - plain
+        if not best:
+            return 0
+        self._patience = 1
+        # Now and then a step without, or nobody would know any more what that takes.
+        return best if self._since_plain < _REMIND else 0
+
+    def _probes(self, sequences: list[Sequence], num_decoding: int) -> bool:
+        """Is it time to try whether drafts have begun to pay?"""
+        if self._since_plain:
+            return False
+        extra = self._seconds(num_decoding, 1, 1) - self.times.estimate(num_decoding)
+        extra += self.seconds_behind * min(map(self._lacks, sequences))
         self._next_probe = self._patience * extra / _PROBE_SHARE
         if self._plain_seconds < self._next_probe:
-            return 0
+            return False
         self._patience = min(2 * self._patience, _MOST_PATIENCE)
-        return 1
+        return True
 
     def _seconds(self, num_decoding: int, num_drafting: int, count: int) -> float:
         return self.times.estimate(num_decoding + num_drafting * count) + count * self.drafting.estimate(num_drafting)
@@ -297,22 +340,36 @@ class DeviceSpeculator(Speculator):
         flight."""
         return self._chosen > 0 or not self.adaptive or self._plain_seconds >= self._next_probe
 
-    def _observe(self, sequences: int, tokens: int, drafts: int, seconds: float) -> None:
-        if not drafts:
-            self.times.observe(tokens, seconds)
+    def submitted(self, planned: list[Planned]) -> None:
+        super().submitted(planned)
+        load = self._in_flight[-1][0]
+        if load is not None and load.drafts:
+            load.behind = self._behind
+
+    def _observe(self, load: Load, seconds: float) -> None:
+        if not load.drafts:
+            self.times.observe(load.tokens, seconds)
             self._plain_seconds += seconds
             self._since_plain = 0
             return
         self._plain_seconds = 0.0
         self._since_plain += 1
-        passes = -(-drafts // sequences)
-        if self.times.known and self.drafting.known:
-            # How much of it was drafting cannot be seen here: both parts are believed to have changed alike.
-            ratio = seconds / (self.times.estimate(tokens) + passes * self.drafting.estimate(sequences))
-            self.drafting.observe(sequences, ratio * self.drafting.estimate(sequences))
-            self.times.follow(ratio)
-        elif self.times.known:
-            self.drafting.observe(sequences, max(1e-9, (seconds - self.times.estimate(tokens)) / passes))
+        passes = -(-load.drafts // load.drafting)
+        if not self.times.known:
+            return
+        if not self.drafting.known:
+            rest = seconds - self.times.estimate(load.tokens) - self.seconds_behind * load.behind
+            self.drafting.observe(load.drafting, max(1e-9, rest / passes))
+            return
+        believed = self.times.estimate(load.tokens) + passes * self.drafting.estimate(load.drafting)
+        if load.behind:
+            found = max(0.0, seconds - believed) / load.behind
+            self.seconds_behind += 0.5 * (found - self.seconds_behind)
+            return
+        # How much of it was drafting cannot be seen here: both parts are believed to have changed alike.
+        ratio = seconds / believed
+        self.drafting.observe(load.drafting, ratio * self.drafting.estimate(load.drafting))
+        self.times.follow(ratio)
 
     def _learn(self, seq: Sequence, num_drafts: int, tokens: list[int]) -> None:
         accepted = len(tokens) - 1
@@ -322,3 +379,4 @@ class DeviceSpeculator(Speculator):
 
     def forget(self, seq: Sequence) -> None:
         self._followed.pop(seq, None)
+        self._seen.pop(seq, None)

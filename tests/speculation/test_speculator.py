@@ -32,8 +32,9 @@ class Stream:
     """Runs requests whose true tokens are given, on a clock that a cost function moves."""
 
     def __init__(self, texts: list[list[int]], cost: Cost, speculator: Speculator | None, draft_cost: float = 0.0,
-                 draft_hits: float = 0.0, depth: int = 1, host: float = 0.0) -> None:
-        self._depth, self._host = depth, host
+                 draft_hits: float = 0.0, depth: int = 1, host: float = 0.0, behind_cost: float = 0.0) -> None:
+        self._depth, self._host, self._behind_cost = depth, host, behind_cost
+        self._read: dict[int, int] = {}
         self.now = 0.0
         self.steps = 0
         self._cost, self._draft_cost, self._hits = cost, draft_cost, draft_hits
@@ -64,6 +65,10 @@ class Stream:
                 rows[start.row] = self._texts[start.seed]
             self.now += self._cost(plan.num_tokens)
             self.now += self._draft_cost * max((entry.device_drafts for entry in plan.entries), default=0)
+            for entry in plan.entries:
+                if entry.device_drafts:
+                    self.now += self._behind_cost * (entry.start - self._read.get(entry.row, 0))
+                    self._read[entry.row] = entry.start
             self.steps += 1
             self.scheduler.update(StepResult(plan.step, self._results(plan, rows)))
             for update in self.scheduler.take_updates():
@@ -175,6 +180,23 @@ def test_a_model_is_tried_again_where_steps_overlap_too() -> None:
     hitting = Stream([free(3000)], memory_bound, speculator, draft_cost=0.002, draft_hits=0.95, depth=2)
     hitting.run()
     assert hitting.steps < 2000
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_a_model_that_would_have_to_read_the_whole_text_first_is_tried_seldom(count: int) -> None:
+    """A try costs what the model takes to catch up: 0.3 s for these prompts, where a step takes 0.02."""
+    speculator = DeviceSpeculator(5, own_kv=True)
+    speculator.drafting.observe(1, 0.020)
+    speculator.seconds_behind = 0.001
+    texts = [free(600, seed=seed) for seed in range(count)]
+    assert speedup(texts, memory_bound, speculator, draft_cost=0.020, draft_hits=0.1, behind_cost=0.001) > 0.98
+
+
+def test_catching_up_pays_where_many_drafts_follow() -> None:
+    speculator = DeviceSpeculator(5, own_kv=True)
+    speculator.drafting.observe(1, 0.002)
+    speculator.seconds_behind = 0.0001
+    assert speedup([free(600)], memory_bound, speculator, draft_cost=0.002, draft_hits=0.9, behind_cost=0.0001) > 1.8
 
 
 def test_what_the_host_does_between_steps_with_drafts_counts() -> None:
