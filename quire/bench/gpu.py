@@ -27,6 +27,7 @@ from quire.bench.gpu_cases import (
     least_by_kind,
     least_seconds,
     requests_of,
+    shares,
 )
 from quire.bench.gpu_timeline import draw, middle
 from quire.bench.machine import describe_machine
@@ -251,16 +252,17 @@ def _profile(core: Any, case: str, config: dict[str, Any]) -> tuple[list[dict[st
     requests = requests_of(case, 1000, max_tokens=1 if case == "d" else _PROFILED_TOKENS)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         run = run_requests(core, requests)
-    totals: dict[str, tuple[float, int]] = {}
-    for event in found.events():
-        if str(event.device_type).endswith("CUDA") and event.device_time_total > 0:
-            seconds, count = totals.get(event.name, (0.0, 0))
-            totals[event.name] = (seconds + event.device_time_total / 1e6, count + 1)
+    totals = shares([
+        (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
+        for event in found.events()
+        if str(event.device_type).endswith("CUDA") and event.device_time_total > 0
+    ])  # fmt: skip
     everything = sum(seconds for seconds, _ in totals.values()) or 1.0
     kinds = _kinds(totals, everything, least_by_kind(config, requests))
     first = sorted(totals.items(), key=lambda item: -item[1][0])[:_TOP_KERNELS]
     kernels = [{"kernel": name[:70], "share": round(seconds / everything, 3), "calls": count,
-                "us_per_call": round(1e6 * seconds / count, 2), "kind": kind_of(name)}
+                "us_per_call": round(1e6 * seconds / count, 2), "kind": kind_of(name),
+                **{of: share for of, share in kinds[kind_of(name)].items() if of.startswith("share_of_")}}
                for name, (seconds, count) in first]
     return kernels, kinds, round(everything / run.seconds, 3)
 
@@ -281,7 +283,8 @@ def _kinds(totals: dict[str, tuple[float, int]], everything: float,
 
 
 def _table(kernels: list[dict[str, Any]], kinds: dict[str, Any], busy: float) -> str:
-    rows = [f"    {k['share']:6.1%} {k['calls']:6d} x {k['us_per_call']:9.2f} us  {k['kernel']}" for k in kernels]
+    rows = [f"    {k['share']:6.1%} {k['calls']:6d} x {k['us_per_call']:9.2f} us  {k['kernel']} ({k['kind']})"
+            for k in kernels]
     for name, kind in kinds.items():
         reached = [f"{share:.0%} of {of[9:]}" for of, share in kind.items() if of.startswith("share_of_")]
         rows.append(f"    {name}: {kind['share']:.1%} of the time" + (f", at {reached[0]}" if reached else ""))

@@ -160,8 +160,21 @@ def kind_of(kernel: str) -> str:
         return DECODES
     if "_mixed_kernel" in name or "sdpa" in name or "flash" in name:
         return PROMPTS
-    products = ("gemm", "nvjet", "_row_kernel", "_vector_kernel", "_strip_kernel", "_fixed_kernel", "splitk")
+    products = ("gemm", "nvjet", "_row_kernel", "_vector_kernel", "_strip_kernel", "_columns_kernel", "_fixed_kernel",
+                "splitk")  # fmt: skip
     return PRODUCTS if any(part in name for part in products) else OTHER
+
+
+def shares(spans: list[tuple[str, float, float]]) -> dict[str, tuple[float, int]]:
+    """By name, how long kernels ran and how often, of (name, begin, end): time in which an earlier one still ran is
+    that one's, since a kernel that is launched early only waits in it."""
+    found: dict[str, tuple[float, int]] = {}
+    done = float("-inf")
+    for name, begin, end in sorted(spans, key=lambda span: span[1:]):
+        seconds, count = found.get(name, (0.0, 0))
+        found[name] = (seconds + max(0.0, end - max(begin, done)), count + 1)
+        done = max(done, end)
+    return found
 
 
 def least_by_kind(config: dict[str, Any], requests: list[Request], element: int = 2) -> dict[str, tuple[float, str]]:

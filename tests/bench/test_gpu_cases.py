@@ -10,7 +10,7 @@ import pytest
 
 from quire.bench import gpu, gpu_tune
 from quire.bench.gpu_accuracy import Reading, compare, texts
-from quire.bench.gpu_cases import CASES, MODELS, kind_of, least_by_kind, least_seconds, requests_of
+from quire.bench.gpu_cases import CASES, MODELS, kind_of, least_by_kind, least_seconds, requests_of, shares
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -25,7 +25,8 @@ def test_kinds_of_work_add_up_to_the_limit_of_a_case(case: str) -> None:
 def test_kernels_are_told_apart_by_name() -> None:
     names = {"nvjet_sm90_tst_192x192": "products", "_row_kernel": "products", "_decode_kernel": "attention of decodes",
              "cudnn_generated_fort_native_sdpa": "attention of prompts", "_mixed_kernel": "attention of prompts",
-             "_rms_norm_kernel": "other"}  # fmt: skip
+             "_rms_norm_kernel": "other", "_columns_kernel": "products", "_rope_decode_kernel": "attention of decodes",
+             "_fresh_mixed_kernel": "attention of prompts", "_split_kernel": "other"}  # fmt: skip
     assert {name: kind_of(name) for name in names} == names
 
 
@@ -56,3 +57,8 @@ def test_readings_are_compared_position_by_position() -> None:
     line = compare("bfloat16", got, want)
     assert (line["moved_most"], line["other_likeliest"], line["answers_same"]) == (0.5, 0.25, 1)
     assert len(texts(5)) == 5
+
+
+def test_a_kernel_that_was_launched_early_is_not_charged_for_its_waiting() -> None:
+    spans = [("norm", 0.0, 2.0), ("product", 1.0, 5.0), ("norm", 4.5, 6.0), ("product", 8.0, 9.0), ("ahead", 8.2, 8.8)]
+    assert shares(spans) == {"norm": (3.0, 2), "product": (4.0, 2), "ahead": (0.0, 1)}

@@ -52,7 +52,7 @@ class SplitScratch:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _split_kernel(
+def _columns_kernel(
     x,
     weight,
     bias,
@@ -155,7 +155,7 @@ def linear_split(
     part = triton.cdiv(triton.cdiv(width, sizes.parts), columns) * columns
     parts = triton.cdiv(width, part)
     launch = {"num_warps": sizes.warps, "num_stages": sizes.stages, **({"launch_pdl": True} if pdl else {})}
-    _split_kernel[(triton.cdiv(features, sizes.features), parts)](
+    _columns_kernel[(triton.cdiv(features, sizes.features), parts)](
         x,
         weight,
         weight if bias is None else bias,
