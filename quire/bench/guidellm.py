@@ -202,10 +202,9 @@ def write_trace(path: Path, case: Case, seed: int = 7) -> None:
     Lengths differ so that streams do not run in step: where they do, who sends a millisecond sooner is first all along.
     """
     rng = random.Random(seed)
-    # Uniform over a given time, which is what Poisson arrivals are once their number is given. The last two come
-    # together, so that it makes no difference to the rate if guidellm leaves its last answer out.
+    # Uniform over a given time, which is what Poisson arrivals are once their number is given.
     seconds = (case.requests - 1) / (case.rate or 1.0)
-    times = sorted([0.0, *(rng.uniform(0, seconds) for _ in range(case.requests - 3)), seconds, seconds])
+    times = sorted([0.0, *(rng.uniform(0, seconds) for _ in range(case.requests - 2)), seconds])
     lines = []
     for number, at in enumerate(times):
         length, output = (rng.randint(round(tokens * 0.75), round(tokens * 1.25))
