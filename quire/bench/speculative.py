@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "known: drafts that are right as often as --acceptance says, with --shapes on cuda")
     parser.add_argument("--config", type=json_object, metavar="JSON", help="one speculative_config instead")
     parser.add_argument("--max-tokens", type=int, default=160, metavar="N", help="of each answer (default: 160)")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="turns on each prompt (default: 3)")
+    parser.add_argument("--repeat", type=int, default=2, metavar="N", help="turns on each prompt (default: 2)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], metavar="N", help="streams at once (default: 1)")
     parser.add_argument("--shapes", choices=["tiny", *MODELS], metavar="NAME",
                         help=f"random weights of Qwen3 shapes instead of a model: tiny, {', '.join(MODELS)}")
@@ -138,10 +138,17 @@ class _Turns:
     plain_cpu: list[float] = field(default_factory=list)
     drafting_cpu: list[float] = field(default_factory=list)
     """Seconds of processor time, which other work on the machine disturbs less."""
+    control: list[float] = field(default_factory=list)
+    """The first engine's seconds over the second's while that has its drafts switched off: where an engine's weights
+    happen to lie makes several percent, and must not be taken for speculation's."""
 
     @property
     def ratio(self) -> float:
-        return statistics.median(self.plain) / statistics.median(self.drafting)
+        return statistics.median(self.plain) / statistics.median(self.drafting) / self.placement
+
+    @property
+    def placement(self) -> float:
+        return statistics.median(self.control) if self.control else 1.0
 
 
 def compare(plain: LLM, drafting: LLM, kind: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -161,11 +168,14 @@ def compare(plain: LLM, drafting: LLM, kind: str, batch: int, args: argparse.Nam
                 turns[name].drafting.append(mine.seconds)
                 turns[name].plain_cpu.append(theirs.cpu)
                 turns[name].drafting_cpu.append(mine.cpu)
+                if args.device == "cpu":
+                    turns[name].control.append(_control(plain, drafting, text, params, batch))
                 tokens += sum(map(len, found))
                 plain_tokens += sum(map(len, wanted))
                 equal += sum(a == b for one, other in zip(wanted, found, strict=True)
                              for a, b in zip(one, other, strict=False))
     plain_seconds, seconds = sum(sum(t.plain) for t in turns.values()), sum(sum(t.drafting) for t in turns.values())
+    placement = statistics.mean(t.placement for t in turns.values())
     return {
         "text": kind,
         "batch": batch,
@@ -175,13 +185,27 @@ def compare(plain: LLM, drafting: LLM, kind: str, batch: int, args: argparse.Nam
         "tokens_per_s": round(tokens / seconds, 2),
         "plain_ms_per_token": round(1e3 * batch * plain_seconds / max(1, plain_tokens), 3),
         "ms_per_token": round(1e3 * batch * seconds / max(1, tokens), 3),
-        "speedup": round(sum(statistics.median(t.plain) for t in turns.values())
-                         / sum(statistics.median(t.drafting) for t in turns.values()), 3),
-        "speedup_cpu_time": round(sum(statistics.median(t.plain_cpu) for t in turns.values())
-                                  / sum(statistics.median(t.drafting_cpu) for t in turns.values()), 3),
+        "speedup": round(_total(turns, "plain") / _total(turns, "drafting") / placement, 3),
+        "speedup_cpu_time": round(_total(turns, "plain_cpu") / _total(turns, "drafting_cpu") / placement, 3),
+        "speedup_without_drafts": round(placement, 3),
         "speedup_by_text": {name: round(t.ratio, 3) for name, t in turns.items()},
         **_acceptance(before, drafting.metrics()),
     }
+
+
+def _total(turns: Mapping[str, _Turns], part: str) -> float:
+    return sum(statistics.median(getattr(turn, part)) for turn in turns.values())
+
+
+def _control(plain: LLM, drafting: LLM, text: str | list[int], params: SamplingParams, batch: int) -> float:
+    """How the two engines compare when neither has drafts."""
+    scheduler = drafting._core.scheduler
+    speculator, scheduler.speculator = scheduler.speculator, None
+    try:
+        theirs, mine = _answers((plain, drafting), text, params, batch, by_step=True)
+    finally:
+        scheduler.speculator = speculator
+    return theirs.seconds / mine.seconds
 
 
 def _params(kind: str, max_tokens: int, number: int) -> SamplingParams:
