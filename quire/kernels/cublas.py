@@ -27,6 +27,8 @@ _REDUCE_IN_FLOAT32 = 2
 _ALIGNMENT = 256
 """Bytes: what the library's heuristic takes for granted, and torch's allocator gives."""
 WORKSPACE = 32 << 20
+_ALLOC_FAILED = 3
+"""The one answer that is about memory, and must be known as such (`worker.gpu.memory.ran_out`)."""
 
 
 class _Algorithm(ctypes.Structure):
@@ -213,4 +215,5 @@ class CublasLt:
 
 def _check(status: int) -> None:
     if status != 0:
-        raise RuntimeError(f"cuBLASLt answered with status {status}")
+        said = "CUBLAS_STATUS_ALLOC_FAILED" if status == _ALLOC_FAILED else f"status {status}"
+        raise RuntimeError(f"cuBLASLt answered with {said}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -44,7 +45,13 @@ class GraphCache:
         # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache before every capture.
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            self._launch(rung, drafts)
+            try:
+                self._launch(rung, drafts)
+            except BaseException:
+                # A stream left capturing fails all that follows, the clean-up included, and hides what went wrong.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
             graph.capture_end()
         return graph
 

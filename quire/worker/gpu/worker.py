@@ -308,7 +308,12 @@ class GpuWorker:
             plan.starts.append(RowStart(row, [0] * count, count, SamplingParams(temperature=1.0), 0, 0))
             plan.diffs += [TableDiff(row, group, 0, blocks) for group in range(len(self.table.tables))]
             plan.entries.append(PlanEntry(row, 0, count, sample=True))
-        self._runner.run(plan)
+        # As large steps run, kernel by kernel: a padded one would replay a graph, whose kernels are compiled already.
+        padded, self._runner.padded = self._runner.padded, None
+        try:
+            self._runner.run(plan)
+        finally:
+            self._runner.padded = padded
         if isinstance(self._runner.drafter, DeviceDrafter):
             self._runner.drafter.runner.begin()
             self._runner.drafter.runner.launch(plan.entries)

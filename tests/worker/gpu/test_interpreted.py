@@ -177,3 +177,22 @@ def test_every_graph_that_is_captured_is_one_that_steps_replay(max_num_seqs: int
     assert set(captured[False]) == {rung_for(runner.rungs, count) for count in range(1, max_num_seqs + 1)}
     assert captured[True] == runner.rungs
     assert set(runner.rungs) <= set(runner._splits)
+
+
+def test_the_warm_up_compiles_the_kernels_of_steps_that_no_graph_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    from quire.kernels.triton.ops import TritonOps
+
+    options = DeviceOptions(device="cpu", dtype="float32", max_num_seqs=4, max_num_batched_tokens=512,
+                            max_model_len=64)  # fmt: skip
+    core = engines.make_engine(CONFIG, device=True, options=options, ops=TritonOps("cpu", torch.float32))
+    worker = core.executor._worker  # type: ignore[attr-defined]
+    runner = worker._runner
+    padded, eager, forward = [], [], runner._forward_mixed
+    monkeypatch.setattr(runner.padded, "run", lambda rung, *_: padded.append(rung))
+    monkeypatch.setattr(runner, "_forward_mixed", lambda *args: eager.append(1) or forward(*args))
+    with torch.inference_mode():
+        worker._warm_up(1)
+    assert (padded, eager) == ([], [1])
+    assert runner.padded is not None

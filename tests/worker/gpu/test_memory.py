@@ -17,6 +17,7 @@ SAID = [
     FULL,
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("cuBLASLt answered with CUBLAS_STATUS_ALLOC_FAILED"),
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
 ]
 """However a library puts it."""
@@ -35,7 +36,7 @@ def outcome(core: Any) -> dict[str, str | None]:
     return {name: error for name, (*_, error) in run(core, requests()).items()}
 
 
-@pytest.mark.parametrize("full", SAID, ids=["torch", "cublas", "triton", "driver"])
+@pytest.mark.parametrize("full", SAID, ids=["torch", "cublas", "triton", "cublaslt", "driver"])
 def test_too_large_a_draw_fails_the_request_that_wanted_it(
     monkeypatch: pytest.MonkeyPatch, full: RuntimeError
 ) -> None:
@@ -63,7 +64,7 @@ def test_too_many_prompt_log_probabilities_fail_their_request(monkeypatch: pytes
     assert "prompt_logprobs" in (errors.pop("r3") or "") and list(errors.values()) == [None] * 3
 
 
-@pytest.mark.parametrize("full", SAID, ids=["torch", "cublas", "triton", "driver"])
+@pytest.mark.parametrize("full", SAID, ids=["torch", "cublas", "triton", "cublaslt", "driver"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_that_ran_out_is_tried_again_and_then_fails_alone(full: RuntimeError, depth: int) -> None:
     plain = run(make_engine(QWEN3, device=True), requests())
@@ -102,7 +103,7 @@ def test_an_error_that_is_not_about_memory_keeps_its_own_words() -> None:
     assert calls[0] <= len(errors)
 
 
-@pytest.mark.parametrize("full", SAID, ids=["torch", "cublas", "triton", "driver"])
+@pytest.mark.parametrize("full", SAID, ids=["torch", "cublas", "triton", "cublaslt", "driver"])
 def test_running_out_while_the_engine_is_built_says_what_to_lower(
     monkeypatch: pytest.MonkeyPatch, full: RuntimeError
 ) -> None:
@@ -115,3 +116,13 @@ def test_running_out_while_the_engine_is_built_says_what_to_lower(
     monkeypatch.setattr(worker_module, "build_on_device", fail)
     with pytest.raises(OutOfMemoryError, match=r"gpu_memory_utilization.*max_num_batched_tokens"):
         make_engine(QWEN3, device=True)
+
+
+def test_what_cublaslt_says_of_memory_is_known_as_such() -> None:
+    from quire.kernels.cublas import _check
+    from quire.worker.gpu.memory import ran_out
+
+    for status, about_memory in ((3, True), (13, False)):
+        with pytest.raises(RuntimeError) as raised:
+            _check(status)
+        assert ran_out(raised.value) == about_memory
