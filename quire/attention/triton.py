@@ -106,7 +106,7 @@ class TritonAttention:
         return _FIXED if self.deterministic else _WIDE
 
     def tokens_per_tile(self, shape: HeadShape) -> int:
-        return max(1, self.tile(shape).rows // (shape.num_heads // shape.num_kv_heads))
+        return self.tile(shape).tokens_of(shape.num_heads // shape.num_kv_heads)
 
     def takes_fresh(self, start: int, tokens: int, plain: bool) -> bool:
         """Whether a chunk goes to torch's dense attention; `plain`: neither window nor soft cap in any
@@ -123,7 +123,7 @@ class TritonAttention:
         return fits and start == 0 and _ROWS.keys <= tokens <= _ROWS_MOST
 
     def row_tiles(self, counts: np.ndarray, shape: HeadShape, first_seq: int) -> tuple[np.ndarray, np.ndarray]:
-        return query_tiles(counts, max(1, _ROWS.rows // (shape.num_heads // shape.num_kv_heads)), first_seq)
+        return query_tiles(counts, _ROWS.tokens_of(shape.num_heads // shape.num_kv_heads), first_seq)
 
     def pick_up(self, shape: HeadShape, verdicts: prompts.Verdicts) -> None:
         """Take the library that beats our tiles on prompts of mixed lengths with such heads, if one does. Asked once

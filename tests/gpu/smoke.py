@@ -695,17 +695,11 @@ def ragged_case(heads: int, lengths: list[int]) -> Any:
 
 
 def ragged_variants() -> dict[str, tuple[str, tuple[Any, ...]]]:
-    """Kernel (paged keys, keys of the step by pointers, keys of the step by the copy engine) and sizes: rows, keys,
-    warps, stages, registers, one loop."""
+    """Kernel (paged keys, keys of the step by the copy engine) and sizes: rows, keys, warps, stages."""
     return {
         "base": ("paged", (128, 64, 4, 3)),
         "base_in_order": ("paged in order", (128, 64, 4, 3)),
         "base_r64": ("paged", (64, 64, 4, 3)),
-        "loop": ("paged", (128, 64, 4, 3, 0, True)),
-        "loop_r64": ("paged", (64, 64, 4, 3, 168, True)),
-        "rows": ("rows", (128, 64, 4, 2)),
-        "rows_loop": ("rows", (128, 64, 4, 2, 0, True)),
-        "rows_loop_r64": ("rows", (64, 64, 4, 2, 168, True)),
         "tma": ("tma", (128, 64, 4, 2)),
         "tma_s3": ("tma", (128, 64, 4, 3)),
         "tma_k32": ("tma", (128, 32, 4, 3)),
@@ -748,8 +742,7 @@ def time_ragged(quick: bool) -> None:
                 def call() -> torch.Tensor:
                     if kind == "tma":
                         return fresh_attention(qkv, starts, *tiles, shape, 0.088, sizes=sizes)
-                    return mixed_attention(qkv, cache, table, None, starts, length, *tiles, shape, 0.088, sizes=sizes,
-                                           fresh=kind == "rows")
+                    return mixed_attention(qkv, cache, table, None, starts, length, *tiles, shape, 0.088, sizes=sizes)
 
                 try:
                     found = cases.error(call()[:checked], want)

@@ -107,10 +107,9 @@ def fresh_attention(
         NUM_KV=shape.num_kv_heads,
         GROUP=group,
         DIM=shape.head_dim,
-        ROWS=sizes.rows,
+        ROWS=sizes.rows_of(group),
         KEYS=sizes.keys,
         num_warps=sizes.warps,
         num_stages=sizes.stages,
-        **({"maxnreg": sizes.registers} if sizes.registers else {}),
     )  # fmt: skip
     return out

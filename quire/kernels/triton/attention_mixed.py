@@ -30,10 +30,13 @@ class MixedShape:
     keys: int = 64
     warps: int = 8
     stages: int = 3
-    registers: int = 0
-    """Most registers of a thread, so that more programs share a multiprocessor; 0: what the compiler wants."""
-    one_loop: bool = False
-    """Masked and open keys in one loop, so that the pipeline fills once; without windows and trees only."""
+
+    def rows_of(self, group: int) -> int:
+        """Rows of a tile with so many query heads to a KV head: a token's heads stay together, however many."""
+        return max(self.rows, triton.next_power_of_2(group))
+
+    def tokens_of(self, group: int) -> int:
+        return self.rows_of(group) // group
 
 
 @triton.jit
@@ -58,38 +61,26 @@ def _fold(
     tree_row,
     tree_stride,
     tree_start,
-    open_end,
-    k_stride,
     NUM_KV: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
-    PARTLY: tl.constexpr,
-    FRESH: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TREE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Fold the keys [start, start + KEYS) into the running softmax of the tile.
-
-    PARTLY: the mask is for keys from open_end on. FRESH: k_cache and v_cache are the sequence's first key and value
-    among the step's rows, k_stride apart, and no block table is asked.
-    """
+    """Fold the keys [start, start + KEYS) into the running softmax of the tile."""
     dim = tl.arange(0, BLOCK_DIM)
     position = start + tl.arange(0, KEYS)
     if MASKED:
         present = (position >= begin) & (position < limit)
-    if FRESH:
-        base = position.to(tl.int64) * k_stride
+        block = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
     else:
-        if MASKED:
-            block = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
-        else:
-            block = tl.load(table + position // PAGE).to(tl.int64)
-        base = ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
+        block = tl.load(table + position // PAGE).to(tl.int64)
+    base = ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
     places = base[:, None] + dim[None, :]
     if MASKED:
         loads = present[:, None] & (dim < DIM)[None, :]
@@ -102,10 +93,7 @@ def _fold(
     if SOFTCAP:
         z = scores * (0.6931471805599453 / softcap)
         scores = softcap * 1.4426950408889634 * (1.0 - 2.0 / (1.0 + tl.exp2(2.885390081777927 * z)))
-    if PARTLY:
-        if start >= open_end:
-            scores = tl.where(position[None, :] <= reach[:, None], scores, float("-inf"))
-    elif MASKED:
+    if MASKED:
         seen = (position[None, :] <= reach[:, None]) & present[None, :]
         if WINDOW:
             seen = seen & (position[None, :] > reach[:, None] - window)
@@ -166,8 +154,6 @@ def _mixed_kernel(
     SOFTCAP: tl.constexpr,
     TREE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
-    FRESH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -182,9 +168,6 @@ def _mixed_kernel(
         if HAS_ROWS:
             row = tl.load(rows + seq)
         table = tables + row.to(tl.int64) * table_stride
-        if FRESH:
-            k_cache = qkv + begin_q.to(tl.int64) * q_stride + (NUM_HEADS + head) * DIM
-            v_cache = k_cache + NUM_KV * DIM
         TOKENS: tl.constexpr = ROWS // GROUP
         index = tl.arange(0, ROWS)
         token = first + index // GROUP
@@ -233,25 +216,17 @@ def _mixed_kernel(
                     place,
                     tree_stride,
                     length - queries,
-                    open_end,
-                    q_stride,
                     NUM_KV,
                     DIM,
                     BLOCK_DIM,
                     PAGE,
                     KEYS,
                     True,
-                    False,
-                    FRESH,
                     WINDOW,
                     SOFTCAP,
                     TREE,
                     PRECISION,
                 )
-        closed_begin = open_end
-        if ONE_LOOP:
-            closed_begin = 0
-            open_begin = open_end
         for start in range(open_begin, open_end, KEYS):
             acc, maximum, total = _fold(
                 q,
@@ -274,22 +249,18 @@ def _mixed_kernel(
                 place,
                 tree_stride,
                 length - queries,
-                open_end,
-                q_stride,
                 NUM_KV,
                 DIM,
                 BLOCK_DIM,
                 PAGE,
                 KEYS,
                 False,
-                False,
-                FRESH,
                 WINDOW,
                 SOFTCAP,
                 TREE,
                 PRECISION,
             )
-        for start in range(closed_begin, limit, KEYS):
+        for start in range(open_end, limit, KEYS):
             acc, maximum, total = _fold(
                 q,
                 acc,
@@ -311,16 +282,12 @@ def _mixed_kernel(
                 place,
                 tree_stride,
                 length - queries,
-                open_end,
-                q_stride,
                 NUM_KV,
                 DIM,
                 BLOCK_DIM,
                 PAGE,
                 KEYS,
                 True,
-                ONE_LOOP,
-                FRESH,
                 WINDOW,
                 SOFTCAP,
                 TREE,
@@ -361,16 +328,12 @@ def mixed_attention(
     tree: Tensor | None = None,
     out: Tensor | None = None,
     sizes: MixedShape = MixedShape(),  # noqa: B008 (frozen)
-    fresh: bool = False,
     exact: bool = False,
 ) -> Tensor:
     """[T, Hq*hd]: causal attention of the queries in the tiles; a tile whose sequence is -1 does nothing.
 
     `tree` uint8 [T, most queries of a sequence] narrows what a token sees of its own step: entry j for the j-th new
     token of its sequence (its ancestors and itself, for a tree of drafts); the keys before the step are seen by all.
-
-    `fresh` says that no sequence of the tiles has keys before this step, and that those of the step are in qkv as
-    they are in the cache: they are read there, without a look at the block tables.
 
     `exact` keeps the compiler from fusing products and sums: it does so in the loop without a mask and not in
     the one with, so that a query's bits would depend on where its chunk began.
@@ -396,19 +359,16 @@ def mixed_attention(
         shape.head_dim,
         max(16, triton.next_power_of_2(shape.head_dim)),
         cache.block_size,
-        sizes.rows,
+        sizes.rows_of(group),
         sizes.keys,
         window is not None,
         softcap is not None,
         tree is not None,
         rows is not None,
-        sizes.one_loop and window is None and tree is None,
-        fresh,
         "ieee" if ieee else "tf32",
         num_warps=sizes.warps,
         num_stages=sizes.stages,
         enable_fp_fusion=not exact,
-        **({"maxnreg": sizes.registers} if sizes.registers else {}),
     )  # fmt: skip
     return out
 

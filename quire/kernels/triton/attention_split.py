@@ -21,7 +21,6 @@ PIECE_STEP = 64
 """A piece is a multiple of this many keys, and starts at a multiple of it."""
 LEAST_PIECE = 128
 """Shorter ones do not repay their joining: one sequence of 400 keys takes 7.6 us in 4 pieces, 8.4 in 7."""
-MAX_SEQUENCES = 2048
 
 
 @dataclass(slots=True)
@@ -58,12 +57,13 @@ def extra_pieces(num_seqs: int, num_kv_heads: int, multiprocessors: int) -> int:
     64: 23.9); 32 sequences 40.5 with 16 (33: 45.3, 66: 48.7); 64 sequences 80.9 with 66 (132: 83.0); 256 sequences 269
     with 264 (528: 272). One sequence of 4,000 keys: 15.3 with 16 (33: 23).
     """
-    wanted = next(many for most, many in _PROGRAMS if num_seqs <= most)
+    wanted = next((many for most, many in _PROGRAMS if num_seqs <= most), _MOST_PROGRAMS)
     return max(1, multiprocessors * wanted // num_kv_heads)
 
 
-_PROGRAMS = ((4, 1), (16, 2), (40, 1), (96, 4), (128, 8), (MAX_SEQUENCES, 16))
+_PROGRAMS = ((4, 1), (16, 2), (40, 1), (96, 4), (128, 8))
 """Up to so many sequences: programs a multiprocessor."""
+_MOST_PROGRAMS = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from quire.kernels.triton.activation import KINDS, act_mul_reference, activate
 from quire.kernels.triton.norm import rms_norm_reference
 
 MAX_VECTOR_ROWS = 4
-MAX_STRIP_ROWS = 64
 _SHARED_MEMORY = 200 << 10
 """Of a multiprocessor, for the stages of the strip kernel (a Hopper chip has 227 KiB)."""
 

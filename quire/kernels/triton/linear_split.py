@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_ROWS = 128
 _PARTIALS = 8 << 20
 """float32 numbers that parts leave for whoever adds them: 8 parts of 64 rows of 16,384 features."""
 _STRIPS = 4096

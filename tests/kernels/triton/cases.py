@@ -313,7 +313,7 @@ def check_mixed(
     qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, queries, lengths)
     group = shape.num_heads // shape.num_kv_heads
     seqs, firsts = (
-        torch.from_numpy(a).to(device) for a in attention_mixed.query_tiles(np.array(queries), sizes.rows // group)
+        torch.from_numpy(a).to(device) for a in attention_mixed.query_tiles(np.array(queries), sizes.tokens_of(group))
     )
     branches = None
     if tree:
@@ -351,10 +351,8 @@ def check_fresh(
     shape: HeadShape,
     queries: list[int],
     sizes: attention_mixed.MixedShape,
-    *,
-    described: bool,
 ) -> float:
-    """Prompts without context, whose keys are read where the projection left them: through a descriptor or not."""
+    """Prompts without context, whose keys are read where the projection left them."""
     qkv, cache, table, start, length = paged_batch(device, dtype, shape, 16, queries, queries)
     parts = qkv.view(qkv.shape[0], -1, shape.head_dim)
     for s, count in enumerate(queries):
@@ -364,17 +362,12 @@ def check_fresh(
         cache.k[blocks, :, place % 16] = rows[:, : shape.num_kv_heads]
         cache.v[blocks, :, place % 16] = rows[:, shape.num_kv_heads :]
     want = attention_mixed.attention_reference(qkv, cache, table, start, length, shape, 0.2)
-    tokens = sizes.rows // (shape.num_heads // shape.num_kv_heads)
+    tokens = sizes.tokens_of(shape.num_heads // shape.num_kv_heads)
     tiles = [torch.from_numpy(a).to(device) for a in attention_mixed.query_tiles(np.array(queries), tokens)]
 
     def attended(rows: Tensor) -> Tensor:
         out = torch.full_like(want, math.nan)
-        if described:
-            return attention_fresh.fresh_attention(rows, start, *tiles, shape, 0.2, out=out, sizes=sizes)
-        empty = LayerCache(torch.full_like(cache.k, math.nan), torch.full_like(cache.v, math.nan), 16)
-        return attention_mixed.mixed_attention(
-            rows, empty, table, None, start, length, *tiles, shape, 0.2, out=out, sizes=sizes, fresh=True
-        )
+        return attention_fresh.fresh_attention(rows, start, *tiles, shape, 0.2, out=out, sizes=sizes)
 
     found = attended(qkv)
     broken, others = qkv.clone(), torch.ones(qkv.shape[0], dtype=torch.bool, device=device)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire.kernels.triton.attention_mixed import MixedShape
+from quire.kernels.triton.attention_split import extra_pieces
 from quire.kernels.triton.linear_row import RowShape
 from quire.layers.ops import HeadShape
 from tests.kernels.triton import cases
@@ -61,6 +62,12 @@ def test_decode_work_is_shared_out_as_the_reference_does(lengths: list[int], ext
     cases.check_split(DEVICE, lengths, extra, window)
 
 
+def test_any_number_of_sequences_has_its_share_of_pieces() -> None:
+    pieces = [extra_pieces(count, 8, 132) for count in (1, 200, 2048, 2049, 4608)]
+    assert pieces == [16, 264, 264, 264, 264]
+    cases.check_split(DEVICE, [70, 0, 300] * 700, 264, None)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("shape", "block_size", "lengths", "options"),
@@ -106,7 +113,7 @@ def test_rotation_inside_the_decode_attention_is_rotation_before_it(
         (HeadShape(3, 1, 20), 16, [9], [60], {"softcap": 3.0}),
         (HeadShape(4, 4, 16), 8, [7, 6], [40, 0], {"tree": True}),
         (HeadShape(5, 1, 16), 16, [33], [0], {"window": 200}),
-        (HeadShape(4, 2, 16), 16, [5, 1, 40], [0, 50, 13], {"sizes": MixedShape(32, 32, 4, 2, one_loop=True)}),
+        (HeadShape(40, 1, 16), 16, [3, 2], [0, 50], {"sizes": MixedShape(32, 32, 4, 2)}),
     ],
 )
 def test_mixed_attention_agrees(
@@ -120,17 +127,18 @@ def test_mixed_attention_agrees(
     cases.check_mixed(DEVICE, dtype, shape, block_size, queries, contexts, **options)
 
 
-@pytest.mark.parametrize("one_loop", [False, True])
-@pytest.mark.parametrize("described", [False, True])
 @pytest.mark.parametrize(
     ("shape", "queries", "keys"),
-    [(HeadShape(4, 2, 16), [33, 40, 65], 32), (HeadShape(3, 1, 32), [16, 17, 70], 16)],
+    [
+        (HeadShape(4, 2, 16), [33, 40, 65], 32),
+        (HeadShape(3, 1, 32), [16, 17, 70], 16),
+        (HeadShape(36, 1, 16), [16, 18, 17], 16),
+    ],
 )
 def test_prompts_without_context_are_attended_to_where_the_projection_left_them(
-    shape: HeadShape, queries: list[int], keys: int, described: bool, one_loop: bool
+    shape: HeadShape, queries: list[int], keys: int
 ) -> None:
-    sizes = MixedShape(32, keys, 4, 2, one_loop=one_loop)
-    cases.check_fresh(DEVICE, torch.float16, shape, queries, sizes, described=described)
+    cases.check_fresh(DEVICE, torch.float16, shape, queries, MixedShape(32, keys, 4, 2))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
