@@ -2,6 +2,8 @@
 
 a: 256 sequences of 100 to 1,024 tokens in and out; b: one stream of 128 in, 512 out; c: 32 of 1,024 in, 256
 out; d: 16 prompts of 4,096; start: from `python` to the first token. Kernels are warm before a clock starts.
+Per case: the figure (median, lowest, highest run), its share of the physical limit (an H200's 4.27 TB/s and 768
+TFLOP/s, measured), the host's time a step and what of it the GPU waited for, the share of time the GPU was busy.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "examples:\n"
+    "  quire bench gpu --json\n"
     "  quire bench gpu --cases a b --models 0.6b\n"
     "  quire bench gpu --no-profile --repeat 1 --models 8b\n"
     "  quire bench gpu --cases b --deterministic"
@@ -50,16 +53,21 @@ _TOP_KERNELS = 14
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [*CASES, "start"]
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=names, help="which (default: a b c d)")
-    parser.add_argument("--models", nargs="+", default=["0.6b", "8b"], choices=MODELS, help="default: 0.6b 8b")
-    parser.add_argument("--repeat", type=int, default=3, help="timed runs of a case; the median counts")
-    parser.add_argument("--json", action="store_true", help="one JSON line per case")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS,
+                        help="default: all three; 14b takes part in a and b, in others if --cases asks for them")
+    parser.add_argument("--repeat", type=int, default=3, help="timed runs of a case; the median counts (default: 3)")
+    parser.add_argument("--json", action="store_true",
+                        help="JSON lines: the machine, each model's build, then per case its figure and its profile")
     parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True,
-                        help="also list the costliest kernels of a shortened run (default: on)")
+                        help="also list the costliest kernels of a shortened run, with the share of bandwidth or FLOPs "
+                             "that their kind of work reaches (default: on)")
     parser.add_argument("--depth", type=int, default=2, help="steps in flight (default: 2)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens per KV block (default: 16)")
     parser.add_argument("--max-num-batched-tokens", type=int, help="tokens of a step (default: the case's)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"),
+                        help="of weights and activations (default: bfloat16)")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"),
+                        help="of keys and values (default: as --dtype)")
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
     parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
@@ -77,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="instead: how far each dtype is from float32 on the CPU (emulated without a GPU)")
     parser.add_argument("--texts", type=int, default=40, help="with --accuracy: how many texts (default: 40)")
     parser.add_argument("--tune-rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64],
-                        help="of how many rows each (default: 1 to 64)")
+                        help="with --tune: products of how many rows (default: 1 2 4 8 16 32 64)")
     parser.add_argument("--tune", metavar="FILE", help="instead: time the products of few rows, write the table here")
     parser.add_argument("--tune-split", metavar="FILE",
                         help="instead: time products split over columns, add those that win to the table in this file")
@@ -191,7 +199,7 @@ def _case(case: str, model: str, worker: GpuWorker, options: DeviceOptions, args
     line = _line(case, model, runs, args)
     _show(args, line, _text(line))
     if args.profile:
-        kernels, kinds, busy = _profile(core, case, MODELS[model])
+        kernels, kinds, busy = _profile(core, case, MODELS[model], _element(args))
         _show(args, {"bench": "gpu", "case": case, "model": model, "kernels": kernels, "kinds": kinds,
                      "kernel_busy_share": busy}, _table(kernels, kinds, busy))
 
@@ -206,8 +214,7 @@ def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.N
     figures = [figure_of(case, run) for run, _ in runs]
     middle = statistics.median(figures)
     run, busy = runs[figures.index(min(figures, key=lambda found: abs(found - middle)))]
-    element = 4 if args.dtype == "float32" else 2
-    least = least_seconds(case, MODELS[model], requests_of(case), element)
+    least = least_seconds(case, MODELS[model], requests_of(case), _element(args))
     tokens = run.prompt_tokens if case == "d" else run.output_tokens
     limit = 1e3 * least / tokens if case == "b" else tokens / least
     rival = RIVALS.get((case, model))
@@ -242,7 +249,13 @@ def _text(line: dict[str, Any]) -> str:
     )
 
 
-def _profile(core: Any, case: str, config: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any], float]:
+def _element(args: argparse.Namespace) -> int:
+    return 4 if args.dtype == "float32" else 2
+
+
+def _profile(
+    core: Any, case: str, config: dict[str, Any], element: int
+) -> tuple[list[dict[str, Any]], dict[str, Any], float]:
     """Kernels of a shortened run by the time they take, the kinds of work they are with the share of the hardware's
     limit each reaches, and the share of the wall clock that they fill together."""
     from torch.profiler import ProfilerActivity, profile
@@ -258,7 +271,7 @@ def _profile(core: Any, case: str, config: dict[str, Any]) -> tuple[list[dict[st
         if str(event.device_type).endswith("CUDA") and event.device_time_total > 0
     ])  # fmt: skip
     everything = sum(seconds for seconds, _ in totals.values()) or 1.0
-    kinds = _kinds(totals, everything, least_by_kind(config, requests))
+    kinds = _kinds(totals, everything, least_by_kind(config, requests, element))
     first = sorted(totals.items(), key=lambda item: -item[1][0])[:_TOP_KERNELS]
     kernels = [{"kernel": name[:70], "share": round(seconds / everything, 3), "calls": count,
                 "us_per_call": round(1e6 * seconds / count, 2), "kind": kind_of(name),
