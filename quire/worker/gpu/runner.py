@@ -1,8 +1,7 @@
 """One step on the device: stage its numbers, gather inputs, run the model, draw; the host never waits in it.
 
-A decode step (one token per sequence) is padded to a rung of the ladder and runs the same launches every
-time, so it
-can be captured as a graph and replayed. Any other step runs eagerly.
+A decode step (one token per sequence) is padded to a rung of the ladder and runs the same launches every time, so it
+can be captured as a graph and replayed; so is a small mixed one (`padded`). Any other step runs eagerly.
 """
 
 from __future__ import annotations
@@ -108,7 +107,8 @@ class DeviceRunner:
         self._buffers = self._allocate(max_num_seqs)
         self._scratch = self._kernels.draw_scratch(max_num_seqs, decoder.spec.vocab_size)
         self.drawn = torch.zeros(RING, max_num_seqs, 2, dtype=torch.int32, device=device)
-        rungs = MixedRungs.of(self._attention, decoder, max_num_seqs, mixed_tokens)
+        # Steps with drafts are never padded to these, so rows that are there for drafts need no shapes.
+        rungs = MixedRungs.of(self._attention, decoder, min(max_num_seqs, table.num_rows), mixed_tokens)
         self._splits = self._reserve(max_num_seqs, [] if rungs is None else rungs.decode_counts)
         self.caches: list[LayerCache] = []
         self.graphs = GraphCache(device, self._captured) if use_graphs and device.type == "cuda" else None
@@ -334,8 +334,7 @@ class DeviceRunner:
         batch = MixedBatch.of(entries)
         ends = batch.query_start[1:]
         reads = LogitRows.of(entries, batch)
-        rung = None if self.padded is None or drafted is not None else self.padded.rung_of(
-            entries, batch, reads)
+        rung = None if self.padded is None or drafted is not None else self.padded.rung_of(entries, batch, reads)
         if rung is not None and self.padded is not None:
             self._scatter(places, values)
             self.padded.run(rung, batch, reads, entries, slot)
@@ -565,6 +564,8 @@ class DeviceRunner:
         drafted.put_back(self._table, [one.index for one in judged])
         for found_at, found in judge_drafts(logits, judged, drafted, self._table, self.drawn[slot]):
             pending.logprobs.append(([drawing[place] for place in found_at], found))
+        # A vocabulary wide for every draft: not to be held until the host has seen the step's tokens.
+        drafted.passes.clear()
 
     def _prompt_logprobs(self, pending: PendingStep, index: int, entry: PlanEntry, hidden: Hidden, first: int) -> None:
         """Of the prompt tokens that follow the positions of this chunk."""

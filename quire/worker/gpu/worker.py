@@ -33,6 +33,7 @@ from quire.worker.memory import PoolSize, available_memory, draft_group, groups_
 
 _JUDGED_ROWS = 256
 """Rows of weights that exist while some sequences' drafts are judged by rejection."""
+_FP8_CAPABILITY = (8, 9)
 DTYPES = {
     "auto": torch.bfloat16,
     "bfloat16": torch.bfloat16,
@@ -76,6 +77,10 @@ class DeviceOptions:
 def supported(options: DeviceOptions, capability: tuple[int, int]) -> DeviceOptions:
     """Without what a GPU of that compute capability lacks: dependent launches, bulk requests and the copy engine came
     with Hopper."""
+    if options.kv_cache_dtype == "fp8" and capability < _FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more, and this one has "
+            f"{'.'.join(map(str, capability))}: use kv_cache_dtype='auto'", field="kv_cache_dtype")
     return options if capability >= (9, 0) else replace(options, launch_early=False, prefetch=0, prompt_rows=False)
 
 

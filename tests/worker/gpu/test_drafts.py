@@ -65,6 +65,8 @@ def test_rejection_draws_what_it_draws_on_a_cpu(method: str, requests: Any) -> N
     same(run(got, requests()), run(want, requests()))
     assert accepted(got) == accepted(want)
     assert accepted(got)[0] > 0
+    drafter = got.executor._worker._runner.drafter  # type: ignore[attr-defined]
+    assert drafter is None or drafter.runner.passes == []  # what was judged is let go of
 
 
 @pytest.mark.parametrize("method", ["skip_layers", "draft_model"])

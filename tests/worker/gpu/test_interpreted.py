@@ -161,6 +161,7 @@ def test_every_graph_that_is_captured_is_one_that_steps_replay(max_num_seqs: int
         pytest.skip("the GPU suite runs this compiled")
     from quire.kernels.triton.ops import TritonOps
     from quire.worker.gpu.batches import rung_for
+    from quire.worker.gpu.padded import MixedRungs
 
     options = DeviceOptions(device="cpu", dtype="float32", max_num_seqs=max_num_seqs, max_num_batched_tokens=64,
                             max_model_len=engines.MAX_LEN, draft_rows=3 * max_num_seqs)  # fmt: skip
@@ -172,6 +173,8 @@ def test_every_graph_that_is_captured_is_one_that_steps_replay(max_num_seqs: int
         def capture(self, rungs: list[int], drafts: bool = False) -> None:
             captured[drafts] += rungs
 
+    # Padded steps hold no drafts.
+    assert runner.padded.rungs.decode_counts == MixedRungs(max_num_seqs, 64, 8, False).decode_counts
     runner.graphs, runner.padded = Graphs(), None
     runner.capture(max_num_seqs)
     assert set(captured[False]) == {rung_for(runner.rungs, count) for count in range(1, max_num_seqs + 1)}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quire.errors import ConfigError
 from quire.worker.gpu.worker import DeviceOptions, GpuWorker, supported
 from tests.worker.gpu.engines import GEMMA3, QWEN3, make_engine, run, workload
 
@@ -52,4 +53,11 @@ def test_a_gpu_before_hopper_is_spared_what_only_hopper_has() -> None:
     options = DeviceOptions(max_num_seqs=7)
     assert supported(options, (9, 0)) is options and supported(options, (10, 0)) is options
     older = supported(options, (8, 9))
-    assert (older.launch_early, older.prefetch, older.max_num_seqs) == (False, 0, 7)
+    assert (older.launch_early, older.prefetch, older.prompt_rows, older.max_num_seqs) == (False, 0, False, 7)
+
+
+def test_fp8_keys_are_refused_on_a_gpu_that_has_no_such_type() -> None:
+    options = DeviceOptions(kv_cache_dtype="fp8")
+    assert supported(options, (8, 9)).kv_cache_dtype == "fp8"
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype.*8\.0"):
+        supported(options, (8, 0))
