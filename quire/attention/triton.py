@@ -19,7 +19,13 @@ from quire.kernels.triton.attention_decode import DecodeScratch, decode_attentio
 from quire.kernels.triton.attention_fresh import fresh_attention, fresh_fits
 from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
 from quire.kernels.triton.attention_rope import rope_decode_attention, rope_fits
-from quire.kernels.triton.attention_split import DecodeSplit, decode_shape, extra_pieces, split_decode
+from quire.kernels.triton.attention_split import (
+    HOPPER_SHARED,
+    DecodeSplit,
+    decode_shape,
+    extra_pieces,
+    split_decode,
+)
 from quire.layers.ops import HeadShape, HeadTurn, LayerCache
 
 _FIXED = MixedShape(64, 64, 4, 3)
@@ -93,9 +99,11 @@ class TritonAttention:
         self.prompts: PromptBackend | None = None
         """A library that attends for fresh prompts which cuDNN does not take (see `pick_up`)."""
         self._scratch: dict[HeadShape, DecodeScratch] = {}
-        self._processors = (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        )
+        self._processors, self._shared = 4, HOPPER_SHARED
+        if device.type == "cuda":
+            chip = torch.cuda.get_device_properties(device)
+            self._processors = chip.multi_processor_count
+            self._shared = getattr(chip, "shared_memory_per_block_optin", HOPPER_SHARED)
 
     def tile(self, shape: HeadShape) -> MixedShape:
         """One size for a model's layers: what fits a multiprocessor's shared memory with such heads."""
@@ -266,7 +274,7 @@ class TritonAttention:
         options: dict[str, Any],
     ) -> None:
         count = ctx.num_decodes
-        sizes = decode_shape(count, shape.head_dim, qkv.element_size())
+        sizes = decode_shape(count, shape.head_dim, qkv.element_size(), self._shared)
         options = {
             **options, "keys": sizes.keys, "num_warps": sizes.warps, "num_stages": sizes.stages,
             "carried": sizes.carried, "pdl": self.pdl and count == qkv.shape[0],

@@ -77,13 +77,21 @@ class DecodeShape:
     """Places of the next keys are read a turn early, so that as many tiles are on their way as there are stages."""
 
 
-def decode_shape(num_seqs: int, head_dim: int, element_size: int) -> DecodeShape:
+HOPPER_SHARED = 227 << 10
+"""Bytes of shared memory that a program may have there."""
+
+
+def decode_shape(num_seqs: int, head_dim: int, element_size: int, shared: int = HOPPER_SHARED) -> DecodeShape:
     """Measured with the pieces above, bf16 heads of 128: one sequence 9.4 us with 128 keys at once (64 keys: 12.6), 32
     sequences 40.5 with 64 (128 keys: 57, since fewer programs fit). Larger heads and float32 take what surely fits
-    the shared memory."""
+    the shared memory, and so does a chip that has less of it (`shared`) than the tiles on their way need."""
+    careful = DecodeShape(64, stages=2, carried=False)
     if head_dim > 128 or element_size > 2:
-        return DecodeShape(64, stages=2, carried=False)
-    return DecodeShape(128 if num_seqs <= 2 else 64)
+        return careful
+    for shape in (DecodeShape(128 if num_seqs <= 2 else 64), DecodeShape(64)):
+        if shape.stages * 2 * shape.keys * triton.next_power_of_2(head_dim) * element_size <= 0.9 * shared:
+            return shape
+    return careful
 
 
 @triton.jit(do_not_specialize=["num_seqs", "extra"])
