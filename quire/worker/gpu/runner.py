@@ -45,8 +45,7 @@ from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import NOTHING, DeviceTable
 
 RING = 32
-"""Slots for drawn tokens: more than steps can be in flight, so that none is overwritten before it is
-copied."""
+"""Slots for drawn tokens: more than steps can be in flight, so that none is overwritten before it is copied."""
 _PROMPT_LOGITS_ROWS = 256
 _STAGE_ENTRIES = 1 << 16
 _ROW_TILES = ("row_tile_seq", "row_tile_first")
@@ -266,10 +265,13 @@ class DeviceRunner:
     def _captured(self, rung: int, apart: bool) -> None:
         """A step as a graph holds it: with weights asked for ahead, which repays only where launches are free."""
         self._forward.ahead = self._ahead
-        self._decode(rung, apart)
-        if self._ahead is not None:
-            self._ahead.join()
-        self._forward.ahead = None
+        try:
+            self._decode(rung, apart)
+        finally:
+            # Whatever happened: a capture can only be ended when its branches are one again.
+            if self._ahead is not None:
+                self._ahead.join()
+            self._forward.ahead = None
 
     def _decode(self, rung: int, apart: bool) -> None:
         """The launches of a decode step of `rung` rows, all on fixed addresses. `apart`: it may hold drafts, so keys
@@ -307,8 +309,7 @@ class DeviceRunner:
     def _host_context(
         self, positions: Tensor, query_start: Tensor, lengths: Tensor, rows: Tensor, slots: tuple[Tensor, ...]
     ) -> StepContext:
-        """For the operations of a CPU, which know no padding: it is a sequence of one key in a block of
-        nobody."""
+        """For the operations of a CPU, which know no padding: it is a sequence of one key in a block of nobody."""
         owner = rows.clamp(min=0).long()
         width = max(1, -(-int(lengths.max()) // self._table.block_size))
         return StepContext(
@@ -497,8 +498,7 @@ class DeviceRunner:
         slot: int,
         drafted: Drafted | None = None,
     ) -> None:
-        """Draw again, with the full sampler, for rows that ask for more; their tokens replace the first
-        draw's."""
+        """Draw again, with the full sampler, for rows that ask for more; their tokens replace the first draw's."""
         table = self._table
         rows = [
             SpecialRow(place, entries[i].row, end_of(entries[i]), entries[i].masks)
