@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, BeamSearchParams, SamplingParams
+from quire.errors import ConfigError
 from quire.fuzz.run import _tokenizer
 from quire.sampling.reference import ReferenceRow, probabilities
 from tests.checkpoints import make_checkpoint
@@ -92,6 +93,32 @@ def test_tokens_logprobs_and_bits_are_those_without_drafts(checkpoint: Path, pla
 
 def test_the_adaptive_number_of_drafts_changes_no_token(checkpoint: Path, plain: Any) -> None:
     assert run(checkpoint, **speculating(adaptive=True))[1] == plain[1]
+
+
+@pytest.mark.parametrize("fault, said", [
+    ("absent", "there is no model"),
+    ("weights missing", "model.safetensors"),
+    ("architecture", "architecture"),
+    ("vocabulary", "vocabulary of 98"),
+    ("positions", "32 positions"),
+])
+def test_what_is_wrong_with_a_draft_model_is_said_of_it_and_not_of_the_target(
+        checkpoint: Path, tmp_path: Path, fault: str, said: str) -> None:
+    draft = tmp_path / "small"
+    if fault == "positions":
+        draft.mkdir()
+        make_checkpoint(draft, "gpt2", n_positions=32)
+    elif fault != "absent":
+        changed = {"architecture": {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"},
+                   "vocabulary": {"vocab_size": 98}}.get(fault, {})
+        draft.mkdir()
+        config = json.loads((checkpoint / "draft" / "config.json").read_text())
+        (draft / "config.json").write_text(json.dumps(config | changed))
+        if fault != "weights missing":
+            (draft / "model.safetensors").write_bytes((checkpoint / "draft" / "model.safetensors").read_bytes())
+    with pytest.raises(ConfigError, match=f"(?s)^speculative_config model .*{said}") as error:
+        LLM(str(checkpoint), skip_tokenizer_init=True, num_threads=1, **speculating("draft_model", model=str(draft)))
+    assert error.value.field == "speculative_config"
 
 
 def test_several_samples_and_beams_in_one_batch(checkpoint: Path) -> None:

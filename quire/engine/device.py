@@ -125,10 +125,12 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
 def _speculation(config: EngineConfig) -> Speculation | None:
     """Who proposes and judges drafts on a GPU, and the draft model if there is one."""
     from quire.models.loader.source import resolve_model
+    from quire.worker.draft_models import reading_draft_model
     from quire.worker.gpu.worker import Speculation
 
     options = config.speculation.options
     if options is None or options.model is None:
         return None if options is None else Speculation(options)
-    draft = resolve_model(options.model, load_format=options.load_format, cache_dir=config.model.cache_dir)
+    with reading_draft_model(options.model):
+        draft = resolve_model(options.model, load_format=options.load_format, cache_dir=config.model.cache_dir)
     return Speculation(options, draft.config, None if options.load_format == "dummy" else draft.weights(None))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from torch import Tensor
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, DownloadError, ModelLoadError
 from quire.layers.ops import LayerCache
 from quire.models.decoder import Decoder
 from quire.models.spec import DecoderSpec
@@ -151,6 +152,17 @@ def kept_layers(num_layers: int, skipped: Sequence[int] | None) -> list[int]:
         raise ConfigError(f"speculative_config skipped_layers {said}; the model has layers 0 to {num_layers - 1}",
                           field="speculative_config")
     return kept
+
+
+@contextmanager
+def reading_draft_model(name: str | None) -> Iterator[None]:
+    """What is wrong with a draft model is said of it: nobody should look for it in the target."""
+    try:
+        yield
+    except (ConfigError, DownloadError, ModelLoadError) as error:
+        if isinstance(error, ConfigError) and error.field == "speculative_config":
+            raise
+        raise ConfigError(f"speculative_config model {name!r}: {error}", field="speculative_config") from error
 
 
 def check_same_vocabulary(target: DecoderSpec, draft: DecoderSpec) -> None:

@@ -16,7 +16,7 @@ from quire.models.registry import read_spec
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.speculation.options import REJECTION, SKIP_LAYERS, SpeculationOptions
 from quire.worker.cache_engine import CacheEngine
-from quire.worker.draft_models import SkippedLayers, SmallerModel, check_same_vocabulary
+from quire.worker.draft_models import SkippedLayers, SmallerModel, check_same_vocabulary, reading_draft_model
 from quire.worker.drafter import Drafter, DraftModel
 from quire.worker.memory import PoolSize, check_weights_fit, draft_group, groups_with_draft, size_pool
 from quire.worker.model_runner import ModelRunner
@@ -31,8 +31,10 @@ class Worker:
         seqs = config.scheduler.max_num_seqs or 128
         self.spec = read_spec(source.config)
         speculation = config.speculation.options
-        draft = _draft_source(speculation, config)
-        draft_spec = None if draft is None else read_spec(draft.config)
+        name = None if speculation is None else speculation.model
+        with reading_draft_model(name):
+            draft = _draft_source(speculation, config)
+            draft_spec = None if draft is None else read_spec(draft.config)
         if draft_spec is not None:
             check_same_vocabulary(self.spec, draft_spec)
         self.pool: PoolSize = size_pool(
@@ -44,8 +46,10 @@ class Worker:
         weights = _weights(source, config.model.load_format, config)
         decoder = build_decoder(source.config, weights, ops, max_model_len=self.pool.max_model_len)
         group = draft_group(self.spec)
-        draft_decoder = None if draft is None or speculation is None else build_decoder(
-            draft.config, _weights(draft, speculation.load_format, config), ops, max_model_len=self.pool.max_model_len)
+        with reading_draft_model(name):
+            draft_decoder = None if draft is None or speculation is None else build_decoder(
+                draft.config, _weights(draft, speculation.load_format, config), ops,
+                max_model_len=self.pool.max_model_len)
         self._cache = CacheEngine(decoder, ops, self.pool.num_blocks, config.cache.block_size,
                                   self.pool.num_host_blocks, draft=draft_decoder, draft_group=group)
         self._table = RequestTable(seqs, self.pool.max_model_len, config.cache.block_size,

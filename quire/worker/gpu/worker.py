@@ -21,7 +21,7 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import PlanEntry, RowStart, StepPlan, StepResult, TableDiff
 from quire.speculation.options import REJECTION, SpeculationOptions
 from quire.worker.cache_engine import CacheEngine
-from quire.worker.draft_models import DraftProgress, check_same_vocabulary
+from quire.worker.draft_models import DraftProgress, check_same_vocabulary, reading_draft_model
 from quire.worker.gpu.copies import CopyStream
 from quire.worker.gpu.drafter import DeviceDrafter, DraftRunner, without_layers
 from quire.worker.gpu.memory import bytes_per_block, explain, explain_start, measure_step, ran_out, size_device_pool
@@ -112,7 +112,8 @@ class GpuWorker:
         self.spec = read_spec(config)
         self._speculation = speculation
         model = None if speculation is None else speculation.config
-        self._draft_spec = None if model is None else read_spec(model)
+        with reading_draft_model(None if speculation is None else speculation.options.model):
+            self._draft_spec = None if model is None else read_spec(model)
         if self._draft_spec is not None:
             check_same_vocabulary(self.spec, self._draft_spec)
         self.device = torch.device(options.device)
@@ -204,7 +205,8 @@ class GpuWorker:
         weights = asked.weights
         if weights is None:
             weights = random_weights(asked.config, self.device, dtype, self._options.seed)
-        return build_on_device(asked.config, weights, self.ops, self.device, dtype, length)
+        with reading_draft_model(asked.options.model):
+            return build_on_device(asked.config, weights, self.ops, self.device, dtype, length)
 
     def _build_draft_runner(self, draft: Decoder | None) -> DraftRunner | None:
         """Of the draft model, or of the target without some layers, over the same table."""
