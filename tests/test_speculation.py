@@ -204,6 +204,30 @@ def test_a_request_knows_its_own_drafts(checkpoint: Path) -> None:
     assert metrics["spec_tokens_per_step"] > 1.0
 
 
+@pytest.mark.parametrize("place", range(1, 9))
+def test_accepted_drafts_after_the_end_are_no_tokens_of_any_step(checkpoint: Path, place: int) -> None:
+    """A draft model that is the target itself: all its drafts are right, those after a stop token too."""
+    with LLM(str(checkpoint), skip_tokenizer_init=True, num_threads=1,
+             **speculating("draft_model", k=6, model=str(checkpoint))) as llm:
+        text = llm.generate([[3, 4, 5]], params(0), use_tqdm=False)[0].outputs[0].token_ids
+        before = llm.metrics()
+        output = llm.generate([[3, 4, 5]], params(0, stop_token_ids=[text[place]]), use_tqdm=False)[0].outputs[0]
+        after = llm.metrics()
+    assert after["spec_acceptance_rate"] == 1.0
+    # The first token is the prompt's.
+    assert after["spec_decode_tokens"] - before["spec_decode_tokens"] == len(output.token_ids) - 1
+
+
+def test_what_follows_a_stop_token_is_not_proposed_to_others(checkpoint: Path) -> None:
+    with LLM(str(checkpoint), skip_tokenizer_init=True, num_threads=1, **speculating("suffix", k=8)) as llm:
+        text = llm.generate([PROMPTS[0]], params(0), use_tqdm=False)[0].outputs[0].token_ids
+        stop = next(token for i, token in enumerate(text[4:], 4) if token not in text[:i])
+        llm.generate([PROMPTS[0]], params(0, stop_token_ids=[stop]), use_tqdm=False)
+        known = llm._core.scheduler.speculator._source._domains
+        kept = next(iter(known.values())).generations[1].text
+    assert kept[-2:] == [stop, -1]
+
+
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "skip_layers"])
 def test_continuations_under_rejection_sampling_are_distributed_as_plain_ones(
         tmp_path: Path, method: str) -> None:

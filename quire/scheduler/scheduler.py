@@ -525,10 +525,10 @@ class Scheduler:
     def _take_in(self, seq: Sequence, entry: PlanEntry, result: EntryResult) -> None:
         end, tokens = entry.start + entry.num_tokens, result.tokens
         if self.speculator is not None and entry.sample and tokens:
-            self.speculator.took(seq, entry, result)
+            accepted = len(tokens) - 1
             cut_at_stop(result, seq.request.stop_ids)
-            if entry.num_drafts:
-                # What was refused, or follows the end, has neither tokens nor KV.
+            self.speculator.took(seq, entry, result, accepted)
+            if entry.num_drafts:  # What was refused, or follows the end, has neither tokens nor KV.
                 end = seq.num_computed = entry.start + len(tokens)
         seq.num_confirmed = end
         if entry.prompt_logprobs_from is not None:

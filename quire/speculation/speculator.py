@@ -147,19 +147,21 @@ class Speculator(ABC):
 
     # ---- after it
 
-    def took(self, seq: Sequence, entry: PlanEntry, result: EntryResult) -> None:
-        """A step gave tokens: the drafts that were accepted, and one of the target's own."""
+    def took(self, seq: Sequence, entry: PlanEntry, result: EntryResult, accepted: int) -> None:
+        """A step gave tokens: the drafts that were accepted, and one of the target's own, up to the sequence's end.
+
+        Drafts after the end count as judged, since they were; as tokens they do not, and nobody learns their text.
+        """
         if entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + entry.num_drafts:
-            accepted = len(result.tokens) - 1
             self.stats.count(result.num_drafts, accepted, len(result.tokens))
             counts = seq.request.counts
             counts.decode_steps += 1
             counts.draft_tokens += result.num_drafts
             counts.accepted_tokens += accepted
-        self._learn(seq, result.num_drafts, result.tokens)
+        self._learn(seq, result.num_drafts, accepted, result.tokens)
 
     @abstractmethod
-    def _learn(self, seq: Sequence, num_drafts: int, tokens: list[int]) -> None: ...
+    def _learn(self, seq: Sequence, num_drafts: int, accepted: int, tokens: list[int]) -> None: ...
 
     def forget(self, seq: Sequence) -> None:  # noqa: B027 (some remember nothing)
         """The sequence has ended."""
@@ -230,7 +232,7 @@ class LookupSpeculator(Speculator):
         proposal = followed.proposer.propose(1)
         return bool(proposal.tokens) and followed.odds.estimate(proposal.evidence) >= _WAIT_CHANCE
 
-    def _learn(self, seq: Sequence, num_drafts: int, tokens: list[int]) -> None:
+    def _learn(self, seq: Sequence, num_drafts: int, accepted: int, tokens: list[int]) -> None:
         """Every token shows what a lookup before it would have been worth, whether it was used or not."""
         followed = self._followed.get(seq)
         if followed is None:
@@ -371,8 +373,7 @@ class DeviceSpeculator(Speculator):
         self.drafting.observe(load.drafting, ratio * self.drafting.estimate(load.drafting))
         self.times.follow(ratio)
 
-    def _learn(self, seq: Sequence, num_drafts: int, tokens: list[int]) -> None:
-        accepted = len(tokens) - 1
+    def _learn(self, seq: Sequence, num_drafts: int, accepted: int, tokens: list[int]) -> None:
         if num_drafts:
             hits = [True] * accepted + [False] * (accepted < num_drafts)
             self._follow(seq).add(hits)
