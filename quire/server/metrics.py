@@ -245,6 +245,9 @@ _ENGINE_GAUGES = (
     ("kv_blocks_used", "KV blocks in use by requests", "kv_blocks_used"),
     ("kv_blocks_cached", "KV blocks that hold a prefix nobody uses now", "kv_blocks_cached"),
     ("kv_blocks_free", "KV blocks that hold nothing", "kv_blocks_free"),
+    ("spec_tokens_per_step", "Tokens from one computation of a decoding sequence, on average since the start",
+     "spec_tokens_per_step"),
+    ("spec_acceptance_rate", "Share of the judged drafts that was accepted since the start", "spec_acceptance_rate"),
 )
 _ENGINE_COUNTERS = (
     ("engine_steps", "Steps of the engine", "steps"),

@@ -17,3 +17,5 @@ def test_drafts_and_what_was_accepted_are_counted_by_position() -> None:
     text = ServerMetrics("m").render(figures).decode()
     assert 'quire:spec_accepted_tokens_by_position_total{model_name="m",position="2"} 1.0' in text
     assert 'quire:spec_draft_tokens_total{model_name="m"} 5.0' in text
+    assert 'quire:spec_tokens_per_step{model_name="m"} 2.0' in text
+    assert 'quire:spec_acceptance_rate{model_name="m"} 0.6' in text
