@@ -7,19 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.blocked import WITHOUT
 from tests.test_bad_input import CONFIG
 
-PROGRAM = """
-import sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in OTHERS:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-OTHERS = set(sys.argv[2].split())
-sys.meta_path.insert(0, Missing())
-import quire
+PROGRAM = WITHOUT + """import quire
 from quire import LLM, SamplingParams, RequestOutput
 assert "torch" not in sys.modules
 with LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, device="cpu", num_threads=1) as llm:

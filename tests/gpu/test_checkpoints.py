@@ -12,6 +12,7 @@ import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+from tests.blocked import WITHOUT  # noqa: E402
 from tests.checkpoints import FAMILY_NAMES, make_checkpoint, oracle_logits  # noqa: E402
 from tests.gpu.models import host_ops, smollm2_file  # noqa: E402
 
@@ -95,17 +96,7 @@ def test_the_default_model_says_what_it_says_on_a_cpu(smollm2: str) -> None:
             assert top[0] - top[1] < GAP
 
 
-CHAT = """
-import sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in OTHERS:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-OTHERS = set(sys.argv[2].split())
-sys.meta_path.insert(0, Missing())
-from quire import LLM, SamplingParams
+CHAT = WITHOUT + """from quire import LLM, SamplingParams
 with LLM(sys.argv[1], device="cuda", max_num_seqs=4, kv_cache_memory="256MiB", max_model_len=512) as llm:
     messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
     print(llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=20), use_tqdm=False)[0].outputs[0].text)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     from quire.kernels.reference import TorchOps
     from quire.worker.gpu.worker import DeviceOptions
-    from tests.worker.gpu.drafting import Case, accepted, looping, remembering, speculation
+    from tests.worker.gpu.drafting import Case, accepted, looping, remembering, speculation, texts_with_an_abort
     from tests.worker.gpu.engines import GEMMA3, MAX_LEN, QWEN3, SEQS, make_engine, run
 
     CONFIGS = {"full": QWEN3, "windows": GEMMA3}
@@ -113,19 +113,8 @@ def test_the_end_of_a_request_may_fall_inside_a_draft(method: str) -> None:
 def test_an_abort_inside_a_draft_leaves_the_others_their_tokens(method: str) -> None:
     want = plain("full", looping, 6)
     core = engine(QWEN3, **speculation(method, 4))
-    requests = looping(6)
-    for request in requests:
-        core.add(request)
-    for _ in range(5):
-        core.step()
-    assert core.abort("r1")
-    while core.has_work:
-        core.step()
-    for request in requests:
-        tokens = request.sequences[0].tokens[24:]
-        assert tokens == want[request.request_id][0][: len(tokens)]
-        assert request.request_id == "r1" or len(tokens) == len(want[request.request_id][0])
-    core.scheduler.check()
+    for name, tokens in texts_with_an_abort(core, looping(6), "r1").items():
+        assert tokens == (want[name][0][: len(tokens)] if name == "r1" else want[name][0])
     core.close()
 
 

@@ -119,3 +119,17 @@ class Case:
                 assert found[name][0][:shorter] == tokens[:shorter], (self, name)
             else:
                 assert found[name] == (tokens, error), (self, name)
+
+
+def texts_with_an_abort(core: Any, requests: list[Request], aborted: str) -> dict[str, list[int]]:
+    """What each of `looping()` has said when all is done and one of them was aborted after five steps."""
+    for request in requests:
+        core.add(request)
+    for _ in range(5):
+        core.step()
+    assert core.abort(aborted)
+    while core.has_work:
+        core.step()
+    core.scheduler.check()
+    return {request.request_id: request.sequences[0].tokens[request.sequences[0].num_prompt_tokens :]
+            for request in requests}  # fmt: skip

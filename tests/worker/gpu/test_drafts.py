@@ -9,7 +9,16 @@ import pytest
 
 from quire.scheduler.request import FinishReason
 from tests.worker.gpu import test_grammars, test_groups
-from tests.worker.gpu.drafting import METHODS, WINDOWS_ONLY, Case, accepted, looping, remembering, speculation
+from tests.worker.gpu.drafting import (
+    METHODS,
+    WINDOWS_ONLY,
+    Case,
+    accepted,
+    looping,
+    remembering,
+    speculation,
+    texts_with_an_abort,
+)
 from tests.worker.gpu.engines import GEMMA3, QWEN3, make_engine, run
 
 CONFIGS = {"full": QWEN3, "windows": GEMMA3, "windows only": WINDOWS_ONLY}
@@ -98,21 +107,10 @@ def test_an_abort_inside_a_draft_leaves_the_others_their_tokens(method: str) -> 
     plain = without("full", looping, 6)
     core = make_engine(QWEN3, device=True, depth=2, **speculation(method, 4))
     requests = looping(6)
-    for request in requests:
-        core.add(request)
-    for _ in range(5):
-        core.step()
-    assert core.abort("r1")
-    while core.has_work:
-        core.step()
-    for request in requests:
-        tokens = request.sequences[0].tokens[24:]
-        if request.request_id == "r1":
-            assert request.sequences[0].finish_reason is FinishReason.ABORT
-            assert tokens == plain["r1"][0][: len(tokens)]
-        else:
-            assert tokens == plain[request.request_id][0]
-    core.scheduler.check()
+    for name, tokens in texts_with_an_abort(core, requests, "r1").items():
+        want = plain[name][0]
+        assert tokens == (want[: len(tokens)] if name == "r1" else want)
+    assert requests[1].sequences[0].finish_reason is FinishReason.ABORT
 
 
 @functools.cache
