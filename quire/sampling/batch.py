@@ -125,7 +125,8 @@ class Edits:
             rows, ids, values = self.bias
             logits[rows, ids] += values
         if self.banned is not None:
-            logits[self.banned] = -math.inf
+            # Not by assignment of a number, which on a GPU copies it there and waits.
+            logits.index_put_(self.banned, logits.new_full((), -math.inf))
         if self.penalties is not None:
             self.penalties.apply_(logits)
 
