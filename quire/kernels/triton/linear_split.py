@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PARTIALS = 8 << 20
-"""float32 numbers that parts leave for whoever adds them: 8 parts of 64 rows of 16,384 features."""
+_PARTIALS = 9 << 20
+"""float32 numbers that parts leave for whoever adds them: 2 tiles of 256 x 128 for each of 132 multiprocessors."""
 _STRIPS = 4096
 
 
@@ -41,6 +41,10 @@ class SplitScratch:
     partial: Tensor
     arrived: Tensor
     """int32: parts of each strip that are done; the last one sets it back to 0."""
+
+    @property
+    def strips(self) -> int:
+        return self.arrived.numel()
 
     @classmethod
     def allocate(cls, device: torch.device | str, partials: int = _PARTIALS) -> SplitScratch:
@@ -130,7 +134,7 @@ def fits(rows: int, features: int, sizes: SplitShape, scratch: SplitScratch | No
     return (
         scratch is not None
         and sizes.parts * rows * features <= scratch.partial.numel()
-        and strips <= scratch.arrived.numel()
+        and strips <= scratch.strips
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.attention.context import StepContext
 from quire.attention.triton import TritonAttention
 from quire.kernels import cublas
-from quire.kernels.triton import activation, choices, copy, linear_few, linear_fixed, norm, rope_cache
+from quire.kernels.triton import activation, choices, copy, linear_ahead, linear_few, linear_fixed, norm, rope_cache
 from quire.kernels.triton.choices import Choice
 from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.kernels.triton.linear_split import SplitScratch, SplitShape, fits, linear_split
@@ -117,6 +117,13 @@ class TritonOps:
             return linear_few.linear_strip(x, w.weight, w.bias, residual, sizes=sizes, out=out)
         if choice.kernel == "split":
             return self._split_product(choice, x, w, residual, out)
+        if choice.kernel == "ahead" and w.bias is None and linear_ahead.available(self.device):
+            sizes = linear_ahead.AheadShape(*choice.sizes)
+            if linear_ahead.fits(x, w.weight, sizes, self._scratch()):
+                early = self._early(x.shape[0])
+                return linear_ahead.linear_ahead(
+                    x, w.weight, residual, sizes=sizes, scratch=self._scratch(), out=out, pdl=early
+                )
         if out is not None and w.bias is None and residual is None:
             return torch.mm(x, w.weight.t(), out=out)
         found = F.linear(x, w.weight, w.bias)
@@ -125,14 +132,17 @@ class TritonOps:
     def _split_product(
         self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
     ) -> Tensor:
-        if self._split is None:
-            self._split = SplitScratch.allocate(self.device)
         sizes = SplitShape(*choice.sizes)
-        if not fits(x.shape[0], w.out_features, sizes, self._split):
+        if not fits(x.shape[0], w.out_features, sizes, self._scratch()):
             sizes = replace(sizes, parts=1)
         return linear_split(
-            x, w.weight, w.bias, residual, sizes=sizes, scratch=self._split, out=out, pdl=self._early(x.shape[0])
+            x, w.weight, w.bias, residual, sizes=sizes, scratch=self._scratch(), out=out, pdl=self._early(x.shape[0])
         )
+
+    def _scratch(self) -> SplitScratch:
+        if self._split is None:
+            self._split = SplitScratch.allocate(self.device)
+        return self._split
 
     def _early(self, rows: int) -> bool:
         """Whether a small kernel should start while the one before it ends: only where its launch shows."""
@@ -262,7 +272,7 @@ class TritonOps:
         if choice.kernel == "apart":
             return linear_row(normed, w.weight, w.bias, None, gated=gated, out=out, sizes=sizes, pdl=self.pdl)
         found = self._product(choice, normed, w, None, None if gated else out)
-        return activation.act_mul(found, gated) if gated else found
+        return self.act_mul(found, gated) if gated else found
 
 
 def _named_library(device: torch.device, dtype: torch.dtype) -> cublas.CublasLt | None:
