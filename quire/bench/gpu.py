@@ -89,6 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune", metavar="FILE", help="instead: time the products of few rows, write the table here")
     parser.add_argument("--tune-split", metavar="FILE",
                         help="instead: time products split over columns, add those that win to the table in this file")
+    parser.add_argument("--tune-ahead", metavar="FILE",
+                        help="instead: the same for products that ask ahead for their weights")
     parser.add_argument("--tune-library", metavar="FILE",
                         help="instead: time cuBLASLt's algorithms, add those that win to the table in this file")
     parser.add_argument("--mixed", action="store_true",
@@ -116,11 +118,8 @@ def run(args: argparse.Namespace) -> int:
                                 lambda line: _show(args, line, str(line)))
         gpu_tune.write(args.tune, entries)
         return 0
-    if args.tune_library or args.tune_split:
-        from quire.bench import gpu_tune_library, gpu_tune_split
-
-        tuner = gpu_tune_library if args.tune_library else gpu_tune_split
-        tuner.tune(args.models, args.tune_library or args.tune_split, lambda line: _show(args, line, str(line)))
+    if args.tune_library or args.tune_split or args.tune_ahead:
+        _tune(args)
         return 0
     if args.mixed:
         from quire.bench import gpu_mixed
@@ -327,6 +326,19 @@ def _start(model: str, args: argparse.Namespace) -> None:
                  "warm_seconds": seconds[1:]},
           f"start {model}: `python` to the first token {seconds[0]} s with an empty kernel cache, "
           f"{seconds[1]} and {seconds[2]} s with the one that it left")
+
+
+def _tune(args: argparse.Namespace) -> None:
+    from quire.bench import gpu_tune_library, gpu_tune_own
+
+    def note(line: dict[str, Any]) -> None:
+        _show(args, line, str(line))
+
+    if args.tune_library:
+        gpu_tune_library.tune(args.models, args.tune_library, note)
+    for kernel, path in (("split", args.tune_split), ("ahead", args.tune_ahead)):
+        if path:
+            gpu_tune_own.tune(args.models, path, note, kernel)
 
 
 def _show(args: argparse.Namespace, line: dict[str, Any], text: str) -> None:

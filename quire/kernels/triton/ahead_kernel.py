@@ -99,8 +99,8 @@ def ahead_kernel(
     FEATURES: gl.constexpr = weight.block_type.shape[0]
     ROWS: gl.constexpr = x.block_type.shape[0]
     BYTES: gl.constexpr = weight.block_type.nbytes + x.block_type.nbytes
-    w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)
-    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)
+    w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, FEATURES, weight.block_type.shape[1]], weight.layout)
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, x.block_type.shape[1]], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)

@@ -63,14 +63,16 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _programs(features: int, sizes: AheadShape, device: torch.device) -> int:
-    return sizes.programs * _multiprocessors(device) or triton.cdiv(features, sizes.features)
+def _programs(weight: Tensor, sizes: AheadShape) -> int:
+    """Never more than there are turns: a program without one would leave a part of nothing."""
+    tiles = triton.cdiv(weight.shape[0], sizes.features)
+    return min(sizes.programs * _multiprocessors(weight.device) or tiles, tiles * (weight.shape[1] // COLUMNS))
 
 
 def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: SplitScratch) -> bool:
     """Whether the kernel can multiply these: whole turns, and a place for every part."""
     rows, width = x.shape
-    programs = _programs(weight.shape[0], sizes, x.device)
+    programs = _programs(weight, sizes)
     tiles = triton.cdiv(weight.shape[0], sizes.features)
     parts = 0 if tiles == programs else 2 * programs * sizes.features * padded(rows)
     return width % COLUMNS == 0 and rows <= MOST_ROWS and parts <= scratch.partial.numel() and tiles <= scratch.strips
@@ -95,7 +97,7 @@ def linear_ahead(
     pad = padded(rows)
     tile, slab = [sizes.features, COLUMNS], [pad, COLUMNS]
     sums, stored = _layouts(sizes.features, pad, sizes.warps)
-    ahead_kernel[(_programs(features, sizes, x.device),)](
+    ahead_kernel[(_programs(weight, sizes),)](
         TensorDescriptor.from_tensor(weight, tile, gl.NVMMASharedLayout.get_default_for(tile, kind)),
         TensorDescriptor.from_tensor(x, slab, gl.NVMMASharedLayout.get_default_for(slab, kind)),
         x if residual is None else residual,

@@ -117,17 +117,14 @@ class TritonOps:
             return linear_few.linear_strip(x, w.weight, w.bias, residual, sizes=sizes, out=out)
         if choice.kernel == "split":
             return self._split_product(choice, x, w, residual, out)
-        if choice.kernel == "ahead" and w.bias is None and linear_ahead.available(self.device):
-            sizes = linear_ahead.AheadShape(*choice.sizes)
-            if linear_ahead.fits(x, w.weight, sizes, self._scratch()):
-                early = self._early(x.shape[0])
-                return linear_ahead.linear_ahead(
-                    x, w.weight, residual, sizes=sizes, scratch=self._scratch(), out=out, pdl=early
-                )
+        if choice.kernel == "ahead":
+            found = self._ahead_product(choice, x, w, residual, out)
+            if found is not None:
+                return found
         if out is not None and w.bias is None and residual is None:
             return torch.mm(x, w.weight.t(), out=out)
-        found = F.linear(x, w.weight, w.bias)
-        return found if residual is None else found.add_(residual)
+        product = F.linear(x, w.weight, w.bias)
+        return product if residual is None else product.add_(residual)
 
     def _split_product(
         self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
@@ -138,6 +135,25 @@ class TritonOps:
         return linear_split(
             x, w.weight, w.bias, residual, sizes=sizes, scratch=self._scratch(), out=out, pdl=self._early(x.shape[0])
         )
+
+    def _ahead_product(
+        self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
+    ) -> Tensor | None:
+        """None where that kernel cannot run: it needs a chip and a compiler that know it."""
+        sizes = linear_ahead.AheadShape(*choice.sizes)
+        if w.bias is not None or not linear_ahead.available(self.device):
+            return None
+        if not linear_ahead.fits(x, w.weight, sizes, self._scratch()):
+            return None
+        early = self._early(x.shape[0])
+        return linear_ahead.linear_ahead(
+            x, w.weight, residual, sizes=sizes, scratch=self._scratch(), out=out, pdl=early
+        )
+
+    def asks_ahead(self, rows: int, w: DeviceLinear) -> bool:
+        """Whether the product of so many rows asks for its weight before it may begin, so that nobody else need."""
+        choice = choices.product(rows, w.out_features, w.in_features, self.dtype)
+        return choice.kernel == "ahead" and linear_ahead.available(self.device)
 
     def _scratch(self) -> SplitScratch:
         if self._split is None:

@@ -118,7 +118,7 @@ class DeviceForward:
         return found
 
     def _ask(self, weight: Any, rows: int) -> None:
-        if self.ahead is not None:
+        if self.ahead is not None and not self._ops.asks_ahead(rows, weight):  # type: ignore[attr-defined]
             self.ahead.ask(weight, rows)
 
     def _capped(self, found: Tensor) -> Tensor:
