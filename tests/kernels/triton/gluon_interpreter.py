@@ -1,0 +1,280 @@
+"""Runs Gluon kernels on the CPU, which Triton's interpreter cannot, and checks their protocol rather than only sums.
+
+`with interpreting() as runs:` turns every launch of a Gluon kernel into a run of its Python text with stand-ins for
+what it imports, one program after another in any order. Copies and products are as late as the hardware may make them:
+what is not waited for is not there, and whoever touches it, fills a place that is still read, counts bytes wrongly,
+waits for what never comes, reads what the kernel before still writes or meets another program's numbers other than by
+atomics gets a `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra import cuda
+
+from tests.kernels.triton.gluon_memory import (
+    Barrier,
+    Descriptor,
+    InFlight,
+    Pointer,
+    Product,
+    Races,
+    Slot,
+    Value,
+    View,
+    demand,
+    plain,
+    scalar,
+)
+
+SHARED_BYTES = 227 * 1024
+"""Of a program on Hopper."""
+
+
+@dataclass
+class Copy:
+    """What a program asked the copy engine for; `early` before gdc_wait."""
+
+    program: int
+    name: str
+    place: tuple[int, ...]
+    early: bool
+
+
+@dataclass
+class Run:
+    """One launch."""
+
+    programs: int
+    copies: list[Copy] = field(default_factory=list)
+    races: Races = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.races = Races(self.programs)
+
+
+class Program:
+    """One program: its shared memory, what it has under way, and a method for each thing that a kernel may call."""
+
+    def __init__(self, number: int, pdl: bool, run: Run) -> None:
+        self.number, self.run, self.pdl = number, run, pdl
+        self.may_read = not pdl
+        self.unpublished = False
+        self.products: list[Product] = []
+        self.slots: list[Slot] = []
+        self.shared = 0
+
+    def allocate(self, dtype: Any, shape: list[int], layout: Any) -> View:
+        demand(all(side & (side - 1) == 0 for side in shape[1:]), f"sides of {shape} must be powers of two")
+        self.shared += prod(shape) * dtype.itemsize
+        demand(self.shared <= SHARED_BYTES, f"{self.shared} bytes of shared memory")
+        poison = float("nan") if dtype.is_floating_point else -1
+        slots = [Slot(torch.full(shape[1:], poison, dtype=dtype), layout) for _ in range(shape[0])]
+        self.slots += slots
+        return View(slots)
+
+    def make_barrier(self, view: View, count: int) -> None:
+        demand(view.one.barrier is None, "a barrier is made twice")
+        view.one.barrier = Barrier(count)
+
+    def fence(self) -> None:
+        for slot in self.slots:
+            if slot.barrier is not None:
+                slot.barrier.fenced = True
+
+    def expect(self, barrier: View, size: int, pred: Any = True) -> None:
+        if pred:
+            barrier.barrier.expect(size)
+
+    def wait(self, barrier: View, parity: Any, pred: Any = True, deps: Any = ()) -> None:
+        if pred:
+            barrier.barrier.wait(int(parity))
+
+    def copy(self, source: Descriptor, place: list[Any], barrier: View, target: View, pred: Any = True) -> None:
+        if not pred:
+            return
+        slot, corner = target.one, tuple(map(int, place))
+        demand(self.may_read or not source.late, f"{source.name} is asked for before gdc_wait")
+        demand(barrier.barrier.fenced, "a copy before the fence after its barrier was made")
+        demand(not slot.readers, f"{source.name} is copied over what a product still reads")
+        demand(not slot.landing, f"{source.name} is copied over a copy that nobody waited for")
+        demand(slot.layout == source.layout, f"{source.name} and its place are laid out in two ways")
+        found = source.block(corner)
+        demand((slot.data.shape, slot.data.dtype) == (found.shape, found.dtype), f"{source.name} and its place differ")
+        barrier.barrier.copy(slot, found)
+        slot.landing = True
+        slot.data.fill_(float("nan"))
+        self.run.copies.append(Copy(self.number, source.name, corner, not self.may_read))
+
+    def multiply(self, a: View, b: View, acc: Value, *, use_acc: Any = True, is_async: bool = False) -> Value:
+        slots = [a.one, b.one]
+        demand(not any(slot.landing for slot in slots), "a product of what has been asked for but not waited for")
+        assert a.data is not None and b.data is not None
+        (m, k), n = a.data.shape, b.data.shape[1]
+        demand(b.data.shape[0] == k and acc.shape == [m, n], f"{a.data.shape} by {b.data.shape} to {acc.shape}")
+        demand(a.data.dtype == b.data.dtype and not (m % 64 or n % 8 or k % 16), "no product of the tensor cores")
+        product = Product(slots)
+        for slot in slots:
+            slot.readers.add(product)
+        self.products.append(product)
+        result = InFlight(a.data.float() @ b.data.float() + (acc.held if use_acc else 0), product)
+        return result if is_async else self.multiply_wait(0, deps=(result,))
+
+    def multiply_wait(self, outstanding: int = 0, deps: tuple[Value, ...] = ()) -> Any:
+        while len(self.products) > outstanding:
+            product = self.products.pop(0)
+            for slot in product.reads:
+                slot.readers.discard(product)
+        done = [
+            Value(dep.held) if isinstance(dep, InFlight) and dep.product not in self.products else dep for dep in deps
+        ]
+        return done[0] if len(done) == 1 else tuple(done)
+
+    def load(self, pointer: Pointer, mask: Value | None = None, other: Any = 0, cache_modifier: str = "") -> Value:
+        demand(self.may_read or not pointer.late, "a load before gdc_wait")
+        place, real = pointer.checked(mask)
+        self.run.races.touch(self.number, pointer.flat, place[real], writes=False)
+        found = pointer.flat[place]
+        return Value(torch.where(real, found, torch.full_like(found, plain(other))))
+
+    def store(self, pointer: Pointer, value: Any, mask: Value | None = None) -> None:
+        demand(self.may_read, "a store before gdc_wait")
+        place, real = pointer.checked(mask)
+        data = torch.as_tensor(plain(value))
+        demand(data.ndim == 0 or data.shape == place.shape, f"{tuple(data.shape)} stored at {tuple(place.shape)}")
+        self.run.races.touch(self.number, pointer.flat, place[real], writes=True)
+        pointer.flat[place[real]] = data.to(pointer.flat.dtype).expand(place.shape)[real]
+        self.unpublished = True
+
+    def barrier(self) -> None:
+        self.unpublished = False
+
+    def atomic_add(self, pointer: Pointer, value: Any, sem: str = "acq_rel") -> Value:
+        demand(self.may_read, "an atomic before gdc_wait")
+        demand(sem == "acq_rel" and not self.unpublished, "an atomic that does not publish the stores before it")
+        place, _ = pointer.checked(None)
+        demand(place.ndim == 0, "atomics of blocks are not known here")
+        self.run.races.meet(self.number, pointer.flat, place)
+        before = pointer.flat[place].clone()
+        pointer.flat[place] += plain(value)
+        return Value(before)
+
+    def gdc_wait(self) -> None:
+        self.may_read = True
+
+    def end(self) -> None:
+        demand(self.may_read, "a program ended without gdc_wait")
+        demand(not self.products, "a program ended with products under way")
+        landing = [slot.barrier.phase for slot in self.slots if slot.barrier is not None and slot.barrier.came]
+        demand(not landing, f"a program ended with copies under way, in phases {landing}")
+
+
+def _language(program: Program) -> Any:
+    """`gl`, as far as kernels of the repository use it."""
+
+    def arange(start: int, end: int, layout: Any = None) -> Value:
+        demand((end - start) & (end - start - 1) == 0, f"a range of {end - start} is no power of two")
+        return Value(torch.arange(start, end, dtype=torch.int32))
+
+    def zeros(shape: Collection[int], dtype: torch.dtype, layout: Any = None) -> Value:
+        demand(all(side & (side - 1) == 0 for side in shape), f"sides of {shape} must be powers of two")
+        return Value(torch.zeros(tuple(shape), dtype=dtype))
+
+    def static_range(count: int) -> Iterable[int]:
+        demand(isinstance(count, int), "a static range of what is known at run time only")
+        return range(count)
+
+    def extreme(function: Callable[..., Tensor]) -> Callable[..., Value]:
+        return lambda a, b: Value(function(torch.as_tensor(plain(a)), torch.as_tensor(plain(b))))
+
+    return SimpleNamespace(
+        int32=torch.int32, int64=torch.int64, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
+        arange=arange, zeros=zeros, static_range=static_range,
+        maximum=extreme(torch.maximum), minimum=extreme(torch.minimum),
+        SliceLayout=lambda dim, parent: None, convert_layout=lambda value, layout: value,
+        program_id=lambda axis: scalar(program.number), num_programs=lambda axis: scalar(program.run.programs),
+        allocate_shared_memory=program.allocate, thread_barrier=program.barrier,
+        load=program.load, store=program.store, atomic_add=program.atomic_add,
+    )  # fmt: skip
+
+
+def _stand_ins(program: Program) -> list[tuple[Any, Any]]:
+    barriers = SimpleNamespace(
+        init=program.make_barrier,
+        expect=program.expect,
+        wait=program.wait,
+        MBarrierLayout=hopper.mbarrier.MBarrierLayout,
+    )
+    return [
+        (gl, _language(program)),
+        (hopper.mbarrier, barriers),
+        (hopper.tma, SimpleNamespace(async_copy_global_to_shared=program.copy)),
+        (hopper.warpgroup_mma, program.multiply),
+        (hopper.warpgroup_mma_wait, program.multiply_wait),
+        (hopper.fence_async_shared, program.fence),
+        (cuda.gdc_wait, program.gdc_wait),
+        (cuda.gdc_launch_dependents, lambda: None),
+    ]
+
+
+def _python(kernel: GluonJITFunction, program: Program) -> FunctionType:
+    """The kernel's text, in a copy of its module where stand-ins and texts of its helpers are."""
+    stand_ins = _stand_ins(program)
+    module = dict(kernel.fn.__globals__, range=lambda *bounds: map(scalar, range(*map(int, bounds))))
+    for name, known in list(module.items()):
+        if isinstance(known, GluonJITFunction):
+            module[name] = FunctionType(known.fn.__code__, module, name, known.fn.__defaults__)
+        else:
+            module[name] = next((ours for theirs, ours in stand_ins if known is theirs), known)
+    return FunctionType(kernel.fn.__code__, module, kernel.fn.__name__, kernel.fn.__defaults__)
+
+
+def _argument(name: str, given: Any, late: bool) -> Any:
+    if isinstance(given, TensorDescriptor):
+        return Descriptor(name, given, late)
+    if isinstance(given, Tensor):
+        extent = 1 + sum((side - 1) * step for side, step in zip(given.shape, given.stride()))
+        return Pointer(given.as_strided((extent,), (1,)), scalar(0), late)
+    return scalar(given)
+
+
+@contextmanager
+def interpreting(
+    order: Callable[[int], Iterable[int]] = range, constant: Collection[str] = ("weight",)
+) -> Iterator[list[Run]]:
+    """Launches of Gluon kernels run here, their programs in this order.
+
+    `constant`: parameters that no kernel writes. All others are forbidden before gdc_wait if a launch sets launch_pdl.
+    """
+    runs: list[Run] = []
+
+    def run(self: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        arguments = dict(zip([each.name for each in self.params], given)) | named
+        values = {
+            each.name: arguments[each.name] if each.is_constexpr
+            else _argument(each.name, arguments[each.name], each.name not in constant)
+            for each in self.params
+        }  # fmt: skip
+        runs.append(Run(grid[0]))
+        for number in order(grid[0]):
+            program = Program(number, bool(named.get("launch_pdl")), runs[-1])
+            _python(self, program)(**values)
+            program.end()
+
+    GluonJITFunction.run = run
+    try:
+        yield runs
+    finally:
+        del GluonJITFunction.run  # its own: the inherited one is back

@@ -1,0 +1,243 @@
+"""What Gluon kernels hold in `gluon_interpreter`: numbers, pointers, and shared memory that knows who still uses it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+class ProtocolError(Exception):
+    """What a GPU would answer with wrong numbers, a hang or a fault, now and then."""
+
+
+def demand(holds: bool, complaint: str) -> None:
+    if not holds:
+        raise ProtocolError(complaint)
+
+
+def plain(value: Any) -> Any:
+    return value.data if isinstance(value, Value) else value
+
+
+class Value:
+    """A block or a scalar (no dimensions); integers are of 32 bits and wrap, division truncates, as on the chip."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    @property
+    def data(self) -> Tensor:
+        return self.held
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.held.shape)
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype) -> Value:
+        return Value(self.data.to(dtype))
+
+    def __getitem__(self, place: Any) -> Value:
+        return Value(self.data[place])
+
+    def __bool__(self) -> bool:
+        demand(self.held.ndim == 0, "a block decides nothing")
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+
+def _operators() -> None:
+    def truncated(a: Any, b: Any) -> Tensor:
+        return torch.div(a, b, rounding_mode="trunc")
+
+    functions = {name: getattr(operator, name) for name in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne")}
+    functions |= {"and": operator.and_, "or": operator.or_, "floordiv": truncated, "mod": torch.fmod}
+    for name, function in functions.items():
+        setattr(Value, f"__{name}__", lambda a, b, f=function: Value(f(a.data, plain(b))))
+    for name in ("add", "sub", "mul"):
+        setattr(Value, f"__r{name}__", lambda a, b, f=functions[name]: Value(f(b, a.data)))
+
+
+_operators()
+
+
+def scalar(number: int) -> Value:
+    return Value(torch.tensor(number, dtype=torch.int32))
+
+
+class InFlight(Value):
+    """The sums of a product that no wait has yet returned as done: good for nothing but the next product."""
+
+    def __init__(self, held: Tensor, product: Product) -> None:
+        super().__init__(held)
+        self.product = product
+
+    @property
+    def data(self) -> Tensor:
+        raise ProtocolError("sums are used before their product is waited for")
+
+
+class Pointer:
+    """Into a tensor of the caller; `late` if the kernel before this one may still write it."""
+
+    def __init__(self, flat: Tensor, place: Any, late: bool) -> None:
+        self.flat, self.place, self.late = flat, place, late
+        self.dtype = SimpleNamespace(element_ty=flat.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.flat, self.place + offset, self.late)
+
+    def checked(self, mask: Value | None) -> tuple[Tensor, Tensor]:
+        """(places, mask) of the same shape, all that the mask lets through inside the tensor."""
+        place = torch.as_tensor(plain(self.place)).long()
+        real = torch.ones_like(place, dtype=torch.bool) if mask is None else plain(mask)
+        demand(real.shape == place.shape, f"a mask of {tuple(real.shape)} for pointers of {tuple(place.shape)}")
+        inside = (place >= 0) & (place < len(self.flat))
+        demand(bool((inside | ~real).all()), "a pointer beyond its tensor")
+        return torch.where(real, place, 0), real
+
+
+class Descriptor:
+    """A tensor for the copy engine: it copies whole blocks, and reads zeros beyond the tensor."""
+
+    def __init__(self, name: str, described: TensorDescriptor, late: bool) -> None:
+        self.name, self.base, self.layout, self.late = name, described.base, described.layout, late
+        self.dtype, shape = described.base.dtype, list(described.block_shape)
+        demand(all(side <= 256 and side & (side - 1) == 0 for side in shape), f"no block of the copy engine: {shape}")
+        self.block_type = SimpleNamespace(shape=shape, nbytes=prod(shape) * self.dtype.itemsize)
+
+    def block(self, corner: Collection[int]) -> Tensor:
+        found = torch.zeros(self.block_type.shape, dtype=self.dtype)
+        demand(len(corner) == found.ndim and min(corner) >= 0, f"a block at {corner}")
+        part = self.base[tuple(slice(at, at + side) for at, side in zip(corner, found.shape))]
+        found[tuple(slice(side) for side in part.shape)] = part
+        return found
+
+
+@dataclass(eq=False)
+class Slot:
+    """One place of shared memory."""
+
+    data: Tensor
+    layout: Any
+    landing: bool = False
+    """A copy into it is asked for and not waited for."""
+    readers: set[Product] = field(default_factory=set)
+    barrier: Barrier | None = None
+
+
+@dataclass(eq=False)
+class Product:
+    """A warpgroup_mma and the places that it reads until it is waited for."""
+
+    reads: list[Slot]
+
+
+@dataclass(eq=False)
+class Barrier:
+    """An mbarrier: a phase ends when as many as `count` came and as many bytes landed as they expect."""
+
+    count: int
+    fenced: bool = False
+    phase: int = 0
+    came: int = 0
+    expected: int = 0
+    asked: int = 0
+    landing: list[tuple[Slot, Tensor]] = field(default_factory=list)
+
+    def expect(self, size: int) -> None:
+        demand(self.came < self.count, "bytes are expected again in a phase that has not ended")
+        self.came += 1
+        self.expected += size
+
+    def copy(self, slot: Slot, found: Tensor) -> None:
+        self.asked += found.numel() * found.element_size()
+        demand(self.asked <= self.expected, f"{self.asked} bytes asked for, {self.expected} expected")
+        self.landing.append((slot, found))
+
+    def wait(self, parity: int) -> None:
+        demand(parity in (0, 1), f"a parity of {parity}")
+        if parity != self.phase & 1:
+            demand(not self.came, f"a wait for parity {parity} in phase {self.phase} does not wait for its copies")
+            return
+        demand(self.came == self.count, f"a wait for phase {self.phase}, in which nothing is expected, never ends")
+        demand(self.asked == self.expected, f"never ends: {self.asked} bytes asked for, {self.expected} expected")
+        for slot, found in self.landing:
+            slot.data.copy_(found)
+            slot.landing = False
+        self.phase, self.came, self.expected, self.asked, self.landing = self.phase + 1, 0, 0, 0, []
+
+
+class View:
+    """Shared memory as kernels hold it: of all slots, or of one, perhaps transposed."""
+
+    def __init__(self, slots: list[Slot], data: Tensor | None = None) -> None:
+        self.slots, self.data = slots, data
+
+    def index(self, place: Any) -> View:
+        demand(self.data is None and 0 <= int(place) < len(self.slots), f"place {int(place)} of {len(self.slots)}")
+        slot = self.slots[int(place)]
+        return View([slot], slot.data)
+
+    def permute(self, order: tuple[int, ...]) -> View:
+        return View(self.slots, self.one.data.permute(order))
+
+    @property
+    def one(self) -> Slot:
+        demand(self.data is not None, "a whole ring where one of its places is meant")
+        return self.slots[0]
+
+    @property
+    def barrier(self) -> Barrier:
+        found = self.one.barrier
+        demand(found is not None, "a barrier is used before it is made")
+        assert found is not None
+        return found
+
+
+class Races:
+    """Who last wrote and read each number of a launch, and what each program knows of the others by its atomics.
+
+    Programs run one after another here, at once on a GPU: an access must follow another program's write (a write also
+    its read) by way of atomics, not just by luck of the order. Of several readers only the last is remembered.
+    """
+
+    def __init__(self, programs: int) -> None:
+        self.knows = torch.eye(programs, dtype=torch.int32)
+        """[program, other]: up to which of its atomics the other's deeds are known to have come before."""
+        self.published: dict[tuple[int, int], Tensor] = {}
+        self.last: dict[int, dict[str, Tensor]] = {}
+
+    def touch(self, program: int, flat: Tensor, places: Tensor, writes: bool) -> None:
+        last = self.last.setdefault(
+            flat.data_ptr(), {name: torch.full((2, len(flat)), -1, dtype=torch.int32) for name in ("write", "read")}
+        )
+        for kind in ("write", "read") if writes else ("write",):
+            who, when = last[kind][:, places].long().unbind()
+            other = (who >= 0) & (who != program)
+            unknown = other & (when > self.knows[program, who.clamp(min=0)])
+            demand(not bool(unknown.any()), f"a race with the last {kind} of another program")
+        mine = torch.tensor([program, int(self.knows[program, program])], dtype=torch.int32)
+        last["write" if writes else "read"][:, places] = mine.reshape(2, *(1 for _ in places.shape))
+
+    def meet(self, program: int, flat: Tensor, place: Tensor) -> None:
+        """An atomic: the program learns what those know who were here before, and they who come later what it knows."""
+        here = (flat.data_ptr(), int(place))
+        known = torch.maximum(self.knows[program], self.published.get(here, torch.zeros_like(self.knows[program])))
+        self.knows[program] = known
+        self.published[here] = known.clone()
+        self.touch(program, flat, place, writes=False)
+        self.knows[program, program] += 1
