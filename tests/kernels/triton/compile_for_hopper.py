@@ -30,7 +30,9 @@ from quire.kernels.triton import (  # noqa: E402
     attention_mixed,
     attention_rope,
     attention_split,
+    linear_ahead,
     linear_row,
+    linear_split,
     norm,
     prefetch,
     rope_cache,
@@ -56,6 +58,42 @@ def stores_before_copies(kernel: Any) -> int:
     """Stores to global memory that come before the first asynchronous copy out of it."""
     found = re.findall(r"(st\.global|cp\.async\.c[ag])", kernel.asm["ptx"])
     return next((place for place, operation in enumerate(found) if operation != "st.global"), len(found))
+
+
+def bulk_copies(kernel: Any) -> list[str]:
+    """Copies of the copy engine by the place of their tensor among the parameters, and waits, in the order of PTX."""
+    ptx = kernel.asm["ptx"]
+    parameter = dict(re.findall(r"mov\.b64\s+(%rd\d+), \w+_param_(\d+);", ptx))
+    address = {name: parameter[of] for name, of in re.findall(r"cvta\.param\.u64\s+(%rd\d+), (%rd\d+);", ptx)}
+    order = sorted(map(int, set(address.values())))
+    found = re.findall(
+        r"cp\.async\.bulk\.tensor\S+ \[%r\d+\], \[(%rd\d+),|(griddepcontrol\.wait|wgmma\.wait_group|bar\.sync)", ptx
+    )
+    return [f"copy {order.index(int(address[copied]))}" if copied else operation for copied, operation in found]
+
+
+def machine_copies(operations: list[str]) -> str:
+    """Of the machine code: c for a copy of the copy engine, w for the wait for the kernel ahead."""
+    return "".join({"UTMALDG": "c", "ACQBULK": "w"}.get(operation, "") for operation in operations)
+
+
+def ahead(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Products of few and of many rows, with 2 warpgroups, with a residual and of a single turn."""
+    scratch = linear_split.SplitScratch.allocate("cpu", 1)
+    linear_ahead._multiprocessors = lambda device: 132
+    shape = linear_ahead.AheadShape
+    for name, rows, width, sizes, more in (
+        ("ahead few", 3, 4096, shape(128, 8, 4), False),
+        ("ahead many", 256, 4096, shape(128, 4, 8), True),
+        ("ahead wide", 64, 4096, shape(256, 5, 8), False),
+        ("ahead narrow", 16, 4096, shape(64, 6, 4), True),
+        ("ahead single", 32, 64, shape(64, 4, 4), False),
+    ):
+        x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(6144, width, dtype=dtype)
+        residual = torch.empty(rows, 6144, dtype=dtype) if more else None
+        yield name, lambda x=x, weight=weight, residual=residual, sizes=sizes: linear_ahead.linear_ahead(
+            x, weight, residual, sizes=sizes, scratch=scratch, pdl=True
+        )
 
 
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -89,6 +127,8 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield name, lambda e=exact: attention_mixed.mixed_attention(
             qkv, cache, table, ints, ints, ints, ints, ints, HEADS, 0.1, sizes=sizes, exact=e
         )
+    if not small:
+        yield from ahead(dtype)
 
 
 def variants(dtype: torch.dtype) -> dict[str, int]:
@@ -119,6 +159,7 @@ def main() -> None:
                 "resources": resources(kernels[0]), "fused": operations.count("FFMA"),
                 "barriers": operations.count("BAR"), "prefetches": operations.count("UBLKPF"),
                 "stores_before_copies": stores_before_copies(kernels[0]), "matrix_loads": operations.count("LDSM"),
+                "bulk_copies": bulk_copies(kernels[0]), "machine_copies": machine_copies(operations),
             }  # fmt: skip
     found["variants"] = {str(dtype)[6:]: variants(dtype) for dtype in (torch.bfloat16, torch.float32)}
     print(json.dumps(found))

@@ -64,3 +64,28 @@ def test_a_decode_step_writes_its_new_key_before_it_asks_for_any(compiled: dict[
 def test_rotation_leaves_the_loop_over_the_keys_as_fast(compiled: dict[str, Any]) -> None:
     # 128 keys and values of 128 features by 4 warps: 16 + 32 loads of matrices; joined halves had 8 of the former.
     assert compiled["turned decode bfloat16"]["matrix_loads"] >= 48
+
+
+AHEAD = {"few": 8, "many": 4, "wide": 5, "narrow": 6, "single": 4}
+"""Turns of the ring."""
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_a_product_asks_for_a_ring_of_weights_before_the_kernel_ahead_has_ended(
+    compiled: dict[str, Any], name: str
+) -> None:
+    kernel, stages = compiled[f"ahead {name} bfloat16"], AHEAD[name]
+    copies = [each for each in kernel["bulk_copies"] if each not in ("bar.sync", "wgmma.wait_group")]
+    weights, rows = ["copy 0"] * stages, ["copy 1"] * stages
+    assert copies == [*weights, "griddepcontrol.wait", *rows, "copy 0", "copy 1"]
+    # The assembler has left them where they were: PTX has no say in that.
+    assert kernel["machine_copies"] == "c" * stages + "w" + "c" * (stages + 2)
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_a_place_of_the_ring_is_filled_again_when_all_warps_have_read_it(compiled: dict[str, Any], name: str) -> None:
+    """A warpgroup waits for its own products only: the compiler must set a barrier for the others."""
+    steps = compiled[f"ahead {name} bfloat16"]["bulk_copies"]
+    waited = steps.index("wgmma.wait_group")
+    refilled = waited + steps[waited:].index("copy 0")
+    assert "bar.sync" in steps[waited:refilled]

@@ -21,7 +21,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from quire.kernels.triton import ahead_kernel
 from quire.kernels.triton import linear_ahead as host
-from quire.kernels.triton.linear_ahead import AheadShape, linear_ahead
+from quire.kernels.triton.linear_ahead import AheadShape, fits, linear_ahead, padded
 from quire.kernels.triton.linear_split import SplitScratch
 from tests.kernels.triton.gluon_interpreter import Run, interpreting
 from tests.kernels.triton.gluon_memory import ProtocolError
@@ -63,7 +63,7 @@ def check(
     rows: int, features: int, width: int, sizes: AheadShape, count: int, dtype: torch.dtype = torch.bfloat16
 ) -> list[Run]:
     """Every order of programs, with and without a residual, over and over in one scratch."""
-    places, found = scratch(), []
+    places, found = scratch(2 * count * sizes.features * padded(rows)), []
     for seed, order in enumerate(ORDERS):
         x, weight = whole(rows, width, seed=seed, dtype=dtype), whole(features, width, seed=seed + 9, dtype=dtype)
         residual = whole(rows, features, seed=seed + 99, dtype=dtype) if seed % 2 == 0 else None
@@ -159,6 +159,27 @@ def test_a_slice_of_wider_rows_is_multiplied_in_place() -> None:
     with programs(2), interpreting():
         got = linear_ahead(x, weight, sizes=AheadShape(64, 3), scratch=scratch())
     assert torch.equal(got, product(x, weight, None))
+
+
+@pytest.mark.parametrize(("features", "width"), [(64, 64), (1024, 128), (4096, 4096)])
+def test_the_chip_never_gets_more_programs_than_there_are_turns(
+    features: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_multiprocessors", lambda device: 132)
+    weight = torch.empty(features, width, dtype=torch.bfloat16)
+    assert host._programs(weight, AheadShape(64)) == min(132, features // 64 * (width // 64))
+    assert host._programs(weight, AheadShape(64, programs=0)) == features // 64
+
+
+def test_a_product_without_whole_turns_or_a_place_for_its_parts_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_multiprocessors", lambda device: 4)
+    sizes, places = AheadShape(64), SplitScratch.allocate("cpu", 2 * 4 * 64 * 16)
+    x, weight = torch.empty(16, 256), torch.empty(640, 256)
+    assert fits(x, weight, sizes, places)
+    assert not fits(x[:, :100], weight[:, :100], sizes, places)
+    assert not fits(torch.empty(17, 256), weight, sizes, places)
+    assert fits(torch.empty(17, 256), weight[:256], sizes, places)  # a tile a program: nobody leaves parts
+    assert not fits(torch.empty(257, 256), weight[:256], sizes, places)
 
 
 # One wrong word each, and who complains. `None`: no rule is broken, the numbers are wrong.
