@@ -19,19 +19,75 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
-def _ask_weights(weight, ready, ring, turn, stage, asked, turns, BYTES: gl.constexpr):
+def _ask_weights(weight, full, ring, turn, stage, turns, SLABS: gl.constexpr, BYTES: gl.constexpr):
     FEATURES: gl.constexpr = weight.block_type.shape[0]
     WIDTH: gl.constexpr = weight.block_type.shape[1]
-    mbarrier.expect(ready.index(stage), BYTES, pred=asked)
-    place = [turn // turns * FEATURES, turn % turns * WIDTH]
-    tma.async_copy_global_to_shared(weight, place, ready.index(stage), ring.index(stage), pred=asked)
+    mbarrier.expect(full.index(stage), BYTES)
+    for slab in gl.static_range(SLABS):
+        place = [turn // turns * FEATURES, (turn % turns * SLABS + slab) * WIDTH]
+        tma.async_copy_global_to_shared(weight, place, full.index(stage), ring.index(stage * SLABS + slab))
 
 
 @gluon.jit
-def _ask_rows(x, ready, ring, turn, stage, asked, turns):
+def _ask_rows(x, full, ring, turn, stage, turns, SLABS: gl.constexpr):
     WIDTH: gl.constexpr = x.block_type.shape[1]
-    place = [0, turn % turns * WIDTH]
-    tma.async_copy_global_to_shared(x, place, ready.index(stage), ring.index(stage), pred=asked)
+    for slab in gl.static_range(SLABS):
+        place = [0, (turn % turns * SLABS + slab) * WIDTH]
+        tma.async_copy_global_to_shared(x, place, full.index(stage), ring.index(stage * SLABS + slab))
+
+
+@gluon.jit
+def _load(
+    weight, x, w_ring, x_ring, full, free, begin, end, turns,
+    STAGES: gl.constexpr, SLABS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """One warp asks for everything: weights at once, rows when the kernel before has ended."""
+    BYTES: gl.constexpr = SLABS * (weight.block_type.nbytes + x.block_type.nbytes)
+    early = gl.minimum(begin + STAGES, end)
+    for turn in range(begin, early):
+        _ask_weights(weight, full, w_ring, turn, turn - begin, turns, SLABS, BYTES)
+    if PDL:
+        gdc_wait()
+    for turn in range(begin, early):
+        _ask_rows(x, full, x_ring, turn, turn - begin, turns, SLABS)
+    for turn in range(early, end):
+        done = turn - begin
+        stage = done % STAGES
+        mbarrier.wait(free.index(stage), done // STAGES - 1 & 1)
+        _ask_weights(weight, full, w_ring, turn, stage, turns, SLABS, BYTES)
+        _ask_rows(x, full, x_ring, turn, stage, turns, SLABS)
+
+
+@gluon.jit
+def _multiply(
+    w_ring, x_ring, full, free, residual, out, partial, arrived, num_rows, num_features, begin, end, turns, total,
+    STAGES: gl.constexpr, SLABS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
+    SUMS: gl.constexpr, STORED: gl.constexpr,
+):  # fmt: skip
+    """The other warps multiply what is there, tile after tile."""
+    FEATURES: gl.constexpr = w_ring.shape[1]
+    ROWS: gl.constexpr = x_ring.shape[1]
+    if PDL:
+        gdc_wait()
+    for tile in range(begin // turns, (end + turns - 1) // turns):
+        first = gl.maximum(begin, tile * turns)
+        last = gl.minimum(end, (tile + 1) * turns)
+        acc = gl.zeros((FEATURES, ROWS), gl.float32, SUMS)
+        for turn in range(first, last):
+            done = turn - begin
+            stage = done % STAGES
+            mbarrier.wait(full.index(stage), done // STAGES & 1)
+            for slab in gl.static_range(SLABS):
+                part = stage * SLABS + slab
+                acc = warpgroup_mma(w_ring.index(part), x_ring.index(part).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(SLABS, deps=(acc,))
+            # The turn before this one has been read: its place may be filled.
+            mbarrier.arrive(free.index((done + STAGES - 1) % STAGES), pred=turn > first)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(free.index((last - 1 - begin) % STAGES))
+        acc, complete = _whole_tile(acc, tile, first, last, total, gl.num_programs(0), partial, arrived, turns)
+        if complete:
+            _store_tile(acc, tile, residual, out, num_rows, num_features, RESIDUAL, STORED)
 
 
 @gluon.jit
@@ -91,6 +147,7 @@ def ahead_kernel(
     num_features,
     turns,
     STAGES: gl.constexpr,
+    SLABS: gl.constexpr,
     RESIDUAL: gl.constexpr,
     PDL: gl.constexpr,
     SUMS: gl.constexpr,
@@ -98,41 +155,29 @@ def ahead_kernel(
 ):
     FEATURES: gl.constexpr = weight.block_type.shape[0]
     ROWS: gl.constexpr = x.block_type.shape[0]
-    BYTES: gl.constexpr = weight.block_type.nbytes + x.block_type.nbytes
-    w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, FEATURES, weight.block_type.shape[1]], weight.layout)
-    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, x.block_type.shape[1]], x.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    WIDTH: gl.constexpr = weight.block_type.shape[1]
+    w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES * SLABS, FEATURES, WIDTH], weight.layout)
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * SLABS, ROWS, WIDTH], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
-    programs = gl.num_programs(0)
-    total = (num_features + FEATURES - 1) // FEATURES * turns
-    begin = gl.program_id(0) * total // programs
-    end = (gl.program_id(0) + 1) * total // programs
-    for stage in gl.static_range(STAGES):
-        _ask_weights(weight, ready, w_ring, begin + stage, stage, begin + stage < end, turns, BYTES)
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
-    for stage in gl.static_range(STAGES):
-        _ask_rows(x, ready, x_ring, begin + stage, stage, begin + stage < end, turns)
-    for tile in range(begin // turns, (end + turns - 1) // turns):
-        first = gl.maximum(begin, tile * turns)
-        last = gl.minimum(end, (tile + 1) * turns)
-        acc = gl.zeros((FEATURES, ROWS), gl.float32, SUMS)
-        for turn in range(first, last):
-            done = turn - begin
-            full = done % STAGES
-            mbarrier.wait(ready.index(full), done // STAGES & 1)
-            acc = warpgroup_mma(w_ring.index(full), x_ring.index(full).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            # The turn before this one has been read: its place may be filled.
-            after = turn - 1 + STAGES
-            asked = (done > 0) & (after < end)
-            free = (done + STAGES - 1) % STAGES
-            _ask_weights(weight, ready, w_ring, after, free, asked, turns, BYTES)
-            _ask_rows(x, ready, x_ring, after, free, asked, turns)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        acc, complete = _whole_tile(acc, tile, first, last, total, programs, partial, arrived, turns)
-        if complete:
-            _store_tile(acc, tile, residual, out, num_rows, num_features, RESIDUAL, STORED)
+    total = (num_features + FEATURES - 1) // FEATURES * turns
+    begin = gl.program_id(0) * total // gl.num_programs(0)
+    end = (gl.program_id(0) + 1) * total // gl.num_programs(0)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (w_ring, x_ring, full, free, residual, out, partial, arrived, num_rows, num_features, begin, end, turns,
+                 total, STAGES, SLABS, RESIDUAL, PDL, SUMS, STORED),
+            ),
+            (_load, (weight, x, w_ring, x_ring, full, free, begin, end, turns, STAGES, SLABS, PDL)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

@@ -36,20 +36,22 @@ COLUMNS = 64
 
 @dataclass(frozen=True, slots=True)
 class AheadShape:
-    """Output features of a tile, turns of the ring, warps, programs per multiprocessor (0: one for each tile)."""
+    """Output features of a tile, turns of the ring, slabs of a turn, warps, programs per multiprocessor (0: one for each
+    tile)."""
 
     features: int = 128
     stages: int = 6
+    slabs: int = 1
     warps: int = 4
     programs: int = 1
 
     def bytes_of(self, rows: int) -> int:
         """Shared memory of the ring in a 16-bit type."""
-        return self.stages * (self.features + padded(rows)) * COLUMNS * 2
+        return self.stages * self.slabs * (self.features + padded(rows)) * COLUMNS * 2
 
 
 def padded(rows: int) -> int:
-    return max(16, triton.next_power_of_2(rows))
+    return max(8, triton.next_power_of_2(rows))
 
 
 @lru_cache(maxsize=8)
@@ -66,7 +68,7 @@ def _multiprocessors(device: torch.device) -> int:
 def _programs(weight: Tensor, sizes: AheadShape) -> int:
     """Never more than there are turns: a program without one would leave a part of nothing."""
     tiles = triton.cdiv(weight.shape[0], sizes.features)
-    return min(sizes.programs * _multiprocessors(weight.device) or tiles, tiles * (weight.shape[1] // COLUMNS))
+    return min(sizes.programs * _multiprocessors(weight.device) or tiles, tiles * (weight.shape[1] // COLUMNS // sizes.slabs))
 
 
 def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: SplitScratch) -> bool:
@@ -75,7 +77,7 @@ def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: SplitScratch) ->
     programs = _programs(weight, sizes)
     tiles = triton.cdiv(weight.shape[0], sizes.features)
     parts = 0 if tiles == programs else 2 * programs * sizes.features * padded(rows)
-    return width % COLUMNS == 0 and rows <= MOST_ROWS and parts <= scratch.partial.numel() and tiles <= scratch.strips
+    return width % (COLUMNS * sizes.slabs) == 0 and rows <= MOST_ROWS and parts <= scratch.partial.numel() and tiles <= scratch.strips
 
 
 def linear_ahead(
@@ -106,16 +108,27 @@ def linear_ahead(
         scratch.arrived,
         rows,
         features,
-        width // COLUMNS,
+        width // COLUMNS // sizes.slabs,
         sizes.stages,
+        sizes.slabs,
         residual is not None,
         pdl,
         sums,
         stored,
         num_warps=sizes.warps,
+        maxnreg=_registers(sizes, pad),
         **({"launch_pdl": True} if pdl else {}),
     )
     return out
+
+
+def _registers(sizes: AheadShape, rows: int) -> int:
+    """Of a thread at the start, before those that multiply take what the loading ones do not need. No more than that:
+    the next kernel must find room beside this one, or it cannot begin early."""
+    sums = sizes.features * rows // (32 * sizes.warps)
+    wanted = min(232, (sums + 80 + 7) // 8 * 8)
+    threads = 32 * sizes.warps
+    return -(-(wanted * threads + 24 * 128) // (threads + 128) // 8) * 8
 
 
 @lru_cache(maxsize=64)
