@@ -128,7 +128,7 @@ def _registers(sizes: AheadShape, rows: int) -> int:
     sums = sizes.features * rows // (32 * sizes.warps)
     wanted = min(232, (sums + 80 + 7) // 8 * 8)
     threads = 32 * sizes.warps
-    return -(-(wanted * threads + 24 * 128) // (threads + 128) // 8) * 8
+    return max(-(-(wanted * threads + 24 * 128) // (threads + 128) // 8) * 8, min(168, (sums + 40) // 8 * 8))
 
 
 @lru_cache(maxsize=64)
