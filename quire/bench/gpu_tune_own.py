@@ -18,12 +18,12 @@ from typing import Any
 from quire.bench.gpu_tune import graph_seconds, weights_of, write
 
 _FEW = (2, 4, 8, 16, 32, 48, 64)
-ROWS = {"split": _FEW, "ahead": (1, *_FEW, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)}
-_COMPILED = (1, 2, 16, 32, 64, 128, 256)
+ROWS = {"split": _FEW, "ahead": (1, *_FEW)}
+_COMPILED = (1, 2, 16, 32, 64)
 """Rows whose kernels serve all others."""
-AHEAD = ((64, 2, 4, 0), (64, 2, 4, 1), (64, 4, 4, 1), (64, 2, 4, 2), (64, 4, 4, 0), (128, 1, 4, 1), (128, 2, 4, 1),
-         (128, 2, 4, 0), (128, 1, 4, 2), (128, 2, 8, 1), (256, 1, 8, 1))  # fmt: skip
-"""Features of a tile, slabs, warps and programs per multiprocessor of `AheadShape`; its ring fills the shared memory."""
+AHEAD = ((64, 4, 4, 0, 1), (64, 2, 4, 0, 1), (128, 2, 4, 0, 2), (256, 1, 8, 0, 1), (64, 4, 4, 1, 1), (128, 2, 4, 1, 1))
+"""Features of a tile, slabs, warps and programs per multiprocessor of `AheadShape`, and how many of them lie side by
+side on one; their rings fill its shared memory."""
 _SHARED = 218_000
 _MOST_STAGES = 16
 _HEAD = 100_000
@@ -53,11 +53,12 @@ def rings_of(features: int, width: int, rows: int) -> Iterator[tuple[int, ...]]:
     """What `AheadShape` may be: sums that fit the registers, few enough programs to be there at once."""
     from quire.kernels.triton.linear_ahead import COLUMNS, padded
 
-    for tile, slabs, warps, programs in AHEAD:
+    for tile, slabs, warps, programs, beside in AHEAD:
         sums = tile * padded(rows) // (32 * warps)
-        stages = min(_MOST_STAGES, _SHARED // max(1, programs) // ((tile + padded(rows)) * slabs * COLUMNS * 2))
+        slab = (tile + padded(rows)) * COLUMNS * 2
+        stages = min(_MOST_STAGES, _SHARED // beside // (slab * slabs))
         tiles = math.ceil(features / tile)
-        if sums <= 128 and stages >= 3 and (programs or 40 <= tiles <= 132) and width % (slabs * COLUMNS) == 0:
+        if sums <= 128 and stages >= 3 and (programs or 40 <= tiles <= 132 * beside) and width % (slabs * COLUMNS) == 0:
             yield tile, stages, slabs, warps, programs
 
 

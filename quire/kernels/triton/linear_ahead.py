@@ -30,6 +30,8 @@ except ImportError:  # another version of Triton
     ahead_kernel = None
 
 MOST_ROWS = 256
+_SHARED = 220 << 10
+"""Bytes of a ring at most: beside it lie barriers and what a tile passes through on its way to memory."""
 COLUMNS = 64
 """Of a turn: 128 bytes, the widest row that the copy engine lays out for the tensor cores."""
 
@@ -72,12 +74,21 @@ def _programs(weight: Tensor, sizes: AheadShape) -> int:
 
 
 def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: SplitScratch) -> bool:
-    """Whether the kernel can multiply these: whole turns, and a place for every part."""
+    """Whether the kernel can multiply these: whole turns, a ring that fits, and a place for every part."""
     rows, width = x.shape
     programs = _programs(weight, sizes)
     tiles = triton.cdiv(weight.shape[0], sizes.features)
     parts = 0 if tiles == programs else 2 * programs * sizes.features * padded(rows)
-    return width % (COLUMNS * sizes.slabs) == 0 and rows <= MOST_ROWS and parts <= scratch.partial.numel() and tiles <= scratch.strips
+    return (
+        rows <= MOST_ROWS
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and width % (COLUMNS * sizes.slabs) == 0
+        and sizes.bytes_of(rows) <= _SHARED
+        and parts <= scratch.partial.numel()
+        and tiles <= scratch.strips
+        and x.is_contiguous()
+        and x.data_ptr() % 16 == 0
+    )
 
 
 def linear_ahead(
