@@ -38,8 +38,8 @@ COLUMNS = 64
 
 @dataclass(frozen=True, slots=True)
 class AheadShape:
-    """Output features of a tile, turns of the ring, slabs of a turn, warps, programs per multiprocessor (0: one for each
-    tile)."""
+    """Output features of a tile, turns of the ring, slabs of a turn, warps, programs per multiprocessor (0: one for
+    each tile)."""
 
     features: int = 128
     stages: int = 6
@@ -70,7 +70,8 @@ def _multiprocessors(device: torch.device) -> int:
 def _programs(weight: Tensor, sizes: AheadShape) -> int:
     """Never more than there are turns: a program without one would leave a part of nothing."""
     tiles = triton.cdiv(weight.shape[0], sizes.features)
-    return min(sizes.programs * _multiprocessors(weight.device) or tiles, tiles * (weight.shape[1] // COLUMNS // sizes.slabs))
+    turns = tiles * (weight.shape[1] // COLUMNS // sizes.slabs)
+    return min(sizes.programs * _multiprocessors(weight.device) or tiles, turns)
 
 
 def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: SplitScratch) -> bool:
