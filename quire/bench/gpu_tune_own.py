@@ -21,7 +21,8 @@ _FEW = (2, 4, 8, 16, 32, 48, 64)
 ROWS = {"split": _FEW, "ahead": (1, *_FEW)}
 _COMPILED = (1, 2, 16, 32, 64)
 """Rows whose kernels serve all others."""
-AHEAD = ((64, 4, 4, 0, 1), (64, 2, 4, 0, 1), (128, 2, 4, 0, 2), (256, 1, 8, 0, 1), (64, 4, 4, 1, 1), (128, 2, 4, 1, 1))
+AHEAD = ((64, 4, 4, 0, 1), (64, 2, 4, 0, 1), (128, 2, 4, 0, 2), (256, 1, 8, 0, 1), (256, 1, 8, 0, 2),
+         (64, 4, 4, 1, 1), (128, 2, 4, 1, 1))  # fmt: skip
 """Features of a tile, slabs, warps and programs per multiprocessor of `AheadShape`, and how many of them lie side by
 side on one; their rings fill its shared memory."""
 _SHARED = 218_000
