@@ -21,12 +21,10 @@ _FEW = (2, 4, 8, 16, 32, 48, 64)
 ROWS = {"split": _FEW, "ahead": (1, *_FEW)}
 _COMPILED = (1, 2, 16, 32, 64)
 """Rows whose kernels serve all others."""
-AHEAD = ((64, 4, 4, 0, 1), (64, 2, 4, 0, 1), (128, 2, 4, 0, 2), (256, 1, 8, 0, 1), (256, 1, 8, 0, 2),
-         (64, 4, 4, 1, 1), (128, 2, 4, 1, 1))  # fmt: skip
-"""Features of a tile, slabs, warps and programs per multiprocessor of `AheadShape`, and how many of them lie side by
-side on one; their rings fill its shared memory."""
 _SHARED = 218_000
 _MOST_STAGES = 16
+_MOST_HELD = 5
+_MULTIPROCESSORS, _LEAST_GROUPS = 132, 40
 _HEAD = 100_000
 """Features: more has only the output layer, which is too large to be split."""
 SIZES = ((64, 128, 4, 4), (64, 64, 4, 6), (64, 256, 4, 2), (128, 64, 4, 5), (128, 128, 8, 3), (128, 128, 4, 3),
@@ -51,16 +49,23 @@ def shapes_of(features: int, width: int, rows: int) -> Iterator[tuple[int, ...]]
 
 
 def rings_of(features: int, width: int, rows: int) -> Iterator[tuple[int, ...]]:
-    """What `AheadShape` may be: sums that fit the registers, few enough programs to be there at once."""
-    from quire.kernels.triton.linear_ahead import COLUMNS, padded
+    """What `AheadShape` may be: a program for each group of tiles, one or two of them on a multiprocessor, or equal
+    shares of all tiles; in any case a ring that fills the shared memory."""
+    from quire.kernels.triton.linear_ahead import COLUMNS, FEATURES, padded
 
-    for tile, slabs, warps, programs, beside in AHEAD:
-        sums = tile * padded(rows) // (32 * warps)
-        slab = (tile + padded(rows)) * COLUMNS * 2
-        stages = min(_MOST_STAGES, _SHARED // beside // (slab * slabs))
-        tiles = math.ceil(features / tile)
-        if sums <= 128 and stages >= 3 and (programs or 40 <= tiles <= 132 * beside) and width % (slabs * COLUMNS) == 0:
-            yield tile, stages, slabs, warps, programs
+    tiles = math.ceil(features / FEATURES)
+    groups = [math.ceil(tiles / (_MULTIPROCESSORS * beside)) for beside in (1, 2)]
+    for beside, group in zip((1, 2), groups, strict=True):
+        ways = [(group, slabs, 0) for slabs in ((2, 4) if group == 1 else (1, 2))]
+        if math.ceil(tiles / group) < _LEAST_GROUPS or (beside == 2 and group == groups[0]):
+            ways = []
+        if beside == 1:
+            ways += [(1, slabs, 1) for slabs in (2, 4)]
+        for held, slabs, programs in ways:
+            turn = (held * FEATURES + padded(rows)) * slabs * COLUMNS * 2
+            stages = min(_MOST_STAGES, _SHARED // beside // turn)
+            if held <= _MOST_HELD and stages >= 3 and width % (slabs * COLUMNS) == 0:
+                yield held, stages, slabs, programs
 
 
 def tune(models: list[str], path: str, note: Callable[[dict[str, Any]], None], kernel: str) -> None:

@@ -1,7 +1,9 @@
 """The kernel of `linear_ahead`, in Gluon: Triton's lower layer, since Triton itself cannot say when a copy begins.
 
-A turn is one slab of 64 columns: of a tile of the weight and of all rows. Turns are numbered through all tiles of the
-weight, and every program has an equal share of them; each has a stage of the ring, and a barrier that counts its bytes.
+A slab is 64 columns, of a tile of the weight (64 output features) or of all rows. A turn is some slabs of a group of
+tiles and the same of the rows: a stage of the ring. Turns are numbered through all groups of the weight, and every
+program has an equal share of them. One warp asks for turns, the others multiply them; `full` counts a stage's bytes,
+`free` says that it was read.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
-def _ask_weights(weight, full, ring, turn, stage, turns, SLABS: gl.constexpr, BYTES: gl.constexpr):
+def _ask_weights(weight, full, ring, turn, stage, turns, TILES: gl.constexpr, SLABS: gl.constexpr, BYTES: gl.constexpr):
     FEATURES: gl.constexpr = weight.block_type.shape[0]
     WIDTH: gl.constexpr = weight.block_type.shape[1]
     mbarrier.expect(full.index(stage), BYTES)
     for slab in gl.static_range(SLABS):
-        place = [turn // turns * FEATURES, (turn % turns * SLABS + slab) * WIDTH]
-        tma.async_copy_global_to_shared(weight, place, full.index(stage), ring.index(stage * SLABS + slab))
+        for tile in gl.static_range(TILES):
+            place = [(turn // turns * TILES + tile) * FEATURES, (turn % turns * SLABS + slab) * WIDTH]
+            target = ring.index((stage * SLABS + slab) * TILES + tile)
+            tma.async_copy_global_to_shared(weight, place, full.index(stage), target)
 
 
 @gluon.jit
@@ -39,13 +43,13 @@ def _ask_rows(x, full, ring, turn, stage, turns, SLABS: gl.constexpr):
 @gluon.jit
 def _load(
     weight, x, w_ring, x_ring, full, free, begin, end, turns,
-    STAGES: gl.constexpr, SLABS: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, SLABS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One warp asks for everything: weights at once, rows when the kernel before has ended."""
-    BYTES: gl.constexpr = SLABS * (weight.block_type.nbytes + x.block_type.nbytes)
+    BYTES: gl.constexpr = SLABS * (TILES * weight.block_type.nbytes + x.block_type.nbytes)
     early = gl.minimum(begin + STAGES, end)
     for turn in range(begin, early):
-        _ask_weights(weight, full, w_ring, turn, turn - begin, turns, SLABS, BYTES)
+        _ask_weights(weight, full, w_ring, turn, turn - begin, turns, TILES, SLABS, BYTES)
     if PDL:
         gdc_wait()
     for turn in range(begin, early):
@@ -54,40 +58,64 @@ def _load(
         done = turn - begin
         stage = done % STAGES
         mbarrier.wait(free.index(stage), done // STAGES - 1 & 1)
-        _ask_weights(weight, full, w_ring, turn, stage, turns, SLABS, BYTES)
+        _ask_weights(weight, full, w_ring, turn, stage, turns, TILES, SLABS, BYTES)
         _ask_rows(x, full, x_ring, turn, stage, turns, SLABS)
+
+
+@gluon.jit
+def _multiply_turn(w_ring, x_ring, stage, sums, TILES: gl.constexpr, SLABS: gl.constexpr):
+    """The sums of all tiles with one turn more; those of the turn before are there when this returns."""
+    for slab in gl.static_range(SLABS):
+        rows = x_ring.index(stage * SLABS + slab).permute((1, 0))
+        first = (stage * SLABS + slab) * TILES
+        grown = (warpgroup_mma(w_ring.index(first), rows, sums[0], is_async=True),)
+        for tile in gl.static_range(1, TILES):
+            grown = grown + (warpgroup_mma(w_ring.index(first + tile), rows, sums[tile], is_async=True),)  # noqa: RUF005
+        sums = grown
+    return _waited(sums, SLABS * TILES, TILES)
+
+
+@gluon.jit
+def _waited(sums, left: gl.constexpr, TILES: gl.constexpr):
+    """The sums when no more than `left` products are under way."""
+    if TILES == 1:
+        return (warpgroup_mma_wait(left, deps=(sums[0],)),)
+    else:
+        return warpgroup_mma_wait(left, deps=sums)
 
 
 @gluon.jit
 def _multiply(
     w_ring, x_ring, full, free, residual, out, partial, arrived, num_rows, num_features, begin, end, turns, total,
-    STAGES: gl.constexpr, SLABS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, SLABS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
     SUMS: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
-    """The other warps multiply what is there, tile after tile."""
+    """The other warps multiply what is there, one group of tiles after another."""
     FEATURES: gl.constexpr = w_ring.shape[1]
     ROWS: gl.constexpr = x_ring.shape[1]
     if PDL:
         gdc_wait()
-    for tile in range(begin // turns, (end + turns - 1) // turns):
-        first = gl.maximum(begin, tile * turns)
-        last = gl.minimum(end, (tile + 1) * turns)
-        acc = gl.zeros((FEATURES, ROWS), gl.float32, SUMS)
+    for group in range(begin // turns, (end + turns - 1) // turns):
+        first = gl.maximum(begin, group * turns)
+        last = gl.minimum(end, (group + 1) * turns)
+        sums = (gl.zeros((FEATURES, ROWS), gl.float32, SUMS),) * TILES
         for turn in range(first, last):
             done = turn - begin
             stage = done % STAGES
             mbarrier.wait(full.index(stage), done // STAGES & 1)
-            for slab in gl.static_range(SLABS):
-                part = stage * SLABS + slab
-                acc = warpgroup_mma(w_ring.index(part), x_ring.index(part).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(SLABS, deps=(acc,))
+            sums = _multiply_turn(w_ring, x_ring, stage, sums, TILES, SLABS)
             # The turn before this one has been read: its place may be filled.
             mbarrier.arrive(free.index((done + STAGES - 1) % STAGES), pred=turn > first)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        sums = _waited(sums, 0, TILES)
         mbarrier.arrive(free.index((last - 1 - begin) % STAGES))
-        acc, complete = _whole_tile(acc, tile, first, last, total, gl.num_programs(0), partial, arrived, turns)
-        if complete:
-            _store_tile(acc, tile, residual, out, num_rows, num_features, RESIDUAL, STORED)
+        if TILES == 1:
+            acc, complete = _whole_tile(sums[0], group, first, last, total, gl.num_programs(0), partial, arrived, turns)
+            if complete:
+                _store_tile(acc, group, residual, out, num_rows, num_features, RESIDUAL, STORED)
+        else:
+            for tile in gl.static_range(TILES):
+                place = group * TILES + tile
+                _store_tile(sums[tile], place, residual, out, num_rows, num_features, RESIDUAL, STORED)
 
 
 @gluon.jit
@@ -147,6 +175,7 @@ def ahead_kernel(
     num_features,
     turns,
     STAGES: gl.constexpr,
+    TILES: gl.constexpr,
     SLABS: gl.constexpr,
     RESIDUAL: gl.constexpr,
     PDL: gl.constexpr,
@@ -156,7 +185,7 @@ def ahead_kernel(
     FEATURES: gl.constexpr = weight.block_type.shape[0]
     ROWS: gl.constexpr = x.block_type.shape[0]
     WIDTH: gl.constexpr = weight.block_type.shape[1]
-    w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES * SLABS, FEATURES, WIDTH], weight.layout)
+    w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES * SLABS * TILES, FEATURES, WIDTH], weight.layout)
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * SLABS, ROWS, WIDTH], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -166,7 +195,7 @@ def ahead_kernel(
     fence_async_shared()
     if PDL:
         gdc_launch_dependents()
-    total = (num_features + FEATURES - 1) // FEATURES * turns
+    total = (num_features + TILES * FEATURES - 1) // (TILES * FEATURES) * turns
     begin = gl.program_id(0) * total // gl.num_programs(0)
     end = (gl.program_id(0) + 1) * total // gl.num_programs(0)
     gl.warp_specialize(
@@ -174,9 +203,9 @@ def ahead_kernel(
             (
                 _multiply,
                 (w_ring, x_ring, full, free, residual, out, partial, arrived, num_rows, num_features, begin, end, turns,
-                 total, STAGES, SLABS, RESIDUAL, PDL, SUMS, STORED),
+                 total, STAGES, TILES, SLABS, RESIDUAL, PDL, SUMS, STORED),
             ),
-            (_load, (weight, x, w_ring, x_ring, full, free, begin, end, turns, STAGES, SLABS, PDL)),
+            (_load, (weight, x, w_ring, x_ring, full, free, begin, end, turns, STAGES, TILES, SLABS, PDL)),
         ],
         [1],
         [24],

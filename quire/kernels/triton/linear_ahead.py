@@ -30,26 +30,31 @@ except ImportError:  # another version of Triton
     ahead_kernel = None
 
 MOST_ROWS = 256
+_MOST_SUMS = 320
+"""Tiles times rows: half as many registers of every thread."""
 _SHARED = 220 << 10
 """Bytes of a ring at most: beside it lie barriers and what a tile passes through on its way to memory."""
-COLUMNS = 64
-"""Of a turn: 128 bytes, the widest row that the copy engine lays out for the tensor cores."""
+FEATURES, COLUMNS = 64, 64
+"""Of a tile: what one warp group multiplies at once, and 128 bytes, the widest row that the copy engine lays out."""
+_WARPS, _LOADING = 4, 24
+"""Warps that multiply, and registers of a thread of the loading one."""
 
 
 @dataclass(frozen=True, slots=True)
 class AheadShape:
-    """Output features of a tile, turns of the ring, slabs of a turn, warps, programs per multiprocessor (0: one for
-    each tile)."""
+    """Tiles of a group, stages of the ring, slabs of a turn, programs per multiprocessor (0: one for each group)."""
 
-    features: int = 128
+    tiles: int = 1
     stages: int = 6
-    slabs: int = 1
-    warps: int = 4
-    programs: int = 1
+    slabs: int = 2
+    programs: int = 0
 
     def bytes_of(self, rows: int) -> int:
         """Shared memory of the ring in a 16-bit type."""
-        return self.stages * self.slabs * (self.features + padded(rows)) * COLUMNS * 2
+        return self.stages * self.slabs * (self.tiles * FEATURES + padded(rows)) * COLUMNS * 2
+
+    def groups(self, features: int) -> int:
+        return triton.cdiv(features, self.tiles * FEATURES)
 
 
 def padded(rows: int) -> int:
@@ -69,24 +74,25 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _programs(weight: Tensor, sizes: AheadShape) -> int:
     """Never more than there are turns: a program without one would leave a part of nothing."""
-    tiles = triton.cdiv(weight.shape[0], sizes.features)
-    turns = tiles * (weight.shape[1] // COLUMNS // sizes.slabs)
-    return min(sizes.programs * _multiprocessors(weight.device) or tiles, turns)
+    groups = sizes.groups(weight.shape[0])
+    turns = groups * (weight.shape[1] // COLUMNS // sizes.slabs)
+    return min(sizes.programs * _multiprocessors(weight.device) or groups, turns)
 
 
 def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: SplitScratch) -> bool:
     """Whether the kernel can multiply these: whole turns, a ring that fits, and a place for every part."""
     rows, width = x.shape
-    programs = _programs(weight, sizes)
-    tiles = triton.cdiv(weight.shape[0], sizes.features)
-    parts = 0 if tiles == programs else 2 * programs * sizes.features * padded(rows)
+    groups, programs = sizes.groups(weight.shape[0]), _programs(weight, sizes)
+    parts = 0 if groups == programs else 2 * programs * FEATURES * padded(rows)
     return (
         rows <= MOST_ROWS
         and x.dtype in (torch.bfloat16, torch.float16)
         and width % (COLUMNS * sizes.slabs) == 0
         and sizes.bytes_of(rows) <= _SHARED
+        and sizes.tiles * padded(rows) <= _MOST_SUMS
+        and (parts == 0 or sizes.tiles == 1)
         and parts <= scratch.partial.numel()
-        and tiles <= scratch.strips
+        and groups <= scratch.strips
         and x.is_contiguous()
         and x.data_ptr() % 16 == 0
     )
@@ -109,8 +115,8 @@ def linear_ahead(
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
     kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
     pad = padded(rows)
-    tile, slab = [sizes.features, COLUMNS], [pad, COLUMNS]
-    sums, stored = _layouts(sizes.features, pad, sizes.warps)
+    tile, slab = [FEATURES, COLUMNS], [pad, COLUMNS]
+    sums, stored = _layouts(pad)
     ahead_kernel[(_programs(weight, sizes),)](
         TensorDescriptor.from_tensor(weight, tile, gl.NVMMASharedLayout.get_default_for(tile, kind)),
         TensorDescriptor.from_tensor(x, slab, gl.NVMMASharedLayout.get_default_for(slab, kind)),
@@ -122,30 +128,28 @@ def linear_ahead(
         features,
         width // COLUMNS // sizes.slabs,
         sizes.stages,
+        sizes.tiles,
         sizes.slabs,
         residual is not None,
         pdl,
         sums,
         stored,
-        num_warps=sizes.warps,
-        maxnreg=_registers(sizes, pad),
+        num_warps=_WARPS,
+        maxnreg=_registers(sizes.tiles * pad),
         **({"launch_pdl": True} if pdl else {}),
     )
     return out
 
 
-def _registers(sizes: AheadShape, rows: int) -> int:
+def _registers(sums: int) -> int:
     """Of a thread at the start, before those that multiply take what the loading ones do not need. No more than that:
     the next kernel must find room beside this one, or it cannot begin early."""
-    sums = sizes.features * rows // (32 * sizes.warps)
-    wanted = min(232, (sums + 80 + 7) // 8 * 8)
-    threads = 32 * sizes.warps
-    return max(-(-(wanted * threads + 24 * 128) // (threads + 128) // 8) * 8, min(168, (sums + 40) // 8 * 8))
+    wanted = min(232, (sums // 2 + 80 + 7) // 8 * 8)
+    return max((wanted + _LOADING) // 2 // 8 * 8, min(168, (sums // 2 + 40) // 8 * 8))
 
 
-@lru_cache(maxsize=64)
-def _layouts(features: int, rows: int, warps: int) -> tuple[Any, Any]:
+@lru_cache(maxsize=8)
+def _layouts(rows: int) -> tuple[Any, Any]:
     """How the sums of a tile [features, rows] lie in registers, and how they are stored: by runs of features."""
-    lanes = features // 8
-    sums = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, rows, 16])
-    return sums, gl.BlockedLayout([8, 1], [min(32, lanes), 32 // min(32, lanes)], [1, warps], [0, 1])
+    sums = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, rows, 16])
+    return sums, gl.BlockedLayout([8, 1], [8, 4], [1, _WARPS], [0, 1])
