@@ -84,8 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accuracy", metavar="MODEL",
                         help="instead: how far each dtype is from float32 on the CPU (emulated without a GPU)")
     parser.add_argument("--texts", type=int, default=40, help="with --accuracy: how many texts (default: 40)")
-    parser.add_argument("--tune-rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64],
-                        help="with --tune: products of how many rows (default: 1 2 4 8 16 32 64)")
+    parser.add_argument("--tune-rows", type=int, nargs="+",
+                        help="with --tune, --tune-split, --tune-ahead: products of how many rows (default: all that "
+                             "they know)")
     parser.add_argument("--tune", metavar="FILE", help="instead: time the products of few rows, write the table here")
     parser.add_argument("--tune-split", metavar="FILE",
                         help="instead: time products split over columns, add those that win to the table in this file")
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tune:
         from quire.bench import gpu_tune
 
-        entries = gpu_tune.tune(args.models, args.tune_rows, args.launch_early,
+        entries = gpu_tune.tune(args.models, args.tune_rows or gpu_tune.ROWS, args.launch_early,
                                 lambda line: _show(args, line, str(line)))
         gpu_tune.write(args.tune, entries)
         return 0
@@ -338,7 +339,7 @@ def _tune(args: argparse.Namespace) -> None:
         gpu_tune_library.tune(args.models, args.tune_library, note)
     for kernel, path in (("split", args.tune_split), ("ahead", args.tune_ahead)):
         if path:
-            gpu_tune_own.tune(args.models, path, note, kernel)
+            gpu_tune_own.tune(args.models, path, note, kernel, args.tune_rows)
 
 
 def _show(args: argparse.Namespace, line: dict[str, Any], text: str) -> None:

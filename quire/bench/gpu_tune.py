@@ -22,6 +22,7 @@ ROW_SIZES = ((1, 512, 2), (1, 1024, 4), (1, 2048, 8), (1, 2048, 4), (1, 4096, 16
              (2, 2048, 8), (4, 256, 1), (4, 512, 2), (4, 1024, 4), (4, 2048, 8), (8, 512, 2), (8, 1024, 4))  # fmt: skip
 STRIP_SIZES = ((16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (32, 64, 4, 8), (64, 64, 4, 6), (64, 128, 8, 4),
                (16, 128, 4, 8))  # fmt: skip
+ROWS = [1, 2, 4, 8, 16, 32, 64]
 _LEAST_BYTES = 3e8
 _MOST_HELD = 512
 """Elements of the weight that a thread reads: with more of them in flight the registers overflow."""

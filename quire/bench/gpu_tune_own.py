@@ -11,16 +11,14 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 from quire.bench.gpu_tune import graph_seconds, weights_of, write
 
 _FEW = (2, 4, 8, 16, 32, 48, 64)
-ROWS = {"split": _FEW, "ahead": (1, *_FEW)}
-_COMPILED = (1, 2, 16, 32, 64)
-"""Rows whose kernels serve all others."""
+ROWS = {"split": _FEW, "ahead": (1, *_FEW, 80, 96, 112, 128)}
 _SHARED = 218_000
 _MOST_STAGES = 16
 _MOST_HELD = 5
@@ -68,23 +66,26 @@ def rings_of(features: int, width: int, rows: int) -> Iterator[tuple[int, ...]]:
                 yield held, stages, slabs, programs
 
 
-def tune(models: list[str], path: str, note: Callable[[dict[str, Any]], None], kernel: str) -> None:
-    """`kernel`: "split" or "ahead"."""
+def tune(
+    models: list[str], path: str, note: Callable[[dict[str, Any]], None], kernel: str, rows: list[int] | None = None
+) -> None:
+    """`kernel`: "split" or "ahead"; `rows`: all that it may serve."""
+    counts = rows or ROWS[kernel]
     jobs = [(model, index) for model in models for index in range(5)]
     here = [sys.executable, "-m", "quire.bench.gpu_tune_own", kernel]
-    compiling = [subprocess.Popen([*here, model, str(index)]) for model, index in jobs]
+    compiling = [subprocess.Popen([*here, model, str(index), *map(str, counts)]) for model, index in jobs]
     for process in compiling:
         process.wait()
     entries = []
     for model, index in jobs:
-        for entry in _weight(kernel, model, index, dry=False):
+        for entry in _weight(kernel, model, index, counts, dry=False):
             note(entry)
             if entry["wins"]:
                 entries.append({key: entry[key] for key in _KEPT})
         write(path, entries)
 
 
-def _weight(kernel: str, model: str, index: int, dry: bool) -> Iterator[dict[str, Any]]:
+def _weight(kernel: str, model: str, index: int, counts: Iterable[int], dry: bool) -> Iterator[dict[str, Any]]:
     import torch
 
     from quire.kernels.triton.linear_split import SplitScratch
@@ -95,7 +96,7 @@ def _weight(kernel: str, model: str, index: int, dry: bool) -> Iterator[dict[str
     scratch = SplitScratch.allocate("cuda")
     copies = 1 if dry else max(2, math.ceil(_LEAST_BYTES / (features * width * 2)))
     weights = [ops.pack_linear(torch.randn(features, width, device="cuda", dtype=ops.dtype)) for _ in range(copies)]
-    for rows in _COMPILED if dry else ROWS[kernel]:
+    for rows in counts:
         seconds = {}
         around = _Around(ops, rows, width, features, form if rows == 1 else "plain")
         for name, product in _ways(kernel, scratch, rows, weights[0]):
@@ -181,4 +182,4 @@ def _entry(
 
 
 if __name__ == "__main__":
-    list(_weight(sys.argv[1], sys.argv[2], int(sys.argv[3]), dry=True))
+    list(_weight(sys.argv[1], sys.argv[2], int(sys.argv[3]), map(int, sys.argv[4:]), dry=True))

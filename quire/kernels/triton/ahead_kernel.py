@@ -33,33 +33,39 @@ def _ask_weights(weight, full, ring, turn, stage, turns, TILES: gl.constexpr, SL
 
 
 @gluon.jit
-def _ask_rows(x, full, ring, turn, stage, turns, SLABS: gl.constexpr):
+def _ask_rows(x, full, ring, turn, stage, turns, SLABS: gl.constexpr, BOXES: gl.constexpr):
+    """Box by box, and only those with rows in them: to fill places with zeros takes the copy engine longer than to
+    copy, and nobody looks at the sums of rows that are not there."""
+    HEIGHT: gl.constexpr = x.block_type.shape[0]
     WIDTH: gl.constexpr = x.block_type.shape[1]
     for slab in gl.static_range(SLABS):
-        place = [0, (turn % turns * SLABS + slab) * WIDTH]
-        tma.async_copy_global_to_shared(x, place, full.index(stage), ring.index(stage * SLABS + slab))
+        column = (turn % turns * SLABS + slab) * WIDTH
+        rows = ring.index(stage * SLABS + slab)
+        for box in gl.static_range(BOXES):
+            target = rows.slice(box * HEIGHT, HEIGHT, dim=0)
+            tma.async_copy_global_to_shared(x, [box * HEIGHT, column], full.index(stage), target)
 
 
 @gluon.jit
 def _load(
     weight, x, w_ring, x_ring, full, free, begin, end, turns,
-    STAGES: gl.constexpr, TILES: gl.constexpr, SLABS: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, SLABS: gl.constexpr, BOXES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One warp asks for everything: weights at once, rows when the kernel before has ended."""
-    BYTES: gl.constexpr = SLABS * (TILES * weight.block_type.nbytes + x.block_type.nbytes)
+    BYTES: gl.constexpr = SLABS * (TILES * weight.block_type.nbytes + BOXES * x.block_type.nbytes)
     early = gl.minimum(begin + STAGES, end)
     for turn in range(begin, early):
         _ask_weights(weight, full, w_ring, turn, turn - begin, turns, TILES, SLABS, BYTES)
     if PDL:
         gdc_wait()
     for turn in range(begin, early):
-        _ask_rows(x, full, x_ring, turn, turn - begin, turns, SLABS)
+        _ask_rows(x, full, x_ring, turn, turn - begin, turns, SLABS, BOXES)
     for turn in range(early, end):
         done = turn - begin
         stage = done % STAGES
         mbarrier.wait(free.index(stage), done // STAGES - 1 & 1)
         _ask_weights(weight, full, w_ring, turn, stage, turns, TILES, SLABS, BYTES)
-        _ask_rows(x, full, x_ring, turn, stage, turns, SLABS)
+        _ask_rows(x, full, x_ring, turn, stage, turns, SLABS, BOXES)
 
 
 @gluon.jit
@@ -177,13 +183,14 @@ def ahead_kernel(
     STAGES: gl.constexpr,
     TILES: gl.constexpr,
     SLABS: gl.constexpr,
+    ROWS: gl.constexpr,
+    BOXES: gl.constexpr,
     RESIDUAL: gl.constexpr,
     PDL: gl.constexpr,
     SUMS: gl.constexpr,
     STORED: gl.constexpr,
 ):
     FEATURES: gl.constexpr = weight.block_type.shape[0]
-    ROWS: gl.constexpr = x.block_type.shape[0]
     WIDTH: gl.constexpr = weight.block_type.shape[1]
     w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES * SLABS * TILES, FEATURES, WIDTH], weight.layout)
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * SLABS, ROWS, WIDTH], x.layout)
@@ -205,7 +212,7 @@ def ahead_kernel(
                 (w_ring, x_ring, full, free, residual, out, partial, arrived, num_rows, num_features, begin, end, turns,
                  total, STAGES, TILES, SLABS, RESIDUAL, PDL, SUMS, STORED),
             ),
-            (_load, (weight, x, w_ring, x_ring, full, free, begin, end, turns, STAGES, TILES, SLABS, PDL)),
+            (_load, (weight, x, w_ring, x_ring, full, free, begin, end, turns, STAGES, TILES, SLABS, BOXES, PDL)),
         ],
         [1],
         [24],

@@ -30,12 +30,13 @@ except ImportError:  # another version of Triton
     ahead_kernel = None
 
 MOST_ROWS = 256
-_MOST_SUMS = 320
+_MOST_SUMS = 384
 """Tiles times rows: half as many registers of every thread."""
 _SHARED = 220 << 10
 """Bytes of a ring at most: beside it lie barriers and what a tile passes through on its way to memory."""
 FEATURES, COLUMNS = 64, 64
 """Of a tile: what one warp group multiplies at once, and 128 bytes, the widest row that the copy engine lays out."""
+_LEAST_BOX = 8
 _WARPS, _LOADING = 4, 24
 """Warps that multiply, and registers of a thread of the loading one."""
 
@@ -58,7 +59,7 @@ class AheadShape:
 
 
 def padded(rows: int) -> int:
-    return max(8, triton.next_power_of_2(rows))
+    return max(_LEAST_BOX, triton.next_power_of_2(rows))
 
 
 @lru_cache(maxsize=8)
@@ -115,11 +116,12 @@ def linear_ahead(
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
     kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
     pad = padded(rows)
-    tile, slab = [FEATURES, COLUMNS], [pad, COLUMNS]
+    # The largest box that the rows are a multiple of.
+    tile, box = [FEATURES, COLUMNS], [max(rows & -rows, _LEAST_BOX), COLUMNS]
     sums, stored = _layouts(pad)
     ahead_kernel[(_programs(weight, sizes),)](
         TensorDescriptor.from_tensor(weight, tile, gl.NVMMASharedLayout.get_default_for(tile, kind)),
-        TensorDescriptor.from_tensor(x, slab, gl.NVMMASharedLayout.get_default_for(slab, kind)),
+        TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, kind)),
         x if residual is None else residual,
         out,
         scratch.partial,
@@ -130,6 +132,8 @@ def linear_ahead(
         sizes.stages,
         sizes.tiles,
         sizes.slabs,
+        pad,
+        triton.cdiv(rows, box[0]),
         residual is not None,
         pdl,
         sums,
