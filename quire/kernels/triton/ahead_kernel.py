@@ -76,7 +76,8 @@ def _multiply_turn(w_ring, x_ring, stage, sums, TILES: gl.constexpr, SLABS: gl.c
         first = (stage * SLABS + slab) * TILES
         grown = (warpgroup_mma(w_ring.index(first), rows, sums[0], is_async=True),)
         for tile in gl.static_range(1, TILES):
-            grown = grown + (warpgroup_mma(w_ring.index(first + tile), rows, sums[tile], is_async=True),)  # noqa: RUF005
+            more = warpgroup_mma(w_ring.index(first + tile), rows, sums[tile], is_async=True)
+            grown = grown + (more,)  # type: ignore[assignment]  # noqa: RUF005
         sums = grown
     return _waited(sums, SLABS * TILES, TILES)
 
