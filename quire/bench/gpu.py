@@ -85,13 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="instead: how far each dtype is from float32 on the CPU (emulated without a GPU)")
     parser.add_argument("--texts", type=int, default=40, help="with --accuracy: how many texts (default: 40)")
     parser.add_argument("--tune-rows", type=int, nargs="+",
-                        help="with --tune, --tune-split, --tune-ahead: products of how many rows (default: all that "
+                        help="with --tune and --tune-ahead: products of how many rows (default: all that "
                              "they know)")
     parser.add_argument("--tune", metavar="FILE", help="instead: time the products of few rows, write the table here")
-    parser.add_argument("--tune-split", metavar="FILE",
-                        help="instead: time products split over columns, add those that win to the table in this file")
     parser.add_argument("--tune-ahead", metavar="FILE",
-                        help="instead: the same for products that ask ahead for their weights")
+                        help="instead: time products that ask ahead for their weights, add those that win to the table "
+                             "in this file")
     parser.add_argument("--tune-library", metavar="FILE",
                         help="instead: time cuBLASLt's algorithms, add those that win to the table in this file")
     parser.add_argument("--mixed", action="store_true",
@@ -119,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
                                 lambda line: _show(args, line, str(line)))
         gpu_tune.write(args.tune, entries)
         return 0
-    if args.tune_library or args.tune_split or args.tune_ahead:
+    if args.tune_library or args.tune_ahead:
         _tune(args)
         return 0
     if args.mixed:
@@ -330,16 +329,15 @@ def _start(model: str, args: argparse.Namespace) -> None:
 
 
 def _tune(args: argparse.Namespace) -> None:
-    from quire.bench import gpu_tune_library, gpu_tune_own
+    from quire.bench import gpu_tune_ahead, gpu_tune_library
 
     def note(line: dict[str, Any]) -> None:
         _show(args, line, str(line))
 
     if args.tune_library:
         gpu_tune_library.tune(args.models, args.tune_library, note)
-    for kernel, path in (("split", args.tune_split), ("ahead", args.tune_ahead)):
-        if path:
-            gpu_tune_own.tune(args.models, path, note, kernel, args.tune_rows)
+    if args.tune_ahead:
+        gpu_tune_ahead.tune(args.models, args.tune_ahead, note, args.tune_rows)
 
 
 def _show(args: argparse.Namespace, line: dict[str, Any], text: str) -> None:

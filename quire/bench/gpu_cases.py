@@ -160,8 +160,7 @@ def kind_of(kernel: str) -> str:
         return DECODES
     if "_mixed_kernel" in name or "sdpa" in name or "flash" in name:
         return PROMPTS
-    products = ("gemm", "nvjet", "_row_kernel", "_vector_kernel", "_strip_kernel", "_columns_kernel", "_fixed_kernel",
-                "splitk")  # fmt: skip
+    products = ("gemm", "nvjet", "_row_kernel", "_vector_kernel", "ahead_kernel", "_fixed_kernel", "splitk")
     return PRODUCTS if any(part in name for part in products) else OTHER
 
 

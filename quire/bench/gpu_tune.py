@@ -20,9 +20,7 @@ from quire.bench.gpu_cases import MODELS
 
 ROW_SIZES = ((1, 512, 2), (1, 1024, 4), (1, 2048, 8), (1, 2048, 4), (1, 4096, 16), (2, 512, 2), (2, 1024, 4),
              (2, 2048, 8), (4, 256, 1), (4, 512, 2), (4, 1024, 4), (4, 2048, 8), (8, 512, 2), (8, 1024, 4))  # fmt: skip
-STRIP_SIZES = ((16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (32, 64, 4, 8), (64, 64, 4, 6), (64, 128, 8, 4),
-               (16, 128, 4, 8))  # fmt: skip
-ROWS = [1, 2, 4, 8, 16, 32, 64]
+ROWS = [1, 2, 4]
 _LEAST_BYTES = 3e8
 _MOST_HELD = 512
 """Elements of the weight that a thread reads: with more of them in flight the registers overflow."""
@@ -83,7 +81,7 @@ def _one_row(form: str, features: int, width: int, pdl: bool) -> dict[str, Calla
     """Every way to the product of one row with all that belongs to it."""
     import torch
 
-    from quire.kernels.triton import activation, linear_few, linear_row, norm
+    from quire.kernels.triton import activation, linear_row, norm
 
     x = torch.randn(1, width, device="cuda", dtype=torch.bfloat16)
     gain = torch.ones(width, device="cuda", dtype=torch.bfloat16)
@@ -110,10 +108,6 @@ def _one_row(form: str, features: int, width: int, pdl: bool) -> dict[str, Calla
             ways["row " + named] = partial(linear_row.linear_row, x, sizes=sizes, pdl=pdl, **fused)
             if form != "plain":
                 ways["apart " + named] = partial(_apart, x, gain, sizes, fused.get("gated"), pdl)
-    for strip in STRIP_SIZES[:3]:
-        ways["strip " + " ".join(map(str, strip))] = around(
-            partial(linear_few.linear_strip, residual=added, sizes=linear_few.StripShape(*strip))
-        )
     return ways
 
 
@@ -133,11 +127,6 @@ def _several(rows: int, features: int, width: int) -> dict[str, Callable[[Any], 
     ways: dict[str, Callable[[Any], Any]] = {"library": lambda w: torch.mm(x, w.t())}
     if rows <= linear_few.MAX_VECTOR_ROWS and features <= 2048:
         ways["vector"] = lambda w: linear_few.linear_vector(x, w)
-    for strip in STRIP_SIZES:
-        if rows <= 32 or strip[0] >= 32:
-            ways["strip " + " ".join(map(str, strip))] = partial(
-                linear_few.linear_strip, x, sizes=linear_few.StripShape(*strip)
-            )
     return ways
 
 

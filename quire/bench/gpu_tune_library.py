@@ -78,7 +78,7 @@ def _weight(
         if rows > _HEAD_ROWS and features > 100_000:
             continue
         held = before.get((rows, features, width), {"kernel": "library", "sizes": []})
-        if held["kernel"] == "split":
+        if held["kernel"] == "ahead":
             continue  # timed with what is around it, which this is not
         try:
             wide = pool if _LEAST_ROWS <= rows <= _WIDE_ROWS and features < 100_000 else []
@@ -142,9 +142,6 @@ def _present(held: dict[str, Any], x: Any, out: Any) -> Callable[[Any], Any]:
 
     from quire.kernels.triton import linear_few
 
-    if held["kernel"] == "strip":
-        sizes = linear_few.StripShape(*held["sizes"])
-        return lambda weight: linear_few.linear_strip(x, weight, sizes=sizes, out=out)
     if held["kernel"] == "vector":
         return lambda weight: linear_few.linear_vector(x, weight, out=out)
     return lambda weight: torch.mm(x, weight.t(), out=out)

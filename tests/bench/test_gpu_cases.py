@@ -32,7 +32,7 @@ def test_kernels_are_told_apart_by_name() -> None:
 
 def test_a_profile_names_the_share_of_what_limits_each_kind() -> None:
     least = {"products": (0.5, "bandwidth"), "attention of decodes": (0.3, "bandwidth")}
-    kinds = gpu._kinds({"nvjet_a": (0.6, 3), "_strip_kernel": (0.4, 2), "_act_mul_kernel": (0.2, 1)}, 1.2, least)
+    kinds = gpu._kinds({"nvjet_a": (0.6, 3), "ahead_kernel": (0.4, 2), "_act_mul_kernel": (0.2, 1)}, 1.2, least)
     assert kinds["products"] == {"seconds": 1.0, "share": 0.833, "share_of_bandwidth": 0.5}
     assert kinds["other"] == {"seconds": 0.2, "share": 0.167}
     assert "at 50% of bandwidth" in gpu._table([], kinds, 0.9)

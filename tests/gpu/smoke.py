@@ -422,33 +422,6 @@ def time_vector(quick: bool) -> None:
             note(**row)
 
 
-def time_strip(quick: bool) -> None:
-    from quire.kernels.triton.linear_few import StripShape, linear_strip, linear_vector
-
-    for model in ("0.6b", "8b"):
-        for features, width in [*SHAPES[model], (151936, SHAPES[model][0][1])]:
-            ws = weights_for(features, width)
-            for rows in (2, 4, 16, 32, 64):
-                x = torch.randn(rows, width, device=D, dtype=BF16)
-                size = features * width * 2
-                row: dict[str, Any] = {
-                    "time": "strip",
-                    "model": model,
-                    "shape": f"{features}x{width}",
-                    "rows": rows,
-                    "cublas": size / graph_time([lambda w=w: torch.mm(x, w.t()) for w in ws]) / 1e12,
-                }
-                if rows <= 4:
-                    row["vector"] = size / graph_time([lambda w=w: linear_vector(x, w) for w in ws]) / 1e12
-                for f, c, n, s in ((16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3)):
-                    try:
-                        t = graph_time([lambda w=w, z=StripShape(f, c, n, s): linear_strip(x, w, sizes=z) for w in ws])
-                        row[f"f{f}c{c}s{s}"] = size / t / 1e12
-                    except Exception as error:
-                        row[f"f{f}c{c}s{s}"] = type(error).__name__
-                note(**row)
-
-
 def time_fixed(quick: bool) -> None:
     from quire.kernels.triton.linear_fixed import FixedShape, linear_fixed
 
@@ -877,7 +850,6 @@ CHECKS = {
 TIMES = {
     "ceilings": lambda quick: time_ceilings(),
     "vector": time_vector,
-    "strip": time_strip,
     "fixed": time_fixed,
     "decode": time_decode,
     "rope_attend": time_rope_attend,

@@ -93,9 +93,9 @@ def _waited(sums, left: gl.constexpr, TILES: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    w_ring, x_ring, full, free, residual, out, partial, arrived, num_rows, num_features, begin, end, turns, total,
-    STAGES: gl.constexpr, TILES: gl.constexpr, SLABS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr,
-    SUMS: gl.constexpr, STORED: gl.constexpr,
+    w_ring, x_ring, full, free, bias, residual, out, partial, arrived, num_rows, num_features, begin, end, turns, total,
+    STAGES: gl.constexpr, TILES: gl.constexpr, SLABS: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    PDL: gl.constexpr, SUMS: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     """The other warps multiply what is there, one group of tiles after another."""
     FEATURES: gl.constexpr = w_ring.shape[1]
@@ -118,11 +118,11 @@ def _multiply(
         if TILES == 1:
             acc, complete = _whole_tile(sums[0], group, first, last, total, gl.num_programs(0), partial, arrived, turns)
             if complete:
-                _store_tile(acc, group, residual, out, num_rows, num_features, RESIDUAL, STORED)
+                _store_tile(acc, group, bias, residual, out, num_rows, num_features, BIAS, RESIDUAL, STORED)
         else:
             for tile in gl.static_range(TILES):
                 place = group * TILES + tile
-                _store_tile(sums[tile], place, residual, out, num_rows, num_features, RESIDUAL, STORED)
+                _store_tile(sums[tile], place, bias, residual, out, num_rows, num_features, BIAS, RESIDUAL, STORED)
 
 
 @gluon.jit
@@ -155,25 +155,31 @@ def _whole_tile(acc, tile, first, last, total, programs, partial, arrived, turns
 
 
 @gluon.jit
-def _store_tile(acc, tile, residual, out, num_rows, num_features, RESIDUAL: gl.constexpr, STORED: gl.constexpr):
+def _store_tile(
+    acc, tile, bias, residual, out, num_rows, num_features,
+    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, STORED: gl.constexpr,
+):  # fmt: skip
     FEATURES: gl.constexpr = acc.shape[0]
     ROWS: gl.constexpr = acc.shape[1]
     feature = tile * FEATURES + gl.arange(0, FEATURES, layout=gl.SliceLayout(1, STORED))
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, STORED))
     target = row[None, :] * num_features + feature[:, None]
-    stores = (feature < num_features)[:, None] & (row < num_rows)[None, :]
+    real = feature < num_features
+    stores = real[:, None] & (row < num_rows)[None, :]
+    # What is stored as it is crosses the threads in its narrow type.
+    result = gl.convert_layout(acc if BIAS or RESIDUAL else acc.to(out.dtype.element_ty), STORED)
+    if BIAS:
+        result += gl.load(bias + feature, mask=real, other=0.0).to(gl.float32)[:, None]
     if RESIDUAL:
-        result = gl.convert_layout(acc, STORED)
         result += gl.load(residual + target, mask=stores, other=0.0).to(gl.float32)
-        gl.store(out + target, result.to(out.dtype.element_ty), mask=stores)
-    else:
-        gl.store(out + target, gl.convert_layout(acc.to(out.dtype.element_ty), STORED), mask=stores)
+    gl.store(out + target, result.to(out.dtype.element_ty), mask=stores)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def ahead_kernel(
     weight,
     x,
+    bias,
     residual,
     out,
     partial,
@@ -186,6 +192,7 @@ def ahead_kernel(
     SLABS: gl.constexpr,
     ROWS: gl.constexpr,
     BOXES: gl.constexpr,
+    BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr,
     PDL: gl.constexpr,
     SUMS: gl.constexpr,
@@ -210,8 +217,8 @@ def ahead_kernel(
         [
             (
                 _multiply,
-                (w_ring, x_ring, full, free, residual, out, partial, arrived, num_rows, num_features, begin, end, turns,
-                 total, STAGES, TILES, SLABS, RESIDUAL, PDL, SUMS, STORED),
+                (w_ring, x_ring, full, free, bias, residual, out, partial, arrived, num_rows, num_features, begin, end,
+                 turns, total, STAGES, TILES, SLABS, BIAS, RESIDUAL, PDL, SUMS, STORED),
             ),
             (_load, (weight, x, w_ring, x_ring, full, free, begin, end, turns, STAGES, TILES, SLABS, BOXES, PDL)),
         ],

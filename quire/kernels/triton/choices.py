@@ -23,7 +23,7 @@ LIBRARY = "library"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`row`, `apart` (a norm of its own, then `row`), `vector`, `strip`, `split` (with their sizes) or the library's
+    """`row`, `apart` (a norm of its own, then `row`), `vector`, `ahead` (with their sizes) or the library's
     product; before all of them the library's `algorithm`, where its version knows it (`quire.kernels.cublas`)."""
 
     kernel: str = LIBRARY

@@ -19,8 +19,6 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.triton.linear_split import SplitScratch
-
 try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -37,6 +35,8 @@ _SHARED = 220 << 10
 FEATURES, COLUMNS = 64, 64
 """Of a tile: what one warp group multiplies at once, and 128 bytes, the widest row that the copy engine lays out."""
 _LEAST_BOX = 8
+_PARTIALS, _TILES = 5 << 20, 4096
+"""Numbers of parts (two of 64 x 256 for each of 132 multiprocessors) and tiles that may have some."""
 _WARPS, _LOADING = 4, 24
 """Warps that multiply, and registers of a thread of the loading one."""
 
@@ -56,6 +56,22 @@ class AheadShape:
 
     def groups(self, features: int) -> int:
         return triton.cdiv(features, self.tiles * FEATURES)
+
+
+@dataclass(slots=True)
+class AheadScratch:
+    """Where parts of tiles wait for the others; one for all products of a device, since they run one after another."""
+
+    partial: Tensor
+    arrived: Tensor
+    """int32: parts of each tile that are done; the last one sets it back to 0."""
+
+    @classmethod
+    def allocate(cls, device: torch.device | str, partials: int = _PARTIALS) -> AheadScratch:
+        return cls(
+            torch.empty(partials, dtype=torch.float32, device=device),
+            torch.zeros(_TILES, dtype=torch.int32, device=device),
+        )
 
 
 def padded(rows: int) -> int:
@@ -80,7 +96,7 @@ def _programs(weight: Tensor, sizes: AheadShape) -> int:
     return min(sizes.programs * _multiprocessors(weight.device) or groups, turns)
 
 
-def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: SplitScratch) -> bool:
+def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: AheadScratch) -> bool:
     """Whether the kernel can multiply these: whole turns, a ring that fits, and a place for every part."""
     rows, width = x.shape
     groups, programs = sizes.groups(weight.shape[0]), _programs(weight, sizes)
@@ -93,23 +109,25 @@ def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: SplitScratch) ->
         and sizes.tiles * padded(rows) <= _MOST_SUMS
         and (parts == 0 or sizes.tiles == 1)
         and parts <= scratch.partial.numel()
-        and groups <= scratch.strips
+        and groups <= scratch.arrived.numel()
         and x.is_contiguous()
         and x.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
     )
 
 
 def linear_ahead(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
     sizes: AheadShape,
-    scratch: SplitScratch,
+    scratch: AheadScratch,
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """[rows, features] of up to `MOST_ROWS` rows: x W^T + residual."""
+    """[rows, features] of up to `MOST_ROWS` rows: x W^T + bias + residual."""
     rows, width = x.shape
     features = weight.shape[0]
     if out is None:
@@ -122,6 +140,7 @@ def linear_ahead(
     ahead_kernel[(_programs(weight, sizes),)](
         TensorDescriptor.from_tensor(weight, tile, gl.NVMMASharedLayout.get_default_for(tile, kind)),
         TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, kind)),
+        weight if bias is None else bias,
         x if residual is None else residual,
         out,
         scratch.partial,
@@ -134,6 +153,7 @@ def linear_ahead(
         sizes.slabs,
         pad,
         triton.cdiv(rows, box[0]),
+        bias is not None,
         residual is not None,
         pdl,
         sums,

@@ -1,9 +1,8 @@
 """Matrix products of few rows, where reading the weight once at full memory bandwidth is all that matters.
 
-Two shapes of kernel. Up to 4 rows: no tensor cores, one program per output feature; norm before, activation,
-bias and residual after are fused, since at this size every launch costs as much as a small matrix. Up to 64
-rows: tensor cores over narrow strips of output features. `linear_row` is for a single row, `choices` knows which
-one wins where.
+No tensor cores, one program per output feature, up to 4 rows; norm before, activation, bias and residual after are
+fused, since at this size every launch costs as much as a small matrix. `linear_row` is for a single row, `linear_ahead`
+for more; `choices` knows which one wins where.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from quire.kernels.triton.activation import KINDS, act_mul_reference, activate
 from quire.kernels.triton.norm import rms_norm_reference
 
 MAX_VECTOR_ROWS = 4
-_SHARED_MEMORY = 200 << 10
-"""Of a multiprocessor, for the stages of the strip kernel (a Hopper chip has 227 KiB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +27,6 @@ class VectorShape:
     features: int = 1
     columns: int = 1024
     warps: int = 4
-
-
-@dataclass(frozen=True, slots=True)
-class StripShape:
-    """Output features per program, columns read at once, warps and stages."""
-
-    features: int = 16
-    columns: int = 256
-    warps: int = 4
-    stages: int = 4
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -122,47 +109,6 @@ def _vector_kernel(
     tl.store(out + target, result.to(out.dtype.element_ty), mask=stores)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _strip_kernel(
-    x,
-    weight,
-    bias,
-    residual,
-    out,
-    num_rows,
-    num_features,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FEATURES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
-    real = feature < num_features
-    row = tl.arange(0, ROWS)
-    used = row < num_rows
-    acc = tl.zeros([ROWS, FEATURES], tl.float32)
-    for start in range(0, WIDTH, COLUMNS):
-        place = start + tl.arange(0, COLUMNS)
-        inside = place < WIDTH
-        w = tl.load(
-            weight + feature.to(tl.int64)[:, None] * WIDTH + place[None, :],
-            mask=real[:, None] & inside[None, :],
-            other=0.0,
-        )
-        values = tl.load(x + row[:, None] * WIDTH + place[None, :], mask=used[:, None] & inside[None, :], other=0.0)
-        acc = tl.dot(values, tl.trans(w), acc, input_precision=PRECISION)
-    if BIAS:
-        acc += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)[None, :]
-    target = row[:, None].to(tl.int64) * num_features + feature[None, :]
-    stores = used[:, None] & real[None, :]
-    if RESIDUAL:
-        acc += tl.load(residual + target, mask=stores, other=0.0).to(tl.float32)
-    tl.store(out + target, acc.to(out.dtype.element_ty), mask=stores)
-
-
 def vector_shape(width: int) -> VectorShape:
     """Sizes that keep 8 elements of a row in a thread."""
     columns = min(1024, triton.next_power_of_2(width))
@@ -172,7 +118,7 @@ def vector_shape(width: int) -> VectorShape:
 def fusion_wins(rows: int, width: int) -> bool:
     """Whether a layer is fastest as four products with norm, gate and residual inside.
 
-    Two rows of Qwen3-0.6B: 24 us of products a layer against 30; of Qwen3-8B the strip kernel and cuBLAS win.
+    Two rows of Qwen3-0.6B: 24 us of products a layer against 30; of Qwen3-8B products apart from them win.
     """
     return rows == 1 or (rows == 2 and width <= 2048)
 
@@ -221,50 +167,6 @@ def linear_vector(
         **launch,
     )
     return out
-
-
-def linear_strip(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    sizes: StripShape = StripShape(),  # noqa: B008 (frozen)
-    out: Tensor | None = None,
-) -> Tensor:
-    """[rows, features] of up to 64 rows: x W^T + bias + residual."""
-    rows, width = x.shape
-    features = weight.shape[0]
-    if out is None:
-        out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
-    ieee = x.dtype == torch.float32
-    rows_pad = max(16, triton.next_power_of_2(rows))
-    columns = min(sizes.columns, _pow2_floor(width))
-    while sizes.stages * (rows_pad + sizes.features) * columns * x.element_size() > _SHARED_MEMORY:
-        columns //= 2
-    _strip_kernel[(triton.cdiv(features, sizes.features),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        x if residual is None else residual,
-        out,
-        rows,
-        features,
-        rows_pad,
-        width,
-        sizes.features,
-        columns,
-        bias is not None,
-        residual is not None,
-        "ieee" if ieee else "tf32",
-        num_warps=sizes.warps,
-        num_stages=sizes.stages,
-    )
-    return out
-
-
-def _pow2_floor(width: int) -> int:
-    return max(16, 1 << (width.bit_length() - 1))
 
 
 def linear_reference(

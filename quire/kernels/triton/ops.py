@@ -3,7 +3,7 @@ reproducible."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from quire.kernels import cublas
 from quire.kernels.triton import activation, choices, copy, linear_ahead, linear_few, linear_fixed, norm, rope_cache
 from quire.kernels.triton.choices import Choice
 from quire.kernels.triton.linear_row import RowShape, linear_row
-from quire.kernels.triton.linear_split import SplitScratch, SplitShape, fits, linear_split
 from quire.layers.ops import HeadShape, HeadTurn, LayerCache
 
 _EARLY_ROWS = 512
@@ -69,7 +68,7 @@ class TritonOps:
         self.pdl = pdl = pdl and not deterministic
         self._heads_at_once = _FIXED_HEADS if deterministic else None
         self._library = _named_library(self.device, dtype) if named_products and not deterministic else None
-        self._split: SplitScratch | None = None
+        self._parts: linear_ahead.AheadScratch | None = None
         # fp8 keys lie in the cache only, so a fresh prompt must be read back from there as later steps will.
         self.attention = TritonAttention(
             self.device,
@@ -112,11 +111,6 @@ class TritonOps:
             return linear_row(x, w.weight, w.bias, residual, out=out, sizes=RowShape(*choice.sizes), pdl=self.pdl)
         if choice.kernel == "vector":
             return linear_few.linear_vector(x, w.weight, w.bias, residual, out=out, pdl=self.pdl)
-        if choice.kernel == "strip":
-            sizes = linear_few.StripShape(*choice.sizes)
-            return linear_few.linear_strip(x, w.weight, w.bias, residual, sizes=sizes, out=out)
-        if choice.kernel == "split":
-            return self._split_product(choice, x, w, residual, out)
         if choice.kernel == "ahead":
             found = self._ahead_product(choice, x, w, residual, out)
             if found is not None:
@@ -126,39 +120,25 @@ class TritonOps:
         product = F.linear(x, w.weight, w.bias)
         return product if residual is None else product.add_(residual)
 
-    def _split_product(
-        self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
-    ) -> Tensor:
-        sizes = SplitShape(*choice.sizes)
-        if not fits(x.shape[0], w.out_features, sizes, self._scratch()):
-            sizes = replace(sizes, parts=1)
-        return linear_split(
-            x, w.weight, w.bias, residual, sizes=sizes, scratch=self._scratch(), out=out, pdl=self._early(x.shape[0])
-        )
-
     def _ahead_product(
         self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
     ) -> Tensor | None:
         """None where that kernel cannot run: it needs a chip and a compiler that know it."""
         sizes = linear_ahead.AheadShape(*choice.sizes)
-        if w.bias is not None or not linear_ahead.available(self.device):
+        if not linear_ahead.available(self.device):
             return None
-        if not linear_ahead.fits(x, w.weight, sizes, self._scratch()):
+        if self._parts is None:
+            self._parts = linear_ahead.AheadScratch.allocate(self.device)
+        if not linear_ahead.fits(x, w.weight, sizes, self._parts):
             return None
-        early = self._early(x.shape[0])
         return linear_ahead.linear_ahead(
-            x, w.weight, residual, sizes=sizes, scratch=self._scratch(), out=out, pdl=early
+            x, w.weight, w.bias, residual, sizes=sizes, scratch=self._parts, out=out, pdl=self._early(x.shape[0])
         )
 
     def asks_ahead(self, rows: int, w: DeviceLinear) -> bool:
         """Whether the product of so many rows asks for its weight before it may begin, so that nobody else need."""
         choice = choices.product(rows, w.out_features, w.in_features, self.dtype)
         return choice.kernel == "ahead" and linear_ahead.available(self.device)
-
-    def _scratch(self) -> SplitScratch:
-        if self._split is None:
-            self._split = SplitScratch.allocate(self.device)
-        return self._split
 
     def _early(self, rows: int) -> bool:
         """Whether a small kernel should start while the one before it ends: only where its launch shows."""

@@ -8,13 +8,10 @@ import torch
 from quire.bench.gpu_cases import MODELS
 from quire.bench.gpu_tune import weights_of
 from quire.kernels.triton.choices import GATED, NORM, PLAIN, Choice, Timed, choose, library_version, product, table
-from quire.kernels.triton.linear_few import StripShape
+from quire.kernels.triton.linear_ahead import AheadShape
 from quire.kernels.triton.linear_row import RowShape
-from quire.kernels.triton.linear_split import SplitShape
 
-KERNELS = {
-    "row": RowShape, "apart": RowShape, "strip": StripShape, "split": SplitShape, "vector": tuple, "library": tuple,
-}  # fmt: skip
+KERNELS = {"row": RowShape, "apart": RowShape, "ahead": AheadShape, "vector": tuple, "library": tuple}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
@@ -32,7 +29,7 @@ def test_every_product_of_the_benchmarked_models_was_measured_at_one_row() -> No
 
 
 def test_an_unknown_weight_takes_the_choice_of_the_nearest_and_of_enough_rows() -> None:
-    small, large = Choice("strip", (16, 256, 4, 4)), Choice("strip", (32, 128, 4, 5))
+    small, large = Choice("ahead", (1, 5, 4, 0)), Choice("ahead", (3, 4, 2, 0))
     known = [Timed(2, 1000, 1000, PLAIN, small), Timed(2, 8000, 8000, PLAIN, large), Timed(4, 1000, 1000, PLAIN, large)]
     assert choose(known, 2, 1200, 900, PLAIN) == small
     assert choose(known, 2, 6000, 9000, PLAIN) == large
@@ -78,22 +75,9 @@ def test_every_kind_of_choice_computes_the_same(monkeypatch: pytest.MonkeyPatch)
     ops = TritonOps("cpu", torch.float32)
     x, weight, gain = torch.randn(1, 48), torch.randn(20, 48), torch.rand(48) + 0.5
     packed = ops.pack_linear(weight)
-    for choice in (Choice("row", (2, 32, 1)), Choice("apart", (2, 32, 1)), Choice("strip", (16, 32, 4, 2)), Choice()):
+    for choice in (Choice("row", (2, 32, 1)), Choice("apart", (2, 32, 1)), Choice("ahead", (1, 5, 4, 0)), Choice()):
         monkeypatch.setattr(choices, "product", lambda *_, chosen=choice: chosen)
         for gated in (None, "silu"):
             want = linear_few.linear_reference(x, weight, norm=gain, eps=1e-6, gated=gated)
             got = ops.norm_linear(x, gain, 1e-6, packed, gated)
             assert torch.allclose(got, want, atol=1e-4), (choice, gated)
-
-
-def test_a_split_product_computes_what_any_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("the GPU suite runs this compiled")
-    from quire.kernels.triton import choices, linear_few
-    from quire.kernels.triton.ops import TritonOps
-
-    ops = TritonOps("cpu", torch.float32)
-    x, weight, residual = torch.randn(3, 64), torch.randn(40, 64), torch.randn(3, 40)
-    monkeypatch.setattr(choices, "product", lambda *_: Choice("split", (16, 32, 4, 2, 2)))
-    want = linear_few.linear_reference(x, weight, residual=residual)
-    assert torch.allclose(ops.linear(x, ops.pack_linear(weight), residual), want, atol=1e-4)

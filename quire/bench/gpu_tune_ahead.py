@@ -1,9 +1,8 @@
-"""Times products of our own (split over columns, or asking ahead for their weights) against what the table of products
-takes so far, and adds the winners to it.
+"""Times products that ask ahead for their weights against what the table of products takes so far, and adds the
+winners to it.
 
 A product is timed behind a norm, as in a decode step: what counts is when the next one may begin, and that it starts
-while the norm still ends is most of what a kernel of our own has over the library's. Kernels are compiled beforehand by
-one process per weight.
+while the norm still ends is what it has over the library's. Kernels are compiled beforehand by one process per weight.
 """
 
 from __future__ import annotations
@@ -17,33 +16,14 @@ from typing import Any
 
 from quire.bench.gpu_tune import graph_seconds, weights_of, write
 
-_FEW = (2, 4, 8, 16, 32, 48, 64)
-ROWS = {"split": _FEW, "ahead": (1, *_FEW, 80, 96, 112, 128)}
+ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128)
 _SHARED = 218_000
 _MOST_STAGES = 16
 _MOST_HELD = 5
 _MULTIPROCESSORS, _LEAST_GROUPS = 132, 40
-_HEAD = 100_000
-"""Features: more has only the output layer, which is too large to be split."""
-SIZES = ((64, 128, 4, 4), (64, 64, 4, 6), (64, 256, 4, 2), (128, 64, 4, 5), (128, 128, 8, 3), (128, 128, 4, 3),
-         (32, 128, 4, 5))  # fmt: skip
-_PARTS = (1, 2, 4, 8)
-_PROGRAMS = (96, 800)
 _LEAST_BYTES = 2e8
 _LEAST_GAIN = 1.01
 _KEPT = ("rows", "features", "width", "form", "kernel", "sizes", "TB/s", "us")
-
-
-def shapes_of(features: int, width: int, rows: int) -> Iterator[tuple[int, ...]]:
-    """What `SplitShape` may be to fill the chip and fit its shared memory."""
-    pad = max(16, 1 << (rows - 1).bit_length())
-    for strip, columns, warps, stages in SIZES:
-        if stages * (strip + pad) * columns * 2 > 220_000:
-            continue
-        for parts in _PARTS:
-            programs = math.ceil(features / strip) * parts
-            if _PROGRAMS[0] <= programs <= _PROGRAMS[1] and width % (parts * columns) == 0:
-                yield strip, columns, warps, stages, parts
 
 
 def rings_of(features: int, width: int, rows: int) -> Iterator[tuple[int, ...]]:
@@ -67,39 +47,38 @@ def rings_of(features: int, width: int, rows: int) -> Iterator[tuple[int, ...]]:
 
 
 def tune(
-    models: list[str], path: str, note: Callable[[dict[str, Any]], None], kernel: str, rows: list[int] | None = None
+    models: list[str], path: str, note: Callable[[dict[str, Any]], None], rows: list[int] | None = None
 ) -> None:
-    """`kernel`: "split" or "ahead"; `rows`: all that it may serve."""
-    counts = rows or ROWS[kernel]
+    counts = rows or ROWS
     jobs = [(model, index) for model in models for index in range(5)]
-    here = [sys.executable, "-m", "quire.bench.gpu_tune_own", kernel]
+    here = [sys.executable, "-m", "quire.bench.gpu_tune_ahead"]
     compiling = [subprocess.Popen([*here, model, str(index), *map(str, counts)]) for model, index in jobs]
     for process in compiling:
         process.wait()
     entries = []
     for model, index in jobs:
-        for entry in _weight(kernel, model, index, counts, dry=False):
+        for entry in _weight(model, index, counts, dry=False):
             note(entry)
             if entry["wins"]:
                 entries.append({key: entry[key] for key in _KEPT})
         write(path, entries)
 
 
-def _weight(kernel: str, model: str, index: int, counts: Iterable[int], dry: bool) -> Iterator[dict[str, Any]]:
+def _weight(model: str, index: int, counts: Iterable[int], dry: bool) -> Iterator[dict[str, Any]]:
     import torch
 
-    from quire.kernels.triton.linear_split import SplitScratch
+    from quire.kernels.triton.linear_ahead import AheadScratch
     from quire.kernels.triton.ops import TritonOps
 
     form, features, width = weights_of(model)[index]
     ops = TritonOps("cuda", torch.bfloat16, pdl=True)
-    scratch = SplitScratch.allocate("cuda")
+    scratch = AheadScratch.allocate("cuda")
     copies = 1 if dry else max(2, math.ceil(_LEAST_BYTES / (features * width * 2)))
     weights = [ops.pack_linear(torch.randn(features, width, device="cuda", dtype=ops.dtype)) for _ in range(copies)]
     for rows in counts:
         seconds = {}
         around = _Around(ops, rows, width, features, form if rows == 1 else "plain")
-        for name, product in _ways(kernel, scratch, rows, weights[0]):
+        for name, product in _ways(scratch, rows, weights[0]):
             try:
                 if not dry and not around.right(product, weights[0]):
                     raise ArithmeticError("the product is wrong")
@@ -141,26 +120,19 @@ class _Around:
         return bool(((got - want).abs().max() <= 0.02 * want.abs().max()).item())
 
 
-def _ways(kernel: str, scratch: Any, rows: int, w: Any) -> Iterator[tuple[str, Callable[..., Any] | None]]:
+def _ways(scratch: Any, rows: int, w: Any) -> Iterator[tuple[str, Callable[..., Any] | None]]:
     """(name, product of x, weight and residual): as it is now, and by every shape."""
-    from quire.kernels.triton.linear_ahead import AheadShape, linear_ahead
-    from quire.kernels.triton.linear_split import SplitShape, linear_split
+    from quire.kernels.triton.linear_ahead import AheadShape
 
     yield "now", None
-    if kernel == "ahead":
-        for shape in rings_of(w.out_features, w.in_features, rows):
-            yield _named(kernel, shape), partial(_product, linear_ahead, AheadShape(*shape), scratch)
-    elif w.out_features < _HEAD:
-        for shape in shapes_of(w.out_features, w.in_features, rows):
-            yield _named(kernel, shape), partial(_product, linear_split, SplitShape(*shape), scratch)
+    for shape in rings_of(w.out_features, w.in_features, rows):
+        yield " ".join(map(str, shape)), partial(_product, AheadShape(*shape), scratch)
 
 
-def _named(kernel: str, shape: tuple[int, ...]) -> str:
-    return " ".join([kernel, *map(str, shape)])
+def _product(sizes: Any, scratch: Any, x: Any, weight: Any, residual: Any) -> Any:
+    from quire.kernels.triton.linear_ahead import linear_ahead
 
-
-def _product(kernel: Any, sizes: Any, scratch: Any, x: Any, weight: Any, residual: Any) -> Any:
-    return kernel(x, weight.weight, residual=residual, sizes=sizes, scratch=scratch, pdl=True)
+    return linear_ahead(x, weight.weight, None, residual, sizes=sizes, scratch=scratch, pdl=True)
 
 
 def _entry(
@@ -171,15 +143,14 @@ def _entry(
     now = seconds.pop("now")
     first = sorted(seconds.items(), key=lambda item: item[1])
     name, best = first[0]
-    kernel, *sizes = name.split()
     held = choices.product(rows, features, width, ops.dtype, form)
     wins = now / best >= _LEAST_GAIN
     return {"rows": rows, "features": features, "width": width, "form": form,
-            "kernel": kernel, "sizes": [int(word) for word in sizes],
+            "kernel": "ahead", "sizes": [int(word) for word in name.split()],
             "TB/s": round(features * width * 2 / best / 1e12, 2), "wins": wins,
             "us": [round(1e6 * now, 2), round(1e6 * best, 2)], "was": held.kernel + held.algorithm[:8],
             "next": {key: round(1e6 * value, 2) for key, value in first[1:6]}}  # fmt: skip
 
 
 if __name__ == "__main__":
-    list(_weight(sys.argv[1], sys.argv[2], int(sys.argv[3]), map(int, sys.argv[4:]), dry=True))
+    list(_weight(sys.argv[1], int(sys.argv[2]), map(int, sys.argv[3:]), dry=True))
