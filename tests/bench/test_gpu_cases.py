@@ -25,7 +25,7 @@ def test_kinds_of_work_add_up_to_the_limit_of_a_case(case: str) -> None:
 def test_kernels_are_told_apart_by_name() -> None:
     names = {"nvjet_sm90_tst_192x192": "products", "_row_kernel": "products", "_decode_kernel": "attention of decodes",
              "cudnn_generated_fort_native_sdpa": "attention of prompts", "_mixed_kernel": "attention of prompts",
-             "_rms_norm_kernel": "other", "_columns_kernel": "products", "_rope_decode_kernel": "attention of decodes",
+             "_rms_norm_kernel": "other", "ahead_kernel": "products", "_rope_decode_kernel": "attention of decodes",
              "_fresh_mixed_kernel": "attention of prompts", "_split_kernel": "other"}  # fmt: skip
     assert {name: kind_of(name) for name in names} == names
 
