@@ -1,7 +1,8 @@
 """The kernel of `linear_ahead`, in Gluon: Triton's lower layer, since Triton itself cannot say when a copy begins.
 
-A turn is one slab of 64 columns: of a tile of the weight and of all rows. Turns are numbered through all tiles of the
-weight, and every program has an equal share of them; each has a stage of the ring, and a barrier that counts its bytes.
+A turn is a slab of 64 columns or several: of a tile of the weight and of all rows. Turns are numbered through all tiles
+of the weight, and every program has an equal share of them, of at least one; each has a stage of the ring, a barrier
+that counts its bytes and one that says that they have been read.
 """
 
 from __future__ import annotations

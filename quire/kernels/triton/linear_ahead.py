@@ -87,6 +87,7 @@ def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: SplitScratch) ->
         and sizes.bytes_of(rows) <= _SHARED
         and parts <= scratch.partial.numel()
         and tiles <= scratch.strips
+        and programs * tiles * (width // COLUMNS // sizes.slabs) < 1 << 31
         and x.is_contiguous()
         and x.data_ptr() % 16 == 0
     )
