@@ -61,7 +61,7 @@ def stores_before_copies(kernel: Any) -> int:
 
 
 def bulk_copies(kernel: Any) -> list[str]:
-    """Copies of the copy engine by the place of their tensor among the parameters, waits and arrivals, in PTX's order."""
+    """Copies of the copy engine by the place of their tensor among the parameters, waits, arrivals: in PTX's order."""
     ptx = kernel.asm["ptx"]
     parameter = dict(re.findall(r"mov\.b64\s+(%rd\d+), \w+_param_(\d+);", ptx))
     address = {name: parameter[of] for name, of in re.findall(r"cvta\.param\.u64\s+(%rd\d+), (%rd\d+);", ptx)}
