@@ -110,6 +110,7 @@ def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: AheadScratch) ->
         and (parts == 0 or sizes.tiles == 1)
         and parts <= scratch.partial.numel()
         and groups <= scratch.arrived.numel()
+        and programs * groups * (width // COLUMNS // sizes.slabs) < 1 << 31
         and x.is_contiguous()
         and x.data_ptr() % 16 == 0
         and weight.data_ptr() % 16 == 0

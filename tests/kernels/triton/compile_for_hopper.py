@@ -61,13 +61,15 @@ def stores_before_copies(kernel: Any) -> int:
 
 
 def bulk_copies(kernel: Any) -> list[str]:
-    """Copies of the copy engine by the place of their tensor among the parameters, and waits, in the order of PTX."""
+    """Copies of the copy engine by the place of their tensor among the parameters, waits, arrivals: in PTX's order."""
     ptx = kernel.asm["ptx"]
     parameter = dict(re.findall(r"mov\.b64\s+(%rd\d+), \w+_param_(\d+);", ptx))
     address = {name: parameter[of] for name, of in re.findall(r"cvta\.param\.u64\s+(%rd\d+), (%rd\d+);", ptx)}
     order = sorted(map(int, set(address.values())))
     found = re.findall(
-        r"cp\.async\.bulk\.tensor\S+ \[%r\d+\], \[(%rd\d+),|(griddepcontrol\.wait|wgmma\.wait_group|bar\.sync)", ptx
+        r"cp\.async\.bulk\.tensor\S+ \[%r\d+\], \[(%rd\d+),"
+        r"|(griddepcontrol\.wait|wgmma\.wait_group|bar\.sync|mbarrier\.arrive(?=\.shared))",
+        ptx,
     )
     return [f"copy {order.index(int(address[copied]))}" if copied else operation for copied, operation in found]
 
@@ -78,18 +80,16 @@ def machine_copies(operations: list[str]) -> str:
 
 
 def ahead(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Products of few and of many rows, with 2 warpgroups, with a residual and of a single turn."""
+    """Products of few rows, of shares of tiles for many rows, and with 2 warpgroups."""
     scratch = linear_split.SplitScratch.allocate("cpu", 1)
     linear_ahead._multiprocessors = lambda device: 132
     shape = linear_ahead.AheadShape
-    for name, rows, width, sizes, more in (
-        ("ahead few", 3, 4096, shape(128, 8, 4), False),
-        ("ahead many", 256, 4096, shape(128, 4, 8), True),
-        ("ahead wide", 64, 4096, shape(256, 5, 8), False),
-        ("ahead narrow", 16, 4096, shape(64, 6, 4), True),
-        ("ahead single", 32, 64, shape(64, 4, 4), False),
+    for name, rows, sizes, more in (
+        ("ahead few", 3, shape(64, 5, 4, 4, 0), False),
+        ("ahead shared", 100, shape(128, 3, 2, 4, 1), True),
+        ("ahead wide", 64, shape(256, 4, 1, 8, 0), True),
     ):
-        x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(6144, width, dtype=dtype)
+        x, weight = torch.empty(rows, 4096, dtype=dtype), torch.empty(6144, 4096, dtype=dtype)
         residual = torch.empty(rows, 6144, dtype=dtype) if more else None
         yield name, lambda x=x, weight=weight, residual=residual, sizes=sizes: linear_ahead.linear_ahead(
             x, weight, residual, sizes=sizes, scratch=scratch, pdl=True

@@ -1,10 +1,10 @@
 """Runs Gluon kernels on the CPU, which Triton's interpreter cannot, and checks their protocol rather than only sums.
 
 `with interpreting() as runs:` turns every launch of a Gluon kernel into a run of its Python text with stand-ins for
-what it imports, one program after another in any order. Copies and products are as late as the hardware may make them:
-what is not waited for is not there, and whoever touches it, fills a place that is still read, counts bytes wrongly,
-waits for what never comes, reads what the kernel before still writes or meets another program's numbers other than by
-atomics gets a `ProtocolError`.
+what it imports, one program after another in any order, each with its partitions in any interleaving. Copies and
+products are as late as the hardware may make them: what is not waited for is not there, and whoever touches it, fills a
+place that is still read or was never read, counts bytes wrongly, waits for what never comes, reads what the kernel
+before still writes or meets another program's numbers other than by atomics gets a `ProtocolError`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -38,6 +39,7 @@ from tests.kernels.triton.gluon_memory import (
     plain,
     scalar,
 )
+from tests.kernels.triton.gluon_partitions import Baton, Partition
 
 SHARED_BYTES = 227 * 1024
 """Of a program on Hopper."""
@@ -66,22 +68,38 @@ class Run:
 
 
 class Program:
-    """One program: its shared memory, what it has under way, and a method for each thing that a kernel may call."""
+    """One program: its shared memory, its partitions, and a method for each thing that a kernel may call."""
 
-    def __init__(self, number: int, pdl: bool, run: Run) -> None:
-        self.number, self.run, self.pdl = number, run, pdl
-        self.may_read = not pdl
-        self.unpublished = False
-        self.products: list[Product] = []
+    def __init__(self, number: int, run: Run, options: dict[str, Any], seed: int | None) -> None:
+        self.number, self.run = number, run
+        first = Partition("the program", options.get("num_warps", 4), not options.get("launch_pdl"))
+        self.baton = Baton(first, None if seed is None else seed * 1009 + number)
+        self.waited = first.may_read
         self.slots: list[Slot] = []
         self.shared = 0
+
+    def specialize(self, parts: list[tuple[FunctionType, tuple[Any, ...]]], warps: list[int], regs: list[int]) -> Any:
+        demand(len(parts) == len(warps) + 1 == len(regs) + 1, f"{len(parts)} partitions, but {warps} and {regs}")
+        demand(all(each >= 24 and each % 8 == 0 for each in regs), f"a worker cannot have {regs} registers")
+        first = self.baton.holder
+        workers = [first.fork(part[0].__name__, count) for part, count in zip(parts[1:], warps)]
+        first.name = parts[0][0].__name__
+        for function, given in parts:
+            for name, value in zip(function.__code__.co_varnames, given):
+                if isinstance(value, View):
+                    value.named(name)
+        bodies = [(who, partial(function, *given)) for who, (function, given) in zip([first, *workers], parts)]
+        result = self.baton.run(bodies)
+        for worker in workers:
+            first.knows.learn_all(worker.knows.told(worker))
+        return result
 
     def allocate(self, dtype: Any, shape: list[int], layout: Any) -> View:
         demand(all(side & (side - 1) == 0 for side in shape[1:]), f"sides of {shape} must be powers of two")
         self.shared += prod(shape) * dtype.itemsize
         demand(self.shared <= SHARED_BYTES, f"{self.shared} bytes of shared memory")
         poison = float("nan") if dtype.is_floating_point else -1
-        slots = [Slot(torch.full(shape[1:], poison, dtype=dtype), layout) for _ in range(shape[0])]
+        slots = [Slot(torch.full(shape[1:], poison, dtype=dtype), layout, "a place") for _ in range(shape[0])]
         self.slots += slots
         return View(slots)
 
@@ -95,32 +113,43 @@ class Program:
                 slot.barrier.fenced = True
 
     def expect(self, barrier: View, size: int, pred: Any = True) -> None:
+        me = self.baton.step()
         if pred:
-            barrier.barrier.expect(size)
+            barrier.barrier.arrive(me.knows.told(me), size=size)
+
+    def arrive(self, barrier: View, *, count: int = 1, pred: Any = True) -> None:
+        me = self.baton.step()
+        if pred:
+            barrier.barrier.arrive(me.knows.told(me), count)
 
     def wait(self, barrier: View, parity: Any, pred: Any = True, deps: Any = ()) -> None:
-        if pred:
-            barrier.barrier.wait(int(parity))
+        me, found, half = self.baton.step(), barrier.barrier, int(parity)
+        if not pred:
+            return
+        demand(half in (0, 1), f"a parity of {half}")
+        self.baton.until(lambda: found.may_pass(half), lambda: f"parity {half} of {barrier.one.name} ({found})")
+        found.passed(half, me.knows)
 
     def copy(self, source: Descriptor, place: list[Any], barrier: View, target: View, pred: Any = True) -> None:
+        me = self.baton.step()
         if not pred:
             return
         slot, corner = target.one, tuple(map(int, place))
-        demand(self.may_read or not source.late, f"{source.name} is asked for before gdc_wait")
+        demand(me.may_read or not source.late, f"{source.name} is asked for before gdc_wait")
         demand(barrier.barrier.fenced, "a copy before the fence after its barrier was made")
-        demand(not slot.readers, f"{source.name} is copied over what a product still reads")
-        demand(not slot.landing, f"{source.name} is copied over a copy that nobody waited for")
+        slot.may_be_filled(source.name, me.knows, me)
         demand(slot.layout == source.layout, f"{source.name} and its place are laid out in two ways")
         found = source.block(corner)
         demand((slot.data.shape, slot.data.dtype) == (found.shape, found.dtype), f"{source.name} and its place differ")
         barrier.barrier.copy(slot, found)
-        slot.landing = True
         slot.data.fill_(float("nan"))
-        self.run.copies.append(Copy(self.number, source.name, corner, not self.may_read))
+        self.run.copies.append(Copy(self.number, source.name, corner, not me.may_read))
 
     def multiply(self, a: View, b: View, acc: Value, *, use_acc: Any = True, is_async: bool = False) -> Value:
-        slots = [a.one, b.one]
-        demand(not any(slot.landing for slot in slots), "a product of what has been asked for but not waited for")
+        me, slots = self.baton.step(), [a.one, b.one]
+        demand(me.warps % 4 == 0, f"{me.name} multiplies with {me.warps} warps")
+        for slot in slots:
+            slot.may_be_read(me.knows)
         assert a.data is not None and b.data is not None
         (m, k), n = a.data.shape, b.data.shape[1]
         demand(b.data.shape[0] == k and acc.shape == [m, n], f"{a.data.shape} by {b.data.shape} to {acc.shape}")
@@ -128,42 +157,47 @@ class Program:
         product = Product(slots)
         for slot in slots:
             slot.readers.add(product)
-        self.products.append(product)
+            slot.unread = False
+        me.products.append(product)
         result = InFlight(a.data.float() @ b.data.float() + (acc.held if use_acc else 0), product)
         return result if is_async else self.multiply_wait(0, deps=(result,))
 
     def multiply_wait(self, outstanding: int = 0, deps: tuple[Value, ...] = ()) -> Any:
-        while len(self.products) > outstanding:
-            product = self.products.pop(0)
+        me = self.baton.step()
+        while len(me.products) > outstanding:
+            product = me.products.pop(0)
             for slot in product.reads:
                 slot.readers.discard(product)
+                slot.read[me] = me.knows.now
         done = [
-            Value(dep.held) if isinstance(dep, InFlight) and dep.product not in self.products else dep for dep in deps
+            Value(dep.held) if isinstance(dep, InFlight) and dep.product not in me.products else dep for dep in deps
         ]
         return done[0] if len(done) == 1 else tuple(done)
 
     def load(self, pointer: Pointer, mask: Value | None = None, other: Any = 0, cache_modifier: str = "") -> Value:
-        demand(self.may_read or not pointer.late, "a load before gdc_wait")
+        demand(self.baton.step().may_read or not pointer.late, "a load before gdc_wait")
         place, real = pointer.checked(mask)
         self.run.races.touch(self.number, pointer.flat, place[real], writes=False)
         found = pointer.flat[place]
         return Value(torch.where(real, found, torch.full_like(found, plain(other))))
 
     def store(self, pointer: Pointer, value: Any, mask: Value | None = None) -> None:
-        demand(self.may_read, "a store before gdc_wait")
+        me = self.baton.step()
+        demand(me.may_read, "a store before gdc_wait")
         place, real = pointer.checked(mask)
         data = torch.as_tensor(plain(value))
         demand(data.ndim == 0 or data.shape == place.shape, f"{tuple(data.shape)} stored at {tuple(place.shape)}")
         self.run.races.touch(self.number, pointer.flat, place[real], writes=True)
         pointer.flat[place[real]] = data.to(pointer.flat.dtype).expand(place.shape)[real]
-        self.unpublished = True
+        me.unpublished = True
 
     def barrier(self) -> None:
-        self.unpublished = False
+        self.baton.holder.unpublished = False
 
     def atomic_add(self, pointer: Pointer, value: Any, sem: str = "acq_rel") -> Value:
-        demand(self.may_read, "an atomic before gdc_wait")
-        demand(sem == "acq_rel" and not self.unpublished, "an atomic that does not publish the stores before it")
+        me = self.baton.step()
+        demand(me.may_read, "an atomic before gdc_wait")
+        demand(sem == "acq_rel" and not me.unpublished, "an atomic that does not publish the stores before it")
         place, _ = pointer.checked(None)
         demand(place.ndim == 0, "atomics of blocks are not known here")
         self.run.races.meet(self.number, pointer.flat, place)
@@ -172,13 +206,15 @@ class Program:
         return Value(before)
 
     def gdc_wait(self) -> None:
-        self.may_read = True
+        self.baton.step().may_read = self.waited = True
 
     def end(self) -> None:
-        demand(self.may_read, "a program ended without gdc_wait")
-        demand(not self.products, "a program ended with products under way")
-        landing = [slot.barrier.phase for slot in self.slots if slot.barrier is not None and slot.barrier.came]
-        demand(not landing, f"a program ended with copies under way, in phases {landing}")
+        self.baton.holder.end()
+        demand(self.waited, "a program ended without gdc_wait")
+        landing = [slot.name for slot in self.slots if slot.landing or (slot.barrier and slot.barrier.expected)]
+        demand(not landing, f"a program ended with copies under way: {landing}")
+        unread = [slot.name for slot in self.slots if slot.unread]
+        demand(not unread, f"a program ended with copies that no product has read: {unread}")
 
 
 def _language(program: Program) -> Any:
@@ -206,7 +242,7 @@ def _language(program: Program) -> Any:
         SliceLayout=lambda dim, parent: None, convert_layout=lambda value, layout: value,
         program_id=lambda axis: scalar(program.number), num_programs=lambda axis: scalar(program.run.programs),
         allocate_shared_memory=program.allocate, thread_barrier=program.barrier,
-        load=program.load, store=program.store, atomic_add=program.atomic_add,
+        warp_specialize=program.specialize, load=program.load, store=program.store, atomic_add=program.atomic_add,
     )  # fmt: skip
 
 
@@ -214,6 +250,7 @@ def _stand_ins(program: Program) -> list[tuple[Any, Any]]:
     barriers = SimpleNamespace(
         init=program.make_barrier,
         expect=program.expect,
+        arrive=program.arrive,
         wait=program.wait,
         MBarrierLayout=hopper.mbarrier.MBarrierLayout,
     )
@@ -252,9 +289,12 @@ def _argument(name: str, given: Any, late: bool) -> Any:
 
 @contextmanager
 def interpreting(
-    order: Callable[[int], Iterable[int]] = range, constant: Collection[str] = ("weight",)
+    order: Callable[[int], Iterable[int]] = range,
+    seed: int | None = None,
+    constant: Collection[str] = ("weight",),
 ) -> Iterator[list[Run]]:
-    """Launches of Gluon kernels run here, their programs in this order.
+    """Launches of Gluon kernels run here, their programs in this order, their partitions in an order of this seed
+    (None: each as far as it can).
 
     `constant`: parameters that no kernel writes. All others are forbidden before gdc_wait if a launch sets launch_pdl.
     """
@@ -269,7 +309,7 @@ def interpreting(
         }  # fmt: skip
         runs.append(Run(grid[0]))
         for number in order(grid[0]):
-            program = Program(number, bool(named.get("launch_pdl")), runs[-1])
+            program = Program(number, runs[-1], named, seed)
             _python(self, program)(**values)
             program.end()
 

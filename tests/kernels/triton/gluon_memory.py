@@ -127,16 +127,62 @@ class Descriptor:
         return found
 
 
+class Knowledge:
+    """Up to which of its times everyone's deeds are known: of partitions, and of barriers, whose times are phases."""
+
+    def __init__(self) -> None:
+        self.times: dict[Any, int] = {}
+        self.now = 0
+
+    def of(self, who: Any) -> int:
+        return self.times.get(who, -1)
+
+    def learn(self, who: Any, time: int) -> None:
+        self.times[who] = max(self.of(who), time)
+
+    def learn_all(self, other: Knowledge) -> None:
+        for who, time in other.times.items():
+            self.learn(who, time)
+
+    def told(self, me: Any) -> Knowledge:
+        """A copy for others, with all that has been done up to now by whoever this is; what follows is not in it."""
+        copy = Knowledge()
+        copy.times = dict(self.times) | {me: self.now}
+        self.now += 1
+        return copy
+
+
 @dataclass(eq=False)
 class Slot:
     """One place of shared memory."""
 
     data: Tensor
     layout: Any
+    name: str
     landing: bool = False
     """A copy into it is asked for and not waited for."""
+    unread: bool = False
+    """No product has begun to read what has landed."""
+    filled: tuple[Barrier, int] | None = None
+    """The barrier and its phase that tell of the last copy."""
     readers: set[Product] = field(default_factory=set)
+    read: dict[Any, int] = field(default_factory=dict)
+    """When each partition has last waited for a product that read it."""
     barrier: Barrier | None = None
+
+    def may_be_filled(self, name: str, knows: Knowledge, me: Any) -> None:
+        demand(not self.readers, f"{name} is copied over what a product still reads, in {self.name}")
+        demand(not self.landing, f"{name} is copied over a copy that nobody waited for, in {self.name}")
+        demand(not self.unread, f"{name} is copied over what no product has read, in {self.name}")
+        told = all(who is me or knows.of(who) >= time for who, time in self.read.items())
+        demand(told, f"{name} is copied over what a product still reads for all that is known, in {self.name}")
+
+    def may_be_read(self, knows: Knowledge) -> None:
+        demand(not self.landing, f"a product of what has been asked for but not waited for, in {self.name}")
+        demand(self.filled is not None, f"a product of what nobody has asked for, in {self.name}")
+        assert self.filled is not None
+        barrier, phase = self.filled
+        demand(knows.of(barrier) >= phase, f"a product of what others have waited for, in {self.name}")
 
 
 @dataclass(eq=False)
@@ -148,7 +194,10 @@ class Product:
 
 @dataclass(eq=False)
 class Barrier:
-    """An mbarrier: a phase ends when as many as `count` came and as many bytes landed as they expect."""
+    """An mbarrier: a phase ends when as many as `count` came and as many bytes landed as they expect.
+
+    Copies land as late as they may: when someone waits for them.
+    """
 
     count: int
     fenced: bool = False
@@ -157,28 +206,46 @@ class Barrier:
     expected: int = 0
     asked: int = 0
     landing: list[tuple[Slot, Tensor]] = field(default_factory=list)
+    coming: Knowledge = field(default_factory=Knowledge)
+    """What those know who came in this phase."""
+    told: Knowledge = field(default_factory=Knowledge)
+    """What a wait tells of all phases that have ended."""
 
-    def expect(self, size: int) -> None:
-        demand(self.came < self.count, "bytes are expected again in a phase that has not ended")
-        self.came += 1
+    def arrive(self, knows: Knowledge, count: int = 1, size: int = 0) -> None:
+        demand(self.came + count <= self.count, f"phase {self.phase} is come to again and has not ended")
+        self.came += count
         self.expected += size
+        self.coming.learn_all(knows)
+        if self.came == self.count and not self.expected:
+            self.end_phase()
 
     def copy(self, slot: Slot, found: Tensor) -> None:
         self.asked += found.numel() * found.element_size()
         demand(self.asked <= self.expected, f"{self.asked} bytes asked for, {self.expected} expected")
         self.landing.append((slot, found))
+        slot.landing, slot.filled = True, (self, self.phase)
 
-    def wait(self, parity: int) -> None:
-        demand(parity in (0, 1), f"a parity of {parity}")
-        if parity != self.phase & 1:
-            demand(not self.came, f"a wait for parity {parity} in phase {self.phase} does not wait for its copies")
-            return
-        demand(self.came == self.count, f"a wait for phase {self.phase}, in which nothing is expected, never ends")
-        demand(self.asked == self.expected, f"never ends: {self.asked} bytes asked for, {self.expected} expected")
+    def may_pass(self, parity: int) -> bool:
+        """As the hardware sees it, to which all phases of a parity but the present one have ended."""
+        return parity != self.phase & 1 or (self.came == self.count and self.asked == self.expected)
+
+    def passed(self, parity: int, knows: Knowledge) -> None:
+        if parity == self.phase & 1:
+            self.end_phase()
+        knows.learn_all(self.told)
+
+    def end_phase(self) -> None:
         for slot, found in self.landing:
             slot.data.copy_(found)
-            slot.landing = False
+            slot.landing, slot.unread = False, True
+        self.told.learn_all(self.coming)
+        self.told.learn(self, self.phase)
         self.phase, self.came, self.expected, self.asked, self.landing = self.phase + 1, 0, 0, 0, []
+        self.coming = Knowledge()
+
+    def __str__(self) -> str:
+        bytes_of = f", {self.asked} of {self.expected} bytes are asked for" if self.expected else ""
+        return f"phase {self.phase}, in which {self.came} of {self.count} came{bytes_of}"
 
 
 class View:
@@ -191,6 +258,14 @@ class View:
         demand(self.data is None and 0 <= int(place) < len(self.slots), f"place {int(place)} of {len(self.slots)}")
         slot = self.slots[int(place)]
         return View([slot], slot.data)
+
+    @property
+    def shape(self) -> list[int]:
+        return [len(self.slots), *self.slots[0].data.shape]
+
+    def named(self, name: str) -> None:
+        for place, slot in enumerate(self.slots):
+            slot.name = f"{name}[{place}]"
 
     def permute(self, order: tuple[int, ...]) -> View:
         return View(self.slots, self.one.data.permute(order))
