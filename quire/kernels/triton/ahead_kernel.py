@@ -2,8 +2,8 @@
 
 A slab is 64 columns, of a tile of the weight (64 output features) or of all rows. A turn is some slabs of a group of
 tiles and the same of the rows: a stage of the ring. Turns are numbered through all groups of the weight, and every
-program has an equal share of them, of at least one. One warp asks for turns, the others multiply them; `full` counts a stage's bytes,
-`free` says that it was read.
+program has an equal share of them, of at least one. One warp asks for turns, the others multiply them; `full` counts a
+stage's bytes, `free` says that it was read.
 """
 
 from __future__ import annotations

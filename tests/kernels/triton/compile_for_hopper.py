@@ -12,6 +12,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from quire.kernels.triton import (  # noqa: E402
     attention_split,
     linear_ahead,
     linear_row,
-    linear_split,
     norm,
     prefetch,
     rope_cache,
@@ -80,20 +80,21 @@ def machine_copies(operations: list[str]) -> str:
 
 
 def ahead(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Products of few rows, of shares of tiles for many rows, and with 2 warpgroups."""
-    scratch = linear_split.SplitScratch.allocate("cpu", 1)
+    """Products of few rows, of groups of tiles, of shares of tiles, and of as many sums as fit in registers."""
+    scratch = linear_ahead.AheadScratch.allocate("cpu", 1)
     linear_ahead._multiprocessors = lambda device: 132
-    shape = linear_ahead.AheadShape
-    for name, rows, sizes, more in (
-        ("ahead few", 3, shape(64, 5, 4, 4, 0), False),
-        ("ahead shared", 100, shape(128, 3, 2, 4, 1), True),
-        ("ahead wide", 64, shape(256, 4, 1, 8, 0), True),
+    features, width = 6144, 4096
+    weight, bias = torch.empty(features, width, dtype=dtype), torch.empty(features, dtype=dtype)
+    for name, rows, sizes, biased, more in (
+        ("ahead few", 3, (1, 5, 4, 0), False, False),
+        ("ahead tiles", 64, (3, 3, 2, 0), False, False),
+        ("ahead shared", 48, (1, 6, 2, 1), False, True),
+        ("ahead many", 112, (3, 4, 1, 0), True, False),
     ):
-        x, weight = torch.empty(rows, 4096, dtype=dtype), torch.empty(6144, 4096, dtype=dtype)
-        residual = torch.empty(rows, 6144, dtype=dtype) if more else None
-        yield name, lambda x=x, weight=weight, residual=residual, sizes=sizes: linear_ahead.linear_ahead(
-            x, weight, residual, sizes=sizes, scratch=scratch, pdl=True
-        )
+        given = torch.empty(rows, width, dtype=dtype), weight, bias if biased else None
+        residual = torch.empty(rows, features, dtype=dtype) if more else None
+        shape = linear_ahead.AheadShape(*sizes)
+        yield name, partial(linear_ahead.linear_ahead, *given, residual, sizes=shape, scratch=scratch, pdl=True)
 
 
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -118,9 +119,9 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     heads, gain = HeadShape(16, 8, 128), torch.empty(128)
     wide = LayerCache(torch.empty(4, 8, 16, 128, dtype=dtype), torch.empty(4, 8, 16, 128, dtype=dtype), 16)
     turn = HeadTurn(torch.empty(64, 128), gain, gain, 1e-6)
-    partial = attention_decode.DecodeScratch.allocate(split.tasks, 4, heads, "cpu")
+    parts = attention_decode.DecodeScratch.allocate(split.tasks, 4, heads, "cpu")
     yield "turned decode", lambda: attention_rope.rope_decode_attention(
-        torch.empty(2, heads.width, dtype=dtype), wide, table, ints, ints, split, partial, heads, 0.1, turn,
+        torch.empty(2, heads.width, dtype=dtype), wide, table, ints, ints, split, parts, heads, 0.1, turn,
         num_stages=3, ahead=True, pdl=True,
     )
     for name, exact in (("exact", True), ("mixed", False)):

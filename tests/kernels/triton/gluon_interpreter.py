@@ -137,12 +137,14 @@ class Program:
         slot, corner = target.one, tuple(map(int, place))
         demand(me.may_read or not source.late, f"{source.name} is asked for before gdc_wait")
         demand(barrier.barrier.fenced, "a copy before the fence after its barrier was made")
-        slot.may_be_filled(source.name, me.knows, me)
+        demand(target.rows is not None, f"{source.name} is copied to what is transposed")
+        assert target.rows is not None and target.data is not None
+        slot.may_be_filled(target.rows, source.name, me.knows, me)
         demand(slot.layout == source.layout, f"{source.name} and its place are laid out in two ways")
         found = source.block(corner)
-        demand((slot.data.shape, slot.data.dtype) == (found.shape, found.dtype), f"{source.name} and its place differ")
-        barrier.barrier.copy(slot, found)
-        slot.data.fill_(float("nan"))
+        room = target.data
+        demand((room.shape, room.dtype) == (found.shape, found.dtype), f"{source.name} and its place differ")
+        barrier.barrier.copy(slot, target.rows, found)
         self.run.copies.append(Copy(self.number, source.name, corner, not me.may_read))
 
     def multiply(self, a: View, b: View, acc: Value, *, use_acc: Any = True, is_async: bool = False) -> Value:
@@ -157,7 +159,7 @@ class Program:
         product = Product(slots)
         for slot in slots:
             slot.readers.add(product)
-            slot.unread = False
+            slot.unread.clear()
         me.products.append(product)
         result = InFlight(a.data.float() @ b.data.float() + (acc.held if use_acc else 0), product)
         return result if is_async else self.multiply_wait(0, deps=(result,))
@@ -228,9 +230,9 @@ def _language(program: Program) -> Any:
         demand(all(side & (side - 1) == 0 for side in shape), f"sides of {shape} must be powers of two")
         return Value(torch.zeros(tuple(shape), dtype=dtype))
 
-    def static_range(count: int) -> Iterable[int]:
-        demand(isinstance(count, int), "a static range of what is known at run time only")
-        return range(count)
+    def static_range(*bounds: int) -> Iterable[int]:
+        demand(all(isinstance(each, int) for each in bounds), "a static range of what is known at run time only")
+        return range(*bounds)
 
     def extreme(function: Callable[..., Tensor]) -> Callable[..., Value]:
         return lambda a, b: Value(function(torch.as_tensor(plain(a)), torch.as_tensor(plain(b))))

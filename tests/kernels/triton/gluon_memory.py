@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+SWIZZLED = 8
+"""Rows after which the pattern repeats by which a place of 128 bytes a row is laid out."""
+
 
 class ProtocolError(Exception):
     """What a GPU would answer with wrong numbers, a hang or a fault, now and then."""
@@ -154,35 +157,50 @@ class Knowledge:
 
 @dataclass(eq=False)
 class Slot:
-    """One place of shared memory."""
+    """One place of shared memory. A copy fills all of it or some of its rows; products read all."""
 
     data: Tensor
     layout: Any
     name: str
-    landing: bool = False
-    """A copy into it is asked for and not waited for."""
-    unread: bool = False
-    """No product has begun to read what has landed."""
-    filled: tuple[Barrier, int] | None = None
-    """The barrier and its phase that tell of the last copy."""
+    landing: list[range] = field(default_factory=list)
+    """Rows that are asked for and not waited for."""
+    unread: list[range] = field(default_factory=list)
+    """Rows that have landed and that no product has begun to read."""
+    filled: list[tuple[Barrier, int]] = field(default_factory=list)
+    """The barriers and their phases that tell of the last copies."""
     readers: set[Product] = field(default_factory=set)
     read: dict[Any, int] = field(default_factory=dict)
     """When each partition has last waited for a product that read it."""
     barrier: Barrier | None = None
 
-    def may_be_filled(self, name: str, knows: Knowledge, me: Any) -> None:
+    def may_be_filled(self, rows: range, name: str, knows: Knowledge, me: Any) -> None:
+        def meets(others: list[range]) -> bool:
+            return any(rows.start < other.stop and other.start < rows.stop for other in others)
+
         demand(not self.readers, f"{name} is copied over what a product still reads, in {self.name}")
-        demand(not self.landing, f"{name} is copied over a copy that nobody waited for, in {self.name}")
-        demand(not self.unread, f"{name} is copied over what no product has read, in {self.name}")
+        demand(not meets(self.landing), f"{name} is copied over a copy that nobody waited for, in {self.name}")
+        demand(not meets(self.unread), f"{name} is copied over what no product has read, in {self.name}")
         told = all(who is me or knows.of(who) >= time for who, time in self.read.items())
         demand(told, f"{name} is copied over what a product still reads for all that is known, in {self.name}")
 
+    def asked_for(self, rows: range, barrier: Barrier) -> None:
+        """The first copy after a product poisons all: what no copy fills this time is of no use."""
+        if not self.landing and not self.unread:
+            self.data.fill_(float("nan"))
+            self.filled.clear()
+        self.landing.append(rows)
+        self.filled.append((barrier, barrier.phase))
+
+    def landed(self, rows: range, found: Tensor) -> None:
+        self.data[rows.start : rows.stop] = found
+        self.landing.remove(rows)
+        self.unread.append(rows)
+
     def may_be_read(self, knows: Knowledge) -> None:
         demand(not self.landing, f"a product of what has been asked for but not waited for, in {self.name}")
-        demand(self.filled is not None, f"a product of what nobody has asked for, in {self.name}")
-        assert self.filled is not None
-        barrier, phase = self.filled
-        demand(knows.of(barrier) >= phase, f"a product of what others have waited for, in {self.name}")
+        demand(bool(self.filled), f"a product of what nobody has asked for, in {self.name}")
+        known = all(knows.of(barrier) >= phase for barrier, phase in self.filled)
+        demand(known, f"a product of what others have waited for, in {self.name}")
 
 
 @dataclass(eq=False)
@@ -205,7 +223,7 @@ class Barrier:
     came: int = 0
     expected: int = 0
     asked: int = 0
-    landing: list[tuple[Slot, Tensor]] = field(default_factory=list)
+    landing: list[tuple[Slot, range, Tensor]] = field(default_factory=list)
     coming: Knowledge = field(default_factory=Knowledge)
     """What those know who came in this phase."""
     told: Knowledge = field(default_factory=Knowledge)
@@ -219,11 +237,11 @@ class Barrier:
         if self.came == self.count and not self.expected:
             self.end_phase()
 
-    def copy(self, slot: Slot, found: Tensor) -> None:
+    def copy(self, slot: Slot, rows: range, found: Tensor) -> None:
         self.asked += found.numel() * found.element_size()
         demand(self.asked <= self.expected, f"{self.asked} bytes asked for, {self.expected} expected")
-        self.landing.append((slot, found))
-        slot.landing, slot.filled = True, (self, self.phase)
+        self.landing.append((slot, rows, found))
+        slot.asked_for(rows, self)
 
     def may_pass(self, parity: int) -> bool:
         """As the hardware sees it, to which all phases of a parity but the present one have ended."""
@@ -235,9 +253,8 @@ class Barrier:
         knows.learn_all(self.told)
 
     def end_phase(self) -> None:
-        for slot, found in self.landing:
-            slot.data.copy_(found)
-            slot.landing, slot.unread = False, True
+        for slot, rows, found in self.landing:
+            slot.landed(rows, found)
         self.told.learn_all(self.coming)
         self.told.learn(self, self.phase)
         self.phase, self.came, self.expected, self.asked, self.landing = self.phase + 1, 0, 0, 0, []
@@ -249,15 +266,24 @@ class Barrier:
 
 
 class View:
-    """Shared memory as kernels hold it: of all slots, or of one, perhaps transposed."""
+    """Shared memory as kernels hold it: of all slots, or of one, of some of its rows or transposed."""
 
-    def __init__(self, slots: list[Slot], data: Tensor | None = None) -> None:
-        self.slots, self.data = slots, data
+    def __init__(self, slots: list[Slot], data: Tensor | None = None, rows: range | None = None) -> None:
+        self.slots, self.data, self.rows = slots, data, rows
+        """`rows`: which of the slot's, where they may be filled; None if transposed, or of all slots."""
 
     def index(self, place: Any) -> View:
         demand(self.data is None and 0 <= int(place) < len(self.slots), f"place {int(place)} of {len(self.slots)}")
         slot = self.slots[int(place)]
-        return View([slot], slot.data)
+        return View([slot], slot.data, range(len(slot.data)))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> View:
+        demand(isinstance(start, int) and isinstance(length, int), "a slice of what is known at run time only")
+        demand(self.rows is not None and dim == 0, "a slice of other than the rows of a place")
+        assert self.rows is not None and self.data is not None
+        demand(start >= 0 and start + length <= len(self.rows), f"rows {start} + {length} of {len(self.rows)}")
+        demand(start % SWIZZLED == length % SWIZZLED == 0, f"a slice of rows {start} + {length} cuts the pattern")
+        return View(self.slots, self.data[start : start + length], self.rows[start : start + length])
 
     @property
     def shape(self) -> list[int]:
@@ -268,7 +294,8 @@ class View:
             slot.name = f"{name}[{place}]"
 
     def permute(self, order: tuple[int, ...]) -> View:
-        return View(self.slots, self.one.data.permute(order))
+        assert self.one is not None and self.data is not None
+        return View(self.slots, self.data.permute(order))
 
     @property
     def one(self) -> Slot:

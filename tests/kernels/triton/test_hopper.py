@@ -66,24 +66,24 @@ def test_rotation_leaves_the_loop_over_the_keys_as_fast(compiled: dict[str, Any]
     assert compiled["turned decode bfloat16"]["matrix_loads"] >= 48
 
 
-AHEAD = {"few": 4, "shared": 2, "wide": 1}
-"""Slabs of a turn."""
+AHEAD = {"few": (4, 4), "tiles": (6, 2), "shared": (2, 6), "many": (3, 7)}
+"""Copies of a turn: of weights (a tile of a slab each) and of rows (a box of a slab each)."""
 
 
 @pytest.mark.parametrize("name", AHEAD)
 def test_a_product_asks_for_weights_before_the_kernel_ahead_has_ended_and_for_rows_after(
     compiled: dict[str, Any], name: str
 ) -> None:
-    kernel, slabs = compiled[f"ahead {name} bfloat16"], AHEAD[name]
+    kernel, (tiles, boxes) = compiled[f"ahead {name} bfloat16"], AHEAD[name]
     steps, waits = kernel["bulk_copies"], "griddepcontrol.wait"
     loads = [each for each in steps[steps.index("copy 0") :] if each == waits or each.startswith("copy")]
-    weights, rows = ["copy 0"] * slabs, ["copy 1"] * slabs
+    weights, rows = ["copy 0"] * tiles, ["copy 1"] * boxes
     first = [*weights, waits, *rows]
     assert loads[: len(first)] == first
     assert [each for each in loads[len(first) :] if each != waits] == [*weights, *rows]
     # The assembler has left them where they were: PTX has no say in that.
     machine = kernel["machine_copies"]
-    assert machine.startswith("c" * slabs + "w" + "c" * slabs) and machine.count("c") == 4 * slabs
+    assert machine.startswith("c" * tiles + "w" + "c" * boxes) and machine.count("c") == 2 * (tiles + boxes)
 
 
 @pytest.mark.parametrize("name", AHEAD)
