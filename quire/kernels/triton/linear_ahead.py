@@ -30,8 +30,8 @@ except ImportError:  # another version of Triton
 MOST_ROWS = 256
 _MOST_SUMS = 384
 """Tiles times rows: half as many registers of every thread."""
-_SHARED = 220 << 10
-"""Bytes of a ring at most: beside it lie barriers and what a tile passes through on its way to memory."""
+_SHARED = 226 << 10
+"""Bytes of a program, less a KiB for barriers: the ring's, and what a tile passes through on its way to memory."""
 FEATURES, COLUMNS = 64, 64
 """Of a tile: what one warp group multiplies at once, and 128 bytes, the widest row that the copy engine lays out."""
 _LEAST_BOX = 8
@@ -53,6 +53,10 @@ class AheadShape:
     def bytes_of(self, rows: int) -> int:
         """Shared memory of the ring in a 16-bit type."""
         return self.stages * self.slabs * (self.tiles * FEATURES + padded(rows)) * COLUMNS * 2
+
+    def shared(self, rows: int) -> int:
+        """With what the sums of a tile pass through, 64 rows of them at a time, if something is added to them."""
+        return self.bytes_of(rows) + FEATURES * min(padded(rows), 64) * 4
 
     def groups(self, features: int) -> int:
         return triton.cdiv(features, self.tiles * FEATURES)
@@ -105,7 +109,7 @@ def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: AheadScratch) ->
         rows <= MOST_ROWS
         and x.dtype in (torch.bfloat16, torch.float16)
         and width % (COLUMNS * sizes.slabs) == 0
-        and sizes.bytes_of(rows) <= _SHARED
+        and sizes.shared(rows) <= _SHARED
         and sizes.tiles * padded(rows) <= _MOST_SUMS
         and (parts == 0 or sizes.tiles == 1)
         and parts <= scratch.partial.numel()

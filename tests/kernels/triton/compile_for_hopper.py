@@ -157,8 +157,9 @@ def main() -> None:
                 launch()
             operations = [operation.split(".")[0] for operation in instructions(kernels[0])]
             found[f"{name} {str(dtype)[6:]}"] = {
-                "resources": resources(kernels[0]), "fused": operations.count("FFMA"),
-                "barriers": operations.count("BAR"), "prefetches": operations.count("UBLKPF"),
+                "resources": resources(kernels[0]), "shared": kernels[0].metadata.shared,
+                "fused": operations.count("FFMA"), "barriers": operations.count("BAR"),
+                "prefetches": operations.count("UBLKPF"),
                 "stores_before_copies": stores_before_copies(kernels[0]), "matrix_loads": operations.count("LDSM"),
                 "bulk_copies": bulk_copies(kernels[0]), "machine_copies": machine_copies(operations),
             }  # fmt: skip

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from quire.kernels.triton import linear_ahead
+
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 
 
@@ -103,3 +105,12 @@ def test_a_product_that_asks_ahead_leaves_registers_to_the_next_kernel(compiled:
     """And needs no stack, though those who load give most of theirs away."""
     found = dict(each.split(":") for each in compiled[f"ahead {name} bfloat16"]["resources"].split())
     assert int(found["REG"]) <= 168 and int(found["STACK"]) == 0
+
+
+@pytest.mark.parametrize(("name", "rows", "shape"), [("shared", 48, (1, 6, 2, 1)), ("many", 112, (3, 4, 1, 0))])
+def test_a_product_that_adds_a_bias_or_residual_needs_the_shared_memory_that_is_asked_of_its_shape(
+    compiled: dict[str, Any], name: str, rows: int, shape: tuple[int, ...]
+) -> None:
+    """The ring, what sums pass through to where they are stored, and barriers."""
+    claimed = linear_ahead.AheadShape(*shape).shared(rows)
+    assert claimed <= compiled[f"ahead {name} bfloat16"]["shared"] <= claimed + 1024

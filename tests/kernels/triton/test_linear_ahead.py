@@ -140,8 +140,7 @@ def test_float16() -> None:
 def test_every_turn_is_computed_by_exactly_one_program(
     rows: int, features: int, tiles: int, turns: int, stages: int, slabs: int, count: int
 ) -> None:
-    stages = min(stages, host._SHARED // AheadShape(tiles, 1, slabs).bytes_of(rows))
-    sizes = AheadShape(tiles, stages, slabs)
+    sizes = AheadShape(tiles, min(stages, host._SHARED // AheadShape(tiles, 1, slabs).shared(rows)), slabs)
     groups = sizes.groups(features)
     count = groups if tiles > 1 else min(count, groups * turns)
     every = {(tile * 64, slab * 64): 1 for tile in range(groups * tiles) for slab in range(turns * slabs)}
@@ -221,6 +220,8 @@ def test_what_the_kernel_cannot_multiply_does_not_fit(monkeypatch: pytest.Monkey
     assert not fits(empty(129, 256), weight, AheadShape(2, 2, 1), places)
     assert fits(empty(256, 256), weight[:256], AheadShape(1, 5, 1), places)
     assert not fits(empty(256, 256), weight[:256], AheadShape(1, 6, 1), places)  # 240 KiB
+    assert fits(empty(128, 512), empty(256, 512), AheadShape(1, 8, 1), places)
+    assert not fits(empty(128, 512), empty(256, 512), AheadShape(1, 9, 1), places)  # 216 KiB and 16 to add a bias
     assert not fits(empty(257, 256), weight[:256], AheadShape(1, 2, 1), places)
     assert not fits(empty(16, 512)[:, :256], weight, sizes, places)
     assert not fits(empty(16 * 256 + 1)[1:].view(16, 256), weight, sizes, places)
