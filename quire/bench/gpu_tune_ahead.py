@@ -17,9 +17,8 @@ from typing import Any
 from quire.bench.gpu_tune import graph_seconds, weights_of, write
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128)
-_SHARED = 218_000
+_SHARED, _TURN = 218_000, 48 << 10
 _MOST_STAGES = 16
-_MOST_HELD = 5
 _MULTIPROCESSORS, _LEAST_GROUPS = 132, 40
 _LEAST_BYTES = 2e8
 _LEAST_GAIN = 1.01
@@ -27,23 +26,21 @@ _KEPT = ("rows", "features", "width", "form", "kernel", "sizes", "TB/s", "us")
 
 
 def rings_of(features: int, width: int, rows: int) -> Iterator[tuple[int, ...]]:
-    """What `AheadShape` may be: a program for each group of tiles, one or two of them on a multiprocessor, or equal
-    shares of all tiles; in any case a ring that fills the shared memory."""
-    from quire.kernels.triton.linear_ahead import COLUMNS, FEATURES, padded
+    """What `AheadShape` may be: a program for each group of tiles, or equal shares of all tiles. Few, so that products
+    share compiled kernels: how many slabs a turn should have was measured (8 rows of 6,144 x 4,096: 15.8 us with 4
+    slabs, 16.9 with 2; 64 rows: 18.0 and 17.5)."""
+    from quire.kernels.triton.linear_ahead import COLUMNS, FEATURES, MOST_SUMS, padded
 
     tiles = math.ceil(features / FEATURES)
-    groups = [math.ceil(tiles / (_MULTIPROCESSORS * beside)) for beside in (1, 2)]
-    for beside, group in zip((1, 2), groups, strict=True):
-        ways = [(group, slabs, 0) for slabs in ((2, 4) if group == 1 else (1, 2))]
-        if math.ceil(tiles / group) < _LEAST_GROUPS or (beside == 2 and group == groups[0]):
-            ways = []
-        if beside == 1:
-            ways += [(1, slabs, 1) for slabs in (2, 4)]
-        for held, slabs, programs in ways:
-            turn = (held * FEATURES + padded(rows)) * slabs * COLUMNS * 2
-            stages = min(_MOST_STAGES, _SHARED // beside // turn)
-            if held <= _MOST_HELD and stages >= 3 and width % (slabs * COLUMNS) == 0:
-                yield held, stages, slabs, programs
+    group = math.ceil(tiles / _MULTIPROCESSORS)
+    for held, programs in ((group, 0), (1, 1)):
+        slab = (held * FEATURES + padded(rows)) * COLUMNS * 2
+        most = _TURN if held == 1 else _SHARED // 3
+        slabs = max(count for count in (1, 2, 4) if count == 1 or count * slab <= most)
+        stages = min(_MOST_STAGES, _SHARED // (slab * slabs))
+        few = programs == 0 and math.ceil(tiles / held) < _LEAST_GROUPS
+        if not few and held * padded(rows) <= MOST_SUMS and stages >= 3 and width % (slabs * COLUMNS) == 0:
+            yield held, stages, slabs, programs
 
 
 def tune(

@@ -28,7 +28,7 @@ except ImportError:  # another version of Triton
     ahead_kernel = None
 
 MOST_ROWS = 256
-_MOST_SUMS = 384
+MOST_SUMS = 384
 """Tiles times rows: half as many registers of every thread."""
 _SHARED = 226 << 10
 """Bytes of a program, less a KiB for barriers: the ring's, and what a tile passes through on its way to memory."""
@@ -110,7 +110,7 @@ def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: AheadScratch) ->
         and x.dtype in (torch.bfloat16, torch.float16)
         and width % (COLUMNS * sizes.slabs) == 0
         and sizes.shared(rows) <= _SHARED
-        and sizes.tiles * padded(rows) <= _MOST_SUMS
+        and sizes.tiles * padded(rows) <= MOST_SUMS
         and (parts == 0 or sizes.tiles == 1)
         and parts <= scratch.partial.numel()
         and groups <= scratch.arrived.numel()

@@ -135,11 +135,6 @@ class TritonOps:
             x, w.weight, w.bias, residual, sizes=sizes, scratch=self._parts, out=out, pdl=self._early(x.shape[0])
         )
 
-    def asks_ahead(self, rows: int, w: DeviceLinear) -> bool:
-        """Whether the product of so many rows asks for its weight before it may begin, so that nobody else need."""
-        choice = choices.product(rows, w.out_features, w.in_features, self.dtype)
-        return choice.kernel == "ahead" and linear_ahead.available(self.device)
-
     def _early(self, rows: int) -> bool:
         """Whether a small kernel should start while the one before it ends: only where its launch shows."""
         return self.pdl and rows <= _EARLY_ROWS

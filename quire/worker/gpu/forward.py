@@ -35,40 +35,6 @@ class Hidden:
         return Hidden(self.stream[index], None if self.delta is None else self.delta[index])
 
 
-class WeightsAhead:
-    """A second branch of a captured step, on which weights are brought to the cache while small kernels run.
-
-    H200, 8B, 32 sequences: 3,467 tok/s with 4 MiB of each weight, 3,443 without, 3,418 with 12 MiB. With one row the
-    products ask for their weights early themselves; with many the memory is not what they wait for; small weights are
-    read before the request for them is through (0.6B was slower with it).
-    """
-
-    MOST_ROWS = 64
-    LEAST_BYTES = 32 << 20
-
-    def __init__(self, device: torch.device, limit: int) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._limit = limit
-        self._used = False
-
-    def ask(self, weight: Any, rows: int) -> None:
-        """For the first bytes of a weight, as soon as all that is launched so far has run."""
-        matrix = weight.weight
-        if rows <= self.MOST_ROWS and matrix.numel() * matrix.element_size() >= self.LEAST_BYTES:
-            from quire.kernels.triton.prefetch import prefetch
-
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                prefetch(matrix, self._limit)
-            self._used = True
-
-    def join(self) -> None:
-        """Before the step ends: a capture must end with one branch."""
-        if self._used:
-            torch.cuda.current_stream().wait_stream(self._stream)
-            self._used = False
-
-
 class DeviceForward:
     """Runs a decoder whose `Ops` may offer the fused forms of `TritonOps`."""
 
@@ -76,7 +42,6 @@ class DeviceForward:
         self._decoder = decoder
         self._ops = ops
         self.fused = hasattr(ops, "norm_linear") and fusable(decoder.spec)
-        self.ahead: WeightsAhead | None = None
         self._gains: dict[int, Tensor] = {}
 
     def __call__(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> Hidden:
@@ -117,10 +82,6 @@ class DeviceForward:
             self._gains[id(norm)] = found
         return found
 
-    def _ask(self, weight: Any, rows: int) -> None:
-        if self.ahead is not None and not self._ops.asks_ahead(rows, weight):  # type: ignore[attr-defined]
-            self.ahead.ask(weight, rows)
-
     def _capped(self, found: Tensor) -> Tensor:
         decoder = self._decoder
         cap = decoder.spec.logit_softcap
@@ -148,19 +109,17 @@ class DeviceForward:
         return x
 
     def _many(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> Hidden:
-        """Products by the library; each residual sum in one pass with the norm that follows it."""
+        """Products by themselves; each residual sum in one pass with the norm that follows it."""
         ops, layers = self._ops, self._decoder.layers
         stream = self._embed(ids)
         normed, delta = layers[0].attn_norm(stream), stream
         for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
             if index:
-                self._ask(layer.attn.qkv.packed, len(ids))
                 norm = layer.attn_norm
                 normed = ops.add_rms_norm(delta, stream, norm.weight, norm.eps)  # type: ignore[attr-defined]
             mixed = self._attend(layer, ops.linear(normed, layer.attn.qkv.packed), ctx, cache)
             norm = layer.mlp_norm
             mixed = ops.linear(mixed, layer.attn.out.packed)
-            self._ask(layer.mlp.up.packed, len(ids))
             normed = ops.add_rms_norm(mixed, stream, norm.weight, norm.eps)  # type: ignore[attr-defined]
             delta = ops.linear(self._gated(normed, layer), layer.mlp.down.packed)
         return Hidden(stream, delta)
@@ -168,7 +127,6 @@ class DeviceForward:
     def _gated(self, normed: Tensor, layer: DecoderLayer) -> Tensor:
         """The feed-forward up to its second product."""
         wide = self._ops.linear(normed, layer.mlp.up.packed)
-        self._ask(layer.mlp.down.packed, len(normed))
         return self._ops.act_mul(wide, layer.mlp._spec.activation)
 
     def _attend(self, layer: DecoderLayer, qkv: Tensor, ctx: StepContext, cache: LayerCache) -> Tensor:

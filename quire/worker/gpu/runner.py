@@ -34,7 +34,7 @@ from quire.worker.gpu.batches import (
     rung_for,
 )
 from quire.worker.gpu.drafted import Drafted, DraftSource
-from quire.worker.gpu.forward import DeviceForward, Hidden, WeightsAhead
+from quire.worker.gpu.forward import DeviceForward, Hidden
 from quire.worker.gpu.graphs import GraphCache
 from quire.worker.gpu.memory import explain_request, ran_out
 from quire.worker.gpu.padded import MixedRung, MixedRungs, PaddedSteps
@@ -78,7 +78,6 @@ class DeviceRunner:
         *,
         max_num_seqs: int,
         use_graphs: bool,
-        prefetch: int = 0,
         fuse_rope: bool = False,
         windows: tuple[int | None, ...] | None = None,
         mixed_tokens: int = 0,
@@ -110,11 +109,10 @@ class DeviceRunner:
         rungs = MixedRungs.of(self._attention, decoder, min(max_num_seqs, table.num_rows), mixed_tokens)
         self._splits = self._reserve(max_num_seqs, [] if rungs is None else rungs.decode_counts)
         self.caches: list[LayerCache] = []
-        self.graphs = GraphCache(device, self._captured) if use_graphs and device.type == "cuda" else None
+        self.graphs = GraphCache(device, self._decode) if use_graphs and device.type == "cuda" else None
         self._replays = False
         self.padded = None if rungs is None or self._attention is None else PaddedSteps(
             rungs, self._launch_padded, device, None if self.graphs is None else self.graphs.pool)
-        self._ahead = WeightsAhead(device, prefetch) if prefetch and self.graphs is not None else None
         self.drafter: DraftSource | None = None
         self.rejection = False
         """Judge drafts by rejection; else a draft is kept if it is what the target draws."""
@@ -261,17 +259,6 @@ class DeviceRunner:
         pending = PendingStep(step, count, range(count), self.drawn[slot, :count])
         self._draw_special(pending, entries, list(range(count)), self._buffers.logits, slot, drafted)
         return pending
-
-    def _captured(self, rung: int, apart: bool) -> None:
-        """A step as a graph holds it: with weights asked for ahead, which repays only where launches are free."""
-        self._forward.ahead = self._ahead
-        try:
-            self._decode(rung, apart)
-        finally:
-            # Whatever happened: a capture can only be ended when its branches are one again.
-            if self._ahead is not None:
-                self._ahead.join()
-            self._forward.ahead = None
 
     def _decode(self, rung: int, apart: bool) -> None:
         """The launches of a decode step of `rung` rows, all on fixed addresses. `apart`: it may hold drafts, so keys

@@ -58,8 +58,6 @@ class DeviceOptions:
     dense_prefill: bool = True
     launch_early: bool = True
     """Programmatic dependent launch: a kernel of a small step starts while the one before it ends."""
-    prefetch: int = 4 << 20
-    """Bytes of the next weight that are asked for while the norms and gates of a decode step run."""
     named_products: bool = True
     """Products by the library's algorithms of the table, not by those it would take itself."""
     fuse_rope: bool = True
@@ -75,13 +73,12 @@ class DeviceOptions:
 
 
 def supported(options: DeviceOptions, capability: tuple[int, int]) -> DeviceOptions:
-    """Without what a GPU of that compute capability lacks: dependent launches, bulk requests and the copy engine came
-    with Hopper."""
+    """Without what a GPU of that compute capability lacks: dependent launches and the copy engine came with Hopper."""
     if options.kv_cache_dtype == "fp8" and capability < _FP8_CAPABILITY:
         raise ConfigError(
             f"kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more, and this one has "
             f"{'.'.join(map(str, capability))}: use kv_cache_dtype='auto'", field="kv_cache_dtype")
-    return options if capability >= (9, 0) else replace(options, launch_early=False, prefetch=0, prompt_rows=False)
+    return options if capability >= (9, 0) else replace(options, launch_early=False, prompt_rows=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +162,6 @@ class GpuWorker:
             self.device,
             max_num_seqs=seqs + options.draft_rows,
             use_graphs=not options.enforce_eager,
-            prefetch=options.prefetch,
             fuse_rope=options.fuse_rope,
             mixed_tokens=options.max_num_batched_tokens if options.pad_mixed else 0,
         )
@@ -227,7 +223,6 @@ class GpuWorker:
             self.device,
             max_num_seqs=options.max_num_seqs,
             use_graphs=not options.enforce_eager,
-            prefetch=options.prefetch,
             fuse_rope=options.fuse_rope,
             windows=windows,
         )

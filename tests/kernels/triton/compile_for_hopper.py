@@ -34,7 +34,6 @@ from quire.kernels.triton import (  # noqa: E402
     linear_ahead,
     linear_row,
     norm,
-    prefetch,
     rope_cache,
 )
 from quire.layers.ops import HeadShape, HeadTurn, LayerCache  # noqa: E402
@@ -112,7 +111,6 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "gate", lambda: activation.act_mul(x, "silu", pdl=True)
     yield "row", lambda: linear_row.linear_row(x, weight, norm=gain, gated="silu", sizes=row, pdl=True)
     yield "rope", lambda: rope_cache.rope_and_cache(qkv, cache, longs, longs, HEADS, rope, None, None, 0.0, pdl=True)
-    yield "prefetch", lambda: prefetch.prefetch(weight, 1 << 20)
     yield "decode", lambda: attention_decode.decode_attention(
         qkv, cache, table, ints, ints, split, scratch, HEADS, 0.1, num_stages=3, pdl=True
     )
@@ -159,7 +157,6 @@ def main() -> None:
             found[f"{name} {str(dtype)[6:]}"] = {
                 "resources": resources(kernels[0]), "shared": kernels[0].metadata.shared,
                 "fused": operations.count("FFMA"), "barriers": operations.count("BAR"),
-                "prefetches": operations.count("UBLKPF"),
                 "stores_before_copies": stores_before_copies(kernels[0]), "matrix_loads": operations.count("LDSM"),
                 "bulk_copies": bulk_copies(kernels[0]), "machine_copies": machine_copies(operations),
             }  # fmt: skip

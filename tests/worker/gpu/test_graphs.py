@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from quire.worker.gpu import graphs as graphs_module
-from tests.worker.gpu.engines import QWEN3, make_engine
 
 
 class Device:
@@ -61,19 +60,3 @@ def test_running_out_inside_a_capture_ends_it_and_is_what_is_raised(
         cache.capture([8])
     assert not device.capturing and len(cache) == 0
     cache.close()
-
-
-def test_a_step_that_breaks_off_leaves_one_branch_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = make_engine(QWEN3, device=True)
-    runner: Any = core.executor._worker._runner  # type: ignore[attr-defined]
-    joined: list[int] = []
-
-    def out_of_memory(*_: Any) -> None:
-        assert runner._forward.ahead is runner._ahead
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(runner, "_ahead", SimpleNamespace(join=lambda: joined.append(1)))
-    monkeypatch.setattr(runner, "_decode", out_of_memory)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        runner._captured(1, False)
-    assert joined == [1] and runner._forward.ahead is None

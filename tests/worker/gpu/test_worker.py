@@ -53,7 +53,7 @@ def test_a_gpu_before_hopper_is_spared_what_only_hopper_has() -> None:
     options = DeviceOptions(max_num_seqs=7)
     assert supported(options, (9, 0)) is options and supported(options, (10, 0)) is options
     older = supported(options, (8, 9))
-    assert (older.launch_early, older.prefetch, older.prompt_rows, older.max_num_seqs) == (False, 0, False, 7)
+    assert (older.launch_early, older.prompt_rows, older.max_num_seqs) == (False, False, 7)
 
 
 def test_fp8_keys_are_refused_on_a_gpu_that_has_no_such_type() -> None:
