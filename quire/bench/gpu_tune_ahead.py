@@ -22,8 +22,8 @@ _MOST_STAGES = 16
 _MULTIPROCESSORS, _LEAST_GROUPS = 132, 40
 _LEAST_BYTES = 2e8
 _LEAST_GAIN, _CHAIN_GAIN, _CHAIN_ROWS = 1.05, 0.955, 64
-"""What it must gain: up to `_CHAIN_ROWS` rows it may even lose a little, since a product of the library in between keeps
-the next from asking ahead (down at 32 rows by the library, 1% faster by itself: c of 8B 3% slower)."""
+"""What it must gain. Up to `_CHAIN_ROWS` rows it may even lose a little: a product of the library in between keeps the
+next one from asking ahead, which this bench does not see."""
 _KEPT = ("rows", "features", "width", "form", "kernel", "sizes", "TB/s", "us")
 
 

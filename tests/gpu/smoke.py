@@ -224,13 +224,12 @@ def check_mixed() -> None:
 
 
 def check_linear() -> None:
-    from quire.kernels.triton import linear_few
     from quire.kernels.triton.linear_fixed import FixedShape, linear_fixed
     from quire.kernels.triton.linear_row import RowShape
     from tests.kernels.triton import cases
 
     for dtype in (BF16, FP16, FP32):
-        for rows in (1, 2, 3, 4, 8, 30, 64):
+        for rows in (1, 2, 3, 4):
             attempt(f"few {dtype} {rows}", lambda r=rows, t=dtype: cases.check_linear_few(D, t, r, 6144, 4096))
         attempt(f"few odd {dtype}", lambda t=dtype: cases.check_linear_few(D, t, 3, 130, 576))
         attempt(f"fixed {dtype}", lambda t=dtype: cases.check_linear_fixed(D, t, 300, 1000, 4096))
@@ -258,7 +257,6 @@ def check_linear() -> None:
             + ("same" if torch.equal(linear_fixed(x, w, sizes=sizes), base) else "differ"),
             lambda: None,
         )
-    del linear_few
 
 
 def check_engine() -> None:

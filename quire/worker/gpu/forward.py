@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +41,11 @@ class DeviceForward:
         self._decoder = decoder
         self._ops = ops
         self.fused = hasattr(ops, "norm_linear") and fusable(decoder.spec)
-        self._gains: dict[int, Tensor] = {}
+        # Before any step: comparing them waits for the device, which a step must not.
+        norms = [norm for layer in decoder.layers for norm in (layer.attn_norm, layer.mlp_norm)] if self.fused else []
+        if self.fused and decoder.final_norm is not None:
+            norms.append(decoder.final_norm)
+        self._gains = {id(norm): self._narrow(norm.weight) for norm in norms}
 
     def __call__(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> Hidden:
         if not self.fused:
@@ -65,22 +68,18 @@ class DeviceForward:
         elif ops.fuses_norm(*hidden.stream.shape):  # type: ignore[attr-defined]
             return self._capped(
                 ops.norm_linear(  # type: ignore[attr-defined]
-                    hidden.stream, self._gain(norm), norm.eps, decoder.head.packed, None, out
+                    hidden.stream, self._gains[id(norm)], norm.eps, decoder.head.packed, None, out
                 )
             )
         else:
             rows = norm(hidden.stream)
         return self._capped(ops.linear(rows, decoder.head.packed, None, out))  # type: ignore[call-arg]
 
-    def _gain(self, norm: Any) -> Tensor:
+    def _narrow(self, gain: Tensor) -> Tensor:
         """A norm's weight for the fused products, each of whose programs reads all of it: in the activations' type
         where that loses nothing (so the result is the same), else as it is."""
-        found = self._gains.get(id(norm))
-        if found is None:
-            narrow = norm.weight.to(getattr(self._ops, "dtype", torch.float32))
-            found = narrow if torch.equal(narrow.float(), norm.weight) else norm.weight
-            self._gains[id(norm)] = found
-        return found
+        narrow = gain.to(getattr(self._ops, "dtype", torch.float32))
+        return narrow if torch.equal(narrow.float(), gain) else gain
 
     def _capped(self, found: Tensor) -> Tensor:
         decoder = self._decoder
@@ -99,11 +98,11 @@ class DeviceForward:
         for layer, cache in zip(self._decoder.layers, caches, strict=True):
             norm, mlp = layer.attn_norm, layer.mlp
             qkv = ops.norm_linear(  # type: ignore[attr-defined]
-                x, self._gain(norm), norm.eps, layer.attn.qkv.packed
+                x, self._gains[id(norm)], norm.eps, layer.attn.qkv.packed
             )
             x = ops.linear(self._attend(layer, qkv, ctx, cache), layer.attn.out.packed, x)
             up = ops.norm_linear(  # type: ignore[attr-defined]
-                x, self._gain(layer.mlp_norm), layer.mlp_norm.eps, mlp.up.packed, mlp._spec.activation
+                x, self._gains[id(layer.mlp_norm)], layer.mlp_norm.eps, mlp.up.packed, mlp._spec.activation
             )
             x = ops.linear(up, mlp.down.packed, x)
         return x

@@ -395,18 +395,13 @@ def check_linear_few(
     bias, gain = rand(features, dtype=dtype, device=device), torch.rand(width, device=device) + 0.5
     residual = rand(rows, features, dtype=dtype, device=device)
     worst = 0.0
-    if rows <= linear_few.MAX_VECTOR_ROWS:
-        for options in ({}, {"norm": gain, "eps": 1e-6}):
-            got = linear_few.linear_vector(x, weight, bias, residual, sizes=sizes, pdl=pdl, **options)
-            worst = max(worst, close(got, linear_few.linear_reference(x, weight, bias, residual, **options), 2.0))
-        if features % 2 == 0:
-            got = linear_few.linear_vector(
-                x, weight, None, None, norm=gain, eps=1e-6, gated="silu", sizes=sizes, pdl=pdl
-            )
-            worst = max(
-                worst,
-                close(got, linear_few.linear_reference(x, weight, norm=gain, eps=1e-6, gated="silu"), 2.0),
-            )
+    for options in ({}, {"norm": gain, "eps": 1e-6}):
+        got = linear_few.linear_vector(x, weight, bias, residual, sizes=sizes, pdl=pdl, **options)
+        worst = max(worst, close(got, linear_few.linear_reference(x, weight, bias, residual, **options), 2.0))
+    if features % 2 == 0:
+        gated = {"norm": gain, "eps": 1e-6, "gated": "silu"}
+        got = linear_few.linear_vector(x, weight, None, None, sizes=sizes, pdl=pdl, **gated)
+        worst = max(worst, close(got, linear_few.linear_reference(x, weight, **gated), 2.0))
     return worst
 
 

@@ -148,7 +148,7 @@ def test_prompts_without_context_are_attended_to_where_the_projection_left_them(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("rows", "features", "width"), [(1, 18, 48), (2, 7, 130), (3, 34, 64), (11, 20, 96)])
+@pytest.mark.parametrize(("rows", "features", "width"), [(1, 18, 48), (2, 7, 130), (3, 34, 64), (4, 20, 96)])
 def test_few_row_products_agree(dtype: torch.dtype, rows: int, features: int, width: int) -> None:
     cases.check_linear_few(DEVICE, dtype, rows, features, width)
 
