@@ -23,6 +23,11 @@ class Odds:
         self._hits = _FORGET * self._hits + hit
         self._tries = _FORGET * self._tries + 1.0
 
+    @property
+    def tries(self) -> float:
+        """That still count."""
+        return self._tries
+
     def estimate(self, prior: float) -> float:
         return (self._hits + _BORROWED * prior) / (self._tries + _BORROWED)
 
@@ -82,6 +87,11 @@ class PositionOdds:
     def __init__(self, most: int, engine: PositionOdds | None = None) -> None:
         self._own = [Odds() for _ in range(most)]
         self._all = engine
+
+    @property
+    def tries(self) -> float:
+        """Of drafts at the first place."""
+        return self._own[0].tries
 
     def add(self, hits: Iterable[bool]) -> None:
         hits = list(hits)

@@ -39,6 +39,9 @@ _NEARLY_THERE = 16
 """Tokens that a draft model catches up with at about the cost of one."""
 _HORIZON = 64
 """Steps over which catching up with a text should pay for itself: how long one goes on nobody knows."""
+_TEXT_SHARE, _KNOWN_TRIES = 0.02, 16
+"""Share of the time that a text has taken so far which may go into reading it, unless so many tries have shown that its
+drafts pay: a short text would never make up for it."""
 _MOST_PATIENCE = 8
 """Every try in vain doubles the time until the next, up to so many times the first."""
 
@@ -278,10 +281,13 @@ class DeviceSpeculator(Speculator):
         sequences = [seq for seq in sequences if seq.request.start_grammar is None]
         count = min(self.most, room // len(sequences)) if sequences else 0
         if self.adaptive and count:
-            count = self._best(sequences, num_decoding, count)
-            if not count and self._probes(sequences, num_decoding):
+            cheap = [seq for seq in sequences if self._cheap(seq, num_decoding)]
+            if self._odds.tries < _KNOWN_TRIES:
+                sequences = cheap
+            count = self._best(sequences, num_decoding, count) if sequences else 0
+            if not count and cheap and self._probes(cheap, num_decoding):
                 # One of them is enough to find out.
-                sequences, count = [min(sequences, key=self._lacks)], 1
+                sequences, count = [min(cheap, key=self._lacks)], 1
         self._chosen = count
         self._behind = 0
         found = {}
@@ -297,6 +303,11 @@ class DeviceSpeculator(Speculator):
         """Tokens that the model has not seen, beyond the few since it last guessed."""
         behind = len(seq.tokens) - self._seen.get(seq, 0) if self.own_kv else 0
         return behind if behind > _NEARLY_THERE else 0
+
+    def _cheap(self, seq: Sequence, num_decoding: int) -> bool:
+        """Whether the model reads what it has not seen of a text in next to no time beside the text's own so far."""
+        spent = (len(seq.tokens) - seq.num_prompt_tokens) * self.times.estimate(num_decoding)
+        return self.seconds_behind * self._lacks(seq) <= _TEXT_SHARE * spent
 
     def _best(self, sequences: list[Sequence], num_decoding: int, most: int) -> int:
         if not self.times.known or not self.drafting.known:

@@ -32,8 +32,9 @@ class Stream:
     """Runs requests whose true tokens are given, on a clock that a cost function moves."""
 
     def __init__(self, texts: list[list[int]], cost: Cost, speculator: Speculator | None, draft_cost: float = 0.0,
-                 draft_hits: float = 0.0, depth: int = 1, host: float = 0.0, behind_cost: float = 0.0) -> None:
-        self._depth, self._host, self._behind_cost = depth, host, behind_cost
+                 draft_hits: float = 0.0, depth: int = 1, host: float = 0.0, behind_cost: float = 0.0,
+                 prompt: int = 8) -> None:
+        self._depth, self._host, self._behind_cost, self._prompt = depth, host, behind_cost, prompt
         self._read: dict[int, int] = {}
         self.now = 0.0
         self.steps = 0
@@ -47,8 +48,8 @@ class Stream:
         self.scheduler = Scheduler(Limits(64, 4096, 4096), KVCacheManager(4096, 16), clock=lambda: self.now,
                                    speculator=speculator)
         for i, text in enumerate(texts):
-            params = SamplingParams(max_tokens=len(text) - 8, ignore_eos=True)
-            self.scheduler.add(Request(f"r{i}", text[:8], params, seed=i, arrival_time=0.0))
+            params = SamplingParams(max_tokens=len(text) - prompt, ignore_eos=True)
+            self.scheduler.add(Request(f"r{i}", text[:prompt], params, seed=i, arrival_time=0.0))
 
     def run(self) -> float:
         """Seconds until all are done; what came out is checked."""
@@ -74,7 +75,7 @@ class Stream:
             for update in self.scheduler.take_updates():
                 produced.setdefault(update.request.request_id, []).extend(update.new_tokens)
         self.scheduler.check()
-        assert [produced[f"r{i}"] for i in range(len(self._texts))] == [text[8:] for text in self._texts]
+        assert [produced[f"r{i}"] for i in range(len(self._texts))] == [text[self._prompt :] for text in self._texts]
         return self.now
 
     def _results(self, plan: StepPlan, rows: dict[int, list[int]]) -> list[EntryResult]:
@@ -105,9 +106,9 @@ def free(length: int = 400, seed: int = 4) -> list[int]:
 
 
 def speedup(texts: list[list[int]], cost: Cost, speculator: Speculator, depth: int = 1, host: float = 0.0,
-            **more: float) -> float:
-    plain = Stream(texts, cost, None, depth=depth, host=host).run()
-    return plain / Stream(texts, cost, speculator, depth=depth, host=host, **more).run()
+            prompt: int = 8, **more: float) -> float:
+    plain = Stream(texts, cost, None, depth=depth, host=host, prompt=prompt).run()
+    return plain / Stream(texts, cost, speculator, depth=depth, host=host, prompt=prompt, **more).run()
 
 
 def test_a_text_that_repeats_itself_is_much_faster_where_tokens_are_cheap() -> None:
@@ -190,6 +191,26 @@ def test_a_model_that_would_have_to_read_the_whole_text_first_is_tried_seldom(co
     speculator.seconds_behind = 0.001
     texts = [free(600, seed=seed) for seed in range(count)]
     assert speedup(texts, memory_bound, speculator, draft_cost=0.020, draft_hits=0.1, behind_cost=0.001) > 0.98
+
+
+@pytest.mark.parametrize("behind", [0.0001, 0.001])
+def test_no_single_text_pays_for_finding_out_that_a_model_misses(behind: float) -> None:
+    """Prompts of 300 tokens, answers of 100, one after another: a try reads a whole prompt."""
+    speculator = DeviceSpeculator(5, own_kv=True)
+    speculator.drafting.observe(1, 0.010)
+    speculator.seconds_behind = behind
+    ratios = [speedup([free(400, seed=seed)], memory_bound, speculator, draft_cost=0.010, draft_hits=0.1,
+                      behind_cost=behind, prompt=300) for seed in range(30)]
+    assert min(ratios) > 0.97
+
+
+def test_a_model_whose_drafts_hit_is_found_out_over_short_texts_too() -> None:
+    speculator = DeviceSpeculator(5, own_kv=True)
+    speculator.drafting.observe(1, 0.002)
+    speculator.seconds_behind = 0.0001
+    ratios = [speedup([free(400, seed=seed)], memory_bound, speculator, draft_cost=0.002, draft_hits=0.9,
+                      behind_cost=0.0001, prompt=300) for seed in range(8)]
+    assert min(ratios) > 0.97 and ratios[-1] > 1.5
 
 
 def test_catching_up_pays_where_many_drafts_follow() -> None:
