@@ -28,6 +28,11 @@ class StepTimes:
     def known(self) -> bool:
         return bool(self._sizes)
 
+    @property
+    def factor(self) -> float:
+        """How much longer everything takes than when it was measured first."""
+        return self._factor
+
     def observe(self, size: int, seconds: float) -> None:
         size = _rounded(size)
         if size not in self._shape:

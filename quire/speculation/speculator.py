@@ -261,7 +261,8 @@ class DeviceSpeculator(Speculator):
         super().__init__(most, adaptive, clock)
         self.own_kv = own_kv
         self.seconds_behind = 0.0
-        """What the model takes to catch up, for each token of text that it has not seen."""
+        """What the model takes to catch up, for each token of text that it has not seen; as all of the model's times, on a
+        machine as busy as it was at first (`StepTimes.factor` is how busy it is)."""
         self._seen: dict[Sequence, int] = {}
         self._behind = 0
         self.drafting = StepTimes()
@@ -307,14 +308,17 @@ class DeviceSpeculator(Speculator):
     def _cheap(self, seq: Sequence, num_decoding: int) -> bool:
         """Whether the model reads what it has not seen of a text in next to no time beside the text's own so far."""
         spent = (len(seq.tokens) - seq.num_prompt_tokens) * self.times.estimate(num_decoding)
-        return self.seconds_behind * self._lacks(seq) <= _TEXT_SHARE * spent
+        return self._catching_up([seq]) <= _TEXT_SHARE * spent
+
+    def _catching_up(self, sequences: list[Sequence]) -> float:
+        return self.times.factor * self.seconds_behind * sum(map(self._lacks, sequences))
 
     def _best(self, sequences: list[Sequence], num_decoding: int, most: int) -> int:
         if not self.times.known or not self.drafting.known:
             return most
         best, best_rate = 0, _LEAST_MODEL_GAIN * num_decoding / self.times.estimate(num_decoding)
         chains = [self._follow(seq).chain(most) for seq in sequences]
-        catching_up = self.seconds_behind * sum(map(self._lacks, sequences)) / _HORIZON
+        catching_up = self._catching_up(sequences) / _HORIZON
         tokens = float(num_decoding)
         for count in range(1, most + 1):
             tokens += sum(chain[count - 1] for chain in chains)
@@ -332,7 +336,7 @@ class DeviceSpeculator(Speculator):
         if self._since_plain:
             return False
         extra = self._seconds(num_decoding, 1, 1) - self.times.estimate(num_decoding)
-        extra += self.seconds_behind * min(map(self._lacks, sequences))
+        extra += self._catching_up([min(sequences, key=self._lacks)])
         self._next_probe = self._patience * extra / _PROBE_SHARE
         if self._plain_seconds < self._next_probe:
             return False
@@ -340,7 +344,8 @@ class DeviceSpeculator(Speculator):
         return True
 
     def _seconds(self, num_decoding: int, num_drafting: int, count: int) -> float:
-        return self.times.estimate(num_decoding + num_drafting * count) + count * self.drafting.estimate(num_drafting)
+        drafting = self.times.factor * self.drafting.estimate(num_drafting)
+        return self.times.estimate(num_decoding + num_drafting * count) + count * drafting
 
     def _follow(self, seq: Sequence) -> PositionOdds:
         found = self._followed.get(seq)
@@ -370,13 +375,14 @@ class DeviceSpeculator(Speculator):
         passes = -(-load.drafts // load.drafting)
         if not self.times.known:
             return
+        factor = self.times.factor
         if not self.drafting.known:
-            rest = seconds - self.times.estimate(load.tokens) - self.seconds_behind * load.behind
-            self.drafting.observe(load.drafting, max(1e-9, rest / passes))
+            rest = seconds - self.times.estimate(load.tokens) - factor * self.seconds_behind * load.behind
+            self.drafting.observe(load.drafting, max(1e-9, rest / passes / factor))
             return
-        believed = self.times.estimate(load.tokens) + passes * self.drafting.estimate(load.drafting)
+        believed = self.times.estimate(load.tokens) + passes * factor * self.drafting.estimate(load.drafting)
         if load.behind:
-            found = max(0.0, seconds - believed) / load.behind
+            found = max(0.0, seconds - believed) / load.behind / factor
             self.seconds_behind += 0.5 * (found - self.seconds_behind)
             return
         # How much of it was drafting cannot be seen here: both parts are believed to have changed alike.

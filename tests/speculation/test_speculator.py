@@ -204,6 +204,19 @@ def test_no_single_text_pays_for_finding_out_that_a_model_misses(behind: float) 
     assert min(ratios) > 0.97
 
 
+@pytest.mark.parametrize("own_kv", [False, True])
+def test_a_machine_that_becomes_busy_makes_drafts_of_a_model_no_cheaper(own_kv: bool) -> None:
+    """Measured on an idle machine, run on one that takes three times as long for everything."""
+    speculator = DeviceSpeculator(5, own_kv=own_kv)
+    for size in (1, 2, 3, 5, 9, 16, 32, 64):
+        speculator.times.observe(size, memory_bound(size))
+    speculator.drafting.observe(1, 0.015)
+    speculator.seconds_behind = 0.0003
+    ratios = [speedup([free(400, seed=seed)], lambda tokens: 3 * memory_bound(tokens), speculator, draft_cost=0.045,
+                      draft_hits=0.1, behind_cost=0.0009 * own_kv, prompt=300) for seed in range(12)]
+    assert min(ratios) > 0.985
+
+
 def test_a_model_whose_drafts_hit_is_found_out_over_short_texts_too() -> None:
     speculator = DeviceSpeculator(5, own_kv=True)
     speculator.drafting.observe(1, 0.002)
