@@ -261,8 +261,8 @@ class DeviceSpeculator(Speculator):
         super().__init__(most, adaptive, clock)
         self.own_kv = own_kv
         self.seconds_behind = 0.0
-        """What the model takes to catch up, for each token of text that it has not seen; as all of the model's times, on a
-        machine as busy as it was at first (`StepTimes.factor` is how busy it is)."""
+        """What the model takes to catch up, for each token of text that it has not seen. This and `drafting` are for a
+        machine as busy as it was at first; `StepTimes.factor` says how busy it is."""
         self._seen: dict[Sequence, int] = {}
         self._behind = 0
         self.drafting = StepTimes()
