@@ -2,9 +2,10 @@
 
 One program a multiprocessor walks its share of the weight, tile after tile, through a ring of shared memory that the
 copy engine fills. The ring is asked for before the kernel ahead (a norm, a gate, attention) has ended: weights do not
-depend on it. What is left of that kernel, and the start of this one, then cost no time of the memory. Shares are equal
-to a turn of the ring whatever the shape, so a tile may be computed by several programs; the last of them to finish
-adds the parts, in their order whoever is last, so the result does not depend on timing.
+depend on it. What is left of that kernel, and the start of this one, then cost no time of the memory. A share is a
+group of whole tiles where there are enough of them to occupy the chip. Else shares are equal to a turn of the ring, and
+a tile may be computed by several programs; the last of them to finish adds the parts, in their order whoever is last,
+so the result does not depend on timing.
 
 Where there is no Gluon (`ahead_kernel`) or no Hopper, `available` is false and others multiply.
 """
@@ -82,6 +83,11 @@ def padded(rows: int) -> int:
     return max(_LEAST_BOX, triton.next_power_of_2(rows))
 
 
+def is_common(rows: int) -> bool:
+    """Whether few kernels serve such numbers of rows: all up to 8 share one, multiples of 16 have one each."""
+    return rows <= _LEAST_BOX or rows % 16 == 0
+
+
 @lru_cache(maxsize=8)
 def available(device: torch.device) -> bool:
     """Whether this Triton and this chip have what the kernel needs."""
@@ -97,7 +103,7 @@ def _programs(weight: Tensor, sizes: AheadShape) -> int:
     """Never more than there are turns: a program without one would leave a part of nothing."""
     groups = sizes.groups(weight.shape[0])
     turns = groups * (weight.shape[1] // COLUMNS // sizes.slabs)
-    return min(sizes.programs * _multiprocessors(weight.device) or groups, turns)
+    return min(sizes.programs * _multiprocessors(weight.device) if sizes.programs else groups, turns)
 
 
 def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: AheadScratch) -> bool:

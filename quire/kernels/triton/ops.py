@@ -123,9 +123,10 @@ class TritonOps:
     def _ahead_product(
         self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
     ) -> Tensor | None:
-        """None where that kernel cannot run: it needs a chip and a compiler that know it."""
+        """None where that kernel should not run: it needs a chip and a compiler that know it, and a number of rows that
+        graphs have too, since every other would be a kernel to compile in the middle of a step."""
         sizes = linear_ahead.AheadShape(*choice.sizes)
-        if not linear_ahead.available(self.device):
+        if not linear_ahead.available(self.device) or not linear_ahead.is_common(x.shape[0]):
             return None
         if self._parts is None:
             self._parts = linear_ahead.AheadScratch.allocate(self.device)

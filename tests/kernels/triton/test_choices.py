@@ -81,3 +81,21 @@ def test_every_kind_of_choice_computes_the_same(monkeypatch: pytest.MonkeyPatch)
             want = linear_few.linear_reference(x, weight, norm=gain, eps=1e-6, gated=gated)
             got = ops.norm_linear(x, gain, 1e-6, packed, gated)
             assert torch.allclose(got, want, atol=1e-4), (choice, gated)
+
+
+@pytest.mark.parametrize(("rows", "ahead"), [(1, True), (7, True), (8, True), (9, False), (37, False), (48, True)])
+def test_no_kernel_is_compiled_for_a_number_of_rows_that_no_graph_has(
+    monkeypatch: pytest.MonkeyPatch, rows: int, ahead: bool
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    from quire.kernels.triton import choices, linear_ahead
+    from quire.kernels.triton.ops import TritonOps
+
+    ops, asked = TritonOps("cpu", torch.bfloat16), []
+    x, weight = torch.randn(rows, 256).bfloat16(), torch.randn(64, 256).bfloat16()
+    monkeypatch.setattr(choices, "product", lambda *_: Choice("ahead", (1, 5, 4, 0)))
+    monkeypatch.setattr(linear_ahead, "available", lambda _: True)
+    monkeypatch.setattr(linear_ahead, "linear_ahead", lambda x, w, *_, **__: asked.append(x.shape[0]) or x @ w.t())
+    assert torch.equal(ops.linear(x, ops.pack_linear(weight)), x @ weight.t())
+    assert asked == [rows] * ahead
