@@ -70,7 +70,7 @@ TEST_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/python,$(TEST_PYTHON)),$(VENV)/.ready-test)
 	@if $(TEST_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  several=$$($(TEST_PYTHON) -c 'import importlib.util as u; print("-n 8" if u.find_spec("xdist") else "")'); \
-	  $(TEST_PYTHON) -m pytest -q tests/gpu/test_memory.py && \
+	  $(TEST_PYTHON) -m pytest -q tests/gpu/test_memory.py; alone=$$?; \
 	  OMP_NUM_THREADS=2 $(TEST_PYTHON) -m pytest -q $$several --ignore tests/gpu/test_memory.py \
-	    tests/gpu tests/kernels/triton tests/sampling/test_sampler_gpu.py; \
+	    tests/gpu tests/kernels/triton tests/sampling/test_sampler_gpu.py && exit $$alone; \
 	else echo "no CUDA GPU that torch can use on this machine: the GPU suite was not run"; fi

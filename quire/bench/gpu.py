@@ -111,14 +111,7 @@ def run(args: argparse.Namespace) -> int:
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
                **describe_machine()}
     _show(args, {"bench": "gpu", "case": "machine", **machine}, " ".join(f"{k}={v}" for k, v in machine.items()))
-    if args.tune:
-        from quire.bench import gpu_tune
-
-        entries = gpu_tune.tune(args.models, args.tune_rows or gpu_tune.ROWS, args.launch_early,
-                                lambda line: _show(args, line, str(line)))
-        gpu_tune.write(args.tune, entries)
-        return 0
-    if args.tune_library or args.tune_ahead:
+    if args.tune or args.tune_library or args.tune_ahead:
         _tune(args)
         return 0
     if args.mixed:
@@ -329,11 +322,14 @@ def _start(model: str, args: argparse.Namespace) -> None:
 
 
 def _tune(args: argparse.Namespace) -> None:
-    from quire.bench import gpu_tune_ahead, gpu_tune_library
+    """One after another, in the order in which they build on one another."""
+    from quire.bench import gpu_tune, gpu_tune_ahead, gpu_tune_library
 
     def note(line: dict[str, Any]) -> None:
         _show(args, line, str(line))
 
+    if args.tune:
+        gpu_tune.write(args.tune, gpu_tune.tune(args.models, args.tune_rows or gpu_tune.ROWS, args.launch_early, note))
     if args.tune_library:
         gpu_tune_library.tune(args.models, args.tune_library, note)
     if args.tune_ahead:

@@ -63,8 +63,6 @@ def time_weight(model: str, index: int, counts: list[int], pdl: bool, dry: bool 
     copies = 1 if dry else max(2, math.ceil(_LEAST_BYTES / size))
     weights = [torch.randn(features, width, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     for rows in counts:
-        if dry and rows in (4, 8) and 16 in counts:
-            continue  # the same kernels as for 2 and 16 rows
         ways = _one_row(form, features, width, pdl) if rows == 1 else _several(rows, features, width)
         rates = {}
         for name, call in ways.items():

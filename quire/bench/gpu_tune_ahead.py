@@ -77,7 +77,7 @@ def _weight(model: str, index: int, counts: Iterable[int], dry: bool) -> Iterato
     for rows in counts:
         seconds = {}
         around = _Around(ops, rows, width, features, form if rows == 1 else "plain")
-        for name, product in _ways(scratch, rows, weights[0]):
+        for name, product in _ways(scratch, around.x, weights[0]):
             try:
                 if not dry and not around.right(product, weights[0]):
                     raise ArithmeticError("the product is wrong")
@@ -119,13 +119,15 @@ class _Around:
         return bool(((got - want).abs().max() <= 0.02 * want.abs().max()).item())
 
 
-def _ways(scratch: Any, rows: int, w: Any) -> Iterator[tuple[str, Callable[..., Any] | None]]:
+def _ways(scratch: Any, x: Any, w: Any) -> Iterator[tuple[str, Callable[..., Any] | None]]:
     """(name, product of x, weight and residual): as it is now, and by every shape."""
-    from quire.kernels.triton.linear_ahead import AheadShape
+    from quire.kernels.triton.linear_ahead import AheadShape, fits
 
     yield "now", None
-    for shape in rings_of(w.out_features, w.in_features, rows):
-        yield " ".join(map(str, shape)), partial(_product, AheadShape(*shape), scratch)
+    for shape in rings_of(w.out_features, w.in_features, x.shape[0]):
+        sizes = AheadShape(*shape)
+        if fits(x, w.weight, sizes, scratch):
+            yield " ".join(map(str, shape)), partial(_product, sizes, scratch)
 
 
 def _product(sizes: Any, scratch: Any, x: Any, weight: Any, residual: Any) -> Any:

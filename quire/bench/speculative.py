@@ -51,8 +51,9 @@ _OPTIONS_ON_GPU = {"kv_cache_memory": "4GiB"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="the target (default: %(default)s)")
     parser.add_argument("--methods", nargs="+", choices=sorted(_METHODS), default=["ngram", "suffix", "skip_layers"],
-                        metavar="NAME", help=f"some of {', '.join(sorted(_METHODS))} (default: the adaptive ones); "
-                        "known: drafts that are right as often as --acceptance says, with --shapes on cuda")
+                        metavar="NAME", help=f"some of {', '.join(sorted(_METHODS))} (default: ngram suffix "
+                        "skip_layers); known: drafts that are right as often as --acceptance says, with --shapes on "
+                        "cuda")
     parser.add_argument("--config", type=json_object, metavar="JSON", help="one speculative_config instead")
     parser.add_argument("--max-tokens", type=int, default=160, metavar="N", help="of each answer (default: 160)")
     parser.add_argument("--repeat", type=int, default=2, metavar="N", help="turns on each prompt (default: 2)")

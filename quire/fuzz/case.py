@@ -96,7 +96,16 @@ def random_case(seed: int) -> FuzzCase:
     case.options = _options(rng, case.requests)
     _give_shapes(random.Random(f"{seed} shapes"), case.requests)
     _give_stops(random.Random(f"{seed} stops"), case.requests)
+    _judge_by_rejection(random.Random(f"{seed} rejection"), case)
     return case
+
+
+def _judge_by_rejection(rng: random.Random, case: FuzzCase) -> None:
+    """In some cases with drafts, which then draw nothing at random: only so are tokens those of the plain path."""
+    if "speculative_config" in case.options and rng.random() < 0.25:
+        case.options["speculative_config"]["verifier"] = "rejection"
+        for request in case.requests:
+            request.params["temperature"] = 0.0
 
 
 def _give_stops(rng: random.Random, requests: list[FuzzRequest]) -> None:

@@ -40,8 +40,10 @@ _NEARLY_THERE = 16
 _HORIZON = 64
 """Steps over which catching up with a text should pay for itself: how long one goes on nobody knows."""
 _TEXT_SHARE, _KNOWN_TRIES = 0.02, 16
-"""Share of the time that a text has taken so far which may go into reading it, unless so many tries have shown that its
-drafts pay: a short text would never make up for it."""
+"""Share of a text's time that may go into reading it before so many tries have shown whether drafts pay: a short text
+would never make up for more."""
+_USUAL_ANSWER, _FOLLOW_ANSWERS = 128.0, 0.25
+"""Tokens, as long as nobody knows, and how far an answer moves the belief."""
 _MOST_PATIENCE = 8
 """Every try in vain doubles the time until the next, up to so many times the first."""
 
@@ -276,6 +278,7 @@ class DeviceSpeculator(Speculator):
         self._patience = 1
         self._next_probe = 0.0
         """Seconds without drafts after which they are tried again."""
+        self._usual_answer = _USUAL_ANSWER
 
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
         # A grammar's masks after drafts must know them, and these are known in the worker only.
@@ -306,9 +309,11 @@ class DeviceSpeculator(Speculator):
         return behind if behind > _NEARLY_THERE else 0
 
     def _cheap(self, seq: Sequence, num_decoding: int) -> bool:
-        """Whether the model reads what it has not seen of a text in next to no time beside the text's own so far."""
-        spent = (len(seq.tokens) - seq.num_prompt_tokens) * self.times.estimate(num_decoding)
-        return self._catching_up([seq]) <= _TEXT_SHARE * spent
+        """Whether the model reads what it has not seen of a text in next to no time beside what the text takes, which
+        will be as long as texts are here, or as it is already."""
+        room, done = seq.request.max_len - seq.num_prompt_tokens, len(seq.tokens) - seq.num_prompt_tokens
+        answer = min(float(room), max(float(done), self._usual_answer))
+        return self._catching_up([seq]) <= _TEXT_SHARE * answer * self.times.estimate(num_decoding)
 
     def _catching_up(self, sequences: list[Sequence]) -> float:
         return self.times.factor * self.seconds_behind * sum(map(self._lacks, sequences))
@@ -355,8 +360,10 @@ class DeviceSpeculator(Speculator):
 
     def _worth_waiting(self, seq: Sequence) -> bool:
         """Also where it is time to try again: with steps that overlap, nobody else would ever be without a token in
-        flight."""
-        return self._chosen > 0 or not self.adaptive or self._plain_seconds >= self._next_probe
+        flight. But only for who can be tried."""
+        if self._chosen > 0 or not self.adaptive:
+            return True
+        return self._plain_seconds >= self._next_probe and self._cheap(seq, 1)
 
     def submitted(self, planned: list[Planned]) -> None:
         super().submitted(planned)
@@ -398,3 +405,4 @@ class DeviceSpeculator(Speculator):
     def forget(self, seq: Sequence) -> None:
         self._followed.pop(seq, None)
         self._seen.pop(seq, None)
+        self._usual_answer += _FOLLOW_ANSWERS * (len(seq.tokens) - seq.num_prompt_tokens - self._usual_answer)

@@ -63,3 +63,13 @@ def test_a_product_is_right_and_the_same_each_time_though_it_begins_before_its_r
                 assert not wrong.any(), f"{what}: {int(wrong.sum())} are wrong"
                 assert torch.equal(seen[0][place + 1], seen[1][place + 1]), what
             assert not scratch.arrived.any(), f"{rows} rows, pdl {pdl}"
+
+
+@torch.inference_mode()
+def test_a_product_in_float16_is_right() -> None:
+    if not available(torch.device("cuda")):
+        pytest.skip("needs Hopper and a Triton with Gluon")
+    x, weight = numbers(16, 2048).half(), (numbers(1008, 2048) / 2048**0.5).half()
+    found = linear_ahead(x, weight, sizes=AheadShape(1, 5, 4, 0), scratch=AheadScratch.allocate("cuda"))
+    want = x.double() @ weight.double().t()
+    assert bool(((found.double() - want).abs() <= 2**-10 * want.abs() + 5e-4).all())

@@ -193,14 +193,16 @@ def test_a_model_that_would_have_to_read_the_whole_text_first_is_tried_seldom(co
     assert speedup(texts, memory_bound, speculator, draft_cost=0.020, draft_hits=0.1, behind_cost=0.001) > 0.98
 
 
+@pytest.mark.parametrize(("depth", "host"), [(1, 0.0), (2, 0.004)])
 @pytest.mark.parametrize("behind", [0.0001, 0.001])
-def test_no_single_text_pays_for_finding_out_that_a_model_misses(behind: float) -> None:
-    """Prompts of 300 tokens, answers of 100, one after another: a try reads a whole prompt."""
+def test_no_single_text_pays_for_finding_out_that_a_model_misses(behind: float, depth: int, host: float) -> None:
+    """Prompts of 300 tokens, answers of 100, one after another: a try reads a whole prompt. Where steps overlap, nobody
+    waits for what will not be tried."""
     speculator = DeviceSpeculator(5, own_kv=True)
     speculator.drafting.observe(1, 0.010)
     speculator.seconds_behind = behind
     ratios = [speedup([free(400, seed=seed)], memory_bound, speculator, draft_cost=0.010, draft_hits=0.1,
-                      behind_cost=behind, prompt=300) for seed in range(30)]
+                      behind_cost=behind, prompt=300, depth=depth, host=host) for seed in range(30)]
     assert min(ratios) > 0.97
 
 
@@ -217,13 +219,26 @@ def test_a_machine_that_becomes_busy_makes_drafts_of_a_model_no_cheaper(own_kv: 
     assert min(ratios) > 0.985
 
 
-def test_a_model_whose_drafts_hit_is_found_out_over_short_texts_too() -> None:
+@pytest.mark.parametrize(("behind", "answer"), [(0.00013, 100), (0.0004, 300), (0.001, 1000)])
+def test_a_model_whose_drafts_hit_is_found_out_where_texts_are_long_beside_their_reading(
+    behind: float, answer: int
+) -> None:
     speculator = DeviceSpeculator(5, own_kv=True)
     speculator.drafting.observe(1, 0.002)
-    speculator.seconds_behind = 0.0001
-    ratios = [speedup([free(400, seed=seed)], memory_bound, speculator, draft_cost=0.002, draft_hits=0.9,
-                      behind_cost=0.0001, prompt=300) for seed in range(8)]
-    assert min(ratios) > 0.97 and ratios[-1] > 1.5
+    speculator.seconds_behind = behind
+    ratios = [speedup([free(300 + answer, seed=seed)], memory_bound, speculator, draft_cost=0.002, draft_hits=0.9,
+                      behind_cost=behind, prompt=300) for seed in range(12)]
+    assert min(ratios) > 0.97 and ratios[-1] > 1.4
+
+
+def test_a_model_that_takes_long_to_read_a_short_text_is_not_tried_on_it() -> None:
+    """However well it may guess: nobody has found out, and a twentieth of a text is too much to find out for."""
+    speculator = DeviceSpeculator(5, own_kv=True)
+    speculator.drafting.observe(1, 0.002)
+    speculator.seconds_behind = 0.0004
+    assert speedup([free()], memory_bound, speculator, draft_cost=0.002, draft_hits=0.9, behind_cost=0.0004,
+                   prompt=300) == 1.0
+    assert speculator.stats.verifications == 0
 
 
 def test_catching_up_pays_where_many_drafts_follow() -> None:

@@ -7,7 +7,8 @@ group of whole tiles where there are enough of them to occupy the chip. Else sha
 a tile may be computed by several programs; the last of them to finish adds the parts, in their order whoever is last,
 so the result does not depend on timing.
 
-Where there is no Gluon (`ahead_kernel`) or no Hopper, `available` is false and others multiply.
+Where there is no Gluon that we know (`ahead_kernel`) or no Hopper, `available` is false and others multiply. The
+reference is `linear_few.linear_reference`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ try:
 except ImportError:  # another version of Triton
     ahead_kernel = None
 
+_KNOWN_TRITON = "3.6."
+"""Gluon is an experiment of Triton's: what it calls things and what they take changes from version to version."""
 MOST_ROWS = 256
 MOST_SUMS = 384
 """Tiles times rows: half as many registers of every thread."""
@@ -91,7 +94,8 @@ def is_common(rows: int) -> bool:
 @lru_cache(maxsize=8)
 def available(device: torch.device) -> bool:
     """Whether this Triton and this chip have what the kernel needs."""
-    return ahead_kernel is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    known = ahead_kernel is not None and triton.__version__.startswith(_KNOWN_TRITON)
+    return known and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @lru_cache(maxsize=8)
@@ -122,6 +126,7 @@ def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: AheadScratch) ->
         and groups <= scratch.arrived.numel()
         and programs * groups * (width // COLUMNS // sizes.slabs) < 1 << 31
         and x.is_contiguous()
+        and weight.is_contiguous()
         and x.data_ptr() % 16 == 0
         and weight.data_ptr() % 16 == 0
     )

@@ -68,7 +68,8 @@ class TritonOps:
         self.pdl = pdl = pdl and not deterministic
         self._heads_at_once = _FIXED_HEADS if deterministic else None
         self._library = _named_library(self.device, dtype) if named_products and not deterministic else None
-        self._parts: linear_ahead.AheadScratch | None = None
+        ahead = linear_ahead.available(self.device) and dtype != torch.float32 and not deterministic
+        self._parts = linear_ahead.AheadScratch.allocate(self.device) if ahead else None
         # fp8 keys lie in the cache only, so a fresh prompt must be read back from there as later steps will.
         self.attention = TritonAttention(
             self.device,
@@ -126,10 +127,8 @@ class TritonOps:
         """None where that kernel should not run: it needs a chip and a compiler that know it, and a number of rows that
         graphs have too, since every other would be a kernel to compile in the middle of a step."""
         sizes = linear_ahead.AheadShape(*choice.sizes)
-        if not linear_ahead.available(self.device) or not linear_ahead.is_common(x.shape[0]):
+        if self._parts is None or not linear_ahead.is_common(x.shape[0]):
             return None
-        if self._parts is None:
-            self._parts = linear_ahead.AheadScratch.allocate(self.device)
         if not linear_ahead.fits(x, w.weight, sizes, self._parts):
             return None
         return linear_ahead.linear_ahead(

@@ -147,9 +147,10 @@ def variants(dtype: torch.dtype) -> dict[str, int]:
 
 def main() -> None:
     found: dict[str, Any] = {}
-    for dtype in (torch.bfloat16, torch.float32):
+    only = {torch.float32: ("exact", "mixed"), torch.float16: ("ahead few",)}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for name, launch in launches(dtype):
-            if dtype == torch.float32 and name not in ("exact", "mixed"):
+            if name not in only.get(dtype, (name,)):
                 continue
             with compiling() as kernels:
                 launch()

@@ -75,7 +75,7 @@ def test_every_kind_of_choice_computes_the_same(monkeypatch: pytest.MonkeyPatch)
     ops = TritonOps("cpu", torch.float32)
     x, weight, gain = torch.randn(1, 48), torch.randn(20, 48), torch.rand(48) + 0.5
     packed = ops.pack_linear(weight)
-    for choice in (Choice("row", (2, 32, 1)), Choice("apart", (2, 32, 1)), Choice("ahead", (1, 5, 4, 0)), Choice()):
+    for choice in (Choice("row", (2, 32, 1)), Choice("apart", (2, 32, 1)), Choice()):
         monkeypatch.setattr(choices, "product", lambda *_, chosen=choice: chosen)
         for gated in (None, "silu"):
             want = linear_few.linear_reference(x, weight, norm=gain, eps=1e-6, gated=gated)
@@ -92,10 +92,29 @@ def test_no_kernel_is_compiled_for_a_number_of_rows_that_no_graph_has(
     from quire.kernels.triton import choices, linear_ahead
     from quire.kernels.triton.ops import TritonOps
 
+    monkeypatch.setattr(linear_ahead, "available", lambda _: True)
     ops, asked = TritonOps("cpu", torch.bfloat16), []
     x, weight = torch.randn(rows, 256).bfloat16(), torch.randn(64, 256).bfloat16()
     monkeypatch.setattr(choices, "product", lambda *_: Choice("ahead", (1, 3, 2, 0)))
-    monkeypatch.setattr(linear_ahead, "available", lambda _: True)
     monkeypatch.setattr(linear_ahead, "linear_ahead", lambda x, w, *_, **__: asked.append(x.shape[0]) or x @ w.t())
     assert torch.equal(ops.linear(x, ops.pack_linear(weight)), x @ weight.t())
     assert asked == [rows] * ahead
+
+
+def test_every_product_that_asks_ahead_fits_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the table, and those that the tuner would try."""
+    from quire.bench import gpu_tune_ahead
+    from quire.kernels.triton import linear_ahead
+
+    monkeypatch.setattr(linear_ahead, "_multiprocessors", lambda _: 132)
+    scratch = linear_ahead.AheadScratch.allocate("cpu")
+    named = [entry for entry in table() if entry.choice.kernel == "ahead"]
+    assert len(named) > 50
+    tried = [(rows, features, width, shape) for model in MODELS for _, features, width in weights_of(model)
+             for rows in gpu_tune_ahead.ROWS for shape in gpu_tune_ahead.rings_of(features, width, rows)]
+    tried += [(entry.rows, entry.features, entry.width, entry.choice.sizes) for entry in named]
+    for rows, features, width, shape in tried:
+        x = torch.empty(rows, width, dtype=torch.bfloat16)
+        weight = torch.empty(1, dtype=torch.bfloat16).expand(features, width)
+        monkeypatch.setattr(torch.Tensor, "is_contiguous", lambda _: True)
+        assert linear_ahead.fits(x, weight, AheadShape(*shape), scratch), (rows, features, width, shape)
