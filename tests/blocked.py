@@ -1,4 +1,4 @@
-"""The beginning of a program that finds none of the packages named in its second argument."""
+"""The beginning of a program that finds none of the packages named in its first argument; the others are its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ class Missing:
         if name.partition(".")[0] in OTHERS:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-OTHERS = set(sys.argv[2].split())
+OTHERS = set(sys.argv.pop(1).split())
 sys.meta_path.insert(0, Missing())
 """

@@ -106,7 +106,7 @@ with LLM(sys.argv[1], device="cuda", max_num_seqs=4, kv_cache_memory="256MiB", m
 def test_a_chat_needs_no_package_but_those_of_the_offline_engine(smollm2: str) -> None:
     from tests.test_dependencies import OTHERS
 
-    done = subprocess.run([sys.executable, "-c", CHAT, smollm2, OTHERS], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", CHAT, OTHERS, smollm2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Paris" in done.stdout
 
