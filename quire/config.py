@@ -118,7 +118,9 @@ class GuardConfig:
     heartbeat_timeout: float = option(10.0, "seconds without a sign of life after which the engine is restarted")
     step_timeout: float = option(300.0, "seconds that one step may take before the engine counts as stuck")
     start_timeout: float = option(900.0, "seconds that the engine may take to load its model")
-    max_restarts: int = option(8, "restarts in a row, with no request served between, before it is given up")
+    max_restarts: int = option(8, "restarts in a row, with no request served between, before the engine is given up; "
+                                  "`quire serve` then exits with code 1")
+    keep_restarting: bool = option(False, "never give the engine up: after max_restarts in vain try again every 30 s")
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[GuardConfig, dict[str, Any]]:

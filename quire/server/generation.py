@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.engine.input import Params
 from quire.engine.output import RequestOutput
-from quire.errors import EngineError, InvalidRequestError, QuireError
+from quire.errors import EngineError, InvalidRequestError, QuarantinedError, QuireError
 from quire.sampling.params import NOTHING_TO_DRAW
 from quire.server.api_error import ApiError
 from quire.server.metrics import Stopwatch
@@ -133,7 +133,7 @@ async def _start(stream: Any) -> None:
         await stream.start()
     except EngineError as error:
         wait = getattr(error, "retry_after", None)
-        if wait is None:
+        if wait is None or isinstance(error, QuarantinedError):
             raise
         raise ApiError(503, str(error), code="engine_restarting", retry_after=wait) from error
 

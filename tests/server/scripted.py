@@ -106,6 +106,9 @@ class ScriptedEngine:
         if not self.healthy:
             raise RuntimeError("the engine is dead")
 
+    async def given_up(self) -> None:
+        await asyncio.Event().wait()
+
     async def metrics(self, refresh: bool = False) -> dict[str, Any]:
         return {"requests_running": self.running, "requests_waiting": 0, "kv_blocks_total": 10, "kv_blocks_used": 5}
 
