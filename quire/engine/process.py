@@ -1,7 +1,7 @@
 """An engine in a process of its own: takes messages in between two steps, sends what each step brought.
 
-Started as `python -m quire.engine.process INBOX OUTBOX PARENT_PID`; everything else arrives as messages. It knows
-tokens only: text, stop strings and JSON are its front door's business.
+Started through `quire/child.py` with INBOX OUTBOX PARENT_PID; everything else arrives as messages. It knows tokens
+only: text, stop strings and JSON are its front door's business.
 """
 
 from __future__ import annotations
