@@ -13,9 +13,11 @@ from quire.executor.base import Executor
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.request import FinishReason, Request, Sequence
 from quire.scheduler.scheduler import Scheduler, SequenceUpdate
+from quire.structured.gate import release_grammar
 
 if TYPE_CHECKING:
     from quire.structured.compiler import GrammarCompiler
+    from quire.structured.isolated import IsolatedGrammars
 
 
 _GRAMMAR_WAIT_S = 0.02
@@ -48,7 +50,7 @@ class EngineCore:
     """Drives a scheduler and an executor. With a depth of 2, step N+1 is planned while step N runs."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, max_steps_in_flight: int = 1,
-                 grammars: GrammarCompiler | None = None) -> None:
+                 grammars: GrammarCompiler | IsolatedGrammars | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.grammars = grammars
@@ -63,8 +65,12 @@ class EngineCore:
             if self.grammars is None:
                 raise InvalidRequestError("structured_outputs is not supported by this engine, which has no tokenizer",
                                           field="structured_outputs")
-            request.grammar = self.grammars.submit(wanted)
-        self.scheduler.add(request)
+            request.grammar = self.grammars.submit(wanted, request.tenant, request.stop_ids)
+        try:
+            self.scheduler.add(request)
+        except QuireError:
+            release_grammar(request)
+            raise
 
     def abort(self, request_id: str) -> bool:
         return self.scheduler.abort(request_id)
@@ -92,6 +98,8 @@ class EngineCore:
             times.execute += time.perf_counter() - planned
         if self._futures:
             self._collect()
+        elif self.scheduler.compiling.owes_masks:
+            self.scheduler.compiling.wait(_GRAMMAR_WAIT_S)
         elif len(self.scheduler.waiting) or self.scheduler.running:
             self.scheduler.fail_stuck()
         elif len(self.scheduler.compiling):

@@ -39,7 +39,7 @@ from quire.scheduler.step_cost import StepLoad
 from quire.scheduler.updates import SequenceUpdate as SequenceUpdate
 from quire.scheduler.updates import cut_at_stop
 from quire.speculation.speculator import Drafts, Speculator
-from quire.structured.gate import GRAMMAR_END, add_masks, grammar_over
+from quire.structured.gate import GRAMMAR_END, add_masks, blocks_queue, grammar_over, mask_ready
 
 _EXAMINE_EVERY = 10.0  # seconds: a full check takes milliseconds for ten thousand blocks, too long for every pause
 
@@ -131,6 +131,8 @@ class Scheduler:
         draft = Draft(self.limits.max_num_batched_tokens, None if self._pacer is None else StepLoad())
         for request, error in self._roster.queue_compiled():
             self._finish(request.live[0], FinishReason.ABORT, error=error)
+        for seq in self.compiling.ended(self.running.values()):
+            self._finish(seq, FinishReason.STOP, GRAMMAR_END)
         if self._roster.forking:
             self._fork_resumed()
         self._sort_running(draft)
@@ -149,12 +151,13 @@ class Scheduler:
             for seq in request.sequences:
                 known = seq.held_at or len(seq.tokens) + seq.num_pending
                 todo = known - seq.num_computed
-                # Without a row it is finished; it may have to wait for its tokens in flight.
-                if seq.row < 0 or todo < 1 or (seq.num_pending and request.needs_values(known)):
+                # Without a row it is finished; it may have to wait for its tokens in flight, or for its mask.
+                if seq.row < 0 or todo < 1 or (seq.num_pending and request.needs_values(known)) or not mask_ready(seq):
                     continue
                 (draft.decoding if todo == 1 else draft.prefilling).append(seq)
         if self.speculator is not None and draft.decoding:
             draft.take_choice(self.speculator.choose(draft.decoding, draft.budget - len(draft.decoding)))
+            draft.drafts = self.compiling.with_masks(draft.drafts, draft.decoding)
 
     def _continue_running(self, draft: Draft, sequences: list[Sequence]) -> None:
         for seq in sequences:
@@ -285,7 +288,7 @@ class Scheduler:
             return
         while draft.budget > 0 and len(self.waiting) and not draft.preempted:
             request = self.waiting.peek()
-            if request in draft.made_way:
+            if request in draft.made_way or blocks_queue(request):
                 return
             if not self._roster.has_rows_for(request):
                 came = Admission.NO_ROOM
