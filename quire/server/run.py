@@ -57,6 +57,7 @@ async def serve(config: ServerConfig, start_engine: StartEngine,
                 ready(address, app)
             given_up = await _serve_until_stopped(app, config, listener, stops)
         finally:
+            app.service.close()
             await engine.shutdown()
             tracing.close()
     finally:

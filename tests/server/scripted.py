@@ -40,6 +40,8 @@ class ScriptedEngine:
     """Answers every prompt with `text`, a token at a time; notes what it was asked."""
 
     model_name = "scripted"
+    options = None
+    """Nobody could read its tokenizer again: long texts are worked on in this process."""
     max_model_len = 4096
 
     def __init__(self, tokenizer: Tokenizer, text: str = "Hello, world!", *, tokens_at_once: int = 1) -> None:
