@@ -25,6 +25,7 @@ sys.modules.setdefault("tests", _tests)
 import torch  # noqa: E402
 import triton  # noqa: E402
 
+from quire.kernels.slices import Slices  # noqa: E402
 from quire.kernels.triton import (  # noqa: E402
     activation,
     attention_decode,
@@ -37,7 +38,6 @@ from quire.kernels.triton import (  # noqa: E402
     norm,
     rope_cache,
 )
-from quire.kernels.slices import Slices  # noqa: E402
 from quire.layers.ops import HeadShape, HeadTurn, LayerCache  # noqa: E402
 from tests.kernels.triton import bits  # noqa: E402
 from tests.kernels.triton.hopper import compiling, resources  # noqa: E402
