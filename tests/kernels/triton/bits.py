@@ -13,7 +13,7 @@ from quire.attention.context import StepContext
 from quire.kernels.slices import Slices
 from quire.kernels.triton.ops import TritonOps
 from quire.layers.ops import HeadShape
-from quire.sampling.sampler import token_logprobs
+from quire.sampling.logprobs import token_logprobs
 from tests.kernels.triton.cases import rand
 
 Part = Callable[[int, int], Sequence[Tensor]]
