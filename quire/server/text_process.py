@@ -72,6 +72,7 @@ def _read_tokenizer(options: dict[str, Any]) -> Tokenizer:
 
 def _serve(link: socket.socket, tokenizer: Tokenizer) -> None:
     link.sendall(os.getpid().to_bytes(4, "little"))
+    os.nice(5)  # the engine's steps go first
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     pieces = []
     while piece := link.recv(1 << 20):

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from quire.structured.link import Link
 
 _TURN_SECONDS = 0.25
+_LONG_SECONDS = 1.0
+"""What takes longer goes after the engine's own work."""
 _MOST_STARTED = 16
 """Each of them has memory: of more than that, the one that has taken longest is given up."""
 
@@ -29,6 +31,7 @@ class CompileJob:
     link: Link | None = None
     running_since: float | None = None
     spent: float = 0.0
+    slowed: bool = False
 
     def total(self, now: float) -> float:
         return self.spent + (0.0 if self.running_since is None else now - self.running_since)
@@ -69,6 +72,9 @@ class CompileQueue:
                 if job.link is not None:
                     job.link.pause()
         for job in chosen:
+            if job.link is not None and job.total(clock) > _LONG_SECONDS and not job.slowed:
+                job.slowed = True
+                job.link.slow_down()
             if job.running_since is None:
                 job.running_since = clock
                 if job.link is None:

@@ -117,6 +117,9 @@ class _Link:
     def resume(self) -> None:
         self.runs = True
 
+    def slow_down(self) -> None:
+        self.slowed = True
+
 
 def _jobs(queue: CompileQueue, *tenants: str) -> tuple[list[CompileJob], list[str]]:
     given_up: list[str] = []
