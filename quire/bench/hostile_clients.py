@@ -77,7 +77,8 @@ class HostileClients:
 
     async def too_much(self) -> None:
         """Bodies that take long to read, and parameters that are none."""
-        body: Any = self._dice.choice([{"prompt": [1] * 700_000}, {"messages": [{"role": "user", "content": ""}] * 50_000},
+        body: Any = self._dice.choice([{"prompt": [1] * 700_000},
+                                       {"messages": [{"role": "user", "content": ""}] * 50_000},
                                        {"prompt": "x", "logit_bias": {str(i): 1 for i in range(100_000)}},
                                        {"prompt": "x", "chat_template_kwargs": {"self": 1}}])
         await self._post("/v1/chat/completions" if "messages" in body else "/v1/completions", body)

@@ -18,7 +18,8 @@ OUTPUT_KINDS = ("cumulative", "delta", "final")
 class Subscription:
     """Lives on the event loop. It is over when the request has ended or `fail` was called."""
 
-    __slots__ = ("_error", "_kind", "_news", "_waiter", "ended", "handle", "processor", "request", "request_id", "running", "timer")
+    __slots__ = ("_error", "_kind", "_news", "_waiter", "ended", "handle", "processor", "request", "request_id",
+                 "running", "timer")
 
     def __init__(self, handle: int, request: Request, processor: OutputProcessor, kind: str) -> None:
         self.handle = handle

@@ -39,7 +39,8 @@ async def completion(service: Service, record: RequestRecord, body: CompletionBo
     return CompletionAnswer(service, record, work, body, texts, shows_output=max_tokens > 0)
 
 
-async def _prompts(service: Service, body: CompletionBody, tenant: str | None) -> tuple[list[str | None], list[list[int]]]:
+async def _prompts(service: Service, body: CompletionBody,
+                   tenant: str | None) -> tuple[list[str | None], list[list[int]]]:
     """The prompts as texts, where they are echoed or were given so, and as token ids."""
     given = body.prompt
     several: list[Any] = given if isinstance(given, list) and (not given or not isinstance(given[0], int)) else [given]

@@ -88,8 +88,8 @@ async def _tokenize(service: Service, record: RequestRecord, scope: Any, receive
         for name in ("tools", "add_generation_prompt"):
             if getattr(body, name) is not None:
                 raise refusal(name, "needs messages")
-    job: dict[str, Any] = {"do": "tokenize", "special": bool(body.add_special_tokens), "strings": bool(body.return_token_strs),
-                           "max_model_len": service.engine.max_model_len}
+    job: dict[str, Any] = {"do": "tokenize", "special": bool(body.add_special_tokens),
+                           "strings": bool(body.return_token_strs), "max_model_len": service.engine.max_model_len}
     async with until_disconnect(receive, lambda: False):
         if body.prompt is not None:
             job |= {"text": body.prompt, "special": body.add_special_tokens is not False}

@@ -7,6 +7,7 @@ which matchers follow the outputs of sequences. A cell that computes for too lon
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -70,7 +71,7 @@ def nursery(control: socket.socket, read: Callable[[], Vocabulary], limits: Cell
                 _tell(link, pid=0, error=problem)
             elif os.fork() == 0:
                 control.close()
-                _ends_with(lambda link=link: _grammar(link, data, compiler, vocabulary, limits))  # type: ignore[misc]
+                _ends_with(functools.partial(_grammar, link, data, compiler, vocabulary, limits))
 
 
 def _ends_with(work: Callable[[], None]) -> NoReturn:
@@ -111,7 +112,7 @@ def _grammar(link: socket.socket, data: bytes, compiler: Any, vocabulary: Vocabu
         with socket.socket(fileno=fds[0]) as cell:
             if os.fork() == 0:
                 link.close()
-                _ends_with(lambda cell=cell: _Cell(cell, compiled, limits).run())  # type: ignore[misc]
+                _ends_with(_Cell(cell, compiled, limits).run)
 
 
 def _limit_memory(more: int) -> None:

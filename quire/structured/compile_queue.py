@@ -94,7 +94,8 @@ class CompileQueue:
 
     def _drop_slowest(self, clock: float) -> None:
         for job in [job for job in self._jobs if job.total(clock) > self._timeout]:
-            self._give_up(job, f"took longer than {self._timeout:g} s to compile: simplify it, or raise grammar_timeout")
+            self._give_up(job, f"took longer than {self._timeout:g} s to compile: simplify it, or raise "
+                               "grammar_timeout")
         started = [job for job in self._jobs if job.link is not None]
         if len(started) > _MOST_STARTED:
             slowest = max(started, key=lambda job: job.total(clock))

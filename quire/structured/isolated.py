@@ -111,7 +111,8 @@ class IsolatedGrammars:
     def _evict(self) -> None:
         """The least recently used that nobody needs, while there are too many or they are too large."""
         for home in list(self._homes.values()):
-            if len(self._homes) <= _MOST_GRAMMARS and sum(h.num_bytes for h in self._homes.values()) <= self.cache_bytes:
+            held = sum(each.num_bytes for each in self._homes.values())
+            if len(self._homes) <= _MOST_GRAMMARS and held <= self.cache_bytes:
                 return
             if not home.claims:
                 self.forget(home)
