@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 from quire.bench.cpu_cases import CASES, Workload, workload
-from quire.bench.machine import Ceilings, describe_machine, measure_ceilings
 from quire.errors import QuireError
+from quire.machine import Ceilings, describe_machine, measure_ceilings
 
 _UNITS = {"A": "output tok/s", "B": "output tok/s", "C": "prompt tok/s", "D": "seconds"}
 

@@ -32,8 +32,8 @@ from quire.bench.gpu_cases import (
     shares,
 )
 from quire.bench.gpu_timeline import draw, middle
-from quire.bench.machine import describe_machine
 from quire.errors import QuireError
+from quire.machine import describe_machine
 
 if TYPE_CHECKING:
     from quire.bench.gpu_engine import Run

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.bench.machine import describe_machine
 from quire.bench.served import serve_process
 from quire.errors import QuireError
+from quire.machine import describe_machine
 
 BOUND = 0.10
 """How far two figures may be apart."""

@@ -16,7 +16,8 @@ from quire.server.auth import ApiKeys
 from quire.server.generation import ClientGone
 from quire.server.log import LOGGER, event
 from quire.server.page_routes import page_routes
-from quire.server.routes import ROUTES, Route
+from quire.server.route import Route
+from quire.server.routes import ROUTES
 from quire.server.service import RequestRecord, Service
 from quire.server.tracing import Tracing
 
