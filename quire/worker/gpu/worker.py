@@ -328,7 +328,8 @@ class GpuWorker:
                 if plan.copies:
                     self._copies.run(plan.copies)
                 future = self._copier.send(self._run(plan))
-        except (QuireError, RuntimeError) as error:
+        except Exception as error:
+            self._copies.failed()
             if not ran_out(error):
                 return failed(error)
             torch.cuda.empty_cache()
