@@ -8,7 +8,7 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
-    from quire.layers.ops import HeadShape
+    from quire.kernels.types import HeadShape
     from tests.kernels.triton import bits
 
 DTYPES = ("float32", "bfloat16")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from quire.errors import ModelLoadError
-from quire.kernels.reference import TorchOps
 from quire.models.build import build_decoder, dummy_weights
+from quire.ops.reference import TorchOps
 from tests.checkpoints import FAMILY_NAMES, config_of, make_model, oracle_logits, weights_of
 from tests.paged_driver import PagedDriver
 

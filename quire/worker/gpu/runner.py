@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import FreshPrompts
-from quire.attention.context import StepContext
 from quire.attention.prompts import Verdicts
 from quire.config import default_cache_dir
-from quire.layers.ops import LayerCache, Ops
+from quire.kernels.types import LayerCache, StepContext
+from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
+from quire.ops.interface import Ops
 from quire.sampling.sampler import token_logprobs
 from quire.sampling.sending import send
 from quire.scheduler.plan import PlanEntry, StepPlan
@@ -34,7 +35,6 @@ from quire.worker.gpu.batches import (
     rung_for,
 )
 from quire.worker.gpu.drafted import Drafted, DraftSource
-from quire.worker.gpu.forward import DeviceForward, Hidden
 from quire.worker.gpu.graphs import GraphCache
 from quire.worker.gpu.memory import explain_request, ran_out
 from quire.worker.gpu.padded import MixedRung, MixedRungs, PaddedSteps
@@ -89,13 +89,12 @@ class DeviceRunner:
         self._decoder = decoder
         self._ops = ops
         self._table = table
-        self._forward = DeviceForward(decoder, ops)
         self._kernels: StepKernels = step_kernels(device)
         own = tuple(group.window for group in decoder.spec.cache_groups())
         self._windows = own if windows is None else windows
         self._tables = table.tables[: len(self._windows)]
         self._plain = all(a.attention.window is None and a.attention.softcap is None for a in decoder.spec.layers)
-        self._attention = getattr(ops, "attention", None)
+        self._attention = ops.attention
         self._fuse_rope = fuse_rope and self._attention is not None and not self._attention.deterministic
         self.rungs = ladder(max_num_seqs)
         # Row -1 is padding: before the first step the whole batch is.
@@ -125,7 +124,6 @@ class DeviceRunner:
 
         spec = self._decoder.spec
         stage = self._stage
-        logits_type = torch.float32 if self._logits_are_wide() else getattr(self._ops, "dtype", torch.float32)
         return DecodeBuffers(
             rows=stage[16 : 16 + size],
             positions=stage[16 + _round(size) : 16 + _round(size) + size],
@@ -135,11 +133,8 @@ class DeviceRunner:
             lengths=ints(size, torch.int32),
             query_start=torch.arange(size + 1, dtype=torch.int32, device=self._device),
             slots=tuple(ints(size, torch.int64) for _ in self._windows),
-            logits=torch.empty(size, spec.vocab_size, dtype=logits_type, device=self._device),
+            logits=torch.empty(size, spec.vocab_size, dtype=self._decoder.logits_dtype, device=self._device),
         )
-
-    def _logits_are_wide(self) -> bool:
-        return not self._forward.fused
 
     def _reserve(self, size: int, others: Sequence[int]) -> dict[int, tuple]:
         """The kernels' scratch for the largest batch, before any graph holds its address."""
@@ -270,8 +265,8 @@ class DeviceRunner:
         self._kernels.gather_inputs(self._table.tokens, self._tables, self._table.block_size, rows, b.positions[:rung],
                                     ids, positions, slots, lengths)
         ctx = self._decode_context(rung, rows, positions, lengths, slots, apart)
-        hidden = self._forward(ids, ctx, self.caches)
-        logits = self._forward.logits(hidden, b.logits[:rung])
+        hidden = self._decoder.forward(ids, ctx, self.caches)
+        logits = self._decoder.logits(hidden, ctx, b.logits[:rung])
         self._kernels.draw(
             logits, self._table.state, rows, lengths, self._table.tokens, self.drawn, b.ring, self._scratch
         )
@@ -311,7 +306,7 @@ class DeviceRunner:
     @property
     def _spare_slot(self) -> int:
         """First slot of the block past the pool's, which `allocate_caches` adds for padding."""
-        return (self.caches[0].k.shape[0] - 1) * self._table.block_size
+        return (self.caches[0].num_blocks - 1) * self._table.block_size
 
     # ---- steps of any shape
 
@@ -355,7 +350,7 @@ class DeviceRunner:
                     pending.errors[i] = _too_much(error)
         if len(reads.last):
             everyone = np.array_equal(reads.last, np.arange(ends[-1]))
-            logits = self._forward.logits(hidden.rows(None if everyone else stage.view(sent, "last")))
+            logits = self._decoder.logits(hidden if everyone else hidden[stage.view(sent, "last")])
             self._draw_mixed(pending, entries, reads, logits, stage, sent, slot, drafted)
         return pending
 
@@ -371,8 +366,8 @@ class DeviceRunner:
         )  # fmt: skip
         if self._attention is not None:
             self._attention.prepare(ctx, self._windows)
-        hidden = self._forward(ids, ctx, self.caches)
-        logits = self._forward.logits(hidden.rows(view("last")), self._buffers.logits[:draws])
+        hidden = self._decoder.forward(ids, ctx, self.caches)
+        logits = self._decoder.logits(hidden[view("last")], ctx, self._buffers.logits[:draws])
         self._kernels.draw(
             logits, self._table.state, view("draw_rows"), view("draw_positions"), self._table.tokens, self.drawn,
             view("ring"), self._scratch,
@@ -446,14 +441,14 @@ class DeviceRunner:
         stage.add("tile_first", firsts)
         return fresh
 
-    def _forward_mixed(self, stage: Stage, sent: Tensor, batch: MixedBatch, fresh: FreshRuns) -> Hidden:
+    def _forward_mixed(self, stage: Stage, sent: Tensor, batch: MixedBatch, fresh: FreshRuns) -> ResidualStream:
         def view(name: str) -> Tensor:
             return stage.view(sent, name)
 
         ids, positions, slots = self._gathered(view("token_rows"), view("positions"))
         if self._attention is None:
             ctx = self._host_context(positions, view("query_start"), view("lengths"), view("rows"), slots)
-            return self._forward(ids, ctx, self.caches)
+            return self._decoder.forward(ids, ctx, self.caches)
         from quire.attention.triton import DeviceContext
 
         ctx = DeviceContext(
@@ -468,11 +463,11 @@ class DeviceRunner:
             ctx.splits = tuple(self._attention.allocate_split(batch.num_decodes, heads) for _ in self._windows)
             self._attention.prepare(ctx, self._windows)
         if not fresh.dense:
-            return self._forward(ids, ctx, self.caches)
+            return self._decoder.forward(ids, ctx, self.caches)
         from quire.attention.triton import dense_attention
 
         with dense_attention():
-            return self._forward(ids, ctx, self.caches)
+            return self._decoder.forward(ids, ctx, self.caches)
 
     # ---- what the drawing kernel does not do
 
@@ -554,7 +549,9 @@ class DeviceRunner:
         # A vocabulary wide for every draft: not to be held until the host has seen the step's tokens.
         drafted.passes.clear()
 
-    def _prompt_logprobs(self, pending: PendingStep, index: int, entry: PlanEntry, hidden: Hidden, first: int) -> None:
+    def _prompt_logprobs(
+        self, pending: PendingStep, index: int, entry: PlanEntry, hidden: ResidualStream, first: int
+    ) -> None:
         """Of the prompt tokens that follow the positions of this chunk."""
         info = self._table.info(entry.row)
         begin = entry.prompt_logprobs_from or 0
@@ -562,7 +559,7 @@ class DeviceRunner:
         for at in range(begin, end, _PROMPT_LOGITS_ROWS):
             stop = min(at + _PROMPT_LOGITS_ROWS, end)
             chunk = torch.arange(first + at - entry.start, first + stop - entry.start, device=self._device)
-            logits = self._forward.logits(hidden.rows(chunk)).float()
+            logits = self._decoder.logits(hidden[chunk]).float()
             targets = self._table.tokens[entry.row, at + 1 : stop + 1].long()
             pending.prompt_logprobs.append((index, token_logprobs(logits, targets, info.params.prompt_logprobs or 0)))
 
