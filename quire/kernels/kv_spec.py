@@ -39,10 +39,6 @@ class KVSpec:
         return cls("pair", (KVPart("k", num_kv_heads, head_dim), KVPart("v", num_kv_heads, head_dim)), window)
 
     @property
-    def retention(self) -> Literal["full", "window"]:
-        return "full" if self.window is None else "window"
-
-    @property
     def elements_per_token(self) -> int:
         return sum(part.elements_per_token for part in self.parts)
 

@@ -57,6 +57,8 @@ class TritonOps(Ops):
     element.
     """
 
+    attention: TritonAttention
+
     def __init__(
         self,
         device: torch.device | str = "cuda",
