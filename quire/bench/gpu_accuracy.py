@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import KernelBuildError
+from quire.kernels.slices import Slices
 from quire.kernels.types import HeadShape, LayerCache, StepContext
 from quire.ops.reference import PlainLinear, TorchOps
 
@@ -113,8 +114,10 @@ class RoundedOps(TorchOps):
     def _round(self, x: Tensor) -> Tensor:
         return x.to(self._dtype).float()
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PlainLinear:
-        return super().pack_linear(self._round(weight), None if bias is None else self._round(bias))
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PlainLinear:
+        return super().pack_linear(self._round(weight), None if bias is None else self._round(bias), slices)
 
     def linear(
         self, x: Tensor, w: PlainLinear, residual: Tensor | None = None, out: Tensor | None = None

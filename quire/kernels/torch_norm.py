@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def tree_sum(parts: Tensor) -> Tensor:
-    """Sum over the last dimension in a fixed binary tree: neighbours first, an odd one is carried up."""
-    while parts.shape[-1] > 1:
-        even = parts.shape[-1] // 2 * 2
-        sums = parts[..., :even:2] + parts[..., 1:even:2]
-        parts = torch.cat((sums, parts[..., even:]), dim=-1)
-    return parts.squeeze(-1)
+from quire.kernels.slices import add_in_tree
 
 
 def norm_all_heads(
@@ -24,6 +17,6 @@ def norm_all_heads(
     for first, count, weight in ((0, num_heads, q_norm), (num_heads, num_kv_heads, k_norm)):
         part = heads[:, first : first + count]
         wide = part.float()
-        squares = tree_sum(wide.pow(2).sum(-1))
+        squares = add_in_tree(wide.pow(2).sum(-1).unbind(-1))
         factor = torch.rsqrt(squares / (count * dim) + eps)
         part.copy_((wide * factor[:, None, None] * weight.view(count, dim)).to(qkv.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.slices import Slices
 from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm
@@ -25,7 +26,7 @@ class Attention:
         self._group = group
         self.shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.qkv = Linear(ops, ("q", "k", "v"), spec.qkv_bias, dtype)
-        self.out = Linear(ops, ("out",), spec.out_bias, dtype)
+        self.out = Linear(ops, ("out",), spec.out_bias, dtype, Slices.of_heads(spec.num_heads, spec.head_dim))
         self._all_heads = spec.qk_norm_over == "all"
         self.q_norm = self._norm(spec.num_heads)
         self.k_norm = self._norm(spec.num_kv_heads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.slices import Slices
 from quire.kernels.types import StepContext
 from quire.layers.linear import Linear
 from quire.layers.spec import MlpSpec
@@ -20,7 +21,7 @@ class Mlp:
         self._gated = spec.gated
         self._activation = spec.activation
         self.up = Linear(ops, ("gate", "up") if spec.gated else ("up",), spec.bias, dtype)
-        self.down = Linear(ops, ("down",), spec.bias, dtype)
+        self.down = Linear(ops, ("down",), spec.bias, dtype, Slices.of_width(spec.intermediate))
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         (self.down if part == "down" else self.up).receive(part, kind, tensor)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.kernels.slices import Slices
 from quire.kernels.types import HeadShape
 
 if TYPE_CHECKING:  # Triton need not be installed
@@ -52,12 +53,23 @@ class Ops(AttentionBackend):
     """The attention of a device whose steps are prepared for it (`DeviceContext`); None: any `StepContext` will do."""
 
     @abstractmethod
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """Take a contiguous weight [N, K] (and bias [N]); the caller drops its own reference afterwards."""
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PackedLinear:
+        """Take a contiguous weight [N, K] (and bias [N]); the caller drops its own reference afterwards.
+
+        With `slices`, which cover K, the product sums each slice from zero and adds the slices in their tree, then
+        bias and residual. On a GPU this holds in deterministic mode.
+        """
 
     @abstractmethod
     def linear(self, x: Tensor, w: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """[M, N] = x W^T (+ bias) (+ residual), in that order; into `out` if given."""
+
+    @abstractmethod
+    def linear_nodes(self, x: Tensor, w: Any) -> Tensor:
+        """[nodes, M, N] float32: what a weight packed with a run of a sum's slices adds to each of `slices.nodes()`,
+        without bias and residual. With the nodes of the other runs, `finish_tree` gives the bits of the whole."""
 
     @abstractmethod
     def embed(self, ids: Tensor, w: Any) -> Tensor:

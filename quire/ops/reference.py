@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.errors import EngineError
 from quire.kernels import torch_norm
 from quire.kernels.kv_spec import KVSpec
+from quire.kernels.slices import Slices, add_in_tree
 from quire.kernels.torch_attention import softmax_attention
 from quire.kernels.types import HeadShape, LayerCache, StepContext
 from quire.ops.interface import Ops
@@ -29,6 +31,7 @@ class PlainLinear:
 
     weight: Tensor
     bias: Tensor | None
+    slices: Slices | None = None
 
     @property
     def out_features(self) -> int:
@@ -49,15 +52,34 @@ class TorchOps(Ops):
     Correct to rounding, not bit-reproducible: torch's matmul may round a row differently in another batch.
     """
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PlainLinear:
-        return PlainLinear(weight.float(), None if bias is None else bias.float())
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PlainLinear:
+        if slices is not None:
+            slices.check_width(weight.shape[1])
+        return PlainLinear(weight.float(), None if bias is None else bias.float(), slices)
 
     def linear(
         self, x: Tensor, w: PlainLinear, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        found = F.linear(x, w.weight, w.bias)
+        if w.slices is None:
+            found = F.linear(x, w.weight, w.bias)
+        else:
+            (found,) = self.linear_nodes(x, w)
+            found = found if w.bias is None else found + w.bias
         found = found if residual is None else found + residual
         return found if out is None else out.copy_(found)
+
+    def linear_nodes(self, x: Tensor, w: PlainLinear) -> Tensor:
+        slices = w.slices
+        if slices is None:
+            raise EngineError("a weight without slices has no tree of sums: use linear")
+
+        def summed(index: int) -> Tensor:
+            columns = slices.columns(index, index + 1)
+            return F.linear(x[:, columns], w.weight[:, columns])
+
+        return torch.stack([add_in_tree([summed(i) for i in range(*node)]) for node in slices.nodes()])
 
     def embed(self, ids: Tensor, w: PlainLinear) -> Tensor:
         return w.weight[ids.long()]

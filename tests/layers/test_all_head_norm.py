@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import EngineError
-from quire.kernels.torch_norm import tree_sum
+from quire.kernels.slices import add_in_tree
 from quire.kernels.types import HeadShape
 from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec, RopeSpec
 from quire.models.decoder import Decoder
@@ -61,7 +61,7 @@ def test_squares_are_summed_by_heads_in_one_tree(heads: int) -> None:
     generator = torch.Generator().manual_seed(heads)
     x, weight = torch.randn(4, 3 * heads, generator=generator), torch.randn(heads, generator=generator)
     want = np.array([_tree([np.float32(v) for v in row]) for row in (x[:, :heads] ** 2).tolist()], np.float32)
-    assert np.array_equal(tree_sum(x[:, :heads] ** 2).numpy(), want)
+    assert np.array_equal(add_in_tree((x[:, :heads] ** 2).unbind(-1)).numpy(), want)
     scale = np.float32(1) / np.sqrt(want / np.float32(heads) + np.float32(1e-5))
     normed = x[:, :heads].numpy() * scale[:, None] * weight.numpy()
     got = x.clone()

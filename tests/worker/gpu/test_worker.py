@@ -36,7 +36,7 @@ def test_a_row_with_infinite_logits_fails_alone() -> None:
 
     def poisoned(hidden: Any, ctx: Any = None, out: Any = None) -> Any:
         logits = original(hidden, ctx, out)
-        rows = worker._runner._buffers.rows if out is not None else None
+        rows = worker._runner.launches.buffers.rows if out is not None else None
         if rows is not None:
             for place in range(logits.shape[0]):
                 if int(rows[place]) == 0:
