@@ -150,7 +150,7 @@ def _fixed_kernel(
         values = tl.load(x_row + place[None, :], mask=used[:, None] & inside[None, :], other=0.0)
         w = tl.load(w_row + place[None, :], mask=real[:, None] & inside[None, :], other=0.0)
         acc = tl.dot(values, tl.trans(w), acc, input_precision=PRECISION)
-        if N > 1:
+        if N > 1:  # noqa: SIM102 (known when compiled; the other is not)
             if block % blocks == blocks - 1:
                 c0, c1, c2, c3, c4, c5, c6, c7 = _count(
                     acc, block // blocks, LAST_PLACE, c0, c1, c2, c3, c4, c5, c6, c7

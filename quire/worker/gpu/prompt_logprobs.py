@@ -8,7 +8,7 @@ import torch
 
 from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
-from quire.sampling.sampler import SampledLogprobs, token_logprobs
+from quire.sampling.logprobs import SampledLogprobs, token_logprobs
 from quire.scheduler.plan import PlanEntry
 from quire.worker.gpu.batches import MixedBatch
 from quire.worker.gpu.memory import too_much

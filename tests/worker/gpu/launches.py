@@ -53,7 +53,7 @@ def recorded() -> Iterator[list[str]]:
 def names(found: list[str]) -> list[str]:
     """The launches without their shapes, and without the allocations."""
     short = [entry.split("(")[0].split(" ")[0].strip("_").removesuffix("_kernel") for entry in found]
-    return [name for name in short if name not in ("empty", "empty_like")]
+    return [name for name in short if name not in ("empty", "empty_like", "new_empty")]
 
 
 def _shapes(value: Any) -> str:
