@@ -77,7 +77,10 @@ class Linear:
 
     def add_to(self, stream: ResidualStream, x: Tensor, ctx: StepContext | None) -> None:
         """stream += x W^T (+ bias). Here ranks that hold a part of K each will add up their results."""
-        stream.take(self(x, ctx, stream.residual))
+        if stream.owes:
+            stream.owe(self._ops.linear(x, self.packed))
+        else:
+            stream.rows = self._ops.linear(x, self.packed, stream.rows)
 
 
 class Embedding(Linear):
