@@ -82,3 +82,21 @@ def test_the_environment_is_read_in_config_only() -> None:
             for node in ast.walk(tree):
                 read = isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.getenv", "os.environ.get")
                 assert not read or "PYTHONPATH" in ast.unparse(node), f"{path}:{node.lineno}"
+
+
+ARITHMETIC = ("kernels", "attention", "ops", "layers", "models")
+"""Rooms of the arithmetic, lowest first."""
+
+
+def test_the_stack_of_operations_has_no_circle() -> None:
+    for path, tree in sources().items():
+        if room(path) in ARITHMETIC:
+            above = ARITHMETIC[ARITHMETIC.index(room(path)) + 1 :]
+            assert not {name for name in imports(tree) if name.startswith(tuple(f"quire.{one}" for one in above))}, path
+
+
+def test_no_backend_is_probed_for_what_it_can_do() -> None:
+    for path, tree in sources().items():
+        if room(path) in (*ARITHMETIC, "worker"):
+            calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+            assert not [node.lineno for node in calls if ast.unparse(node.func) == "hasattr"], path
