@@ -130,7 +130,9 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         )
     for name, slices in (("heads", Slices.of_heads(32, 128)), ("ranges", Slices.of_width(4096))):
         wide_x, wide_weight = torch.empty(2, 4096, dtype=dtype), torch.empty(256, 4096, dtype=dtype)
-        yield name, partial(linear_fixed.linear_fixed, wide_x, wide_weight, slices=slices)
+        for parts in (1, slices.count // 8, slices.count):
+            yield f"{name} in {parts}", partial(
+                linear_fixed.linear_fixed, wide_x, wide_weight, slices=slices, parts=parts)
     if not small:
         yield from ahead(dtype)
 
