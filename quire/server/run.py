@@ -24,6 +24,7 @@ from quire.server.hosts import is_loopback
 from quire.server.log import event
 from quire.server.tracing import Tracing
 
+_BACKLOG = 2048
 StartEngine = Callable[[], Coroutine[Any, Any, Any]]
 
 
@@ -51,6 +52,7 @@ async def serve(config: ServerConfig, start_engine: StartEngine,
         app = build_app(engine, config, keys=keys, tracing=tracing)
         try:
             address = _address(listener)
+            listener.listen(_BACKLOG)  # who reads that it is ready may connect at once
             event(logging.INFO, "ready", url=address, model=app.service.model_name, api_keys=len(keys),
                   seconds=round(time.monotonic() - began, 2))
             if ready is not None:
@@ -73,7 +75,7 @@ async def _serve_until_stopped(app: App, config: ServerConfig, listener: socket.
     server = _Server(uvicorn.Config(
         with_cors(app, config.allowed_origins), http=bounded_protocol(config), ws="none", lifespan="off",
         log_config=None, access_log=False, server_header=False, date_header=False, timeout_keep_alive=30,
-        timeout_graceful_shutdown=3, backlog=2048))
+        timeout_graceful_shutdown=3, backlog=_BACKLOG))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopped = asyncio.create_task(stops.first.wait())
     given_up = asyncio.create_task(app.service.engine.given_up())
