@@ -7,7 +7,7 @@ from typing import Literal
 
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,20 @@ class RopeSpec:
     kind: RopeKind = "default"
     factor: float = 1.0
     original_max_positions: int = 0
-    """The length the model was trained at; read by dynamic, llama3 and yarn."""
+    """The length the model was trained at; read by dynamic, llama3, yarn and longrope."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    """Multiplies cosines and sines (yarn)."""
+    """Multiplies cosines and sines (yarn, longrope)."""
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    """longrope: one divisor per pair of features, for models used within and past their trained length."""
+    interleaved: bool = False
+    """The checkpoint pairs features 2i and 2i + 1. The loader reorders the rows of q and k, so that every kernel
+    pairs feature i with i + rotary_dim / 2."""
 
 
 @dataclass(frozen=True, slots=True)

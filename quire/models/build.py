@@ -13,6 +13,7 @@ from quire.errors import ModelLoadError
 from quire.layers.ops import Ops
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of, read_spec
+from quire.models.rotary_rows import half_split
 from quire.models.spec import Shape
 from quire.models.weight_names import WeightNames
 
@@ -70,7 +71,7 @@ def _load_stored(
             continue  # stored by some checkpoints beside the table it is tied to
         if name not in shapes:
             return False
-        decoder.load(name, part, source)
+        decoder.load(name, half_split(name, part, decoder.spec), source)
     return True
 
 

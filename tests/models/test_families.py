@@ -14,7 +14,7 @@ from quire.kernels.reference import TorchOps
 from quire.layers.ops import Ops
 from quire.models.build import build_decoder
 from quire.models.decoder import Decoder
-from tests.checkpoints import config_of, make_model, oracle_greedy, oracle_logits, weights_of
+from tests.checkpoints import FAMILY_NAMES, LONGROPE, config_of, make_model, oracle_greedy, oracle_logits, weights_of
 from tests.layers.test_rotary import VARIANTS
 from tests.paged_driver import PagedDriver
 
@@ -55,6 +55,36 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "gemma2": ("gemma2", {}),
+    "gemma2 no caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2 untied mqa biases": (
+        "gemma2",
+        {"tie_word_embeddings": False, "num_key_value_heads": 1, "attention_bias": True, "head_dim": 12},
+    ),
+    "ministral": ("ministral", {}),
+    "ministral windows alone": ("ministral", {"sliding_window": 17, "layer_types": None, "head_dim": 12}),
+    "ministral yarn": ("ministral", {"rope_parameters": VARIANTS["yarn"], "sliding_window": 17}),
+    "smollm3": ("smollm3", {}),
+    "smollm3 no rope at all": ("smollm3", {"no_rope_layers": [0, 0, 0], "tie_word_embeddings": True}),
+    "smollm3 interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2, "attention_bias": True}),
+    "smollm3 window": ("smollm3", {"use_sliding_window": True, "sliding_window": 24, "mlp_bias": True}),
+    "phi3": ("phi3", {}),
+    "phi3 past the trained length": ("phi3", {"original_max_position_embeddings": 32, "num_key_value_heads": 3}),
+    "phi3 attention factor": (
+        "phi3",
+        {"rope_parameters": {**LONGROPE, "attention_factor": 1.3}, "tie_word_embeddings": True},
+    ),
+    "phi3 factor": (
+        "phi3",
+        {"rope_parameters": {**LONGROPE, "factor": 3.0}, "original_max_position_embeddings": 32},
+    ),
+    "phi3 plain": ("phi3", {"rope_parameters": None, "sliding_window": 24, "num_attention_heads": 6}),
+    "glm4": ("glm4", {}),
+    "glm4 whole heads": ("glm4", {"partial_rotary_factor": 1.0, "attention_bias": False, "head_dim": 8}),
+    "glm4 tied quarter": ("glm4", {"partial_rotary_factor": 0.25, "tie_word_embeddings": True, "head_dim": 24}),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2 no biases": ("starcoder2", {"use_bias": False, "sliding_window": None, "num_key_value_heads": 6}),
+    "starcoder2 untied": ("starcoder2", {"tie_word_embeddings": False, "hidden_act": "gelu", "sliding_window": 1}),
     "opt": ("opt", {}),
     "opt 350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 20}),
     "opt no biases": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
@@ -96,7 +126,7 @@ def test_logits_are_those_of_transformers(shape: str, ops: str) -> None:
         driver.release(0)
 
 
-@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "opt", "gpt2"])
+@pytest.mark.parametrize("shape", FAMILY_NAMES)
 def test_sequences_of_one_step_do_not_see_each_other(shape: str) -> None:
     family, overrides = SHAPES[shape]
     model = make_model(family, **overrides)
@@ -117,7 +147,7 @@ def test_sequences_of_one_step_do_not_see_each_other(shape: str) -> None:
             done[seq] = end
 
 
-@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2 window", "qwen3", "gemma3", "opt 350m", "gpt2"])
+@pytest.mark.parametrize("shape", [{"qwen2": "qwen2 window", "opt": "opt 350m"}.get(f, f) for f in FAMILY_NAMES])
 def test_greedy_tokens_past_the_window_are_those_of_transformers(shape: str) -> None:
     family, overrides = SHAPES[shape]
     model = make_model(family, seed=3, **overrides)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.models.refused import reason
 from quire.models.registry import FAMILIES, family_of, read_spec
 
 LLAMA: dict[str, Any] = {
@@ -26,9 +27,9 @@ GEMMA: dict[str, Any] = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "head_
 OPT: dict[str, Any] = {"architectures": ["OPTForCausalLM"], "num_attention_heads": 12}
 GPT2: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"]}
 BASES = {"llama": LLAMA, "gemma3": GEMMA, "opt": OPT, "gpt2": GPT2}
-BASES["mistral"] = {**LLAMA, "architectures": ["MistralForCausalLM"]}
-BASES["qwen2"] = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
-BASES["qwen3"] = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
+for _family in ("Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Glm4", "Gemma2", "Starcoder2"):
+    BASES[_family.lower()] = {**LLAMA, "architectures": [f"{_family}ForCausalLM"]}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
@@ -36,6 +37,26 @@ def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
         family_of({"architectures": ["FancyForCausalLM"]})
     assert "FancyForCausalLM" in str(caught.value)
     assert all(name in str(caught.value) for name in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Qwen3NextForCausalLM", "recurrent state"),
+        ("Qwen3_5ForCausalLM", "recurrent state"),
+        ("GraniteMoeHybridForCausalLM", "recurrent state"),
+        ("Lfm2ForCausalLM", "recurrent state"),
+        ("MixtralForCausalLM", "mixture of experts"),
+        ("DeepseekV3ForCausalLM", "latent attention"),
+    ],
+)
+def test_a_hybrid_or_a_mixture_is_refused_with_the_reason(name: str, why: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{name}.*{why}"):
+        family_of({"architectures": [name]})
+
+
+def test_no_family_is_refused_by_name() -> None:
+    assert not [name for name in FAMILIES if reason(name) is not None]
 
 
 @pytest.mark.parametrize("names", [None, [], "LlamaForCausalLM", [3], {}])
@@ -78,6 +99,16 @@ IMPOSSIBLE: list[tuple[str, str, object]] = [
     ("gemma3", "rope_parameters", {"rope_theta": 10000.0}),
     ("gemma3", "query_pre_attn_scalar", 0),
     ("gemma3", "final_logit_softcapping", -3),
+    ("smollm3", "no_rope_layers", [1, 0]),
+    ("smollm3", "no_rope_layers", [1, 0, 2]),
+    ("smollm3", "no_rope_layer_interval", 0),
+    ("phi3", "partial_rotary_factor", 0.4),
+    ("phi3", "partial_rotary_factor", 1.5),
+    ("phi3", "rope_parameters", {**LONGROPE, "short_factor": [1.0] * 3}),
+    ("phi3", "rope_parameters", {**LONGROPE, "long_factor": [1.0, 1.0, 1.0, "1"]}),
+    ("glm4", "partial_rotary_factor", -1),
+    ("gemma2", "attn_logit_softcapping", 0),
+    ("starcoder2", "norm_epsilon", 0),
     ("opt", "num_attention_heads", 5),
     ("gpt2", "n_head", 5),
     ("gpt2", "n_positions", 0),
@@ -104,6 +135,11 @@ UNSUPPORTED: list[tuple[str, str, object]] = [
     ("qwen2", "layer_types", ["full_attention", "chunked_attention", "full_attention"]),
     ("gemma3", "use_bidirectional_attention", True),
     ("gpt2", "add_cross_attention", True),
+    ("phi3", "attention_bias", True),
+    ("phi3", "lm_head_bias", True),
+    ("phi3", "rope_parameters", {**LONGROPE, "short_mscale": 1.1}),
+    ("starcoder2", "norm_type", "rms_norm"),
+    ("gemma2", "use_bidirectional_attention", True),
 ]
 
 
@@ -114,7 +150,8 @@ def test_an_unsupported_feature_is_refused_by_its_name(family: str, field: str, 
 
 
 ROPES: list[tuple[dict[str, Any], str]] = [
-    ({"rope_type": "longrope", "factor": 2.0}, "rope_type"),
+    ({"rope_type": "proportional", "factor": 2.0}, "rope_type"),
+    ({"rope_type": "longrope", "factor": 2.0}, "short_factor"),
     ({"rope_type": ["yarn"]}, "rope_type"),
     ({"rope_type": "linear"}, "factor"),
     ({"rope_type": "linear", "factor": 0}, "factor"),

@@ -12,6 +12,7 @@ import numpy as np
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.loader.gguf import GgufFile, GgufTensor, float_value, int_value, str_value
+from quire.models.refused import reason
 
 if TYPE_CHECKING:  # naming a model's parts must not cost the import of torch
     import torch
@@ -332,6 +333,9 @@ _BLOCK_NAME = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
 def architecture_of(file: GgufFile) -> tuple[str, GgufArchitecture]:
     arch = str_value(file.metadata, "general.architecture", "")
     known = ARCHITECTURES.get(arch)
+    why = reason(arch)
+    if why is not None:
+        raise UnsupportedModelError(f"{file.path}: GGUF architecture {arch!r} is not supported: {why}")
     if known is None:
         raise UnsupportedModelError(
             f"{file.path}: GGUF architecture {arch!r} is not supported; known: {', '.join(ARCHITECTURES)}"

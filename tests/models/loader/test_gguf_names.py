@@ -181,13 +181,19 @@ def test_frequency_factors_of_another_kind_are_refused() -> None:
         llama3_scaling(np.array([np.nan] * 8, np.float32), 10000.0, 16)
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+@pytest.mark.parametrize(
+    ("arch", "said"),
+    [("mpt", r"'mpt'.*llama.*gemma3"), ("mamba", "state"), ("qwen3moe", "experts"), ("deepseek2", "latent")],
+)
+def test_another_architecture_is_refused_with_the_known_ones_or_with_the_reason(
+    arch: str, said: str, tmp_path: Path
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", arch)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama.*gemma3"):
+    with pytest.raises(UnsupportedModelError, match=said):
         load(tmp_path / "m.gguf")
 
 
