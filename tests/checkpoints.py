@@ -45,6 +45,12 @@ _ALTERNATING: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 24,
 }
+_FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 2.0,
+}
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -84,6 +90,7 @@ _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"original_max_position_embeddings": 256},
     ),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", {**SMALL, "head_dim": 16}),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {**SMALL, **_FACTORS}),
     "starcoder2": (
         "Starcoder2Config",
         "Starcoder2ForCausalLM",

@@ -15,7 +15,7 @@ class Norm:
     def __init__(self, ops: Ops, spec: NormSpec, size: int) -> None:
         self._ops = ops
         self._spec = spec
-        self.weight = torch.ones(size)
+        self.weight = torch.full((size,), spec.scale)
         self.bias: Tensor | None = (
             torch.zeros(size) if spec.kind == "layer" and spec.affine and spec.bias else None
         )
@@ -25,11 +25,11 @@ class Norm:
         return self._spec.eps
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
-        """Take the stored weight or bias, folding the family's offset into the weight."""
+        """Take the stored weight or bias, folding the family's offset and scale into it."""
         if kind == "bias":
-            self.bias = tensor.to(torch.float32).clone()
+            self.bias = tensor.to(torch.float32) * self._spec.scale
         else:
-            self.weight = tensor.to(torch.float32) + self._spec.weight_offset
+            self.weight = (tensor.to(torch.float32) + self._spec.weight_offset) * self._spec.scale
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._spec.kind == "rms":

@@ -21,6 +21,8 @@ class NormSpec:
     """False: no weight and no bias in the checkpoint (an OPT option)."""
     weight_offset: float = 0.0
     """Added to the weight when it is loaded: Gemma stores w for a factor of 1 + w."""
+    scale: float = 1.0
+    """Multiplies what comes out; part of the weight and the bias once they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from quire.models.families import (
     gemma3,
     glm4,
     gpt2,
+    granite,
     llama,
     ministral,
     mistral,
@@ -27,7 +28,7 @@ from quire.models.refused import reason
 from quire.models.spec import DecoderSpec
 
 _FILES = (
-    *(llama, mistral, ministral, qwen2, qwen3, smollm3, phi3, glm4),
+    *(llama, mistral, ministral, qwen2, qwen3, smollm3, phi3, glm4, granite),
     *(gemma2, gemma3, starcoder2, opt, gpt2),
 )
 FAMILIES: dict[str, Family] = {file.FAMILY.architecture: file.FAMILY for file in _FILES}

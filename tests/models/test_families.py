@@ -82,6 +82,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {}),
     "glm4 whole heads": ("glm4", {"partial_rotary_factor": 1.0, "attention_bias": False, "head_dim": 8}),
     "glm4 tied quarter": ("glm4", {"partial_rotary_factor": 0.25, "tie_word_embeddings": True, "head_dim": 24}),
+    "granite": ("granite", {}),
+    "granite no factors": (
+        "granite",
+        {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0, "attention_bias": True},
+    ),
+    "granite tied": (
+        "granite",
+        {"residual_multiplier": 2.5, "logits_scaling": 8.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-2},
+    ),
     "starcoder2": ("starcoder2", {}),
     "starcoder2 no biases": ("starcoder2", {"use_bias": False, "sliding_window": None, "num_key_value_heads": 6}),
     "starcoder2 untied": ("starcoder2", {"tie_word_embeddings": False, "hidden_act": "gelu", "sliding_window": 1}),

@@ -27,7 +27,7 @@ GEMMA: dict[str, Any] = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "head_
 OPT: dict[str, Any] = {"architectures": ["OPTForCausalLM"], "num_attention_heads": 12}
 GPT2: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"]}
 BASES = {"llama": LLAMA, "gemma3": GEMMA, "opt": OPT, "gpt2": GPT2}
-for _family in ("Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Glm4", "Gemma2", "Starcoder2"):
+for _family in ("Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Glm4", "Gemma2", "Granite", "Starcoder2"):
     BASES[_family.lower()] = {**LLAMA, "architectures": [f"{_family}ForCausalLM"]}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
@@ -109,6 +109,8 @@ IMPOSSIBLE: list[tuple[str, str, object]] = [
     ("glm4", "partial_rotary_factor", -1),
     ("gemma2", "attn_logit_softcapping", 0),
     ("starcoder2", "norm_epsilon", 0),
+    ("granite", "residual_multiplier", 0),
+    ("granite", "logits_scaling", -8),
     ("opt", "num_attention_heads", 5),
     ("gpt2", "n_head", 5),
     ("gpt2", "n_positions", 0),
@@ -129,6 +131,8 @@ UNSUPPORTED: list[tuple[str, str, object]] = [
     ("llama", "num_local_experts", 8),
     ("llama", "sliding_window", 128),
     ("llama", "partial_rotary_factor", 0.5),
+    ("llama", "residual_multiplier", 0.5),
+    ("mistral", "logits_scaling", 2.0),
     ("llama", "quantization_config", {"quant_method": "awq"}),
     ("llama", "is_encoder_decoder", True),
     ("mistral", "attention_bias", True),

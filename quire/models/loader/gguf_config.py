@@ -101,6 +101,17 @@ def smollm3_config(file: GgufFile, arch: str, config: Config) -> None:
     config["no_rope_layer_interval"] = 4  # of the architecture: the format has no key for it
 
 
+def granite_config(file: GgufFile, arch: str, config: Config) -> None:
+    llama_config(file, arch, config)
+    for key, field in (
+        ("attention.scale", "attention_multiplier"),
+        ("embedding_scale", "embedding_multiplier"),
+        ("residual_scale", "residual_multiplier"),
+        ("logit_scale", "logits_scaling"),
+    ):
+        config[field] = float_value(file.metadata, f"{arch}.{key}", 1.0)
+
+
 def glm4_config(file: GgufFile, arch: str, config: Config) -> None:
     gated_config(file, arch, config)
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors

@@ -133,6 +133,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen2": _like_llama("Qwen2ForCausalLM", "qwen2", configs.qwen2_config),
     "qwen3": _like_llama("Qwen3ForCausalLM", "qwen3", configs.qwen3_config),
     "smollm3": _like_llama("SmolLM3ForCausalLM", "smollm3", configs.smollm3_config, undo=_undo_llama),
+    "granite": _like_llama("GraniteForCausalLM", "granite", configs.granite_config, undo=_undo_llama),
     "phi3": _like_llama("Phi3ForCausalLM", "phi3", configs.phi3_config, _PHI3_BLOCK),
     "glm4": _like_llama("Glm4ForCausalLM", "glm4", configs.glm4_config, _GLM4_BLOCK),
     "starcoder2": _like_llama(

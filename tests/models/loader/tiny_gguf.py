@@ -62,6 +62,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "glm4": {"model_type": "glm4", **SMALL, "pad_token_id": 0, "partial_rotary_factor": 0.5},
+    "granite": {
+        "model_type": "granite",
+        **SMALL,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.0625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
     "starcoder2": {"model_type": "starcoder2", **SMALL, "sliding_window": 8, "tie_word_embeddings": True},
     "gpt2": {
         "model_type": "gpt2",
@@ -73,7 +81,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_inner": 256,
     },
 }
-PERMUTED = ("llama", "smollm3")
+PERMUTED = ("llama", "smollm3", "granite")
 """Whose converter makes the rotary pairs of q and k interleaved."""
 ARCHS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name in CONFIGS}
 
@@ -137,6 +145,11 @@ def _write_shape(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if arch == "phi3":
         _write_longrope(writer, config)
 
