@@ -31,6 +31,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama wide heads": ("llama", {"head_dim": 20}),
     "llama one layer": ("llama", {"num_hidden_layers": 1, "vocab_size": 33, "intermediate_size": 17}),
     **{f"llama rope {name}": ("llama", {"rope_parameters": VARIANTS[name]}) for name in VARIANTS},
+    "falcon 3": ("llama", {"head_dim": 32, "num_attention_heads": 4, "rope_parameters": {"rope_theta": 1000042.0}}),
     "mistral": ("mistral", {}),
     "mistral no window": ("mistral", {"sliding_window": None}),
     "mistral window of one": ("mistral", {"sliding_window": 1}),
@@ -231,17 +232,31 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "sliding_window": 16,
     },
+    "gemma2": {"rope_theta": 500.0, "sliding_window": 16},
+    "smollm3": {"rope_theta": 5e6, "no_rope_layers": None, "no_rope_layer_interval": 2},
+    "phi3": {
+        "rope_theta": 500.0,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]},
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 32,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "glm4": {"rope_theta": 500.0, "partial_rotary_factor": 0.75},
+    "granite": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
+    "starcoder2": {"rope_theta": 500.0, "sliding_window": 16},
 }
 
 
 @pytest.mark.parametrize("family", OLD_CONFIGS)
 def test_a_config_of_transformers_4_means_the_same(family: str) -> None:
     old = OLD_CONFIGS[family]
-    overrides = dict(old) | ({"layer_types": None} if family != "llama" else {})
+    windowed = family not in ("llama", "phi3", "glm4", "granite", "starcoder2")
+    overrides = {**old, "rope_parameters": None} | ({"layer_types": None} if windowed else {})
     model = make_model(family, **overrides)
     config = config_of(model)
     for field in ("rope_parameters", "layer_types", "head_dim", "_sliding_window_pattern", "dtype"):
-        if not (field == "head_dim" and family in ("qwen3", "gemma3")):
+        if not (field == "head_dim" and family in ("qwen3", "gemma2", "gemma3", "glm4")):
             config.pop(field, None)
     config = {**config, **old, "torch_dtype": "float32", "transformers_version": "4.40.0"}
     tokens = tokens_of(60, 97)

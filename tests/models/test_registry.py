@@ -180,6 +180,12 @@ def test_a_rotation_that_cannot_be_is_refused(rope: dict[str, Any], named: str, 
         read_spec({**LLAMA, field: rope})
 
 
+def test_longrope_by_its_first_name_is_longrope() -> None:
+    specs = [read_spec({**BASES["phi3"], "rope_scaling": {**LONGROPE, "rope_type": kind}}) for kind in ("su", "longrope")]
+    assert specs[0] == specs[1]
+    assert specs[0].ropes[0].long_factors == (2.0,) * 4
+
+
 def test_a_text_config_inside_the_config_is_read() -> None:
     inner = {key: value for key, value in GEMMA.items() if key != "architectures"}
     nested = {"architectures": GEMMA["architectures"], "text_config": inner}

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.kernels.reference import TorchOps
 from quire.models.build import build_decoder
+from quire.models.loader.gguf_names import hf_config
 from quire.models.loader.gguf_rope import llama3_scaling
 from quire.models.loader.source import GgufSource, resolve_model
 from tests.checkpoints import oracle_logits
@@ -175,6 +176,30 @@ def test_rope_factors_become_config_and_no_weight(tmp_path: Path) -> None:
     assert not any("rope" in name for name, _ in source.weights())
 
 
+def test_longrope_keeps_a_factor_that_does_not_follow_from_the_lengths(tmp_path: Path) -> None:
+    model = tiny_model("phi3")
+    plain = load(write_gguf(tmp_path / "plain.gguf", "phi3", model)).config["rope_scaling"]
+    assert "attention_factor" not in plain and plain["long_factor"] == [1.0, 1.5, 2.0, 4.0, 8.0, 16.0]
+    source = load(tmp_path / "plain.gguf")
+    source._file.metadata["phi3.rope.scaling.attn_factor"] = 1.25
+    assert hf_config(source._file)["rope_scaling"] == {**plain, "attention_factor": 1.25}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windowed"),
+    [(3, [True, True, False]), (np.array([False, True, True]), [False, True, True]), (np.array([True] * 2), None)],
+)
+def test_windows_are_flags_or_a_period(pattern: Any, windowed: list[bool] | None, tmp_path: Path) -> None:
+    source = load(write_gguf(tmp_path / "m.gguf", "gemma2", tiny_model("gemma2")))
+    source._file.metadata["gemma2.attention.sliding_window_pattern"] = pattern
+    if windowed is None:
+        with pytest.raises(ModelLoadError, match="sliding_window_pattern"):
+            hf_config(source._file)
+    else:
+        types = hf_config(source._file)["layer_types"]
+        assert [kind == "sliding_attention" for kind in types] == windowed
+
+
 def test_frequency_factors_of_another_kind_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="llama3"):
         llama3_scaling(np.array([1, 5, 2, 3, 1, 7, 2, 9], np.float32), 10000.0, 16)
@@ -222,7 +247,5 @@ def test_impossible_shapes_are_refused(key: str, value: Any, tmp_path: Path) -> 
     path = write_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"))
     source = load(path)
     source._file.metadata[key] = value
-    from quire.models.loader.gguf_names import hf_config
-
     with pytest.raises(ModelLoadError):
         hf_config(source._file)
