@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire.layers.spec import RopeKind, RopeSpec
@@ -16,12 +17,14 @@ def rope_of(
     layer_type: str | None = None,
     default_theta: float = 10000.0,
     partial: float | None = None,
+    interleaved: bool = False,
 ) -> RopeSpec:
     """The rotation: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers
     4).
 
     `layer_type` picks one of a config that has several; without it such a config is refused. `partial` is
-    the default of `partial_rotary_factor`; without it heads turn whole and the field is refused.
+    the default of `partial_rotary_factor`; without it heads turn whole and the field is refused. `interleaved`
+    is how the family pairs features (see `RopeSpec`).
     """
     fields = reader.get("rope_parameters")
     fields = reader.get("rope_scaling") if fields is None else fields
@@ -38,7 +41,27 @@ def rope_of(
     theta = positive(
         reader, "rope_theta", reader.get("rope_theta") if theta is None else theta, default_theta
     )
-    return read_rope(reader, fields, theta, head_dim, partial)
+    return replace(read_rope(reader, fields, theta, head_dim, partial), interleaved=interleaved)
+
+
+def full_and_window_ropes(
+    reader: ConfigReader, head_dim: int, full_theta: float, window_theta: float
+) -> tuple[RopeSpec, RopeSpec]:
+    """The full layers' rotation and the window layers', which a config of transformers 4 never scales.
+
+    The thetas are what a config that does not say means.
+    """
+    fields = reader.get("rope_parameters")
+    if fields is None:
+        full = rope_of(reader, head_dim, default_theta=full_theta)
+        return full, RopeSpec(window_theta, head_dim)
+    if not isinstance(fields, Mapping) or not {"full_attention", "sliding_attention"} & fields.keys():
+        reader.fail("rope_parameters", "must hold full_attention and sliding_attention")
+    window = fields.get("sliding_attention") or {}
+    theta = window.get("rope_theta") if isinstance(window, Mapping) else None
+    theta = positive(reader, "rope_theta", theta, window_theta)
+    full = rope_of(reader, head_dim, "full_attention", full_theta)
+    return full, read_rope(reader, window, theta, head_dim)
 
 
 def reach(limit: int, rope: RopeSpec) -> int:

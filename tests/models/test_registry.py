@@ -181,7 +181,8 @@ def test_a_rotation_that_cannot_be_is_refused(rope: dict[str, Any], named: str, 
 
 
 def test_longrope_by_its_first_name_is_longrope() -> None:
-    specs = [read_spec({**BASES["phi3"], "rope_scaling": {**LONGROPE, "rope_type": kind}}) for kind in ("su", "longrope")]
+    kinds = ("su", "longrope")
+    specs = [read_spec({**BASES["phi3"], "rope_scaling": {**LONGROPE, "rope_type": kind}}) for kind in kinds]
     assert specs[0] == specs[1]
     assert specs[0].ropes[0].long_factors == (2.0,) * 4
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec, RopeSpec
-from quire.models.config_reader import (
-    MAX_HIDDEN,
-    MAX_LAYERS,
-    MAX_POSITIONS,
-    ConfigReader,
-    positive,
-)
+from quire.models.config_reader import MAX_HIDDEN, MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.models.families import llama
 from quire.models.family import Family
-from quire.models.rope_config import reach, read_rope, rope_of
+from quire.models.rope_config import full_and_window_ropes, reach
 from quire.models.spec import DecoderSpec, LayerSpec
 from quire.models.weight_names import WeightNames
 
@@ -28,23 +22,6 @@ NAMES = WeightNames(
     },
     ignored=llama.NAMES.ignored,
 )
-
-
-def _ropes(c: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
-    """The full layers' rotation and the window layers', which transformers 4 never scales."""
-    fields = c.get("rope_parameters")
-    if fields is None:
-        scaling = c.get("rope_scaling") or {}
-        if not isinstance(scaling, Mapping):
-            c.fail("rope_scaling", f"must be an object, not {scaling!r}")
-        full = read_rope(c, scaling, c.number("rope_theta", 1_000_000.0), head_dim)
-        return full, RopeSpec(c.number("rope_local_base_freq", 10_000.0), head_dim)
-    if not isinstance(fields, Mapping) or not {"full_attention", "sliding_attention"} & fields.keys():
-        c.fail("rope_parameters", "must hold full_attention and sliding_attention")
-    window = fields.get("sliding_attention") or {}
-    theta = window.get("rope_theta") if isinstance(window, Mapping) else None
-    theta = positive(c, "rope_theta", theta, c.number("rope_local_base_freq", 10_000.0))
-    return rope_of(c, head_dim, "full_attention", 1_000_000.0), read_rope(c, window, theta, head_dim)
 
 
 def gemma_like(
@@ -114,7 +91,7 @@ def read(c: ConfigReader) -> DecoderSpec:
     every = c.size("sliding_window_pattern", 6)
     return gemma_like(
         c,
-        lambda head_dim: _ropes(c, head_dim),
+        lambda dim: full_and_window_ropes(c, dim, 1_000_000.0, c.number("rope_local_base_freq", 10_000.0)),
         windowed=[bool((index + 1) % every) for index in range(count)],
         qk_norm=True,
         vocab=262_208,

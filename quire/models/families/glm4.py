@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.models.config_reader import ConfigReader
 from quire.models.families import llama
 from quire.models.family import Family
+from quire.models.rope_config import rope_of
 from quire.models.spec import DecoderSpec
 from quire.models.weight_names import WeightNames
 
@@ -28,8 +29,7 @@ def read(c: ConfigReader) -> DecoderSpec:
         qkv_bias=c.flag("attention_bias", True),
         out_bias=False,
         head_dim=128,
-        partial=0.5,
-        interleaved=True,
+        ropes_of=lambda dim: (rope_of(c, dim, partial=0.5, interleaved=True),),
         eps=1.5625e-7,
         placement="sandwich",
     )

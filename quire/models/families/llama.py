@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
-from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec
+from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec, RopeSpec
 from quire.models.config_reader import MAX_HIDDEN, MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.models.family import Family
 from quire.models.rope_config import reach, rope_of
@@ -39,22 +38,22 @@ def llama_like(
     head_dim: int | None = None,
     windows: Sequence[int | None] | None = None,
     rotated: Sequence[bool] | None = None,
-    partial: float | None = None,
-    interleaved: bool = False,
-    theta: float = 10000.0,
+    ropes_of: Callable[[int], tuple[RopeSpec, ...]] | None = None,
     eps: float = 1e-6,
     tied: bool = False,
     placement: NormPlacement = "pre",
 ) -> DecoderSpec:
-    """RMS norms, one rotation, gated MLP; `windows` and `rotated` have one entry per layer.
+    """RMS norms, gated MLP; `windows` and `rotated` have one entry per layer.
 
-    `head_dim`, `partial` (see `rope_of`), `theta`, `eps` and `tied` are what a config that does not say means.
+    `ropes_of` a head size gives the rotation, or the full layers' and the window layers'. `head_dim`, `eps` and
+    `tied` are what a config that does not say means.
     """
     hidden = c.size("hidden_size", most=MAX_HIDDEN)
     heads, kv_heads, dim = c.heads(hidden, head_dim)
     norm = NormSpec("rms", c.number("rms_norm_eps", eps))
     count = c.size("num_hidden_layers", most=MAX_LAYERS)
     mlp = MlpSpec(c.size("intermediate_size"), c.activation("hidden_act", "silu", gated=True), bias=mlp_bias)
+    ropes = (rope_of(c, dim),) if ropes_of is None else ropes_of(dim)
     layers = tuple(
         LayerSpec(
             AttentionSpec(
@@ -65,7 +64,7 @@ def llama_like(
                 qkv_bias=qkv_bias,
                 out_bias=out_bias,
                 qk_norm=norm if qk_norm else None,
-                rope=0 if turns else None,
+                rope=None if not turns else 0 if window is None else len(ropes) - 1,
                 window=window,
             ),
             mlp,
@@ -74,14 +73,13 @@ def llama_like(
         )
         for window, turns in zip(windows or [None] * count, rotated or [True] * count, strict=True)
     )
-    rope = replace(rope_of(c, dim, default_theta=theta, partial=partial), interleaved=interleaved)
     return DecoderSpec(
         c.architecture,
         vocab_size=c.size("vocab_size"),
         hidden_size=hidden,
-        max_positions=reach(c.size("max_position_embeddings", most=MAX_POSITIONS), rope),
+        max_positions=reach(c.size("max_position_embeddings", most=MAX_POSITIONS), ropes[0]),
         layers=layers,
-        ropes=(rope,),
+        ropes=ropes,
         final_norm=norm,
         tied_head=c.flag("tie_word_embeddings", tied),
     )

@@ -6,6 +6,7 @@ from quire.models.config_reader import ConfigReader
 from quire.models.families import llama
 from quire.models.families.mistral import every_window
 from quire.models.family import Family
+from quire.models.rope_config import rope_of
 from quire.models.spec import DecoderSpec
 from quire.models.weight_names import WeightNames
 
@@ -26,7 +27,12 @@ def read(c: ConfigReader) -> DecoderSpec:
     for bias in ("attention_bias", "mlp_bias", "lm_head_bias"):
         c.allow(bias, False)
     return llama.llama_like(
-        c, qkv_bias=False, out_bias=False, windows=every_window(c), partial=1.0, eps=1e-5
+        c,
+        qkv_bias=False,
+        out_bias=False,
+        windows=every_window(c),
+        ropes_of=lambda dim: (rope_of(c, dim, partial=1.0),),
+        eps=1e-5,
     )
 
 

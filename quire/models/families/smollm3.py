@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.models.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.models.families.llama import NAMES, llama_like
 from quire.models.family import Family
+from quire.models.rope_config import rope_of
 from quire.models.spec import DecoderSpec
 
 
@@ -32,7 +33,7 @@ def read(c: ConfigReader) -> DecoderSpec:
         mlp_bias=c.flag("mlp_bias", False),
         windows=c.layer_windows(count, window, [used and not turns for turns in rotated]),
         rotated=rotated,
-        theta=2_000_000.0,
+        ropes_of=lambda dim: (rope_of(c, dim, default_theta=2_000_000.0),),
         tied=True,
     )
 
