@@ -9,10 +9,10 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.kernels.cpu.ops import CpuOps
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.loader.source import ModelSource, resolve_model
 from quire.models.registry import read_spec
+from quire.ops.cpu import CpuOps
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.speculation.options import REJECTION, SKIP_LAYERS, SpeculationOptions
 from quire.worker.cache_engine import CacheEngine

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from quire.config import CacheConfig
 from quire.errors import ConfigError, QuireError
-from quire.layers.ops import Ops
 from quire.models.decoder import Decoder
 from quire.models.registry import read_spec
+from quire.ops.interface import Ops
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import PlanEntry, RowStart, StepPlan, StepResult, TableDiff
 from quire.speculation.options import REJECTION, SpeculationOptions
@@ -359,8 +359,8 @@ class GpuWorker:
             if isinstance(self._runner.drafter, DeviceDrafter):
                 self._runner.drafter.runner.close()
             self._runner.close()
-        if hasattr(self.__dict__.get("ops"), "close"):
-            self.ops.close()  # type: ignore[attr-defined]
+        if "ops" in self.__dict__:
+            self.ops.close()
         for name in ("_runner", "_copies", "_cache", "table", "decoder", "ops", "_copier"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
@@ -382,7 +382,7 @@ def _length(max_positions: int, wanted: int | None) -> int:
 def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype) -> Ops:
     if device.type != "cuda":
         raise ConfigError("only a GPU has kernels of its own here: hand in the operations of another device", "device")
-    from quire.kernels.triton.ops import KV_DTYPES, TritonOps
+    from quire.ops.triton import KV_DTYPES, TritonOps
 
     return TritonOps(
         device,
