@@ -91,6 +91,8 @@ _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", {**SMALL, "head_dim": 16}),
     "granite": ("GraniteConfig", "GraniteForCausalLM", {**SMALL, **_FACTORS}),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", SMALL),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {**SMALL, **_ALTERNATING}),
     "starcoder2": (
         "Starcoder2Config",
         "Starcoder2ForCausalLM",

@@ -16,6 +16,8 @@ from quire.models.families import (
     llama,
     ministral,
     mistral,
+    olmo2,
+    olmo3,
     opt,
     phi3,
     qwen2,
@@ -28,7 +30,7 @@ from quire.models.refused import reason
 from quire.models.spec import DecoderSpec
 
 _FILES = (
-    *(llama, mistral, ministral, qwen2, qwen3, smollm3, phi3, glm4, granite),
+    *(llama, mistral, ministral, qwen2, qwen3, smollm3, phi3, glm4, granite, olmo2, olmo3),
     *(gemma2, gemma3, starcoder2, opt, gpt2),
 )
 FAMILIES: dict[str, Family] = {file.FAMILY.architecture: file.FAMILY for file in _FILES}

@@ -92,6 +92,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "granite",
         {"residual_multiplier": 2.5, "logits_scaling": 8.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-2},
     ),
+    "olmo2": ("olmo2", {}),
+    "olmo2 biases tied mqa": (
+        "olmo2",
+        {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 12},
+    ),
+    "olmo2 mha yarn": ("olmo2", {"num_key_value_heads": 6, "rope_parameters": VARIANTS["yarn"]}),
+    "olmo3": ("olmo3", {}),
+    "olmo3 scaled on full layers": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {**VARIANTS["yarn"], "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            }
+        },
+    ),
+    "olmo3 five layers": ("olmo3", {"layer_types": None, "num_hidden_layers": 5, "sliding_window": 17}),
     "starcoder2": ("starcoder2", {}),
     "starcoder2 no biases": ("starcoder2", {"use_bias": False, "sliding_window": None, "num_key_value_heads": 6}),
     "starcoder2 untied": ("starcoder2", {"tie_word_embeddings": False, "hidden_act": "gelu", "sliding_window": 1}),
@@ -245,13 +262,15 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
     "glm4": {"rope_theta": 500.0, "partial_rotary_factor": 0.75},
     "granite": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
     "starcoder2": {"rope_theta": 500.0, "sliding_window": 16},
+    "olmo2": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
+    "olmo3": {"rope_theta": 5e5, "rope_scaling": VARIANTS["yarn"], "sliding_window": 16},
 }
 
 
 @pytest.mark.parametrize("family", OLD_CONFIGS)
 def test_a_config_of_transformers_4_means_the_same(family: str) -> None:
     old = OLD_CONFIGS[family]
-    windowed = family not in ("llama", "phi3", "glm4", "granite", "starcoder2")
+    windowed = family not in ("llama", "phi3", "glm4", "granite", "starcoder2", "olmo2")
     overrides = {**old, "rope_parameters": None} | ({"layer_types": None} if windowed else {})
     model = make_model(family, **overrides)
     config = config_of(model)

@@ -27,7 +27,11 @@ GEMMA: dict[str, Any] = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "head_
 OPT: dict[str, Any] = {"architectures": ["OPTForCausalLM"], "num_attention_heads": 12}
 GPT2: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"]}
 BASES = {"llama": LLAMA, "gemma3": GEMMA, "opt": OPT, "gpt2": GPT2}
-for _family in ("Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Glm4", "Gemma2", "Granite", "Starcoder2"):
+_LLAMA_LIKE = (
+    *("Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Glm4", "Gemma2", "Granite", "Starcoder2"),
+    *("Olmo2", "Olmo3"),
+)
+for _family in _LLAMA_LIKE:
     BASES[_family.lower()] = {**LLAMA, "architectures": [f"{_family}ForCausalLM"]}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
@@ -143,6 +147,7 @@ UNSUPPORTED: list[tuple[str, str, object]] = [
     ("phi3", "lm_head_bias", True),
     ("phi3", "rope_parameters", {**LONGROPE, "short_mscale": 1.1}),
     ("starcoder2", "norm_type", "rms_norm"),
+    ("olmo2", "sliding_window", 64),
     ("gemma2", "use_bidirectional_attention", True),
 ]
 

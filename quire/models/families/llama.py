@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec, RopeSpec
 from quire.models.config_reader import MAX_HIDDEN, MAX_LAYERS, MAX_POSITIONS, ConfigReader
@@ -34,7 +35,7 @@ def llama_like(
     qkv_bias: bool,
     out_bias: bool,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: Literal["head", "all"] | None = None,
     head_dim: int | None = None,
     windows: Sequence[int | None] | None = None,
     rotated: Sequence[bool] | None = None,
@@ -45,7 +46,7 @@ def llama_like(
 ) -> DecoderSpec:
     """RMS norms, gated MLP; `windows` and `rotated` have one entry per layer.
 
-    `ropes_of` a head size gives the rotation, or the full layers' and the window layers'. `head_dim`, `eps` and
+    `qk_norm` says whether q and k are normed, and over what. `ropes_of` a head size gives the rotation, or the full layers' and the window layers'. `head_dim`, `eps` and
     `tied` are what a config that does not say means.
     """
     hidden = c.size("hidden_size", most=MAX_HIDDEN)
@@ -64,6 +65,7 @@ def llama_like(
                 qkv_bias=qkv_bias,
                 out_bias=out_bias,
                 qk_norm=norm if qk_norm else None,
+                qk_norm_over=qk_norm or "head",
                 rope=None if not turns else 0 if window is None else len(ropes) - 1,
                 window=window,
             ),

@@ -112,6 +112,20 @@ def granite_config(file: GgufFile, arch: str, config: Config) -> None:
         config[field] = float_value(file.metadata, f"{arch}.{key}", 1.0)
 
 
+def olmo2_config(file: GgufFile, arch: str, config: Config) -> None:
+    """OLMo 3 is stored as an OLMo 2 with a window."""
+    gated_config(file, arch, config)
+    config["attention_bias"] = False
+    window = int_value(file.metadata, f"{arch}.attention.sliding_window", 0)
+    if window:
+        config.update(
+            architectures=["Olmo3ForCausalLM"],
+            model_type="olmo3",
+            sliding_window=window,
+            layer_types=layer_types(file, arch, config["num_hidden_layers"], period=4),
+        )
+
+
 def glm4_config(file: GgufFile, arch: str, config: Config) -> None:
     gated_config(file, arch, config)
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors

@@ -82,6 +82,10 @@ _GEMMA_BLOCK = _LLAMA_BLOCK | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_OLMO2_BLOCK = {name: hf for name, hf in _LLAMA_BLOCK.items() if not name.endswith(("attn_norm", "ffn_norm"))} | {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _PHI3_BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_qkv": "self_attn.qkv_proj",
@@ -134,6 +138,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen3": _like_llama("Qwen3ForCausalLM", "qwen3", configs.qwen3_config),
     "smollm3": _like_llama("SmolLM3ForCausalLM", "smollm3", configs.smollm3_config, undo=_undo_llama),
     "granite": _like_llama("GraniteForCausalLM", "granite", configs.granite_config, undo=_undo_llama),
+    "olmo2": _like_llama("Olmo2ForCausalLM", "olmo2", configs.olmo2_config, _OLMO2_BLOCK),
     "phi3": _like_llama("Phi3ForCausalLM", "phi3", configs.phi3_config, _PHI3_BLOCK),
     "glm4": _like_llama("Glm4ForCausalLM", "glm4", configs.glm4_config, _GLM4_BLOCK),
     "starcoder2": _like_llama(

@@ -111,6 +111,13 @@ def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
     assert (config["architectures"], config["sliding_window"]) == (["MistralForCausalLM"], 32)
 
 
+def test_an_olmo2_with_a_window_is_an_olmo3(tmp_path: Path) -> None:
+    extra = {"olmo2.attention.sliding_window": 32, "olmo2.attention.sliding_window_pattern": 2}
+    config = load(write_gguf(tmp_path / "m.gguf", "olmo2", tiny_model("olmo2"), extra=extra)).config
+    assert (config["architectures"], config["sliding_window"]) == (["Olmo3ForCausalLM"], 32)
+    assert config["layer_types"] == ["sliding_attention", "full_attention"]
+
+
 @pytest.mark.parametrize(
     ("extra", "scaling"),
     [

@@ -70,6 +70,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.22,
         "logits_scaling": 8.0,
     },
+    "olmo2": {"model_type": "olmo2", **SMALL, "rms_norm_eps": 1e-6, "rope_theta": 5e5},
     "starcoder2": {"model_type": "starcoder2", **SMALL, "sliding_window": 8, "tie_word_embeddings": True},
     "gpt2": {
         "model_type": "gpt2",
