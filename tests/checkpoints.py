@@ -93,6 +93,12 @@ _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", "GraniteForCausalLM", {**SMALL, **_FACTORS}),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", SMALL),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {**SMALL, **_ALTERNATING}),
+    "cohere": (
+        "CohereConfig",
+        "CohereForCausalLM",
+        {**SMALL, "use_qk_norm": True, "logit_scale": 0.5, "tie_word_embeddings": True},
+    ),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {**SMALL, **_ALTERNATING, "logit_scale": 0.5}),
     "starcoder2": (
         "Starcoder2Config",
         "Starcoder2ForCausalLM",

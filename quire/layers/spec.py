@@ -62,9 +62,10 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: NormSpec | None = None
-    """RMS norm of queries and keys before the rotation."""
-    qk_norm_over: Literal["head", "all"] = "head"
-    """head: of each head by itself; all: of all query heads as one vector, and of all key heads (OLMo-2)."""
+    """Norm of queries and keys before the rotation; an RMS norm, unless `qk_norm_over` is each."""
+    qk_norm_over: Literal["head", "all", "each"] = "head"
+    """head: of each head by itself, all with one weight; each: by itself, with a weight of its own (Command R+);
+    all: of all query heads as one vector, and of all key heads (OLMo-2)."""
     rope: int | None = 0
     """Which of the decoder's rotations; None: positions come in with the embeddings."""
     window: int | None = None

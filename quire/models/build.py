@@ -82,7 +82,7 @@ def dummy_weights(config: Mapping[str, Any], seed: int = 0) -> Iterator[tuple[st
     generator = torch.Generator().manual_seed(seed)
     offset = -spec.layers[0].norm.weight_offset
     for name, shape in names.stored(spec).items():
-        if len(shape) == 2:
+        if len(shape) == 2 and not name.endswith("norm.weight"):
             bound = math.sqrt(3.0 / shape[1])
             yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
         elif name.endswith(".bias"):

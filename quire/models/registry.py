@@ -8,6 +8,8 @@ from typing import Any
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.config_reader import ConfigReader
 from quire.models.families import (
+    cohere,
+    cohere2,
     gemma2,
     gemma3,
     glm4,
@@ -30,7 +32,7 @@ from quire.models.refused import reason
 from quire.models.spec import DecoderSpec
 
 _FILES = (
-    *(llama, mistral, ministral, qwen2, qwen3, smollm3, phi3, glm4, granite, olmo2, olmo3),
+    *(llama, mistral, ministral, qwen2, qwen3, smollm3, phi3, glm4, granite, olmo2, olmo3, cohere, cohere2),
     *(gemma2, gemma3, starcoder2, opt, gpt2),
 )
 FAMILIES: dict[str, Family] = {file.FAMILY.architecture: file.FAMILY for file in _FILES}

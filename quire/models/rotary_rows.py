@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from quire.models.spec import DecoderSpec
@@ -25,9 +26,10 @@ def half_split(name: str, tensor: Tensor, spec: DecoderSpec) -> Tensor:
     attention = spec.layers[int(place[1])].attention
     if attention.rope is None or not spec.ropes[attention.rope].interleaved:
         return tensor
-    if tensor.dim() == 0 or tensor.shape[0] % attention.head_dim:
+    width = () if place[-2].endswith("norm") else tensor.shape[1:]
+    if tensor.numel() % (attention.head_dim * math.prod(width)):
         return tensor
     turned = spec.ropes[attention.rope].rotary_dim
     order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, attention.head_dim)]
-    heads = tensor.reshape(-1, attention.head_dim, *tensor.shape[1:])
+    heads = tensor.reshape(-1, attention.head_dim, *width)
     return heads[:, order].reshape(tensor.shape)

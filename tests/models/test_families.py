@@ -109,6 +109,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo3 five layers": ("olmo3", {"layer_types": None, "num_hidden_layers": 5, "sliding_window": 17}),
+    "cohere": ("cohere", {}),
+    "cohere no q and k norm": ("cohere", {"use_qk_norm": False, "attention_bias": True, "num_key_value_heads": 6}),
+    "cohere odd heads": (
+        "cohere",
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 30, "tie_word_embeddings": False},
+    ),
+    "cohere2": ("cohere2", {}),
+    "cohere2 five layers": (
+        "cohere2",
+        {"layer_types": None, "num_hidden_layers": 5, "sliding_window": 17, "tie_word_embeddings": True},
+    ),
     "starcoder2": ("starcoder2", {}),
     "starcoder2 no biases": ("starcoder2", {"use_bias": False, "sliding_window": None, "num_key_value_heads": 6}),
     "starcoder2 untied": ("starcoder2", {"tie_word_embeddings": False, "hidden_act": "gelu", "sliding_window": 1}),
@@ -262,6 +273,8 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
     "glm4": {"rope_theta": 500.0, "partial_rotary_factor": 0.75},
     "granite": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
     "starcoder2": {"rope_theta": 500.0, "sliding_window": 16},
+    "cohere": {"rope_theta": 500.0, "model_max_length": 512},
+    "cohere2": {"rope_theta": 500.0, "sliding_window": 16, "sliding_window_pattern": 2},
     "olmo2": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
     "olmo3": {"rope_theta": 5e5, "rope_scaling": VARIANTS["yarn"], "sliding_window": 16},
 }
@@ -270,7 +283,7 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", OLD_CONFIGS)
 def test_a_config_of_transformers_4_means_the_same(family: str) -> None:
     old = OLD_CONFIGS[family]
-    windowed = family not in ("llama", "phi3", "glm4", "granite", "starcoder2", "olmo2")
+    windowed = family not in ("llama", "phi3", "glm4", "granite", "starcoder2", "olmo2", "cohere")
     overrides = {**old, "rope_parameters": None} | ({"layer_types": None} if windowed else {})
     model = make_model(family, **overrides)
     config = config_of(model)

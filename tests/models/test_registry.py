@@ -29,7 +29,7 @@ GPT2: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"]}
 BASES = {"llama": LLAMA, "gemma3": GEMMA, "opt": OPT, "gpt2": GPT2}
 _LLAMA_LIKE = (
     *("Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Glm4", "Gemma2", "Granite", "Starcoder2"),
-    *("Olmo2", "Olmo3"),
+    *("Olmo2", "Olmo3", "Cohere", "Cohere2"),
 )
 for _family in _LLAMA_LIKE:
     BASES[_family.lower()] = {**LLAMA, "architectures": [f"{_family}ForCausalLM"]}
@@ -115,6 +115,7 @@ IMPOSSIBLE: list[tuple[str, str, object]] = [
     ("starcoder2", "norm_epsilon", 0),
     ("granite", "residual_multiplier", 0),
     ("granite", "logits_scaling", -8),
+    ("cohere", "logit_scale", 0),
     ("opt", "num_attention_heads", 5),
     ("gpt2", "n_head", 5),
     ("gpt2", "n_positions", 0),
@@ -148,6 +149,10 @@ UNSUPPORTED: list[tuple[str, str, object]] = [
     ("phi3", "rope_parameters", {**LONGROPE, "short_mscale": 1.1}),
     ("starcoder2", "norm_type", "rms_norm"),
     ("olmo2", "sliding_window", 64),
+    ("cohere", "sliding_window", 64),
+    ("cohere2", "rotary_pct", 0.5),
+    ("cohere2", "use_parallel_block", False),
+    ("cohere2", "position_embedding_type", "absolute"),
     ("gemma2", "use_bidirectional_attention", True),
 ]
 

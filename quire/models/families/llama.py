@@ -46,8 +46,8 @@ def llama_like(
 ) -> DecoderSpec:
     """RMS norms, gated MLP; `windows` and `rotated` have one entry per layer.
 
-    `qk_norm` says whether q and k are normed, and over what. `ropes_of` a head size gives the rotation, or the full layers' and the window layers'. `head_dim`, `eps` and
-    `tied` are what a config that does not say means.
+    `qk_norm` says whether q and k are normed, and over what. `ropes_of` a head size gives the rotation, or the full
+    layers' and the window layers'. `head_dim`, `eps` and `tied` are what a config that does not say means.
     """
     hidden = c.size("hidden_size", most=MAX_HIDDEN)
     heads, kv_heads, dim = c.heads(hidden, head_dim)

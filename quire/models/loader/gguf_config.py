@@ -126,6 +126,24 @@ def olmo2_config(file: GgufFile, arch: str, config: Config) -> None:
         )
 
 
+def command_r_config(file: GgufFile, arch: str, config: Config) -> None:
+    rope_config(file, arch, config)
+    config.update(
+        hidden_act="silu",
+        layer_norm_eps=float_value(file.metadata, f"{arch}.attention.layer_norm_epsilon", 1e-5),
+        logit_scale=float_value(file.metadata, f"{arch}.logit_scale", 0.0625),
+        attention_bias=False,
+    )
+    if arch == "command-r":
+        config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
+
+
+def cohere2_config(file: GgufFile, arch: str, config: Config) -> None:
+    command_r_config(file, arch, config)
+    config["sliding_window"] = positive_value(file, f"{arch}.attention.sliding_window")
+    config["layer_types"] = layer_types(file, arch, config["num_hidden_layers"], period=4)
+
+
 def glm4_config(file: GgufFile, arch: str, config: Config) -> None:
     gated_config(file, arch, config)
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors

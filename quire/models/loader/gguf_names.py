@@ -86,6 +86,7 @@ _OLMO2_BLOCK = {name: hf for name, hf in _LLAMA_BLOCK.items() if not name.endswi
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_COHERE_BLOCK = {name: hf for name, hf in _LLAMA_BLOCK.items() if name != "ffn_norm"}
 _PHI3_BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_qkv": "self_attn.qkv_proj",
@@ -139,6 +140,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "smollm3": _like_llama("SmolLM3ForCausalLM", "smollm3", configs.smollm3_config, undo=_undo_llama),
     "granite": _like_llama("GraniteForCausalLM", "granite", configs.granite_config, undo=_undo_llama),
     "olmo2": _like_llama("Olmo2ForCausalLM", "olmo2", configs.olmo2_config, _OLMO2_BLOCK),
+    "command-r": _like_llama("CohereForCausalLM", "cohere", configs.command_r_config, _COHERE_BLOCK),
+    "cohere2": _like_llama("Cohere2ForCausalLM", "cohere2", configs.cohere2_config, _COHERE_BLOCK),
     "phi3": _like_llama("Phi3ForCausalLM", "phi3", configs.phi3_config, _PHI3_BLOCK),
     "glm4": _like_llama("Glm4ForCausalLM", "glm4", configs.glm4_config, _GLM4_BLOCK),
     "starcoder2": _like_llama(

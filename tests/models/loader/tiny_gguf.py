@@ -71,6 +71,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "logits_scaling": 8.0,
     },
     "olmo2": {"model_type": "olmo2", **SMALL, "rms_norm_eps": 1e-6, "rope_theta": 5e5},
+    "command-r": {
+        "model_type": "cohere",
+        **SMALL,
+        "use_qk_norm": True,
+        "logit_scale": 0.25,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": True,
+    },
+    "cohere2": {
+        "model_type": "cohere2",
+        **SMALL,
+        "num_hidden_layers": 5,
+        "sliding_window": 8,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": True,
+    },
     "starcoder2": {"model_type": "starcoder2", **SMALL, "sliding_window": 8, "tie_word_embeddings": True},
     "gpt2": {
         "model_type": "gpt2",
@@ -139,9 +155,12 @@ def _write_shape(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
     if arch == "starcoder2":
         writer.add_layer_norm_eps(config.norm_epsilon)
+    elif arch in ("command-r", "cohere2"):
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if arch in ("gemma2", "gemma3", "phi3", "starcoder2"):
+    if arch in ("gemma2", "gemma3", "phi3", "starcoder2", "cohere2"):
         writer.add_sliding_window(config.sliding_window or 0)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
