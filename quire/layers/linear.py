@@ -58,16 +58,11 @@ class Linear:
             start += part.shape[0]
         return joined
 
-    def __call__(
-        self, x: Rows, ctx: StepContext | None, residual: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """x W^T (+ bias) (+ residual), into `out` if given. The step's context is for layers that add adapters to some
-        rows."""
+    def __call__(self, x: Rows, ctx: StepContext | None, out: Tensor | None = None) -> Tensor:
+        """x W^T (+ bias), into `out` if given. The step's context is for layers that add adapters to some rows."""
         if isinstance(x, Unnormed):
-            if residual is None:
-                return self._ops.norm_linear(x.rows, x.norm.gain, x.norm.eps, self.packed, None, out)
-            x = x.normed()
-        return self._ops.linear(x, self.packed, residual, out)
+            return self._ops.norm_linear(x.rows, x.norm.gain, x.norm.eps, self.packed, None, out)
+        return self._ops.linear(x, self.packed, None, out)
 
     def gated(self, x: Rows, ctx: StepContext | None, activation: str) -> Tensor:
         """act(first half of x W^T) * second half."""
@@ -77,7 +72,10 @@ class Linear:
 
     def add_to(self, stream: ResidualStream, x: Tensor, ctx: StepContext | None) -> None:
         """stream += x W^T (+ bias). Here ranks that hold a part of K each will add up their results."""
-        stream.take(self(x, ctx, stream.residual))
+        if stream.owes:
+            stream.owe(self._ops.linear(x, self.packed))
+        else:
+            stream.rows = self._ops.linear(x, self.packed, stream.rows)
 
 
 class Embedding(Linear):

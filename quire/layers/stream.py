@@ -33,7 +33,7 @@ Rows = Tensor | Unnormed
 class ResidualStream:
     """`rows` [T, hidden], and maybe a sum that they are still owed. Used up by whoever norms it next."""
 
-    __slots__ = ("_fusable", "_fuses", "_ops", "_owed", "_owes", "rows")
+    __slots__ = ("_fusable", "_fuses", "_ops", "_owed", "owes", "rows")
 
     def __init__(self, ops: Ops, rows: Tensor, fusable: bool, owed: Tensor | None = None) -> None:
         """`fusable`: every norm that reads it is an RMS norm before a layer's part, so a device may fuse. Rows that
@@ -42,7 +42,8 @@ class ResidualStream:
         self._ops = ops
         self._fusable = fusable
         self._fuses = fusion is Fusion.NORM_WITH_GEMM
-        self._owes = fusion is Fusion.SUM_WITH_NORM
+        self.owes = fusion is Fusion.SUM_WITH_NORM
+        """A GEMM's result is handed to `owe`; else the GEMM adds `rows` to it, and the sum is the new `rows`."""
         self._owed = owed
         self.rows = rows
 
@@ -64,16 +65,8 @@ class ResidualStream:
             return Unnormed(self.rows, norm)
         return norm(self.rows)
 
-    @property
-    def residual(self) -> Tensor | None:
-        """What a GEMM shall add to a result that it will give to `take`; None: nothing, the stream owes the result."""
-        return None if self._owes else self.rows
-
-    def take(self, result: Tensor) -> None:
-        """A GEMM's result: the new rows, or what is owed to them."""
-        if not self._owes:
-            self.rows = result
-            return
+    def owe(self, result: Tensor) -> None:
+        """A GEMM's result, without the residual: whoever norms the stream next adds it."""
         if self._owed is not None:
             self.rows.add_(self._owed)
         self._owed = result

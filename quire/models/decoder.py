@@ -222,7 +222,7 @@ class Decoder:
             rows = self.embed_out(rows, ctx)
         cap = self.spec.logit_softcap
         if cap is None:
-            return self.head(rows, ctx, out=out)
+            return self.head(rows, ctx, out)
         # float64, because a vectorised float32 tanh may round differently at another place of the batch
         capped = (torch.tanh(self.head(rows, ctx).to(torch.float64) / cap) * cap).to(torch.float32)
         return capped if out is None else out.copy_(capped)

@@ -17,7 +17,7 @@ from quire.kernels.cpu.build import SOURCE_DIR
 from quire.kernels.cpu.library import load
 from quire.kernels.kv_spec import KVSpec
 from quire.kernels.slices import UNIT, Slices
-from quire.kernels.types import HeadShape, LayerCache, StepContext
+from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
 from quire.ops.interface import Ops
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
@@ -257,6 +257,12 @@ class CpuOps(Ops):
         if type(layer) is not CpuLayerCache:
             layer = _describe(layer)
         step = self._enter(qkv, layer, ctx, group, shape, _NO_TABLE)
+        self._write(qkv, layer, step, group, shape, HeadTurn(rope, q_norm, k_norm, norm_eps))
+
+    def _write(
+        self, qkv: Tensor, layer: CpuLayerCache, step: _Step, group: int, shape: HeadShape, turn: HeadTurn
+    ) -> None:
+        rope, q_norm, k_norm = turn.rope, turn.q_norm, turn.k_norm
         if rope is not step.rope:
             self._take_rope(step, rope)
         if step.rot > shape.head_dim:
@@ -270,7 +276,7 @@ class CpuOps(Ops):
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(),
             step.positions, step.slots[group], step.tokens,
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.block_size, step.rot, norm_eps,
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.block_size, step.rot, turn.eps,
         )  # fmt: skip
 
     def attend(
@@ -289,6 +295,40 @@ class CpuOps(Ops):
         if type(layer) is not CpuLayerCache:
             layer = _describe(layer)
         step = self._enter(qkv, layer, ctx, group, shape, window or 0)
+        return self._read(qkv, layer, step, group, shape, scale, window, softcap)
+
+    def rope_attend(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        turn: HeadTurn,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Both kernels, after one check of the step."""
+        if window is not None and window < 1:
+            raise EngineError(f"an attention window holds at least the token itself, not {window}")
+        if type(layer) is not CpuLayerCache:
+            layer = _describe(layer)
+        step = self._enter(qkv, layer, ctx, group, shape, window or 0)
+        self._write(qkv, layer, step, group, shape, turn)
+        return self._read(qkv, layer, step, group, shape, scale, window, softcap)
+
+    def _read(
+        self,
+        qkv: Tensor,
+        layer: CpuLayerCache,
+        step: _Step,
+        group: int,
+        shape: HeadShape,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         out = torch.empty(step.tokens, shape.num_heads * shape.head_dim)
         failed = self._attend(
             qkv.data_ptr(), layer.k_ptr, layer.v_ptr, out.data_ptr(),

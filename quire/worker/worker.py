@@ -28,7 +28,7 @@ class Worker:
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
         check_device(config)
-        seqs = config.scheduler.max_num_seqs or 128
+        seqs = config.scheduler.num_seqs(gpu=False)
         self.spec = read_spec(source.config)
         speculation = config.speculation.options
         name = None if speculation is None else speculation.model

@@ -95,9 +95,9 @@ def test_a_sum_that_is_owed_is_never_lost() -> None:
     ops = FusingOps(Fusion.SUM_WITH_NORM)
     rows, delta = torch.randn(2, 4), torch.randn(2, 4)
     stream = ResidualStream(ops, rows.clone(), True)
-    assert stream.residual is None
-    stream.take(delta)
-    stream.take(delta)
+    assert stream.owes
+    stream.owe(delta)
+    stream.owe(delta)
     assert torch.equal(stream.settled(), rows + delta + delta)
     assert torch.equal(stream.copied(), stream.settled()) and torch.equal(stream.rows, rows + delta)
     stream.add(delta)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.config import CacheConfig
+from quire.config import GPU_DEFAULTS, CacheConfig
 from quire.errors import ConfigError, QuireError
 from quire.models.decoder import Decoder
 from quire.models.registry import read_spec
@@ -48,8 +48,8 @@ class DeviceOptions:
 
     device: str = "cuda"
     dtype: str = "auto"
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = GPU_DEFAULTS.max_num_seqs
+    max_num_batched_tokens: int = GPU_DEFAULTS.max_num_batched_tokens
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False

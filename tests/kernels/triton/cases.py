@@ -423,6 +423,12 @@ def check_linear_fixed(device: str, dtype: torch.dtype, rows: int, features: int
     return worst
 
 
+def is_whole_runs(count: int, parts: int) -> bool:
+    """Whether `count` slices fall into so many equal runs that are nodes of the tree."""
+    run, rest = divmod(count, parts)
+    return rest == 0 and run & (run - 1) == 0
+
+
 def check_linear_slices(device: str, dtype: torch.dtype, rows: int, features: int, slices: Slices) -> float:
     """Each slice from zero, the slices in their tree; ranks that own runs of them give the bits of one."""
     x = rand(rows, slices.width, dtype=dtype, device=device)
@@ -440,6 +446,9 @@ def check_linear_slices(device: str, dtype: torch.dtype, rows: int, features: in
     rounds_alike = dtype != torch.bfloat16 or device != "cpu"  # Triton's interpreter has a bfloat16 of its own
     if rounds_alike and not torch.equal((whole + bias.float() + residual.float()).to(dtype), got):
         raise AssertionError("bias and residual do not come after the tree, or there is more than one rounding")
+    for parts in (parts for parts in range(1, slices.count + 1) if is_whole_runs(slices.count, parts)):
+        if not torch.equal(linear_fixed.linear_fixed(x, weight, bias, residual, slices, parts=parts), got):
+            raise AssertionError(f"{parts} programs that share the slices give other bits")
     for size in (2, 3, 4, 8):
         nodes = {}
         for first, last in {rank_run(slices.count, rank, size) for rank in range(size)}:
