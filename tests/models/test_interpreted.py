@@ -1,5 +1,5 @@
 """Layers that compute something of their own, on the Triton kernels: heads that turn in part or not at all, attention
-and MLP beside each other, a norm with a weight for each head. Interpreted, so short; the GPU suite runs every family."""
+and MLP beside each other, a norm with a weight for each head. Interpreted, so short; GPU tests run all."""
 
 from __future__ import annotations
 
