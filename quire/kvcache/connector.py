@@ -76,8 +76,8 @@ class KVConnector(ABC):
         """Which of these prefixes are here. Must return at once; the answer may come later. Takes no hold."""
 
     @abstractmethod
-    def hold(self, group: int, block: int) -> bool:
-        """Keep a block until `give_back`; false if what was found there has gone meanwhile."""
+    def hold(self, group: int, block: int, key: bytes | None = None) -> bool:
+        """Keep a block until `give_back`. With a key: false if the block does not hold that prefix any more."""
 
     @abstractmethod
     def give_back(self, group: int, block: int, key: bytes | None = None) -> None:
