@@ -135,8 +135,8 @@ def _build(args: argparse.Namespace) -> tuple[Engine, int]:
     block_bytes = spec.kv_bytes_per_token * size
     gib = 1.25 * blocks * block_bytes / (1 << 30)
     if longest > spec.max_positions:
-        raise ConfigError(f"--prefix-tokens {args.prefix_tokens} is more than the model's {spec.max_positions} positions "
-                          "hold", "prefix_tokens")
+        raise ConfigError(f"--prefix-tokens {args.prefix_tokens} is more than the {spec.max_positions} positions of the "
+                          "model hold", "prefix_tokens")
     return build_engine(EngineConfig.create(**options, num_kv_blocks=blocks, swap_space=gib, offload=True,
                                             max_model_len=spec.max_positions), clock=time.monotonic), block_bytes
 
@@ -216,7 +216,8 @@ def _line(mode: str, gaps: Gaps, size: int) -> dict[str, Any]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    rows = [f"{'KV comes':>9}  {'median gap':>11}  {'longest gap':>12}  {'worst':>9}  {'first token':>12}  {'steps beside':>13}"]
+    rows = [f"{'KV comes':>9}  {'median gap':>11}  {'longest gap':>12}  {'worst':>9}  {'first token':>12}  "
+            f"{'steps beside':>13}"]
     for line in lines:
         first = "–" if line["first_token_ms"] is None else f"{line['first_token_ms']:.1f} ms"
         rows.append(f"{line['mode']:>9}  {line['gap_ms_median']:>8.2f} ms  {line['gap_ms_max_median']:>9.2f} ms  "

@@ -1,4 +1,4 @@
-"""A random life of a cache above two tiers: transfers in any order, late, cut or failed; leases; writers from outside.
+"""A random life of a cache above two tiers: transfers in any order, late or failed, leases, writers from outside.
 
 Every block, on the device and in the tiers, remembers the prefix that was written into it. Whatever can be found under a
 prefix must hold that prefix, whoever wrote last.

@@ -505,7 +505,7 @@ def test_a_core_that_waits_elsewhere_says_for_how_long() -> None:
 
 
 def test_a_plan_that_never_reached_the_worker_leaves_nothing_behind() -> None:
-    core, worker = make_core(moves_after=None)
+    core, _ = make_core(moves_after=None)
 
     def refuse(plan: StepPlan) -> None:
         raise RuntimeError("no such device")
