@@ -159,6 +159,7 @@ class TiersMachine(RuleBasedStateMachine):
     # ---- transfers
 
     def start(self) -> None:
+        self.cache.begin_draft(len(self.lives))
         self.moving += [Moving(transfer) for transfer in self.cache.transfers.take_drafted(self.now + TIMEOUT)]
         cancelled = self.cache.transfers.take_cancels()
         for moving in self.moving:
