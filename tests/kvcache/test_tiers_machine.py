@@ -1,7 +1,7 @@
 """A random life of a cache above two tiers: transfers in any order, late or failed, leases, writers from outside.
 
-Every block, on the device and in the tiers, remembers the prefix that was written into it. Whatever can be found under a
-prefix must hold that prefix, whoever wrote last.
+Every block, on the device and in the tiers, remembers the prefix that was written into it. Whatever can be found under
+a prefix must hold that prefix, whoever wrote last.
 """
 
 from __future__ import annotations
