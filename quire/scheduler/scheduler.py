@@ -183,6 +183,7 @@ class Scheduler:
             if not self.policy.goes_on(phase, self.limits.max_num_batched_tokens - draft.budget):
                 break
         self._state.short = draft.short or draft.preempted
+        self._state.gave_way = draft.preempted or bool(draft.made_way)
         moves = self.cache.copies or self.cache.transfers.drafted or self.cache.transfers.cancels
         return self._submit(draft) if draft.planned or moves else None
 
@@ -307,7 +308,7 @@ class Scheduler:
 
     def fail_stuck(self) -> None:
         """Requests are left, nothing is in flight or on its way, nothing could be planned: end the one in the way."""
-        if self.examine():
+        if self._state.gave_way or self.examine():
             return
         # Who holds memory and cannot go on is in the way of those who wait for it.
         holding = self.running or any(request.fetch is not None for request in self.arriving.values())
