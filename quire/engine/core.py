@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from quire.engine.self_check import SelfCheck
 from quire.errors import InvalidRequestError, QuireError
 from quire.executor.base import Executor
 from quire.scheduler.plan import StepPlan, StepResult
@@ -56,8 +57,11 @@ class EngineCore:
         self._futures: deque[Future[StepResult]] = deque()
         self.trace: StepObserver | None = None
         self.times = StepTimes()
+        self.self_check = SelfCheck(scheduler)
 
     def add(self, request: Request) -> None:
+        self.self_check.mend()
+        self.self_check.disturb()
         wanted = request.params.structured_outputs
         if wanted is not None:
             if self.grammars is None:
@@ -67,9 +71,16 @@ class EngineCore:
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
+        self.self_check.disturb()
         return self.scheduler.abort(request_id)
 
+    def clear_prefix_cache(self) -> int:
+        """Forget cached prefixes that nobody uses; how many blocks that freed."""
+        self.self_check.disturb()
+        return self.scheduler.cache.drop_cached()
+
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        self.self_check.disturb()
         self.scheduler.finish(seq, reason, stop_reason)
         if self.trace is not None and not self.scheduler.has_work:
             self.trace.idle()
@@ -79,7 +90,14 @@ class EngineCore:
         return self.scheduler.has_work
 
     def step(self) -> list[SequenceUpdate]:
-        """Keep the executor supplied, wait for the oldest step, and return what became of its sequences."""
+        """Keep the executor supplied, wait for the oldest step, and return what became of its sequences.
+
+        Without anything to do it examines itself a little, so whoever has just got the last tokens does not wait.
+        """
+        if not self.scheduler.has_work:
+            self.self_check.slice()
+            return []
+        self.self_check.disturb()
         self.times = times = StepTimes()
         while len(self._futures) < self._depth:
             began = time.perf_counter()
@@ -97,10 +115,8 @@ class EngineCore:
         elif len(self.scheduler.compiling):
             self.scheduler.compiling.wait(_GRAMMAR_WAIT_S)
         updates = self.scheduler.take_updates()
-        if not self.scheduler.has_work:
-            self.scheduler.rest()
-            if self.trace is not None:
-                self.trace.idle()
+        if self.trace is not None and not self.scheduler.has_work:
+            self.trace.idle()
         return updates
 
     def _submit(self, plan: StepPlan) -> None:

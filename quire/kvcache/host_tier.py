@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
 from quire.kvcache.connector import KVConnector
 from quire.kvcache.eviction import LRU
+from quire.kvcache.examination import count_blocks, finish, parts
 
 
 @dataclass(slots=True)
@@ -111,13 +113,18 @@ class HostTier(KVConnector):
 
         `held`: by cache group, the blocks that swapped groups hold, once for each.
         """
+        finish(self.examination(held))
+
+    def examination(self, held: list[list[int]]) -> Iterator[None]:
+        """The same in parts. It holds only while nothing changes between them."""
         moves = [move for _, batch in self._settling for move in batch] + self._drafted
         for group, pool in enumerate(self.pools):
-            pool.check()
-            counts = Counter(held[group])
-            counts.update(move.block for move in moves if move.group == group)
-            for block in range(pool.num_blocks):
-                known = pool.references(block)
-                if counts[block] != known:
-                    raise InvariantError(
-                        f"host block {block} of group {group} counts {known} holders and has {counts[block]}")
+            yield from pool.examination()
+            counts = [0] * pool.num_blocks
+            yield from count_blocks(counts, [held[group], [move.block for move in moves if move.group == group]])
+            for part in parts(pool.num_blocks):
+                for block in part:
+                    if counts[block] != pool.counts[block]:
+                        raise InvariantError(f"host block {block} of group {group} counts {pool.counts[block]} "
+                                             f"holders and has {counts[block]}")
+                yield

@@ -164,15 +164,19 @@ class Roster:
 
     # ---- self-examination
 
-    def check(self) -> list[Sequence]:
-        """Rows and host blocks against those who hold them; returns the sequences that have not ended."""
-        live = [seq for request in self.requests.values() for seq in request.live]
+    def examination(self) -> Iterator[None]:
+        """Rows and host blocks against those who hold them, in parts."""
         if self._cache.tier is not None:
             swapped = [r.swapped for r in self.requests.values() if r.swapped is not None]
-            self._cache.tier.check([[block for kv in swapped for block in kv.keys[group]]
-                                    for group in range(len(self._cache.groups))])
-        self.rows.check([seq.row for seq in live if seq.row >= 0])
-        return live
+            yield from self._cache.tier.examination([[block for kv in swapped for block in kv.keys[group]]
+                                                     for group in range(len(self._cache.groups))])
+        self.rows.check([seq.row for seq in self.live if seq.row >= 0])
+        yield
+
+    @property
+    def live(self) -> list[Sequence]:
+        """Sequences that have not ended."""
+        return [seq for request in self.requests.values() for seq in request.live]
 
 
 def _rank(request: Request) -> tuple[int, int]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from quire.errors import InvalidRequestError, InvariantError
+from quire.kvcache.examination import finish
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.table import PrefixMatch, SequenceKV
 from quire.scheduler.chunks import ChunkSizes
@@ -40,8 +41,6 @@ from quire.scheduler.updates import SequenceUpdate as SequenceUpdate
 from quire.scheduler.updates import cut_at_stop
 from quire.speculation.speculator import Drafts, Speculator
 from quire.structured.gate import GRAMMAR_END, add_masks, grammar_over
-
-_EXAMINE_EVERY = 10.0  # seconds: a full check takes milliseconds for ten thousand blocks, too long for every pause
 
 
 class Scheduler:
@@ -76,7 +75,6 @@ class Scheduler:
         self._updates: list[SequenceUpdate] = []
         self._quarantined: list[SequenceKV] = []
         self._broken = False
-        self._examined_at = float("-inf")
         self._arrivals = 0
         self._steps = 0
         self._short = False
@@ -450,12 +448,10 @@ class Scheduler:
         seq.kv = SequenceKV(seq.kv.key)
         self._finish(seq, FinishReason.ABORT, error=self._note_broken(error))
 
-    def rest(self) -> None:
-        """There is nothing to do: a moment to examine everything, if that was not done lately."""
-        now = self._clock()
-        if self._broken or now - self._examined_at >= _EXAMINE_EVERY:
-            self._examined_at = now
-            self.examine()
+    @property
+    def broken(self) -> bool:
+        """Something contradicted itself, and nothing has been started afresh since."""
+        return self._broken
 
     def examine(self) -> bool:
         """For an engine at rest: check everything, and start the cache afresh if anything is or was wrong.
@@ -464,11 +460,19 @@ class Scheduler:
         """
         if self.running or self._in_flight:
             return False
+        finish(self.examination())
+        return self.mend()
+
+    def examination(self) -> Iterator[None]:
+        """What `examine` checks, in parts; notes what is wrong. It holds only while nothing changes between them."""
         try:
-            self.check()
+            yield from self._checks()
         except InvariantError as error:
             self._note_broken(error)
-        if not self._broken:
+
+    def mend(self) -> bool:
+        """Start the cache of an engine at rest afresh if something was found wrong; true if it was."""
+        if not self._broken or self.running or self._in_flight:
             return False
         for request in self.waiting:
             self._roster.forget_swapped(request)
@@ -604,5 +608,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Every invariant of the cache against the sequences that hold it; for idle moments and tests."""
-        live = self._roster.check()
-        self.cache.check([seq.kv for seq in live] + self._quarantined)
+        finish(self._checks())
+
+    def _checks(self) -> Iterator[None]:
+        yield from self._roster.examination()
+        yield from self.cache.examination([seq.kv for seq in self._roster.live] + self._quarantined)
