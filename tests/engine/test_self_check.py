@@ -142,6 +142,6 @@ def test_what_is_known_to_be_broken_is_mended_before_the_next_request_starts() -
     core = make_core()
     serve(core, "a")
     core.scheduler.cache.pools[0].allocate()
-    core.scheduler._note_broken(ValueError("found while it ran"))  # type: ignore[arg-type]
+    core.scheduler._endings.note_broken(ValueError("found while it ran"))  # type: ignore[arg-type]
     serve(core, "b")
     assert not core.scheduler.broken and core.scheduler.cache.pools[0].num_used == 0

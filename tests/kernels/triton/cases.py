@@ -30,6 +30,7 @@ from quire.kernels.triton import (
     norm,
     rope_cache,
 )
+from quire.kernels.slices import Slices, finish_tree, rank_run
 from quire.layers.ops import HeadShape, HeadTurn, LayerCache
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -418,6 +419,30 @@ def check_linear_fixed(device: str, dtype: torch.dtype, rows: int, features: int
     worst = close(got, linear_few.linear_reference(x, weight, bias, residual), 2.0)
     for part in (slice(0, 1), slice(rows // 2, rows)):
         if not torch.equal(linear_fixed.linear_fixed(x[part], weight, bias, residual[part]), got[part]):
+            raise AssertionError(f"rows {part} alone have other bits than among {rows}")
+    return worst
+
+
+def check_linear_slices(device: str, dtype: torch.dtype, rows: int, features: int, slices: Slices) -> float:
+    """Each slice from zero, the slices in their tree; ranks that own runs of them give the bits of one."""
+    x = rand(rows, slices.width, dtype=dtype, device=device)
+    weight = rand(features, slices.width, dtype=dtype, device=device)
+    bias = rand(features, dtype=dtype, device=device)
+    residual = rand(rows, features, dtype=dtype, device=device)
+    got = linear_fixed.linear_fixed(x, weight, bias, residual, slices)
+    worst = close(got, linear_few.linear_reference(x, weight, bias, residual), 2.0)
+    for size in (1, 2, 3, 4, 8, slices.count):
+        nodes = {}
+        for first, last in {rank_run(slices.count, rank, size) for rank in range(size)}:
+            if first < last:
+                part, columns = slices.part(first, last), slices.columns(first, last)
+                mine = x[:, columns].contiguous(), weight[:, columns].contiguous()
+                nodes |= dict(zip(part.nodes(), linear_fixed.linear_fixed_nodes(*mine, part), strict=True))
+        summed = (finish_tree(slices.count, nodes) + bias.float() + residual.float()).to(dtype)
+        if not torch.equal(summed, got):
+            raise AssertionError(f"{size} ranks give other bits than one for {slices}")
+    for part in (slice(0, 1), slice(rows // 2, rows)):
+        if not torch.equal(linear_fixed.linear_fixed(x[part], weight, bias, residual[part], slices), got[part]):
             raise AssertionError(f"rows {part} alone have other bits than among {rows}")
     return worst
 
