@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from quire.structured.compiler import GrammarCompiler
 
 
+_ARRIVAL_WAIT_S = 0.05
+"""How long a step waits for KV when there is nothing else to do, before its caller may look around."""
 _GRAMMAR_WAIT_S = 0.02
 """How long a step waits for a grammar when there is nothing else to do: others may come meanwhile."""
 
@@ -58,6 +60,10 @@ class EngineCore:
         self.trace: StepObserver | None = None
         self.times = StepTimes()
         self.self_check = SelfCheck(scheduler)
+        self.stalled_for: float | None = None
+        """Seconds for which the last step found nothing to plan before KV arrives (`executor.arrivals` tells)."""
+        for tier in scheduler.cache.tiers:
+            tier.wake = executor.arrivals.ring
 
     def add(self, request: Request) -> None:
         self.self_check.mend()
@@ -89,16 +95,19 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def step(self) -> list[SequenceUpdate]:
+    def step(self, wait_for_kv: bool = True) -> list[SequenceUpdate]:
         """Keep the executor supplied, wait for the oldest step, and return what became of its sequences.
 
+        When all that is left waits for KV, it waits too, a little while; or not, for callers who wait themselves.
         Without anything to do it examines itself a little, so whoever has just got the last tokens does not wait.
         """
+        self.take_arrivals()
         if not self.scheduler.has_work:
             self.self_check.slice()
             return []
         self.self_check.disturb()
         self.times = times = StepTimes()
+        self.stalled_for = None
         while len(self._futures) < self._depth:
             began = time.perf_counter()
             plan = self.scheduler.schedule()
@@ -110,14 +119,35 @@ class EngineCore:
             times.execute += time.perf_counter() - planned
         if self._futures:
             self._collect()
-        elif len(self.scheduler.waiting) or self.scheduler.running:
-            self.scheduler.fail_stuck()
-        elif len(self.scheduler.compiling):
-            self.scheduler.compiling.wait(_GRAMMAR_WAIT_S)
+        else:
+            self._rest(wait_for_kv)
         updates = self.scheduler.take_updates()
         if self.trace is not None and not self.scheduler.has_work:
             self.trace.idle()
         return updates
+
+    def take_arrivals(self) -> None:
+        """What transfers have reported besides the results of steps."""
+        reports = self.executor.arrivals.take()
+        if reports:
+            self.self_check.disturb()
+            self.scheduler.arrived(reports)
+
+    def _rest(self, wait_for_kv: bool) -> None:
+        """Nothing is in flight, and nothing could be planned."""
+        scheduler = self.scheduler
+        if len(scheduler.waiting) or scheduler.running or scheduler.arriving:
+            until = scheduler.awaits_until
+            if until is None:
+                scheduler.fail_stuck()
+                return
+            self.stalled_for = max(0.0, until - scheduler.clock())
+            if wait_for_kv:
+                most = _GRAMMAR_WAIT_S if len(scheduler.compiling) else _ARRIVAL_WAIT_S
+                self.executor.arrivals.wait(min(self.stalled_for, most))
+                self.take_arrivals()
+        elif len(scheduler.compiling):
+            scheduler.compiling.wait(_GRAMMAR_WAIT_S)
 
     def _submit(self, plan: StepPlan) -> None:
         """Every plan that the scheduler made gets its future, whatever happens, so the two stay in step."""
@@ -128,6 +158,7 @@ class EngineCore:
             future = self.executor.submit(plan)
         except BaseException as error:
             future.set_exception(error)
+            self.scheduler.never_started(plan)
             if not isinstance(error, Exception):
                 raise
         finally:

@@ -72,42 +72,51 @@ def random_fault_case(seed: int) -> FaultCase:
     """The case of a seed: the same on every machine."""
     rng = random.Random(f"{seed} faults")
     case = FaultCase({})
-    prefixes = [_tokens(rng, rng.randint(1, 30)) for _ in range(2)]
-    for index in range(rng.randint(1, 8)):
-        beginning = rng.choice(prefixes)[: rng.randint(0, 30)] if rng.random() < 0.7 else []
-        at_step = rng.choice([0, 0, 0, rng.randint(0, 15)])
+    widest, longest = rng.choice([1, 1, 2, 4]), rng.choice([6, 16, 32])
+    texts = [_tokens(rng, rng.randint(4, 30)) for _ in range(rng.randint(1, 3))]
+    last = rng.choice([0, 8, 40])
+    for index in range(rng.randint(2, 10)):
+        at_step = rng.randint(0, last)
         case.requests.append(FaultRequest(
             name=f"r{index}",
             at_step=at_step,
-            prompt=beginning + _tokens(rng, rng.randint(1, 16)),
-            max_tokens=rng.randint(1, 20),
+            prompt=_prompt(rng, texts),
+            max_tokens=rng.randint(longest // 2, longest),
             seed=rng.getrandbits(32),
             temperature=rng.choice([0.0, 1.0]),
-            ignore_eos=rng.random() < 0.7,
+            ignore_eos=rng.random() < 0.8,
             prompt_logprobs=rng.random() < 0.1,
             priority=rng.randint(-1, 1),
-            salt=rng.choice(["", "", "", "a"]),
+            salt=rng.choice(["", "", "", "", "a"]),
             tenant=rng.choice(["", "x", "y"]),
-            abort_at=at_step + rng.randint(0, 20) if rng.random() < 0.1 else None,
+            abort_at=at_step + rng.randint(0, 30) if rng.random() < 0.1 else None,
         ))
-        _make_group(rng, case.requests[-1])
+        _make_group(rng, case.requests[-1], widest)
     case.options = _options(rng, case.requests)
     _make_faults(rng, case)
     return case
+
+
+def _prompt(rng: random.Random, texts: list[list[int]]) -> list[int]:
+    """One of the texts, the beginning of one with an end of its own, or something new."""
+    kind, text = rng.random(), rng.choice(texts)
+    if kind < 0.4:
+        return list(text)
+    return (text[: rng.randint(1, len(text))] if kind < 0.8 else []) + _tokens(rng, rng.randint(1, 10))
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(1, VOCABULARY) for _ in range(count)]
 
 
-def _make_group(rng: random.Random, request: FaultRequest) -> None:
-    """Now and then several sequences or beams; of any but beams some end from outside."""
-    kind = rng.choice(["one", "one", "many", "many", "beams"])
+def _make_group(rng: random.Random, request: FaultRequest, widest: int) -> None:
+    """Several sequences or beams where a case has groups; of any but beams some end from outside."""
+    kind = rng.choice(["one", "many", "many", "beams"])
     if kind == "many":
-        request.n = rng.randint(2, 4)
+        request.n = rng.randint(1, widest)
         request.temperature = rng.choice([0.0, 1.0, 1.0])
-    elif kind == "beams":
-        request.beam = {"beam_width": rng.randint(1, 4), "max_tokens": request.max_tokens,
+    elif kind == "beams" and rng.random() < 0.7:
+        request.beam = {"beam_width": rng.randint(1, widest), "max_tokens": request.max_tokens,
                         "ignore_eos": request.ignore_eos}
         return
     if rng.random() < 0.4:
@@ -146,7 +155,7 @@ def _options(rng: random.Random, requests: list[FaultRequest]) -> dict[str, Any]
         "drafts_on_device": False,
     }
     if rng.random() < 0.75:
-        options |= {"host_blocks": rng.choice([2, 8, 40, 200]), "offload": caching and rng.random() < 0.7,
+        options |= {"host_blocks": rng.choice([3, 12, 40, 200]), "offload": caching and rng.random() < 0.7,
                     "mode": rng.choice(["swap", "swap", "recompute"])}
     if rng.random() < 0.3:
         options |= {"drafts": rng.choice([1, 3, 5]), "drafts_on_device": rng.random() < 0.5}
@@ -156,7 +165,7 @@ def _options(rng: random.Random, requests: list[FaultRequest]) -> dict[str, Any]
 def _make_faults(rng: random.Random, case: FaultCase) -> None:
     """In most cases something goes wrong: steps, transfers, or both."""
     if rng.random() < 0.5:
-        steps = sorted(rng.sample(range(1, 40), rng.randint(1, 3)))
+        steps = sorted(rng.sample(range(1, 60), rng.choice([1, 2, 6])))
         case.lost_steps = [[step, rng.choice([AT_LAUNCH, AT_LAUNCH, HALFWAY, AT_COLLECT])] for step in steps]
     if case.options["host_blocks"]:
         share = rng.choice([0.0, 0.2, 0.7])

@@ -123,9 +123,9 @@ class _Play:
         return None
 
     def _difference(self, wanted: FaultRequest, request: Request) -> str | None:
-        failed = any(seq.error is not None for seq in request.sequences)
+        failed = next((seq.error for seq in request.sequences if seq.error is not None), None)
         if failed and wanted.seed not in self.executor.hit:
-            return f"failed and was in no lost step: {request.sequences[0].error}"
+            return f"failed and was in no lost step: {failed}"
         if not all(seq.finished for seq in request.sequences):
             return "is not finished"
         if wanted.beam is not None:
