@@ -101,13 +101,13 @@ class EngineCore:
         When all that is left waits for KV, it waits too, a little while; or not, for callers who wait themselves.
         Without anything to do it examines itself a little, so whoever has just got the last tokens does not wait.
         """
+        self.times = times = StepTimes()
+        self.stalled_for = None
         self.take_arrivals()
         if not self.scheduler.has_work:
             self.self_check.slice()
             return []
         self.self_check.disturb()
-        self.times = times = StepTimes()
-        self.stalled_for = None
         while len(self._futures) < self._depth:
             began = time.perf_counter()
             plan = self.scheduler.schedule()

@@ -24,6 +24,7 @@ import zmq
 from quire.config import EngineConfig
 from quire.engine import messages as m
 from quire.engine.assembly import Engine, build_engine
+from quire.engine.doorbell import Doorbell
 from quire.engine.metrics import flat_metrics
 from quire.engine.watching import Watching
 from quire.errors import EngineError, InvalidRequestError, QuireError
@@ -90,6 +91,7 @@ class EngineServer:
         self._news_due = False
         """Something has changed that no step will report."""
         self._snapshot_at = 0.0
+        self._doorbell = Doorbell(inbox, engine.core.executor.arrivals)
         self._watching = Watching(engine)
 
     def ready(self) -> m.Ready:
@@ -117,9 +119,13 @@ class EngineServer:
         until = None
         if not self._core.has_work and not self._news_due:
             self._pulse.state = ("idle", time.monotonic(), self._scheduler.stats.steps)
-            while not self._inbox.poll(0 if self._core.self_check.due else self._watching.patience_ms(_REST_MS)):
+            while not self._doorbell.wait(0 if self._core.self_check.due else self._watching.patience_ms(_REST_MS)):
+                self._core.take_arrivals()
                 self._core.self_check.slice()
                 self._show()
+        elif self._core.stalled_for is not None and not self._news_due:
+            # All that is left waits for KV: whatever comes first, that or a message, goes on.
+            self._doorbell.wait(min(self._watching.patience_ms(_REST_MS), 1 + int(1e3 * self._core.stalled_for)))
         while True:
             try:
                 data = self._inbox.recv(zmq.NOBLOCK)
@@ -229,7 +235,7 @@ class EngineServer:
         before = (stats.steps, stats.prompt_tokens, stats.output_tokens, stats.preemptions)
         began = time.monotonic()
         self._pulse.state = ("stepping", began, stats.steps)
-        updates = self._core.step()
+        updates = self._core.step(wait_for_kv=False)
         if stats.steps == before[0] and not updates and not self._news_due:
             return
         times, scheduler = self._core.times, self._scheduler
