@@ -42,6 +42,8 @@ class BlockPool:
         """Cached blocks that gave up their place, over the pool's life."""
         self.num_leaving = 0
         """Evicted blocks whose content is still being copied to a tier."""
+        self.num_promised = 0
+        """Blocks that were asked for in the draft being made and were not free; `begin_draft` forgets them."""
         self.on_evict: Callable[[int, bytes], bool] | None = None
         """Told of a block and its prefix when it is evicted; true if a tier copies the content first."""
 
@@ -93,11 +95,14 @@ class BlockPool:
     def make_room(self, count: int) -> bool:
         """Are `count` blocks free? If not, evicts cached ones until they are, or will be once a tier has their content.
 
-        No more than are asked for: what is on its way out already counts.
+        No more than are asked for: what is on its way out counts, unless somebody else was promised it in this draft.
         """
-        while len(self._free) + self.num_leaving < count and len(self._policy):
+        while len(self._free) + self.num_leaving < count + self.num_promised and len(self._policy):
             self._evict()
-        return len(self._free) >= count
+        if len(self._free) >= count:
+            return True
+        self.num_promised += count
+        return False
 
     def _evict(self) -> None:
         block = self._policy.pop()

@@ -243,8 +243,19 @@ class KVCacheManager:
             self.pools[index].release([block for block in reversed(blocks) if block > NO_BLOCK])
 
     def make_room(self, needs: Sequence[int]) -> bool:
-        """Are so many blocks of each group free now? Evicts what is cached; what a tier keeps is free a little later."""
+        """Are so many blocks of each group free now? Evicts what is cached; what a tier keeps is free a bit later."""
         return all([pool.make_room(need) for pool, need in zip(self.pools, needs, strict=True)])
+
+    def begin_draft(self, num_running: int) -> None:
+        """A step is planned anew. Where evicted blocks are copied to a tier first, some are copied ahead of need: one for
+        each running sequence, so that nobody who decodes waits for it, but no more than an eighth of the pool."""
+        for pool in self.pools:
+            pool.num_promised = 0
+        if any(tier.offload for tier in self.tiers):
+            ahead = min(num_running, self.num_blocks // 8)
+            for pool in self.pools:
+                if not pool.make_room(ahead):
+                    pool.num_promised = 0
 
     def cut(self, kv: SequenceKV, num_blocks: int) -> int:
         """Keep no more than the first `num_blocks` of a sequence's tables, and of those only what is a prefix in every

@@ -165,6 +165,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a result or KV comes in."""
         self.look()
+        if self.cache.tiers:
+            self.cache.begin_draft(self._roster.rows.num_taken)
         draft = Draft(self.limits.max_num_batched_tokens, None if self._pacer is None else StepLoad())
         for request, error in self._roster.queue_compiled():
             self._endings.finish(request.live[0], FinishReason.ABORT, error=error)

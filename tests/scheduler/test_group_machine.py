@@ -157,7 +157,8 @@ class GroupMachine(RuleBasedStateMachine):
     def plan_one(self) -> bool:
         plan = self.scheduler.schedule()
         if plan is None:
-            assert self.in_flight or self.worker.moving or not self.living(), "requests wait, nothing is planned for them"
+            awaits = self.in_flight or self.worker.moving
+            assert awaits or not self.living(), "requests wait and nothing is planned for them"
             return False
         limits = self.scheduler.limits
         assert plan.num_tokens <= limits.max_num_batched_tokens
