@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ class Term(str):
     """Adds up to the formula of its sum, so that two sums are equal only if every addition is."""
 
     def __add__(self, other: str) -> Term:
-        return Term(f"({str(self)} {other})")
+        return Term(f"({self!s} {other})")
 
 
 def grow(values: list[Term]) -> Term:
@@ -50,7 +52,7 @@ def test_an_mlps_width_is_cut_into_eight_even_ranges_at_multiples_of_32(width: i
     assert borders[0] == 0 and borders[-1] == slices.width == width and slices.whole
     assert all(border % 32 == 0 for border in borders[:-1])
     assert slices.count == (8 if width > 7 * 32 else -(-width // 32))
-    units = [-(-high // 32) - low // 32 for low, high in zip(borders[:-1], borders[1:], strict=True)]
+    units = [-(-high // 32) - low // 32 for low, high in pairwise(borders)]
     assert min(units) >= 1 and max(units) - min(units) <= 1
 
 
@@ -81,7 +83,7 @@ def test_any_split_into_runs_gives_the_same_additions(data: st.DataObject, count
     cuts = sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=8))})
     slices = Slices.of_heads(count, 3)
     values: dict[tuple[int, int], Term] = {}
-    for low, high in zip(cuts[:-1], cuts[1:], strict=True):
+    for low, high in pairwise(cuts):
         values |= run_stack(slices.part(low, high))
     assert all(is_node(*node, count) for node in values)
     assert finish_tree(count, values) == grow(leaves(count))

@@ -223,7 +223,7 @@ static void plan_fetch(weights *at, int64_t tile_index, int64_t tiles, int64_t d
 }
 
 /* Steps [k0, k0 + depth) of k for all rows of the area: this piece of the weight is read once and used by every tile. */
-static void piece(const linear_job *job, const area *of, int64_t k0, int64_t depth, target to) {
+INLINE void piece(const linear_job *job, const area *of, int64_t k0, int64_t depth, target to) {
     float wide[PAIR * K_BLOCK * NR] __attribute__((aligned(64)));
     int64_t k = job->k, tiles = (of->rows + TILE_ROWS - 1) / TILE_ROWS;
     const float *direct = (const float *)job->w + (of->panel * k + k0) * NR;

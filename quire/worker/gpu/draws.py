@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.sampling.logprobs import rank_candidates
 from quire.sampling.sending import send
 from quire.scheduler.plan import PlanEntry
 from quire.worker.gpu.batches import LogitRows, end_of
@@ -15,7 +16,7 @@ from quire.worker.gpu.drafted import Drafted
 from quire.worker.gpu.memory import too_much
 from quire.worker.gpu.rejection import JudgedEntry, judge_drafts
 from quire.worker.gpu.results import PendingStep
-from quire.worker.gpu.sampling import SpecialRow, rank_candidates, sample_special
+from quire.worker.gpu.sampling import SpecialRow, sample_special
 from quire.worker.gpu.table import DeviceTable
 
 
@@ -58,10 +59,9 @@ class SpecialDraws:
     def rank(self, pending: PendingStep, entries: Sequence[PlanEntry], reads: LogitRows, logits: Tensor) -> None:
         """Candidates of beams, from the logits behind those of the entries that draw."""
         infos = [self._table.info(entries[i].row) for i in reads.ranking]
-        pending.candidates = rank_candidates(
-            logits[len(reads.drawing) :], reads.ranking, [entries[i].candidates for i in reads.ranking],
-            [info.params.temperature or 1.0 for info in infos],
-        )
+        found = rank_candidates(logits[len(reads.drawing) :], [entries[i].candidates for i in reads.ranking],
+                                [info.params.temperature or 1.0 for info in infos])
+        pending.candidates = (reads.ranking, found)
 
     def _draw_all_again(self, step: DrawnStep, rows: Sequence[SpecialRow]) -> None:
         try:

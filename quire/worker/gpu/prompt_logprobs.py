@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.sampling.sampler import SampledLogprobs, token_logprobs
+from quire.sampling.logprobs import SampledLogprobs, token_logprobs
 from quire.scheduler.plan import PlanEntry
 from quire.worker.gpu.batches import MixedBatch
 from quire.worker.gpu.forward import DeviceForward, Hidden
