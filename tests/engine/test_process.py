@@ -36,6 +36,10 @@ class Mailbox:
         assert self.inbox, "the engine would wait for ever"
         return 1
 
+    def wait(self, milliseconds: int) -> bool:
+        """As a doorbell that hears nothing but messages."""
+        return bool(self.poll(milliseconds))
+
     def send(self, data: bytes) -> None:
         self.sent.append(m.decode_from_engine(data))
 
@@ -43,6 +47,11 @@ class Mailbox:
         found = [message for message in self.sent if isinstance(message, kind)]
         self.sent = [message for message in self.sent if not isinstance(message, kind)]
         return found
+
+
+@pytest.fixture(autouse=True)
+def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.process.Doorbell", lambda inbox, arrivals: inbox)
 
 
 class Bench:
