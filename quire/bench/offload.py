@@ -135,8 +135,8 @@ def _build(args: argparse.Namespace) -> tuple[Engine, int]:
     block_bytes = spec.kv_bytes_per_token * size
     gib = 1.25 * blocks * block_bytes / (1 << 30)
     if longest > spec.max_positions:
-        raise ConfigError(f"--prefix-tokens {args.prefix_tokens} is more than the {spec.max_positions} positions of the "
-                          "model hold", "prefix_tokens")
+        raise ConfigError(f"--prefix-tokens {args.prefix_tokens} is more than the model's {spec.max_positions} "
+                          "positions hold", "prefix_tokens")
     return build_engine(EngineConfig.create(**options, num_kv_blocks=blocks, swap_space=gib, offload=True,
                                             max_model_len=spec.max_positions), clock=time.monotonic), block_bytes
 

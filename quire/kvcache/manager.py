@@ -247,8 +247,8 @@ class KVCacheManager:
         return all([pool.make_room(need) for pool, need in zip(self.pools, needs, strict=True)])
 
     def begin_draft(self, num_running: int) -> None:
-        """A step is planned anew. Where evicted blocks are copied to a tier first, some are copied ahead of need: one for
-        each running sequence, so that nobody who decodes waits for it, but no more than an eighth of the pool."""
+        """A step is planned anew. Where evicted blocks are copied to a tier first, some are copied ahead of need: one
+        for each running sequence, so that nobody who decodes waits for it, but no more than an eighth of the pool."""
         for pool in self.pools:
             pool.num_promised = 0
         if any(tier.offload for tier in self.tiers):

@@ -106,6 +106,7 @@ def test_a_copy_out_that_is_late_gives_its_blocks_back_and_is_not_trusted() -> N
     assert cache.open(kv, match, 8) is None
     cache.expire(5.0)
     assert cache.transfers.take_cancels() == [transfer.number] and cache.transfers.stats.timed_out == 1
+    cache.begin_draft(0)
     assert cache.open(kv, match, 8) is not None
     check(cache, kv)
     cache.transfers.report(transfer.number, 2, True)

@@ -1,7 +1,7 @@
 """A random life of a cache above two tiers: transfers in any order, late or failed, leases, writers from outside.
 
-Every block, on the device and in the tiers, remembers the prefix that was written into it. Whatever can be found under a
-prefix must hold that prefix, whoever wrote last.
+Every block, on the device and in the tiers, remembers the prefix that was written into it. Whatever can be found under
+a prefix must hold that prefix, whoever wrote last.
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ class TiersMachine(RuleBasedStateMachine):
     # ---- transfers
 
     def start(self) -> None:
+        self.cache.begin_draft(len(self.lives))
         self.moving += [Moving(transfer) for transfer in self.cache.transfers.take_drafted(self.now + TIMEOUT)]
         cancelled = self.cache.transfers.take_cancels()
         for moving in self.moving:
