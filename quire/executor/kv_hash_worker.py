@@ -44,8 +44,8 @@ class KVHashWorker:
 
     def apply(self, plan: StepPlan) -> None:
         """Rows, tables and copies of a plan: all that comes before its forward pass."""
-        for row in plan.freed_rows:
-            self._row(row).start = None
+        for number in plan.freed_rows:
+            self._row(number).start = None
         for start in plan.starts:
             row = self._row(start.row)
             row.start = start

@@ -73,9 +73,13 @@ def random_fault_case(seed: int) -> FaultCase:
     rng = random.Random(f"{seed} faults")
     case = FaultCase({})
     widest, longest = rng.choice([1, 1, 2, 4]), rng.choice([6, 16, 32])
-    texts = [_tokens(rng, rng.randint(4, 30)) for _ in range(rng.randint(1, 3))]
+    # Groups of about one size outgrow the pool together.
+    crowded = rng.random() < 0.3
+    if crowded:
+        widest, longest = rng.randint(2, 4), 32
+    texts = [_tokens(rng, rng.randint(4, 12 if crowded else 30)) for _ in range(rng.randint(1, 3))]
     last = rng.choice([0, 8, 40])
-    for index in range(rng.randint(2, 10)):
+    for index in range(rng.randint(3, 6) if crowded else rng.randint(2, 10)):
         at_step = rng.randint(0, last)
         case.requests.append(FaultRequest(
             name=f"r{index}",
@@ -91,7 +95,7 @@ def random_fault_case(seed: int) -> FaultCase:
             tenant=rng.choice(["", "x", "y"]),
             abort_at=at_step + rng.randint(0, 30) if rng.random() < 0.1 else None,
         ))
-        _make_group(rng, case.requests[-1], widest)
+        _make_group(rng, case.requests[-1], widest, crowded)
     case.options = _options(rng, case.requests)
     _make_faults(rng, case)
     return case
@@ -109,19 +113,21 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(1, VOCABULARY) for _ in range(count)]
 
 
-def _make_group(rng: random.Random, request: FaultRequest, widest: int) -> None:
+def _make_group(rng: random.Random, request: FaultRequest, widest: int, crowded: bool) -> None:
     """Several sequences or beams where a case has groups; of any but beams some end from outside."""
-    kind = rng.choice(["one", "many", "many", "beams"])
+    kind = rng.choice(["many", "many", "many", "beams"] if crowded else ["one", "many", "many", "beams"])
     if kind == "many":
-        request.n = rng.randint(1, widest)
+        request.n = widest if crowded else rng.randint(1, widest)
         request.temperature = rng.choice([0.0, 1.0, 1.0])
     elif kind == "beams" and rng.random() < 0.7:
         request.beam = {"beam_width": rng.randint(1, widest), "max_tokens": request.max_tokens,
                         "ignore_eos": request.ignore_eos}
         return
-    if rng.random() < 0.4:
+    if rng.random() < (0.7 if crowded else 0.4):
         chosen = rng.sample(range(request.n), rng.randint(1, request.n))
-        request.ends = [[index, rng.randint(0, 6), rng.choice([0, 0, 1, 2, 5])] for index in chosen]
+        most = max(1, request.max_tokens - 1)
+        request.ends = [[index, rng.choice([rng.randint(0, 6), rng.randint(0, most)]), rng.choice([0, 0, 1, 2, 5, 12])]
+                        for index in chosen]
 
 
 def blocks_needed(request: FaultRequest, block_size: int) -> int:
@@ -137,7 +143,7 @@ def _options(rng: random.Random, requests: list[FaultRequest]) -> dict[str, Any]
     caching = rng.random() < 0.85
     options: dict[str, Any] = {
         "block_size": block_size,
-        "num_blocks": max(blocks_needed(r, block_size) for r in requests) + rng.choice([0, 0, 1, 3, 8]),
+        "num_blocks": max(blocks_needed(r, block_size) for r in requests) + rng.choice([0, 0, 0, 1, 3]),
         "windows": rng.choice([[None], [None], [None], [7], [None, 5], [None, 9, 3]]),
         "max_num_seqs": max(rng.randint(1, 6), max(r.num_sequences for r in requests)),
         "max_num_batched_tokens": rng.choice([1, 5, 16, 64]),
@@ -165,7 +171,7 @@ def _options(rng: random.Random, requests: list[FaultRequest]) -> dict[str, Any]
 def _make_faults(rng: random.Random, case: FaultCase) -> None:
     """In most cases something goes wrong: steps, transfers, or both."""
     if rng.random() < 0.5:
-        steps = sorted(rng.sample(range(1, 60), rng.choice([1, 2, 6])))
+        steps = sorted(rng.sample(range(1, 60), rng.choice([1, 2, 6, 15])))
         case.lost_steps = [[step, rng.choice([AT_LAUNCH, AT_LAUNCH, HALFWAY, AT_COLLECT])] for step in steps]
     if case.options["host_blocks"]:
         share = rng.choice([0.0, 0.2, 0.7])
