@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from quire.scheduler.forks import Forks
 from quire.scheduler.plan import StepResult
 from quire.scheduler.scheduler import Scheduler
 
+CASES_THAT_FAILED = Path(__file__).parent / "cases"
 CASES = 400
 """Within so many cases each of the bugs below is found."""
 
@@ -54,6 +56,11 @@ def test_cases_cover_what_can_go_wrong_together() -> None:
 def test_a_right_engine_passes(first: int) -> None:
     for seed in range(first, first + 25):
         assert find_fault(random_fault_case(seed)) is None, f"case {seed}"
+
+
+@pytest.mark.parametrize("file", sorted(CASES_THAT_FAILED.glob("*.json")), ids=lambda file: file.stem)
+def test_what_failed_once_passes(file: Path) -> None:
+    assert find_fault(FaultCase.from_data(json.loads(file.read_text()))) is None
 
 
 # ---- engines with a bug put back

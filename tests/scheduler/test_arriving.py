@@ -529,3 +529,54 @@ def test_a_request_in_two_places_is_noticed() -> None:
     engine.scheduler.arriving["r"] = request
     with pytest.raises(InvariantError, match="in two"):
         engine.scheduler.check()
+
+
+def test_an_abort_while_a_tier_is_asked_leaves_nothing_behind() -> None:
+    tier = SlowIndex(64)
+    engine = Engine(tiers=[tier])
+    engine.scheduler.add(make_request("slow", PROMPT, 3, seed=2))
+    engine.step()
+    assert engine.scheduler.abort("slow") and not engine.scheduler.arriving
+    tier.answer()
+    engine.step()
+    engine.scheduler.check()
+    engine.scheduler.take_updates()
+    assert engine.scheduler.cache.pools[0].num_used == 0 and not engine.scheduler.has_work
+
+
+def test_a_running_sequence_short_of_memory_takes_it_from_one_that_arrives() -> None:
+    """The one that came last gives way, also when its KV is on its way; it computes later."""
+    engine = Engine(num_blocks=12)
+    engine.offloaded(PROMPT)
+    first, late = make_request("first", list(range(12)), 30, seed=3), make_request("late", PROMPT, 3, seed=4)
+    engine.scheduler.add(first)
+    engine.step()
+    engine.scheduler.add(late)
+    engine.step()
+    assert late.status is Status.ARRIVING
+    for _ in range(60):
+        if late.num_preemptions:
+            break
+        engine.step()
+        engine.move(out=True)
+    assert late.num_preemptions == 1 and late.status is Status.WAITING
+    engine.run(first, late)
+    assert got_its_tokens(first) and got_its_tokens(late) and first.num_preemptions == 0
+
+
+def test_a_swap_out_that_fails_costs_its_request_a_recompute() -> None:
+    engine = Engine(num_blocks=8)
+    requests = [make_request(f"r{i}", [100 * i + j for j in range(5)], 14, seed=i) for i in range(2)]
+    for request in requests:
+        engine.scheduler.add(request)
+    for _ in range(60):
+        engine.step()
+        if requests[1].swapped is not None:
+            break
+        engine.move()
+    assert requests[1].swapped is not None
+    engine.move(0, error="the host is gone", out=True)
+    assert requests[1].swapped.lost
+    engine.run(*requests)
+    assert all(map(got_its_tokens, requests)) and requests[1].counts.swaps_in == 0
+    assert all(tier.num_used == 0 for tier in engine.scheduler.cache.tiers)
