@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.layers.ops import LayerCache, Ops
+from quire.kernels.types import LayerCache
 from quire.models.decoder import Decoder
+from quire.ops.interface import Ops
 from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import BlockCopy, StepPlan, TransferReport
 from quire.worker.transfer import HostTransfer, KVTransfer

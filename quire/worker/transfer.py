@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import QuireError
-from quire.layers.ops import LayerCache
+from quire.kernels.types import LayerCache
 from quire.scheduler.plan import BlockMove, TransferReport, TransferStart
 
 Report = Callable[[TransferReport], None]
@@ -182,7 +182,7 @@ class HostTransfer(ThreadedTransfer):
 
 def parts_of(layer: LayerCache) -> list[Tensor]:
     """The tensors that hold a layer's KV, all of them; the first dimension of each is the block."""
-    return [layer.k, layer.v]
+    return list(layer.tensors.values())
 
 
 def runs(moves: Sequence[BlockMove]) -> list[list[BlockMove]]:

@@ -14,10 +14,10 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.engine import assembly
+from quire.kernels.types import LayerCache
 from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.connector import KVConnector, Lookup
 from quire.kvcache.manager import KVCacheManager
-from quire.layers.ops import LayerCache
 from quire.scheduler.plan import BlockMove
 from quire.worker.transfer import ThreadedTransfer, parts_of
 from tests.checkpoints import make_checkpoint
