@@ -232,7 +232,8 @@ def test_an_engine_that_cannot_be_built_says_so_as_what_it_was() -> None:
     assert mail.sent[0].kind == "ModelLoadError"
 
 
-def test_an_engine_told_to_stop_stops(smollm2: str) -> None:
+def test_an_engine_told_to_stop_stops(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.process.Doorbell", lambda *_: None)  # there is no real inbox to wait at
     mail = Mailbox()
     mail.inbox.append(m.encode(m.Start({"model": smollm2, "executor": "dummy", "num_kv_blocks": 64})))
     mail.inbox.append(m.encode(m.Shutdown()))
