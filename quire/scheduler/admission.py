@@ -171,7 +171,8 @@ class Admissions:
     def _seat_arrived(self, draft: Draft) -> None:
         state = self._state
         for request in self._arriving.arrived():
-            if draft.budget <= 0 or draft.preempted:
+            # What was taken back in this draft is for those who run, if anybody does.
+            if draft.budget <= 0 or (draft.preempted and state.roster.running):
                 return
             seats = [seq for seq in request.live if seq.kv.tables]
             if request in draft.made_way or not state.roster.has_rows_for(request) or not self._has_turn(draft, seats):

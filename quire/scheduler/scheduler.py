@@ -165,23 +165,13 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a result or KV comes in."""
         self.look()
+        if self.cache.tiers:
+            self.cache.begin_draft(self._roster.rows.num_taken)
+        draft = Draft(self.limits.max_num_batched_tokens, None if self._pacer is None else StepLoad())
         for request, error in self._roster.queue_compiled():
             self._endings.finish(request.live[0], FinishReason.ABORT, error=error)
         if self._roster.forking:
             self._forks.fork_resumed()
-        draft = self._draft()
-        if draft.preempted and not draft.planned:
-            # The last one that ran gave way: what it held is for those whose KV has come, or for itself.
-            draft = self._draft()
-        self._state.short = draft.short or draft.preempted
-        moves = self.cache.copies or self.cache.transfers.drafted or self.cache.transfers.cancels
-        return self._submit(draft) if draft.planned or moves else None
-
-    def _draft(self) -> Draft:
-        """Who computes what in the next step, by the phases of the policy."""
-        if self.cache.tiers:
-            self.cache.begin_draft(self._roster.rows.num_taken)
-        draft = Draft(self.limits.max_num_batched_tokens, None if self._pacer is None else StepLoad())
         self._planner.sort(draft)
         for phase in self.policy.phases():
             if phase is Phase.ADMIT:
@@ -190,7 +180,10 @@ class Scheduler:
                 self._planner.go_on(draft, draft.decoding if phase is Phase.DECODE else draft.prefilling)
             if not self.policy.goes_on(phase, self.limits.max_num_batched_tokens - draft.budget):
                 break
-        return draft
+        self._state.short = draft.short or draft.preempted
+        self._state.gave_way = draft.preempted or bool(draft.made_way)
+        moves = self.cache.copies or self.cache.transfers.drafted or self.cache.transfers.cancels
+        return self._submit(draft) if draft.planned or moves else None
 
     def _submit(self, draft: Draft) -> StepPlan:
         """Turn the draft into a plan and move the sequences' progress to its end."""
@@ -313,7 +306,7 @@ class Scheduler:
 
     def fail_stuck(self) -> None:
         """Requests are left, nothing is in flight or on its way, nothing could be planned: end the one in the way."""
-        if self.examine():
+        if self._state.gave_way or self.examine():
             return
         # Who holds memory and cannot go on is in the way of those who wait for it.
         holding = self.running or any(request.fetch is not None for request in self.arriving.values())

@@ -32,3 +32,5 @@ class SchedulerState:
     speculator: Speculator | None = None
     short: bool = False
     """A running sequence found no memory in the last draft: what comes free is for those who run."""
+    gave_way: bool = False
+    """Somebody was preempted in the last draft: the next one may find room where that one did not."""

@@ -58,6 +58,7 @@ class ThreadedTransfer(KVTransfer):
     def __init__(self) -> None:
         self._lanes: dict[bool, SimpleQueue[tuple[TransferStart, Report, object] | None]] = {}
         self._threads: list[Thread] = []
+        self._open: set[int] = set()
         self._cancelled: set[int] = set()
 
     @abstractmethod
@@ -77,10 +78,12 @@ class ThreadedTransfer(KVTransfer):
             name = f"quire-{self.name}-{'out' if transfer.out else 'in'}"
             self._threads.append(Thread(target=self._work, args=(lane,), name=name, daemon=True))
             self._threads[-1].start()
+        self._open.add(transfer.number)
         self._lanes[transfer.out].put((transfer, report, self.ready()))
 
     def cancel(self, number: int) -> None:
-        self._cancelled.add(number)
+        if number in self._open:
+            self._cancelled.add(number)
 
     def _work(self, lane: SimpleQueue[tuple[TransferStart, Report, object] | None]) -> None:
         torch.set_num_threads(1)
@@ -103,6 +106,7 @@ class ThreadedTransfer(KVTransfer):
                     report(TransferReport(transfer.number, done))
         except Exception as problem:
             error = str(problem) if isinstance(problem, QuireError) else f"{type(problem).__name__}: {problem}"
+        self._open.discard(transfer.number)
         self._cancelled.discard(transfer.number)
         report(TransferReport(transfer.number, done, finished=True, error=error))
 
