@@ -144,7 +144,9 @@ class GuardConfig:
     heartbeat_timeout: float = option(10.0, "seconds without a sign of life after which the engine is restarted")
     step_timeout: float = option(300.0, "seconds that one step may take before the engine counts as stuck")
     start_timeout: float = option(900.0, "seconds that the engine may take to load its model")
-    max_restarts: int = option(8, "restarts in a row, with no request served between, before it is given up")
+    max_restarts: int = option(8, "restarts in a row, with no request served between, before the engine is given up; "
+                                  "`quire serve` then exits with code 1")
+    keep_restarting: bool = option(False, "never give the engine up: after max_restarts in vain try again every 30 s")
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[GuardConfig, dict[str, Any]]:
@@ -239,9 +241,14 @@ class SpeculationConfig:
 class StructuredConfig:
     """What compiling the grammars of structured outputs may take, and how many of them are kept."""
 
-    grammar_timeout: float = option(30.0, "most seconds until the grammar of a structured output is compiled")
+    grammar_timeout: float = option(30.0, "most seconds that compiling the grammar of a structured output may take")
     grammar_cache_memory: int | str = option("256MiB", "bytes for compiled grammars, or a text such as 1GiB")
     grammar_threads: int = option(2, "grammars compiled at once")
+    grammar_token_ms: float = option(250.0, "most milliseconds of computing that a grammar may take for one token "
+                                            "(`quire serve`: a request that needs more fails)")
+    grammar_request_timeout: float = option(30.0, "the same in seconds for all tokens of a request")
+    grammar_memory: int | str = option("1GiB", "most memory that a grammar may take while it is compiled or followed "
+                                               "(`quire serve`)")
 
 
 _SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig,
@@ -365,7 +372,12 @@ def _check_structured(options: StructuredConfig) -> None:
     if not 1 <= options.grammar_threads <= 256:
         raise ConfigError(f"grammar_threads must be between 1 and 256, not {options.grammar_threads}",
                           field="grammar_threads")
+    for name, value, most in (("grammar_token_ms", options.grammar_token_ms, 1e6),
+                              ("grammar_request_timeout", options.grammar_request_timeout, 86400.0)):
+        if not 0.0 < value <= most:
+            raise ConfigError(f"{name} must be above 0 and at most {most:g}, not {value}", field=name)
     parse_bytes(options.grammar_cache_memory, "grammar_cache_memory")
+    parse_bytes(options.grammar_memory, "grammar_memory")
 
 
 def _check_slo(options: SchedulerConfig) -> None:

@@ -177,7 +177,9 @@ class LLM:
 
     def _check_shape(self, params: SamplingParams) -> None:
         """Whoever asks for a grammar that is none learns it here; compiling goes on beside the steps."""
-        if params.structured_outputs is not None and self._core.grammars is not None:
+        from quire.structured.compiler import GrammarCompiler
+
+        if params.structured_outputs is not None and isinstance(self._core.grammars, GrammarCompiler):
             self._core.grammars.check(params.structured_outputs)
 
     def step(self) -> list[RequestOutput]:

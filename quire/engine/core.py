@@ -14,9 +14,11 @@ from quire.executor.base import Executor
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.request import FinishReason, Request, Sequence
 from quire.scheduler.scheduler import Scheduler, SequenceUpdate
+from quire.structured.gate import release_grammar
 
 if TYPE_CHECKING:
     from quire.structured.compiler import GrammarCompiler
+    from quire.structured.isolated import IsolatedGrammars
 
 
 _ARRIVAL_WAIT_S = 0.05
@@ -51,7 +53,7 @@ class EngineCore:
     """Drives a scheduler and an executor. With a depth of 2, step N+1 is planned while step N runs."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, max_steps_in_flight: int = 1,
-                 grammars: GrammarCompiler | None = None) -> None:
+                 grammars: GrammarCompiler | IsolatedGrammars | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.grammars = grammars
@@ -73,8 +75,12 @@ class EngineCore:
             if self.grammars is None:
                 raise InvalidRequestError("structured_outputs is not supported by this engine, which has no tokenizer",
                                           field="structured_outputs")
-            request.grammar = self.grammars.submit(wanted)
-        self.scheduler.add(request)
+            request.grammar = self.grammars.submit(wanted, request.tenant, request.stop_ids)
+        try:
+            self.scheduler.add(request)
+        except QuireError:
+            release_grammar(request)
+            raise
 
     def abort(self, request_id: str) -> bool:
         self.self_check.disturb()
@@ -136,7 +142,9 @@ class EngineCore:
     def _rest(self, wait_for_kv: bool) -> None:
         """Nothing is in flight, and nothing could be planned."""
         scheduler = self.scheduler
-        if len(scheduler.waiting) or scheduler.running or scheduler.arriving:
+        if scheduler.compiling.owes_masks:
+            scheduler.compiling.wait(_GRAMMAR_WAIT_S)
+        elif len(scheduler.waiting) or scheduler.running or scheduler.arriving:
             until = scheduler.awaits_until
             if until is None:
                 scheduler.fail_stuck()

@@ -320,7 +320,8 @@ def serve(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> 
         start = m.decode_to_engine(inbox.recv())
         if not isinstance(start, m.Start):
             raise EngineError(f"the first message must say what to start, not {type(start).__name__}")
-        engine = build_engine(EngineConfig.create(**start.options), progress=False, clock=time.monotonic)
+        engine = build_engine(EngineConfig.create(**start.options), progress=False, clock=time.monotonic,
+                              options=start.options)
         server = EngineServer(engine, inbox, outbox, pulse, Doorbell(inbox, engine.core.executor.arrivals))
         outbox.send(m.encode(server.ready()))
         gc.collect()

@@ -14,6 +14,7 @@ from quire.scheduler.leaders import PrefixLeaders
 from quire.scheduler.request import Request, Sequence
 from quire.scheduler.running import RunningPlanner
 from quire.scheduler.state import SchedulerState
+from quire.structured.gate import blocks_queue, mask_ready
 
 
 class Admissions:
@@ -34,7 +35,7 @@ class Admissions:
         self._seat_arrived(draft)
         while draft.budget > 0 and len(state.waiting) and not draft.preempted:
             request = state.waiting.peek()
-            if request in draft.made_way:
+            if request in draft.made_way or blocks_queue(request):
                 break
             if not state.roster.has_rows_for(request):
                 came = Admission.NO_ROOM
@@ -178,7 +179,7 @@ class Admissions:
             if request in draft.made_way or not state.roster.has_rows_for(request) or not self._has_turn(draft, seats):
                 continue
             state.roster.seat(request, seats)
-            self._planner.go_on(draft, seats)
+            self._planner.go_on(draft, [seq for seq in seats if mask_ready(seq)])
 
     def _has_turn(self, draft: Draft, seats: list[Sequence]) -> bool:
         """May prompts that are not computed to their end go on in this step?"""

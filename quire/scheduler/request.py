@@ -22,6 +22,7 @@ from quire.scheduler.beam import BeamSearch
 
 if TYPE_CHECKING:
     from quire.structured.compiler import PendingGrammar
+    from quire.structured.isolated import IsolatedSequence, RequestGrammar
     from quire.structured.matcher import SequenceGrammar
 
 
@@ -63,7 +64,7 @@ class Sequence:
     """Raised when the sequence leaves its row, so that late results of the old row are dropped."""
     held_at: int | None = None
     """Computes no further than this many tokens, until its siblings have been forked from it there."""
-    grammar: SequenceGrammar | None = None
+    grammar: SequenceGrammar | IsolatedSequence | None = None
     """Where it stands in the grammar that its output must follow: a function of its output."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -164,9 +165,9 @@ class Request:
     """Prompt tokens found in the prefix cache when the request was first admitted."""
     num_preemptions: int = 0
     prompt_logprobs_done: int = 0
-    grammar: PendingGrammar | None = None
+    grammar: PendingGrammar | RequestGrammar | None = None
     """The grammar of its output, perhaps still being compiled."""
-    start_grammar: Callable[[frozenset[int]], SequenceGrammar] | None = None
+    start_grammar: Callable[[frozenset[int]], SequenceGrammar | IsolatedSequence] | None = None
     """Begins that grammar for one sequence, given the ids that end it; the scheduler fills it in."""
     refusal: InvalidRequestError | None = None
     """Why its grammar cannot be used, which shows only once it is compiled."""

@@ -12,7 +12,7 @@ from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.request import FinishReason, Request, Sequence, Status
 from quire.scheduler.rows import RowBook
 from quire.scheduler.stats import SchedulerStats
-from quire.structured.gate import GrammarGate, take_grammar
+from quire.structured.gate import GrammarGate, release_grammar, take_grammar
 
 
 class Roster:
@@ -45,13 +45,15 @@ class Roster:
             self.waiting.add(request)
 
     def queue_compiled(self) -> Iterator[tuple[Request, str]]:
-        """Let requests wait their turn whose grammar has come; yields those whose grammar cannot be used, and why."""
+        """Let requests wait their turn whose grammar has come; yields those whose grammar cannot be used, and why: from
+        the beginning, or any more."""
         for request in self.compiling.settled():
             request.status = Status.WAITING
             self.waiting.add(request)
             error = take_grammar(request)
             if error is not None:
                 yield request, error
+        yield from self.compiling.failures(self.requests.values())
 
     def has_rows_for(self, request: Request) -> bool:
         """Running groups will need rows for sequences not forked yet: those are not free."""
@@ -205,6 +207,7 @@ class Roster:
             del self.running[request.request_id]
         self.forking.pop(request.request_id, None)
         self.forget_swapped(request)
+        release_grammar(request)
         request.status = Status.FINISHED
         del self.requests[request.request_id]
         if any(seq.error is not None for seq in request.sequences):

@@ -12,6 +12,7 @@ from quire.scheduler.preemption import PreemptionReason
 from quire.scheduler.request import Sequence
 from quire.scheduler.state import SchedulerState
 from quire.speculation.speculator import Drafts
+from quire.structured.gate import mask_ready
 
 
 class RunningPlanner:
@@ -27,13 +28,14 @@ class RunningPlanner:
             for seq in request.sequences:
                 known = seq.held_at or len(seq.tokens) + seq.num_pending
                 todo = known - seq.num_computed
-                # Without a row it is finished; it may have to wait for its tokens in flight.
-                if seq.row < 0 or todo < 1 or (seq.num_pending and request.needs_values(known)):
+                # Without a row it is finished; it may have to wait for its tokens in flight, or for its mask.
+                if seq.row < 0 or todo < 1 or (seq.num_pending and request.needs_values(known)) or not mask_ready(seq):
                     continue
                 (draft.decoding if todo == 1 else draft.prefilling).append(seq)
         speculator = self._state.speculator
         if speculator is not None and draft.decoding:
             draft.take_choice(speculator.choose(draft.decoding, draft.budget - len(draft.decoding)))
+            draft.drafts = self._state.roster.compiling.with_masks(draft.drafts, draft.decoding)
 
     def go_on(self, draft: Draft, sequences: list[Sequence]) -> None:
         for seq in sequences:

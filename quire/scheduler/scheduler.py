@@ -37,7 +37,7 @@ from quire.scheduler.stats import SchedulerStats as SchedulerStats
 from quire.scheduler.step_cost import StepLoad
 from quire.scheduler.updates import SequenceUpdate as SequenceUpdate
 from quire.speculation.speculator import Speculator
-from quire.structured.gate import add_masks
+from quire.structured.gate import GRAMMAR_END, add_masks
 
 
 class Scheduler:
@@ -170,6 +170,8 @@ class Scheduler:
         draft = Draft(self.limits.max_num_batched_tokens, None if self._pacer is None else StepLoad())
         for request, error in self._roster.queue_compiled():
             self._endings.finish(request.live[0], FinishReason.ABORT, error=error)
+        for seq in self.compiling.ended(self.running.values()):
+            self._endings.finish(seq, FinishReason.STOP, GRAMMAR_END)
         if self._roster.forking:
             self._forks.fork_resumed()
         self._planner.sort(draft)
