@@ -67,6 +67,8 @@ class CacheConfig:
     swap_space: float = option(0.0, "GiB of host memory for KV that was preempted or evicted (0: none)")
     offload: bool = option(False, "keep evicted prefixes in the swap space and bring them back when they are "
                                   "asked for again")
+    kv_fetch_timeout: float = option(30.0, "seconds that a request waits for KV from another tier before it computes "
+                                           "what has not come")
     eviction_policy: str = option("reuse-rate", "which idle cached block gives up its place first: the one least "
                                   "likely to be asked for again, as learned so far, or the least recently used",
                                   ("reuse-rate", "lru"))
@@ -350,6 +352,10 @@ def _check_swap(config: EngineConfig) -> None:
     if config.cache.offload and not config.cache.enable_prefix_caching:
         raise ConfigError("offload keeps evicted prefixes, and without enable_prefix_caching there are none",
                           field="offload")
+    wait = config.cache.kv_fetch_timeout
+    if not 0.0 < wait <= 86400.0:
+        raise ConfigError(f"kv_fetch_timeout must be above 0 and at most 86400 seconds, not {wait}",
+                          field="kv_fetch_timeout")
     if space > 0:
         return
     if config.cache.offload:

@@ -209,6 +209,7 @@ class LLM:
 
     def metrics(self) -> dict[str, int | float]:
         """Counters and gauges, flat: tokens, steps, preemptions, prefix hits, blocks by state, queue lengths."""
+        self._core.take_arrivals()
         return flat_metrics(self._core.scheduler, self._running_engine.pool)
 
     def trace(self, path: str | Path) -> StepTrace:

@@ -117,14 +117,14 @@ def isolate_grammars(config: EngineConfig, options: Mapping[str, Any], vocab_siz
 def build_cache(config: EngineConfig, spec: DecoderSpec, pool: PoolSize, cost: MoveCost | None) -> KVCacheManager:
     """The bookkeeping of a pool and, where there is swap space, of the host tier beneath it."""
     groups = groups_with_draft(spec, pool.draft_bytes_per_token)
-    tier = HostTier(pool.num_host_blocks, len(groups), config.cache.offload) if pool.num_host_blocks else None
+    tiers = [HostTier(pool.num_host_blocks, len(groups), config.cache.offload)] if pool.num_host_blocks else []
     return KVCacheManager(
         pool.num_blocks,
         config.cache.block_size,
         groups=tuple(CacheGroup(group.window) for group in groups),
         prefix_caching=config.cache.enable_prefix_caching,
         eviction_policy=config.cache.eviction_policy,
-        tier=tier,
+        tiers=tiers,
         cost=cost,
         block_bytes=tuple(group.bytes_per_token * config.cache.block_size for group in groups),
     )
@@ -143,4 +143,5 @@ def limits_of(config: EngineConfig, max_model_len: int) -> Limits:
         chunked_prefill=options.enable_chunked_prefill,
         max_num_partial_prefills=options.max_num_partial_prefills,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
+        fetch_timeout=config.cache.kv_fetch_timeout,
     )

@@ -26,8 +26,9 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("quire.desk")
 
-_HELD = ("requests_running", "requests_waiting", "requests_swapped", "kv_blocks_used", "kv_blocks_cached",
-         "host_blocks_used", "host_blocks_cached")
+_HELD = ("requests_running", "requests_waiting", "requests_arriving", "requests_swapped", "kv_blocks_used",
+         "kv_blocks_cached", "kv_blocks_moving", "transfers_under_way", "kv_leases", "kv_reservations",
+         "kv_reservations_quarantined", "host_blocks_used", "host_blocks_cached")
 """Metrics of what an engine holds, which is nothing once it is dead."""
 
 

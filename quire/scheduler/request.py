@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quire.errors import InvalidRequestError
+from quire.kvcache.connector import Lookup
 from quire.kvcache.swap import SwappedKV
 from quire.kvcache.table import SequenceKV
+from quire.kvcache.transfers import Fetch
 from quire.sampling.params import SamplingParams
 from quire.scheduler.beam import BeamSearch
 
@@ -28,6 +30,8 @@ class Status(enum.Enum):
     COMPILING = "compiling"
     """Its grammar is being compiled."""
     WAITING = "waiting"
+    ARRIVING = "arriving"
+    """Its KV is on the way from another tier, or a tier is being asked for it."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -42,8 +46,9 @@ class FinishReason(enum.StrEnum):
 class Sequence:
     """One stream of tokens of a request.
 
-    `num_computed` counts tokens whose KV exists or is being written by a submitted plan; `num_confirmed`
-    those whose step has come back; `num_pending` tokens drawn by a submitted plan but not known here yet.
+    `num_computed` counts tokens whose KV exists, is being written by a submitted plan or is on its way; `num_confirmed`
+    those whose step has come back or whose arrival was reported; `num_pending` tokens drawn by a submitted plan but
+    not known here yet.
     """
 
     request: Request
@@ -68,6 +73,8 @@ class Sequence:
     """Of a beam that has ended: the sum of its tokens' log-probabilities."""
     score: float | None = None
     """That sum after the length penalty."""
+    lease: int | None = None
+    """Number of the lease under which its blocks are kept, once it has ended."""
 
     @property
     def num_tokens(self) -> int:
@@ -167,6 +174,16 @@ class Request:
     first_scheduled_time: float | None = None
     swapped: SwappedKV | None = None
     """Its KV, where preemption has moved that out of the device."""
+    lookups: list[Lookup] | None = None
+    """What tiers were asked for it that could not say at once."""
+    fetch: Fetch | None = None
+    """KV that it waits for."""
+    reservation: int | None = None
+    """Number of the reservation into which somebody outside writes its KV."""
+    computes: bool = False
+    """Its KV did not come: it computes what the device lacks, and asks no tier again before it has run."""
+    lease_seconds: float | None = None
+    """How long its sequences keep their blocks after they have ended, unless somebody takes them before."""
     counts: RequestCounts = field(default_factory=RequestCounts)
     stop_ids: frozenset[int] = field(init=False)
     """Ids that end a sequence: the request's own and, unless it ignores them, those that end any."""

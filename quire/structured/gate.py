@@ -33,6 +33,10 @@ class GrammarGate:
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._requests)
+
     def add(self, request: Request) -> None:
         self._requests[request.request_id] = request
 
