@@ -1,0 +1,131 @@
+"""Llama 4's and Llama 3.2's calls: a Python list such as [weather(city="Oslo", days=2), time()]."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from quire.server.parsers import grammar as g
+from quire.server.parsers.reader import Reader, Steps
+
+MARKS = ("<|python_start|>", "<|python_tag|>")
+_HEAD = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]{0,63})\(")
+_MAYBE_HEAD = re.compile(r"\s*(?:[A-Za-z_][A-Za-z0-9_.-]{0,63})?")
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+
+
+def read(reader: Reader) -> Steps[None]:
+    """A list at the start is one of calls if it begins with a tool's name; behind a mark it always is."""
+    if (yield from reader.first_visible()) == "[":
+        reader.attempt()
+        yield from reader.skip_any()
+        yield from _list(reader, known_only=True)
+    while (yield from reader.text_until(*MARKS)):
+        yield from reader.skip_any()
+        yield from _list(reader, known_only=False)
+        yield from reader.skip_any()
+        yield from reader.skip("<|python_end|>")
+
+
+def _list(reader: Reader, known_only: bool) -> Steps[None]:
+    yield from reader.skip("[")
+    before = reader.num_calls
+    while True:
+        call = yield from _call(reader)
+        if call is None or (known_only and reader.num_calls == before and call[0] not in reader.tools):
+            break
+        reader.call(call[0])
+        reader.arguments(call[1])
+        yield from reader.skip_any(" \t\r\n,")
+        if (yield from reader.skip("]")):
+            return
+    if reader.num_calls == before:
+        reader.give_back()
+
+
+def _call(reader: Reader) -> Steps[tuple[str, str] | None]:
+    """Name and arguments (JSON) of the next call, when it is complete; None where none follows. What is none is read
+    only when it is one by its brackets."""
+    while not (head := _HEAD.match(reader.rest)):
+        if not _MAYBE_HEAD.fullmatch(reader.rest) or not (yield from reader.more()):
+            return None
+    while (end := _closing(reader.rest, head.end() - 1)) is None:
+        if not (yield from reader.more()):
+            return None
+    text = reader.rest[:end]
+    yield from reader.skip(text)
+    arguments = _arguments(text[head.end(1):].strip())
+    return None if arguments is None else (head[1], arguments)
+
+
+def _closing(text: str, start: int) -> int | None:
+    """Where the bracket that opens at `start` has been closed."""
+    depth, quote, place = 0, "", start
+    while place < len(text):
+        char = text[place]
+        if quote:
+            if char == "\\":
+                place += 1
+            elif char == quote:
+                quote = ""
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+            if depth == 0:
+                return place + 1
+        place += 1
+    return None
+
+
+def _arguments(text: str) -> str | None:
+    """Keyword arguments as a JSON object; None where they are anything but literals. Nothing is evaluated."""
+    try:
+        parsed = ast.parse(f"f{text}", mode="eval").body
+        if not isinstance(parsed, ast.Call) or parsed.args:
+            return None
+        values = {str(keyword.arg): _literal(keyword.value) for keyword in parsed.keywords if keyword.arg}
+        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _literal(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in _JSON_WORDS:
+        return _JSON_WORDS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(each) for each in node.elts]
+    if isinstance(node, ast.Dict):
+        return {str(ast.literal_eval(key)): _literal(value) for key, value in zip(node.keys, node.values) if key}
+    return ast.literal_eval(node)
+
+
+def grammar(tools: Sequence[g.ToolShape], several: bool, mark: g.Mark) -> g.Format:
+    each = [g.sequence(g.text(f"{tool.name}("), _keywords(tool), g.text(")")) for tool in tools]
+    return g.sequence(g.text("["), g.calls(each, g.text(", "), several), g.text("]"))
+
+
+def _keywords(tool: g.ToolShape) -> g.Format:
+    """The arguments in the schema's order, required ones first: what may be left out stands at the end."""
+    properties = dict(tool.schema.get("properties") or {})
+    needed = [name for name in properties if name in (tool.schema.get("required") or [])]
+    shared = {key: tool.schema[key] for key in ("$defs", "definitions") if key in tool.schema}
+
+    def written(name: str) -> g.Format:
+        of = properties[name]
+        return g.sequence(g.text(f"{name}="), g.schema({**of, **shared} if isinstance(of, dict) else of))
+
+    parts: list[g.Format] = []
+    for place, name in enumerate(needed):
+        parts += [g.text(", "), written(name)] if place else [written(name)]
+    for name in properties:
+        if name not in needed and parts:
+            parts.append(g.optional(g.sequence(g.text(", "), written(name))))
+    if not parts and properties:
+        parts = [g.optional(g.one_of([written(name) for name in properties]))]
+    return g.sequence(*parts) if parts else g.text("")

@@ -1,0 +1,105 @@
+"""Calls whose arguments stand one by one between tags: Qwen3-Coder's <parameter=…>, GLM-4.5's <arg_key>."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from quire.server.parsers import grammar as g
+from quire.server.parsers.reader import Reader, Steps
+from quire.server.parsers.typed import json_of
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+Argument = Callable[[Reader], Steps[tuple[str, str] | None]]
+"""Reads the next argument, name and text; None where no whole one follows."""
+
+
+def read_qwen_coder(reader: Reader) -> Steps[None]:
+    """The outer tag is sometimes forgotten; what counts is <function=NAME>."""
+    while (mark := (yield from reader.text_until(OPEN, "<function="))) is not None:
+        yield from reader.skip_any()
+        if mark == OPEN and not (yield from reader.skip("<function=")):
+            reader.give_back()
+            continue
+        name = yield from reader.take_until(">")
+        if name is None:
+            reader.give_back()
+            continue
+        yield from _arguments(reader, name.strip(), _qwen_argument)
+        yield from reader.skip("</function>")
+        yield from reader.skip_any()
+        yield from reader.skip(CLOSE)
+
+
+def read_glm(reader: Reader) -> Steps[None]:
+    while (yield from reader.text_until(OPEN)):
+        name = yield from _glm_name(reader)
+        if not name:
+            reader.give_back()
+            continue
+        yield from _arguments(reader, name, _glm_argument)
+        yield from reader.skip(CLOSE)
+
+
+def _arguments(reader: Reader, name: str, argument: Argument) -> Steps[None]:
+    """A call with all its arguments, each handed on as soon as it is complete. What follows must be a closing tag:
+    an object that was cut off stays open, so that nobody takes it for a whole one."""
+    reader.call(name)
+    before = "{"
+    while (found := (yield from argument(reader))) is not None:
+        key, value = found
+        reader.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: "
+                         f"{json_of(value, key, reader.tools.get(name, {}))}")
+        before = ", "
+    closed = yield from reader.looks_at("</")
+    if closed:
+        reader.arguments("{}" if before == "{" else "}")
+
+
+def _qwen_argument(reader: Reader) -> Steps[tuple[str, str] | None]:
+    yield from reader.skip_any()
+    if not (yield from reader.skip("<parameter=")):
+        return None
+    key = yield from reader.take_until(">")
+    value = None if key is None else (yield from reader.take_until("</parameter>"))
+    if key is None or value is None:
+        reader.drop_rest()  # half an argument is none
+        return None
+    # One line break on either side belongs to the tags.
+    return key.strip(), value.removeprefix("\n").removesuffix("\n")
+
+
+def _glm_argument(reader: Reader) -> Steps[tuple[str, str] | None]:
+    yield from reader.skip_any()
+    if not (yield from reader.skip("<arg_key>")):
+        return None
+    key = yield from reader.take_until("</arg_key>")
+    between = None if key is None else (yield from reader.take_until("<arg_value>"))
+    value = None if between is None else (yield from reader.take_until("</arg_value>"))
+    if key is None or value is None:
+        reader.drop_rest()
+        return None
+    return key.strip(), value
+
+
+def _glm_name(reader: Reader) -> Steps[str]:
+    """Up to the line's end or the first tag."""
+    yield from reader.skip_any()
+    while not any(stop in reader.rest for stop in "\n<"):
+        if not (yield from reader.more()):
+            return ""
+    name = min(reader.rest.split("\n")[0], reader.rest.split("<")[0], key=len)
+    yield from reader.skip(name)
+    return name.strip()
+
+
+def qwen_coder_grammar(tools: Sequence[g.ToolShape], several: bool, mark: g.Mark) -> g.Format:
+    each = [g.sequence(mark(OPEN), g.text(f"\n<function={tool.name}>\n"), g.schema(tool.schema, "qwen_xml"),
+                       g.text("\n</function>\n"), mark(CLOSE)) for tool in tools]
+    return g.calls(each, g.text("\n"), several)
+
+
+def glm_grammar(tools: Sequence[g.ToolShape], several: bool, mark: g.Mark) -> g.Format:
+    each = [g.sequence(mark(OPEN), g.text(f"{tool.name}\n"), g.schema(tool.schema, "glm_xml"), g.text("\n"),
+                       mark(CLOSE)) for tool in tools]
+    return g.calls(each, g.text("\n"), several)
