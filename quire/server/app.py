@@ -48,6 +48,7 @@ class App:
         self._exact: dict[str, dict[str, Route]] = {}
         for route in (*ROUTES, *(page_routes(service) if service.config.page else ())):
             self._exact.setdefault(route.path, {})[route.method] = route
+        self._folders = {path[:path.index("{")]: methods for path, methods in self._exact.items() if "{" in path}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -61,7 +62,7 @@ class App:
         headers = dict(scope["headers"])
         record = _record(headers.get(b"x-request-id"), scope["method"], scope["path"])
         span = self.service.tracing.start({"traceparent": headers.get(b"traceparent", b"").decode("latin-1")})
-        shown = "other"
+        route: Route | None = None
         started = False
 
         async def send_noted(message: Any) -> None:
@@ -74,21 +75,22 @@ class App:
 
         try:
             route = self._route(record.method, record.path)
-            shown = route.path
             self._admit(route, record, headers)
             await route.handler(self.service, record, scope, receive, send_noted)
         except ClientGone:
             record.status = _CLIENT_CLOSED
         except Exception as error:
-            if not await self._failed(error, record, started, send_noted):
+            if not await self._failed(error, record, route, started, send_noted):
                 raise
         finally:
-            self._close(record, shown, span)
+            self._close(record, "other" if route is None else route.path, span)
 
     def _route(self, method: str, path: str) -> Route:
         methods = self._exact.get(path)
-        if methods is None and path.startswith("/v1/models/") and len(path) > len("/v1/models/"):
-            methods = self._exact["/v1/models/{model}"]
+        if methods is None:
+            # The last part of a path may be a name: of a model, of a response.
+            folder = next((each for each in self._folders if path.startswith(each) and len(path) > len(each)), None)
+            methods = None if folder is None else self._folders[folder]
         if methods is None:
             raise ApiError(404, f"there is no {path:.200} on this server; GET /docs lists what there is",
                            code="unknown_path")
@@ -101,14 +103,16 @@ class App:
     def _admit(self, route: Route, record: RequestRecord, headers: dict[bytes, bytes]) -> None:
         service = self.service
         if len(service.keys) and not route.open:
-            record.tenant = service.keys.tenant(headers.get(b"authorization"))
+            key = headers.get(b"x-api-key")
+            record.tenant = service.keys.tenant(headers.get(b"authorization", b"" if key is None else b"Bearer " + key))
             if record.tenant is None:
-                raise ApiError(401, "a valid API key is needed: send it as `Authorization: Bearer KEY`",
-                               code="invalid_api_key")
+                raise ApiError(401, "a valid API key is needed: send it as `Authorization: Bearer KEY` or as "
+                                    "`x-api-key: KEY`", code="invalid_api_key")
         if route.works and service.draining:
             raise ApiError(503, "the server is closing and takes no new requests", code="closing", retry_after=5.0)
 
-    async def _failed(self, error: Exception, record: RequestRecord, started: bool, send: Any) -> bool:
+    async def _failed(self, error: Exception, record: RequestRecord, route: Route | None, started: bool,
+                      send: Any) -> bool:
         """Answer with the error; False where the answer has begun and can only be cut off."""
         found = api_error(error)
         record.facts["error"] = str(found)
@@ -116,7 +120,7 @@ class App:
             LOGGER.error("request_failed", exc_info=error, extra={"fields": {"request_id": record.request_id}})
         if started:
             return False
-        await send_error(send, found)
+        await send_error(send, found, None if route is None or route.error_body is None else route.error_body(found))
         return True
 
     def _close(self, record: RequestRecord, path: str, span: Any) -> None:

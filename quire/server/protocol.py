@@ -68,6 +68,7 @@ class StructuredOutputsBody(Strict):
     regex: str | None = None
     choice: list[str] | None = Field(None, description="one of these texts", max_length=1024)
     grammar: str | None = Field(None, description="a context-free grammar in EBNF")
+    structural_tag: JsonObject | str | None = Field(None, description="texts, tokens and schemas put together")
 
 
 class GenerationBody(Strict):

@@ -19,7 +19,11 @@ from quire.server.chat import chat_completion
 from quire.server.chat_prompt import render
 from quire.server.chat_protocol import ChatBody, TokenizeBody
 from quire.server.completions import completion
+from quire.server.messages_api.answer import count_tokens, error_body, message
+from quire.server.messages_api.protocol import CountBody, MessagesBody
 from quire.server.protocol import CompletionBody, DetokenizeBody
+from quire.server.responses_api.answer import response
+from quire.server.responses_api.protocol import ResponsesBody
 from quire.server.service import RequestRecord, Service
 
 Handler = Callable[[Service, RequestRecord, Any, Any, Any], Awaitable[None]]
@@ -46,6 +50,8 @@ class Route:
     works: bool = False
     """It gives the engine work, so it is refused while the server is closing."""
     streams: bool = False
+    error_body: Callable[[ApiError], dict[str, Any]] | None = None
+    """Errors in the form of another API; None: OpenAI's."""
 
 
 async def _completions(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
@@ -56,6 +62,32 @@ async def _completions(service: Service, record: RequestRecord, scope: Any, rece
 async def _chat(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
     body = await read_body(scope, receive, ChatBody, service.config)
     await (await chat_completion(service, record, body))(scope, receive, send)
+
+
+async def _responses(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    body = await read_body(scope, receive, ResponsesBody, service.config)
+    await (await response(service, record, body))(scope, receive, send)
+
+
+async def _stored(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    name = scope["path"].removeprefix("/v1/responses/")
+    await send_json(send, 200, encode(service.responses.get(record.tenant, name, "response_id").body))
+
+
+async def _forget(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    name = scope["path"].removeprefix("/v1/responses/")
+    service.responses.remove(record.tenant, name)
+    await send_json(send, 200, encode({"id": name, "object": "response.deleted", "deleted": True}))
+
+
+async def _messages(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    body = await read_body(scope, receive, MessagesBody, service.config)
+    await (await message(service, record, body))(scope, receive, send)
+
+
+async def _count_tokens(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    body = await read_body(scope, receive, CountBody, service.config)
+    await send_json(send, 200, encode({"input_tokens": await count_tokens(service, body)}))
 
 
 def _card(service: Service) -> dict[str, Any]:
@@ -164,6 +196,14 @@ ROUTES: tuple[Route, ...] = (
           works=True, streams=True),
     Route("POST", "/v1/completions", "Continue texts", _completions, CompletionBody, responses.Completion, works=True,
           streams=True),
+    Route("POST", "/v1/responses", "Answer a conversation, as agents of OpenAI's ask", _responses, ResponsesBody,
+          responses.Response, works=True, streams=True),
+    Route("GET", "/v1/responses/{response}", "A response that was stored", _stored, None, responses.Response),
+    Route("DELETE", "/v1/responses/{response}", "Forget a response", _forget, None, responses.Deleted),
+    Route("POST", "/v1/messages", "Answer a conversation, as Anthropic's clients ask", _messages, MessagesBody,
+          responses.AnthropicMessage, works=True, streams=True, error_body=error_body),
+    Route("POST", "/v1/messages/count_tokens", "The tokens of a conversation", _count_tokens, CountBody,
+          responses.CountedTokens, error_body=error_body),
     Route("GET", "/v1/models", "The served model, as a list", _models, None, responses.ModelList),
     Route("GET", "/v1/models/{model}", "The served model", _model, None, responses.ModelCard),
     Route("POST", "/tokenize", "From text or messages to tokens", _tokenize, TokenizeBody, responses.Tokens),

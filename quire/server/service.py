@@ -8,11 +8,12 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quire.config import ServerConfig
+from quire.config import ServerConfig, parse_bytes
 from quire.server.api_error import ApiError
 from quire.server.auth import ApiKeys
 from quire.server.metrics import ServerMetrics
-from quire.server.tool_parser import format_of_template
+from quire.server.parsers.registry import call_format_of, thought_format_of
+from quire.server.responses_api.store import ResponseStore
 from quire.server.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -62,10 +63,11 @@ class Service:
         self.ending: set[asyncio.Task[Any]] = set()
         """Those of them that are cancelled because the server closes."""
         template = None if self.tokenizer is None else self.tokenizer.chat_template
-        self.tool_format = (format_of_template(template) if config.tool_call_parser == "auto"
-                            else config.tool_call_parser)
-        self.splits_reasoning = config.reasoning_parser == "think" or (
-            config.reasoning_parser == "auto" and template is not None and "</think>" in template)
+        self.responses = ResponseStore(config.max_stored_responses,
+                                       parse_bytes(config.stored_responses_memory, "stored_responses_memory"))
+        self.call_format = call_format_of(template) if config.tool_call_parser == "auto" else config.tool_call_parser
+        self.thought_format = (thought_format_of(template) if config.reasoning_parser == "auto"
+                               else config.reasoning_parser)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -224,15 +224,14 @@ def test_json_survives_any_text(serve: Serve) -> None:
     assert "".join(json.loads(json.dumps(c))["choices"][0]["delta"].get("content", "") for c in chunks) == text
 
 
-def test_a_forced_call_is_begun_in_the_prompt(serve: Serve) -> None:
-    server = serve('{"city": "Oslo"}', template=QWEN)
+def test_a_forced_call_has_the_shape_of_the_model_s_own(serve: Serve) -> None:
+    server = serve(CALL, template=QWEN)
     named = {"type": "function", "function": {"name": "weather"}}
     choice = server.chat("Weather?", tools=TOOLS, tool_choice=named).json()["choices"][0]
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
-    assert choice["finish_reason"] == "stop" and server.params().structured_outputs.kind == "json"
-    assert server.engine.tokenizer is not None
-    shown = server.engine.tokenizer.decode(server.engine.asked[-1][0])
-    assert shown.endswith('assistant:<tool_call>\n{"name": "weather", "arguments": ')
+    shape = server.params().structured_outputs
+    assert choice["finish_reason"] == "stop" and shape.kind == "structural_tag"
+    assert json.loads(shape.structural_tag)["format"]["elements"][0] == {"type": "const_string", "value": "<tool_call>"}
 
 
 def test_the_client_s_own_accumulator_reads_streams_with_calls_and_thoughts(serve: Serve) -> None:

@@ -154,8 +154,9 @@ def test_any_text_is_read_the_same_in_pieces_and_whole(data: Any) -> None:
     form = data.draw(st.sampled_from(sorted(FORMATS)))
     marks = [mark for mark in written(form, CALLS).replace("｜", "|").split() if "<" in mark or "[" in mark]
     parts = data.draw(st.lists(st.one_of(st.text(alphabet='{}[]",:\\ab<tool_call>/|;1 \n', max_size=12),
-                                         st.sampled_from(["<tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "{", "[",
-                                                          "<|channel|>", "<|message|>", "to=functions.a", *marks[:6]])),
+                                         st.sampled_from(["<tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "{",
+                                                          "[", "<|channel|>", "<|message|>", "to=functions.a",
+                                                          *marks[:6]])),
                                max_size=12))
     text = "".join(parts)
     thoughts = data.draw(st.sampled_from(["none", "think", "mistral", "granite", "harmony"]))

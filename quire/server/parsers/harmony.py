@@ -24,12 +24,16 @@ def read(reader: Reader) -> Steps[None]:
             reader.drop_rest()  # half a header is no text for anybody
             return
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-        hand_on = reader.think if channel and channel[1] == "analysis" else reader.say
+        thinks = channel is not None and channel[1] == "analysis"
+        hand_on = reader.think if thinks else reader.say
         if recipient and recipient[1] != "assistant":
             reader.call(recipient[1].removeprefix("functions."))
             yield from reader.json_arguments()
             hand_on = _drop
-        if (yield from reader.until(ENDS, hand_on)) is None:
+        end = yield from reader.until(ENDS, hand_on)
+        if thinks and hand_on is not _drop:
+            reader.thoughts_end()
+        if end is None:
             return
         yield from reader.skip(START)
 

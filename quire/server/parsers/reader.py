@@ -44,6 +44,9 @@ class Reader:
         self._space = ""
         """White space that is content only if more content follows, and no call."""
         self._after_call = False
+        self._bytes_read = 0
+        self.thought_bytes = 0
+        """How much of the text, in bytes of UTF-8, is thoughts and what stands before them."""
 
     # The side of the text.
 
@@ -83,9 +86,8 @@ class Reader:
                 return mark
             keep = 0 if self._ended else max(held_back(self._text, mark) for mark in marks)
             hand_on(self._read(len(self._text) - keep))
-            if not (yield from self.more()):
-                if not self._text:
-                    return None
+            if not (yield from self.more()) and not self._text:
+                return None
 
     def text_until(self, *marks: str) -> Steps[str | None]:
         """Content up to a mark. What follows the mark is on trial: `give_back` makes it content after all."""
@@ -145,6 +147,10 @@ class Reader:
     def think(self, text: str) -> None:
         if text:
             self._found.append(Thought(text))
+
+    def thoughts_end(self) -> None:
+        """What was read so far is thoughts."""
+        self.thought_bytes = self._bytes_read
 
     def say(self, text: str) -> None:
         """Content. White space around calls is not part of it, however the text is cut."""
@@ -227,6 +233,7 @@ class Reader:
 
     def _read(self, size: int) -> str:
         found, self._text = self._text[:size], self._text[size:]
+        self._bytes_read += len(found) if found.isascii() else len(found.encode("utf-8", "surrogatepass"))
         if self._tried is not None:
             self._tried.append(found)
         return found
@@ -242,6 +249,10 @@ class OutputParser:
     @property
     def num_calls(self) -> int:
         return self._reader.num_calls
+
+    @property
+    def thought_bytes(self) -> int:
+        return self._reader.thought_bytes
 
     def push(self, text: str) -> list[Piece]:
         self._reader.feed(text)

@@ -40,9 +40,10 @@ FORMATS: dict[str, CallFormat] = {
                               make_id=short_call_id),
     "mistral": CallFormat(mistral.read, mistral.grammar, (("[TOOL_CALLS]",),), special=True, make_id=short_call_id),
     "hermes": CallFormat(hermes.read, hermes.grammar, (("<tool_call>",),)),
-    "granite": CallFormat(json_array.read_granite, json_array.granite_grammar, (("<|tool_call|>", "<|start_of_role|>"),),
-                          special=True),
-    "phi4": CallFormat(json_array.read_phi4, json_array.phi4_grammar, (("<|tool|>",), ("<|tool_call|>",)), special=True),
+    "granite": CallFormat(json_array.read_granite, json_array.granite_grammar,
+                          (("<|tool_call|>", "<|start_of_role|>"),), special=True),
+    "phi4": CallFormat(json_array.read_phi4, json_array.phi4_grammar, (("<|tool|>",), ("<|tool_call|>",)),
+                       special=True),
     "pythonic": CallFormat(pythonic.read, pythonic.grammar, (("[func_name1(",), ("<|python_start|>",)), special=True),
     "llama3": CallFormat(llama.read, llama.grammar, (("<|python_tag|>",), ('"parameters": dictionary',)), special=True),
 }

@@ -39,6 +39,7 @@ class ThoughtMarks:
             reader.think(shown)
 
         closed = yield from reader.until([self.close], think)
+        reader.thoughts_end()
         if closed is None:
             reader.think(held)  # cut off: what was held back is part of it
         else:
