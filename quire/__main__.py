@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from quire.cli.main import main
+from quire.child import leave_current_directory
 
 if __name__ == "__main__":
+    leave_current_directory()
+    from quire.cli.main import main
+
     raise SystemExit(main())

@@ -149,6 +149,9 @@ class ServerConfig:
               "$QUIRE_API_KEYS, separated by commas; none: everybody may ask)")
     allowed_origins: str | None = option(
         None, "web origins whose pages may call this server, separated by commas (default: none)")
+    allowed_hosts: str | None = option(
+        None, "names that a request may give as Host beside those of the loopback, separated by commas; * is any "
+              "(default: none on a loopback address without API keys, else any)")
     request_timeout: float = option(600.0, "seconds that a request may take, from its arrival to its last token")
     read_timeout: float = option(30.0, "seconds that a client may take to send a request")
     drain_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")

@@ -6,12 +6,12 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 import time
 from typing import Any
 
 from quire.bench.cpu_cases import CASES, Workload, workload
 from quire.bench.machine import Ceilings, describe_machine, measure_ceilings
+from quire.child import child_environment, module_command
 from quire.errors import QuireError
 
 _UNITS = {"A": "output tok/s", "B": "output tok/s", "C": "prompt tok/s", "D": "seconds"}
@@ -100,8 +100,8 @@ def _shape(model: str) -> dict[str, int]:
 
 
 def _contest(engine: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "quire.bench.cpu_contestant", engine, case, args.model, str(args.repeat)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = module_command("quire.bench.cpu_contestant", engine, case, args.model, str(args.repeat))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment())
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise QuireError(f"case {case} failed on {engine}: {last}")
@@ -111,14 +111,11 @@ def _contest(engine: str, case: str, args: argparse.Namespace) -> dict[str, Any]
 
 def _cold_start(model: str) -> dict[str, Any]:
     """Process start to first token on the cached model."""
-    program = (
-        "import sys; from quire import LLM, SamplingParams\n"
-        "llm = LLM(sys.argv[1])\n"
-        "for _ in llm.stream('The capital of France is', SamplingParams(temperature=0, max_tokens=1)): pass\n")
+    command = module_command("quire.bench.first_token", model, "{}", json.dumps("The capital of France is"), "")
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
-        subprocess.run([sys.executable, "-c", program, model], check=True, capture_output=True)
+        subprocess.run(command, check=True, capture_output=True, env=child_environment())
         seconds.append(time.perf_counter() - start)
     return {"bench": "cpu", "case": "start", "model": model, "unit": "s from process start to first token and exit",
             "quire": round(statistics.median(seconds), 2), "runs": [round(s, 2) for s in seconds]}

@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -33,6 +31,7 @@ from quire.bench.gpu_cases import (
 )
 from quire.bench.gpu_timeline import draw, middle
 from quire.bench.machine import describe_machine
+from quire.child import child_environment, module_command
 from quire.errors import QuireError
 
 if TYPE_CHECKING:
@@ -298,20 +297,16 @@ def _table(kernels: list[dict[str, Any]], kinds: dict[str, Any], busy: float) ->
 
 def _start(model: str, args: argparse.Namespace) -> None:
     """Process start to the first token, as a user sees it: `LLM` with random weights."""
-    program = (
-        "import sys; from quire import LLM, SamplingParams\n"
-        "llm = LLM(sys.argv[1], load_format='dummy', skip_tokenizer_init=True, device='cuda', max_model_len=4112)\n"
-        "llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)\n"
-        "print('first token', flush=True); import os; os._exit(0)\n")
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda", "max_model_len": 4112}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
         # A kernel cache of its own, so that the first start is a cold one wherever this runs.
-        environment = {**os.environ, "TRITON_CACHE_DIR": str(Path(folder, "kernels"))}
+        environment = child_environment(TRITON_CACHE_DIR=str(Path(folder, "kernels")))
+        command = module_command("quire.bench.first_token", folder, json.dumps(options), "[1, 2, 3]", "at once")
         seconds = []
         for _ in range(3):
             began = time.perf_counter()
-            done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, check=False,
-                                  env=environment)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
             if "first token" not in done.stdout:
                 raise QuireError(f"the start of {model} failed: {done.stderr.strip()[-400:]}")
             seconds.append(round(time.perf_counter() - began, 2))

@@ -22,6 +22,7 @@ from torch import Tensor
 from quire.attention.context import StepContext
 from quire.errors import KernelBuildError
 from quire.kernels.reference import PlainLinear, TorchOps
+from quire.kernels.slices import Slices
 from quire.layers.ops import HeadShape, LayerCache
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -114,8 +115,10 @@ class RoundedOps(TorchOps):
     def _round(self, x: Tensor) -> Tensor:
         return x.to(self._dtype).float()
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PlainLinear:
-        return super().pack_linear(self._round(weight), None if bias is None else self._round(bias))
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PlainLinear:
+        return super().pack_linear(self._round(weight), None if bias is None else self._round(bias), slices)
 
     def linear(self, x: Tensor, w: PlainLinear, residual: Tensor | None = None) -> Tensor:
         return self._round(super().linear(x, w, residual))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.gpu_cases import MODELS
+from quire.child import child_environment, module_command
 
 ROW_SIZES = ((1, 512, 2), (1, 1024, 4), (1, 2048, 8), (1, 2048, 4), (1, 4096, 16), (2, 512, 2), (2, 1024, 4),
              (2, 2048, 8), (4, 256, 1), (4, 512, 2), (4, 1024, 4), (4, 2048, 8), (8, 512, 2), (8, 1024, 4))  # fmt: skip
@@ -38,9 +39,9 @@ def weights_of(model: str) -> list[tuple[str, int, int]]:
 def tune(models: list[str], rows: list[int], pdl: bool, note: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """The table's entries, best kernel each; `note` hears everything that was timed."""
     jobs = [(model, index) for model in models for index in range(5)]
-    here = [sys.executable, "-m", "quire.bench.gpu_tune"]
+    here = module_command("quire.bench.gpu_tune")
     last = [str(int(pdl)), *map(str, rows)]
-    compiling = [subprocess.Popen([*here, model, str(index), *last]) for model, index in jobs]
+    compiling = [subprocess.Popen([*here, model, str(index), *last], env=child_environment()) for model, index in jobs]
     for process in compiling:
         process.wait()
     entries = []

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from quire.bench.gpu_tune import graph_seconds, weights_of, write
+from quire.child import child_environment, module_command
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128)
 _SHARED, _TURN = 218_000, 48 << 10
@@ -50,8 +51,9 @@ def tune(
 ) -> None:
     counts = rows or ROWS
     jobs = [(model, index) for model in models for index in range(5)]
-    here = [sys.executable, "-m", "quire.bench.gpu_tune_ahead"]
-    compiling = [subprocess.Popen([*here, model, str(index), *map(str, counts)]) for model, index in jobs]
+    here = module_command("quire.bench.gpu_tune_ahead")
+    compiling = [subprocess.Popen([*here, model, str(index), *map(str, counts)], env=child_environment())
+                 for model, index in jobs]
     for process in compiling:
         process.wait()
     entries = []

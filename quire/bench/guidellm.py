@@ -33,6 +33,7 @@ from typing import Any
 
 from quire.bench.machine import describe_machine
 from quire.bench.served import serve_process
+from quire.child import child_environment, module_command
 from quire.errors import QuireError
 
 BOUND = 0.10
@@ -255,9 +256,10 @@ def _on(cores: set[int]) -> Iterator[None]:
 
 def _quire(url: str, trace: Path, case: Case) -> dict[str, float]:
     load = [] if case.rate is not None else ["--max-concurrency", str(case.streams), "--trace-speed", "1e9"]
-    done = _run([sys.executable, "-m", "quire", "bench", "serve", "--url", url, "--backend", "openai-chat", "--json",
-                 "--dataset-name", "trace", "--dataset-path", str(trace), "--num-prompts", str(case.requests),
-                 "--ignore-eos", "--num-warmups", "0", *load])
+    done = _run(module_command("quire", "bench", "serve", "--url", url, "--backend", "openai-chat", "--json",
+                               "--dataset-name", "trace", "--dataset-path", str(trace), "--num-prompts",
+                               str(case.requests), "--ignore-eos", "--num-warmups", "0", *load),
+                env=child_environment())
     found = json.loads(done)
     if found["completed"] != case.requests:
         raise QuireError(f"only {found['completed']} of {case.requests} requests were answered: {found['errors']}")

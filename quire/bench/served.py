@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
+from quire.child import child_environment, module_command
 from quire.config import ServerConfig
 from quire.errors import QuireError
 
@@ -44,12 +43,12 @@ async def served(server: dict[str, Any], engine: dict[str, Any]) -> AsyncIterato
 @contextlib.contextmanager
 def serve_process(options: dict[str, Any], flags: Sequence[str] = ()) -> Iterator[str]:
     """`quire serve` in a process of its own; its address."""
-    words = [sys.executable, "-m", "quire", "serve", "--port", "0", "--log-format", "json", *flags]
+    words = module_command("quire", "serve", "--port", "0", "--log-format", "json", *flags)
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         words += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, str(value)]
     # The log is a line per request: read on, so that the pipe is never full.
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, env=child_environment(PYTHONUNBUFFERED="1"))
     assert process.stderr is not None
     try:
         address, said = "", b""

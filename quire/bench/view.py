@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from quire.bench.served import served
+from quire.child import child_environment, module_command
 from quire.cli.options import add_engine_options, engine_options, integer
 
 EXAMPLES = ("examples:\n  quire bench view\n  quire bench view --executor dummy --dummy-step-ms 3 --streams 128\n"
@@ -106,8 +107,8 @@ class _Seen:
 async def _watchers(address: str, count: int, seen: _Seen) -> AsyncIterator[None]:
     """So many connections that read frames, as the page does: each in a process of its own, as a browser is."""
     readers = [await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "quire.bench.view", address, stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE) for _ in range(count)]
+        *module_command("quire.bench.view", address), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        env=child_environment()) for _ in range(count)]
     try:
         for reader in readers:
             assert reader.stdout is not None

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from quire.child import child_environment, module_command
 from quire.engine import messages as m
 from quire.errors import EngineError
 
@@ -84,13 +84,11 @@ class EngineClient:
 
     def spawn(self, options: Mapping[str, m.Plain]) -> None:
         """Start the process and tell it what to build."""
-        root = str(Path(__file__).parents[2])
-        path = os.environ.get("PYTHONPATH")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "quire.engine.process", *self._endpoints, str(os.getpid())],
+            module_command("quire.engine.process", *self._endpoints, str(os.getpid())),
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a library prints is no part of a command's output
-            env={**os.environ, "PYTHONPATH": root if not path else os.pathsep.join((root, path))},
+            env=child_environment(),
             start_new_session=True,  # a Ctrl-C is for the front door alone
         )
         self.heartbeat = m.Heartbeat("starting", time.monotonic(), 0)

@@ -1,7 +1,7 @@
 """An engine in a process of its own: takes messages in between two steps, sends what each step brought.
 
-Started as `python -m quire.engine.process INBOX OUTBOX PARENT_PID`; everything else arrives as messages. It knows
-tokens only: text, stop strings and JSON are its front door's business.
+Started through `quire/child.py` with INBOX OUTBOX PARENT_PID; everything else arrives as messages. It knows tokens
+only: text, stop strings and JSON are its front door's business.
 """
 
 from __future__ import annotations
@@ -336,6 +336,8 @@ def main(argv: list[str]) -> int:
     # without a parent this one ends by itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # nobody means to end it with these
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # short of memory, rather this one than the server that can say what happened
         Path("/proc/self/oom_score_adj").write_text("300")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")

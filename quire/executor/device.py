@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from quire.executor.base import Executor
+from quire.executor.lost_rows import LostRows, launch_sound
 from quire.scheduler.plan import StepPlan, StepResult
 
 
@@ -18,11 +19,19 @@ class PlanLauncher(Protocol):
 
 
 class DeviceExecutor(Executor):
+    """Plans reach the device in the order of `submit`, so that is where the guard of lost rows stands.
+
+    A step may be lost when it is launched (its rows are refused from the next plan on) or only when its result is
+    collected. Then it was launched whole and plans after it found its rows as they assumed; from the first plan after
+    the failure on its rows are refused all the same.
+    """
+
     def __init__(self, worker: PlanLauncher) -> None:
         self._worker = worker
+        self._guard = LostRows()
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        return self._worker.submit(plan)
+        return launch_sound(self._guard, plan, self._worker.submit)
 
     def close(self) -> None:
         self._worker.close()

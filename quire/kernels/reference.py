@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.attention.context import StepContext
+from quire.errors import EngineError
+from quire.kernels.slices import Slices, add_in_tree
 from quire.layers.ops import HeadShape, LayerCache
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -26,6 +28,7 @@ class PlainLinear:
 
     weight: Tensor
     bias: Tensor | None
+    slices: Slices | None = None
 
     @property
     def out_features(self) -> int:
@@ -46,12 +49,31 @@ class TorchOps:
     Correct to rounding, not bit-reproducible: torch's matmul may round a row differently in another batch.
     """
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PlainLinear:
-        return PlainLinear(weight.float(), None if bias is None else bias.float())
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PlainLinear:
+        if slices is not None:
+            slices.check_width(weight.shape[1])
+        return PlainLinear(weight.float(), None if bias is None else bias.float(), slices)
 
     def linear(self, x: Tensor, w: PlainLinear, residual: Tensor | None = None) -> Tensor:
-        out = F.linear(x, w.weight, w.bias)
+        if w.slices is None:
+            out = F.linear(x, w.weight, w.bias)
+        else:
+            (out,) = self.linear_nodes(x, w)
+            out = out if w.bias is None else out + w.bias
         return out if residual is None else out + residual
+
+    def linear_nodes(self, x: Tensor, w: PlainLinear) -> Tensor:
+        slices = w.slices
+        if slices is None:
+            raise EngineError("a weight without slices has no tree of sums: use linear")
+
+        def summed(index: int) -> Tensor:
+            columns = slices.columns(index, index + 1)
+            return F.linear(x[:, columns], w.weight[:, columns])
+
+        return torch.stack([add_in_tree([summed(i) for i in range(*node)]) for node in slices.nodes()])
 
     def embed(self, ids: Tensor, w: PlainLinear) -> Tensor:
         return w.weight[ids.long()]

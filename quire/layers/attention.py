@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.context import StepContext
+from quire.kernels.slices import Slices
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm
 from quire.layers.ops import HeadShape, LayerCache, Ops
@@ -24,7 +25,7 @@ class Attention:
         self._group = group
         self.shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.qkv = Linear(ops, ("q", "k", "v"), spec.qkv_bias, dtype)
-        self.out = Linear(ops, ("out",), spec.out_bias, dtype)
+        self.out = Linear(ops, ("out",), spec.out_bias, dtype, Slices.of_heads(spec.num_heads, spec.head_dim))
         self.q_norm = Norm(ops, spec.qk_norm, spec.head_dim) if spec.qk_norm else None
         self.k_norm = Norm(ops, spec.qk_norm, spec.head_dim) if spec.qk_norm else None
 

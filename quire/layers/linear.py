@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.attention.context import StepContext
 from quire.errors import InvariantError
+from quire.kernels.slices import Slices
 from quire.layers.ops import Ops, PackedLinear
 
 
@@ -17,14 +18,17 @@ class Linear:
 
     Parts wait as they came until the last one is there, then are joined, packed and let go of: peak memory
     is the packed weights plus one layer's sources. Nothing is allocated from what a config says before the
-    tensors came.
+    tensors came. `slices` fix the order of its sums where ranks may share them (see `quire.kernels.slices`).
     """
 
-    def __init__(self, ops: Ops, parts: Sequence[str], bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, ops: Ops, parts: Sequence[str], bias: bool, dtype: torch.dtype, slices: Slices | None = None
+    ) -> None:
         self._ops = ops
         self._parts = tuple(parts)
         self._bias = bias
         self._dtype = dtype
+        self._slices = slices
         self._waiting: dict[tuple[str, str], Tensor] = {}
         self._packed: PackedLinear | None = None
 
@@ -39,7 +43,8 @@ class Linear:
         self._waiting[part, kind] = tensor
         if len(self._waiting) == len(self._parts) * (2 if self._bias else 1):
             weight = self._joined("weight")
-            self._packed = self._ops.pack_linear(weight, self._joined("bias") if self._bias else None)
+            bias = self._joined("bias") if self._bias else None
+            self._packed = self._ops.pack_linear(weight, bias, self._slices)
 
     def _joined(self, kind: str) -> Tensor:
         parts = [self._waiting.pop((part, kind)) for part in self._parts]

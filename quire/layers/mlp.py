@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.context import StepContext
+from quire.kernels.slices import Slices
 from quire.layers.linear import Linear
 from quire.layers.ops import Ops
 from quire.layers.spec import MlpSpec
@@ -18,7 +19,7 @@ class Mlp:
         self._ops = ops
         self._spec = spec
         self.up = Linear(ops, ("gate", "up") if spec.gated else ("up",), spec.bias, dtype)
-        self.down = Linear(ops, ("down",), spec.bias, dtype)
+        self.down = Linear(ops, ("down",), spec.bias, dtype, Slices.of_width(spec.intermediate))
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         (self.down if part == "down" else self.up).receive(part, kind, tensor)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.attention.context import StepContext
+from quire.kernels.slices import Slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,23 @@ class Ops(AttentionBackend, Protocol):
     threads. A packed weight goes back only to the object that packed it, hence `Any` where one comes in.
     """
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """Take a contiguous weight [N, K] (and bias [N]); the caller drops its own reference afterwards."""
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PackedLinear:
+        """Take a contiguous weight [N, K] (and bias [N]); the caller drops its own reference afterwards.
+
+        With `slices`, which cover K, the product sums each slice from zero and adds the slices in their tree, then
+        bias and residual. On a GPU this holds in deterministic mode.
+        """
         ...
 
     def linear(self, x: Tensor, w: Any, residual: Tensor | None = None) -> Tensor:
         """[M, N] = x W^T (+ bias) (+ residual), in that order."""
+        ...
+
+    def linear_nodes(self, x: Tensor, w: Any) -> Tensor:
+        """[nodes, M, N] float32: what a weight packed with a run of a sum's slices adds to each of `slices.nodes()`,
+        without bias and residual. With the nodes of the other runs, `finish_tree` gives the bits of the whole."""
         ...
 
     def embed(self, ids: Tensor, w: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a sequence has said so far, as penalties see it: its tokens and how often each was drawn."""
+"""Penalties on tokens that were there before: what a sequence has said so far, and the arithmetic of all devices."""
 
 from __future__ import annotations
 
@@ -56,20 +56,29 @@ class TokenHistory:
         return self._counts[: len(self._slots)]
 
 
+def penalised(
+    values: Tensor, counts: Tensor, repetition: Tensor | float, frequency: Tensor | float, presence: Tensor | float
+) -> Tensor:
+    """Logits of tokens that the text holds, drawn `counts` times each (float32; 0: only in the prompt): repetition
+    first (divide positive, multiply negative values), then subtract what frequency and presence ask for."""
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    return repeated - (frequency * counts + presence * (counts > 0))
+
+
 @dataclass(slots=True)
 class Penalties:
     """Penalties of a batch as flat (row, token) entries; no pair appears twice."""
 
     rows: Tensor
     ids: Tensor
+    counts: Tensor
     repetition: Tensor
-    subtract: Tensor
+    frequency: Tensor
+    presence: Tensor
 
     def apply_(self, logits: Tensor) -> None:
-        """Repetition first (divide positive, multiply negative values), then subtract the two others."""
         values = logits[self.rows, self.ids]
-        values = torch.where(values > 0, values / self.repetition, values * self.repetition)
-        logits[self.rows, self.ids] = values - self.subtract
+        logits[self.rows, self.ids] = penalised(values, self.counts, self.repetition, self.frequency, self.presence)
 
 
 def gather_penalties(
@@ -78,17 +87,21 @@ def gather_penalties(
     """Flatten (row, its parameters, its history) of the penalised rows; None when there is nothing to do."""
     if not entries:
         return None
-    rows, ids, repetition, subtract = [], [], [], []
-    for row, params, history in entries:
-        counts, size = history.counts, len(history)
-        amount = np.float32(params.frequency_penalty) * counts.astype(np.float32)
-        amount += np.float32(params.presence_penalty) * (counts > 0)
-        rows.append(np.full(size, row, dtype=np.int64))
-        ids.append(history.ids)
-        repetition.append(np.full(size, params.repetition_penalty, dtype=np.float32))
-        subtract.append(amount.astype(np.float32))
+    sizes = [len(history) for _, _, history in entries]
+
+    def each(values: Sequence[float], dtype: type) -> Tensor:
+        """A number of every row, for all its tokens."""
+        return tensor([np.repeat(np.array(values, dtype), sizes)])
 
     def tensor(parts: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
-    return Penalties(tensor(rows), tensor(ids), tensor(repetition), tensor(subtract))
+    chosen = [params for _, params, _ in entries]
+    return Penalties(
+        rows=each([row for row, _, _ in entries], np.int64),
+        ids=tensor([history.ids for _, _, history in entries]),
+        counts=tensor([history.counts.astype(np.float32) for _, _, history in entries]),
+        repetition=each([params.repetition_penalty for params in chosen], np.float32),
+        frequency=each([params.frequency_penalty for params in chosen], np.float32),
+        presence=each([params.presence_penalty for params in chosen], np.float32),
+    )

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from quire.sampling.batch import Draws, SamplingBatch
+from quire.sampling.logprobs import SampledLogprobs, batch_logprobs
 from quire.sampling.params import NOTHING_TO_DRAW
 from quire.sampling.sending import send
+from quire.sampling.weights import integer_weights, row_chunks
 
 OK: Final = 0
 NOT_FINITE: Final = 1
@@ -34,46 +36,8 @@ FAILURES: Final = {
     NOTHING_ALLOWED: NOTHING_TO_DRAW,
 }
 
-_SCALE: Final = 2.0**40
 _LIKELY: Final = math.log(1e-3)
 """Under top_p, tokens of at least a thousandth of the best one's probability are looked at first."""
-_CHUNK_ELEMENTS: Final = {"cpu": 1 << 19, "cuda": 1 << 24}
-"""Entries of a temporary: rows of a CPU stay in its cache, and memory stays bounded whatever the batch."""
-
-
-@dataclass(slots=True)
-class SampledLogprobs:
-    """Raw log-probabilities of chosen tokens, and the likeliest ids at their positions, best first."""
-
-    rows: list[int]
-    counts: list[int]
-    token_ids: Tensor
-    logprob: Tensor
-    rank: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
-
-    def to_list(self) -> list[tuple[int, float, int, list[int], list[float]]]:
-        """(token id, logprob, rank, top ids, their logprobs) of each of `rows`, on the host."""
-        columns = zip(
-            self.token_ids.tolist(),
-            self.logprob.tolist(),
-            self.rank.tolist(),
-            self.top_ids.tolist(),
-            self.top_logprobs.tolist(),
-            self.counts,
-            strict=True,
-        )
-        return [_possible(token, logprob, rank, ids[:n], tops[:n]) for token, logprob, rank, ids, tops, n in columns]
-
-
-def _possible(
-    token: int, logprob: float, rank: int, ids: list[int], tops: list[float]
-) -> tuple[int, float, int, list[int], list[float]]:
-    """Without those of the likeliest ids that a grammar makes impossible; they are the last."""
-    while tops and tops[-1] == -math.inf:
-        tops.pop()
-    return token, logprob, rank, ids[: len(tops)], tops
 
 
 @dataclass(slots=True)
@@ -107,7 +71,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
         tokens[batch.filtered.rows] = _draw_filtered(edited, peak, batch.filtered)
     status = _status(logits, edited, peak)
     tokens = torch.where(status == OK, tokens, 0)
-    return SamplerOutput(tokens, status, _batch_logprobs(logits, tokens, batch))
+    return SamplerOutput(tokens, status, batch_logprobs(logits, tokens, batch))
 
 
 def draw_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -126,7 +90,7 @@ def draw_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.plain is not None:
         rows, floor = batch.plain.rows, _min_p_floor(peak, batch.plain)
         values = edited[rows]
-        drawable = _weights(values, peak[rows, None], batch.plain.temperature[:, None])
+        drawable = integer_weights(values, peak[rows, None], batch.plain.temperature[:, None])
         weights[rows] = drawable * (values >= floor[:, None])
     if batch.filtered is not None and logits.device.type == "cpu":
         for row, ids, kept in _cut_rows(edited, peak, batch.filtered):
@@ -169,19 +133,6 @@ def argmax_rows(values: Tensor) -> Tensor:
     return torch.where(pair.argmax(-1) == 0, found, tail)
 
 
-def _chunks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Runs of rows whose temporaries of `width` columns are of a good size for the device."""
-    size = max(1, _CHUNK_ELEMENTS.get(device.type, 1 << 24) // max(1, width))
-    for start in range(0, rows, size):
-        yield slice(start, min(rows, start + size))
-
-
-def _weights(values: Tensor, peak: Tensor | float, temperature: Tensor | float) -> Tensor:
-    """Integer weights of float32 logits relative to the likeliest one."""
-    scaled = (values - peak).div_(temperature)
-    return scaled.exp_().mul_(_SCALE).to(torch.int64)
-
-
 def _pick(weights: Tensor, noise: Tensor) -> Tensor:
     """First place whose running total exceeds the share `noise` of the whole."""
     running = weights.cumsum(-1)
@@ -196,10 +147,10 @@ def _draw_plain(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
     """Inverse CDF over the whole vocabulary."""
     floor = _min_p_floor(peak, draws)
     parts = []
-    for part in _chunks(len(draws.top_k), logits.shape[1], logits.device):
+    for part in row_chunks(len(draws.top_k), logits.shape[1], logits.device):
         rows = draws.rows[part]
         values = logits[rows]
-        weights = _weights(values, peak[rows, None], draws.temperature[part, None])
+        weights = integer_weights(values, peak[rows, None], draws.temperature[part, None])
         if draws.uses_min_p:
             weights *= values >= floor[part, None]
         parts.append(_pick(weights, draws.noise[part]))
@@ -230,10 +181,10 @@ def _sorted_weights(logits: Tensor, peak: Tensor, draws: Draws) -> Iterator[tupl
     floor = _min_p_floor(peak, draws)
     top_k = send([k or width for k in draws.top_k], torch.int64, device)
     rank = torch.arange(width, device=device)
-    for part in _chunks(len(draws.top_k), width, device):
+    for part in row_chunks(len(draws.top_k), width, device):
         rows = draws.rows[part]
         ranked, ids = logits[rows].sort(dim=-1, stable=True, descending=True)
-        weights = _weights(ranked, peak[rows, None], draws.temperature[part, None])
+        weights = integer_weights(ranked, peak[rows, None], draws.temperature[part, None])
         weights *= (rank < top_k[part, None]) & (ranked >= floor[part, None])
         running = weights.cumsum(-1)
         wanted = draws.top_p[part] * running[:, -1].double()
@@ -281,7 +232,7 @@ class _Cut:
         self.peak, self.temperature, self.floor = peak, temperature, floor
 
     def weights(self, values: np.ndarray) -> Tensor:
-        return _weights(torch.from_numpy(values), self.peak, self.temperature)
+        return integer_weights(torch.from_numpy(values), self.peak, self.temperature)
 
     def best(self, top_k: int, top_p: float) -> tuple[np.ndarray, Tensor]:
         """The first `top_k`, and of those the share `top_p`."""
@@ -320,71 +271,3 @@ class _Cut:
         equals = np.flatnonzero(values == last)
         stays[equals[: kept - int(stays.sum())]] = True
         return ids[stays], self.weights(values[stays])
-
-
-def _ranked(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest entries of each row and their ids, larger first, lower id first among equals."""
-    spare = count + 12
-    if values.device.type == "cpu" and spare < values.shape[1]:
-        largest, ids = values.topk(spare, sorted=False)
-        ids, order = ids.sort(dim=-1)
-        largest, order = largest.gather(1, order).sort(dim=-1, stable=True, descending=True)
-        # Nothing equal to the last one wanted was left out when it is above the last one looked at.
-        if bool((largest[:, count - 1] > largest[:, -1]).all()):
-            return largest[:, :count], ids.gather(1, order)[:, :count]
-    largest, ids = values.sort(dim=-1, stable=True, descending=True)
-    return largest[:, :count], ids[:, :count]
-
-
-def _batch_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> SampledLogprobs | None:
-    if not batch.logprob_rows:
-        return None
-    rows = send(batch.logprob_rows, torch.int64, logits.device)
-    if batch.masks is not None:
-        logits = logits.clone()
-        batch.masks.apply_(logits)
-    found = token_logprobs(logits[rows], tokens[rows], max(batch.logprob_counts))
-    found.rows, found.counts = batch.logprob_rows, batch.logprob_counts
-    return found
-
-
-def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> SampledLogprobs:
-    """Log-probability and rank of one token per row of `logits`, and the `count` likeliest of the row.
-
-    This is prompt_logprobs too: the rows are positions of a prompt, the tokens those that follow them.
-    The rank is 1 for the likeliest; among equals the lower id comes first.
-    """
-    rows, width = logits.shape
-    count = min(count, width)
-    parts = [
-        _token_logprobs(logits[part], token_ids[part], count)
-        for part in _chunks(max(rows, 1), width, logits.device)
-    ]
-    merged = [torch.cat(columns) for columns in zip(*parts, strict=True)]
-    return SampledLogprobs(list(range(rows)), [count] * rows, token_ids, *merged)
-
-
-def _token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    peak = logits.amax(-1, keepdim=True)
-    total = _weights(logits, peak, 1.0).sum(-1, keepdim=True).double() * (1.0 / _SCALE)
-    log_total = total.log()
-    mine = logits.gather(1, token_ids[:, None])
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    better = (logits > mine) | ((logits == mine) & (ids < token_ids[:, None]))
-    best, best_ids = _ranked(logits, count) if count else (logits[:, :0], token_ids[:, None][:, :0])
-
-    def logprob(values: Tensor) -> Tensor:
-        return ((values - peak).double() - log_total).float()
-
-    return logprob(mine).squeeze(1), better.sum(-1) + 1, best_ids, logprob(best)
-
-
-def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest ids of each row, best first, with log-probabilities as torch's log_softmax gives them.
-
-    For beams, whose scores are compared with those of transformers: over 49,152 tokens torch's sum in float32 is off
-    by up to 1e-5, always to the same side, so an exact one would differ by more the longer the beam. It takes each
-    row by itself on a CPU, so the batch does not show.
-    """
-    _, ids = _ranked(logits, min(count, logits.shape[1]))
-    return ids, logits.log_softmax(-1).gather(1, ids)

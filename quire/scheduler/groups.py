@@ -26,6 +26,30 @@ def fork_from(leader: Sequence, siblings: list[Sequence], at: int, cache: KVCach
     leader.held_at = None
 
 
+def heir_of(leader: Sequence) -> Sequence | None:
+    """Who goes on with the prompt when `leader`, the only one of its group with a row, ends."""
+    if leader.row < 0 or leader.request.beams is not None:
+        return None
+    others = [seq for seq in leader.request.live if seq is not leader]
+    return others[0] if others and all(seq.row < 0 for seq in others) else None
+
+
+def inherit(leader: Sequence, heir: Sequence, cache: KVCacheManager, rows: RowBook) -> bool:
+    """Seat `heir` on the leader's blocks, at what is confirmed of them: a step in flight may still be lost.
+
+    False, and no change, where a window has passed what the heir would have to see again.
+    """
+    at = leader.num_confirmed
+    if any(cache.first_needed(group, at) < table.first_live
+           for group, table in zip(cache.groups, leader.kv.tables, strict=True)):
+        return False
+    heir.kv = cache.fork(leader.kv)
+    heir.num_computed = heir.num_confirmed = at
+    heir.held_at = leader.held_at
+    rows.take(heir)
+    return True
+
+
 def extra_blocks(request: Request, cache: KVCacheManager) -> int:
     """Blocks that a group's sequences will soon need besides those of the first."""
     if request.width == 1:

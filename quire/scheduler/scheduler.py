@@ -18,6 +18,8 @@ from quire.scheduler.groups import (
     blocks_to_go_on,
     extra_blocks,
     fork_from,
+    heir_of,
+    inherit,
     reseat_beams,
     seat_hypotheses,
     unforked,
@@ -101,8 +103,13 @@ class Scheduler:
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence from outside, as a stop string does. No update is emitted: the caller knows."""
-        if not seq.finished:
-            self._finish(seq, reason, stop_reason, silent=True)
+        if seq.finished:
+            return
+        heir = heir_of(seq)
+        inherited = heir is None or inherit(seq, heir, self.cache, self._roster.rows)
+        self._finish(seq, reason, stop_reason, silent=True)
+        if not inherited:
+            self._requeue(seq.request, PreemptionReason.LOST, may_move=False)
 
     @property
     def has_work(self) -> bool:
@@ -234,7 +241,8 @@ class Scheduler:
         """Siblings that had drawn tokens before a preemption begin again where the prompt ends."""
         for request in list(self._roster.forking.values()):
             leader = request.live[0]
-            if leader.num_computed >= leader.num_prompt_tokens:
+            # Not before that is confirmed: the leader may end, and siblings would trust a step that is lost later.
+            if leader.num_confirmed >= leader.num_prompt_tokens:
                 del self._roster.forking[request.request_id]
                 self._fork(leader, unforked(request), leader.num_prompt_tokens)
 
@@ -518,9 +526,10 @@ class Scheduler:
         """Requests are left, nothing is in flight, nothing could be planned: end the one in the way."""
         if self.examine():
             return
-        request = self.waiting.peek() if len(self.waiting) else self._roster.victim()
-        for seq in request.live:
-            self._finish(seq, FinishReason.ABORT, error="the KV pool has no room left for this request")
+        # Who runs and cannot go on holds the memory that the others wait for.
+        request = self._roster.victim() if self.running else self.waiting.peek()
+        # With an error one sequence ends its whole group.
+        self._finish(request.live[0], FinishReason.ABORT, error="the KV pool has no room left for this request")
 
     def _take_in(self, seq: Sequence, entry: PlanEntry, result: EntryResult) -> None:
         end, tokens = entry.start + entry.num_tokens, result.tokens

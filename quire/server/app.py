@@ -14,6 +14,7 @@ from quire.server.answer import send_error
 from quire.server.api_error import ApiError, api_error
 from quire.server.auth import ApiKeys
 from quire.server.generation import ClientGone
+from quire.server.hosts import AllowedHosts
 from quire.server.log import LOGGER, event
 from quire.server.page_routes import page_routes
 from quire.server.routes import ROUTES, Route
@@ -38,13 +39,15 @@ def with_cors(app: App, origins: str | None) -> Any:
     from starlette.middleware.cors import CORSMiddleware
 
     return CORSMiddleware(app, allow_origins=[origin.strip() for origin in origins.split(",")],
-                          allow_methods=["GET", "POST"], allow_headers=["authorization", "content-type"],
+                          allow_methods=["GET", "POST", "DELETE"],
+                          allow_headers=["authorization", "x-api-key", "content-type"],
                           expose_headers=["x-request-id", "retry-after"])
 
 
 class App:
     def __init__(self, service: Service) -> None:
         self.service = service
+        self._hosts = AllowedHosts(service.config, has_keys=len(service.keys) > 0)
         self._exact: dict[str, dict[str, Route]] = {}
         for route in (*ROUTES, *(page_routes(service) if service.config.page else ())):
             self._exact.setdefault(route.path, {})[route.method] = route
@@ -74,8 +77,15 @@ class App:
             await send(message)
 
         try:
-            route = self._route(record.method, record.path)
-            self._admit(route, record, headers)
+            self._check_host(headers.get(b"host"))
+            methods = self._methods(record.path)
+            route = methods.get("GET" if record.method == "HEAD" else record.method)
+            if route is None or not route.open:
+                self._check_key(record, scope["headers"])
+            route = _found(route, methods, record)
+            if route.works and self.service.draining:
+                raise ApiError(503, "the server is closing and takes no new requests", code="closing",
+                               retry_after=5.0)
             await route.handler(self.service, record, scope, receive, send_noted)
         except ClientGone:
             record.status = _CLIENT_CLOSED
@@ -85,31 +95,31 @@ class App:
         finally:
             self._close(record, "other" if route is None else route.path, span)
 
-    def _route(self, method: str, path: str) -> Route:
-        methods = self._exact.get(path)
-        if methods is None:
-            # The last part of a path may be a name: of a model, of a response.
-            folder = next((each for each in self._folders if path.startswith(each) and len(path) > len(each)), None)
-            methods = None if folder is None else self._folders[folder]
-        if methods is None:
-            raise ApiError(404, f"there is no {path:.200} on this server; GET /docs lists what there is",
-                           code="unknown_path")
-        route = methods.get("GET" if method == "HEAD" else method)
-        if route is None:
-            raise ApiError(405, f"{path} takes {', '.join(methods)}, not {method:.20}", code="method_not_allowed",
-                           allow=", ".join(methods))
-        return route
+    def _methods(self, path: str) -> dict[str, Route]:
+        """The routes of a path, by method; none where there is no such path."""
+        if path in self._exact:
+            return self._exact[path]
+        # The last part of a path may be a name: of a model, of a response.
+        folder = next((each for each in self._folders if path.startswith(each) and len(path) > len(each)), None)
+        return {} if folder is None else self._folders[folder]
 
-    def _admit(self, route: Route, record: RequestRecord, headers: dict[bytes, bytes]) -> None:
-        service = self.service
-        if len(service.keys) and not route.open:
-            key = headers.get(b"x-api-key")
-            record.tenant = service.keys.tenant(headers.get(b"authorization", b"" if key is None else b"Bearer " + key))
+    def _check_host(self, host: bytes | None) -> None:
+        if not self._hosts.allows(host):
+            raise ApiError(403, "this server does not answer to the name in the Host header: use a loopback name such "
+                                "as localhost, or start it with --allowed-hosts", code="host_not_allowed")
+
+    def _check_key(self, record: RequestRecord, headers: list[tuple[bytes, bytes]]) -> None:
+        """Before anything else is said of a path: without a key nobody learns which ones there are."""
+        keys = self.service.keys
+        given = [value for name, value in headers if name == b"authorization"]
+        others = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
+        if len(given) > 1 or len(others) > 1:
+            raise ApiError(400, "there are several headers with a key: send one", code="several_authorizations")
+        if len(keys):
+            record.tenant = keys.tenant(next(iter(given or others), None))
             if record.tenant is None:
                 raise ApiError(401, "a valid API key is needed: send it as `Authorization: Bearer KEY` or as "
                                     "`x-api-key: KEY`", code="invalid_api_key")
-        if route.works and service.draining:
-            raise ApiError(503, "the server is closing and takes no new requests", code="closing", retry_after=5.0)
 
     async def _failed(self, error: Exception, record: RequestRecord, route: Route | None, started: bool,
                       send: Any) -> bool:
@@ -154,6 +164,16 @@ class App:
         if left:
             event(logging.WARNING, "drain_deadline_passed", requests_ended=len(left))
             await asyncio.wait(left, timeout=5.0)
+
+
+def _found(route: Route | None, methods: dict[str, Route], record: RequestRecord) -> Route:
+    if route is not None:
+        return route
+    if not methods:
+        raise ApiError(404, f"there is no {record.path:.200} on this server; GET /docs lists what there is",
+                       code="unknown_path")
+    raise ApiError(405, f"{record.path} takes {', '.join(methods)}, not {record.method:.20}",
+                   code="method_not_allowed", allow=", ".join(methods))
 
 
 def _record(given: bytes | None, method: str, path: str) -> RequestRecord:

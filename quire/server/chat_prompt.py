@@ -11,7 +11,7 @@ from quire.server.chat_protocol import AssistantMessage, Message, TextPart, Tool
 from quire.tokenizer.tokenizer import Tokenizer
 
 _RESERVED = frozenset({"messages", "tools", "documents", "chat_template", "add_generation_prompt", "bos_token",
-                       "eos_token", "unk_token", "pad_token"})
+                       "eos_token", "unk_token", "pad_token", "self"})
 _TOOLS_PROMPT = """You may call functions to help with the user's request. Here they are, one per line, as JSON:
 <tools>
 {tools}

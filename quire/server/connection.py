@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with bounds that it lacks: number of connections, size of headers, time to send them."""
+"""uvicorn's HTTP protocol with bounds that it lacks (connections, size of headers, time to send them) and refusals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from quire.config import ServerConfig
 
 _MAX_HEADER_BYTES = 64 * 1024
+_MAX_UNPARSED = 64 * 1024
+"""Bytes that may come without completing anything: the headers, a piece of the body, or the message."""
+_LINGER_SECONDS = 1.0
+_LINGER_BYTES = 4 << 20
+"""A refused client is listened to for so long, and so much of it is dropped: with a connection that is reset at once
+it would not see the answer."""
 _BUSY = (b'{"error":{"message":"too many connections are open: come back later","type":"service_unavailable_error",'
          b'"param":null,"code":"too_many_connections"}}')
 _LONG = (b'{"error":{"message":"the headers are too large","type":"invalid_request_error","param":null,'
          b'"code":"headers_too_large"}}')
 _UNREADABLE = (b'{"error":{"message":"this is not valid HTTP","type":"invalid_request_error","param":null,'
                b'"code":"invalid_http"}}')
+_HOST = (b'{"error":{"message":"a request needs exactly one Host header","type":"invalid_request_error","param":null,'
+         b'"code":"invalid_host"}}')
+_ENCODING = (b'{"error":{"message":"the only Transfer-Encoding that this server reads is chunked, without a '
+             b'Content-Length","type":"invalid_request_error","param":null,"code":"unsupported_transfer_encoding"}}')
 
 
 class _UntilClosed(int):
@@ -32,6 +42,9 @@ def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
 
     class BoundedProtocol(HttpToolsProtocol):
         _header_bytes = 0
+        _unparsed = 0
+        _dropped = 0
+        _refused = False
         _deadline: Any = None
 
         def connection_made(self, transport: Any) -> None:  # type: ignore[override]
@@ -42,8 +55,16 @@ def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
             self._await_headers()
 
         def data_received(self, data: bytes) -> None:
-            if not self.transport.is_closing():
+            if self._refused:
+                self._dropped += len(data)
+                if self._dropped > _LINGER_BYTES:
+                    self.transport.close()
+            elif not self.transport.is_closing():
+                # The parser tells of a header when it is complete, and keeps what there is of it until then.
+                self._unparsed += len(data)
                 super().data_received(data)
+                if self._unparsed > _MAX_UNPARSED:
+                    self._refuse(b"431 Request Header Fields Too Large", _LONG)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._headers_came()
@@ -64,7 +85,11 @@ def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             self._headers_came()
-            if not self.transport.is_closing():
+            self._unparsed = 0
+            refusal = None if self._refused else _unacceptable(self.parser.get_http_version(), self.headers)
+            if refusal is not None:
+                self._refuse(*refusal)
+            if not self._refused and not self.transport.is_closing():
                 super().on_headers_complete()
                 if self.cycle is not None and self.parser.get_http_version() == "1.0":
                     # It knows no chunks: a stream ends with its connection, which is closed in any case.
@@ -72,11 +97,13 @@ def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
                     self.cycle.expected_content_length = _UntilClosed()
 
         def on_body(self, body: bytes) -> None:
-            if self.cycle is not None:
+            self._unparsed = 0
+            if self.cycle is not None and not self._refused:
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
-            if self.cycle is not None:
+            self._unparsed = 0
+            if self.cycle is not None and not self._refused:
                 super().on_message_complete()
 
         def send_400_response(self, msg: str) -> None:
@@ -94,13 +121,38 @@ def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
 
         def _count(self, size: int) -> None:
             self._header_bytes += size
-            if self._header_bytes > _MAX_HEADER_BYTES and not self.transport.is_closing():
+            if self._header_bytes > _MAX_HEADER_BYTES:
                 self._refuse(b"431 Request Header Fields Too Large", _LONG)
 
         def _refuse(self, status: bytes, body: bytes, extra: bytes = b"") -> None:
+            if self._refused or self.transport.is_closing():
+                return
+            self._refused = True
+            self._headers_came()
+            answering = self.cycle is not None and not self.cycle.response_complete
+            if answering:  # bytes of another answer are on their way: this one would be taken for a part of it
+                self.transport.close()
+                return
             self.transport.write(
                 b"HTTP/1.1 " + status + b"\r\ncontent-type: application/json\r\nconnection: close\r\n" + extra
                 + b"content-length: " + str(len(body)).encode() + b"\r\n\r\n" + body)
-            self.transport.close()
+            if extra:  # one connection too many is not kept open to be polite
+                self.transport.close()
+            else:
+                self.transport.write_eof()
+                self._deadline = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
 
     return BoundedProtocol
+
+
+def _unacceptable(version: str, headers: list[tuple[bytes, bytes]]) -> tuple[bytes, bytes] | None:
+    """Status and body of the refusal of headers that two servers in a row might read differently; None if they are
+    plain."""
+    hosts = sum(name == b"host" for name, _ in headers)
+    if hosts > 1 or (hosts == 0 and version != "1.0"):
+        return b"400 Bad Request", _HOST
+    encodings = [value for name, value in headers if name == b"transfer-encoding"]
+    if encodings and (len(encodings) > 1 or encodings[0].strip().lower() != b"chunked" or version == "1.0"
+                      or any(name == b"content-length" for name, _ in headers)):
+        return b"501 Not Implemented", _ENCODING
+    return None

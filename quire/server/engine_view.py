@@ -14,6 +14,7 @@ from quire.server.answer import encode, send_json
 from quire.server.api_error import ApiError, refusal
 from quire.server.body import read_body
 from quire.server.generation import until_disconnect
+from quire.server.places import Place, Places
 from quire.server.protocol import Strict
 from quire.server.scenarios import SCENARIOS, play
 from quire.server.service import RequestRecord, Service
@@ -33,11 +34,18 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 class Watcher:
     """One reader of frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place) -> None:
         self.pending: deque[bytes] = deque()
         self.behind = True
         """It has missed something, so it waits for a full frame."""
         self.news = asyncio.Event()
+        self._place = place
+        place.on_lost = self.news.set
+
+    @property
+    def lost_place(self) -> bool:
+        """A key with fewer watchers has taken its place."""
+        return self._place.lost
 
     def take(self, body: bytes, full: bool) -> bool:
         """False where it has fallen behind and needs a full frame."""
@@ -60,23 +68,22 @@ class Lookout:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._watchers: set[Watcher] = set()
+        self._places = Places(_MAX_WATCHERS, f"{_MAX_WATCHERS} others watch the engine already", "too_many_watchers")
         self._renewing: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
-    def watcher(self) -> Any:
-        if len(self._watchers) >= _MAX_WATCHERS:
-            raise ApiError(429, f"{_MAX_WATCHERS} others watch the engine already", code="too_many_watchers",
-                           retry_after=5.0)
-        watcher = Watcher()
-        self._watchers.add(watcher)
-        self._engine.on_view = self._take
-        self._engine.watch(_LEASE_SECONDS, True)
-        if self._renewing is None:
-            self._renewing = asyncio.create_task(self._renew(), name="quire-lookout")
-        try:
-            yield watcher
-        finally:
-            self._watchers.discard(watcher)
+    def watcher(self, tenant: str | None) -> Any:
+        with self._places.take(tenant) as place:
+            watcher = Watcher(place)
+            self._watchers.add(watcher)
+            self._engine.on_view = self._take
+            self._engine.watch(_LEASE_SECONDS, True)
+            if self._renewing is None:
+                self._renewing = asyncio.create_task(self._renew(), name="quire-lookout")
+            try:
+                yield watcher
+            finally:
+                self._watchers.discard(watcher)
 
     def _take(self, body: bytes, full: bool) -> None:
         for watcher in self._watchers:
@@ -102,11 +109,11 @@ class EngineView:
 
     def __init__(self, service: Service) -> None:
         self._lookout = Lookout(service.engine)
-        self._stories = 0
+        self._stories = Places(_MAX_STORIES, f"{_MAX_STORIES} scenarios play already", "too_many_scenarios")
 
     async def events(self, service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
         """A frame for each tenth of a second in which something happened, for as long as the client likes."""
-        with self._lookout.watcher() as watcher:
+        with self._lookout.watcher(record.tenant) as watcher:
             async with until_disconnect(receive, lambda: False):
                 await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
                 async for body in self._frames(watcher, service):
@@ -114,24 +121,29 @@ class EngineView:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _frames(self, watcher: Watcher, service: Service) -> AsyncIterator[bytes]:
-        while not service.draining:
+        while not service.draining and not watcher.lost_place:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_QUIET_SECONDS):
                     await watcher.news.wait()
             watcher.news.clear()
-            if not watcher.pending:
+            if watcher.lost_place:
+                yield b": another key has taken this place\n\n"
+            elif not watcher.pending:
                 yield b": nothing new\n\n"
             while watcher.pending:
                 yield b"data: " + watcher.pending.popleft() + b"\n\n"
 
     async def snapshot(self, service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
         """One full frame."""
-        with self._lookout.watcher() as watcher:
+        with self._lookout.watcher(record.tenant) as watcher:
             try:
                 async with asyncio.timeout(5.0), until_disconnect(receive, lambda: False):
                     await watcher.news.wait()
             except TimeoutError:
                 raise ApiError(503, "the engine did not answer in time", code="engine_busy", retry_after=1.0) from None
+            if not watcher.pending:
+                raise ApiError(429, "another key has taken this place: try again later", code="too_many_watchers",
+                               retry_after=5.0)
             await send_json(send, 200, watcher.pending[0])
 
     async def scenarios(self, service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
@@ -143,18 +155,13 @@ class EngineView:
         scenario = SCENARIOS.get(body.scenario)
         if scenario is None:
             raise refusal("scenario", f"must be one of {', '.join(SCENARIOS)}, not {body.scenario!r:.80}")
-        if self._stories >= _MAX_STORIES:
-            raise ApiError(429, f"{_MAX_STORIES} scenarios play already", code="too_many_scenarios", retry_after=5.0)
-        self._stories += 1
-        try:
+        with self._stories.take(record.tenant) as place:
             async with (until_disconnect(receive, lambda: False),
                         contextlib.aclosing(play(scenario, body.speed or 1.0)) as story):
                 await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
                 async for found in story:
                     data = found if isinstance(found, bytes) else encode(found)
                     await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
-                    if service.draining:
+                    if service.draining or place.lost:
                         break
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._stories -= 1

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from typing import Any
 
 LOGGER = logging.getLogger("quire.server")
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+"""Control characters, and those that change the direction of what stands around them: a terminal would obey them."""
+_QUOTED = re.compile(r"[\s\"\\]|" + _UNPRINTABLE.pattern)
 
 
 def event(level: int, name: str, **fields: Any) -> None:
@@ -24,7 +28,7 @@ class JsonLines(logging.Formatter):
                 **getattr(record, "fields", {})}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return _printable(json.dumps(line, ensure_ascii=False, default=str))
 
 
 class TextLines(logging.Formatter):
@@ -32,13 +36,20 @@ class TextLines(logging.Formatter):
         fields = " ".join(f"{name}={_shown(value)}" for name, value in getattr(record, "fields", {}).items()
                           if value is not None)
         when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        text = f"{when} {record.levelname.lower()} {record.getMessage()} {fields}".rstrip()
-        return text + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
+        text = _printable(f"{when} {record.levelname.lower()} {record.getMessage()} {fields}".rstrip())
+        if record.exc_info:
+            text += "\n" + "\n".join(_printable(line) for line in self.formatException(record.exc_info).split("\n"))
+        return text
 
 
 def _shown(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return json.dumps(text, ensure_ascii=False) if " " in text or "\n" in text else text
+    return json.dumps(text, ensure_ascii=False) if _QUOTED.search(text) else text
+
+
+def _printable(text: str) -> str:
+    """With escapes, as JSON writes them, for what a terminal would not print but obey."""
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def set_up(form: str, level: str) -> None:

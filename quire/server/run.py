@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import resource
 import signal
@@ -21,6 +20,7 @@ from quire.errors import ConfigError
 from quire.server.app import App, build_app, with_cors
 from quire.server.auth import ApiKeys
 from quire.server.connection import bounded_protocol
+from quire.server.hosts import is_loopback
 from quire.server.log import event
 from quire.server.tracing import Tracing
 
@@ -107,6 +107,8 @@ class Stops:
         with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not the main thread: tests
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self.stop)
+            for number in (signal.SIGUSR1, signal.SIGUSR2):  # they mean nothing here, and would end the process
+                signal.signal(number, signal.SIG_IGN)
 
     def ignore(self) -> None:
         with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):
@@ -151,20 +153,13 @@ def _address(listener: socket.socket) -> str:
 
 
 def _warn_if_public(config: ServerConfig, keys: ApiKeys) -> None:
-    if len(keys) or _is_loopback(config.host):
+    if len(keys) or is_loopback(config.host):
         return
     text = (f"WARNING: {config.host} can be reached from other machines and no API key is set: anybody there may use "
             f"this model. Set QUIRE_API_KEYS or --api-key-file.")
     event(logging.WARNING, "public_without_key", host=config.host, advice=text)
     if sys.stderr.isatty():
         print(f"\n{'!' * len(text)}\n{text}\n{'!' * len(text)}\n", file=sys.stderr, flush=True)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _allow_many_files(connections: int) -> None:

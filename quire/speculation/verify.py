@@ -35,14 +35,6 @@ def rows_along(row: SamplingRow, drafts: Sequence[int], masks: bytes = b"") -> l
     return rows
 
 
-def count_equal(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """Leading drafts that are what the target drew."""
-    for place, (draft, token) in enumerate(zip(drafts, drawn, strict=False)):
-        if draft != token:
-            return place
-    return len(drafts)
-
-
 @dataclass(frozen=True, slots=True)
 class NoiseKeys:
     """Whose noise is meant, for each of a batch: int64 tensors [B]. `position` is that of the first draft."""

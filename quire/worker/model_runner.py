@@ -10,20 +10,13 @@ from torch import Tensor
 
 from quire.models.decoder import Decoder
 from quire.sampling.batch import SamplingBatch, SamplingRow
-from quire.sampling.masks import TokenMasks
-from quire.sampling.sampler import (
-    FAILURES,
-    NOT_FINITE,
-    OK,
-    SampledLogprobs,
-    likeliest,
-    sample,
-    token_logprobs,
-)
+from quire.sampling.logprobs import batch_logprobs, rank_candidates, token_logprobs
+from quire.sampling.sampler import sample
 from quire.scheduler.plan import EntryResult, PlanEntry, TokenLogprobs
-from quire.speculation.verify import RejectionDraw, count_equal, put_in_place, rows_along
+from quire.speculation.verify import RejectionDraw, put_in_place, rows_along
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.drafter import Drafter
+from quire.worker.outcomes import along_drafts, drawn_result, reported, take_candidates
 from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
 
@@ -80,44 +73,36 @@ class ModelRunner:
             last += range(ends[i] - 1 - len(entries[i].drafts), ends[i])
         everything = last == list(range(len(hidden)))
         logits = self._decoder.logits(hidden if everything else hidden[torch.tensor(last)])
-        output = sample(logits, SamplingBatch.build(rows, logits.shape[1]))
-        drawn, status = output.token_ids.tolist(), output.status.tolist()
-        found: dict[int, TokenLogprobs] = {}
-        if output.logprobs is not None:
-            found = dict(zip(output.logprobs.rows, _token_logprobs(output.logprobs), strict=True))
+        batch = SamplingBatch.build(rows, logits.shape[1])
+        output = sample(logits, batch)
+        drawn, status, logprobs = output.token_ids.tolist(), output.status.tolist(), output.logprobs
         judged: dict[int, int] = {}
         if self._rejection:
             draws = [RejectionDraw(first, entries[i].drafts, rows[first : first + 1 + len(entries[i].drafts)],
                                    guesses.get(i)) for i, first in zip(drawing, firsts, strict=True)]
             judged = put_in_place(drawn, logits, [d for d in draws if d.drafts and not d.rows[0].params.greedy])
+            if judged:
+                logprobs = batch_logprobs(logits, torch.tensor(drawn), batch)
+        found: dict[int, TokenLogprobs] = {}
+        if logprobs is not None:
+            found = dict(zip(logprobs.rows, reported(logprobs), strict=True))
+        places = [drawn_result(token, state) for token, state in zip(drawn, status, strict=True)]
+        for place, one in found.items():
+            places[place].logprobs = [one]
         for i, first in zip(drawing, firsts, strict=True):
-            entry, result = entries[i], results[i]
-            end = first + 1 + len(entry.drafts)
-            if first in judged:
-                kept = judged[first]
-                for place in range(first, first + kept + 1):
-                    if place in found:
-                        found[place] = _logprobs_of(logits[place], drawn[place], rows[place])
-            else:
-                kept = count_equal(entry.drafts, drawn[first:end])
-            self._keep(entry, kept, drawn[first:end], status[first:end], result)
-            if rows[first].params.logprobs is not None:
-                result.logprobs = [found[first + place] for place in range(len(result.tokens))]
+            # What follows the first refused draft was not drawn by rejection.
+            count = 1 + judged.get(first, len(entries[i].drafts))
+            self._keep(entries[i], along_drafts(entries[i].drafts, places[first : first + count]), results[i])
 
-    def _keep(self, entry: PlanEntry, kept: int, drawn: list[int], status: list[int], result: EntryResult) -> None:
+    def _keep(self, entry: PlanEntry, judged: EntryResult, result: EntryResult) -> None:
         """The row takes over the tokens up to the first that is not what was proposed."""
         known = entry.start + entry.num_tokens - len(entry.drafts)
-        result.num_drafts = len(entry.drafts)
-        for place in range(kept + 1):
-            if status[place] != OK:
-                if not place:
-                    result.error = FAILURES[status[place]]
-                # Else the tokens before it stand, and the next step says the same for itself.
-                return
-            self._table.append(entry.row, known + place, drawn[place])
-            result.tokens.append(drawn[place])
-        if self.drafter is not None:
-            self.drafter.model.kept(entry.row, known + kept)
+        result.tokens, result.logprobs, result.error = judged.tokens, judged.logprobs, judged.error
+        result.num_drafts = judged.num_drafts
+        for place, token in enumerate(judged.tokens):
+            self._table.append(entry.row, known + place, token)
+        if self.drafter is not None and judged.tokens:
+            self.drafter.model.kept(entry.row, known + len(judged.tokens) - 1)
 
     def _rank_candidates(self, entries: Sequence[PlanEntry], ends: list[int], hidden: Tensor,
                          results: list[EntryResult]) -> None:
@@ -127,15 +112,7 @@ class ModelRunner:
             part = asking[at : at + _PROMPT_LOGITS_ROWS]
             logits = self._decoder.logits(hidden[torch.tensor([ends[i] - 1 for i in part])])
             temperatures = [self._table.sampling(entries[i].row).params.temperature or 1.0 for i in part]
-            if any(temperature != 1.0 for temperature in temperatures):
-                logits = logits / torch.tensor(temperatures)[:, None]
-            finite = torch.isfinite(logits.amax(-1)).tolist()
-            ids, logprobs = likeliest(logits, max(entries[i].candidates for i in part))
-            for i, sound, tokens, scores in zip(part, finite, ids.tolist(), logprobs.tolist(), strict=True):
-                if sound:
-                    results[i].candidates = list(zip(tokens, scores, strict=True))[: entries[i].candidates]
-                else:
-                    results[i].error = FAILURES[NOT_FINITE]
+            take_candidates(part, rank_candidates(logits, [entries[i].candidates for i in part], temperatures), results)
 
     def _prompt_logprobs(self, entry: PlanEntry, hidden: Tensor, first_row: int, result: EntryResult) -> None:
         """Of the prompt tokens that follow the positions of this chunk."""
@@ -149,17 +126,4 @@ class ModelRunner:
             logits = self._decoder.logits(hidden[first_row + at - entry.start : first_row + stop - entry.start])
             targets = torch.from_numpy(self._table.tokens[entry.row, at + 1 : stop + 1].astype(np.int64))
             found = token_logprobs(logits, targets, state.params.prompt_logprobs or 0)
-            result.prompt_logprobs.extend(_token_logprobs(found))
-
-
-def _token_logprobs(found: SampledLogprobs) -> list[TokenLogprobs]:
-    return [TokenLogprobs(*row) for row in found.to_list()]
-
-
-def _logprobs_of(logits: Tensor, token: int, row: SamplingRow) -> TokenLogprobs:
-    one = logits[None].clone()
-    masks = TokenMasks.of({0: row.mask} if row.mask else {}, logits.device)
-    if masks is not None:
-        masks.apply_(one)
-    found = token_logprobs(one, torch.tensor([token]), row.params.logprobs or 0)
-    return _token_logprobs(found)[0]
+            result.prompt_logprobs.extend(reported(found))

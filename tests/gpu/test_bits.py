@@ -8,12 +8,14 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
+    from quire.kernels.slices import Slices
     from quire.layers.ops import HeadShape
-    from tests.kernels.triton import bits
+    from tests.kernels.triton import bits, cases
 
 DTYPES = ("float32", "bfloat16")
 ROWS = 700
 COUNTS = (1, 2, 3, 7, 8, 9, 31, 33, 64, 65, 130, 512, 513)
+SLICES = (("of_heads", 9, 64), ("of_heads", 32, 128), ("of_heads", 6, 80), ("of_width", 1536), ("of_width", 3040))
 HEADS = ((16, 8, 128), (9, 3, 64), (4, 1, 256), (6, 2, 16))
 
 
@@ -28,6 +30,14 @@ def _seeded() -> None:
 def test_norms_products_and_gates(dtype: str, hidden: int, features: int) -> None:
     checks = bits.row_wise("cuda", getattr(torch, dtype), ROWS, hidden, features)
     assert [line for name, part in checks for line in bits.differences(name, part, ROWS, COUNTS)] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slices", SLICES)
+@torch.inference_mode()
+def test_slices_give_the_same_bits_for_any_number_of_ranks(dtype: str, slices: tuple[str, int, int]) -> None:
+    make, *sizes = slices
+    cases.check_linear_slices("cuda", getattr(torch, dtype), 300, 1000, getattr(Slices, make)(*sizes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -232,7 +232,7 @@ def test_prompts_by_a_library_give_our_tokens(family: str) -> None:
     found = []
     for library in (None, torchs[0]):
         core = device_engine(config, dtype="float16", budget=80, pad_mixed=False)
-        core.executor._worker._runner._attention.prompts = library
+        core.executor._worker._runner.contexts.attention.prompts = library
         found.append(tokens_of(core, greedy(6, 1)))
     for name, (_, logprobs) in found[0].items():
         assert abs(logprobs[0].top_logprobs[0] - found[1][name][1][0].top_logprobs[0]) < 0.03

@@ -8,7 +8,8 @@
 void quire_set_num_threads(int32_t);
 int64_t quire_packed_bytes(int32_t, int64_t, int64_t);
 int32_t quire_pack(const float *, void *, int64_t, int64_t, int32_t);
-void quire_linear(const float *, const void *, int32_t, const float *, const float *, float *, int64_t, int64_t, int64_t);
+void quire_linear(const float *, const void *, int32_t, const float *, const float *, float *, int64_t, int64_t, int64_t,
+                  const int64_t *, int64_t);
 void quire_embed(const int64_t *, const void *, int32_t, float *, int64_t, int64_t);
 void quire_rms_norm(const float *, const float *, float *, int64_t, int64_t, float);
 void quire_layer_norm(const float *, const float *, const float *, float *, int64_t, int64_t, float);
@@ -38,6 +39,33 @@ static void report(const char *name, const float *x, size_t count) {
     printf("%s %016llx\n", name, (unsigned long long)hash);
 }
 
+/* A sum of five slices of 32, whole and as two ranks share it: slices 0 to 2 and 3, 4. */
+static void slices(const float *x, const float *w, const void *packed, int32_t format, int64_t rows, int64_t n, int64_t k,
+                   float *out) {
+    static const int64_t all[] = {32, 0, 64, 1, 96, 0, 128, 2, 160, 1}, low[] = {32, 0, 64, 1, 96, 0}, high[] = {32, 0, 64, 0};
+    const struct {
+        int64_t first, last, nodes;
+        const int64_t *ends;
+    } ranks[2] = {{0, 3, 2, low}, {3, 5, 2, high}};
+    float *nodes[2];
+    quire_linear(x, packed, format, NULL, NULL, out, rows, n, k, all, 5);
+    report("slices", out, (size_t)(rows * n));
+    for (int r = 0; r < 2; r++) {
+        int64_t start = ranks[r].first * 32, width = ranks[r].last * 32 - start;
+        float *part_x = malloc((size_t)(rows * width) * 4), *part_w = malloc((size_t)(n * width) * 4);
+        for (int64_t i = 0; i < rows; i++) memcpy(part_x + i * width, x + i * k + start, (size_t)width * 4);
+        for (int64_t i = 0; i < n; i++) memcpy(part_w + i * width, w + i * k + start, (size_t)width * 4);
+        void *part = malloc((size_t)quire_packed_bytes(format, n, width));
+        if (!quire_pack(part_w, part, n, width, format)) printf("a part does not fit format %d\n", (int)format);
+        nodes[r] = malloc((size_t)(ranks[r].nodes * rows * n) * 4);
+        quire_linear(part_x, part, format, NULL, NULL, nodes[r], rows, n, width, ranks[r].ends, ranks[r].last - ranks[r].first);
+    }
+    for (int64_t i = 0; i < rows * n; i++) { /* ((0 + 1) + (2 + 3)) + 4 */
+        float sum = (nodes[0][i] + (nodes[0][rows * n + i] + nodes[1][i])) + nodes[1][rows * n + i];
+        if (memcmp(&sum, &out[i], 4) != 0) printf("two ranks do not fit one\n");
+    }
+}
+
 static void products(int32_t format, int64_t n, int64_t k) {
     float *w = array((size_t)(n * k), 1.0f), *x = array((size_t)(40 * k), 1.0f), *bias = array((size_t)n, 1.0f);
     for (int64_t i = 0; i < n * k; i++) { /* make the weights fit their format */
@@ -53,8 +81,11 @@ static void products(int32_t format, int64_t n, int64_t k) {
     if (!quire_pack(w, packed, n, k, format)) printf("format %d does not fit\n", (int)format);
     float *out = array((size_t)(40 * n), 1.0f);
     for (int64_t rows = 1; rows <= 40; rows += 13) {
-        quire_linear(x, packed, format, bias, NULL, out, rows, n, k);
+        quire_linear(x, packed, format, bias, NULL, out, rows, n, k, NULL, 0);
         report("linear", out, (size_t)(rows * n));
+    }
+    if (k == 160) {
+        for (int64_t rows = 1; rows <= 40; rows += 13) slices(x, w, packed, format, rows, n, k, out);
     }
     int64_t ids[2] = {0, n - 1};
     quire_embed(ids, packed, format, out, 2, k);

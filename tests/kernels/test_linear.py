@@ -8,6 +8,7 @@ import torch
 from quire.errors import EngineError
 from quire.kernels.cpu.library import supported_variants
 from quire.kernels.cpu.ops import CpuOps
+from quire.kernels.slices import Slices, add_in_tree, finish_tree, rank_run
 
 SHAPES = [(1, 1), (7, 5), (31, 17), (33, 64), (100, 1000), (960, 576), (576, 1536), (130, 2500)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 24, 25, 32, 97, 200]
@@ -189,3 +190,125 @@ def test_one_weight_that_does_not_fit_keeps_the_whole_matrix_wide(ops):
     weight = scaled4(70, 160)
     weight[69, 159] += 1e-6
     assert ops.pack_linear(weight).format == "float32"
+
+
+SLICED = {
+    "heads of 64": Slices.of_heads(9, 64),
+    "heads of 128": Slices.of_heads(5, 128),
+    "one head": Slices.of_heads(1, 32),
+    "even ranges": Slices.of_width(1536),
+    "uneven ranges": Slices.of_width(480),
+    "few ranges": Slices.of_width(96),
+}
+MAKE = {
+    "float32": torch.randn,
+    "bfloat16": lambda n, k: torch.randn(n, k).bfloat16().float(),
+    "scaled8": scaled8,
+    "scaled4": scaled4,
+}
+
+
+@pytest.mark.parametrize("slices", SLICED.values(), ids=SLICED)
+@pytest.mark.parametrize("name", MAKE)
+def test_slices_are_summed_from_zero_and_added_in_their_tree(variant_ops, randn, name, slices):
+    """In every format, and for every number of rows."""
+    weight, bias = MAKE[name](70, slices.width), randn(70, seed=1)
+    packed = variant_ops.pack_linear(weight, bias, slices)
+    assert packed.format == name
+    x, residual = randn(200, slices.width, seed=2), randn(200, 70, seed=3)
+
+    def one_slice(index):
+        columns = slices.columns(index, index + 1)
+        alone = variant_ops.pack_linear(weight[:, columns].contiguous())
+        return variant_ops.linear(x[:, columns].contiguous(), alone)
+
+    expected = add_in_tree([one_slice(index) for index in range(slices.count)]) + bias + residual
+    for rows in ROWS:
+        assert torch.equal(variant_ops.linear(x[:rows], packed, residual[:rows]), expected[:rows])
+
+
+@pytest.mark.parametrize("slices", SLICED.values(), ids=SLICED)
+@pytest.mark.parametrize("name", MAKE)
+def test_ranks_that_own_runs_of_slices_give_the_bits_of_one(variant_ops, randn, name, slices):
+    weight, bias = MAKE[name](70, slices.width), randn(70, seed=1)
+    x, residual = randn(33, slices.width, seed=2), randn(33, 70, seed=3)
+    packed = variant_ops.pack_linear(weight, bias, slices)
+    whole = {rows: variant_ops.linear(x[:rows], packed, residual[:rows]) for rows in (1, 3, 5, 33)}
+    for size in (1, 2, 3, 4, 5, 8):
+        nodes = {rows: {} for rows in whole}
+        for first, last in {rank_run(slices.count, rank, size) for rank in range(size)}:
+            if first == last:
+                continue
+            columns = slices.columns(first, last)
+            part = variant_ops.pack_linear(weight[:, columns].contiguous(), None, slices.part(first, last))
+            assert part.format == name
+            for rows, found in nodes.items():
+                sums = variant_ops.linear_nodes(x[:rows, columns].contiguous(), part)
+                found |= dict(zip(part.slices.nodes(), sums, strict=True))
+        for rows, found in nodes.items():
+            assert torch.equal(finish_tree(slices.count, found) + bias + residual[:rows], whole[rows])
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_packed_layout_can_be_cut_at_the_borders_of_slices(variant_ops, name):
+    """The bytes of a run of slices are a part of the whole panel's."""
+    slices = Slices.of_heads(9, 64)
+    weight = MAKE[name](8, slices.width)  # one panel in every variant
+    whole = variant_ops.pack_linear(weight, None, slices).panels
+    part = variant_ops.pack_linear(weight[:, slices.columns(2, 5)].contiguous(), None, slices.part(2, 5)).panels
+    of_a_slice = whole.numel() // slices.count
+    assert torch.equal(part, whole[2 * of_a_slice : 5 * of_a_slice])
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "expected"), [(6, 32, "scaled8"), (5, 96, "scaled8"), (6, 16, "float32"), (4, 80, "float32")]
+)
+def test_a_format_of_groups_is_taken_only_where_slices_do_not_cut_a_group(ops, randn, heads, head_dim, expected):
+    """Ranks then pack what they own in the same format, and a group is never on two ranks."""
+    slices = Slices.of_heads(heads, head_dim)
+    weight = scaled8(40, slices.width)
+    packed = ops.pack_linear(weight, None, slices)
+    assert packed.format == expected
+    ops.narrow_weights = False
+    plain = ops.pack_linear(weight, None, slices)
+    for rows in (1, 3, 7, 40):
+        x = randn(rows, slices.width, seed=rows)
+        assert torch.equal(ops.linear(x, packed), ops.linear(x, plain))
+
+
+def test_slices_give_the_same_bits_with_any_number_of_threads_and_any_fma(randn):
+    slices = Slices.of_width(1536)
+    weight, x = scaled4(300, 1536), randn(130, 1536)
+    results = []
+    for name in supported_variants():
+        ops = CpuOps(num_threads=1, variant=name)
+        packed = ops.pack_linear(weight, None, slices)
+        alone = ops.linear(x, packed)
+        ops.set_num_threads(3)
+        assert torch.equal(ops.linear(x, packed), alone)
+        if name != "x86-64-v2":
+            results.append(alone)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_run_of_slices_has_no_product_of_its_own(ops, randn):
+    slices = Slices.of_heads(4, 32)
+    part = ops.pack_linear(randn(8, 64), None, slices.part(2, 4))
+    with pytest.raises(EngineError, match="linear_nodes"):
+        ops.linear(randn(2, 64), part)
+    with pytest.raises(EngineError, match="without slices"):
+        ops.linear_nodes(randn(2, 64), ops.pack_linear(randn(8, 64)))
+
+
+def test_slices_of_another_width_are_refused(ops, randn):
+    with pytest.raises(EngineError, match="do not fit a weight of 65"):
+        ops.pack_linear(randn(8, 65), None, Slices.of_heads(2, 32))
+
+
+def test_a_tree_that_needs_too_many_sums_at_once_is_refused(ops, randn):
+    """A run of all but the first and last slice is the hardest."""
+    held, many = Slices.of_heads(256, 1).part(1, 255), Slices.of_heads(2048, 1).part(1, 2047)
+    weight = randn(8, 2046)
+    ops.pack_linear(weight[:, :254].contiguous(), None, held)
+    with pytest.raises(EngineError, match="needs 20 sums at once"):
+        ops.pack_linear(weight, None, many)

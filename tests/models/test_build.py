@@ -11,6 +11,7 @@ import torch
 
 from quire.errors import ModelLoadError
 from quire.kernels.reference import TorchOps
+from quire.kernels.slices import Slices
 from quire.models.build import build_decoder, dummy_weights
 from tests.checkpoints import FAMILY_NAMES, config_of, make_model, oracle_logits, weights_of
 from tests.paged_driver import PagedDriver
@@ -120,8 +121,10 @@ def test_dummy_weights_fit_and_repeat(family: str) -> None:
 class _CopyingOps(TorchOps):
     """Packs as kernels do: into memory of its own."""
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-        return super().pack_linear(weight.clone(), None if bias is None else bias.clone())
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, slices: Slices | None = None
+    ) -> Any:
+        return super().pack_linear(weight.clone(), None if bias is None else bias.clone(), slices)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -7,6 +7,7 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels.reference import TorchOps
+from quire.kernels.slices import Slices
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.decoder import Decoder
 from tests.checkpoints import config_of, make_model
@@ -51,6 +52,17 @@ def test_named_hidden_states_come_back_beside_the_last() -> None:
     assert not torch.equal(captured["layers.0"], hidden)
     with pytest.raises(ConfigError, match=r"layers\.3"):
         decoder.forward_capturing(ids, ctx, driver.caches, ("layers.3",))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "opt", "gpt2"])
+def test_products_that_ranks_may_share_are_summed_in_slices(family: str) -> None:
+    _, decoder = whole(family)
+    for layer, spec in zip(decoder.layers, decoder.spec.layers, strict=True):
+        heads = Slices.of_heads(spec.attention.num_heads, spec.attention.head_dim)
+        assert layer.attn.out.packed.slices == heads
+        assert layer.mlp.down.packed.slices == Slices.of_width(spec.mlp.intermediate)
+        assert layer.attn.qkv.packed.slices is None and layer.mlp.up.packed.slices is None
+    assert decoder.head.packed.slices is None
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 
 from quire.sampling import SamplingParams, sampler
 from quire.sampling.batch import SamplingBatch, SamplingRow
+from quire.sampling.logprobs import token_logprobs
 from quire.sampling.reference import (
     ReferenceRow,
     edited_logits,
@@ -19,7 +20,8 @@ from quire.sampling.reference import (
     probabilities,
     sample_one,
 )
-from quire.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, argmax_rows, sample, token_logprobs
+from quire.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, argmax_rows, sample
+from quire.sampling.weights import integer_weights
 
 
 @pytest.fixture(autouse=True)
@@ -182,13 +184,13 @@ def test_weights_of_a_row_have_the_same_bits_alone_and_among_others_and_with_any
     """Tokens would almost never show a last bit that differs, so look at the bits."""
     logits = torch.randn(9, 4999, generator=torch.Generator().manual_seed(8)) * 3
     peak = logits.amax(-1, keepdim=True)
-    together = sampler._weights(logits, peak, 0.7)
+    together = integer_weights(logits, peak, 0.7)
     for i in range(9):
-        assert torch.equal(sampler._weights(logits[i], float(peak[i]), 0.7), together[i])
+        assert torch.equal(integer_weights(logits[i], float(peak[i]), 0.7), together[i])
         some = torch.randperm(4999)[:37].sort().values
-        assert torch.equal(sampler._weights(logits[i, some], float(peak[i]), 0.7), together[i, some])
+        assert torch.equal(integer_weights(logits[i, some], float(peak[i]), 0.7), together[i, some])
     torch.set_num_threads(2)
-    assert torch.equal(sampler._weights(logits, peak, 0.7), together)
+    assert torch.equal(integer_weights(logits, peak, 0.7), together)
 
 
 def test_a_draw_is_the_first_place_whose_exact_running_total_exceeds_its_share():
@@ -235,7 +237,7 @@ def test_draws_follow_the_distribution():
 
 
 def test_an_all_greedy_batch_takes_the_first_maximum_and_draws_nothing(monkeypatch):
-    for name in ("_draw_plain", "_draw_filtered", "_weights"):
+    for name in ("_draw_plain", "_draw_filtered", "integer_weights"):
         monkeypatch.setattr(sampler, name, None)
     logits = torch.randn(5, 300).round()
     rows = [SamplingRow(SamplingParams(temperature=0), 0, 0, [1], 1) for _ in range(5)]

@@ -177,7 +177,7 @@ def test_a_slow_body_is_given_up(serve: Serve) -> None:
     server = serve(read_timeout=0.3)
     host, port = server.address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as slow:
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                      b"content-length: 100\r\n\r\n{")
         slow.settimeout(10)
         assert b" 408 " in slow.recv(1000)
@@ -237,7 +237,7 @@ def test_a_client_that_goes_away_ends_its_request(serve: Serve, stream: bool) ->
     host, port = server.address.removeprefix("http://").split(":")
     body = json.dumps({**BODY, "stream": stream}).encode()
     with socket.create_connection((host, int(port))) as client:
-        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                        b"content-length: %d\r\n\r\n%s" % (len(body), body))
         _until(lambda: server.engine.running == 1)
     _until(lambda: server.engine.running == 0)
@@ -250,7 +250,7 @@ def test_a_slow_reader_holds_up_nobody(serve: Serve) -> None:
     body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 4000}).encode()
     with socket.create_connection((host, int(port))) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                      b"content-length: %d\r\n\r\n%s" % (len(body), body))
         _until(lambda: server.engine.running == 1)
         assert server.complete("x", max_tokens=100).json()["usage"]["completion_tokens"] == 100

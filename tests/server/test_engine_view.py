@@ -16,6 +16,7 @@ import pytest
 from quire.async_llm import AsyncLLM
 from quire.server.app import App
 from quire.server.engine_view import Watcher
+from quire.server.places import Place
 from tests.server.scripted import running
 
 
@@ -103,7 +104,7 @@ def test_a_scenario_that_is_none_is_refused_by_name(live: tuple[str, App]) -> No
 
 
 def test_a_slow_reader_starts_over_instead_of_piling_up_frames() -> None:
-    watcher = Watcher()
+    watcher = Watcher(Place(None))
     assert not watcher.take(b"change", False)  # it knows nothing yet
     assert watcher.take(b"full", True)
     while watcher.take(b"change", False):

@@ -63,7 +63,7 @@ def test_a_disconnected_client_s_blocks_are_freed(server: ServeProcess) -> None:
     host, port = server.address.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "y" * 200, "max_tokens": 1500, "stream": True, "ignore_eos": True}).encode()
     with socket.create_connection((host, int(port))) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                        b"content-length: %d\r\n\r\n%s" % (len(body), body))
         until(lambda: server.metric("kv_blocks_used") > 12)
     until(lambda: server.metric("num_requests_running") == 0)

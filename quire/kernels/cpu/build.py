@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from quire.child import installed_command
 from quire.errors import KernelBuildError
 
 SOURCE_DIR = Path(__file__).parent
@@ -64,7 +65,7 @@ def find_compiler() -> list[str]:
     if system is not None:
         return system
     if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "cc"]
+        return [*installed_command("ziglang"), "cc"]
     raise KernelBuildError(f"no C compiler found for Quire's CPU kernels: {FIX}")
 
 
@@ -120,7 +121,7 @@ def main() -> int:
     parser.add_argument("--target", choices=sorted(VARIANTS), help="build for another machine (needs --zig)")
     parser.add_argument("--output", type=Path, default=SOURCE_DIR, help="folder to write the libraries to")
     options = parser.parse_args()
-    compiler = [sys.executable, "-m", "ziglang", "cc"] if options.zig else None
+    compiler = [*installed_command("ziglang"), "cc"] if options.zig else None
     try:
         for path in build(options.output, compiler, options.target):
             print(path)

@@ -23,7 +23,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_advise_huge_pages": (None, [_P, _I]),
     "quire_packed_bytes": (_I, [_N, _I, _I]),
     "quire_pack": (_N, [_P, _P, _I, _I, _N]),
-    "quire_linear": (None, [_P, _P, _N, _P, _P, _P, _I, _I, _I]),
+    "quire_linear": (None, [_P, _P, _N, _P, _P, _P, _I, _I, _I, _P, _I]),
     "quire_embed": (None, [_P, _P, _N, _P, _I, _I]),
     "quire_rms_norm": (None, [_P, _P, _P, _I, _I, _F]),
     "quire_layer_norm": (None, [_P, _P, _P, _P, _I, _I, _F]),
@@ -36,7 +36,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_copy_blocks": (None, [_P, _P, _P, _I, _I]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 
 def cpu_flags() -> set[str]:

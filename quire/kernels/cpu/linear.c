@@ -1,7 +1,8 @@
-/* Products with a packed weight: y = x W^T, every element one fused chain over k in order.
+/* GEMMs with a packed weight: y = x W^T, every element summed over k in one fixed order.
  *
- * However many rows share a pass, and however k is cut, each output element is x[0]*w[0] + x[1]*w[1] + ... from left
- * to right, so its bits depend on its own row and column only. */
+ * A slice of k is one fused chain: x[0]*w[0] + x[1]*w[1] + ... from left to right, from zero. Slices are added in the
+ * binary tree of slices.py; most weights are one slice. However many rows share a pass, and however a slice is cut into
+ * pieces, the order is the same, so an element's bits depend on its own row and column only. */
 #include "export.h"
 #include "pool.h"
 #include "weight.h"
@@ -20,10 +21,17 @@
 
 /* A piece of PAIR panels and the partial sums of a task's rows stay in the first-level cache together; a task's panels
  * and its rows' inputs in the second, where the panels serve one block of rows after another. */
-#define K_BLOCK (PAIR * NR >= 64 ? 96 : 256) /* steps of k in a piece */
+#define K_BLOCK (PAIR * NR >= 64 ? 96 : 256) /* most steps of k in a piece; a multiple of GROUP */
 #define ROW_BLOCK 96                         /* rows of a task */
 #define CHUNK_BYTES (768 << 10)              /* of a task's panels, as floats, where several blocks of rows use them */
 #define NEAR 512                             /* floats ahead within a panel, fetched by the first tile of rows */
+
+/* Sums of slices lie on a stack. When a slice is summed, it is added to the one before it on the stack, and their sum to
+ * the one before that, `merges` times in all: Slices.merges() of slices.py. */
+#define MAX_STACK 16 /* sums at once: enough for all of 32,768 slices, or any run of 256 */
+typedef struct {
+    int64_t end, merges;
+} slice;
 
 typedef struct {
     const float *x;
@@ -32,6 +40,8 @@ typedef struct {
     float *out;
     int64_t rows, n, k;
     int32_t format;
+    const slice *slices;
+    int64_t num_slices, stack, left; /* entries on the stack at most, and in the end */
     int64_t panels, row_blocks, panel_step; /* how the work is cut into tasks */
 } linear_job;
 
@@ -43,13 +53,19 @@ typedef struct {
     int64_t lines;     /* cache lines of it to fetch per 4 steps of k */
 } weights;
 
-/* sums[rows][panels * NR] of `rows` rows by `panels` panels over `depth` steps of k, from zero if `first`, else
- * going on from what `sums` holds. */
-INLINE void tile(int rows, int panels, int near, const float *x, int64_t ldx, weights at, int64_t depth, int first,
-                 float *sums) {
+/* Where a tile keeps its sums [rows][panels * NR], and what it does with them before and after its steps of k. */
+typedef struct {
+    float *sums;
+    int64_t below;  /* floats from one entry of the stack down to the one under it */
+    int64_t merges; /* of the slice that ends here, else 0 */
+    int first;      /* from zero, else going on from what `sums` holds */
+} target;
+
+/* The sums of `rows` rows by `panels` panels over `depth` steps of k. */
+INLINE void tile(int rows, int panels, int near, const float *x, int64_t ldx, weights at, int64_t depth, target to) {
     const int wide = panels * NV;
     vf acc[SUMS];
-    UNROLL for (int i = 0; i < rows * wide; i++) acc[i] = first ? set_v(0.0f) : load_v(sums + i * VL);
+    UNROLL for (int i = 0; i < rows * wide; i++) acc[i] = to.first ? set_v(0.0f) : load_v(to.sums + i * VL);
     for (int64_t k = 0; k < depth;) {
         int64_t stop = k + 4 < depth ? k + 4 : depth;
         for (int64_t i = 0; i < at.lines; i++) __builtin_prefetch(at.next + i * 16, 0, 2);
@@ -69,17 +85,21 @@ INLINE void tile(int rows, int panels, int near, const float *x, int64_t ldx, we
             }
         }
     }
-    UNROLL for (int i = 0; i < rows * wide; i++) store_v(sums + i * VL, acc[i]);
+    for (; to.merges > 0; to.merges--) {
+        to.sums -= to.below;
+        UNROLL for (int i = 0; i < rows * wide; i++) acc[i] = load_v(to.sums + i * VL) + acc[i];
+    }
+    UNROLL for (int i = 0; i < rows * wide; i++) store_v(to.sums + i * VL, acc[i]);
 }
 
 #define CASE(r, p)                                                                                                  \
     case (r) * 8 + (p):                                                                                             \
-        if (near) tile(r, p, 1, x, ldx, at, depth, first, sums);                                                    \
-        else tile(r, p, 0, x, ldx, at, depth, first, sums);                                                         \
+        if (near) tile(r, p, 1, x, ldx, at, depth, to);                                                             \
+        else tile(r, p, 0, x, ldx, at, depth, to);                                                                  \
         break;
 
 static void run_tile(int64_t rows, int64_t panels, int near, const float *x, int64_t ldx, weights at, int64_t depth,
-                     int first, float *sums) {
+                     target to) {
     switch (rows * 8 + panels) {
         CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1)
         CASE(1, 2) CASE(2, 2) CASE(3, 2)
@@ -90,26 +110,24 @@ static void run_tile(int64_t rows, int64_t panels, int near, const float *x, int
     }
 }
 
-/* The same for all of k and few rows, widening a narrow weight on its way to the registers. */
-INLINE void narrow_tile(int rows, int panels, int32_t format, const float *x, int64_t k, const uint8_t *w, int64_t ldw,
-                        float *sums) {
+/* acc += steps [k0, k1) of k for few rows, widening a narrow weight on its way to the registers. `w` is at step k0. */
+INLINE void narrow_steps(int rows, int panels, int32_t format, const float *x, int64_t ldx, int64_t k0, int64_t k1,
+                         const uint8_t *w, int64_t ldw, vf *acc) {
     const int wide = panels * NV;
-    vf acc[FEW * PAIR * NV];
-    UNROLL for (int i = 0; i < rows * wide; i++) acc[i] = set_v(0.0f);
 #define ADD(step, p, j, weight)                                                                                     \
     do {                                                                                                            \
         vf b = weight;                                                                                              \
         UNROLL for (int r = 0; r < rows; r++)                                                                       \
-            acc[r * wide + (p) * NV + (j)] = fma_v(set_v(x[r * k + (step)]), b, acc[r * wide + (p) * NV + (j)]);    \
+            acc[r * wide + (p) * NV + (j)] = fma_v(set_v(x[r * ldx + (step)]), b, acc[r * wide + (p) * NV + (j)]);  \
     } while (0)
 #define EACH(p, j) UNROLL for (int p = 0; p < panels; p++) UNROLL for (int j = 0; j < NV; j++)
     if (format == BFLOAT16)
-        for (int64_t i = 0; i < k; i++) {
-            UNROLL for (int p = 0; p < panels; p++) fetch(w + p * ldw + i * NR * 2, NR * 2);
-            EACH(p, j) ADD(i, p, j, weight_bfloat16(w + p * ldw, i, j));
+        for (; k0 < k1; k0++, w += NR * 2) {
+            UNROLL for (int p = 0; p < panels; p++) fetch(w + p * ldw, NR * 2);
+            EACH(p, j) ADD(k0, p, j, weight_bfloat16(w + p * ldw, 0, j));
         }
     else
-        for (int64_t k0 = 0; k0 < k; k0 += GROUP, w += group_bytes(format)) {
+        for (; k0 < k1; k0 += GROUP, w += group_bytes(format)) {
             scales s[PAIR];
             UNROLL for (int p = 0; p < panels; p++) {
                 s[p] = load_scales(w + p * ldw, format);
@@ -126,18 +144,34 @@ INLINE void narrow_tile(int rows, int panels, int32_t format, const float *x, in
                         EACH(p, j) ADD(k0 + word * 8 + i, p, j, weight_scaled4(q[p * NV + j], &s[p], i, j));
                 }
         }
-    UNROLL for (int i = 0; i < rows * wide; i++) store_v(sums + i * VL, acc[i]);
+}
+
+/* The sums of few rows over all of k, entry after entry of the stack. */
+INLINE void narrow_tile(int rows, int panels, int32_t format, const linear_job *job, const float *x, const uint8_t *w,
+                        float *sums) {
+    const int size = rows * panels * NV;
+    int64_t k = job->k, ldw = panel_bytes(format, k), k0 = 0;
+    vf acc[FEW * PAIR * NV];
+    for (const slice *s = job->slices; s < job->slices + job->num_slices; k0 = s->end, s++, sums += size * VL) {
+        UNROLL for (int i = 0; i < size; i++) acc[i] = set_v(0.0f);
+        narrow_steps(rows, panels, format, x, k, k0, s->end, w + panel_bytes(format, k0), ldw, acc);
+        for (int64_t merges = s->merges; merges > 0; merges--) {
+            sums -= size * VL;
+            UNROLL for (int i = 0; i < size; i++) acc[i] = load_v(sums + i * VL) + acc[i];
+        }
+        UNROLL for (int i = 0; i < size; i++) store_v(sums + i * VL, acc[i]);
+    }
 }
 
 #define NARROW(r, p, f)                                                                                             \
     case ((r) * 8 + (p)) * 4 + (f):                                                                                 \
-        narrow_tile(r, p, f, x, k, w, ldw, sums);                                                                   \
+        narrow_tile(r, p, f, job, x, w, sums);                                                                      \
         break;
 #define NARROW_ROWS(p, f) NARROW(1, p, f) NARROW(2, p, f) NARROW(3, p, f)
 
-static void run_narrow_tile(int64_t rows, int64_t panels, int32_t format, const float *x, int64_t k, const uint8_t *w,
-                            int64_t ldw, float *sums) {
-    switch ((rows * 8 + panels) * 4 + format) {
+static void run_narrow_tile(const linear_job *job, int64_t rows, int64_t panels, const float *x, const uint8_t *w,
+                            float *sums) {
+    switch ((rows * 8 + panels) * 4 + job->format) {
         NARROW_ROWS(1, BFLOAT16) NARROW_ROWS(1, SCALED8) NARROW_ROWS(1, SCALED4)
 #if PAIR == 2
         NARROW_ROWS(2, BFLOAT16) NARROW_ROWS(2, SCALED8) NARROW_ROWS(2, SCALED4)
@@ -145,22 +179,32 @@ static void run_narrow_tile(int64_t rows, int64_t panels, int32_t format, const 
     }
 }
 
-/* out = sums + bias + residual for `rows` rows of `width` columns of sums. */
-static void finish(const linear_job *job, const float *sums, int64_t width, int64_t row, int64_t rows, int64_t col) {
-    int64_t count = job->n - col < width ? job->n - col : width;
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t at = (row + r) * job->n + col;
-        const float *from = sums + r * width;
-        float *out = job->out + at;
+/* A range of rows by a range of panels. */
+typedef struct {
+    int64_t row, rows, panel, panels;
+} area;
+
+/* out = sums + bias + residual. */
+static void write_out(const linear_job *job, const area *of, const float *sums, float *to) {
+    int64_t width = of->panels * NR, col = of->panel * NR, count = job->n - col < width ? job->n - col : width;
+    for (int64_t r = 0; r < of->rows; r++, sums += width) {
+        int64_t at = (of->row + r) * job->n + col;
+        float *out = to + at;
         if (job->bias && job->residual)
-            for (int64_t j = 0; j < count; j++) out[j] = from[j] + job->bias[col + j] + job->residual[at + j];
+            for (int64_t j = 0; j < count; j++) out[j] = sums[j] + job->bias[col + j] + job->residual[at + j];
         else if (job->bias)
-            for (int64_t j = 0; j < count; j++) out[j] = from[j] + job->bias[col + j];
+            for (int64_t j = 0; j < count; j++) out[j] = sums[j] + job->bias[col + j];
         else if (job->residual)
-            for (int64_t j = 0; j < count; j++) out[j] = from[j] + job->residual[at + j];
+            for (int64_t j = 0; j < count; j++) out[j] = sums[j] + job->residual[at + j];
         else
-            memcpy(out, from, (size_t)count * sizeof(float));
+            memcpy(out, sums, (size_t)count * sizeof(float));
     }
+}
+
+/* Write what is left on the stack: one sum, or several where the job has only a run of the slices. */
+static void finish(const linear_job *job, const area *of, const float *stack) {
+    for (int64_t i = 0; i < job->left; i++)
+        write_out(job, of, stack + i * of->rows * of->panels * NR, job->out + i * job->rows * job->n);
 }
 
 /* Steps [k0, k0 + depth) of one panel as floats. */
@@ -178,37 +222,57 @@ static void plan_fetch(weights *at, int64_t tile_index, int64_t tiles, int64_t d
     at->next += side * at->ldw + depth * NR * slice / half;
 }
 
-/* All rows [row, row + rows) by `panels` panels: each piece of the weight is read once and used by every tile. */
-static void product(const linear_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
-    float sums[ROW_BLOCK * PAIR * NR] __attribute__((aligned(64)));
+/* Steps [k0, k0 + depth) of k for all rows of the area: this piece of the weight is read once and used by every tile. */
+INLINE void piece(const linear_job *job, const area *of, int64_t k0, int64_t depth, target to) {
     float wide[PAIR * K_BLOCK * NR] __attribute__((aligned(64)));
-    int64_t k = job->k, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    int64_t block = job->format == FLOAT32 && tiles == 1 ? k : K_BLOCK; /* read once, a weight need not be cut */
-    for (int64_t k0 = 0; k0 < k; k0 += block) {
-        int64_t depth = k0 + block < k ? block : k - k0;
-        const float *direct = (const float *)job->w + (panel * k + k0) * NR;
-        weights piece = {direct, k * NR, direct + depth * NR, 0};
-        if (k0 + depth == k) piece.next += (panels - 1) * k * NR;
-        if (job->format != FLOAT32) {
-            for (int64_t p = 0; p < panels; p++) widen(job, panel + p, k0, depth, wide + p * depth * NR);
-            piece = (weights){wide, depth * NR, wide, 0};
-        }
-        for (int64_t t = 0; t < tiles; t++) {
-            int64_t first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
-            weights at = piece;
-            if (job->format == FLOAT32 && tiles > 1) plan_fetch(&at, t, tiles, depth);
-            run_tile(count, panels, t == 0 && job->format == FLOAT32, job->x + (row + first) * k + k0, k, at, depth,
-                     k0 == 0, sums + first * panels * NR);
-        }
+    int64_t k = job->k, tiles = (of->rows + TILE_ROWS - 1) / TILE_ROWS;
+    const float *direct = (const float *)job->w + (of->panel * k + k0) * NR;
+    weights from = {direct, k * NR, direct + depth * NR, 0};
+    if (k0 + depth == k) from.next += (of->panels - 1) * k * NR;
+    if (job->format != FLOAT32) {
+        for (int64_t p = 0; p < of->panels; p++) widen(job, of->panel + p, k0, depth, wide + p * depth * NR);
+        from = (weights){wide, depth * NR, wide, 0};
     }
-    finish(job, sums, panels * NR, row, rows, panel * NR);
+    float *sums = to.sums;
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t first = of->rows * t / tiles, count = of->rows * (t + 1) / tiles - first;
+        weights at = from;
+        if (job->format == FLOAT32 && tiles > 1) plan_fetch(&at, t, tiles, depth);
+        to.sums = sums + first * of->panels * NR;
+        run_tile(count, of->panels, t == 0 && job->format == FLOAT32, job->x + (of->row + first) * k + k0, k, at, depth,
+                 to);
+    }
 }
 
-static void narrow_product(const linear_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
-    float sums[FEW * PAIR * NR] __attribute__((aligned(64)));
-    int64_t stride = panel_bytes(job->format, job->k);
-    run_narrow_tile(rows, panels, job->format, job->x + row * job->k, job->k, job->w + panel * stride, stride, sums);
-    finish(job, sums, panels * NR, row, rows, panel * NR);
+/* Steps of k in each piece of a slice: of even size, since a short piece costs as much to begin and end as a long one.
+ * A weight of floats that one tile reads once need not be cut. */
+static int64_t piece_depth(const linear_job *job, const area *of, int64_t depth) {
+    if (job->format == FLOAT32 && of->rows <= TILE_ROWS) return depth;
+    int64_t pieces = (depth + K_BLOCK - 1) / K_BLOCK;
+    return pieces < 2 ? depth : ((depth + pieces - 1) / pieces + GROUP - 1) / GROUP * GROUP;
+}
+
+static void product(const linear_job *job, const area *of) {
+    int64_t size = of->rows * of->panels * NR, k0 = 0;
+    float stack[job->stack * size] __attribute__((aligned(64))), *top = stack;
+    for (const slice *s = job->slices; s < job->slices + job->num_slices; s++) {
+        int64_t block = piece_depth(job, of, s->end - k0);
+        for (int first = 1; first || k0 < s->end; first = 0) {
+            int64_t depth = k0 + block < s->end ? block : s->end - k0;
+            int last = k0 + depth == s->end;
+            piece(job, of, k0, depth, (target){top, size, last ? s->merges : 0, first});
+            k0 += depth;
+        }
+        top += (1 - s->merges) * size;
+    }
+    finish(job, of, stack);
+}
+
+static void narrow_product(const linear_job *job, const area *of) {
+    float stack[MAX_STACK * FEW * PAIR * NR] __attribute__((aligned(64)));
+    const uint8_t *w = job->w + of->panel * panel_bytes(job->format, job->k);
+    run_narrow_tile(job, of->rows, of->panels, job->x + of->row * job->k, w, stack);
+    finish(job, of, stack);
 }
 
 static void linear_task(void *arg, int64_t task) {
@@ -219,16 +283,22 @@ static void linear_task(void *arg, int64_t task) {
     for (int64_t step; panel < end; panel += step) {
         int narrow = rows <= FEW && job->format != FLOAT32;
         step = rows <= FEW && !narrow && panel + WIDE <= end ? WIDE : panel + PAIR <= end ? PAIR : 1;
-        if (narrow) narrow_product(job, row, rows, panel, step);
-        else product(job, row, rows, panel, step);
+        area of = {row, rows, panel, step};
+        if (narrow) narrow_product(job, &of);
+        else product(job, &of);
     }
 }
 
-/* out [rows, n] = x [rows, k] times the packed weight, + bias, + residual, in that order. */
+/* out [rows, n] = x [rows, k] times the packed weight, + bias, + residual, in that order. Without slices all of k is one.
+ * Slices that are only a run of a sum's leave several nodes of its tree: then out is [nodes, rows, n]. */
 EXPORT void quire_linear(const float *x, const void *w, int32_t format, const float *bias, const float *residual,
-                         float *out, int64_t rows, int64_t n, int64_t k) {
+                         float *out, int64_t rows, int64_t n, int64_t k, const slice *slices, int64_t num_slices) {
     if (rows == 0) return;
-    linear_job job = {x, w, bias, residual, out, rows, n, k, format, (n + NR - 1) / NR, 1, 1};
+    slice all = {k, 0};
+    linear_job job = {x, w, bias, residual, out, rows, n, k, format, &all, 1, 0, 0, (n + NR - 1) / NR, 1, 1};
+    if (num_slices) job.slices = slices, job.num_slices = num_slices;
+    for (int64_t i = 0; i < job.num_slices; job.left -= job.slices[i++].merges)
+        if (++job.left > job.stack) job.stack = job.left;
     job.row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     int64_t threads = quire_get_num_threads(), pieces = threads * 8 / job.row_blocks;
     if (threads == 1 || rows * n * k < 100000 || pieces < 1) pieces = 1;

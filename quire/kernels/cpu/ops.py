@@ -16,12 +16,15 @@ from quire.attention.context import StepContext
 from quire.errors import EngineError
 from quire.kernels.cpu.build import SOURCE_DIR
 from quire.kernels.cpu.library import load
+from quire.kernels.slices import UNIT, Slices
 from quire.layers.ops import HeadShape, LayerCache
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 MAX_HEAD_DIM = 512  # MAX_DIM of attention.c
 # Formats of a packed weight, narrowest first (see weight.h).
 _FORMATS = {"scaled4": 3, "scaled8": 2, "bfloat16": 1, "float32": 0}
+_GROUPED = ("scaled4", "scaled8")  # formats that keep UNIT columns together
+_MAX_STACK = 16  # MAX_STACK of linear.c
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _NO_TABLE = -1  # in place of a window: this operation writes to slots and follows no block table
 _STEP_FAULTS = {
@@ -47,6 +50,11 @@ class PanelLinear:
     panels_ptr: int
     bias_ptr: int | None
     format_code: int
+    slices: Slices | None
+    slice_ends: Tensor | None
+    """int64 [slices, 2]: where each slice ends, and how many additions follow it."""
+    slices_ptr: int | None
+    num_slices: int
 
     @property
     def nbytes(self) -> int:
@@ -112,15 +120,21 @@ class CpuOps:
         """Threads that one operation may use, the caller's included; a property of the process's library."""
         self._library.quire_set_num_threads(count)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PanelLinear:
-        """Copy a weight [N, K] into panels, in the narrowest format that holds every float bit for bit."""
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PanelLinear:
+        """Copy a weight [N, K] into panels, in the narrowest format that holds every float bit for bit and that can be
+        cut at the borders of the slices."""
         if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
             raise EngineError(f"a linear weight is [N, K] with a bias [N], not {tuple(weight.shape)}")
         n, k = weight.shape
+        ends = None if slices is None else _slice_ends(slices, k)
         source = weight.detach().to(_F32).contiguous()
         kept = None if bias is None else bias.detach().to(_F32, copy=True).contiguous()
         for name in _FORMATS if self.narrow_weights else ("float32",):
             code = _FORMATS[name]
+            if name in _GROUPED and slices is not None and not slices.divisible_by(UNIT):
+                continue
             panels = torch.empty(self._library.quire_packed_bytes(code, n, k), dtype=torch.uint8)
             if panels.nbytes == 0 and n * k > 0:
                 continue
@@ -136,9 +150,15 @@ class CpuOps:
             panels_ptr=panels.data_ptr(),
             bias_ptr=None if kept is None else kept.data_ptr(),
             format_code=code,
+            slices=slices,
+            slice_ends=ends,
+            slices_ptr=None if ends is None else ends.data_ptr(),
+            num_slices=0 if slices is None else slices.count,
         )
 
     def linear(self, x: Tensor, w: PanelLinear, residual: Tensor | None = None) -> Tensor:
+        if w.slices is not None and not w.slices.whole:
+            raise EngineError("a weight that holds only a run of a sum's slices has no product: use linear_nodes")
         rows = _rows(x, w.in_features)
         if residual is not None and _rows(residual, w.out_features) != rows:
             raise EngineError(f"the residual has {residual.shape[0]} rows, the input {rows}")
@@ -146,7 +166,18 @@ class CpuOps:
         self._linear(
             x.data_ptr(), w.panels_ptr, w.format_code, w.bias_ptr,
             None if residual is None else residual.data_ptr(), out.data_ptr(),
-            rows, w.out_features, w.in_features,
+            rows, w.out_features, w.in_features, w.slices_ptr, w.num_slices,
+        )  # fmt: skip
+        return out
+
+    def linear_nodes(self, x: Tensor, w: PanelLinear) -> Tensor:
+        if w.slices is None:
+            raise EngineError("a weight without slices has no tree of sums: use linear")
+        rows = _rows(x, w.in_features)
+        out = torch.empty(len(w.slices.nodes()), rows, w.out_features)
+        self._linear(
+            x.data_ptr(), w.panels_ptr, w.format_code, None, None, out.data_ptr(),
+            rows, w.out_features, w.in_features, w.slices_ptr, w.num_slices,
         )  # fmt: skip
         return out
 
@@ -344,6 +375,19 @@ def _vector(x: Tensor) -> int:
     if len(shape) != 1 or x.dtype is not _F32 or not x.is_contiguous() or not x.is_cpu:
         raise EngineError(f"the CPU kernels want a contiguous float32 vector, not {x.dtype} {tuple(shape)}")
     return shape[0]
+
+
+def _slice_ends(slices: Slices, width: int) -> Tensor:
+    """The slices of a weight's columns as the compiled GEMM reads them."""
+    slices.check_width(width)
+    merges = slices.merges()
+    deepest = on_stack = 0
+    for count in merges:
+        deepest = max(deepest, on_stack + 1)
+        on_stack += 1 - count
+    if deepest > _MAX_STACK:
+        raise EngineError(f"the tree over {slices} needs {deepest} sums at once; the CPU kernels hold {_MAX_STACK}")
+    return torch.tensor(list(zip(slices.borders[1:], merges, strict=True)), dtype=_I64)
 
 
 def _describe(k: Tensor, v: Tensor, block_size: int, shape: HeadShape) -> CpuLayerCache:

@@ -1,8 +1,8 @@
-"""A matrix product whose every output element is summed in one fixed order, whatever the number of rows.
+"""A GEMM whose every output element is summed in one fixed order, whatever the number of rows: deterministic mode.
 
-Tiles have the same shape for 1 row and for 10,000 and no sum over columns is split, so a row's bits depend
-on the row
-and the weight alone: what `deterministic=True` runs on.
+Tiles have the same shape for 1 row and for 10,000, and one program sums all of k, so a row's bits depend on the row and
+the weight alone. A weight with slices sums each slice from zero and adds the slices in the tree of
+`quire.kernels.slices`: one pipelined loop over k, and at each slice's end the sum goes into a binary counter of sums.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from quire.errors import EngineError
+from quire.kernels.slices import Node, Slices
+
+_MAX_SLICES = 255
+"""The binary counter has eight places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,71 @@ class FixedShape:
     stages: int = 4
 
 
+@triton.jit
+def _border(index, WIDTH: tl.constexpr, COUNT: tl.constexpr, UNIT: tl.constexpr):
+    """Where slice `index` of a sum over WIDTH columns begins: slices of even length, or made of whole units."""
+    if WIDTH % (COUNT * UNIT) == 0:
+        return index * (WIDTH // COUNT)
+    else:
+        return tl.minimum(((WIDTH + UNIT - 1) // UNIT * index) // COUNT * UNIT, WIDTH)
+
+
+@triton.jit
+def _count(value, index, LAST: tl.constexpr, c0, c1, c2, c3, c4, c5, c6, c7):
+    """Put the sum of slice `index` into a binary counter: place p holds a sum of 2**p slices, and a sum that finds its
+    place taken is added to it and goes on to the next. LAST is the highest place in use."""
+    if LAST == 0 or (index & 1) == 0:
+        c0 = value
+    else:
+        value = c0 + value
+        if LAST == 1 or (index & 2) == 0:
+            c1 = value
+        else:
+            value = c1 + value
+            if LAST == 2 or (index & 4) == 0:
+                c2 = value
+            else:
+                value = c2 + value
+                if LAST == 3 or (index & 8) == 0:
+                    c3 = value
+                else:
+                    value = c3 + value
+                    if LAST == 4 or (index & 16) == 0:
+                        c4 = value
+                    else:
+                        value = c4 + value
+                        if LAST == 5 or (index & 32) == 0:
+                            c5 = value
+                        else:
+                            value = c5 + value
+                            if LAST == 6 or (index & 64) == 0:
+                                c6 = value
+                            else:
+                                c7 = c6 + value
+    return c0, c1, c2, c3, c4, c5, c6, c7
+
+
+@triton.jit
+def _total(N: tl.constexpr, c0, c1, c2, c3, c4, c5, c6, c7):
+    """What a counter of N slices adds up to, the smallest sums first."""
+    value = c0
+    if N & 2:
+        value = c1 + value if N & 1 else c1
+    if N & 4:
+        value = c2 + value if N & 3 else c2
+    if N & 8:
+        value = c3 + value if N & 7 else c3
+    if N & 16:
+        value = c4 + value if N & 15 else c4
+    if N & 32:
+        value = c5 + value if N & 31 else c5
+    if N & 64:
+        value = c6 + value if N & 63 else c6
+    if N & 128:
+        value = c7 + value if N & 127 else c7
+    return value
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _fixed_kernel(
     x,
@@ -35,7 +106,14 @@ def _fixed_kernel(
     out,
     num_rows,
     NUM_FEATURES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,  # columns of x and of the weight
+    WIDTH: tl.constexpr,  # columns of the whole sum, in COUNT slices made of whole UNITs
+    COUNT: tl.constexpr,
+    UNIT: tl.constexpr,
+    OWNED: tl.constexpr,  # x and the weight begin with this slice
+    FIRST: tl.constexpr,  # slices [FIRST, FIRST + N) are summed here
+    N: tl.constexpr,
+    LAST_PLACE: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -54,15 +132,32 @@ def _fixed_kernel(
     row = (band * BAND + inside_band % band_rows) * ROWS + tl.arange(0, ROWS)
     feature = (inside_band // band_rows) * FEATURES + tl.arange(0, FEATURES)
     used, real = row < num_rows, feature < NUM_FEATURES
-    acc = tl.zeros([ROWS, FEATURES], tl.float32)
-    x_row = x + row.to(tl.int64)[:, None] * WIDTH
-    w_row = weight + feature.to(tl.int64)[:, None] * WIDTH
-    for start in range(0, WIDTH, COLUMNS):
+    zero = tl.zeros([ROWS, FEATURES], tl.float32)
+    acc = zero
+    c0, c1, c2, c3, c4, c5, c6, c7 = zero, zero, zero, zero, zero, zero, zero, zero
+    x_row = x + row.to(tl.int64)[:, None] * STRIDE
+    w_row = weight + feature.to(tl.int64)[:, None] * STRIDE
+    # Every slice has the same number of blocks; in a shorter one the last may lie outside and add nothing.
+    longest: tl.constexpr = ((WIDTH + UNIT - 1) // UNIT + COUNT - 1) // COUNT * UNIT
+    blocks: tl.constexpr = (longest + COLUMNS - 1) // COLUMNS
+    before = _border(OWNED, WIDTH, COUNT, UNIT)
+    for block in range(0, N * blocks):
+        index = FIRST + block // blocks
+        start = _border(index, WIDTH, COUNT, UNIT) - before + block % blocks * COLUMNS
+        end = _border(index + 1, WIDTH, COUNT, UNIT) - before
         place = start + tl.arange(0, COLUMNS)
-        inside = place < WIDTH
+        inside = place < end
         values = tl.load(x_row + place[None, :], mask=used[:, None] & inside[None, :], other=0.0)
         w = tl.load(w_row + place[None, :], mask=real[:, None] & inside[None, :], other=0.0)
         acc = tl.dot(values, tl.trans(w), acc, input_precision=PRECISION)
+        if N > 1:  # noqa: SIM102 (known when compiled; the other is not)
+            if block % blocks == blocks - 1:
+                c0, c1, c2, c3, c4, c5, c6, c7 = _count(
+                    acc, block // blocks, LAST_PLACE, c0, c1, c2, c3, c4, c5, c6, c7
+                )
+                acc = zero
+    if N > 1:
+        acc = _total(N, c0, c1, c2, c3, c4, c5, c6, c7)
     if BIAS:
         acc += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)[None, :]
     target = row.to(tl.int64)[:, None] * NUM_FEATURES + feature[None, :]
@@ -77,18 +172,50 @@ def linear_fixed(
     weight: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    slices: Slices | None = None,
     *,
     sizes: FixedShape = FixedShape(),  # noqa: B008 (frozen)
 ) -> Tensor:
     """x W^T + bias + residual in a fixed order; its reference is `linear_few.linear_reference`."""
-    rows, width = x.shape
-    features = weight.shape[0]
-    out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
+    if slices is None:
+        slices = Slices.single(weight.shape[1])
+    if not slices.whole:
+        raise EngineError("a weight that holds only a run of a sum's slices has no product: use linear_fixed_nodes")
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, residual, slices, (0, slices.total), out, sizes)
+    return out
+
+
+def linear_fixed_nodes(
+    x: Tensor, weight: Tensor, slices: Slices, *, sizes: FixedShape = FixedShape()  # noqa: B008 (frozen)
+) -> Tensor:
+    """float32 [nodes, rows, features]: the sum of each of `slices.nodes()`, without bias and residual."""
+    nodes = slices.nodes()
+    out = torch.empty(len(nodes), x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    for node, part in zip(nodes, out, strict=True):
+        _launch(x, weight, None, None, slices, node, part, sizes)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    slices: Slices,
+    node: Node,
+    out: Tensor,
+    sizes: FixedShape,
+) -> None:
+    rows, features = out.shape
+    if slices.total > _MAX_SLICES:
+        raise EngineError(f"a sum of {slices.total} slices: deterministic mode on a GPU adds up to {_MAX_SLICES}")
     if rows == 0:
-        return out
+        return
     ieee = x.dtype == torch.float32
     if ieee:
         sizes = FixedShape(32, 32, 32, 4, 3)
+    count = node[1] - node[0]
     grid = (triton.cdiv(rows, sizes.rows) * triton.cdiv(features, sizes.features),)
     _fixed_kernel[grid](
         x,
@@ -98,7 +225,14 @@ def linear_fixed(
         out,
         rows,
         features,
-        width,
+        slices.width,
+        slices.sum_width,
+        slices.total,
+        slices.unit,
+        slices.first,
+        node[0],
+        count,
+        count.bit_length() - 1,
         sizes.rows,
         sizes.features,
         sizes.columns,
@@ -109,4 +243,3 @@ def linear_fixed(
         num_warps=sizes.warps,
         num_stages=sizes.stages,
     )
-    return out

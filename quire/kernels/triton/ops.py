@@ -11,7 +11,9 @@ from torch import Tensor
 
 from quire.attention.context import StepContext
 from quire.attention.triton import TritonAttention
+from quire.errors import EngineError
 from quire.kernels import cublas
+from quire.kernels.slices import Slices
 from quire.kernels.triton import activation, choices, copy, linear_ahead, linear_few, linear_fixed, norm, rope_cache
 from quire.kernels.triton.choices import Choice
 from quire.kernels.triton.linear_row import RowShape, linear_row
@@ -28,6 +30,7 @@ class DeviceLinear:
 
     weight: Tensor
     bias: Tensor | None
+    slices: Slices | None = None
 
     @property
     def out_features(self) -> int:
@@ -85,10 +88,15 @@ class TritonOps:
         if self._library is not None:
             self._library.close()
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> DeviceLinear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, slices: Slices | None = None
+    ) -> DeviceLinear:
+        if slices is not None:
+            slices.check_width(weight.shape[1])
         return DeviceLinear(
             weight.to(self.device, self.dtype).contiguous(),
             None if bias is None else bias.to(self.device, self.dtype).contiguous(),
+            slices,
         )
 
     def linear(self, x: Tensor, w: DeviceLinear, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -98,8 +106,13 @@ class TritonOps:
 
     def _linear(self, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None) -> Tensor:
         if self.deterministic:
-            return linear_fixed.linear_fixed(x, w.weight, w.bias, residual)
+            return linear_fixed.linear_fixed(x, w.weight, w.bias, residual, w.slices)
         return self._product(choices.product(x.shape[0], w.out_features, w.in_features, x.dtype), x, w, residual, out)
+
+    def linear_nodes(self, x: Tensor, w: DeviceLinear) -> Tensor:
+        if w.slices is None:
+            raise EngineError("a weight without slices has no tree of sums: use linear")
+        return linear_fixed.linear_fixed_nodes(x, w.weight, w.slices)
 
     def _product(
         self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None

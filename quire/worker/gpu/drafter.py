@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from quire.models.decoder import Decoder
 from quire.sampling.philox import Purpose
@@ -23,7 +23,7 @@ from quire.worker.draft_models import DraftProgress, kept_layers
 from quire.worker.drafter import MOST_AT_ONCE
 from quire.worker.gpu.batches import end_of, is_decode
 from quire.worker.gpu.drafted import Drafted, DraftPass
-from quire.worker.gpu.results import PendingStep
+from quire.worker.gpu.draws import DrawnStep, SpecialDraws
 from quire.worker.gpu.runner import DeviceRunner
 from quire.worker.gpu.sampling import SpecialRow, special_batch
 from quire.worker.gpu.table import DeviceTable
@@ -39,44 +39,56 @@ def without_layers(decoder: Decoder, skipped: Sequence[int] | None) -> tuple[Dec
 
 
 class DraftRunner(DeviceRunner):
-    """Steps of a draft model. Under rejection its tokens are drawn with noise of their own, and their weights kept."""
+    """Steps of a draft model: a decode step leaves its buffers ready for the next token of the same rows."""
 
-    rejection = False
+    def __init__(self, *args: Any, rejection: bool = False, **options: Any) -> None:
+        """`rejection`: tokens are drawn with noise of their own, and their weights kept (`KeptDraws`)."""
+        super().__init__(*args, **options, advance=True)
+        self._kept = KeptDraws(self._table) if rejection else None
+        if self._kept is not None:
+            self.draws = self._kept
+        self._staged: list[tuple[int, int]] = []
+        """Rows and positions that lie in the decode buffers."""
+
+    @property
+    def passes(self) -> list[DraftPass]:
+        """How this step's drafts were drawn, under rejection."""
+        return [] if self._kept is None else self._kept.passes
 
     def begin(self) -> None:
         """A new step's drafts."""
-        self.passes: list[DraftPass] = []
-        self._staged: list[tuple[int, int]] = []
-        """Rows and positions that lie in the decode buffers."""
+        if self._kept is not None:
+            self._kept.passes = []
+        self._staged = []
 
     def launch(self, entries: list[PlanEntry]) -> None:
         """As any step; where it is the last one's rows, each a token further, nothing needs to be staged."""
         places = [(entry.row, entry.start) for entry in entries]
         if is_decode(entries) and places == self._staged:
-            self._launch_decode(entries, 0, None)
+            self.launch_staged(entries, 0, None)
         else:
             super().launch(entries)
         self._staged = [(row, start + 1) for row, start in places] if is_decode(entries) else []
 
-    def _decode(self, rung: int, apart: bool) -> None:
-        super()._decode(rung, apart)
-        self._buffers.positions[:rung].add_(1)
 
-    def _draw_special(self, pending: PendingStep, entries: Sequence[PlanEntry], drawing: Sequence[int],
-                      logits: Tensor, slot: int, drafted: Drafted | None = None) -> None:
-        if not self.rejection:
-            super()._draw_special(pending, entries, drawing, logits, slot, drafted)
-            return
-        table = self._table
-        rows = [SpecialRow(place, entries[i].row, end_of(entries[i])) for place, i in enumerate(drawing)]
-        picked, batch = special_batch(logits, rows, table)
+class KeptDraws(SpecialDraws):
+    """Draws of a draft model under rejection: with noise of their own, and the weights of every draw are kept."""
+
+    def __init__(self, table: DeviceTable) -> None:
+        super().__init__(table, rejection=False)
+        self.passes: list[DraftPass] = []
+
+    def draw(self, step: DrawnStep) -> None:
+        table, entries = self._table, step.entries
+        rows = [SpecialRow(place, entries[i].row, end_of(entries[i])) for place, i in enumerate(step.drawing)]
+        picked, batch = special_batch(step.logits, rows, table)
         weights = draw_weights(picked, batch)
         # Where nothing can be drawn it proposes token 0, and says that it was sure of it.
         weights[:, 0] += weights.sum(1) == 0
         keys = [_state_at(table, row) for row in rows]
-        tokens = pick(weights, NoiseKeys.of(keys, self._device).noise(Purpose.DRAFT))
+        tokens = pick(weights, NoiseKeys.of(keys, weights.device).noise(Purpose.DRAFT))
         places = [row.row * table.max_model_len + min(row.position, table.max_model_len - 1) for row in rows]
-        where = send(places, torch.int64, self._device)
+        where = send(places, torch.int64, weights.device)
         table.arena[where] = tokens.to(torch.int32)
         self.passes.append(DraftPass(weights, {row.row: place for place, row in enumerate(rows)}))
 

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
 
 from quire.errors import InvariantError
+
+_capturing = Lock()
+"""Engines of one process may be built in several threads, and all capture on one stream."""
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that all graphs of a process are captured on. cuBLAS keeps a workspace (32 MiB on Hopper) for every
+    stream it ever ran on, for good: streams of their own would leave some behind with every engine that is closed.
+    Graphs captured here share the workspace; they may, since all are replayed on one stream, one after another."""
+    return torch.cuda.Stream(device)
 
 
 class GraphCache:
@@ -23,7 +36,7 @@ class GraphCache:
         self.replays = 0
         """Steps that were replayed."""
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        self._stream = torch.cuda.Stream(device)
+        self._stream = capture_stream(device)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -34,6 +47,10 @@ class GraphCache:
                 self._graphs[rung, drafts] = self._captured(rung, drafts)
 
     def _captured(self, rung: Any, drafts: bool) -> torch.cuda.CUDAGraph:
+        with _capturing:
+            return self._capture(rung, drafts)
+
+    def _capture(self, rung: Any, drafts: bool) -> torch.cuda.CUDAGraph:
         """One run outside a graph first: kernels are compiled and libraries set up where that is allowed."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)

@@ -107,13 +107,20 @@ def explain(error: BaseException) -> OutOfMemoryError:
     )
 
 
-def explain_request(error: BaseException) -> str:
+def _explain_request(error: BaseException) -> str:
     """The device ran out over what one request asked for beyond its share of the step."""
     return (
         "the GPU ran out of memory over this request's log-probabilities or sampling: ask for fewer (logprobs, "
         "prompt_logprobs, top_k, top_p), or lower gpu_memory_utilization or kv_cache_memory "
         f"({_first_line(error)})"
     )
+
+
+def too_much(error: RuntimeError) -> str:
+    """What a request is told whose wishes did not fit the memory; any other error is raised again."""
+    if not ran_out(error):
+        raise error
+    return _explain_request(error)
 
 
 def explain_start(error: BaseException) -> OutOfMemoryError:

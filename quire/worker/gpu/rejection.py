@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.sampling.batch import SamplingRow
-from quire.sampling.sampler import NOT_FINITE, SampledLogprobs, draw_weights, token_logprobs
+from quire.sampling.logprobs import SampledLogprobs, batch_logprobs
+from quire.sampling.sampler import NOT_FINITE, draw_weights
 from quire.sampling.sending import send, send_tensor
 from quire.speculation.verify import NoiseKeys, judge_by_rejection
 from quire.worker.gpu.drafted import Drafted
@@ -107,14 +108,5 @@ class _Part:
         return NoiseKeys.of(states, self.device)
 
     def _logprobs(self, tokens: Tensor) -> tuple[list[int], SampledLogprobs] | None:
-        wanted = self.batch.logprob_rows
-        if not wanted:
-            return None
-        logits = self.picked
-        if self.batch.masks is not None:
-            logits = logits.clone()
-            self.batch.masks.apply_(logits)
-        rows = self._tensor(wanted)
-        found = token_logprobs(logits[rows], tokens[rows], max(self.batch.logprob_counts))
-        found.counts = self.batch.logprob_counts
-        return [self.rows[row].place for row in wanted], found
+        found = batch_logprobs(self.picked, tokens, self.batch)
+        return None if found is None else ([self.rows[row].place for row in found.rows], found)

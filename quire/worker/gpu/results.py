@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -13,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.sampling.sampler import FAILURES, NOT_FINITE, OK, SampledLogprobs
-from quire.scheduler.plan import EntryResult, StepResult, TokenLogprobs
+from quire.sampling.logprobs import Candidates, SampledLogprobs
+from quire.scheduler.plan import EntryResult, StepResult
 from quire.worker.gpu.drafted import Drafted
-from quire.worker.gpu.sampling import RankedCandidates
+from quire.worker.outcomes import along_drafts, drawn_result, reported, take_candidates
 
 
 @dataclass(slots=True)
@@ -33,7 +32,8 @@ class PendingStep:
     """(entries, what was found for them)."""
     prompt_logprobs: list[tuple[int, SampledLogprobs]] = field(default_factory=list)
     """(entry, a run of its positions), in order."""
-    candidates: RankedCandidates | None = None
+    candidates: tuple[list[int], Candidates] | None = None
+    """(entries, what was found for them)."""
     errors: dict[int, str] = field(default_factory=dict)
     """What became of entries that failed alone."""
     drafts: Drafted | None = None
@@ -103,7 +103,6 @@ def _settle(future: Future[StepResult], result: StepResult | None = None, error:
 
 
 def _host_copy(pending: PendingStep) -> PendingStep:
-    ranked = pending.candidates
     return PendingStep(
         pending.step,
         pending.num_entries,
@@ -111,9 +110,7 @@ def _host_copy(pending: PendingStep) -> PendingStep:
         _to_host(pending.tokens),
         [(entries, _logprobs_to_host(found)) for entries, found in pending.logprobs],
         [(entry, _logprobs_to_host(found)) for entry, found in pending.prompt_logprobs],
-        None if ranked is None else RankedCandidates(
-            ranked.entries, ranked.counts, _logprobs_to_host(ranked.found), _to_host(ranked.peak)
-        ),
+        None if pending.candidates is None else _candidates_to_host(*pending.candidates),
         pending.errors,
         None if pending.drafts is None else replace(pending.drafts, tokens=_to_host(pending.drafts.tokens)),
     )
@@ -132,22 +129,22 @@ def _logprobs_to_host(found: SampledLogprobs) -> SampledLogprobs:
     return SampledLogprobs(found.rows, found.counts, *(_to_host(tensor) for tensor in tensors))
 
 
+def _candidates_to_host(entries: list[int], found: Candidates) -> tuple[list[int], Candidates]:
+    copied = (_to_host(tensor) for tensor in (found.ids, found.logprobs, found.peak))
+    return entries, Candidates(found.counts, *copied)
+
+
 def _assemble(pending: PendingStep) -> StepResult:
     results = [EntryResult() for _ in range(pending.num_entries)]
     for entry, (token, status) in zip(pending.drawing, pending.tokens.tolist(), strict=True):
-        if status == OK:
-            results[entry].tokens.append(token)
-        else:
-            results[entry].error = FAILURES[status]
+        results[entry] = drawn_result(token, status)
     for entries, found in pending.logprobs:
-        for entry, row in zip(entries, found.to_list(), strict=True):
-            results[entry].logprobs = [TokenLogprobs(*row)]
+        for entry, one in zip(entries, reported(found), strict=True):
+            results[entry].logprobs = [one]
     for entry, found in pending.prompt_logprobs:
-        known = results[entry].prompt_logprobs
-        rows = [TokenLogprobs(*row) for row in found.to_list()]
-        results[entry].prompt_logprobs = rows if known is None else known + rows
+        results[entry].prompt_logprobs = [*(results[entry].prompt_logprobs or []), *reported(found)]
     if pending.candidates is not None:
-        _take_candidates(pending.candidates, results)
+        take_candidates(*pending.candidates, results)
     for entry, message in pending.errors.items():
         results[entry] = EntryResult(error=message)
     if pending.drafts is not None:
@@ -156,29 +153,12 @@ def _assemble(pending: PendingStep) -> StepResult:
 
 
 def _judged(drafts: list[tuple[int, ...]], places: list[EntryResult]) -> list[EntryResult]:
-    """Drafts are kept as long as they are what was drawn at their places; then comes what was drawn there."""
+    """The plan's entries, of which each is as many places here as it has drafts, and one more."""
     results, first = [], 0
     for mine in drafts:
-        result, *others = places[first : first + 1 + len(mine)]
+        results.append(along_drafts(mine, places[first : first + 1 + len(mine)]))
         first += 1 + len(mine)
-        result.num_drafts = len(mine)
-        for draft, place in zip(mine, others, strict=True):
-            if result.error is not None or result.tokens[-1:] != [draft] or place.error is not None:
-                break
-            result.tokens += place.tokens
-            if result.logprobs is not None and place.logprobs is not None:
-                result.logprobs += place.logprobs
-        results.append(result)
     return results
-
-
-def _take_candidates(ranked: RankedCandidates, results: list[EntryResult]) -> None:
-    rows = zip(ranked.entries, ranked.counts, ranked.peak.tolist(), ranked.found.to_list(), strict=True)
-    for entry, count, peak, (_, _, _, ids, logprobs) in rows:
-        if math.isfinite(peak):
-            results[entry].candidates = list(zip(ids, logprobs, strict=True))[:count]
-        else:
-            results[entry].error = FAILURES[NOT_FINITE]
 
 
 def failed(error: Exception) -> Future[StepResult]:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from quire.sampling.batch import Edits, SamplingBatch
-from quire.sampling.sampler import SampledLogprobs, SamplerOutput, sample, token_logprobs
+from quire.sampling.penalties import penalised
+from quire.sampling.sampler import SamplerOutput, sample
 from quire.sampling.sending import send, send_tensor
 from quire.worker.gpu.table import DeviceTable, RowInfo
 
@@ -71,41 +72,15 @@ def special_batch(logits: Tensor, rows: Sequence[SpecialRow], table: DeviceTable
     return picked, batch
 
 
-@dataclass(slots=True)
-class RankedCandidates:
-    """The likeliest next tokens of some entries of a plan."""
-
-    entries: list[int]
-    counts: list[int]
-    found: SampledLogprobs
-    peak: Tensor
-    """float32 [rows]: the largest logit, which is finite where the row is sound."""
-
-
-def rank_candidates(
-    logits: Tensor, entries: list[int], counts: list[int], temperatures: Sequence[float]
-) -> RankedCandidates:
-    """As the CPU's runner ranks them, for the rows of `logits`; log-probabilities by the exact sum, which no batch can
-    change, where that one takes torch's."""
-    wide = logits.float()
-    if any(temperature != 1.0 for temperature in temperatures):
-        scale = send(temperatures, torch.float32, wide.device)
-        wide = wide / scale[:, None]
-    return RankedCandidates(entries, counts, token_logprobs(wide, wide.argmax(-1), max(counts)), wide.amax(-1))
-
-
 def _penalise(logits: Tensor, table: DeviceTable, row: SpecialRow, info: RowInfo) -> None:
-    """Repetition of all tokens so far, presence and frequency of the drawn ones, as `penalties.Penalties`
-    does."""
+    """`penalties.penalised` over the whole vocabulary: which tokens the text holds is known on the device only."""
     params = info.params
     known = table.tokens[row.row, : row.position].long()
     drawn = known[info.num_prompt :]
     counts = torch.zeros_like(logits).index_add_(0, drawn, torch.ones_like(drawn, dtype=logits.dtype))
     seen = torch.zeros_like(logits, dtype=torch.bool).index_fill_(0, known, True)
-    factor = params.repetition_penalty
-    repeated = torch.where(logits > 0, logits / factor, logits * factor)
-    amount = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-    logits.copy_(torch.where(seen, repeated - amount, logits))
+    found = penalised(logits, counts, params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    logits.copy_(torch.where(seen, found, logits))
 
 
 def _ban_words(logits: Tensor, table: DeviceTable, row: SpecialRow, info: RowInfo) -> None:

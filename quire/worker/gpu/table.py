@@ -86,6 +86,7 @@ class DeviceTable:
     def apply(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
         """Take note of a plan's changes; returns (places, values) for the scatter that makes them on the
         device."""
+        self._places, self._values = [], []  # of a plan that failed here: two values for one place have no order
         for row in plan.freed_rows:
             self._info[row] = None
         for start in plan.starts:

@@ -164,8 +164,8 @@ class GpuWorker:
             use_graphs=not options.enforce_eager,
             fuse_rope=options.fuse_rope,
             mixed_tokens=options.max_num_batched_tokens if options.pad_mixed else 0,
+            rejection=self._speculation is not None and self._speculation.rejection,
         )
-        self._runner.rejection = self._speculation is not None and self._speculation.rejection
         drafting = self._build_draft_runner(draft)
         self.pool = self._size_pool(cache, length)
         self._cache = CacheEngine(
@@ -187,7 +187,7 @@ class GpuWorker:
         self._mark("graphs", started)
         started = time.perf_counter()
         if self.device.type == "cuda":
-            self._runner.pick_up_prompts()
+            self._runner.contexts.pick_up_prompts()
             for decodes in (1, 12, 140):
                 self._warm_up(min(decodes, self._options.max_num_seqs - 1))
         self._mark("warm_up", started)
@@ -216,7 +216,7 @@ class GpuWorker:
             view = DraftView(self.table, range(len(windows)))
         else:
             view = DraftView(self.table, [draft_group(self.spec)] * len(draft.spec.cache_groups()))
-        runner = DraftRunner(
+        return DraftRunner(
             draft,
             self.ops,
             view,
@@ -225,9 +225,8 @@ class GpuWorker:
             use_graphs=not options.enforce_eager,
             fuse_rope=options.fuse_rope,
             windows=windows,
+            rejection=asked.rejection,
         )
-        runner.rejection = asked.rejection
-        return runner
 
     def _connect(self, drafting: DraftRunner, cache: CacheConfig) -> None:
         """Give the draft model its caches, and the target's runner its drafts."""
@@ -329,7 +328,8 @@ class GpuWorker:
                 if plan.copies:
                     self._copies.run(plan.copies)
                 future = self._copier.send(self._run(plan))
-        except (QuireError, RuntimeError) as error:
+        except Exception as error:
+            self._copies.failed()
             if not ran_out(error):
                 return failed(error)
             torch.cuda.empty_cache()

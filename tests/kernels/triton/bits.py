@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from quire.attention.context import StepContext
+from quire.kernels.slices import Slices
 from quire.kernels.triton.ops import TritonOps
 from quire.layers.ops import HeadShape
-from quire.sampling.sampler import token_logprobs
+from quire.sampling.logprobs import token_logprobs
 from tests.kernels.triton.cases import rand
 
 Part = Callable[[int, int], Sequence[Tensor]]
@@ -60,6 +61,8 @@ def row_wise(device: str, dtype: torch.dtype, rows: int, hidden: int, features: 
     yield f"product {features} x {hidden}, bias and residual", lambda a, b: [
         ops.linear(x[a:b].clone(), biased, added[a:b].clone())
     ]
+    sliced = ops.pack_linear(weight, None, Slices.of_width(hidden))
+    yield f"product {features} x {hidden}, slices", lambda a, b: [ops.linear(x[a:b].clone(), sliced)]
     for kind in ("silu", "gelu_tanh", "gelu"):
         yield f"gate {kind}", lambda a, b, k=kind: [ops.act_mul(x[a:b].clone(), k)]
     for kind in ("gelu_tanh", "gelu", "relu"):

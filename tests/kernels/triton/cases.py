@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import step_reference
+from quire.kernels.slices import Slices, add_in_tree, finish_tree, rank_run
 from quire.kernels.triton import (
     activation,
     attention_decode,
@@ -418,6 +419,38 @@ def check_linear_fixed(device: str, dtype: torch.dtype, rows: int, features: int
     worst = close(got, linear_few.linear_reference(x, weight, bias, residual), 2.0)
     for part in (slice(0, 1), slice(rows // 2, rows)):
         if not torch.equal(linear_fixed.linear_fixed(x[part], weight, bias, residual[part]), got[part]):
+            raise AssertionError(f"rows {part} alone have other bits than among {rows}")
+    return worst
+
+
+def check_linear_slices(device: str, dtype: torch.dtype, rows: int, features: int, slices: Slices) -> float:
+    """Each slice from zero, the slices in their tree; ranks that own runs of them give the bits of one."""
+    x = rand(rows, slices.width, dtype=dtype, device=device)
+    weight = rand(features, slices.width, dtype=dtype, device=device)
+    bias = rand(features, dtype=dtype, device=device)
+    residual = rand(rows, features, dtype=dtype, device=device)
+    got = linear_fixed.linear_fixed(x, weight, bias, residual, slices)
+    worst = close(got, linear_few.linear_reference(x, weight, bias, residual), 2.0)
+    (whole,) = linear_fixed.linear_fixed_nodes(x, weight, slices)
+    alone = [slices.columns(index, index + 1) for index in range(slices.count)]
+    terms = [linear_fixed.linear_fixed_nodes(x[:, c].contiguous(), weight[:, c].contiguous(), slices.part(i, i + 1))[0]
+             for i, c in enumerate(alone)]
+    if not torch.equal(add_in_tree(terms), whole):
+        raise AssertionError(f"{slices} are not added in their tree")
+    rounds_alike = dtype != torch.bfloat16 or device != "cpu"  # Triton's interpreter has a bfloat16 of its own
+    if rounds_alike and not torch.equal((whole + bias.float() + residual.float()).to(dtype), got):
+        raise AssertionError("bias and residual do not come after the tree, or there is more than one rounding")
+    for size in (2, 3, 4, 8):
+        nodes = {}
+        for first, last in {rank_run(slices.count, rank, size) for rank in range(size)}:
+            if first < last:
+                part, columns = slices.part(first, last), slices.columns(first, last)
+                mine = x[:, columns].contiguous(), weight[:, columns].contiguous()
+                nodes |= dict(zip(part.nodes(), linear_fixed.linear_fixed_nodes(*mine, part), strict=True))
+        if not torch.equal(finish_tree(slices.count, nodes), whole):
+            raise AssertionError(f"{size} ranks give other bits than one for {slices}")
+    for part in (slice(0, 1), slice(rows // 2, rows)):
+        if not torch.equal(linear_fixed.linear_fixed(x[part], weight, bias, residual[part], slices), got[part]):
             raise AssertionError(f"rows {part} alone have other bits than among {rows}")
     return worst
 

@@ -7,6 +7,9 @@ import random
 import pytest
 import torch
 
+from quire.errors import EngineError
+from quire.kernels.slices import Slices
+from quire.kernels.triton import linear_fixed
 from quire.kernels.triton.attention_mixed import MixedShape
 from quire.kernels.triton.attention_split import DecodeShape, decode_shape, extra_pieces
 from quire.kernels.triton.linear_row import RowShape
@@ -166,6 +169,24 @@ def test_the_product_of_one_row_agrees(
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_row_of_the_fixed_order_product_has_the_same_bits_alone(dtype: torch.dtype) -> None:
     cases.check_linear_fixed(DEVICE, dtype, 70, 50, 72)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "slices",
+    [Slices.of_heads(9, 64), Slices.of_heads(6, 20), Slices.of_width(480), Slices.of_width(500)],
+    ids=["heads of 64", "heads of 20", "uneven ranges", "a short last range"],
+)
+def test_slices_of_the_fixed_order_product_give_the_same_bits_for_any_ranks(dtype: torch.dtype, slices: Slices) -> None:
+    cases.check_linear_slices(DEVICE, dtype, 35, 40, slices)
+
+
+def test_a_product_without_its_sums_other_slices_is_refused() -> None:
+    part = Slices.of_heads(4, 16).part(0, 2)
+    with pytest.raises(EngineError, match="only a run"):
+        linear_fixed.linear_fixed(torch.zeros(2, 32), torch.zeros(8, 32), slices=part)
+    with pytest.raises(EngineError, match="256 slices"):
+        linear_fixed.linear_fixed(torch.zeros(2, 256), torch.zeros(8, 256), slices=Slices.of_heads(256, 1))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

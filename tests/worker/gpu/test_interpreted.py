@@ -179,7 +179,7 @@ def test_every_graph_that_is_captured_is_one_that_steps_replay(max_num_seqs: int
     runner.capture(max_num_seqs)
     assert set(captured[False]) == {rung_for(runner.rungs, count) for count in range(1, max_num_seqs + 1)}
     assert captured[True] == runner.rungs
-    assert set(runner.rungs) <= set(runner._splits)
+    assert set(runner.rungs) <= runner.contexts.reserved
 
 
 def test_the_warm_up_compiles_the_kernels_of_steps_that_no_graph_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,9 +192,9 @@ def test_the_warm_up_compiles_the_kernels_of_steps_that_no_graph_holds(monkeypat
     core = engines.make_engine(CONFIG, device=True, options=options, ops=TritonOps("cpu", torch.float32))
     worker = core.executor._worker  # type: ignore[attr-defined]
     runner = worker._runner
-    padded, eager, forward = [], [], runner._forward_mixed
+    padded, eager, mixed = [], [], runner.launches.mixed
     monkeypatch.setattr(runner.padded, "run", lambda rung, *_: padded.append(rung))
-    monkeypatch.setattr(runner, "_forward_mixed", lambda *args: eager.append(1) or forward(*args))
+    monkeypatch.setattr(runner.launches, "mixed", lambda *args: eager.append(1) or mixed(*args))
     with torch.inference_mode():
         worker._warm_up(1)
     assert (padded, eager) == ([], [1])

@@ -9,7 +9,7 @@ import torch
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import Request
-from quire.worker.gpu import runner as runner_module
+from quire.worker.gpu import draws, prompt_logprobs
 from tests.worker.gpu.engines import QWEN3, make_engine, run
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
@@ -41,14 +41,14 @@ def test_too_large_a_draw_fails_the_request_that_wanted_it(
     monkeypatch: pytest.MonkeyPatch, full: RuntimeError
 ) -> None:
     plain = run(make_engine(QWEN3, device=True, depth=2), requests())
-    original = runner_module.sample_special
+    original = draws.sample_special
 
     def greedy(logits: Any, rows: Any, table: Any) -> Any:
         if any(table.info(row.row).params.top_k == 5 for row in rows):
             raise full
         return original(logits, rows, table)
 
-    monkeypatch.setattr(runner_module, "sample_special", greedy)
+    monkeypatch.setattr(draws, "sample_special", greedy)
     found = run(make_engine(QWEN3, device=True, depth=2), requests())
     assert "top_k" in (found["r2"][3] or "") and "gpu_memory_utilization" in (found["r2"][3] or "")
     assert [found[name] == plain[name] for name in ("r0", "r1", "r3")] == [True] * 3
@@ -59,7 +59,7 @@ def test_too_many_prompt_log_probabilities_fail_their_request(monkeypatch: pytes
         raise FULL
 
     core = make_engine(QWEN3, device=True, depth=2)
-    monkeypatch.setattr(runner_module, "token_logprobs", full)
+    monkeypatch.setattr(prompt_logprobs, "token_logprobs", full)
     errors = outcome(core)
     assert "prompt_logprobs" in (errors.pop("r3") or "") and list(errors.values()) == [None] * 3
 

@@ -31,12 +31,12 @@ def test_a_row_with_infinite_logits_fails_alone() -> None:
     core = make_engine(QWEN3, device=True, depth=2)
     requests = workload(5, 4)
     worker: GpuWorker = core.executor._worker  # type: ignore[attr-defined]
-    forward = worker._runner._forward
+    forward = worker._runner.launches.forward
     original = forward.logits
 
     def poisoned(hidden: Any, out: Any = None) -> Any:
         logits = original(hidden, out)
-        rows = worker._runner._buffers.rows if out is not None else None
+        rows = worker._runner.launches.buffers.rows if out is not None else None
         if rows is not None:
             for place in range(logits.shape[0]):
                 if int(rows[place]) == 0:

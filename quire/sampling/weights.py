@@ -1,0 +1,27 @@
+"""Probabilities as integers, whose sums are the same in any order, and how many rows of them exist at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import Tensor
+
+SCALE: Final = 2.0**40
+"""The weight of the likeliest token. One less likely than 2**-40 of it has none."""
+_CHUNK_ELEMENTS: Final = {"cpu": 1 << 19, "cuda": 1 << 24}
+"""Entries of a temporary: rows of a CPU stay in its cache, and memory stays bounded whatever the batch."""
+
+
+def integer_weights(values: Tensor, peak: Tensor | float, temperature: Tensor | float) -> Tensor:
+    """Integer weights of float32 logits relative to the likeliest one."""
+    scaled = (values - peak).div_(temperature)
+    return scaled.exp_().mul_(SCALE).to(torch.int64)
+
+
+def row_chunks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Runs of rows whose temporaries of `width` columns are of a good size for the device."""
+    size = max(1, _CHUNK_ELEMENTS.get(device.type, 1 << 24) // max(1, width))
+    for start in range(0, rows, size):
+        yield slice(start, min(rows, start + size))

@@ -1,0 +1,194 @@
+"""What attention gets to know of a step on the device: whose the tokens are, where their keys lie, who does which part.
+
+Also the memory that this takes for decode steps, reserved before any graph holds its address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.backend import FreshPrompts
+from quire.attention.context import StepContext
+from quire.attention.prompts import Verdicts
+from quire.config import default_cache_dir
+from quire.layers.ops import LayerCache, Ops
+from quire.models.decoder import Decoder
+from quire.worker.gpu.batches import FreshRuns, MixedBatch
+from quire.worker.gpu.padded import MixedRung, MixedRungs
+from quire.worker.gpu.staging import Stage
+from quire.worker.gpu.table import DeviceTable
+
+_ROW_TILES = ("row_tile_seq", "row_tile_first")
+View = Callable[[str], Tensor]
+"""Where a staged array lies on the device, by its name."""
+
+
+class StepContexts:
+    """Builds the contexts of all kinds of steps. `attention` None: operations of a CPU, which know no padding."""
+
+    def __init__(
+        self, decoder: Decoder, ops: Ops, table: DeviceTable, windows: tuple[int | None, ...] | None, fuse_rope: bool
+    ) -> None:
+        """`windows`: of the table's cache groups; None: they were made for this decoder's layers. `fuse_rope`: decode
+        steps without drafts rotate inside their attention."""
+        self.attention = getattr(ops, "attention", None)
+        own = tuple(group.window for group in decoder.spec.cache_groups())
+        self.windows = own if windows is None else windows
+        self.tables = table.tables[: len(self.windows)]
+        self.fuse_rope = fuse_rope and self.attention is not None and not self.attention.deterministic
+        self._block_size = table.block_size
+        self._shapes = [layer.attn.shape for layer in decoder.layers]
+        self._plain = all(a.attention.window is None and a.attention.softcap is None for a in decoder.spec.layers)
+        self._splits: dict[int, tuple] = {}
+
+    @property
+    def _heads(self) -> int:
+        return min(shape.num_kv_heads for shape in self._shapes)
+
+    def mixed_rungs(self, decoder: Decoder, max_num_seqs: int, max_tokens: int) -> MixedRungs | None:
+        """The shapes that small mixed steps are padded to; None: they are not."""
+        return MixedRungs.of(self.attention, decoder, max_num_seqs, max_tokens)
+
+    def reserve(self, counts: set[int]) -> None:
+        """The kernels' scratch for batches of `counts` decoding sequences."""
+        if self.attention is None or self.attention.deterministic:
+            return
+        self._splits = {
+            count: tuple(self.attention.allocate_split(count, self._heads) for _ in self.windows) for count in counts
+        }
+        for shape in set(self._shapes):
+            self.attention.reserve(shape, max(split[0].tasks for split in self._splits.values()), max(counts))
+
+    @property
+    def reserved(self) -> set[int]:
+        return set(self._splits)
+
+    def pick_up_prompts(self) -> None:
+        """Let somebody else's library attend for fresh prompts, if one is here that does it faster."""
+        shapes = set(self._shapes)
+        if self.attention is not None and self._plain and len(shapes) == 1:
+            self.attention.pick_up(shapes.pop(), Verdicts(default_cache_dir() / "attention.json"))
+
+    # ---- decode steps
+
+    def decode(
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        query_start: Tensor,
+        lengths: Tensor,
+        slots: tuple[Tensor, ...],
+        apart: bool,
+        caches: Sequence[LayerCache],
+    ) -> StepContext:
+        """One token of every sequence. `apart`: keys are written before anybody attends (see `StepLaunches.decode`)."""
+        if self.attention is None:
+            return self._on_host(positions, query_start, lengths, rows, slots, caches)
+        from quire.attention.triton import DeviceContext
+
+        rung = rows.shape[0]
+        ctx = DeviceContext(positions, query_start, lengths, (), slots, rows=rows, tables=self.tables, num_decodes=rung,
+                            splits=self._splits.get(rung, ()), alone=self.fuse_rope and not apart)
+        if self.attention.deterministic:
+            # One tile per sequence; padding has no keys and gives zeros.
+            ctx.tile_seq = query_start[:rung]
+            ctx.tile_first = torch.zeros_like(ctx.tile_seq)
+        self.attention.prepare(ctx, self.windows)
+        return ctx
+
+    def _on_host(
+        self, positions: Tensor, query_start: Tensor, lengths: Tensor, rows: Tensor, slots: tuple[Tensor, ...],
+        caches: Sequence[LayerCache],
+    ) -> StepContext:  # fmt: skip
+        """For the operations of a CPU, which know no padding: it is a sequence of one key in a block of nobody."""
+        owner = rows.clamp(min=0).long()
+        width = max(1, -(-int(lengths.max()) // self._block_size))
+        # The block past the pool's, which `allocate_caches` adds for padding.
+        spare = (caches[0].k.shape[0] - 1) * self._block_size
+        return StepContext(
+            positions,
+            query_start,
+            lengths.clamp(min=1),
+            # Blocks behind a window may be nobody's (-1): the row that stands for padding may begin with one.
+            tuple(table[owner, :width].clamp(min=0) for table in self.tables),
+            tuple(torch.where(slot < 0, spare, slot) for slot in slots),
+        )
+
+    # ---- mixed steps
+
+    def padded(self, rung: MixedRung, view: View, positions: Tensor, slots: tuple[Tensor, ...]) -> StepContext:
+        """A mixed step of a fixed shape, all of it on fixed addresses."""
+        from quire.attention.triton import DeviceContext
+
+        ctx = DeviceContext(
+            positions, view("query_start"), view("lengths"), (), slots, rows=view("rows"), tables=self.tables,
+            num_decodes=rung.decodes, splits=self._splits.get(rung.decodes, ()), tile_seq=view("tile_seq"),
+            tile_first=view("tile_first"),
+        )  # fmt: skip
+        if self.attention is not None:
+            self.attention.prepare(ctx, self.windows)
+        return ctx
+
+    def add_tiles(self, stage: Stage, batch: MixedBatch) -> FreshRuns:
+        """Tiles of the sequences with several queries; returns the fresh prompts that need none."""
+        if self.attention is None:
+            return FreshRuns()
+        from quire.kernels.triton.attention_mixed import query_tiles
+
+        first = 0 if self.attention.deterministic else batch.num_decodes
+        counts = batch.counts.copy()
+        starts = batch.query_start
+        fresh = FreshRuns()
+        own, shape = np.zeros_like(counts), self._shapes[0]
+        for s in range(first, len(counts)):
+            if self.attention.takes_fresh(int(batch.starts[s]), int(counts[s]), self._plain):
+                fresh.add_dense(int(starts[s]), int(counts[s]))
+                counts[s] = 0
+            elif self.attention.takes_ragged(int(batch.starts[s]), int(counts[s]), self._plain):
+                fresh.add_ragged(s)
+                counts[s] = 0
+            elif self.attention.takes_rows(int(batch.starts[s]), int(counts[s]), self._plain, shape):
+                own[s], counts[s] = counts[s], 0
+        for name, part in zip(_ROW_TILES, self.attention.row_tiles(own[first:], shape, first), strict=True):
+            stage.add(name, part)
+        seqs, firsts = query_tiles(counts[first:], self.attention.tokens_per_tile(shape), first)
+        stage.add("tile_seq", seqs)
+        stage.add("tile_first", firsts)
+        return fresh
+
+    def mixed(
+        self,
+        view: View,
+        batch: MixedBatch,
+        fresh: FreshRuns,
+        positions: Tensor,
+        slots: tuple[Tensor, ...],
+        caches: Sequence[LayerCache],
+    ) -> StepContext:
+        """A step of any shape, staged with `add_tiles`."""
+        if self.attention is None:
+            return self._on_host(positions, view("query_start"), view("lengths"), view("rows"), slots, caches)
+        from quire.attention.triton import DeviceContext
+
+        ctx = DeviceContext(
+            positions, view("query_start"), view("lengths"), (), slots, rows=view("rows"), tables=self.tables,
+            num_decodes=batch.num_decodes, tile_seq=view("tile_seq"), tile_first=view("tile_first"),
+            row_tiles=(view(_ROW_TILES[0]), view(_ROW_TILES[1])),
+            fresh=tuple(fresh.dense),
+            ragged=tuple(_fresh_prompts(batch.query_start, view("query_start"), *run) for run in fresh.ragged),
+        )
+        if batch.num_decodes and not self.attention.deterministic:
+            ctx.splits = tuple(self.attention.allocate_split(batch.num_decodes, self._heads) for _ in self.windows)
+            self.attention.prepare(ctx, self.windows)
+        return ctx
+
+
+def _fresh_prompts(starts: np.ndarray, on_device: Tensor, first: int, last: int) -> FreshPrompts:
+    """The prompts of the sequences [first, last) of a step."""
+    begin, end = int(starts[first]), int(starts[last])
+    longest = int(np.diff(starts[first : last + 1]).max())
+    return FreshPrompts(begin, end - begin, on_device[first : last + 1] - begin, longest)

@@ -1,0 +1,108 @@
+"""Draws beyond the drawing kernel: rows for the full sampler, drafts judged by rejection, candidates of beams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.sampling.logprobs import rank_candidates
+from quire.sampling.sending import send
+from quire.scheduler.plan import PlanEntry
+from quire.worker.gpu.batches import LogitRows, end_of
+from quire.worker.gpu.drafted import Drafted
+from quire.worker.gpu.memory import too_much
+from quire.worker.gpu.rejection import JudgedEntry, judge_drafts
+from quire.worker.gpu.results import PendingStep
+from quire.worker.gpu.sampling import SpecialRow, sample_special
+from quire.worker.gpu.table import DeviceTable
+
+
+@dataclass(slots=True)
+class DrawnStep:
+    """A step whose tokens the kernel has drawn."""
+
+    pending: PendingStep
+    entries: Sequence[PlanEntry]
+    drawing: Sequence[int]
+    """Entry of the plan that each row of `logits` is drawn for."""
+    logits: Tensor
+    drawn: Tensor
+    """int32 [places, 2]: token and status of each row, to be replaced."""
+    drafted: Drafted | None = None
+
+
+class SpecialDraws:
+    """Draws again for rows that ask for more; their tokens replace the kernel's."""
+
+    def __init__(self, table: DeviceTable, rejection: bool) -> None:
+        """`rejection`: judge drafts by it; else a draft is kept if it is what the target draws."""
+        self._table = table
+        self._rejection = rejection
+
+    def draw(self, step: DrawnStep) -> None:
+        table, entries, drafted = self._table, step.entries, step.drafted
+        rows = [
+            SpecialRow(place, entries[i].row, end_of(entries[i]), entries[i].masks)
+            for place, i in enumerate(step.drawing)
+            if table.info(entries[i].row).special
+        ]
+        if drafted is not None:
+            drafted.put_back(table, range(len(drafted.counts)))
+        if rows:
+            self._draw_all_again(step, rows)
+        if drafted is not None and self._rejection:
+            self._judge(step, drafted)
+
+    def rank(self, pending: PendingStep, entries: Sequence[PlanEntry], reads: LogitRows, logits: Tensor) -> None:
+        """Candidates of beams, from the logits behind those of the entries that draw."""
+        infos = [self._table.info(entries[i].row) for i in reads.ranking]
+        found = rank_candidates(logits[len(reads.drawing) :], [entries[i].candidates for i in reads.ranking],
+                                [info.params.temperature or 1.0 for info in infos])
+        pending.candidates = (reads.ranking, found)
+
+    def _draw_all_again(self, step: DrawnStep, rows: Sequence[SpecialRow]) -> None:
+        try:
+            self._draw_again(step, rows)
+            return
+        except RuntimeError as error:
+            too_much(error)
+        # One of them asks for too much: whoever can be served alone is, the others are told. Not inside the handler,
+        # where the error still holds what the attempt had allocated.
+        for row in rows:
+            try:
+                self._draw_again(step, [row])
+            except RuntimeError as error:
+                step.pending.errors[step.drawing[row.place]] = too_much(error)
+
+    def _draw_again(self, step: DrawnStep, rows: Sequence[SpecialRow]) -> None:
+        table = self._table
+        output = sample_special(step.logits, rows, table)
+        numbers = send([[row.place, row.row, row.position] for row in rows], torch.int64, table.arena.device)
+        places, owners, positions = numbers.unbind(1)
+        tokens = output.token_ids.to(torch.int32)
+        step.drawn[places] = torch.stack((tokens, output.status.to(torch.int32)), 1)
+        # A position past the end has no place in the row; the last one takes it, which nobody will read.
+        table.tokens[owners, positions.clamp(max=table.max_model_len - 1)] = tokens
+        if output.logprobs is not None:
+            owned = [step.drawing[rows[r].place] for r in output.logprobs.rows]
+            step.pending.logprobs.append((owned, output.logprobs))
+
+    def _judge(self, step: DrawnStep, drafted: Drafted) -> None:
+        """By rejection, for sequences that draw at random; what was drawn for them so far is replaced."""
+        places = {i: place for place, i in enumerate(step.drawing)}
+        judged, first = [], 0
+        for index, (count, (row, position)) in enumerate(zip(drafted.counts, drafted.starts, strict=True)):
+            if count and not self._table.info(row).params.greedy:
+                mine = range(first, first + 1 + count)
+                rows = [SpecialRow(places[i], row, position + i - first, step.entries[i].masks) for i in mine]
+                judged.append(JudgedEntry(index, rows))
+            first += 1 + count
+        # Judging looks at the text of the drafts, which the draws before it may have overwritten.
+        drafted.put_back(self._table, [one.index for one in judged])
+        for found_at, found in judge_drafts(step.logits, judged, drafted, self._table, step.drawn):
+            step.pending.logprobs.append(([step.drawing[place] for place in found_at], found))
+        # A vocabulary wide for every draft: not to be held until the host has seen the step's tokens.
+        drafted.passes.clear()

@@ -1,0 +1,109 @@
+"""The launches of a step's main part: gather its inputs, run the model, draw. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.layers.ops import LayerCache, Ops
+from quire.models.decoder import Decoder
+from quire.worker.gpu.backend import StepKernels, step_kernels
+from quire.worker.gpu.batches import FreshRuns, MixedBatch, aligned
+from quire.worker.gpu.contexts import StepContexts, View
+from quire.worker.gpu.decode_buffers import DecodeBuffers
+from quire.worker.gpu.forward import DeviceForward, Hidden
+from quire.worker.gpu.padded import MixedRung
+from quire.worker.gpu.staging import Stage
+from quire.worker.gpu.table import DeviceTable
+
+RING = 32
+"""Slots for drawn tokens: more than steps can be in flight, so that none is overwritten before it is copied."""
+
+
+class StepLaunches:
+    """One model over one table. Tokens go to the table's rows and to `drawn`, a ring of the last steps' draws."""
+
+    def __init__(
+        self, decoder: Decoder, ops: Ops, table: DeviceTable, contexts: StepContexts, max_num_seqs: int, advance: bool
+    ) -> None:
+        """`advance`: a decode step leaves its positions one further, so that the next needs no staging."""
+        device = table.arena.device
+        self._device = device
+        self._table = table
+        self._contexts = contexts
+        self._advance = advance
+        self.forward = DeviceForward(decoder, ops)
+        self._kernels: StepKernels = step_kernels(device)
+        vocab_size = decoder.spec.vocab_size
+        logits_type = getattr(ops, "dtype", torch.float32) if self.forward.fused else torch.float32
+        self.buffers = DecodeBuffers.allocate(max_num_seqs, len(contexts.windows), vocab_size, logits_type, device)
+        self._scratch = self._kernels.draw_scratch(max_num_seqs, vocab_size)
+        self.drawn = torch.zeros(RING, max_num_seqs, 2, dtype=torch.int32, device=device)
+        """int32 [slot of the ring, place, 2]: token and status."""
+        self.caches: list[LayerCache] = []
+
+    def scatter(self, places: np.ndarray, values: np.ndarray) -> None:
+        """Make a plan's changes in the table."""
+        if len(places):
+            stage = Stage()
+            stage.add("places", places)
+            stage.add("values", values)
+            self.scatter_staged(stage, stage.send(self._device))
+
+    def scatter_staged(self, stage: Stage, sent: Tensor) -> None:
+        self._kernels.scatter(self._table.arena, stage.view(sent, "places"), stage.view(sent, "values"))
+
+    def decode(self, rung: int, apart: bool) -> None:
+        """A decode step of `rung` rows, all on fixed addresses. `apart`: it may hold drafts, so keys are written by a
+        kernel of their own even where attention could do that."""
+        b = self.buffers
+        rows, lengths = b.rows[:rung], b.lengths[:rung]
+        slots = tuple(slot[:rung] for slot in b.slots)
+        ids, positions = b.ids[:rung], b.wide_positions[:rung]
+        self._gather(rows, b.positions[:rung], ids, positions, slots, lengths)
+        ctx = self._contexts.decode(rows, positions, b.query_start[: rung + 1], lengths, slots, apart, self.caches)
+        hidden = self.forward(ids, ctx, self.caches)
+        self.draw(self.forward.logits(hidden, b.logits[:rung]), rows, lengths, b.ring)
+        if self._advance:
+            b.positions[:rung].add_(1)
+
+    def padded(self, rung: MixedRung, view: View, draws: int) -> None:
+        """A mixed step of a fixed shape, all of it on fixed addresses."""
+        ids, positions, slots = self._gathered(view("token_rows"), view("positions"))
+        hidden = self.forward(ids, self._contexts.padded(rung, view, positions, slots), self.caches)
+        logits = self.forward.logits(hidden.rows(view("last")), self.buffers.logits[:draws])
+        self.draw(logits, view("draw_rows"), view("draw_positions"), view("ring"))
+
+    def mixed(self, view: View, batch: MixedBatch, fresh: FreshRuns) -> Hidden:
+        """A step of any shape, up to its last layer."""
+        ids, positions, slots = self._gathered(view("token_rows"), view("positions"))
+        ctx = self._contexts.mixed(view, batch, fresh, positions, slots, self.caches)
+        if not fresh.dense:
+            return self.forward(ids, ctx, self.caches)
+        from quire.attention.triton import dense_attention
+
+        with dense_attention():
+            return self.forward(ids, ctx, self.caches)
+
+    def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, ring: Tensor) -> None:
+        """The drawing kernel: what temperature and min_p ask for."""
+        self._kernels.draw(
+            logits, self._table.state, rows, positions, self._table.tokens, self.drawn, ring, self._scratch
+        )
+
+    def _gathered(self, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Ids, positions and cache slots of tokens, in memory of their own."""
+        # Rows at aligned addresses whatever the number of tokens, or kernels are compiled again for an odd one.
+        tokens = len(rows)
+        numbers = torch.empty(2 + len(self._contexts.windows), aligned(tokens), dtype=torch.int64, device=self._device)
+        ids, positions, *slots = numbers[:, :tokens]
+        self._gather(rows, places, ids, positions, tuple(slots), None)
+        return ids, positions, tuple(slots)
+
+    def _gather(
+        self, rows: Tensor, places: Tensor, ids: Tensor, positions: Tensor, slots: tuple[Tensor, ...],
+        lengths: Tensor | None,
+    ) -> None:  # fmt: skip
+        self._kernels.gather_inputs(self._table.tokens, self._contexts.tables, self._table.block_size, rows, places,
+                                    ids, positions, slots, lengths)
