@@ -44,6 +44,9 @@ class ModelConfig:
     executor: str = option("auto", "who computes the tokens: the model, or (dummy) nobody: they are made up at once, "
                                    "which measures everything around a model", ("auto", "dummy"))
     dummy_step_ms: float = option(0.0, "with the dummy executor: milliseconds that a step pretends to take")
+    dummy_script: str | None = option(
+        None, "with the dummy executor: file with the texts that the model writes, a JSON object in each line: after "
+              "(part of the prompt) and say")
     enforce_eager: bool = option(False, "on a GPU: launch every kernel anew instead of replaying captured graphs")
     deterministic: bool = option(
         False, "on a GPU: the same bits whatever the batch, chunks, cache and graphs, at some cost in speed "
@@ -303,6 +306,8 @@ def _check_ranges(config: EngineConfig) -> None:
     if not 0.0 <= pretended <= 1e6 or (pretended and config.model.executor != "dummy"):
         raise ConfigError(f"dummy_step_ms must be between 0 and 1000000, and 0 unless executor is 'dummy', not "
                           f"{pretended}", field="dummy_step_ms")
+    if config.model.dummy_script is not None and (config.model.executor != "dummy" or config.model.skip_tokenizer_init):
+        raise ConfigError("dummy_script needs executor 'dummy' and a tokenizer", field="dummy_script")
     _ = config.speculation.options
     _check_slo(config.scheduler)
     _check_swap(config)
