@@ -62,7 +62,7 @@ agents:
 	  timeout 170 npm install --silent --no-audit --no-fund --prefix $(AGENTS) $(AGENT_PACKAGES) > $(AGENTS)/npm.log 2>&1 \
 	  || echo "codex and claude-code could not be installed: the sessions with them will be skipped"; } & \
 	test -x $(AGENTS)/aider/bin/aider || { \
-	  $(PYTHON) -m venv $(AGENTS)/aider && timeout 170 $(AGENTS)/aider/bin/python -m pip install --quiet \
+	  $(PYTHON) -m venv $(AGENTS)/aider && timeout 170 $(AGENTS)/aider/bin/python -m pip install --quiet --no-compile \
 	    --disable-pip-version-check aider-chat==0.86.2 > $(AGENTS)/aider.log 2>&1 \
 	  || echo "aider could not be installed: the session with it will be skipped"; }; wait
 

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
-from quire.server.api_error import ApiError
+from pydantic import ValidationError
+
+from quire.server.api_error import ApiError, validation_error
 from quire.server.chat_protocol import AssistantMessage, CalledFunction, Message, SystemMessage, ToolCall
+
+
+_T = TypeVar("_T")
+
+
+def never(value: _T) -> _T:
+    """A field that may be there, but ask for nothing."""
+    if value:
+        raise ValueError("is not supported by this server: leave it out")
+    return value
+
+
+@contextmanager
+def told_in(words: Mapping[str, str]) -> Iterator[None]:
+    """Whatever is refused in here is told of the fields that the client has written."""
+    try:
+        yield
+    except ValidationError as error:
+        raise in_words(validation_error(error, b"null"), words) from None
+    except ApiError as error:
+        raise in_words(error, words) from error
 
 
 def in_words(error: ApiError, words: Mapping[str, str]) -> ApiError:

@@ -9,7 +9,7 @@ from quire.engine.output import CompletionOutput, RequestOutput
 from quire.server.answer import Answer, finish_reason, named_sse
 from quire.server.api_error import ApiError
 from quire.server.conversation import ChoiceText, Conversation, converse, prompt_text
-from quire.server.face import in_words
+from quire.server.face import in_words, told_in
 from quire.server.messages_api.blocks import ContentBlocks, Event
 from quire.server.messages_api.protocol import CountBody, MessagesBody
 from quire.server.messages_api.request import WORDS, chat_of
@@ -29,22 +29,18 @@ def error_body(error: ApiError) -> dict[str, Any]:
 async def message(service: Service, record: RequestRecord, body: MessagesBody) -> Answer:
     """The answer to a request; raises ApiError or InvalidRequestError where there can be none."""
     tokenizer = service.needs_tokenizer("messages")
-    try:
+    with told_in(WORDS):
         chat = chat_of(body, tokenizer.chat_template)
         return MessageAnswer(service, record, await converse(service, record, chat, "msg"), body)
-    except ApiError as error:
-        raise in_words(error, WORDS) from error
 
 
 async def count_tokens(service: Service, body: CountBody) -> int:
     """The tokens of the prompt that such a request would have."""
     service.check_model(body.model)
     tokenizer = service.needs_tokenizer("messages")
-    try:
+    with told_in(WORDS):
         chat = chat_of(body, tokenizer.chat_template)
         text = await prompt_text(service, tokenizer, chat, tool_use(chat, service.config))
-    except ApiError as error:
-        raise in_words(error, WORDS) from error
     return len(await asyncio.to_thread(tokenizer.encode, text, False))
 
 

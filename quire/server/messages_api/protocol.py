@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from quire.server.chat_protocol import FunctionName
+from quire.server.face import never
 from quire.server.protocol import JsonObject, Strict, Text
 
 Ignored = Field(None, description="no effect")
@@ -125,7 +126,7 @@ class CountBody(Strict):
     cache_control: JsonObject | None = Ignored
     context_management: JsonObject | None = Ignored
     betas: list[str] | None = Ignored
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="only empty")
+    mcp_servers: Annotated[list[JsonObject], AfterValidator(never)] | None = Field(None, description="only empty")
 
 
 class MessagesBody(CountBody):

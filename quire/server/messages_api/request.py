@@ -95,6 +95,8 @@ def messages_of(body: CountBody) -> list[Message]:
         else:
             turns.add(SystemMessage(role="system", content=_text(turn.content)))
     turns.end()
+    if not turns.messages:
+        raise refusal("messages", "say nothing that could be answered")
     return turns.messages
 
 

@@ -11,7 +11,7 @@ from quire.engine.output import CompletionOutput, RequestOutput
 from quire.server.answer import Answer, encode, finish_reason, named_sse
 from quire.server.api_error import ApiError
 from quire.server.conversation import ChoiceText, Conversation, converse
-from quire.server.face import in_words
+from quire.server.face import in_words, told_in
 from quire.server.responses_api.items import Event, OutputItems
 from quire.server.responses_api.protocol import InputItem, ResponsesBody
 from quire.server.responses_api.request import WORDS, chat_of, items_of, namespaces_of
@@ -28,11 +28,9 @@ async def response(service: Service, record: RequestRecord, body: ResponsesBody)
         earlier = service.responses.get(record.tenant, body.previous_response_id, "previous_response_id")
         items = [*earlier.items, *items]
     tokenizer = service.needs_tokenizer("input")
-    try:
+    with told_in(WORDS):
         chat = chat_of(body, items, tokenizer.chat_template)
         return ResponseAnswer(service, record, await converse(service, record, chat, "resp"), body, items)
-    except ApiError as error:
-        raise in_words(error, WORDS) from error
 
 
 class ResponseAnswer(Answer):

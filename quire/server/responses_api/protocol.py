@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from quire.server.chat_protocol import FunctionName
+from quire.server.face import never
 from quire.server.protocol import JsonObject, Strict, Text
 
 Ignored = Field(None, description="no effect")
@@ -168,8 +169,9 @@ class ResponsesBody(Strict):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["disabled"] | None = Field(None, description="only disabled: nothing is cut silently")
-    background: Literal[False] | None = Field(None, description="only false")
-    top_logprobs: Literal[0] | None = Field(None, description="only 0: chat completions give log-probabilities")
+    background: Annotated[bool, AfterValidator(never)] | None = Field(None, description="only false")
+    top_logprobs: int | None = Field(None, ge=0, le=0,
+                                     description="only 0: chat completions give log-probabilities")
     include: list[Literal["reasoning.encrypted_content", "web_search_call.action.sources",
                           "file_search_call.results"]] | None = Field(
         None, description="no effect: reasoning items hold their text")
