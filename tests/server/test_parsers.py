@@ -193,6 +193,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("pythonic", "[1, 2, 3]", "[1, 2, 3]", []),
     ("pythonic", "[weather(city=open('x'))]", "[weather(city=open('x'))]", []),
     ("harmony", "No channels here.", "No channels here.", []),
+    ("kimi_k2", 2 * "<|tool_call_begin|>functions.time:0<|tool_call_argument_begin|>{}<|tool_call_end|>", "",
+     [("time", {}), ("time", {})]),
     ("kimi_k2", "<|tool_call_begin|>time<|tool_call_argument_begin|>{}<|tool_call_end|>", "", [("time", {})]),
 ]
 

@@ -16,7 +16,7 @@ def read(reader: Reader) -> Steps[None]:
         yield from reader.skip_any()
         yield from reader.skip(OPEN)
         name = yield from _name(reader)
-        if name is None:
+        if not name:
             reader.give_back()
             continue
         reader.call(name)

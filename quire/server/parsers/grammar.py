@@ -39,7 +39,8 @@ def optional(part: Format) -> Format:
 
 def schema(of: Mapping[str, Any] | bool, style: str = "json") -> Format:
     found: Format = {"type": "json_schema", "json_schema": of if isinstance(of, bool) else dict(of), "style": style}
-    return found | ({"max_whitespace_cnt": MAX_WHITESPACE} if style == "json" else {})
+    # Between tags white space is part of a text: no more of it than the line breaks that models write there.
+    return found | {"max_whitespace_cnt": MAX_WHITESPACE if style == "json" else 1}
 
 
 def free_text(*without: str) -> Format:

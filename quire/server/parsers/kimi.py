@@ -16,14 +16,15 @@ def read(reader: Reader) -> Steps[None]:
         yield from reader.skip_any()
         yield from reader.skip(OPEN)
         head = yield from reader.take_until(ARGUMENTS)
-        if head is None:
-            reader.give_back()
-            continue
-        written = head.strip()
+        written = (head or "").strip()
         name, _, number = written.rpartition(":")
         if not number.isdigit():
             name, written = written, ""
-        reader.call(name.removeprefix("functions."), written or None)
+        name = name.removeprefix("functions.")
+        if not name:
+            reader.give_back()
+            continue
+        reader.call(name, written or None)
         yield from reader.json_arguments()
         yield from reader.take_until(CLOSE)
         yield from reader.skip_any()

@@ -44,6 +44,7 @@ class Reader:
         self._space = ""
         """White space that is content only if more content follows, and no call."""
         self._after_call = False
+        self._ids: set[str] = set()
         self._bytes_read = 0
         self.thought_bytes = 0
         """How much of the text, in bytes of UTF-8, is thoughts and what stands before them."""
@@ -187,7 +188,10 @@ class Reader:
         """A call begins; its arguments follow."""
         self._tried, self._space, self._after_call = None, "", True
         if self._most is None or self.num_calls < self._most:
-            self._found.append(CallDelta(self.num_calls, "", written_id or self._make_id(), name))
+            # Two calls of one id would be one to whoever answers them.
+            found = self._make_id() if written_id is None or written_id in self._ids else written_id
+            self._ids.add(found)
+            self._found.append(CallDelta(self.num_calls, "", found, name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:

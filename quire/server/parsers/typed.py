@@ -16,11 +16,32 @@ _KINDS: dict[str, tuple[type, ...]] = {
 def json_of(text: str, name: str, schema: Mapping[str, Any]) -> str:
     """The JSON of one argument: what its schema allows besides text, if the text is that, or else the text."""
     kinds = _kinds(_property(schema, name), schema)
+    listed = _listed(_property(schema, name), schema)
+    if text not in listed and text.strip() in listed:
+        text = text.strip()  # of listed texts one is meant, whatever white space the tags have
     if kinds and kinds != {"string"}:
         found, value = _value(text.strip())
         if found and any(_is(value, kind) for kind in kinds):
             return json.dumps(value, ensure_ascii=False)
     return json.dumps(text, ensure_ascii=False)
+
+
+def _listed(schema: Any, root: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema lists, where it does."""
+    schema = _followed(schema, root)
+    found = schema.get("enum", [schema.get("const")]) if isinstance(schema, Mapping) else []
+    return found if isinstance(found, list) else []
+
+
+def _followed(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema that a reference leads to."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return schema
+    target: Any = root
+    for step in reference[2:].split("/"):
+        target = target.get(step) if isinstance(target, Mapping) else None
+    return target
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:
@@ -32,12 +53,9 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """The types that a schema allows; empty where it does not say."""
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = root
-        for step in reference[2:].split("/"):
-            target = target.get(step) if isinstance(target, Mapping) else None
-        return _kinds(target, root, depth + 1)
+    if "$ref" in schema:
+        target = _followed(schema, root)
+        return set() if target is schema else _kinds(target, root, depth + 1)
     kind = schema.get("type")
     found = {kind} if isinstance(kind, str) else {each for each in kind if isinstance(each, str)} \
         if isinstance(kind, list) else set()

@@ -22,7 +22,7 @@ def read_qwen_coder(reader: Reader) -> Steps[None]:
             reader.give_back()
             continue
         name = yield from reader.take_until(">")
-        if name is None:
+        if not name or not name.strip():
             reader.give_back()
             continue
         yield from _arguments(reader, name.strip(), _qwen_argument)
