@@ -41,7 +41,9 @@ async def completion(service: Service, record: RequestRecord, body: CompletionBo
 
 async def _prompts(service: Service, body: CompletionBody) -> tuple[list[str | None], list[list[int]]]:
     """The prompts as texts, where they are echoed or were given so, and as token ids."""
-    given = body.prompt
+    given = body.prompt if body.prompt_token_ids is None else body.prompt_token_ids
+    if given is None or (body.prompt is not None and body.prompt_token_ids is not None):
+        raise refusal("prompt", "or prompt_token_ids is wanted, and not both")
     several: list[Any] = given if isinstance(given, list) and (not given or not isinstance(given[0], int)) else [given]
     if not several or any(not prompt for prompt in several):
         raise refusal("prompt", "is empty: give at least one character or token")

@@ -81,6 +81,8 @@ def _max_tokens(body: ChatBody) -> int | None:
 async def _prompt(service: Service, tokenizer: Tokenizer, body: ChatBody, tools: ToolUse) -> tuple[list[int], str]:
     """The prompt's tokens, and its end as text."""
     if body.prompt_token_ids is not None:
+        if body.messages is not None:
+            raise refusal("prompt_token_ids", "stands in place of messages: leave these out")
         tokens = body.prompt_token_ids
         return tokens, tokenizer.decode(tokens[-_PROMPT_END:], skip_special_tokens=False)
     text = await prompt_text(service, tokenizer, body, tools)

@@ -125,8 +125,9 @@ class GenerationBody(Strict):
 
 
 class CompletionBody(GenerationBody):
-    prompt: Prompt | Prompts | PromptIds | PromptsIds = Field(
-        description="text, token ids, or a list of either")
+    prompt: Prompt | Prompts | PromptIds | PromptsIds | None = Field(
+        None, description="text, token ids, or a list of either")
+    prompt_token_ids: PromptIds | None = Field(None, description="Quire: the prompt as token ids, in place of prompt")
     best_of: int | None = Field(None, ge=1)
     echo: bool | None = Field(None, description="the prompt before its completion")
     logprobs: int | None = Field(None, ge=0)

@@ -124,11 +124,21 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    limits: dict[str, int]
+    capabilities: dict[str, bool]
+    tool_call_parser: str
+    reasoning_parser: str
 
 
 class ModelList(BaseModel):
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: bool
+    first_id: str
+    last_id: str
 
 
 class Tokens(BaseModel):

@@ -21,6 +21,7 @@ from quire.server.chat_protocol import ChatBody, TokenizeBody
 from quire.server.completions import completion
 from quire.server.messages_api.answer import count_tokens, error_body, message
 from quire.server.messages_api.protocol import CountBody, MessagesBody
+from quire.server.model_card import model_card
 from quire.server.protocol import CompletionBody, DetokenizeBody
 from quire.server.responses_api.answer import response
 from quire.server.responses_api.protocol import ResponsesBody
@@ -90,18 +91,15 @@ async def _count_tokens(service: Service, record: RequestRecord, scope: Any, rec
     await send_json(send, 200, encode({"input_tokens": await count_tokens(service, body)}))
 
 
-def _card(service: Service) -> dict[str, Any]:
-    return {"id": service.model_name, "object": "model", "created": service.created, "owned_by": "quire",
-            "max_model_len": service.engine.max_model_len}
-
-
 async def _models(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
-    await send_json(send, 200, encode({"object": "list", "data": [_card(service)]}))
+    name = service.model_name
+    await send_json(send, 200, encode({"object": "list", "data": [model_card(service)], "has_more": False,
+                                       "first_id": name, "last_id": name}))
 
 
 async def _model(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
     service.check_model(scope["path"].removeprefix("/v1/models/"))
-    await send_json(send, 200, encode(_card(service)))
+    await send_json(send, 200, encode(model_card(service)))
 
 
 async def _tokenize(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
