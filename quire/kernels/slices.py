@@ -68,6 +68,11 @@ class Slices:
         return min(units * index // self.total * self.unit, self.sum_width)
 
     @property
+    def longest(self) -> int:
+        """Columns of the longest slice of the sum."""
+        return max(self.border(index + 1) - self.border(index) for index in range(self.total))
+
+    @property
     def borders(self) -> tuple[int, ...]:
         """Where the run's slices begin and end, counted from the run's own first column."""
         before = self.border(self.first)

@@ -2,12 +2,13 @@
 
 Tiles have the same shape for 1 row and for 10,000, and one program sums all of k, so a row's bits depend on the row and
 the weight alone. A weight with slices sums each slice from zero and adds the slices in the tree of
-`quire.kernels.slices`: one pipelined loop over k, and at each slice's end the sum goes into a binary counter of sums.
+`quire.kernels.slices`: at each slice's end the sum goes into a binary counter of sums. A slice that is one block of
+columns (a head) makes the loop over slices the pipelined one; else each slice is a pipelined loop.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,7 +24,7 @@ _MAX_SLICES = 255
 
 @dataclass(frozen=True, slots=True)
 class FixedShape:
-    """One shape for every call of a data type: another one may round differently."""
+    """One shape for every call of a data type and a sum's slices: another one may round differently."""
 
     rows: int = 64
     features: int = 64
@@ -110,6 +111,7 @@ def _fixed_kernel(
     WIDTH: tl.constexpr,  # columns of the whole sum, in COUNT slices made of whole UNITs
     COUNT: tl.constexpr,
     UNIT: tl.constexpr,
+    LONGEST: tl.constexpr,  # columns of the longest slice
     OWNED: tl.constexpr,  # x and the weight begin with this slice
     FIRST: tl.constexpr,  # slices [FIRST, FIRST + N) are summed here
     N: tl.constexpr,
@@ -133,31 +135,24 @@ def _fixed_kernel(
     feature = (inside_band // band_rows) * FEATURES + tl.arange(0, FEATURES)
     used, real = row < num_rows, feature < NUM_FEATURES
     zero = tl.zeros([ROWS, FEATURES], tl.float32)
-    acc = zero
     c0, c1, c2, c3, c4, c5, c6, c7 = zero, zero, zero, zero, zero, zero, zero, zero
     x_row = x + row.to(tl.int64)[:, None] * STRIDE
     w_row = weight + feature.to(tl.int64)[:, None] * STRIDE
     # Every slice has the same number of blocks; in a shorter one the last may lie outside and add nothing.
-    longest: tl.constexpr = ((WIDTH + UNIT - 1) // UNIT + COUNT - 1) // COUNT * UNIT
-    blocks: tl.constexpr = (longest + COLUMNS - 1) // COLUMNS
+    blocks: tl.constexpr = (LONGEST + COLUMNS - 1) // COLUMNS
     before = _border(OWNED, WIDTH, COUNT, UNIT)
-    for block in range(0, N * blocks):
-        index = FIRST + block // blocks
-        start = _border(index, WIDTH, COUNT, UNIT) - before + block % blocks * COLUMNS
-        end = _border(index + 1, WIDTH, COUNT, UNIT) - before
-        place = start + tl.arange(0, COLUMNS)
-        inside = place < end
-        values = tl.load(x_row + place[None, :], mask=used[:, None] & inside[None, :], other=0.0)
-        w = tl.load(w_row + place[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-        acc = tl.dot(values, tl.trans(w), acc, input_precision=PRECISION)
-        if N > 1:  # noqa: SIM102 (known when compiled; the other is not)
-            if block % blocks == blocks - 1:
-                c0, c1, c2, c3, c4, c5, c6, c7 = _count(
-                    acc, block // blocks, LAST_PLACE, c0, c1, c2, c3, c4, c5, c6, c7
-                )
-                acc = zero
-    if N > 1:
-        acc = _total(N, c0, c1, c2, c3, c4, c5, c6, c7)
+    for turn in range(0, N):
+        start = _border(FIRST + turn, WIDTH, COUNT, UNIT) - before
+        end = _border(FIRST + turn + 1, WIDTH, COUNT, UNIT) - before
+        acc = tl.zeros([ROWS, FEATURES], tl.float32)
+        for block in range(0, blocks):
+            place = start + block * COLUMNS + tl.arange(0, COLUMNS)
+            inside = place < end
+            values = tl.load(x_row + place[None, :], mask=used[:, None] & inside[None, :], other=0.0)
+            w = tl.load(w_row + place[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+            acc = tl.dot(values, tl.trans(w), acc, input_precision=PRECISION)
+        c0, c1, c2, c3, c4, c5, c6, c7 = _count(acc, turn, LAST_PLACE, c0, c1, c2, c3, c4, c5, c6, c7)
+    acc = _total(N, c0, c1, c2, c3, c4, c5, c6, c7)
     if BIAS:
         acc += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)[None, :]
     target = row.to(tl.int64)[:, None] * NUM_FEATURES + feature[None, :]
@@ -197,6 +192,13 @@ def linear_fixed_nodes(
     return out
 
 
+def _sliced_shape(sizes: FixedShape, slices: Slices, most: int) -> FixedShape:
+    """A short slice in one block, and registers of more warps for the binary counter."""
+    longest = slices.longest
+    columns = max(16, triton.next_power_of_2(longest)) if longest <= most else sizes.columns
+    return replace(sizes, columns=columns, warps=8, stages=3 if columns > 64 else sizes.stages)
+
+
 def _launch(
     x: Tensor,
     weight: Tensor,
@@ -215,6 +217,8 @@ def _launch(
     ieee = x.dtype == torch.float32
     if ieee:
         sizes = FixedShape(32, 32, 32, 4, 3)
+    if slices.total > 1:
+        sizes = _sliced_shape(sizes, slices, most=64 if ieee else 128)
     count = node[1] - node[0]
     grid = (triton.cdiv(rows, sizes.rows) * triton.cdiv(features, sizes.features),)
     _fixed_kernel[grid](
@@ -229,6 +233,7 @@ def _launch(
         slices.sum_width,
         slices.total,
         slices.unit,
+        slices.longest,
         slices.first,
         node[0],
         count,

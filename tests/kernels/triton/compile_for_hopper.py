@@ -25,6 +25,7 @@ sys.modules.setdefault("tests", _tests)
 import torch  # noqa: E402
 import triton  # noqa: E402
 
+from quire.kernels.slices import Slices  # noqa: E402
 from quire.kernels.triton import (  # noqa: E402
     activation,
     attention_decode,
@@ -32,6 +33,7 @@ from quire.kernels.triton import (  # noqa: E402
     attention_rope,
     attention_split,
     linear_ahead,
+    linear_fixed,
     linear_row,
     norm,
     rope_cache,
@@ -126,6 +128,9 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield name, lambda e=exact: attention_mixed.mixed_attention(
             qkv, cache, table, ints, ints, ints, ints, ints, HEADS, 0.1, sizes=sizes, exact=e
         )
+    for name, slices in (("heads", Slices.of_heads(32, 128)), ("ranges", Slices.of_width(4096))):
+        wide_x, wide_weight = torch.empty(2, 4096, dtype=dtype), torch.empty(256, 4096, dtype=dtype)
+        yield name, partial(linear_fixed.linear_fixed, wide_x, wide_weight, slices=slices)
     if not small:
         yield from ahead(dtype)
 
