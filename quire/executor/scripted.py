@@ -18,6 +18,7 @@ from typing import Protocol
 
 from quire.errors import ConfigError
 from quire.executor.base import Executor
+from quire.sampling.params import NOTHING_TO_DRAW
 from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, StepResult, TokenLogprobs
 
 _FIELD = "dummy_script"
@@ -57,6 +58,14 @@ def read_script(path: str) -> list[Line]:
         if not good:
             raise ConfigError(f'line {number} of {path} is not like {{"after": "text", "say": "text"}}', field=_FIELD)
     return found
+
+
+def _mask(entry: PlanEntry, place: int) -> int | None:
+    """The tokens that a grammar allows after so many drafts, as bits; None: all of them."""
+    if not entry.masks:
+        return None
+    size = len(entry.masks) // (entry.num_drafts + 1)
+    return int.from_bytes(entry.masks[place * size:(place + 1) * size], "little")
 
 
 class ScriptedExecutor(Executor):
@@ -100,18 +109,26 @@ class ScriptedExecutor(Executor):
         if not entry.sample:
             return EntryResult()
         known = entry.start + entry.num_tokens - entry.num_drafts - start.num_prompt_tokens
-        accepted = 0
-        while accepted < len(entry.drafts) and entry.drafts[accepted] == self._token(answer, known + accepted):
-            accepted += 1
-        tokens = [self._token(answer, known + place) for place in range(accepted + 1)]
+        tokens: list[int] = []
+        for place in range(entry.num_drafts + 1):
+            token = self._drawn(answer, known + place, _mask(entry, place))
+            if token is None:
+                return EntryResult(error=NOTHING_TO_DRAW)
+            tokens.append(token)
+            if place == len(entry.drafts) or entry.drafts[place] != token:
+                break
         result = EntryResult(tokens, num_drafts=entry.num_drafts)
         if start.params.logprobs is not None:
             result.logprobs = [self._certain(token, start.params.logprobs) for token in tokens]
         return result
 
-    def _token(self, answer: list[int], place: int) -> int:
-        """After its end the model goes on ending."""
-        return answer[min(place, len(answer) - 1)]
+    def _drawn(self, answer: list[int], place: int, mask: int | None) -> int | None:
+        """The answer's token at a place; after its end the model goes on ending. Where a grammar does not allow it,
+        the first token that is allowed, or None."""
+        token = answer[min(place, len(answer) - 1)]
+        if mask is None or mask >> token & 1:
+            return token
+        return (mask & -mask).bit_length() - 1 if mask else None
 
     def _certain(self, token: int, count: int) -> TokenLogprobs:
         """The log-probabilities of a model that is sure of its lines."""

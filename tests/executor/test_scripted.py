@@ -11,6 +11,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.executor.scripted import read_script
+from quire.structured.spec import StructuredOutputs
 from tests.server.conftest import tiny
 
 __all__ = ["tiny"]
@@ -40,6 +41,15 @@ def test_a_prompt_without_a_line_fails_alone(tiny: Path, tmp_path: Path) -> None
         found = llm.generate(["nothing", "weather"], SamplingParams(max_tokens=50), use_tqdm=False)
     assert found[0].error is not None and "no line" in found[0].error
     assert found[1].outputs[0].text.startswith("Rain")
+
+
+def test_a_grammar_is_obeyed(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar")
+    with LLM(str(tiny), executor="dummy", load_format="dummy", dummy_script=script(tmp_path, LINES)) as llm:
+        for choice, said in ((["Hello.", "No."], "Hello."), (["Bye."], "Bye.")):
+            shape = StructuredOutputs(choice=choice)
+            (found,) = llm.generate(["Hi"], SamplingParams(max_tokens=50, structured_outputs=shape), use_tqdm=False)
+            assert found.outputs[0].text == said
 
 
 @pytest.mark.parametrize("line", ["no json", '{"say": 1}', '{"after": "x"}', '{"say": "x", "more": 1}', "[]"])

@@ -329,7 +329,7 @@ def test_spans_tell_of_requests() -> None:
 
     async def ask() -> None:
         transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
-        async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             await client.post("/v1/chat/completions", json=BODY,
                               headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"})
             engine.refuses = EngineDeadError("given up")
