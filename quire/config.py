@@ -167,8 +167,9 @@ class ServerConfig:
     max_schema_size: int | str = option("64KiB", "largest JSON schema, grammar or regular expression of a request")
     max_tools: int = option(128, "most tools of a request")
     tool_call_parser: str = option("auto", "how the model writes tool calls; auto looks at its chat template",
-                                   ("auto", "deepseek_v3", "deepseek_v31", "glm45", "granite", "harmony", "hermes",
-                                    "kimi_k2", "llama3", "mistral", "mistral_v11", "phi4", "pythonic", "qwen3_coder"))
+                                   ("auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm45", "granite",
+                                    "harmony", "hermes", "kimi_k2", "llama3", "mistral", "mistral_v11", "phi4",
+                                    "pythonic", "qwen3_coder"))
     reasoning_parser: str = option("auto", "how the model marks its thoughts, which are told from the answer: think is "
                                            "<think></think>; auto looks at its chat template",
                                    ("auto", "think", "mistral", "granite", "harmony", "none"))

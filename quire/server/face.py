@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from quire.server.api_error import ApiError, validation_error
 from quire.server.chat_protocol import AssistantMessage, CalledFunction, Message, SystemMessage, ToolCall
 
-
 _T = TypeVar("_T")
 
 

@@ -38,7 +38,8 @@ def document(routes: Sequence[Route], needs_key: bool) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__,
-                 "description": "The OpenAI API, served by Quire. Fields marked Quire are its own."},
+                 "description": "The OpenAI API and Anthropic's Messages API, served by Quire. Fields marked Quire are "
+                                "its own."},
         "paths": {path: {route.method.lower(): _operation(route, needs_key) for route in routes if route.path == path}
                   for path in dict.fromkeys(route.path for route in routes)},
         "components": {"schemas": schemas["$defs"],

@@ -11,11 +11,16 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class UsageBody(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails(reasoning_tokens=0)
 
 
 class CompletionChoice(BaseModel):
@@ -50,6 +55,7 @@ class ChatMessage(BaseModel):
     content: str | None
     refusal: None
     reasoning_content: str = ""
+    reasoning: str = ""
     tool_calls: list[ToolCallBody] = []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,14 +32,13 @@ def test_codex_makes_runs_and_edits_a_file(tmp_path: Path) -> None:
         (home / "config.toml").write_text(
             'model = "scripted"\nmodel_provider = "quire"\n[model_providers.quire]\nname = "quire"\n'
             f'base_url = "{server.address}/v1"\nwire_api = "responses"\n')
-        done = play("codex", server, tmp_path, [codex, "exec", "--skip-git-repo-check", "-s", "danger-full-access", TASK],
-                    CODEX_HOME=str(home))
+        done = play("codex", server, tmp_path,
+                    [codex, "exec", "--skip-git-repo-check", "-s", "danger-full-access", TASK], CODEX_HOME=str(home))
     assert greeting(done.work) == "greeting 42\n" and ANSWER in done.output and "edited-42" in done.output
     asked = done.requests("/v1/responses")
     assert len(asked) == 4 and all(each["status"] == 200 and each["stream"] for each in asked)
     # What was said before is not computed again.
-    assert all(later["cached_tokens"] > 0.9 * earlier["prompt_tokens"]
-               for earlier, later in zip(asked, asked[1:], strict=False))
+    assert all(later["cached_tokens"] > 0.9 * earlier["prompt_tokens"] for earlier, later in pairwise(asked))
 
 
 def test_claude_code_makes_runs_and_edits_a_file(tmp_path: Path) -> None:
@@ -68,8 +68,7 @@ def test_claude_code_makes_runs_and_edits_a_file(tmp_path: Path) -> None:
                                                    "tool_use", "tool_use", "text"]
     asked = done.requests("/v1/messages")
     assert len(asked) == 4 and all(each["status"] == 200 and each["stream"] for each in asked)
-    assert all(later["cached_tokens"] > 0.9 * earlier["prompt_tokens"]
-               for earlier, later in zip(asked, asked[1:], strict=False))
+    assert all(later["cached_tokens"] > 0.9 * earlier["prompt_tokens"] for earlier, later in pairwise(asked))
 
 
 def test_aider_makes_a_file_and_mends_what_its_test_finds(tmp_path: Path) -> None:

@@ -285,7 +285,8 @@ def test_logprobs_cover_thoughts_and_calls_streamed_and_whole(serve: Serve) -> N
 
 
 def test_usage_tells_the_tokens_of_thoughts(serve: Serve) -> None:
-    server = serve("<think>\nhmm\n</think>\n\nYes.", template="{# </think> #}{{ messages[0].content }}", tokens_at_once=4)
+    template = "{# </think> #}{{ messages[0].content }}"
+    server = serve("<think>\nhmm\n</think>\n\nYes.", template=template, tokens_at_once=4)
     usage = server.chat("?").json()["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": len("<think>\nhmm\n</think>")}
     last = events(server.chat("?", stream=True, stream_options={"include_usage": True}))[-1]

@@ -70,7 +70,8 @@ class Noise:
             assert allowed, self.tokenizer.decode(output, skip_special_tokens=False)
             if self._end in allowed and (len(allowed) == 1 or rng.random() < 0.5):
                 return self.tokenizer.decode(output, skip_special_tokens=False)
-            marks = [token for token in allowed if token != self._end and self.tokenizer.token_bytes(token)[-1] in b"\"}]),<>\n"]
+            marks = [token for token in allowed
+                     if token != self._end and self.tokenizer.token_bytes(token)[-1] in b"\"}]),<>\n"]
             choices = [token for token in allowed if token != self._end]
             output.append(rng.choice(marks if marks and rng.random() < 0.5 else choices))
         pytest.fail("it never ended")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -10,8 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.config import ServerConfig
 from quire.server.parsers.pieces import CallDelta, Content, Piece, Thought
-from quire.server.parsers.registry import FORMATS, OutputFormat, call_format_of, thought_format_of
+from quire.server.parsers.registry import (
+    CALL_FORMATS,
+    FORMATS,
+    THOUGHT_FORMATS,
+    OutputFormat,
+    call_format_of,
+    thought_format_of,
+)
 
 ARGS: dict[str, Any] = {"city": "Zürich \"x\" {[ </tool", "days": [1, {"a": None}], "f": -1.5e3}
 SCHEMA = {"type": "object", "properties": {
@@ -95,6 +104,11 @@ def _xml(form: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
             f"<tool_call>\n<function={name}>\n" + "".join(f"<parameter={key}>\n{plain(value)}\n</parameter>\n"
                                                          for key, value in args.items())
             + "</function>\n</tool_call>" for name, args in calls)
+    if form == "deepseek_v32":
+        each = "\n".join(f'<｜DSML｜invoke name="{name}">\n' + "".join(
+            f'<｜DSML｜parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{plain(value)}'
+            "</｜DSML｜parameter>\n" for key, value in args.items()) + "</｜DSML｜invoke>" for name, args in calls)
+        return f"<｜DSML｜function_calls>\n{each}\n</｜DSML｜function_calls>"
     assert form == "glm45"
     return "\n".join(
         f"<tool_call>{name}\n" + "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>\n"
@@ -238,6 +252,12 @@ def test_thoughts_content_and_calls_keep_their_order() -> None:
     assert [type(piece) for piece in pieces] == [Thought, Content, CallDelta, Content]
 
 
+def test_every_format_can_be_named() -> None:
+    choices = {field.name: field.metadata["choices"] for field in dataclasses.fields(ServerConfig)}
+    assert choices["tool_call_parser"] == ("auto", *CALL_FORMATS)
+    assert set(choices["reasoning_parser"]) == {"auto", "none", *THOUGHT_FORMATS}
+
+
 def test_arguments_are_handed_on_before_they_are_complete() -> None:
     parser = OutputFormat(calls="hermes", thoughts="none").parser()
     (piece,) = parser.push('<tool_call>{"name": "weather", "arguments": {"city": "Zü')
@@ -261,6 +281,7 @@ def test_the_call_s_own_id_is_kept_where_a_template_wants_it_back() -> None:
     ("<|python_tag|>", "llama3", "none"), ('{"name": function name, "parameters": dictionary of', "llama3", "none"),
     ("<tool_call>\\n<function=", "qwen3_coder", "none"), ("<tool_call> <arg_key> </think>", "glm45", "think"),
     ("<｜tool▁sep｜> ```json", "deepseek_v3", "none"), ("<｜tool▁sep｜> </think>", "deepseek_v31", "think"),
+    ("<｜DSML｜function_calls> </think>", "deepseek_v32", "think"),
     ("<|tool_calls_section_begin|>", "kimi_k2", "none"), ("<|channel|> <|message|>", "harmony", "harmony"),
     ("<|tool|> <|/tool|>", "phi4", "none"), ("<|start_of_role|> <|tool_call|>", "granite", "none"),
     ("[func_name1(params", "pythonic", "none"),

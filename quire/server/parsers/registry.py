@@ -32,6 +32,7 @@ FORMATS: dict[str, CallFormat] = {
     "harmony": CallFormat(harmony.read, harmony.grammar, (("<|channel|>", "<|message|>"),), special=True,
                           channels=True),
     "kimi_k2": CallFormat(kimi.read, kimi.grammar, (("<|tool_calls_section_begin|>",),), special=True),
+    "deepseek_v32": CallFormat(xml.read_deepseek_v32, xml.deepseek_v32_grammar, (("｜DSML｜",),), special=True),
     "deepseek_v3": CallFormat(deepseek.read, deepseek.v3_grammar, (("<｜tool▁sep｜>", "```json"),), special=True),
     "deepseek_v31": CallFormat(deepseek.read, deepseek.v31_grammar, (("<｜tool▁sep｜>",),), special=True),
     "glm45": CallFormat(xml.read_glm, xml.glm_grammar, (("<arg_key>",),), special=True),
