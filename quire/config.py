@@ -76,12 +76,31 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    """What a device decides where the user did not."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_steps_in_flight: int
+
+
+CPU_DEFAULTS = DeviceDefaults(max_num_seqs=128, max_num_batched_tokens=512, max_steps_in_flight=1)
+"""In steps of 512 a prompt costs the same as in chunks of 256 or 2048, and streams beside it stutter the less."""
+GPU_DEFAULTS = DeviceDefaults(max_num_seqs=256, max_num_batched_tokens=8192, max_steps_in_flight=2)
+
+
+def _by_device(name: str) -> str:
+    """A default, as help texts name it."""
+    return f"(default: {getattr(CPU_DEFAULTS, name)}, on a GPU {getattr(GPU_DEFAULTS, name)})"
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """What one step may hold, and who goes first."""
 
-    max_num_seqs: int | None = option(None, "most sequences running at once (default: 128, on a GPU 256)")
+    max_num_seqs: int | None = option(None, f"most sequences running at once {_by_device('max_num_seqs')}")
     max_num_batched_tokens: int | None = option(
-        None, "most tokens computed in one step (default: 512, on a GPU 8192)")
+        None, f"most tokens computed in one step {_by_device('max_num_batched_tokens')}")
     enable_chunked_prefill: bool = option(
         True, "let a long prompt be computed in pieces beside decoding sequences")
     max_num_partial_prefills: int = option(1, "most prompts that may be half computed at once")
@@ -98,15 +117,20 @@ class SchedulerConfig:
         None, "longest time between two tokens of a stream, in milliseconds: chunks of prompts are sized to "
               "hold it (default: no bound)")
     max_steps_in_flight: int | None = option(
-        None, "steps that may be under way at once: 1 plans none ahead of the results (default: 1, on a GPU 2)")
+        None, "steps that may be under way at once: 1 plans none ahead of the results "
+              f"{_by_device('max_steps_in_flight')}")
+
+    def num_seqs(self, gpu: bool) -> int:
+        return self.max_num_seqs or (GPU_DEFAULTS if gpu else CPU_DEFAULTS).max_num_seqs
 
     def resolved(self, gpu: bool) -> SchedulerConfig:
         """With what the device decides where the user did not."""
-        budget = 8192 if gpu and self.enable_chunked_prefill else None
+        defaults = GPU_DEFAULTS if gpu else CPU_DEFAULTS
+        budget = defaults.max_num_batched_tokens if gpu and self.enable_chunked_prefill else None
         return dataclasses.replace(
             self,
-            max_num_seqs=self.max_num_seqs or (256 if gpu else 128),
-            max_steps_in_flight=self.max_steps_in_flight or (2 if gpu else 1),
+            max_num_seqs=self.num_seqs(gpu),
+            max_steps_in_flight=self.max_steps_in_flight or defaults.max_steps_in_flight,
             max_num_batched_tokens=self.max_num_batched_tokens or budget,
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quire.attention.context import StepContext
+from quire.kernels.types import StepContext
 from quire.models.decoder import Decoder
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from quire.config import CacheConfig, EngineConfig, GuardConfig, default_cache_dir, option_fields, parse_bytes
+from quire.config import (
+    CPU_DEFAULTS,
+    GPU_DEFAULTS,
+    CacheConfig,
+    EngineConfig,
+    GuardConfig,
+    SchedulerConfig,
+    default_cache_dir,
+    option_fields,
+    parse_bytes,
+)
 from quire.errors import ConfigError
 
 
@@ -138,3 +149,14 @@ def test_the_options_of_a_guarded_engine_are_taken_out_of_the_others_and_checked
 def test_a_pretended_step_time_needs_the_executor_that_pretends() -> None:
     assert EngineConfig.create(executor="dummy", dummy_step_ms=3).model.dummy_step_ms == 3
     assert refused(dummy_step_ms=3.0).field == refused(executor="dummy", dummy_step_ms=-1.0).field == "dummy_step_ms"
+
+
+def test_what_a_device_decides_is_said_once_and_told_in_the_help() -> None:
+    options = {field.name: field for field in dataclasses.fields(SchedulerConfig)}
+    for gpu, defaults in ((False, CPU_DEFAULTS), (True, GPU_DEFAULTS)):
+        resolved = SchedulerConfig().resolved(gpu)
+        assert resolved.max_num_seqs == SchedulerConfig().num_seqs(gpu) == defaults.max_num_seqs
+        assert resolved.max_steps_in_flight == defaults.max_steps_in_flight
+        assert SchedulerConfig(max_num_seqs=7).num_seqs(gpu) == 7
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight"):
+            assert f"{getattr(defaults, name)}" in options[name].metadata["help"]

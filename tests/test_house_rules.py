@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -42,6 +42,64 @@ def imports(tree: ast.Module) -> Iterator[str]:
             yield node.module or ""
 
 
+Imports = dict[str, set[str]]
+"""By module or room: those it imports."""
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
+            for path, tree in sources().items()}
+
+
+def imported(nodes: Iterable[ast.AST], types_too: bool) -> Iterator[str]:
+    """Modules of ours that are imported in `nodes`, at the top of a file or late, in a function."""
+    for node in nodes:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not types_too:
+            yield from imported(node.orelse, types_too)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules())
+        elif isinstance(node, ast.ImportFrom) and node.module in modules():
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from inner & modules().keys() or {node.module or ""}
+        else:
+            yield from imported(ast.iter_child_nodes(node), types_too)
+
+
+def file_imports(types_too: bool) -> Imports:
+    return {name: set(imported(tree.body, types_too)) - {name} for name, tree in modules().items()}
+
+
+def room_imports() -> Imports:
+    """Between rooms, what runs: a name that only a type checker reads binds nobody."""
+    found: Imports = {}
+    for name, others in file_imports(types_too=False).items():
+        mine = found.setdefault(room_of(name), set())
+        mine |= {room_of(other) for other in others} - {room_of(name)}
+    return found
+
+
+def room_of(module: str) -> str:
+    """A folder of the house; a file that stands at its front is a room of its own, the front page belongs to nobody."""
+    return module.split(".")[1] if "." in module else module
+
+
+def circles(graph: Imports) -> set[frozenset[str]]:
+    """Whoever can be reached from itself, with those it is reached through: of any length."""
+    reach: Imports = {}
+    for start in graph:
+        seen: set[str] = set()
+        queue = list(graph[start])
+        while queue:
+            at = queue.pop()
+            if at not in seen:
+                seen.add(at)
+                queue += graph.get(at, ())
+        reach[start] = seen
+    return {frozenset(other for other in reach[name] if name in reach.get(other, ())) for name in graph
+            if name in reach[name]}
+
+
 def room(path: str) -> str:
     return path.split("/")[1]
 
@@ -68,6 +126,25 @@ def test_arrows_point_down() -> None:
         assert not {name for name in names if name.split(".")[0] in ("pickle", "marshal", "shelve", "dill")}, path
 
 
+def test_no_file_imports_itself_round_a_corner() -> None:
+    """Every import counts: at the top, late in a function, and for types alone. Files in a circle are one file."""
+    assert circles(file_imports(types_too=True)) == set()
+
+
+def test_no_room_imports_itself_round_a_corner() -> None:
+    """Late imports count, those for types do not: what a scheduler hands to a grammar may be named where it is used."""
+    graph = room_imports()
+    graph.pop("quire")  # the front page names what it shows; whoever imports it wants the version
+    assert circles({name: others - {"quire"} for name, others in graph.items()}) == set()
+
+
+def test_circles_are_found_whatever_their_length() -> None:
+    line = {"a": {"b"}, "b": {"c"}, "c": set[str](), "d": {"a", "c"}}
+    assert circles(line) == set()
+    assert circles({**line, "c": {"a"}}) == {frozenset("abc")}
+    assert circles({"a": {"b"}, "b": {"a"}, "c": {"a", "d"}, "d": {"c"}}) == {frozenset("ab"), frozenset("cd")}
+
+
 def test_no_text_becomes_code() -> None:
     for path, tree in sources().items():
         for node in ast.walk(tree):
@@ -82,3 +159,21 @@ def test_the_environment_is_read_in_config_only() -> None:
             for node in ast.walk(tree):
                 read = isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.getenv", "os.environ.get")
                 assert not read or "PYTHONPATH" in ast.unparse(node), f"{path}:{node.lineno}"
+
+
+ARITHMETIC = ("kernels", "attention", "ops", "layers", "models")
+"""Rooms of the arithmetic, lowest first."""
+
+
+def test_the_stack_of_operations_has_no_circle() -> None:
+    for path, tree in sources().items():
+        if room(path) in ARITHMETIC:
+            above = ARITHMETIC[ARITHMETIC.index(room(path)) + 1 :]
+            assert not {name for name in imports(tree) if name.startswith(tuple(f"quire.{one}" for one in above))}, path
+
+
+def test_no_backend_is_probed_for_what_it_can_do() -> None:
+    for path, tree in sources().items():
+        if room(path) in (*ARITHMETIC, "worker"):
+            calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+            assert not [node.lineno for node in calls if ast.unparse(node.func) == "hasattr"], path

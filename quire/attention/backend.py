@@ -1,27 +1,55 @@
 """What attends: one backend per device for any step, and optional ones for prompts that start from nothing.
 
-`AttentionBackend` is implemented by the CPU's kernels (`quire.kernels.cpu.ops`), by plain torch
-(`quire.kernels.reference`) and by Triton's (`quire.kernels.triton.ops`, through `quire.attention.triton`). A
-`PromptBackend` is somebody else's library that takes whole prompts off the Triton backend where it is installed,
-right and faster (`quire.attention.prompts`).
+`AttentionBackend` is a part of every `quire.ops.interface.Ops`: the CPU's kernels, plain torch, and Triton's (through
+`quire.attention.triton`). A `PromptBackend` is somebody else's library that takes whole prompts off the Triton backend
+where it is installed, right and faster (`quire.attention.prompts`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from quire.attention.context import StepContext
-
-if TYPE_CHECKING:
-    from quire.layers.ops import HeadShape, LayerCache
+from quire.kernels.kv_spec import KVSpec
+from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend(ABC):
     """Owns the layout of the paged cache and attends over it."""
 
+    @abstractmethod
+    def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:
+        """A zeroed cache of one layer."""
+
+    @abstractmethod
+    def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Block src[i] -> dst[i] for every i, each read before any is written."""
+
+    @abstractmethod
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        rope: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        norm_eps: float,
+    ) -> None:
+        """In place on qkv [T, shape.width]: RMS norm of q and k heads, rotation of both, k and v to the
+        cache.
+
+        `rope` is [max_pos, rotary_dim], cosines in the first half of a row and sines in the second, for the
+        half-split ("neox") pairing of the first rotary_dim elements of a head; None rotates nothing.
+        """
+
+    @abstractmethod
     def attend(
         self,
         qkv: Tensor,
@@ -34,11 +62,22 @@ class AttentionBackend(Protocol):
         softcap: float | None,
     ) -> Tensor:
         """[T, Hq*hd]: causal attention over the cache; a window of w is the last w keys, itself included."""
-        ...
 
-    def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
-        """A zeroed cache of one layer."""
-        ...
+    def rope_attend(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        turn: HeadTurn,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """`rope_and_cache`, then `attend`; a backend may do both in one launch. qkv is used up."""
+        self.rope_and_cache(qkv, layer, ctx, group, shape, turn.rope, turn.q_norm, turn.k_norm, turn.eps)
+        return self.attend(qkv, layer, ctx, group, shape, scale, window, softcap)
 
 
 @dataclass(frozen=True, slots=True)

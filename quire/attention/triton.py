@@ -14,7 +14,6 @@ from torch import Tensor
 
 from quire.attention import prompts
 from quire.attention.backend import FreshPrompts, PromptBackend
-from quire.attention.context import StepContext
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
 from quire.kernels.triton.attention_fresh import fresh_attention, fresh_fits
 from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
@@ -26,7 +25,7 @@ from quire.kernels.triton.attention_split import (
     extra_pieces,
     split_decode,
 )
-from quire.layers.ops import HeadShape, HeadTurn, LayerCache
+from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext, pair_cache
 
 _FIXED = MixedShape(64, 64, 4, 3)
 """The tile of deterministic mode, for every query of every step: bits may depend on its shape."""
@@ -57,8 +56,6 @@ class DeviceContext(StepContext):
     """int32 [S]: row of `tables` of each sequence; None: `block_tables` are already one row per sequence."""
     tables: tuple[Tensor, ...] = ()
     """One per cache group: int32 [table rows, max_blocks]."""
-    num_decodes: int = 0
-    """The first sequences of the step, which have one query each."""
     splits: tuple[DecodeSplit, ...] = ()
     """One per cache group: how the keys of those are shared out. Filled on the device by `prepare`."""
     tile_seq: Tensor | None = None
@@ -158,7 +155,7 @@ class TritonAttention:
         trial = FreshPrompts(0, total, starts, int(lengths.max()))
         page = 16
         blocks = -(-lengths // page)
-        cache = LayerCache(_paged(k, lengths, page), _paged(v, lengths, page), page)
+        cache = pair_cache(_paged(k, lengths, page), _paged(v, lengths, page), page)
         table = torch.zeros(len(lengths), int(blocks.max()), dtype=torch.int32)
         first = 0
         for row, count in enumerate(blocks.tolist()):

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.bench.machine import describe_machine
+    from quire.machine import describe_machine
 
     machine = describe_machine()
     for case in args.cases:

@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 from quire.bench.cpu_cases import CASES, Workload, workload
-from quire.bench.machine import Ceilings, describe_machine, measure_ceilings
 from quire.child import child_environment, module_command
 from quire.errors import QuireError
+from quire.machine import Ceilings, describe_machine, measure_ceilings
 
 _UNITS = {"A": "output tok/s", "B": "output tok/s", "C": "prompt tok/s", "D": "seconds"}
 
@@ -21,11 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="model to measure (default: %(default)s)")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, help="which cases (default: all)")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each engine per case; the median counts")
+    parser.add_argument("--slices", action="store_true",
+                        help="instead of the cases: what summing in slices costs the GEMMs of a layer")
     parser.add_argument("--no-rival", action="store_true", help="measure Quire alone, without transformers")
 
 
 def run(args: argparse.Namespace) -> int:
     machine = describe_machine()
+    if args.slices:
+        return _slices(args.model, machine)
     shape = _shape(args.model)
     ceilings = measure_ceilings()
     _print({"bench": "cpu", "case": "ceilings", **machine, "read_GB_s": round(ceilings.read_bytes_per_s / 1e9, 1),
@@ -33,6 +37,17 @@ def run(args: argparse.Namespace) -> int:
     for case in args.cases:
         _print({**_case(case, args, shape, ceilings), **machine})
     _print({**_cold_start(args.model), **machine})
+    return 0
+
+
+def _slices(model: str, machine: dict[str, Any]) -> int:
+    from quire.bench.cpu_slices import slice_costs
+    from quire.models.loader.source import resolve_model
+    from quire.models.registry import read_spec
+
+    spec = read_spec(resolve_model(model).config)
+    for line in slice_costs(spec.layers[0], spec.hidden_size):
+        _print({"bench": "cpu", "case": "slices", "model": model, **line, **machine})
     return 0
 
 

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from quire.bench.cpu_cases import Workload, workload
-from quire.bench.machine import peak_memory_bytes
+from quire.machine import peak_memory_bytes
 
 _STATIC_BATCH = 8
 

@@ -30,9 +30,9 @@ from quire.bench.gpu_cases import (
     shares,
 )
 from quire.bench.gpu_timeline import draw, middle
-from quire.bench.machine import describe_machine
 from quire.child import child_environment, module_command
 from quire.errors import QuireError
+from quire.machine import describe_machine
 
 if TYPE_CHECKING:
     from quire.bench.gpu_engine import Run

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.context import StepContext
 from quire.errors import KernelBuildError
-from quire.kernels.reference import PlainLinear, TorchOps
 from quire.kernels.slices import Slices
-from quire.layers.ops import HeadShape, LayerCache
+from quire.kernels.types import HeadShape, LayerCache, StepContext
+from quire.ops.reference import PlainLinear, TorchOps
 
 FORMATS: dict[str, dict[str, Any]] = {
     "cpu float32": {"device": "cpu", "dtype": "float32"},
@@ -120,8 +119,11 @@ class RoundedOps(TorchOps):
     ) -> PlainLinear:
         return super().pack_linear(self._round(weight), None if bias is None else self._round(bias), slices)
 
-    def linear(self, x: Tensor, w: PlainLinear, residual: Tensor | None = None) -> Tensor:
-        return self._round(super().linear(x, w, residual))
+    def linear(
+        self, x: Tensor, w: PlainLinear, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        found = self._round(super().linear(x, w, residual))
+        return found if out is None else out.copy_(found)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._round(super().rms_norm(x, weight, eps))
@@ -149,7 +151,7 @@ class RoundedOps(TorchOps):
     ) -> None:
         super().rope_and_cache(qkv, layer, ctx, group, shape, rope, q_norm, k_norm, norm_eps)
         qkv.copy_(self._round(qkv))
-        for part in (layer.k, layer.v):
+        for part in layer.tensors.values():
             part.copy_(part.to(self._dtype).to(self._cache).float())
 
     def attend(

@@ -69,7 +69,7 @@ def _weight(model: str, index: int, counts: Iterable[int], dry: bool) -> Iterato
     import torch
 
     from quire.kernels.triton.linear_ahead import AheadScratch
-    from quire.kernels.triton.ops import TritonOps
+    from quire.ops.triton import TritonOps
 
     form, features, width = weights_of(model)[index]
     ops = TritonOps("cuda", torch.bfloat16, pdl=True)

@@ -31,10 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.bench.machine import describe_machine
 from quire.bench.served import serve_process
 from quire.child import child_environment, module_command
 from quire.errors import QuireError
+from quire.machine import describe_machine
 
 BOUND = 0.10
 """How far two figures may be apart."""

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.bench.machine import describe_machine
+    from quire.machine import describe_machine
 
     _check(args)
     machine = describe_machine()

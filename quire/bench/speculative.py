@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.bench.machine import describe_machine
     from quire.llm import LLM
+    from quire.machine import describe_machine
 
     machine = describe_machine()
     configs = {"given": args.config} if args.config else {name: _METHODS[name] for name in args.methods}

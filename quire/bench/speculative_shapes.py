@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.bench.gpu_engine import Run
-    from quire.layers.ops import Ops
+    from quire.ops.interface import Ops
     from quire.speculation.speculator import Speculator
     from quire.worker.gpu.worker import DeviceOptions, GpuWorker, Speculation
 

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.bench.machine import describe_machine
+    from quire.machine import describe_machine
 
     machine = describe_machine()
     figures = asyncio.run(measure(args, engine_options(args)))

@@ -24,8 +24,8 @@ class Command:
 
 BENCHES: dict[str, Command] = {
     "cpu": Command("quire.bench.cpu", "cases A to D on a CPU, against transformers in one run"),
-    "scheduler": Command("quire.cli.bench_scheduler", "time to plan a step of 16 to 1,024 sequences"),
-    "prefix-cache": Command("quire.cli.bench_prefix_cache", "hit rates of the eviction policies on a trace"),
+    "scheduler": Command("quire.bench.scheduler", "time to plan a step of 16 to 1,024 sequences"),
+    "prefix-cache": Command("quire.bench.prefix_cache", "hit rates of the eviction policies on a trace"),
     "policies": Command("quire.bench.policies", "one workload through each way of batching: throughput and latency"),
     "gpu": Command("quire.bench.gpu", "cases a to d on a GPU, against what the hardware allows"),
     "serve": Command("quire.bench.serve", "load on a server of the OpenAI API: throughput, latency, goodput"),

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__
-from quire.bench.machine import describe_machine
 from quire.cli.terminal import size_text
 from quire.config import default_cache_dir
 from quire.errors import KernelBuildError
+from quire.machine import describe_machine
 
 EXAMPLES = "examples:\n  quire env\n  quire env --json"
 _PACKAGES = (

@@ -6,9 +6,9 @@ import argparse
 import contextlib
 from typing import Any
 
-from quire.cli.chat import DEFAULTS, Chat
 from quire.cli.options import engine_options, flag_of
 from quire.cli.remote import endpoint_of, request_fields, text_pieces
+from quire.cli.talk import DEFAULTS, Talk
 from quire.cli.terminal import LiveText
 from quire.client.endpoint import Endpoint, EndpointError
 from quire.errors import ConfigError
@@ -48,19 +48,16 @@ class RemoteConversation:
             self._turns.pop()
 
 
-class RemoteChat(Chat):
-    """Reads lines and shows answers as `Chat` does; a server makes them."""
+class RemoteChat(Talk):
+    """With a model that a server holds."""
 
     def __init__(self, endpoint: Endpoint, fields: dict[str, Any], system: str | None) -> None:
         self._endpoint = endpoint
         self._fields = fields
-        super().__init__(None, None, system)  # type: ignore[arg-type]
+        super().__init__(system)
 
     def _begin(self, system: str | None) -> RemoteConversation:
         return RemoteConversation(system)
-
-    def _max_tokens(self) -> int | None:
-        return None
 
     def _stream(self, prompt: Any) -> tuple[str, str | None]:
         answer, note, ending = "", None, dict[str, Any]()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.config import EngineConfig, parse_bytes
+from quire.config import CPU_DEFAULTS, EngineConfig, parse_bytes
 from quire.engine.calibration import measure_move_cost, measure_step_times
 from quire.engine.core import EngineCore
 from quire.engine.device import build_worker, draft_rows, resolve
@@ -27,10 +27,6 @@ from quire.worker.memory import PoolSize, groups_with_draft
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
-
-_DEFAULT_BATCHED_TOKENS = 512
-"""On a CPU: a prompt costs the same in chunks of 256, 512 and 2048, and streams beside it stutter the less."""
-_DEFAULT_SEQS = 128
 
 
 @dataclass(slots=True)
@@ -112,9 +108,9 @@ def limits_of(config: EngineConfig, max_model_len: int) -> Limits:
     options = config.scheduler
     budget = options.max_num_batched_tokens
     if budget is None:
-        budget = max(_DEFAULT_BATCHED_TOKENS, 0 if options.enable_chunked_prefill else max_model_len)
+        budget = max(CPU_DEFAULTS.max_num_batched_tokens, 0 if options.enable_chunked_prefill else max_model_len)
     return Limits(
-        max_num_seqs=options.max_num_seqs or _DEFAULT_SEQS,
+        max_num_seqs=options.num_seqs(gpu=config.model.device == "cuda"),
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
         chunked_prefill=options.enable_chunked_prefill,

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 from typing import TYPE_CHECKING, Protocol
 
-from quire.config import EngineConfig
+from quire.config import GPU_DEFAULTS, EngineConfig
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from quire.worker.gpu.worker import Speculation
     from quire.worker.memory import PoolSize
 
-_GPU_BATCHED_TOKENS = 8192
 MOST_DRAFT_ROWS = 512
 """64 sequences with 7 drafts each: 512 rows with their own; beyond, drafts share what there is."""
 
@@ -50,7 +49,7 @@ def draft_rows(config: EngineConfig) -> int:
     options = config.speculation.options
     if options is None or config.model.device != "cuda":
         return 0
-    return min(options.num_speculative_tokens * (config.scheduler.max_num_seqs or 256), MOST_DRAFT_ROWS)
+    return min(options.num_speculative_tokens * config.scheduler.num_seqs(gpu=True), MOST_DRAFT_ROWS)
 
 
 def _missing_for_gpu() -> str | None:
@@ -90,7 +89,7 @@ def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, 
     from quire.worker.memory import size_pool
 
     spec = read_spec(source.config)
-    pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.max_num_seqs or 128)
+    pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False))
     if config.model.dummy_script is not None:
         from quire.executor.scripted import ScriptedExecutor, read_script
 
@@ -109,11 +108,11 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
     budget = limits.max_num_batched_tokens
     if budget is None:
         # Without chunks a step must hold a whole prompt.
-        budget = max(_GPU_BATCHED_TOKENS, model.max_model_len or read_spec(source.config).max_positions)
+        budget = max(GPU_DEFAULTS.max_num_batched_tokens, model.max_model_len or read_spec(source.config).max_positions)
     options = DeviceOptions(
         device="cuda",
         dtype=model.dtype,
-        max_num_seqs=limits.max_num_seqs or 256,
+        max_num_seqs=limits.num_seqs(gpu=True),
         max_num_batched_tokens=budget,
         max_model_len=model.max_model_len,
         gpu_memory_utilization=config.cache.gpu_memory_utilization,

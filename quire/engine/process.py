@@ -25,6 +25,7 @@ from quire.config import EngineConfig
 from quire.engine import messages as m
 from quire.engine.assembly import Engine, build_engine
 from quire.engine.metrics import flat_metrics
+from quire.engine.news import SequenceNews
 from quire.engine.watching import Watching
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.scheduler.beam import BeamSearch
@@ -289,20 +290,11 @@ class EngineServer:
 
 
 def _news(handle: int, update: SequenceUpdate) -> m.SequenceNews:
-    request, seq = update.request, update.sequence
-    reason = seq.finish_reason
-    scored = seq.score is not None and seq.cumulative_logprob is not None
-    return m.SequenceNews(
-        handle, seq.index, update.new_tokens,
-        finish_reason=None if reason is None else reason.value,
-        stop_reason=seq.stop_reason,
-        error=seq.error,
-        logprobs=update.logprobs,
-        prompt_logprobs=update.prompt_logprobs,
-        score=(seq.cumulative_logprob or 0.0, seq.score or 0.0) if scored else None,
-        counts=None if reason is None else request.counts,
-        num_sequences=len(request.sequences) if request.beams is not None and reason is FinishReason.ABORT else 0,
-    )
+    news = SequenceNews.of(update)
+    # Counts are sent once, at the end of a sequence.
+    counts = None if news.finish_reason is None else news.counts
+    return m.SequenceNews(handle, news.index, news.tokens, news.finish_reason, news.stop_reason, news.error,
+                          news.logprobs, news.prompt_logprobs, news.score, counts, news.num_sequences)
 
 
 def serve(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from quire.config import GuardConfig
 from quire.engine import messages as m
 from quire.engine.admission import Admission
-from quire.engine.output import OutputProcessor
+from quire.engine.output_processor import OutputProcessor
 from quire.engine.subscription import Subscription
 from quire.engine.supervisor import Supervisor
 from quire.errors import EngineDeadError, EngineError, InvalidRequestError, QueueFullError, RequestTimeoutError

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from quire.engine.detokenizer import TextDecoder
-from quire.engine.output import OutputProcessor, RequestOutput
-from quire.scheduler.request import FinishReason, Request, Sequence
+from quire.engine.news import SequenceNews
+from quire.engine.output import RequestOutput
+from quire.engine.output_processor import OutputProcessor
+from quire.scheduler.request import Request, Sequence
 from quire.scheduler.scheduler import SequenceUpdate
 
 
@@ -50,28 +52,14 @@ class OutputStreams:
         """What updates mean for their requests, one piece of news for each that somebody waits for."""
         found: dict[str, News] = {}
         for update in updates:
-            processor = self._processors.get(update.request.request_id)
+            request, seq = update.request, update.sequence
+            processor = self._processors.get(request.request_id)
             if processor is not None:
-                news = found.setdefault(update.request.request_id, News(processor))
-                self._take(update, processor, news)
+                news = found.setdefault(request.request_id, News(processor))
+                processor.started(request.first_scheduled_time, request.num_cached_tokens)
+                stop = processor.take(SequenceNews.of(update), time.time())
+                if stop is not None:
+                    news.stopped.append((seq, stop))
+                if processor.finished:
+                    del self._processors[request.request_id]
         return list(found.values())
-
-    def _take(self, update: SequenceUpdate, processor: OutputProcessor, news: News) -> None:
-        request, seq = update.request, update.sequence
-        processor.num_cached_tokens = request.num_cached_tokens
-        processor.metrics.first_scheduled_time = request.first_scheduled_time
-        processor.metrics.counts = request.counts
-        if update.prompt_logprobs:
-            processor.add_prompt_logprobs(update.prompt_logprobs)
-        if seq.error is not None:
-            processor.error = seq.error
-        if seq.score is not None and seq.cumulative_logprob is not None:
-            processor.set_score(seq.index, seq.cumulative_logprob, seq.score)
-        if request.beams is not None and seq.finish_reason is FinishReason.ABORT:
-            processor.end_missing({other.index for other in request.sequences})
-        change = processor.process(update.new_tokens, update.logprobs, seq.finish_reason, seq.stop_reason,
-                                   index=seq.index, now=time.time())
-        if processor.finished:
-            self._processors.pop(request.request_id, None)
-        if change.hit_stop_string and isinstance(change.stop_reason, str) and not seq.finished:
-            news.stopped.append((seq, change.stop_reason))

@@ -9,7 +9,8 @@ import asyncio
 import time
 
 from quire.engine import messages as m
-from quire.engine.output import OutputProcessor, RequestOutput
+from quire.engine.output import RequestOutput
+from quire.engine.output_processor import OutputProcessor
 from quire.scheduler.request import Request
 
 OUTPUT_KINDS = ("cumulative", "delta", "final")
@@ -41,27 +42,11 @@ class Subscription:
 
     def take(self, news: m.SequenceNews) -> str | None:
         """Whatever else; the stop string that ended the sequence here and not in the engine, if any."""
-        processor = self.processor
         self._news = True
-        if news.counts is not None:
-            processor.metrics.counts = news.counts
-        if news.prompt_logprobs:
-            processor.add_prompt_logprobs(news.prompt_logprobs)
-        if news.error is not None:
-            processor.error = news.error
-        if news.score is not None:
-            processor.set_score(news.index, *news.score)
-        if news.num_sequences:
-            processor.end_missing(range(news.num_sequences))
-        change = processor.process(news.tokens, news.logprobs, news.finish_reason, news.stop_reason, index=news.index,
-                                   now=time.monotonic())
-        if change.hit_stop_string and isinstance(change.stop_reason, str) and news.finish_reason is None:
-            return change.stop_reason
-        return None
+        return self.processor.take(news, time.monotonic())
 
     def started(self, when: float, num_cached_tokens: int) -> None:
-        self.processor.metrics.first_scheduled_time = when
-        self.processor.num_cached_tokens = num_cached_tokens
+        self.processor.started(when, num_cached_tokens)
 
     def fail(self, error: Exception) -> None:
         """The reader gets this instead of anything that it has not read yet."""

@@ -103,7 +103,7 @@ def _ask(args: argparse.Namespace, engine: Engine, options: dict[str, Any]) -> l
 
 
 def _line(options: dict[str, Any], result: Result, seconds: float) -> dict[str, Any]:
-    from quire.bench.machine import describe_machine
+    from quire.machine import describe_machine
 
     return {
         "eval": result.task, "model": _model(options), "questions": len(result.answers),

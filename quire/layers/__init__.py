@@ -1,1 +1,1 @@
-"""The decoder's building blocks, each written against the operations of `ops.Ops` and nothing else."""
+"""The decoder's building blocks, each written against the operations of `quire.ops.interface.Ops` and nothing else."""

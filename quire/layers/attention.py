@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.context import StepContext
 from quire.kernels.slices import Slices
+from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm
-from quire.layers.ops import HeadShape, LayerCache, Ops
 from quire.layers.spec import AttentionSpec
+from quire.layers.stream import ResidualStream, Rows
+from quire.ops.interface import Ops
 
 
 class Attention:
@@ -26,8 +27,22 @@ class Attention:
         self.shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.qkv = Linear(ops, ("q", "k", "v"), spec.qkv_bias, dtype)
         self.out = Linear(ops, ("out",), spec.out_bias, dtype, Slices.of_heads(spec.num_heads, spec.head_dim))
-        self.q_norm = Norm(ops, spec.qk_norm, spec.head_dim) if spec.qk_norm else None
-        self.k_norm = Norm(ops, spec.qk_norm, spec.head_dim) if spec.qk_norm else None
+        self._all_heads = spec.qk_norm_over == "all"
+        self.q_norm = self._norm(spec.num_heads)
+        self.k_norm = self._norm(spec.num_kv_heads)
+        self._turn = self._head_turn()
+
+    def _norm(self, heads: int) -> Norm | None:
+        spec = self._spec
+        if spec.qk_norm is None:
+            return None
+        return Norm(self._ops, spec.qk_norm, spec.head_dim * (heads if self._all_heads else 1))
+
+    def _head_turn(self) -> HeadTurn:
+        """What every head goes through by itself; a norm of all heads together has been before."""
+        if self.q_norm is None or self.k_norm is None or self._all_heads:
+            return HeadTurn(self._rope)
+        return HeadTurn(self._rope, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         if part == "q_norm" and self.q_norm is not None:
@@ -36,22 +51,22 @@ class Attention:
             self.k_norm.receive(part, kind, tensor)
         else:
             (self.out if part == "out" else self.qkv).receive(part, kind, tensor)
+            return
+        self._turn = self._head_turn()
 
-    def __call__(
-        self, x: Tensor, ctx: StepContext, cache: LayerCache, residual: Tensor | None = None
-    ) -> Tensor:
-        s = self._spec
+    def __call__(self, x: Rows, ctx: StepContext, cache: LayerCache) -> Tensor:
+        return self.out(self._mixed(x, ctx, cache), ctx)
+
+    def add_to(self, stream: ResidualStream, x: Rows, ctx: StepContext, cache: LayerCache) -> None:
+        """stream += self(x), fused as the stream wants it."""
+        self.out.add_to(stream, self._mixed(x, ctx, cache), ctx)
+
+    def _mixed(self, x: Rows, ctx: StepContext, cache: LayerCache) -> Tensor:
+        """Everything up to the output projection."""
+        s, shape = self._spec, self.shape
         qkv = self.qkv(x, ctx)
-        self._ops.rope_and_cache(
-            qkv,
-            cache,
-            ctx,
-            self._group,
-            self.shape,
-            self._rope,
-            self.q_norm.weight if self.q_norm else None,
-            self.k_norm.weight if self.k_norm else None,
-            self.q_norm.eps if self.q_norm else 0.0,
+        if self._all_heads and self.q_norm is not None and self.k_norm is not None:
+            self._ops.norm_all_heads(qkv, shape, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return self._ops.rope_attend(
+            qkv, cache, ctx, self._group, shape, self._turn, s.scale, s.window, s.softcap
         )
-        mixed = self._ops.attend(qkv, cache, ctx, self._group, self.shape, s.scale, s.window, s.softcap)
-        return self.out(mixed, ctx, residual)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.attention.context import StepContext
 from quire.errors import InvariantError
 from quire.kernels.slices import Slices
-from quire.layers.ops import Ops, PackedLinear
+from quire.kernels.types import StepContext
+from quire.layers.stream import ResidualStream, Rows, Unnormed
+from quire.ops.interface import Ops, PackedLinear
 
 
 class Linear:
@@ -57,9 +58,24 @@ class Linear:
             start += part.shape[0]
         return joined
 
-    def __call__(self, x: Tensor, ctx: StepContext | None, residual: Tensor | None = None) -> Tensor:
-        """x W^T (+ bias) (+ residual). The step's context is for layers that add adapters to some rows."""
-        return self._ops.linear(x, self.packed, residual)
+    def __call__(self, x: Rows, ctx: StepContext | None, out: Tensor | None = None) -> Tensor:
+        """x W^T (+ bias), into `out` if given. The step's context is for layers that add adapters to some rows."""
+        if isinstance(x, Unnormed):
+            return self._ops.norm_linear(x.rows, x.norm.gain, x.norm.eps, self.packed, None, out)
+        return self._ops.linear(x, self.packed, None, out)
+
+    def gated(self, x: Rows, ctx: StepContext | None, activation: str) -> Tensor:
+        """act(first half of x W^T) * second half."""
+        if isinstance(x, Unnormed):
+            return self._ops.norm_linear(x.rows, x.norm.gain, x.norm.eps, self.packed, activation)
+        return self._ops.act_mul(self._ops.linear(x, self.packed), activation)
+
+    def add_to(self, stream: ResidualStream, x: Tensor, ctx: StepContext | None) -> None:
+        """stream += x W^T (+ bias). Here ranks that hold a part of K each will add up their results."""
+        if stream.owes:
+            stream.owe(self._ops.linear(x, self.packed))
+        else:
+            stream.rows = self._ops.linear(x, self.packed, stream.rows)
 
 
 class Embedding(Linear):

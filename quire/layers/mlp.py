@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.context import StepContext
 from quire.kernels.slices import Slices
+from quire.kernels.types import StepContext
 from quire.layers.linear import Linear
-from quire.layers.ops import Ops
 from quire.layers.spec import MlpSpec
+from quire.layers.stream import ResidualStream, Rows
+from quire.ops.interface import Ops
 
 
 class Mlp:
@@ -17,14 +18,22 @@ class Mlp:
 
     def __init__(self, ops: Ops, spec: MlpSpec, dtype: torch.dtype) -> None:
         self._ops = ops
-        self._spec = spec
+        self._gated = spec.gated
+        self._activation = spec.activation
         self.up = Linear(ops, ("gate", "up") if spec.gated else ("up",), spec.bias, dtype)
         self.down = Linear(ops, ("down",), spec.bias, dtype, Slices.of_width(spec.intermediate))
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         (self.down if part == "down" else self.up).receive(part, kind, tensor)
 
-    def __call__(self, x: Tensor, ctx: StepContext, residual: Tensor | None = None) -> Tensor:
-        up = self.up(x, ctx)
-        act = self._ops.act_mul if self._spec.gated else self._ops.act
-        return self.down(act(up, self._spec.activation), ctx, residual)
+    def __call__(self, x: Rows, ctx: StepContext) -> Tensor:
+        return self.down(self._inner(x, ctx), ctx)
+
+    def add_to(self, stream: ResidualStream, x: Rows, ctx: StepContext) -> None:
+        """stream += self(x), fused as the stream wants it."""
+        self.down.add_to(stream, self._inner(x, ctx), ctx)
+
+    def _inner(self, x: Rows, ctx: StepContext) -> Tensor:
+        if self._gated:
+            return self.up.gated(x, ctx, self._activation)
+        return self._ops.act(self.up(x, ctx), self._activation)

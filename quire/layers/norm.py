@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.layers.ops import Ops
 from quire.layers.spec import NormSpec
+from quire.ops.interface import Ops
 
 
 class Norm:
@@ -15,23 +15,27 @@ class Norm:
     def __init__(self, ops: Ops, spec: NormSpec, size: int) -> None:
         self._ops = ops
         self._spec = spec
-        self.weight = torch.ones(size)
+        self._is_rms = spec.kind == "rms"
+        self.eps = spec.eps
+        self._set_weight(torch.ones(size))
         self.bias: Tensor | None = (
             torch.zeros(size) if spec.kind == "layer" and spec.affine and spec.bias else None
         )
 
-    @property
-    def eps(self) -> float:
-        return self._spec.eps
+    def _set_weight(self, weight: Tensor) -> None:
+        self.weight = weight
+        # Now, not in a step: it may wait for the device.
+        self.gain = self._ops.norm_gain(weight) if self._is_rms else weight
+        """The weight as a GEMM that takes the norm along wants it."""
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         """Take the stored weight or bias, folding the family's offset into the weight."""
         if kind == "bias":
             self.bias = tensor.to(torch.float32).clone()
         else:
-            self.weight = tensor.to(torch.float32) + self._spec.weight_offset
+            self._set_weight(tensor.to(torch.float32) + self._spec.weight_offset)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._spec.kind == "rms":
-            return self._ops.rms_norm(x, self.weight, self._spec.eps)
-        return self._ops.layer_norm(x, self.weight, self.bias, self._spec.eps)
+        if self._is_rms:
+            return self._ops.rms_norm(x, self.weight, self.eps)
+        return self._ops.layer_norm(x, self.weight, self.bias, self.eps)

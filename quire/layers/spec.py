@@ -54,7 +54,9 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: NormSpec | None = None
-    """RMS norm of each query and key head before the rotation."""
+    """RMS norm of queries and keys before the rotation."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """head: of each head by itself; all: of all query heads as one vector, and of all key heads (OLMo-2)."""
     rope: int | None = 0
     """Which of the decoder's rotations; None: positions come in with the embeddings."""
     window: int | None = None

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.layers.ops import Ops
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of, read_spec
 from quire.models.spec import Shape
 from quire.models.weight_names import WeightNames
+from quire.ops.interface import Ops
 
 _NAMED_IN_MESSAGE = 4
 

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.attention.context import StepContext
 from quire.errors import ConfigError, ModelLoadError
+from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
 from quire.layers.linear import Embedding, Linear
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
-from quire.layers.ops import LayerCache, Ops
 from quire.layers.rotary import rope_table
+from quire.layers.stream import ResidualStream, Rows
 from quire.models.spec import DecoderSpec, LayerSpec
+from quire.ops.interface import Ops
 
 
 class DecoderLayer:
@@ -37,15 +38,21 @@ class DecoderLayer:
         """`path` is the parameter's place inside the layer: attn.q, mlp.down, attn_norm."""
         getattr(self, path[0]).receive(path[-1], kind, tensor)
 
-    def __call__(self, x: Tensor, ctx: StepContext, cache: LayerCache) -> Tensor:
+    def __call__(self, stream: ResidualStream, ctx: StepContext, cache: LayerCache) -> None:
         if self._placement == "pre":
-            x = self.attn(self.attn_norm(x), ctx, cache, residual=x)
-            return self.mlp(self.mlp_norm(x), ctx, residual=x)
-        if self._placement == "sandwich":
-            x = x + self.attn_post_norm(self.attn(self.attn_norm(x), ctx, cache))
-            return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), ctx))
-        x = self.attn_norm(self.attn(x, ctx, cache, residual=x))
-        return self.mlp_norm(self.mlp(x, ctx, residual=x))
+            self.attn.add_to(stream, stream.normed(self.attn_norm), ctx, cache)
+            self.mlp.add_to(stream, stream.normed(self.mlp_norm), ctx)
+        elif self._placement == "sandwich":
+            stream.add(self.attn_post_norm(self.attn(stream.normed(self.attn_norm), ctx, cache)))
+            stream.add(self.mlp_post_norm(self.mlp(stream.normed(self.mlp_norm), ctx)))
+        elif self._placement == "output":
+            stream.add(self.attn_norm(self.attn(stream.rows, ctx, cache)))
+            stream.add(self.mlp_norm(self.mlp(stream.rows, ctx)))
+        else:
+            self.attn.add_to(stream, stream.rows, ctx, cache)
+            stream.rows = self.attn_norm(stream.rows)
+            self.mlp.add_to(stream, stream.rows, ctx)
+            stream.rows = self.mlp_norm(stream.rows)
 
 
 class Decoder:
@@ -78,6 +85,10 @@ class Decoder:
         self._shapes = {name: shape for name, shape in parameters.items() if self._owns(name)}
         self._of_other_stages = parameters.keys() - self._shapes.keys()
         self._missing = set(self._shapes)
+        # Every norm reads the stream before a part of a layer, or before the head, and is one that kernels can fuse.
+        self._fusable = all(layer.placement == "pre" and layer.norm.kind == "rms" for layer in spec.layers) and (
+            spec.final_norm is None or spec.final_norm.kind == "rms"
+        )
         self._build_ends()
         ropes = [rope_table(rope, self.max_model_len) for rope in spec.ropes]
         groups = spec.group_of_layer()
@@ -146,22 +157,27 @@ class Decoder:
 
     def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:
         """One zeroed cache per layer, with `num_blocks[g]` blocks in those of cache group g."""
+        layers = self.spec.layers[self.first_layer : self.last_layer]
         groups = self.spec.group_of_layer()[self.first_layer : self.last_layer]
         return [
-            self.ops.allocate_cache(layer.attn.shape, num_blocks[group], block_size)
-            for layer, group in zip(self.layers, groups, strict=True)
+            self.ops.allocate_cache(layer.kv, num_blocks[group], block_size)
+            for layer, group in zip(layers, groups, strict=True)
         ]
 
-    def forward(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> Tensor:
-        """Token ids [T] (first stage) or hidden rows [T, hidden] to the rows after the last layer owned.
+    def forward(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> ResidualStream:
+        """Token ids [T] (first stage) or hidden rows [T, hidden], which are used up, to the stream after the last
+        layer owned. The next stage of a pipeline gets its `settled` rows.
 
         The final norm is part of `logits`, so that it runs only on the rows that are asked for.
         """
-        return self.forward_capturing(x, ctx, caches, ())[0]
+        stream = self._stream(x, ctx)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer(stream, ctx, cache)
+        return stream
 
     def forward_capturing(
         self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache], capture: Sequence[str]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[ResidualStream, dict[str, Tensor]]:
         """As `forward`, with the named hidden states: "embed", or "layers.i" for what layer i puts out."""
         unknown = set(capture) - {"embed"} - {f"layers.{i}" for i in range(self.first_layer, self.last_layer)}
         if unknown:
@@ -169,34 +185,45 @@ class Decoder:
                 f"no hidden state is called {sorted(unknown)[0]!r}: use embed or layers.<index>"
             )
         captured: dict[str, Tensor] = {}
-        hidden = self._embed(x, ctx) if self.is_first else x
+        stream = self._stream(x, ctx)
         if "embed" in capture:
-            captured["embed"] = hidden
+            captured["embed"] = stream.copied()
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), self.first_layer):
-            hidden = layer(hidden, ctx, cache)
+            layer(stream, ctx, cache)
             if f"layers.{index}" in capture:
-                captured[f"layers.{index}"] = hidden
-        return hidden, captured
+                captured[f"layers.{index}"] = stream.copied()
+        return stream, captured
 
-    def forward_some(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache], kept: Sequence[int]) -> Tensor:
+    def forward_some(
+        self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache], kept: Sequence[int]
+    ) -> ResidualStream:
         """As `forward`, through only the layers `kept`: a rough guess at what all of them would give."""
-        hidden = self._embed(x, ctx) if self.is_first else x
+        stream = self._stream(x, ctx)
         for index in kept:
-            hidden = self.layers[index - self.first_layer](hidden, ctx, caches[index - self.first_layer])
-        return hidden
+            self.layers[index - self.first_layer](stream, ctx, caches[index - self.first_layer])
+        return stream
 
-    def logits(self, hidden: Tensor, ctx: StepContext | None = None) -> Tensor:
-        """[R, vocab] float32 of hidden rows [R, hidden] that came out of the last layer."""
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of the logits: the activations', but float32 where a soft cap is computed on top."""
+        return self.ops.dtype if self.spec.logit_softcap is None else torch.float32
+
+    def logits(
+        self, hidden: ResidualStream, ctx: StepContext | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """[R, vocab] of rows that came out of the last layer, which are used up; into `out` if given."""
+        rows: Rows = hidden.settled() if self.final_norm is None else hidden.normed(self.final_norm)
         if self.embed_out is not None:
-            hidden = self.embed_out(hidden, ctx)
-        logits = self.head(hidden, ctx)
+            rows = self.embed_out(rows, ctx)
         cap = self.spec.logit_softcap
-        if cap is not None:
-            # float64, because a vectorised float32 tanh may round differently at another place of the batch
-            logits = (torch.tanh(logits.to(torch.float64) / cap) * cap).to(torch.float32)
-        return logits
+        if cap is None:
+            return self.head(rows, ctx, out)
+        # float64, because a vectorised float32 tanh may round differently at another place of the batch
+        capped = (torch.tanh(self.head(rows, ctx).to(torch.float64) / cap) * cap).to(torch.float32)
+        return capped if out is None else out.copy_(capped)
+
+    def _stream(self, x: Tensor, ctx: StepContext) -> ResidualStream:
+        return ResidualStream(self.ops, self._embed(x, ctx) if self.is_first else x, self._fusable)
 
     def _embed(self, ids: Tensor, ctx: StepContext) -> Tensor:
         hidden = self.embed.rows(ids)

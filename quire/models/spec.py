@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.kernels.kv_spec import KVSpec
 from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec, RopeSpec
 
 __all__ = [
@@ -20,21 +21,8 @@ __all__ = [
     "RopeSpec",
 ]
 
-NormPlacement = Literal["pre", "sandwich", "post"]
+NormPlacement = Literal["pre", "sandwich", "post", "output"]
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class KVSpec:
-    """What one layer keeps of each token."""
-
-    kind: Literal["full", "window"]
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None
-
-    def bytes_per_token(self, element_size: int = 4) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * element_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +40,8 @@ class CacheGroup:
 class LayerSpec:
     """One decoder layer.
 
-    pre: x + f(norm(x)), as Llama; sandwich: x + post(f(pre(x))), as Gemma; post: norm(x + f(x)), as OPT-350M.
+    pre: x + f(norm(x)), as Llama; sandwich: x + post(f(pre(x))), as Gemma; post: norm(x + f(x)), as OPT-350M;
+    output: x + norm(f(x)), as OLMo-2.
     """
 
     attention: AttentionSpec
@@ -63,7 +52,7 @@ class LayerSpec:
     @property
     def kv(self) -> KVSpec:
         a = self.attention
-        return KVSpec("full" if a.window is None else "window", a.num_kv_heads, a.head_dim, a.window)
+        return KVSpec.pair(a.num_kv_heads, a.head_dim, a.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +93,10 @@ class DecoderSpec:
     def kv_bytes_per_token(self) -> int:
         """Of the float32 cache of all layers, for a token that every group keeps."""
         return sum(layer.kv.bytes_per_token() for layer in self.layers)
+
+    def kv_bytes_per_block(self, block_size: int, element_size: int = 4) -> int:
+        """Of a block in the caches of all layers."""
+        return sum(layer.kv.bytes_per_block(block_size, element_size) for layer in self.layers)
 
     @property
     def num_parameters(self) -> int:
@@ -164,8 +157,9 @@ def _layer_parameters(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
     if m.gated:
         shapes |= _linear_parameters("mlp.gate", m.intermediate, hidden, m.bias)
     if a.qk_norm is not None:
-        shapes |= _norm_parameters("attn.q_norm", a.qk_norm, a.head_dim)
-        shapes |= _norm_parameters("attn.k_norm", a.qk_norm, a.head_dim)
+        together = a.qk_norm_over == "all"
+        shapes |= _norm_parameters("attn.q_norm", a.qk_norm, q_width if together else a.head_dim)
+        shapes |= _norm_parameters("attn.k_norm", a.qk_norm, kv_width if together else a.head_dim)
     if layer.placement == "sandwich":
         shapes |= _norm_parameters("attn_post_norm", layer.norm, hidden)
         shapes |= _norm_parameters("mlp_post_norm", layer.norm, hidden)

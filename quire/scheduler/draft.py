@@ -10,7 +10,7 @@ from quire.scheduler.leaders import PrefixLeaders
 from quire.scheduler.plan import PlanEntry, TableDiff
 from quire.scheduler.request import Request, Sequence
 from quire.scheduler.step_cost import StepLoad
-from quire.speculation.speculator import Choice, Drafts
+from quire.speculation.choice import Choice, Drafts
 
 Planned = tuple[Sequence, PlanEntry, int]
 """A plan entry with the sequence it speaks of, and the sequence's epoch."""

@@ -17,7 +17,8 @@ from quire.server.generation import ClientGone
 from quire.server.hosts import AllowedHosts
 from quire.server.log import LOGGER, event
 from quire.server.page_routes import page_routes
-from quire.server.routes import ROUTES, Route
+from quire.server.route import Route
+from quire.server.routes import ROUTES
 from quire.server.service import RequestRecord, Service
 from quire.server.tracing import Tracing
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from quire import __version__
 from quire.server.responses import AnthropicError, ErrorBody
-
-if TYPE_CHECKING:
-    from quire.server.routes import Route
+from quire.server.route import Route
 
 _REFERENCE = "#/components/schemas/{model}"
 _ERRORS = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.server.answer import send_json
 from quire.server.engine_view import EngineView, PlayBody
-from quire.server.routes import Handler, Route
+from quire.server.route import Handler, Route
 from quire.server.service import RequestRecord, Service
 
 _TYPES = {"html": b"text/html; charset=utf-8", "css": b"text/css; charset=utf-8",

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any
-
-from pydantic import BaseModel
 
 from quire import __version__
 from quire.server import responses
@@ -25,34 +21,14 @@ from quire.server.model_card import model_card
 from quire.server.protocol import CompletionBody, DetokenizeBody
 from quire.server.responses_api.answer import response
 from quire.server.responses_api.protocol import ResponsesBody
+from quire.server.route import Route
 from quire.server.service import RequestRecord, Service
 
-Handler = Callable[[Service, RequestRecord, Any, Any, Any], Awaitable[None]]
 _FRESH_SECONDS = 0.25
 _METRICS_TYPE = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
 _HTML = [(b"content-type", b"text/html; charset=utf-8"),
          (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
                                       b"connect-src 'self'; frame-ancestors 'none'")]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One line of the server's table."""
-
-    method: str
-    path: str
-    summary: str
-    handler: Handler
-    takes: type[BaseModel] | None = None
-    gives: type[BaseModel] | None = None
-    media: str = "application/json"
-    open: bool = False
-    """No key is asked for."""
-    works: bool = False
-    """It gives the engine work, so it is refused while the server is closing."""
-    streams: bool = False
-    error_body: Callable[[ApiError], dict[str, Any]] | None = None
-    """Errors in the form of another API; None: OpenAI's."""
 
 
 async def _completions(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:

@@ -12,10 +12,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.speculation.acceptance import EvidenceOdds, PositionOdds
+from quire.speculation.choice import Choice, Drafts
 from quire.speculation.costs import StepTimes
 from quire.speculation.proposer import Proposal, Proposer, ProposerSource
 from quire.speculation.stats import SpeculationStats
@@ -48,14 +49,6 @@ _MOST_PATIENCE = 8
 """Every try in vain doubles the time until the next, up to so many times the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """So many drafts for a sequence: these tokens, or, without any, whatever the worker proposes."""
-
-    count: int
-    tokens: tuple[int, ...] = ()
-
-
 @dataclass(slots=True)
 class Load:
     """What a step of decoding sequences holds."""
@@ -66,14 +59,6 @@ class Load:
     """Sequences that have drafts."""
     behind: int = 0
     """Tokens that a draft model has to compute first, of text that it has not seen yet."""
-
-
-@dataclass(slots=True)
-class Choice:
-    """By row: who gets drafts, and who waits for a token in flight to get some."""
-
-    drafts: dict[int, Drafts] = field(default_factory=dict)
-    waiting: set[int] = field(default_factory=set)
 
 
 class Speculator(ABC):

@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 
 from quire.errors import InvariantError
-from quire.layers.ops import LayerCache, Ops
+from quire.kernels.types import LayerCache
 from quire.models.decoder import Decoder
+from quire.ops.interface import Ops
 from quire.scheduler.plan import DEVICE, BlockCopy
 from quire.worker.transfer import HostTransfer, KVTransfer
 

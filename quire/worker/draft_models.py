@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.errors import ConfigError, DownloadError, ModelLoadError
-from quire.layers.ops import LayerCache
+from quire.kernels.types import LayerCache
 from quire.models.decoder import Decoder
 from quire.models.spec import DecoderSpec
 from quire.scheduler.plan import DEVICE, BlockCopy, PlanEntry

@@ -77,7 +77,7 @@ def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, 
               free: int | None = None, draft_bytes_per_token: int = 0) -> PoolSize:
     """Blocks from num_kv_blocks, kv_cache_memory or a share of free memory; the length they and the model allow."""
     free = available_memory() if free is None else free
-    per_block = (spec.kv_bytes_per_token + draft_bytes_per_token) * cache.block_size
+    per_block = spec.kv_bytes_per_block(cache.block_size) + draft_bytes_per_token * cache.block_size
     wanted_len = _model_length(spec, max_model_len)
     num_blocks = _num_blocks(cache, per_block, free, wanted_len, max_num_seqs)
     if num_blocks * per_block > free:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
 from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.logprobs import batch_logprobs, rank_candidates, token_logprobs
@@ -58,7 +59,7 @@ class ModelRunner:
         self._rank_candidates(entries, ends, hidden, results)
         return results
 
-    def _draw(self, entries: Sequence[PlanEntry], ends: list[int], hidden: Tensor, results: list[EntryResult],
+    def _draw(self, entries: Sequence[PlanEntry], ends: list[int], hidden: ResidualStream, results: list[EntryResult],
               guesses: dict[int, Tensor]) -> None:
         """Tokens for the entries that reach the end of what their sequence knows, drafts judged on the way."""
         drawing = [i for i, entry in enumerate(entries) if entry.sample]
@@ -104,7 +105,7 @@ class ModelRunner:
         if self.drafter is not None and judged.tokens:
             self.drafter.model.kept(entry.row, known + len(judged.tokens) - 1)
 
-    def _rank_candidates(self, entries: Sequence[PlanEntry], ends: list[int], hidden: Tensor,
+    def _rank_candidates(self, entries: Sequence[PlanEntry], ends: list[int], hidden: ResidualStream,
                          results: list[EntryResult]) -> None:
         """The likeliest next tokens of the entries that ask for them instead of a draw."""
         asking = [i for i, entry in enumerate(entries) if entry.candidates]
@@ -114,7 +115,7 @@ class ModelRunner:
             temperatures = [self._table.sampling(entries[i].row).params.temperature or 1.0 for i in part]
             take_candidates(part, rank_candidates(logits, [entries[i].candidates for i in part], temperatures), results)
 
-    def _prompt_logprobs(self, entry: PlanEntry, hidden: Tensor, first_row: int, result: EntryResult) -> None:
+    def _prompt_logprobs(self, entry: PlanEntry, hidden: ResidualStream, first_row: int, result: EntryResult) -> None:
         """Of the prompt tokens that follow the positions of this chunk."""
         state = self._table.sampling(entry.row)
         num_prompt = state.position - state.num_output

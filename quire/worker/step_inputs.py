@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention.context import StepContext
+from quire.kernels.types import StepContext
 from quire.scheduler.plan import PlanEntry
 from quire.worker.request_table import RequestTable
 

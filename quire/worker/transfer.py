@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.layers.ops import LayerCache
+from quire.kernels.types import LayerCache
 
 
 class KVTransfer(ABC):
@@ -64,21 +64,20 @@ class HostTransfer(KVTransfer):
 
 
 def _on_host(layer: LayerCache, num_blocks: int) -> LayerCache:
-    pinned = layer.k.device.type == "cuda"
-
     def like(part: torch.Tensor) -> torch.Tensor:
         # Pages that were never written cost nothing, so all of it is reserved at once.
-        return torch.zeros((num_blocks, *part.shape[1:]), dtype=part.dtype, pin_memory=pinned)
+        size = (num_blocks, *part.shape[1:])
+        return torch.zeros(size, dtype=part.dtype, pin_memory=part.device.type == "cuda")
 
-    return LayerCache(like(layer.k), like(layer.v), layer.block_size)
+    return LayerCache(layer.spec, layer.block_size, {name: like(part) for name, part in layer.tensors.items()})
 
 
 def _copy_between(source: LayerCache, target: LayerCache, sources: list[int], targets: list[int]) -> None:
     """One copy for each run of blocks that lie side by side in both: blocks are slices of the first dimension."""
     for begin, end in _runs(sources, targets):
         first, onto, count = sources[begin], targets[begin], end - begin
-        target.k[onto : onto + count].copy_(source.k[first : first + count], non_blocking=True)
-        target.v[onto : onto + count].copy_(source.v[first : first + count], non_blocking=True)
+        for name, part in source.tensors.items():
+            target.tensors[name][onto : onto + count].copy_(part[first : first + count], non_blocking=True)
 
 
 def _runs(sources: list[int], targets: list[int]) -> list[tuple[int, int]]:

@@ -9,10 +9,10 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.kernels.cpu.ops import CpuOps
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.loader.source import ModelSource, resolve_model
 from quire.models.registry import read_spec
+from quire.ops.cpu import CpuOps
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.speculation.options import REJECTION, SKIP_LAYERS, SpeculationOptions
 from quire.worker.cache_engine import CacheEngine
@@ -28,7 +28,7 @@ class Worker:
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
         check_device(config)
-        seqs = config.scheduler.max_num_seqs or 128
+        seqs = config.scheduler.num_seqs(gpu=False)
         self.spec = read_spec(source.config)
         speculation = config.speculation.options
         name = None if speculation is None else speculation.model

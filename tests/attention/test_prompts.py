@@ -107,7 +107,7 @@ def test_the_trial_of_the_start_compares_with_our_own_kernel(monkeypatch: pytest
     if torch.cuda.is_available() or not prepare():
         pytest.skip("the GPU suite runs this compiled; without Triton there is nothing to run")
     from quire.attention.triton import TritonAttention
-    from quire.layers.ops import HeadShape
+    from quire.kernels.types import HeadShape
 
     attention = TritonAttention(torch.device("cpu"), torch.float16)
     monkeypatch.setattr(attention, "_dense", True)
@@ -198,7 +198,7 @@ def test_a_verdict_is_kept_and_spares_the_next_start_the_trial(monkeypatch: pyte
     if torch.cuda.is_available() or not prepare():
         pytest.skip("the GPU suite runs this compiled; without Triton there is nothing to run")
     from quire.attention.triton import TritonAttention
-    from quire.layers.ops import HeadShape
+    from quire.kernels.types import HeadShape
 
     built: list[str] = []
 

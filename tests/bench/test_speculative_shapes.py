@@ -11,7 +11,7 @@ import pytest
 from quire.bench.known_text import PERIOD, KnownText
 from quire.bench.speculative import _TINY
 from quire.bench.speculative_shapes import run_shapes
-from quire.kernels.cpu.ops import CpuOps
+from quire.ops.cpu import CpuOps
 
 CONFIG = _TINY
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from quire.errors import UnsupportedModelError
-from quire.kernels.cpu.ops import CpuOps
 from quire.models.build import build_decoder
 from quire.models.registry import FAMILIES, read_spec
+from quire.ops.cpu import CpuOps
 from tests.checkpoints import SMALL, config_of, oracle_logits, weights_of
 from tests.paged_driver import PagedDriver
 

@@ -7,7 +7,8 @@ import string
 
 import pytest
 
-from quire.engine.output import Logprob, OutputProcessor
+from quire.engine.output import Logprob
+from quire.engine.output_processor import OutputProcessor
 from quire.errors import InvalidRequestError
 from quire.sampling import SamplingParams
 from quire.scheduler.plan import TokenLogprobs

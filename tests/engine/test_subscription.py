@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.engine import messages as m
-from quire.engine.output import OutputProcessor
+from quire.engine.output_processor import OutputProcessor
 from quire.engine.subscription import Subscription
 from quire.errors import EngineDeadError
 from quire.sampling.params import SamplingParams

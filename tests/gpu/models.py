@@ -52,8 +52,8 @@ def device_engine(config: dict[str, Any], *, depth: int = 2, budget: int = 40, *
 def host_ops() -> Any:
     """The CPU's operations."""
     from quire.errors import QuireError
-    from quire.kernels.cpu.ops import CpuOps
-    from quire.kernels.reference import TorchOps
+    from quire.ops.cpu import CpuOps
+    from quire.ops.reference import TorchOps
 
     try:
         return CpuOps(num_threads=4)

@@ -92,7 +92,7 @@ def graph_time(calls: list[Callable[[], Any]], repeats: int = 5, fill: int = 1) 
 
 
 def check_rowwise() -> None:
-    from quire.layers.ops import HeadShape
+    from quire.kernels.types import HeadShape
     from tests.kernels.triton import cases
 
     for dtype in (BF16, FP16, FP32):
@@ -126,7 +126,7 @@ def check_rowwise() -> None:
 
 
 def check_decode() -> None:
-    from quire.layers.ops import HeadShape
+    from quire.kernels.types import HeadShape
     from tests.kernels.triton import cases
 
     rng = random.Random(5)
@@ -172,7 +172,7 @@ def check_decode() -> None:
 
 def check_rope_decode(rng: random.Random) -> None:
     """Norm, rotation and KV write inside the attention, many times over: a race would show as a difference."""
-    from quire.layers.ops import HeadShape
+    from quire.kernels.types import HeadShape
     from tests.kernels.triton import cases
 
     many = [rng.randrange(1, 900) for _ in range(256)]
@@ -202,7 +202,7 @@ def check_rope_decode(rng: random.Random) -> None:
 
 def check_mixed() -> None:
     from quire.kernels.triton.attention_mixed import MixedShape
-    from quire.layers.ops import HeadShape
+    from quire.kernels.types import HeadShape
     from tests.kernels.triton import cases
 
     wide, narrow, fixed = MixedShape(128, 64, 8, 3), MixedShape(32, 32, 4, 2), MixedShape(64, 64, 4, 3)
@@ -262,9 +262,9 @@ def check_linear() -> None:
 def check_engine() -> None:
     """Eager against graphs, overlapped against not, deterministic, fp32 against torch, on a tiny random
     model."""
-    from quire.kernels.reference import TorchOps
-    from quire.kernels.triton.ops import TritonOps
     from quire.models.build import build_decoder, dummy_weights
+    from quire.ops.reference import TorchOps
+    from quire.ops.triton import TritonOps
     from quire.worker.gpu.weights import build_on_device
     from quire.worker.gpu.worker import DeviceOptions
     from tests.paged_driver import PagedDriver
@@ -358,7 +358,7 @@ def deterministic(engines: Any, name: str, engine: Callable[..., dict]) -> None:
 
 def cpu_kernels() -> bool:
     try:
-        from quire.kernels.cpu.ops import CpuOps
+        from quire.ops.cpu import CpuOps
 
         CpuOps(num_threads=1)
     except Exception as error:
@@ -445,7 +445,7 @@ def time_fixed(quick: bool) -> None:
 
 
 def decode_case(heads: int, batch: int, low: int, high: int, page: int = 16, dtype: torch.dtype = BF16) -> Any:
-    from quire.layers.ops import HeadShape, LayerCache
+    from quire.kernels.types import HeadShape, pair_cache
 
     shape = HeadShape(heads, 8, 128)
     rng = random.Random(batch)
@@ -453,7 +453,7 @@ def decode_case(heads: int, batch: int, low: int, high: int, page: int = 16, dty
     counts = [-(-n // page) for n in lengths]
     copies = max(2, min(16, math.ceil(4e8 / (sum(lengths) * 4096))))
     caches = [
-        LayerCache(*(torch.randn(sum(counts) + 1, 8, page, 128, device=D).to(dtype) for _ in range(2)), page)
+        pair_cache(*(torch.randn(sum(counts) + 1, 8, page, 128, device=D).to(dtype) for _ in range(2)), page)
         for _ in range(copies)
     ]
     blocks = list(range(sum(counts)))
@@ -528,7 +528,7 @@ def time_rope_attend(quick: bool) -> None:
     from quire.kernels.triton.attention_split import DecodeSplit, decode_shape, extra_pieces, split_decode
     from quire.kernels.triton.linear_row import RowShape, linear_row
     from quire.kernels.triton.rope_cache import rope_and_cache
-    from quire.layers.ops import HeadTurn
+    from quire.kernels.types import HeadTurn
 
     for heads in (16, 32):
         for batch, low, high in ((1, 1064, 1064), (8, 900, 1228), (32, 900, 1228), (64, 900, 1228), (256, 200, 1928)):
@@ -648,13 +648,13 @@ def time_prefill(quick: bool) -> None:
 
 def ragged_case(heads: int, lengths: list[int]) -> Any:
     """Whole prompts side by side: q, k, v of their tokens, and the same keys and values in a shuffled paged cache."""
-    from quire.layers.ops import HeadShape, LayerCache
+    from quire.kernels.types import HeadShape, pair_cache
 
     shape, page = HeadShape(heads, 8, 128), 16
     counts = [-(-n // page) for n in lengths]
     qkv = torch.randn(sum(lengths), shape.width, device=D, dtype=BF16)
     order = torch.randperm(sum(counts), device=D)
-    cache = LayerCache(*(torch.zeros(sum(counts), 8, page, 128, device=D, dtype=BF16) for _ in range(2)), page)
+    cache = pair_cache(*(torch.zeros(sum(counts), 8, page, 128, device=D, dtype=BF16) for _ in range(2)), page)
     table = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device=D)
     parts = qkv.view(qkv.shape[0], -1, 128)[:, heads:]
     token = block = 0
@@ -733,7 +733,7 @@ def time_small(quick: bool) -> None:
     """The kernels around the matrices, at the sizes of a decode and a prefill step."""
     from quire.kernels.step_reference import FIELDS
     from quire.kernels.triton import activation, draw, norm, rope_cache
-    from quire.layers.ops import HeadShape, LayerCache
+    from quire.kernels.types import HeadShape, pair_cache
 
     for rows in (1, 256, 8192):
         x = torch.randn(rows, 4096, device=D, dtype=BF16)
@@ -741,7 +741,7 @@ def time_small(quick: bool) -> None:
         up = torch.randn(rows, 24576, device=D, dtype=BF16)
         shape = HeadShape(32, 8, 128)
         qkv = torch.randn(rows, shape.width, device=D, dtype=BF16)
-        cache = LayerCache(*(torch.zeros(rows // 16 + 1, 8, 16, 128, device=D, dtype=BF16) for _ in range(2)), 16)
+        cache = pair_cache(*(torch.zeros(rows // 16 + 1, 8, 16, 128, device=D, dtype=BF16) for _ in range(2)), 16)
         index = torch.arange(rows, device=D)
         rope, gain = torch.rand(8192, 128, device=D), torch.ones(128, device=D)
         fill = 10 if rows < 1000 else 1

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 if torch.cuda.is_available():
     from quire.kernels.slices import Slices
-    from quire.layers.ops import HeadShape
+    from quire.kernels.types import HeadShape
     from tests.kernels.triton import bits, cases
 
 DTYPES = ("float32", "bfloat16")

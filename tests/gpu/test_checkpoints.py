@@ -56,9 +56,9 @@ def test_a_checkpoint_of_every_family_gives_transformers_log_probabilities_and_t
 
 @torch.inference_mode()
 def test_the_default_models_logits_are_within_a_thousandth_of_the_cpus(smollm2: str) -> None:
-    from quire.kernels.triton.ops import TritonOps
     from quire.models.build import build_decoder
     from quire.models.loader.source import resolve_model
+    from quire.ops.triton import TritonOps
     from quire.worker.gpu.weights import build_on_device
     from tests.paged_driver import PagedDriver
 
@@ -80,7 +80,7 @@ def test_the_default_models_logits_are_within_a_thousandth_of_the_cpus(smollm2: 
 
 def test_the_default_model_says_what_it_says_on_a_cpu(smollm2: str) -> None:
     from quire import LLM, SamplingParams
-    from quire.kernels.reference import TorchOps
+    from quire.ops.reference import TorchOps
 
     if isinstance(host_ops(), TorchOps):
         pytest.skip("the CPU's kernels are not built on this machine")

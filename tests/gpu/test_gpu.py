@@ -13,8 +13,8 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
-    from quire.kernels.triton.ops import TritonOps
     from quire.models.build import build_decoder
+    from quire.ops.triton import TritonOps
     from quire.sampling.params import BeamSearchParams, SamplingParams
     from quire.scheduler.request import Request
     from quire.worker.gpu.weights import build_on_device
@@ -208,7 +208,7 @@ def test_deterministic_means_the_same_bits_whatever_the_batch(family: str, dtype
 def test_borrowed_attention_agrees_with_ours() -> None:
     """Every library that is installed here, on the trial of the start; speed is not asked for."""
     from quire.attention import prompts
-    from quire.layers.ops import HeadShape
+    from quire.kernels.types import HeadShape
 
     attention = TritonOps(torch.device("cuda"), torch.bfloat16).attention
     with torch.inference_mode():

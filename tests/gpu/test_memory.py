@@ -25,13 +25,15 @@ def worker_of(**options: Any) -> Any:
 
 
 def test_a_closed_engine_gives_its_memory_back() -> None:
+    """All of it but what the first engine left for good: libraries, and one cuBLAS workspace of 32 MiB for each of the
+    two streams that products run on. Streams of its own for every engine would leave 64 MiB more with each."""
     worker_of(cache={"kv_cache_memory": "1GiB"}).close()
     free = torch.cuda.mem_get_info()[0]
     for _ in range(3):
         worker = worker_of(cache={"kv_cache_memory": "4GiB"})
         assert torch.cuda.mem_get_info()[0] < free - (3 << 30)
         worker.close()
-        assert torch.cuda.mem_get_info()[0] > free - (128 << 20)
+        assert torch.cuda.mem_get_info()[0] > free - (16 << 20)
 
 
 def test_a_second_engine_takes_what_the_first_left() -> None:

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     from quire.kernels import cublas
     from quire.kernels.triton import choices
-    from quire.kernels.triton.ops import TritonOps
+    from quire.ops.triton import TritonOps
 
 SHAPES = ((1, 256, 512), (7, 640, 256), (64, 4096, 1024), (300, 1000, 2048))
 

@@ -12,7 +12,7 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
-    from quire.kernels.reference import TorchOps
+    from quire.ops.reference import TorchOps
     from quire.worker.gpu.worker import DeviceOptions
     from tests.worker.gpu.drafting import Case, accepted, looping, remembering, speculation, texts_with_an_abort
     from tests.worker.gpu.engines import GEMMA3, MAX_LEN, QWEN3, SEQS, make_engine, run

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.attention.context import StepContext
 from quire.kernels.cpu.library import supported_variants
-from quire.kernels.cpu.ops import CpuOps
-from quire.layers.ops import HeadShape, LayerCache
+from quire.kernels.types import HeadShape, LayerCache, StepContext
+from quire.ops.cpu import CpuOps
 
 
 @dataclass
@@ -61,7 +60,7 @@ class Paged:
     ):
         """Outputs of every token, one [length, heads * dim] tensor per sequence, after running all steps."""
         shape = self.shape
-        cache = cache or ops.allocate_cache(shape, self.num_blocks, self.block_size)
+        cache = cache or ops.allocate_cache(shape.kv, self.num_blocks, self.block_size)
         width = shape.num_heads * shape.head_dim
         outputs = [torch.full((n, width), float("nan")) for n in self.lengths]
         for pieces in steps:
@@ -79,7 +78,7 @@ class Paged:
 
     def poisoned(self, ops: CpuOps) -> LayerCache:
         """A cache whose every slot holds NaN until it is written."""
-        cache = ops.allocate_cache(self.shape, self.num_blocks, self.block_size)
+        cache = ops.allocate_cache(self.shape.kv, self.num_blocks, self.block_size)
         cache.k.fill_(float("nan"))
         cache.v.fill_(float("nan"))
         return cache

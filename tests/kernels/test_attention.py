@@ -7,12 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from quire.attention.context import StepContext
 from quire.errors import EngineError
 from quire.kernels.cpu.library import supported_variants
-from quire.kernels.cpu.ops import CpuOps
-from quire.kernels.reference import TorchOps
-from quire.layers.ops import HeadShape
+from quire.kernels.types import HeadShape, StepContext
+from quire.ops.cpu import CpuOps
+from quire.ops.reference import TorchOps
 
 REFERENCE = TorchOps()
 SHAPES = [
@@ -71,7 +70,7 @@ def test_the_cache_holds_rotated_keys_and_plain_values(ops, paged, shape):
     caches = []
     for each in (ops, REFERENCE):
         qkv, context = batch.step([(0, 0, 9)])
-        cache = each.allocate_cache(shape, batch.num_blocks, 4)
+        cache = each.allocate_cache(shape.kv, batch.num_blocks, 4)
         each.rope_and_cache(qkv, cache, context, 0, shape, rope, None, None, 1e-6)
         caches.append((qkv, cache))
     (qkv, cache), (expected_qkv, expected) = caches
@@ -150,7 +149,7 @@ def test_sequences_that_share_blocks_give_the_bits_of_each_alone(randn, shape, b
     lengths = [331, 264, 400, 330, 265, 331, 270, 500, 331]
     context, num_blocks = shared_prefix_step(shape, block_size, lengths, shared=264)
     ops = CpuOps(threads)
-    cache = ops.allocate_cache(shape, num_blocks, block_size)
+    cache = ops.allocate_cache(shape.kv, num_blocks, block_size)
     cache.k.copy_(randn(*cache.k.shape, seed=1))
     cache.v.copy_(randn(*cache.v.shape, seed=2))
     qkv = randn(len(lengths), (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, seed=3)
@@ -187,7 +186,7 @@ def test_slots_that_nobody_wrote_never_leak(variant_ops, paged, size, window):
 def test_blocks_behind_the_window_are_never_followed(ops, paged, size):
     shape = HeadShape(6, 2, 16)
     batch = paged(shape, size, [200])
-    cache = ops.allocate_cache(shape, batch.num_blocks, size)
+    cache = ops.allocate_cache(shape.kv, batch.num_blocks, size)
     first = batch.attend(ops, [[(0, 0, 199)]], window=40, cache=cache)[0][198]
     batch.table[0, : (199 - 40 + 1) // size] = -(2**30)
     out = batch.attend(ops, [[(0, 199, 200)]], window=40, cache=cache)[0][199]
@@ -213,7 +212,7 @@ def test_variants_with_an_fma_give_the_same_bits(paged):
 def test_copies_read_every_block_before_writing_any(ops, randn):
     shape = HeadShape(2, 1, 8)
     for source, target in (([0, 1], [2, 3]), ([0, 1, 2], [1, 2, 0]), ([], [])):
-        cache, expected = ops.allocate_cache(shape, 5, 4), REFERENCE.allocate_cache(shape, 5, 4)
+        cache, expected = ops.allocate_cache(shape.kv, 5, 4), REFERENCE.allocate_cache(shape.kv, 5, 4)
         for part, other in ((cache.k, expected.k), (cache.v, expected.v)):
             part.copy_(randn(*part.shape))
             other.copy_(part)
@@ -225,7 +224,7 @@ def test_copies_read_every_block_before_writing_any(ops, randn):
 
 @pytest.mark.parametrize(("source", "target"), [([0], [5]), ([-1], [0]), ([0, 1], [2])])
 def test_copies_outside_the_cache_are_refused(ops, source, target):
-    cache = ops.allocate_cache(HeadShape(2, 1, 8), 5, 4)
+    cache = ops.allocate_cache(HeadShape(2, 1, 8).kv, 5, 4)
     with pytest.raises(EngineError, match="block copies"):
         ops.copy_blocks(cache, source, target)
 
@@ -257,7 +256,7 @@ def test_a_context_that_points_outside_the_cache_is_refused(ops, paged, spoil, m
     batch = paged(shape, 16, [10])
     qkv, context = batch.step([(0, 0, 10)])
     spoil(context)
-    cache = ops.allocate_cache(shape, batch.num_blocks, 16)
+    cache = ops.allocate_cache(shape.kv, batch.num_blocks, 16)
     if message != "block table":
         with pytest.raises(EngineError, match=message):
             ops.rope_and_cache(qkv, cache, context, 0, shape, None, None, None, 1e-6)
@@ -269,7 +268,7 @@ def test_positions_outside_the_rotary_table_are_refused(ops, paged):
     shape = HeadShape(2, 1, 16)
     batch = paged(shape, 16, [10])
     qkv, context = batch.step([(0, 0, 10)])
-    cache = ops.allocate_cache(shape, batch.num_blocks, 16)
+    cache = ops.allocate_cache(shape.kv, batch.num_blocks, 16)
     with pytest.raises(EngineError, match="rotary"):
         ops.rope_and_cache(qkv, cache, context, 0, shape, rope_table(9, 16), None, None, 1e-6)
 
@@ -278,7 +277,7 @@ def test_a_rotary_table_wider_than_the_heads_is_refused(ops, paged):
     shape = HeadShape(2, 1, 16)
     batch = paged(shape, 16, [10])
     qkv, context = batch.step([(0, 0, 10)])
-    cache = ops.allocate_cache(shape, batch.num_blocks, 16)
+    cache = ops.allocate_cache(shape.kv, batch.num_blocks, 16)
     with pytest.raises(EngineError, match="does not fit"):
         ops.rope_and_cache(qkv, cache, context, 0, shape, rope_table(64, 32), None, None, 1e-6)
 
@@ -287,11 +286,11 @@ def test_a_cache_made_for_other_heads_is_refused(ops, paged):
     shape = HeadShape(2, 1, 16)
     batch = paged(shape, 16, [10])
     qkv, context = batch.step([(0, 0, 10)])
-    cache = ops.allocate_cache(HeadShape(2, 2, 16), batch.num_blocks, 16)
+    cache = ops.allocate_cache(HeadShape(2, 2, 16).kv, batch.num_blocks, 16)
     with pytest.raises(EngineError, match="made for"):
         ops.attend(qkv, cache, context, 0, shape, 1.0, None, None)
 
 
 def test_heads_wider_than_the_kernels_are_refused(ops):
     with pytest.raises(EngineError, match="at most 512 wide"):
-        ops.allocate_cache(HeadShape(1, 1, 1024), 1, 16)
+        ops.allocate_cache(HeadShape(1, 1, 1024).kv, 1, 16)

@@ -7,8 +7,8 @@ import torch
 
 from quire.errors import EngineError
 from quire.kernels.cpu.library import supported_variants
-from quire.kernels.cpu.ops import CpuOps
 from quire.kernels.slices import Slices, add_in_tree, finish_tree, rank_run
+from quire.ops.cpu import CpuOps
 
 SHAPES = [(1, 1), (7, 5), (31, 17), (33, 64), (100, 1000), (960, 576), (576, 1536), (130, 2500)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 24, 25, 32, 97, 200]

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from quire.kernels.cpu.ops import CpuOps
+from quire.ops.cpu import CpuOps
 
 
 def work(ops: CpuOps, packed, x) -> torch.Tensor:

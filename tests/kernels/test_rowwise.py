@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quire.kernels.cpu.library import supported_variants
-from quire.kernels.cpu.ops import CpuOps
-from quire.kernels.reference import TorchOps
+from quire.ops.cpu import CpuOps
+from quire.ops.reference import TorchOps
 
 WIDTHS = [1, 3, 15, 16, 17, 64, 100, 576, 1537]
 KINDS = ["silu", "gelu", "gelu_tanh", "relu"]

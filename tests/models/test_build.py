@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from quire.errors import ModelLoadError
-from quire.kernels.reference import TorchOps
 from quire.kernels.slices import Slices
 from quire.models.build import build_decoder, dummy_weights
+from quire.ops.reference import TorchOps
 from tests.checkpoints import FAMILY_NAMES, config_of, make_model, oracle_logits, weights_of
 from tests.paged_driver import PagedDriver
 

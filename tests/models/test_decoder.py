@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from quire.errors import ConfigError
-from quire.kernels.reference import TorchOps
 from quire.kernels.slices import Slices
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.decoder import Decoder
+from quire.ops.reference import TorchOps
 from tests.checkpoints import config_of, make_model
 from tests.paged_driver import PagedDriver
 
@@ -35,8 +35,9 @@ def test_two_stages_compute_what_one_decoder_does(family: str, tied: bool) -> No
     hidden = torch.tensor(TOKENS)
     for stage in stages:
         blocks = [64] * len(decoder.spec.cache_groups())
-        hidden = stage.forward(hidden, ctx, stage.allocate_caches(blocks, 16))
-    assert torch.equal(stages[1].logits(hidden), expected)
+        stream = stage.forward(hidden, ctx, stage.allocate_caches(blocks, 16))
+        hidden = stream.settled()
+    assert torch.equal(stages[1].logits(stream), expected)
 
 
 def test_named_hidden_states_come_back_beside_the_last() -> None:
@@ -48,8 +49,8 @@ def test_named_hidden_states_come_back_beside_the_last() -> None:
     hidden, captured = decoder.forward_capturing(ids, ctx, driver.caches, names)
     assert tuple(captured) == names
     assert torch.equal(captured["embed"], decoder.embed.rows(ids))
-    assert torch.equal(captured["layers.2"], hidden)
-    assert not torch.equal(captured["layers.0"], hidden)
+    assert torch.equal(captured["layers.2"], hidden.settled())
+    assert not torch.equal(captured["layers.0"], hidden.settled())
     with pytest.raises(ConfigError, match=r"layers\.3"):
         decoder.forward_capturing(ids, ctx, driver.caches, ("layers.3",))
 

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from quire.kernels.cpu.ops import CpuOps
 from quire.models.build import build_decoder
 from quire.models.decoder import Decoder
+from quire.ops.cpu import CpuOps
 from tests.checkpoints import FAMILY_NAMES, config_of, make_model, weights_of
 from tests.paged_driver import PagedDriver
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.cpu.ops import CpuOps
-from quire.kernels.reference import TorchOps
-from quire.layers.ops import Ops
 from quire.models.build import build_decoder
 from quire.models.decoder import Decoder
+from quire.ops.cpu import CpuOps
+from quire.ops.interface import Ops
+from quire.ops.reference import TorchOps
 from tests.checkpoints import config_of, make_model, oracle_greedy, oracle_logits, weights_of
 from tests.layers.test_rotary import VARIANTS
 from tests.paged_driver import PagedDriver

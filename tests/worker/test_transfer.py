@@ -13,10 +13,10 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.engine import assembly
+from quire.kernels.types import LayerCache
 from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.connector import KVConnector
 from quire.kvcache.manager import KVCacheManager
-from quire.layers.ops import LayerCache
 from quire.worker.transfer import KVTransfer
 from tests.checkpoints import make_checkpoint
 

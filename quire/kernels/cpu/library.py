@@ -26,6 +26,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_linear": (None, [_P, _P, _N, _P, _P, _P, _I, _I, _I, _P, _I]),
     "quire_embed": (None, [_P, _P, _N, _P, _I, _I]),
     "quire_rms_norm": (None, [_P, _P, _P, _I, _I, _F]),
+    "quire_norm_all_heads": (None, [_P] * 3 + [_I] * 4 + [_F]),
     "quire_layer_norm": (None, [_P, _P, _P, _P, _I, _I, _F]),
     "quire_act": (None, [_P, _P, _I, _I, _N]),
     "quire_act_mul": (None, [_P, _P, _I, _I, _N]),
@@ -36,7 +37,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_copy_blocks": (None, [_P, _P, _P, _I, _I]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 
 def cpu_flags() -> set[str]:

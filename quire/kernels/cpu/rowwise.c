@@ -101,6 +101,49 @@ EXPORT void quire_layer_norm(const float *x, const float *weight, const float *b
     share_rows(layer_norm_task, &job);
 }
 
+typedef struct {
+    float *qkv;
+    const float *q_norm, *k_norm;
+    int64_t tokens, heads, kv_heads, dim, step;
+    float eps;
+} heads_job;
+
+/* RMS norm of `heads` heads as one vector. Squares are summed inside each head, then over the heads in a fixed binary
+ * tree: neighbours first, an odd one is carried up. Sums wait in `waiting` until a neighbour of their size is there. */
+static void norm_heads(float *x, const float *weight, int64_t heads, int64_t dim, float eps) {
+    float waiting[64];
+    int depth = 0;
+    for (int64_t h = 0; h < heads; h++) {
+        float sum = square_sum(x + h * dim, dim, 0.0f);
+        for (int64_t full = h + 1; full % 2 == 0; full /= 2) sum = waiting[--depth] + sum;
+        waiting[depth++] = sum;
+    }
+    float total = waiting[--depth];
+    while (depth > 0) total = waiting[--depth] + total;
+    float scale = 1.0f / sqrtf(total / (float)(heads * dim) + eps);
+    scale_row(x, weight, NULL, x, heads * dim, 0.0f, scale);
+}
+
+static void norm_heads_task(void *arg, int64_t task) {
+    const heads_job *job = arg;
+    int64_t width = (job->heads + 2 * job->kv_heads) * job->dim;
+    int64_t end = (task + 1) * job->step < job->tokens ? (task + 1) * job->step : job->tokens;
+    for (int64_t t = task * job->step; t < end; t++) {
+        float *row = job->qkv + t * width;
+        norm_heads(row, job->q_norm, job->heads, job->dim, job->eps);
+        norm_heads(row + job->heads * job->dim, job->k_norm, job->kv_heads, job->dim, job->eps);
+    }
+}
+
+EXPORT void quire_norm_all_heads(float *qkv, const float *q_norm, const float *k_norm, int64_t tokens, int64_t heads,
+                                 int64_t kv_heads, int64_t dim, float eps) {
+    int64_t width = (heads + 2 * kv_heads) * dim;
+    heads_job job = {qkv, q_norm, k_norm, tokens, heads, kv_heads, dim, 0, eps};
+    job.step = ROWS_WORTH_SHARING / (width > 0 ? width : 1);
+    if (job.step < 1) job.step = 1;
+    quire_parallel(norm_heads_task, &job, (tokens + job.step - 1) / job.step);
+}
+
 INLINE vf activate(vf x, int32_t kind) {
     const vf one = set_v(1.0f), half = set_v(0.5f);
     switch (kind) {

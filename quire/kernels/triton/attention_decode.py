@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.attention_split import PIECE_STEP, DecodeSplit
-from quire.layers.ops import HeadShape, LayerCache
+from quire.kernels.types import HeadShape, LayerCache
 
 LOG2_E = 1.4426950408889634
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.kernels.triton.attention_decode import LOG2_E
 from quire.kernels.triton.attention_mixed import MixedShape
-from quire.layers.ops import HeadShape
+from quire.kernels.types import HeadShape
 
 
 @triton.jit

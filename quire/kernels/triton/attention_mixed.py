@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.reference import _softmax_attention
+from quire.kernels.torch_attention import softmax_attention
 from quire.kernels.triton.attention_decode import LOG2_E
-from quire.layers.ops import HeadShape, LayerCache
+from quire.kernels.types import HeadShape, LayerCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,5 +405,5 @@ def attention_reference(
             seen &= keys[None, :] > reach[:, None] - window
         if tree is not None:
             seen[:, length - (hi - lo) :] &= tree[lo:hi, : hi - lo] != 0
-        out[lo:hi] = _softmax_attention(q[lo:hi], k, v, seen, scale, softcap)
+        out[lo:hi] = softmax_attention(q[lo:hi], k, v, seen, scale, softcap)
     return out.reshape(qkv.shape[0], -1).to(qkv.dtype)

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from quire.kernels.triton.attention_decode import LOG2_E, DecodeScratch, _attend_piece
 from quire.kernels.triton.attention_split import PIECE_STEP, DecodeSplit
-from quire.layers.ops import HeadShape, HeadTurn, LayerCache
+from quire.kernels.types import HeadShape, HeadTurn, LayerCache
 
 _LINE = 128
 """Bytes of a line of the second cache."""
 _LEAST_HALF = 16
 """Features of half a head that a tensor core's product takes at least."""
+_WIDEST = 128
+"""Wider heads (Gemma's 256) were never tried in this kernel on a chip: they rotate in a kernel of their own."""
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -217,6 +219,7 @@ def rope_fits(shape: HeadShape, turn: HeadTurn) -> bool:
         and turn.rope.shape[1] == shape.head_dim == 2 * half
         and half >= _LEAST_HALF
         and half & (half - 1) == 0
+        and shape.head_dim <= _WIDEST
         and (turn.q_norm is None) == (turn.k_norm is None)
     )
 

@@ -10,20 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.layers.ops import LayerCache
+from quire.kernels.types import LayerCache
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _copy_blocks_kernel(k, v, source, target, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _copy_blocks_kernel(first, second, source, target, SIZE: tl.constexpr, BLOCK: tl.constexpr, TWO: tl.constexpr):
     pair = tl.program_id(0)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     from_block = tl.load(source + pair).to(tl.int64) * SIZE
     to_block = tl.load(target + pair).to(tl.int64) * SIZE
     inside = place < SIZE
-    tl.store(k + to_block + place, tl.load(k + from_block + place, mask=inside), mask=inside)
-    tl.store(v + to_block + place, tl.load(v + from_block + place, mask=inside), mask=inside)
+    tl.store(first + to_block + place, tl.load(first + from_block + place, mask=inside), mask=inside)
+    if TWO:
+        tl.store(second + to_block + place, tl.load(second + from_block + place, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -41,10 +42,16 @@ def _copy_slots_kernel(
 
 def copy_blocks(cache: LayerCache, source: Tensor, target: Tensor) -> None:
     """Block source[i] -> target[i] (int32), all at once: no block may be both a source and a target."""
-    size = cache.k[0].numel()
-    _copy_blocks_kernel[(source.shape[0], triton.cdiv(size, _BLOCK))](
-        _bytes(cache.k), _bytes(cache.v), source, target, size, _BLOCK, num_warps=4
-    )
+    parts = [_bytes(part) for part in cache.tensors.values()]
+    while parts:
+        first = parts.pop(0)
+        size = first[0].numel()
+        # Two parts with blocks of one size and type, as k and v are, in one launch.
+        two = bool(parts) and (parts[0][0].numel(), parts[0].dtype) == (size, first.dtype)
+        second = parts.pop(0) if two else first
+        _copy_blocks_kernel[(source.shape[0], triton.cdiv(size, _BLOCK))](
+            first, second, source, target, size, _BLOCK, two, num_warps=4
+        )
 
 
 def copy_slots(cache: LayerCache, source: Tensor, target: Tensor) -> None:
@@ -85,8 +92,8 @@ def independent_runs(source: Sequence[int], target: Sequence[int]) -> list[tuple
 
 
 def copy_blocks_reference(cache: LayerCache, source: Tensor, target: Tensor) -> None:
-    cache.k[target.long()] = cache.k[source.long()]
-    cache.v[target.long()] = cache.v[source.long()]
+    for part in cache.tensors.values():
+        part[target.long()] = part[source.long()]
 
 
 def copy_slots_reference(cache: LayerCache, source: Tensor, target: Tensor) -> None:

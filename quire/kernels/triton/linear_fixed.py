@@ -4,6 +4,9 @@ Tiles have the same shape for 1 row and for 10,000, and one program sums all of 
 the weight alone. A weight with slices sums each slice from zero and adds the slices in the tree of
 `quire.kernels.slices`: at each slice's end the sum goes into a binary counter of sums. A slice that is one block of
 columns (a head) makes the loop over slices the pipelined one; else each slice is a pipelined loop.
+
+Few rows make too few programs to fill a GPU, so there the slices are shared out: each program sums an aligned run of
+them, which is a node of the tree, and a second kernel adds the nodes. The additions are the same, and so are the bits.
 """
 
 from __future__ import annotations
@@ -20,11 +23,17 @@ from quire.kernels.slices import Node, Slices
 
 _MAX_SLICES = 255
 """The binary counter has eight places."""
+_PROGRAMS = 256
+"""Programs that fill a GPU of 132 multiprocessors: with fewer tiles than that, slices are shared out."""
+_LONGEST_RUN = 8
+"""Slices of a program that shares a tile: a counter of more places does not fit beside its larger tile."""
+_TREE_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class FixedShape:
-    """One shape for every call of a data type and a sum's slices: another one may round differently."""
+    """One shape for every call of a data type, but for sums in slices: there two were found to give the same bits, and
+    tests on a GPU hold them to it."""
 
     rows: int = 64
     features: int = 64
@@ -113,9 +122,10 @@ def _fixed_kernel(
     UNIT: tl.constexpr,
     LONGEST: tl.constexpr,  # columns of the longest slice
     OWNED: tl.constexpr,  # x and the weight begin with this slice
-    FIRST: tl.constexpr,  # slices [FIRST, FIRST + N) are summed here
+    FIRST: tl.constexpr,  # part p sums slices [FIRST + p * N, FIRST + (p + 1) * N)
     N: tl.constexpr,
     LAST_PLACE: tl.constexpr,
+    PARTS: tl.constexpr,  # more than one: `out` takes the float32 sum of each, [PARTS, rows, features]
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -141,9 +151,13 @@ def _fixed_kernel(
     # Every slice has the same number of blocks; in a shorter one the last may lie outside and add nothing.
     blocks: tl.constexpr = (LONGEST + COLUMNS - 1) // COLUMNS
     before = _border(OWNED, WIDTH, COUNT, UNIT)
+    first = FIRST
+    if PARTS > 1:
+        first += tl.program_id(1) * N
+        out += tl.program_id(1).to(tl.int64) * num_rows * NUM_FEATURES
     for turn in range(0, N):
-        start = _border(FIRST + turn, WIDTH, COUNT, UNIT) - before
-        end = _border(FIRST + turn + 1, WIDTH, COUNT, UNIT) - before
+        start = _border(first + turn, WIDTH, COUNT, UNIT) - before
+        end = _border(first + turn + 1, WIDTH, COUNT, UNIT) - before
         acc = tl.zeros([ROWS, FEATURES], tl.float32)
         for block in range(0, blocks):
             place = start + block * COLUMNS + tl.arange(0, COLUMNS)
@@ -162,6 +176,37 @@ def _fixed_kernel(
     tl.store(out + target, acc.to(out.dtype.element_ty), mask=stores)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _tree_kernel(
+    parts,
+    bias,
+    residual,
+    out,
+    num_rows,
+    NUM_FEATURES: tl.constexpr,
+    PARTS: tl.constexpr,
+    LAST_PLACE: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of the sums of all parts, added in the tree, then bias and residual."""
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = feature < NUM_FEATURES
+    target = tl.program_id(0).to(tl.int64) * NUM_FEATURES + feature
+    zero = tl.zeros([BLOCK], tl.float32)
+    c0, c1, c2, c3, c4, c5, c6, c7 = zero, zero, zero, zero, zero, zero, zero, zero
+    for part in tl.static_range(PARTS):
+        value = tl.load(parts + part * num_rows.to(tl.int64) * NUM_FEATURES + target, mask=real, other=0.0)
+        c0, c1, c2, c3, c4, c5, c6, c7 = _count(value, part, LAST_PLACE, c0, c1, c2, c3, c4, c5, c6, c7)
+    total = _total(PARTS, c0, c1, c2, c3, c4, c5, c6, c7)
+    if BIAS:
+        total += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual + target, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + target, total.to(out.dtype.element_ty), mask=real)
+
+
 def linear_fixed(
     x: Tensor,
     weight: Tensor,
@@ -170,14 +215,18 @@ def linear_fixed(
     slices: Slices | None = None,
     *,
     sizes: FixedShape = FixedShape(),  # noqa: B008 (frozen)
+    parts: int | None = None,
 ) -> Tensor:
-    """x W^T + bias + residual in a fixed order; its reference is `linear_few.linear_reference`."""
+    """x W^T + bias + residual in a fixed order; its reference is `linear_few.linear_reference`.
+
+    `parts`: programs that share the slices of one tile (None: as many as fill the GPU). Bits do not depend on it.
+    """
     if slices is None:
         slices = Slices.single(weight.shape[1])
     if not slices.whole:
         raise EngineError("a weight that holds only a run of a sum's slices has no product: use linear_fixed_nodes")
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, residual, slices, (0, slices.total), out, sizes)
+    _launch(x, weight, bias, residual, slices, (0, slices.total), out, sizes, parts)
     return out
 
 
@@ -192,11 +241,24 @@ def linear_fixed_nodes(
     return out
 
 
-def _sliced_shape(sizes: FixedShape, slices: Slices, most: int) -> FixedShape:
-    """A short slice in one block, and registers of more warps for the binary counter."""
-    longest = slices.longest
-    columns = max(16, triton.next_power_of_2(longest)) if longest <= most else sizes.columns
-    return replace(sizes, columns=columns, warps=8, stages=3 if columns > 64 else sizes.stages)
+def _sliced_shape(sizes: FixedShape, slices: Slices, most: int, shared_out: bool) -> FixedShape:
+    """A short slice in one block; a tile small enough that the binary counter fits into registers.
+
+    H200, 4,096 rows, 32 heads of 128 (eight ranges of 12,288) to 4,096 features: 616 us (1,112) by these tiles, 2,825
+    (1,268) by the 64 x 64 of a sum without slices, which takes 380 (1,269). The shape changed no bit there.
+    """
+    if slices.longest <= most:
+        sizes = replace(sizes, columns=max(16, triton.next_power_of_2(slices.longest)), stages=3)
+        return sizes if shared_out else replace(sizes, features=sizes.features // 2)
+    return sizes if shared_out or sizes.rows > 64 else replace(sizes, rows=2 * sizes.rows, warps=2 * sizes.warps)
+
+
+def _num_parts(tiles: int, count: int) -> int:
+    """Into how many equal runs of slices, each a node of the tree, so few tiles are best shared out."""
+    run = min(count & -count, _LONGEST_RUN)  # a power of two that divides the number of slices
+    while run > 1 and tiles * (count // run) < _PROGRAMS:
+        run //= 2
+    return count // run if tiles < _PROGRAMS else 1
 
 
 def _launch(
@@ -208,6 +270,7 @@ def _launch(
     node: Node,
     out: Tensor,
     sizes: FixedShape,
+    num_parts: int | None = None,
 ) -> None:
     rows, features = out.shape
     if slices.total > _MAX_SLICES:
@@ -217,16 +280,18 @@ def _launch(
     ieee = x.dtype == torch.float32
     if ieee:
         sizes = FixedShape(32, 32, 32, 4, 3)
-    if slices.total > 1:
-        sizes = _sliced_shape(sizes, slices, most=64 if ieee else 128)
     count = node[1] - node[0]
-    grid = (triton.cdiv(rows, sizes.rows) * triton.cdiv(features, sizes.features),)
-    _fixed_kernel[grid](
+    parts = num_parts or _num_parts(triton.cdiv(rows, sizes.rows) * triton.cdiv(features, sizes.features), count)
+    if slices.total > 1:
+        sizes = _sliced_shape(sizes, slices, 64 if ieee else 128, parts > 1)
+    tiles = triton.cdiv(rows, sizes.rows) * triton.cdiv(features, sizes.features)
+    sums = out if parts == 1 else torch.empty(parts, rows, features, dtype=torch.float32, device=x.device)
+    _fixed_kernel[(tiles, parts)](
         x,
         weight,
         weight if bias is None else bias,
         x if residual is None else residual,
-        out,
+        sums,
         rows,
         features,
         slices.width,
@@ -236,15 +301,30 @@ def _launch(
         slices.longest,
         slices.first,
         node[0],
-        count,
-        count.bit_length() - 1,
+        count // parts,
+        (count // parts).bit_length() - 1,
+        parts,
         sizes.rows,
         sizes.features,
         sizes.columns,
-        bias is not None,
-        residual is not None,
+        bias is not None and parts == 1,
+        residual is not None and parts == 1,
         "ieee" if ieee else "tf32",
         8,
         num_warps=sizes.warps,
         num_stages=sizes.stages,
     )
+    if parts > 1:
+        _tree_kernel[(rows, triton.cdiv(features, _TREE_BLOCK))](
+            sums,
+            weight if bias is None else bias,
+            x if residual is None else residual,
+            out,
+            rows,
+            features,
+            parts,
+            parts.bit_length() - 1,
+            bias is not None,
+            residual is not None,
+            _TREE_BLOCK,
+        )

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.layers.ops import HeadShape, LayerCache
+from quire.kernels.types import HeadShape, LayerCache
 
 _FEW_TOKENS = 8
 _FEW_HEADS, _HEADS = 4, 8

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import FreshPrompts
-from quire.attention.context import StepContext
 from quire.attention.prompts import Verdicts
 from quire.config import default_cache_dir
-from quire.layers.ops import LayerCache, Ops
+from quire.kernels.types import LayerCache, StepContext
 from quire.models.decoder import Decoder
+from quire.ops.interface import Ops
 from quire.worker.gpu.batches import FreshRuns, MixedBatch
 from quire.worker.gpu.padded import MixedRung, MixedRungs
 from quire.worker.gpu.staging import Stage
@@ -35,7 +35,7 @@ class StepContexts:
     ) -> None:
         """`windows`: of the table's cache groups; None: they were made for this decoder's layers. `fuse_rope`: decode
         steps without drafts rotate inside their attention."""
-        self.attention = getattr(ops, "attention", None)
+        self.attention = ops.attention
         own = tuple(group.window for group in decoder.spec.cache_groups())
         self.windows = own if windows is None else windows
         self.tables = table.tables[: len(self.windows)]
@@ -108,7 +108,7 @@ class StepContexts:
         owner = rows.clamp(min=0).long()
         width = max(1, -(-int(lengths.max()) // self._block_size))
         # The block past the pool's, which `allocate_caches` adds for padding.
-        spare = (caches[0].k.shape[0] - 1) * self._block_size
+        spare = (caches[0].num_blocks - 1) * self._block_size
         return StepContext(
             positions,
             query_start,

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.ops import LayerCache, Ops
+from quire.kernels.types import LayerCache
+from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
 from quire.worker.gpu.backend import StepKernels, step_kernels
 from quire.worker.gpu.batches import FreshRuns, MixedBatch, aligned
 from quire.worker.gpu.contexts import StepContexts, View
 from quire.worker.gpu.decode_buffers import DecodeBuffers
-from quire.worker.gpu.forward import DeviceForward, Hidden
 from quire.worker.gpu.padded import MixedRung
 from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import DeviceTable
@@ -25,7 +25,7 @@ class StepLaunches:
     """One model over one table. Tokens go to the table's rows and to `drawn`, a ring of the last steps' draws."""
 
     def __init__(
-        self, decoder: Decoder, ops: Ops, table: DeviceTable, contexts: StepContexts, max_num_seqs: int, advance: bool
+        self, decoder: Decoder, table: DeviceTable, contexts: StepContexts, max_num_seqs: int, advance: bool
     ) -> None:
         """`advance`: a decode step leaves its positions one further, so that the next needs no staging."""
         device = table.arena.device
@@ -33,11 +33,12 @@ class StepLaunches:
         self._table = table
         self._contexts = contexts
         self._advance = advance
-        self.forward = DeviceForward(decoder, ops)
+        self.decoder = decoder
         self._kernels: StepKernels = step_kernels(device)
         vocab_size = decoder.spec.vocab_size
-        logits_type = getattr(ops, "dtype", torch.float32) if self.forward.fused else torch.float32
-        self.buffers = DecodeBuffers.allocate(max_num_seqs, len(contexts.windows), vocab_size, logits_type, device)
+        self.buffers = DecodeBuffers.allocate(
+            max_num_seqs, len(contexts.windows), vocab_size, decoder.logits_dtype, device
+        )
         self._scratch = self._kernels.draw_scratch(max_num_seqs, vocab_size)
         self.drawn = torch.zeros(RING, max_num_seqs, 2, dtype=torch.int32, device=device)
         """int32 [slot of the ring, place, 2]: token and status."""
@@ -63,28 +64,29 @@ class StepLaunches:
         ids, positions = b.ids[:rung], b.wide_positions[:rung]
         self._gather(rows, b.positions[:rung], ids, positions, slots, lengths)
         ctx = self._contexts.decode(rows, positions, b.query_start[: rung + 1], lengths, slots, apart, self.caches)
-        hidden = self.forward(ids, ctx, self.caches)
-        self.draw(self.forward.logits(hidden, b.logits[:rung]), rows, lengths, b.ring)
+        hidden = self.decoder.forward(ids, ctx, self.caches)
+        self.draw(self.decoder.logits(hidden, ctx, b.logits[:rung]), rows, lengths, b.ring)
         if self._advance:
             b.positions[:rung].add_(1)
 
     def padded(self, rung: MixedRung, view: View, draws: int) -> None:
         """A mixed step of a fixed shape, all of it on fixed addresses."""
         ids, positions, slots = self._gathered(view("token_rows"), view("positions"))
-        hidden = self.forward(ids, self._contexts.padded(rung, view, positions, slots), self.caches)
-        logits = self.forward.logits(hidden.rows(view("last")), self.buffers.logits[:draws])
+        ctx = self._contexts.padded(rung, view, positions, slots)
+        hidden = self.decoder.forward(ids, ctx, self.caches)
+        logits = self.decoder.logits(hidden[view("last")], ctx, self.buffers.logits[:draws])
         self.draw(logits, view("draw_rows"), view("draw_positions"), view("ring"))
 
-    def mixed(self, view: View, batch: MixedBatch, fresh: FreshRuns) -> Hidden:
+    def mixed(self, view: View, batch: MixedBatch, fresh: FreshRuns) -> ResidualStream:
         """A step of any shape, up to its last layer."""
         ids, positions, slots = self._gathered(view("token_rows"), view("positions"))
         ctx = self._contexts.mixed(view, batch, fresh, positions, slots, self.caches)
         if not fresh.dense:
-            return self.forward(ids, ctx, self.caches)
+            return self.decoder.forward(ids, ctx, self.caches)
         from quire.attention.triton import dense_attention
 
         with dense_attention():
-            return self.forward(ids, ctx, self.caches)
+            return self.decoder.forward(ids, ctx, self.caches)
 
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, ring: Tensor) -> None:
         """The drawing kernel: what temperature and min_p ask for."""

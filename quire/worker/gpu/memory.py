@@ -21,7 +21,7 @@ shows."""
 
 
 def bytes_per_block(spec: DecoderSpec, block_size: int, element_size: int) -> int:
-    return block_size * sum(layer.kv.bytes_per_token(element_size) for layer in spec.layers)
+    return spec.kv_bytes_per_block(block_size, element_size)
 
 
 def measure_step(run: Callable[[], None], device: torch.device) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from quire.scheduler.plan import PlanEntry
 from quire.worker.gpu.batches import LogitRows, MixedBatch, end_of
 from quire.worker.gpu.graphs import GraphCache
 from quire.worker.gpu.staging import Stage
+
+if TYPE_CHECKING:  # Triton need not be installed
+    from quire.attention.triton import TritonAttention
 
 PROMPT_TOKENS = (64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 DECODES = (8, 32, 128, 256, 512)
@@ -64,7 +67,9 @@ class MixedRungs:
         """Largest first, so that the graphs of the others fit into its memory."""
 
     @classmethod
-    def of(cls, attention: Any, decoder: Decoder, max_num_seqs: int, max_tokens: int) -> MixedRungs | None:
+    def of(
+        cls, attention: TritonAttention | None, decoder: Decoder, max_num_seqs: int, max_tokens: int
+    ) -> MixedRungs | None:
         """Those of a model, where the kernels know padding; None if no step (`max_tokens` 0) shall be padded."""
         if attention is None or max_tokens == 0:
             return None

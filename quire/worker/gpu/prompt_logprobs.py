@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.layers.stream import ResidualStream
+from quire.models.decoder import Decoder
 from quire.sampling.logprobs import SampledLogprobs, token_logprobs
 from quire.scheduler.plan import PlanEntry
 from quire.worker.gpu.batches import MixedBatch
-from quire.worker.gpu.forward import DeviceForward, Hidden
 from quire.worker.gpu.memory import too_much
 from quire.worker.gpu.results import PendingStep
 from quire.worker.gpu.table import DeviceTable
@@ -21,8 +22,8 @@ def add_prompt_logprobs(
     pending: PendingStep,
     entries: Sequence[PlanEntry],
     batch: MixedBatch,
-    hidden: Hidden,
-    forward: DeviceForward,
+    hidden: ResidualStream,
+    decoder: Decoder,
     table: DeviceTable,
 ) -> None:
     """For the entries that ask for them. One that asks for more than the memory holds fails alone."""
@@ -30,7 +31,7 @@ def add_prompt_logprobs(
         entry, begin = entries[i], entries[i].prompt_logprobs_from
         if begin is not None:
             try:
-                found = _of_entry(entry, begin, hidden, int(batch.query_start[place]), forward, table)
+                found = _of_entry(entry, begin, hidden, int(batch.query_start[place]), decoder, table)
             except RuntimeError as error:
                 pending.errors[i] = too_much(error)
             else:
@@ -38,7 +39,7 @@ def add_prompt_logprobs(
 
 
 def _of_entry(
-    entry: PlanEntry, begin: int, hidden: Hidden, first: int, forward: DeviceForward, table: DeviceTable
+    entry: PlanEntry, begin: int, hidden: ResidualStream, first: int, decoder: Decoder, table: DeviceTable
 ) -> list[SampledLogprobs]:
     """Of the prompt tokens that follow the positions of this chunk, whose first token is `first` of the step."""
     info = table.info(entry.row)
@@ -47,7 +48,7 @@ def _of_entry(
     for at in range(begin, end, _LOGITS_ROWS):
         stop = min(at + _LOGITS_ROWS, end)
         chunk = torch.arange(first + at - entry.start, first + stop - entry.start, device=table.arena.device)
-        logits = forward.logits(hidden.rows(chunk)).float()
+        logits = decoder.logits(hidden[chunk]).float()
         targets = table.tokens[entry.row, at + 1 : stop + 1].long()
         found.append(token_logprobs(logits, targets, info.params.prompt_logprobs or 0))
     return found

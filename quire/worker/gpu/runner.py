@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from quire.layers.ops import LayerCache, Ops
+from quire.kernels.types import LayerCache
 from quire.models.decoder import Decoder
+from quire.ops.interface import Ops
 from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.worker.gpu.batches import (
     LogitRows,
@@ -61,7 +62,7 @@ class DeviceRunner:
         self._device = device
         self._table = table
         self.contexts = StepContexts(decoder, ops, table, windows, fuse_rope)
-        self.launches = StepLaunches(decoder, ops, table, self.contexts, max_num_seqs, advance)
+        self.launches = StepLaunches(decoder, table, self.contexts, max_num_seqs, advance)
         self.draws = SpecialDraws(table, rejection)
         self.rungs = ladder(max_num_seqs)
         # Steps with drafts are never padded to these, so rows that are there for drafts need no shapes.
@@ -185,10 +186,10 @@ class DeviceRunner:
         if len(places):
             launches.scatter_staged(stage, sent)
         hidden = launches.mixed(lambda name: stage.view(sent, name), batch, fresh)
-        add_prompt_logprobs(pending, entries, batch, hidden, launches.forward, self._table)
+        add_prompt_logprobs(pending, entries, batch, hidden, launches.decoder, self._table)
         if len(reads.last):
             everyone = np.array_equal(reads.last, np.arange(batch.query_start[-1]))
-            logits = launches.forward.logits(hidden.rows(None if everyone else stage.view(sent, "last")))
+            logits = launches.decoder.logits(hidden if everyone else hidden[stage.view(sent, "last")])
             if reads.drawing:
                 launches.draw(logits[: len(reads.drawing)], stage.view(sent, "draw_rows"),
                               stage.view(sent, "draw_positions"), stage.view(sent, "ring"))

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.layers.ops import Ops
 from quire.models.build import build_decoder
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of, read_spec
+from quire.ops.interface import Ops
 
 
 def random_weights(

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.config import CacheConfig
+from quire.config import GPU_DEFAULTS, CacheConfig
 from quire.errors import ConfigError, QuireError
-from quire.layers.ops import Ops
 from quire.models.decoder import Decoder
 from quire.models.registry import read_spec
+from quire.ops.interface import Ops
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import PlanEntry, RowStart, StepPlan, StepResult, TableDiff
 from quire.speculation.options import REJECTION, SpeculationOptions
@@ -48,8 +48,8 @@ class DeviceOptions:
 
     device: str = "cuda"
     dtype: str = "auto"
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = GPU_DEFAULTS.max_num_seqs
+    max_num_batched_tokens: int = GPU_DEFAULTS.max_num_batched_tokens
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
@@ -359,8 +359,8 @@ class GpuWorker:
             if isinstance(self._runner.drafter, DeviceDrafter):
                 self._runner.drafter.runner.close()
             self._runner.close()
-        if hasattr(self.__dict__.get("ops"), "close"):
-            self.ops.close()  # type: ignore[attr-defined]
+        if "ops" in self.__dict__:
+            self.ops.close()
         for name in ("_runner", "_copies", "_cache", "table", "decoder", "ops", "_copier"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
@@ -382,7 +382,7 @@ def _length(max_positions: int, wanted: int | None) -> int:
 def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype) -> Ops:
     if device.type != "cuda":
         raise ConfigError("only a GPU has kernels of its own here: hand in the operations of another device", "device")
-    from quire.kernels.triton.ops import KV_DTYPES, TritonOps
+    from quire.ops.triton import KV_DTYPES, TritonOps
 
     return TritonOps(
         device,

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention.context import StepContext
 from quire.kernels.slices import Slices
-from quire.kernels.triton.ops import TritonOps
-from quire.layers.ops import HeadShape
+from quire.kernels.types import HeadShape, StepContext
+from quire.ops.triton import TritonOps
 from quire.sampling.logprobs import token_logprobs
 from tests.kernels.triton.cases import rand
 
@@ -92,7 +91,7 @@ def rotations(device: str, dtype: torch.dtype, rows: int, shape: HeadShape) -> I
     places = torch.arange(rows, device=device)
 
     def turned(first: int, last: int, norms: bool) -> Sequence[Tensor]:
-        cache = ops.allocate_cache(shape, -(-rows // page), page)
+        cache = ops.allocate_cache(shape.kv, -(-rows // page), page)
         mine, own = qkv[first:last].clone(), places[first:last].clone()
         ctx = StepContext(own, places, places, (), (own,))
         ops.rope_and_cache(mine, cache, ctx, 0, shape, rope, *(gains if norms else (None, None)), 1e-6)
@@ -110,7 +109,7 @@ def attention(
     ops = deterministic_ops(device, dtype)
     page = 16
     blocks = -(-length // page)
-    cache = ops.allocate_cache(shape, 2 * blocks, page)
+    cache = ops.allocate_cache(shape.kv, 2 * blocks, page)
     cache.k.copy_(rand(*cache.k.shape, dtype=dtype, device=device))
     cache.v.copy_(rand(*cache.v.shape, dtype=dtype, device=device))
     qkv = rand(length, shape.width, dtype=dtype, device=device)

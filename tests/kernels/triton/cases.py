@@ -31,7 +31,7 @@ from quire.kernels.triton import (
     norm,
     rope_cache,
 )
-from quire.layers.ops import HeadShape, HeadTurn, LayerCache
+from quire.kernels.types import HeadShape, HeadTurn, LayerCache, pair_cache
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative error that rounding of inputs and outputs explains; a wrong index is far beyond it."""
@@ -86,7 +86,7 @@ def check_activations(device: str, dtype: torch.dtype, rows: int, width: int) ->
 
 def make_cache(device: str, dtype: torch.dtype, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
     size = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
-    return LayerCache(rand(*size, dtype=dtype, device=device), rand(*size, dtype=dtype, device=device), block_size)
+    return pair_cache(rand(*size, dtype=dtype, device=device), rand(*size, dtype=dtype, device=device), block_size)
 
 
 def check_rope_cache(
@@ -102,7 +102,7 @@ def check_rope_cache(
     num_blocks = tokens // block_size + 3
     qkv = rand(tokens, shape.width, dtype=dtype, device=device)
     cache, other = make_cache(device, dtype, shape, num_blocks, block_size), None
-    other = LayerCache(cache.k.clone(), cache.v.clone(), block_size)
+    other = pair_cache(cache.k.clone(), cache.v.clone(), block_size)
     slots = torch.randperm(num_blocks * block_size, device=device)[:tokens]
     slots[0] = -1
     positions = torch.randint(0, 300, (tokens,), device=device)
@@ -217,7 +217,7 @@ def check_rope_decode(
     """The fused kernel beside the references of both it stands for, and beside those two kernels."""
     stored = kv_dtype or dtype
     qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, [1] * len(lengths), lengths)
-    cache = LayerCache(cache.k.to(stored), cache.v.to(stored), block_size)
+    cache = pair_cache(cache.k.to(stored), cache.v.to(stored), block_size)
     angles = torch.rand(max(lengths) + 1, shape.head_dim // 2, device=device) * 6
     rope = torch.cat((angles.cos(), angles.sin()), 1)
     gains = [torch.rand(shape.head_dim, device=device) + 0.5 if norms else None for _ in range(2)]
@@ -236,16 +236,16 @@ def check_rope_decode(
     seen = {"window": window, "softcap": softcap, "kv_scale": kv_scale}
 
     def copy_of(original: LayerCache) -> LayerCache:
-        return LayerCache(original.k.clone(), original.v.clone(), block_size)
+        return pair_cache(original.k.clone(), original.v.clone(), block_size)
 
-    want_cache, turned = LayerCache(cache.k.to(dtype, copy=True), cache.v.to(dtype, copy=True), block_size), qkv.clone()
+    want_cache, turned = pair_cache(cache.k.to(dtype, copy=True), cache.v.to(dtype, copy=True), block_size), qkv.clone()
     norm_and_turn = (slots, newest, shape, rope, *gains, 1e-6)
     rope_cache.rope_and_cache_reference(turned, want_cache, *norm_and_turn, kv_scale=kv_scale)
     apart, apart_cache = qkv.clone(), copy_of(cache)
     rope_cache.rope_and_cache(apart, apart_cache, *norm_and_turn, kv_scale=kv_scale)
     # The interpreter loses the carry of a mantissa that rounds up to the next power of two, so 0.499 becomes 0.25.
     narrow = apart_cache if kv_dtype is not None and device == "cpu" else want_cache
-    want_cache = LayerCache(narrow.k.to(stored).to(dtype), narrow.v.to(stored).to(dtype), block_size)
+    want_cache = pair_cache(narrow.k.to(stored).to(dtype), narrow.v.to(stored).to(dtype), block_size)
     want = attention_mixed.attention_reference(turned, want_cache, table, start, length, shape, 0.2, **seen)
     batch = (kernel_table, where, length, split, scratch, shape, 0.2)
     two = attention_decode.decode_attention(apart, apart_cache, *batch, keys=keys, **seen)
@@ -423,6 +423,12 @@ def check_linear_fixed(device: str, dtype: torch.dtype, rows: int, features: int
     return worst
 
 
+def is_whole_runs(count: int, parts: int) -> bool:
+    """Whether `count` slices fall into so many equal runs that are nodes of the tree."""
+    run, rest = divmod(count, parts)
+    return rest == 0 and run & (run - 1) == 0
+
+
 def check_linear_slices(device: str, dtype: torch.dtype, rows: int, features: int, slices: Slices) -> float:
     """Each slice from zero, the slices in their tree; ranks that own runs of them give the bits of one."""
     x = rand(rows, slices.width, dtype=dtype, device=device)
@@ -440,6 +446,9 @@ def check_linear_slices(device: str, dtype: torch.dtype, rows: int, features: in
     rounds_alike = dtype != torch.bfloat16 or device != "cpu"  # Triton's interpreter has a bfloat16 of its own
     if rounds_alike and not torch.equal((whole + bias.float() + residual.float()).to(dtype), got):
         raise AssertionError("bias and residual do not come after the tree, or there is more than one rounding")
+    for parts in (parts for parts in range(1, slices.count + 1) if is_whole_runs(slices.count, parts)):
+        if not torch.equal(linear_fixed.linear_fixed(x, weight, bias, residual, slices, parts=parts), got):
+            raise AssertionError(f"{parts} programs that share the slices give other bits")
     for size in (2, 3, 4, 8):
         nodes = {}
         for first, last in {rank_run(slices.count, rank, size) for rank in range(size)}:
@@ -457,7 +466,7 @@ def check_linear_slices(device: str, dtype: torch.dtype, rows: int, features: in
 
 def check_copies(device: str, dtype: torch.dtype, shape: HeadShape, block_size: int) -> None:
     cache = make_cache(device, dtype, shape, 9, block_size)
-    other = LayerCache(cache.k.clone(), cache.v.clone(), block_size)
+    other = pair_cache(cache.k.clone(), cache.v.clone(), block_size)
     source = torch.tensor([1, 4, 1], dtype=torch.int32, device=device)
     target = torch.tensor([0, 2, 8], dtype=torch.int32, device=device)
     copy.copy_blocks(cache, source, target)

@@ -38,7 +38,7 @@ from quire.kernels.triton import (  # noqa: E402
     norm,
     rope_cache,
 )
-from quire.layers.ops import HeadShape, HeadTurn, LayerCache  # noqa: E402
+from quire.kernels.types import HeadShape, HeadTurn, pair_cache  # noqa: E402
 from tests.kernels.triton import bits  # noqa: E402
 from tests.kernels.triton.hopper import compiling, resources  # noqa: E402
 
@@ -101,7 +101,7 @@ def ahead(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     x, gain, weight = torch.empty(1, 1024, dtype=dtype), torch.empty(1024), torch.empty(256, 1024, dtype=dtype)
     qkv = torch.empty(2, HEADS.width, dtype=dtype)
-    cache = LayerCache(torch.empty(4, 2, 16, 64, dtype=dtype), torch.empty(4, 2, 16, 64, dtype=dtype), 16)
+    cache = pair_cache(torch.empty(4, 2, 16, 64, dtype=dtype), torch.empty(4, 2, 16, 64, dtype=dtype), 16)
     ints, longs = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     table, rope = torch.zeros(4, 8, dtype=torch.int32), torch.empty(64, 64)
     split = attention_split.DecodeSplit.allocate(4, 8, "cpu")
@@ -117,7 +117,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         qkv, cache, table, ints, ints, split, scratch, HEADS, 0.1, num_stages=3, pdl=True
     )
     heads, gain = HeadShape(16, 8, 128), torch.empty(128)
-    wide = LayerCache(torch.empty(4, 8, 16, 128, dtype=dtype), torch.empty(4, 8, 16, 128, dtype=dtype), 16)
+    wide = pair_cache(torch.empty(4, 8, 16, 128, dtype=dtype), torch.empty(4, 8, 16, 128, dtype=dtype), 16)
     turn = HeadTurn(torch.empty(64, 128), gain, gain, 1e-6)
     parts = attention_decode.DecodeScratch.allocate(split.tasks, 4, heads, "cpu")
     yield "turned decode", lambda: attention_rope.rope_decode_attention(
@@ -130,7 +130,9 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         )
     for name, slices in (("heads", Slices.of_heads(32, 128)), ("ranges", Slices.of_width(4096))):
         wide_x, wide_weight = torch.empty(2, 4096, dtype=dtype), torch.empty(256, 4096, dtype=dtype)
-        yield name, partial(linear_fixed.linear_fixed, wide_x, wide_weight, slices=slices)
+        for parts in (1, slices.count // 8, slices.count):
+            yield f"{name} in {parts}", partial(
+                linear_fixed.linear_fixed, wide_x, wide_weight, slices=slices, parts=parts)
     if not small:
         yield from ahead(dtype)
 

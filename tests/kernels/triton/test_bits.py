@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.layers.ops import HeadShape
+from quire.kernels.types import HeadShape
 from tests.kernels.triton import bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -53,7 +53,7 @@ def test_without_a_gpu_no_library_is_loaded() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     from quire.kernels import cublas
-    from quire.kernels.triton.ops import TritonOps
+    from quire.ops.triton import TritonOps
 
     assert cublas.version() == 0
     assert TritonOps("cpu", torch.bfloat16)._library is None
@@ -70,7 +70,7 @@ def test_every_kind_of_choice_computes_the_same(monkeypatch: pytest.MonkeyPatch)
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
     from quire.kernels.triton import choices, linear_few
-    from quire.kernels.triton.ops import TritonOps
+    from quire.ops.triton import TritonOps
 
     ops = TritonOps("cpu", torch.float32)
     x, weight, gain = torch.randn(1, 48), torch.randn(20, 48), torch.rand(48) + 0.5
@@ -90,7 +90,7 @@ def test_no_kernel_is_compiled_for_a_number_of_rows_that_no_graph_has(
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
     from quire.kernels.triton import choices, linear_ahead
-    from quire.kernels.triton.ops import TritonOps
+    from quire.ops.triton import TritonOps
 
     monkeypatch.setattr(linear_ahead, "available", lambda _: True)
     ops, asked = TritonOps("cpu", torch.bfloat16), []

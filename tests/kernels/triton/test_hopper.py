@@ -47,9 +47,10 @@ def test_the_product_of_one_row_meets_shared_memory_only_in_its_final_sums(compi
 
 
 def test_every_batch_of_deterministic_mode_runs_the_same_machine_code(compiled: dict[str, Any]) -> None:
-    """Another kernel for another number of rows may round otherwise, whatever its source says."""
+    """Another kernel for another number of rows may round otherwise, whatever its source says. A GEMM in slices is two
+    kernels (sums, then their tree); tests/gpu/test_bits.py compares the bits of all its ways to share out slices."""
     several = {f"{dtype} {name}": count for dtype, counts in compiled["variants"].items()
-               for name, count in counts.items() if count != 1}
+               for name, count in counts.items() if count != (2 if name.endswith("slices") else 1)}
     assert several == {}
 
 

@@ -13,7 +13,7 @@ from quire.kernels.triton import linear_fixed
 from quire.kernels.triton.attention_mixed import MixedShape
 from quire.kernels.triton.attention_split import DecodeShape, decode_shape, extra_pieces
 from quire.kernels.triton.linear_row import RowShape
-from quire.layers.ops import HeadShape
+from quire.kernels.types import HeadShape
 from tests.kernels.triton import cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoConfig
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.kernels.reference import TorchOps
 from quire.models.build import build_decoder
 from quire.models.loader.gguf_names import llama3_scaling
 from quire.models.loader.source import GgufSource, resolve_model
+from quire.ops.reference import TorchOps
 from tests.checkpoints import oracle_logits
 from tests.models.loader.tiny_gguf import CONFIGS, converted, tiny_model, write_gguf
 from tests.paged_driver import PagedDriver

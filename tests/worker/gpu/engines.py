@@ -12,10 +12,10 @@ from quire.config import CacheConfig
 from quire.engine.core import EngineCore
 from quire.executor.device import DeviceExecutor
 from quire.executor.local import LocalExecutor
-from quire.kernels.cpu.ops import CpuOps
 from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.registry import read_spec
+from quire.ops.cpu import CpuOps
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.request import Request

@@ -14,7 +14,7 @@ from quire.engine import assembly
 from quire.engine.device import _speculation
 from quire.errors import ConfigError
 from quire.executor.device import DeviceExecutor
-from quire.kernels.cpu.ops import CpuOps
+from quire.ops.cpu import CpuOps
 from quire.worker.gpu.worker import DeviceOptions, GpuWorker
 from tests.worker.gpu.engines import GEMMA3, QWEN3
 

@@ -32,7 +32,7 @@ def _requests() -> list[Request]:
 def test_an_engine_on_the_kernels_gives_the_cpu_engines_tokens(deterministic: bool) -> None:
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
-    from quire.kernels.triton.ops import TritonOps
+    from quire.ops.triton import TritonOps
 
     plain = engines.run(engines.make_engine(CONFIG, device=False), _requests())
     ops = TritonOps("cpu", torch.float32, deterministic=deterministic)
@@ -44,7 +44,7 @@ def test_fresh_prompts_may_be_attended_to_by_a_library(monkeypatch: pytest.Monke
         pytest.skip("the GPU suite runs this compiled")
     from quire.attention import triton as backend
     from quire.attention.prompts import Borrowed
-    from quire.kernels.triton.ops import TritonOps
+    from quire.ops.triton import TritonOps
     from tests.attention.test_prompts import causal
 
     monkeypatch.setattr(backend, "_RAGGED_TOKENS", 2)
@@ -74,7 +74,7 @@ def test_decode_steps_rotate_inside_their_attention_unless_they_hold_drafts(
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
     from quire.attention import triton as backend
-    from quire.kernels.triton.ops import TritonOps
+    from quire.ops.triton import TritonOps
 
     launched: list[int] = []
     kernel = backend.rope_decode_attention
@@ -107,7 +107,7 @@ def test_drafts_on_the_kernels_give_the_cpu_engines_tokens() -> None:
     """Of the target without a layer: its own steps, and those that judge."""
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
-    from quire.kernels.triton.ops import TritonOps
+    from quire.ops.triton import TritonOps
     from tests.worker.gpu.drafting import accepted, speculation
 
     config = {**CONFIG, "num_hidden_layers": 2}
@@ -129,7 +129,7 @@ def test_prompts_may_be_attended_to_out_of_their_steps_rows(monkeypatch: pytest.
         pytest.skip("the GPU suite runs this compiled")
     from quire.attention import triton as backend
     from quire.kernels.triton.attention_mixed import MixedShape
-    from quire.kernels.triton.ops import TritonOps
+    from quire.ops.triton import TritonOps
 
     monkeypatch.setattr(backend, "_ROWS", MixedShape(32, 16, 4, 2))
     monkeypatch.setattr(backend, "fresh_fits", lambda shape, dtype: True)
@@ -159,7 +159,7 @@ def test_every_graph_that_is_captured_is_one_that_steps_replay(max_num_seqs: int
     """Whatever number of sequences and drafts: shapes off the ladder have no division of their keys."""
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
-    from quire.kernels.triton.ops import TritonOps
+    from quire.ops.triton import TritonOps
     from quire.worker.gpu.batches import rung_for
     from quire.worker.gpu.padded import MixedRungs
 
@@ -185,7 +185,7 @@ def test_every_graph_that_is_captured_is_one_that_steps_replay(max_num_seqs: int
 def test_the_warm_up_compiles_the_kernels_of_steps_that_no_graph_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
-    from quire.kernels.triton.ops import TritonOps
+    from quire.ops.triton import TritonOps
 
     options = DeviceOptions(device="cpu", dtype="float32", max_num_seqs=4, max_num_batched_tokens=512,
                             max_model_len=64)  # fmt: skip

@@ -115,7 +115,7 @@ def test_padded_steps_give_the_plain_workers_tokens(
     prepare()
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
-    from quire.kernels.triton.ops import TritonOps
+    from quire.ops.triton import TritonOps
 
     monkeypatch.setattr(padded, "PROMPT_TOKENS", (4, 8))
     monkeypatch.setattr(padded, "DECODES", (2, 8))

@@ -31,11 +31,11 @@ def test_a_row_with_infinite_logits_fails_alone() -> None:
     core = make_engine(QWEN3, device=True, depth=2)
     requests = workload(5, 4)
     worker: GpuWorker = core.executor._worker  # type: ignore[attr-defined]
-    forward = worker._runner.launches.forward
-    original = forward.logits
+    decoder = worker.decoder
+    original = decoder.logits
 
-    def poisoned(hidden: Any, out: Any = None) -> Any:
-        logits = original(hidden, out)
+    def poisoned(hidden: Any, ctx: Any = None, out: Any = None) -> Any:
+        logits = original(hidden, ctx, out)
         rows = worker._runner.launches.buffers.rows if out is not None else None
         if rows is not None:
             for place in range(logits.shape[0]):
@@ -43,7 +43,7 @@ def test_a_row_with_infinite_logits_fails_alone() -> None:
                     logits[place, 7] = float("nan")
         return logits
 
-    forward.logits = poisoned  # type: ignore[method-assign]
+    decoder.logits = poisoned  # type: ignore[method-assign]
     found = run(core, requests)
     failed = [error for *_, error in found.values() if error is not None]
     assert len(failed) == 1 and "not finite" in failed[0]

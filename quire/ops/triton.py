@@ -3,21 +3,33 @@ reproducible."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.attention.context import StepContext
 from quire.attention.triton import TritonAttention
 from quire.errors import EngineError
 from quire.kernels import cublas
+from quire.kernels.kv_spec import KVSpec
 from quire.kernels.slices import Slices
-from quire.kernels.triton import activation, choices, copy, linear_ahead, linear_few, linear_fixed, norm, rope_cache
+from quire.kernels.triton import (
+    activation,
+    all_head_norm,
+    choices,
+    copy,
+    linear_ahead,
+    linear_few,
+    linear_fixed,
+    norm,
+    rope_cache,
+)
 from quire.kernels.triton.choices import Choice
 from quire.kernels.triton.linear_row import RowShape, linear_row
-from quire.layers.ops import HeadShape, HeadTurn, LayerCache
+from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
+from quire.ops.interface import Fusion, Ops
 
 _EARLY_ROWS = 512
 _FIXED_HEADS = 8
@@ -41,12 +53,14 @@ class DeviceLinear:
         return self.weight.shape[1]
 
 
-class TritonOps:
-    """`quire.layers.ops.Ops` for one GPU in bf16, fp16 or fp32. Activations have the type of the weights.
+class TritonOps(Ops):
+    """`quire.ops.interface.Ops` for one GPU in bf16, fp16 or fp32. Activations have the type of the weights.
 
     Norm vectors and rope tables are float32. With `deterministic`, every sum runs in an order fixed by its
     element.
     """
+
+    attention: TritonAttention
 
     def __init__(
         self,
@@ -161,6 +175,9 @@ class TritonOps:
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return norm.layer_norm(x, weight, bias, eps)
 
+    def norm_all_heads(self, qkv: Tensor, shape: HeadShape, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
+        all_head_norm.norm_all_heads(qkv, shape, q_norm, k_norm, eps)
+
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         return activation.act_mul(gate_up, kind, pdl=self._early(gate_up.shape[0]))
 
@@ -190,7 +207,7 @@ class TritonOps:
             k_norm,
             norm_eps,
             kv_scale=self.kv_scale,
-            pdl=self.pdl and getattr(ctx, "num_decodes", 0) == qkv.shape[0],
+            pdl=self.pdl and ctx.num_decodes == qkv.shape[0],
             heads_at_once=self._heads_at_once,
         )
 
@@ -207,21 +224,19 @@ class TritonOps:
     ) -> Tensor:
         return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap)
 
-    def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
+    def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:
         """k, v [num_blocks, num_kv_heads, block_size, head_dim]: a head's keys of one block lie together."""
-        size = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
-        return LayerCache(
-            torch.zeros(size, dtype=self.kv_dtype, device=self.device),
-            torch.zeros(size, dtype=self.kv_dtype, device=self.device),
-            block_size,
-        )
+        heads, dim = kv.heads_of_pair()
+        size = (num_blocks, heads, block_size, dim)
+        tensors = {part.name: torch.zeros(size, dtype=self.kv_dtype, device=self.device) for part in kv.parts}
+        return LayerCache(kv, block_size, tensors)
 
-    def copy_blocks(self, layer: LayerCache, src: list[int], dst: list[int]) -> None:
+    def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
         for sources, targets in copy.independent_runs(src, dst):
             pairs = torch.tensor([sources, targets], dtype=torch.int32).to(self.device, non_blocking=True)
             copy.copy_blocks(layer, pairs[0], pairs[1])
 
-    # ---- fused forms, for a forward pass that knows what comes next
+    # ---- fused forms
 
     def rope_attend(
         self,
@@ -245,34 +260,38 @@ class TritonOps:
         """residual += x in place; the norm of the sum."""
         return norm.add_rms_norm(x, residual, weight, eps, pdl=self._early(x.shape[0]))
 
-    def fuses_norm(self, rows: int, width: int) -> bool:
-        """Whether so few rows are best computed by products that take norm, activation and residual with
-        them."""
-        return linear_few.fusion_wins(rows, width) and not self.deterministic
+    def fusion(self, rows: int, width: int) -> Fusion:
+        few = linear_few.fusion_wins(rows, width) and not self.deterministic
+        return Fusion.NORM_WITH_GEMM if few else Fusion.SUM_WITH_NORM
+
+    def norm_gain(self, weight: Tensor) -> Tensor:
+        """Every program of a fused product reads all of it: in the activations' type where that loses nothing (so the
+        result is the same), else as it is."""
+        narrow = weight.to(self.dtype)
+        return narrow if torch.equal(narrow.float(), weight) else weight
 
     def norm_linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        gain: Tensor,
         eps: float,
         w: DeviceLinear,
         gated: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """linear(rms_norm(x)), and the gated activation of it, in one launch where that is fastest; only where
-        `fuses_norm`."""
+        """In one launch where that is fastest."""
         if x.shape[0] > 1:
             return linear_few.linear_vector(
-                x, w.weight, w.bias, None, norm=weight, eps=eps, gated=gated, out=out, pdl=self.pdl
+                x, w.weight, w.bias, None, norm=gain, eps=eps, gated=gated, out=out, pdl=self.pdl
             )
         form = choices.GATED if gated else choices.NORM
         choice = choices.product(1, w.out_features, w.in_features, x.dtype, form)
         sizes = RowShape(*choice.sizes) if choice.kernel in ("row", "apart") else RowShape()
         if choice.kernel == "row":
             return linear_row(
-                x, w.weight, w.bias, None, norm=weight, eps=eps, gated=gated, out=out, sizes=sizes, pdl=self.pdl
+                x, w.weight, w.bias, None, norm=gain, eps=eps, gated=gated, out=out, sizes=sizes, pdl=self.pdl
             )
-        normed = norm.rms_norm(x, weight, eps, pdl=self.pdl)
+        normed = norm.rms_norm(x, gain, eps, pdl=self.pdl)
         if choice.kernel == "apart":
             return linear_row(normed, w.weight, w.bias, None, gated=gated, out=out, sizes=sizes, pdl=self.pdl)
         found = self._product(choice, normed, w, None, None if gated else out)

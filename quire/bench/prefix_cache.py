@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             cells = [f"{capacity:>10,}", *(f"{result.hit_rate:>12.4f}" for result in row)]
             print("  ".join([*cells, _advantage(row)]).rstrip(), flush=True)
     if args.plot:
-        from quire.sim.hit_rate_plot import draw_hit_rates
+        from quire.bench.hit_rate_plot import draw_hit_rates
 
         title = f"Blocks found in cache: {args.workload or args.trace.name}"
         path = draw_hit_rates(results, title).save(args.plot)
@@ -96,7 +96,7 @@ def _advantage(row: list[ReplayResult]) -> str:
 
 
 def _print_json(args: argparse.Namespace, row: list[ReplayResult]) -> None:
-    from quire.bench.machine import describe_machine
+    from quire.machine import describe_machine
 
     workload = args.workload or args.trace.name
     for result in row:

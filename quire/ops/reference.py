@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.attention.context import StepContext
 from quire.errors import EngineError
+from quire.kernels import torch_norm
+from quire.kernels.kv_spec import KVSpec
 from quire.kernels.slices import Slices, add_in_tree
-from quire.layers.ops import HeadShape, LayerCache
+from quire.kernels.torch_attention import softmax_attention
+from quire.kernels.types import HeadShape, LayerCache, StepContext
+from quire.ops.interface import Ops
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -43,8 +46,8 @@ class PlainLinear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class TorchOps:
-    """Reference implementation of `quire.layers.ops.Ops`.
+class TorchOps(Ops):
+    """Reference implementation of `quire.ops.interface.Ops`.
 
     Correct to rounding, not bit-reproducible: torch's matmul may round a row differently in another batch.
     """
@@ -56,13 +59,16 @@ class TorchOps:
             slices.check_width(weight.shape[1])
         return PlainLinear(weight.float(), None if bias is None else bias.float(), slices)
 
-    def linear(self, x: Tensor, w: PlainLinear, residual: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, w: PlainLinear, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         if w.slices is None:
-            out = F.linear(x, w.weight, w.bias)
+            found = F.linear(x, w.weight, w.bias)
         else:
-            (out,) = self.linear_nodes(x, w)
-            out = out if w.bias is None else out + w.bias
-        return out if residual is None else out + residual
+            (found,) = self.linear_nodes(x, w)
+            found = found if w.bias is None else found + w.bias
+        found = found if residual is None else found + residual
+        return found if out is None else out.copy_(found)
 
     def linear_nodes(self, x: Tensor, w: PlainLinear) -> Tensor:
         slices = w.slices
@@ -83,6 +89,9 @@ class TorchOps:
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+    def norm_all_heads(self, qkv: Tensor, shape: HeadShape, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
+        torch_norm.norm_all_heads(qkv, shape.num_heads, shape.num_kv_heads, q_norm, k_norm, eps)
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         return _ACTIVATIONS[kind](x)
@@ -141,21 +150,19 @@ class TorchOps:
             first = 0 if window is None else max(0, length - (hi - lo) - window + 1)
             k, v, start = _gather(layer, ctx.block_tables[group][s], first, length)
             visible = _visible(queries, torch.arange(start, length, device=qkv.device), window)
-            out[lo:hi] = _softmax_attention(q[lo:hi], k, v, visible, scale, softcap)
+            out[lo:hi] = softmax_attention(q[lo:hi], k, v, visible, scale, softcap)
         return out.reshape(qkv.shape[0], shape.num_heads * shape.head_dim)
 
-    def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> LayerCache:
-        heads, dim = shape.num_kv_heads, shape.head_dim
-        return LayerCache(
-            k=torch.zeros(num_blocks, heads, dim, block_size),
-            v=torch.zeros(num_blocks, heads, block_size, dim),
-            block_size=block_size,
-        )
+    def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:
+        heads, dim = kv.heads_of_pair()
+        k = torch.zeros(num_blocks, heads, dim, block_size)
+        v = torch.zeros(num_blocks, heads, block_size, dim)
+        return LayerCache(kv, block_size, {"k": k, "v": v})
 
     def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
         """Block src[i] -> dst[i]; indexing gathers every source before the first target is written."""
-        layer.k[list(dst)] = layer.k[list(src)]
-        layer.v[list(dst)] = layer.v[list(src)]
+        for part in layer.tensors.values():
+            part[list(dst)] = part[list(src)]
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:
@@ -192,16 +199,3 @@ def _visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     distance = queries[:, None] - keys[None, :]
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
-
-
-def _softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None
-) -> Tensor:
-    """Attention of q [T, Hq, hd] over k, v [Hkv, L, hd]; query heads share a key head in order."""
-    share = q.shape[1] // k.shape[0]
-    k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
-    scores = torch.einsum("thd,hld->htl", q, k) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    return torch.einsum("htl,hld->thd", scores.softmax(-1), v)

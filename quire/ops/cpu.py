@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.attention.context import StepContext
 from quire.errors import EngineError
 from quire.kernels.cpu.build import SOURCE_DIR
 from quire.kernels.cpu.library import load
+from quire.kernels.kv_spec import KVSpec
 from quire.kernels.slices import UNIT, Slices
-from quire.layers.ops import HeadShape, LayerCache
+from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
+from quire.ops.interface import Ops
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 MAX_HEAD_DIM = 512  # MAX_DIM of attention.c
@@ -65,10 +66,11 @@ class PanelLinear:
 class CpuLayerCache(LayerCache):
     """A layer's cache with what its kernels need to know of it, taken once."""
 
-    shape: HeadShape
-    num_blocks: int
+    blocks: int
     k_ptr: int
     v_ptr: int
+    shape: HeadShape | None = None
+    """The heads that read and write it, once they were found to suit it."""
 
 
 @dataclass(slots=True)
@@ -92,8 +94,8 @@ class _Step:
     rot: int = 0
 
 
-class CpuOps:
-    """Compiled implementation of `quire.layers.ops.Ops` in fp32; any number of threads gives the same bits.
+class CpuOps(Ops):
+    """Compiled implementation of `quire.ops.interface.Ops` in fp32; any number of threads gives the same bits.
 
     One object serves one engine; several may live in a process and share the library's threads.
     """
@@ -156,13 +158,18 @@ class CpuOps:
             num_slices=0 if slices is None else slices.count,
         )
 
-    def linear(self, x: Tensor, w: PanelLinear, residual: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, w: PanelLinear, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         if w.slices is not None and not w.slices.whole:
             raise EngineError("a weight that holds only a run of a sum's slices has no product: use linear_nodes")
         rows = _rows(x, w.in_features)
         if residual is not None and _rows(residual, w.out_features) != rows:
             raise EngineError(f"the residual has {residual.shape[0]} rows, the input {rows}")
-        out = torch.empty(rows, w.out_features)
+        if out is None:
+            out = torch.empty(rows, w.out_features)
+        elif _rows(out, w.out_features) != rows:
+            raise EngineError(f"the result's buffer has {out.shape[0]} rows, the input {rows}")
         self._linear(
             x.data_ptr(), w.panels_ptr, w.format_code, w.bias_ptr,
             None if residual is None else residual.data_ptr(), out.data_ptr(),
@@ -210,6 +217,16 @@ class CpuOps:
         norm(x.data_ptr(), weight.data_ptr(), shift, out.data_ptr(), rows, width, eps)
         return out
 
+    def norm_all_heads(self, qkv: Tensor, shape: HeadShape, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
+        rows = _rows(qkv, shape.width)
+        for norm, heads in ((q_norm, shape.num_heads), (k_norm, shape.num_kv_heads)):
+            if _vector(norm) != heads * shape.head_dim:
+                raise EngineError(f"a norm over {heads} heads of {shape.head_dim} has not {norm.shape[0]} weights")
+        self._library.quire_norm_all_heads(
+            qkv.data_ptr(), q_norm.data_ptr(), k_norm.data_ptr(), rows, shape.num_heads, shape.num_kv_heads,
+            shape.head_dim, eps,
+        )  # fmt: skip
+
     def act(self, x: Tensor, kind: str) -> Tensor:
         width = x.shape[-1]
         out = torch.empty(_rows(x, width), width)
@@ -238,8 +255,14 @@ class CpuOps:
         norm_eps: float,
     ) -> None:
         if type(layer) is not CpuLayerCache:
-            layer = _describe(layer.k, layer.v, layer.block_size, shape)
+            layer = _describe(layer)
         step = self._enter(qkv, layer, ctx, group, shape, _NO_TABLE)
+        self._write(qkv, layer, step, group, shape, HeadTurn(rope, q_norm, k_norm, norm_eps))
+
+    def _write(
+        self, qkv: Tensor, layer: CpuLayerCache, step: _Step, group: int, shape: HeadShape, turn: HeadTurn
+    ) -> None:
+        rope, q_norm, k_norm = turn.rope, turn.q_norm, turn.k_norm
         if rope is not step.rope:
             self._take_rope(step, rope)
         if step.rot > shape.head_dim:
@@ -253,7 +276,7 @@ class CpuOps:
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(),
             step.positions, step.slots[group], step.tokens,
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.block_size, step.rot, norm_eps,
+            shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.block_size, step.rot, turn.eps,
         )  # fmt: skip
 
     def attend(
@@ -270,8 +293,42 @@ class CpuOps:
         if window is not None and window < 1:
             raise EngineError(f"an attention window holds at least the token itself, not {window}")
         if type(layer) is not CpuLayerCache:
-            layer = _describe(layer.k, layer.v, layer.block_size, shape)
+            layer = _describe(layer)
         step = self._enter(qkv, layer, ctx, group, shape, window or 0)
+        return self._read(qkv, layer, step, group, shape, scale, window, softcap)
+
+    def rope_attend(
+        self,
+        qkv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: HeadShape,
+        turn: HeadTurn,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Both kernels, after one check of the step."""
+        if window is not None and window < 1:
+            raise EngineError(f"an attention window holds at least the token itself, not {window}")
+        if type(layer) is not CpuLayerCache:
+            layer = _describe(layer)
+        step = self._enter(qkv, layer, ctx, group, shape, window or 0)
+        self._write(qkv, layer, step, group, shape, turn)
+        return self._read(qkv, layer, step, group, shape, scale, window, softcap)
+
+    def _read(
+        self,
+        qkv: Tensor,
+        layer: CpuLayerCache,
+        step: _Step,
+        group: int,
+        shape: HeadShape,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
         out = torch.empty(step.tokens, shape.num_heads * shape.head_dim)
         failed = self._attend(
             qkv.data_ptr(), layer.k_ptr, layer.v_ptr, out.data_ptr(),
@@ -283,11 +340,11 @@ class CpuOps:
             raise MemoryError("no memory for the attention's task list")
         return out
 
-    def allocate_cache(self, shape: HeadShape, num_blocks: int, block_size: int) -> CpuLayerCache:
-        heads, dim = shape.num_kv_heads, shape.head_dim
+    def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> CpuLayerCache:
+        heads, dim = kv.heads_of_pair()
         k = self._zeros(num_blocks, heads, dim, block_size)
         v = self._zeros(num_blocks, heads, block_size, dim)
-        return _describe(k, v, block_size, shape)
+        return _describe(LayerCache(kv, block_size, {"k": k, "v": v}))
 
     def _zeros(self, *shape: int) -> Tensor:
         """Zeros that take memory, and time, only where they are written: a large pool costs nothing at start."""
@@ -304,14 +361,15 @@ class CpuOps:
 
     def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
         """Block src[i] -> dst[i] for every i, each read before any is written."""
-        blocks = layer.k.shape[0]
+        blocks = layer.num_blocks
         if len(src) != len(dst) or any(not 0 <= block < blocks for block in (*src, *dst)):
             raise EngineError(f"block copies {list(src)} -> {list(dst)} do not pair 0..{blocks - 1}")
         if not set(src).isdisjoint(dst):
-            layer.k[list(dst)], layer.v[list(dst)] = layer.k[list(src)], layer.v[list(src)]
+            for part in layer.tensors.values():
+                part[list(dst)] = part[list(src)]
             return
         sources, targets = torch.tensor(src, dtype=_I64), torch.tensor(dst, dtype=_I64)
-        for part in (layer.k, layer.v):
+        for part in layer.tensors.values():
             self._library.quire_copy_blocks(
                 part.data_ptr(), sources.data_ptr(), targets.data_ptr(), len(src), part[0].numel()
             )
@@ -325,12 +383,12 @@ class CpuOps:
             step = self._step = _read_step(ctx)
         if _rows(qkv, shape.width) != step.tokens:
             raise EngineError(f"qkv has {qkv.shape[0]} rows, the step {step.tokens} tokens")
-        key = (group, window, layer.num_blocks, layer.block_size)
+        key = (group, window, layer.blocks, layer.block_size)
         if key not in step.checked:
-            self._check_step(step, group, window, layer.num_blocks, layer.block_size)
+            self._check_step(step, group, window, layer.blocks, layer.block_size)
             step.checked.add(key)
-        if layer.shape is not shape and layer.shape != shape:
-            raise EngineError(f"the cache was made for {layer.shape}, not {shape}")
+        if layer.shape is not shape:
+            _check_heads(layer, shape)
         return step
 
     def _check_step(self, step: _Step, group: int, window: int, blocks: int, size: int) -> None:
@@ -390,16 +448,27 @@ def _slice_ends(slices: Slices, width: int) -> Tensor:
     return torch.tensor(list(zip(slices.borders[1:], merges, strict=True)), dtype=_I64)
 
 
-def _describe(k: Tensor, v: Tensor, block_size: int, shape: HeadShape) -> CpuLayerCache:
-    """Check a cache's tensors against its heads and take their addresses."""
-    heads, dim, blocks = shape.num_kv_heads, shape.head_dim, k.shape[0]
-    if shape.num_heads % heads or dim > MAX_HEAD_DIM:
-        raise EngineError(f"{shape}: heads are at most {MAX_HEAD_DIM} wide, kv heads divide the query heads")
-    if k.shape != (blocks, heads, dim, block_size) or v.shape != (blocks, heads, block_size, dim):
-        raise EngineError(f"a cache {tuple(k.shape)} does not suit {shape} in blocks of {block_size}")
+def _describe(cache: LayerCache) -> CpuLayerCache:
+    """Check a cache's tensors against its spec and take their addresses."""
+    heads, dim = cache.spec.heads_of_pair()
+    k, v, blocks, size = cache.k, cache.v, cache.num_blocks, cache.block_size
+    if dim > MAX_HEAD_DIM:
+        raise EngineError(f"heads of {dim}: heads are at most {MAX_HEAD_DIM} wide on a CPU")
+    if k.shape != (blocks, heads, dim, size) or v.shape != (blocks, heads, size, dim):
+        raise EngineError(f"a cache {tuple(k.shape)} does not suit {heads} kv heads of {dim} in blocks of {size}")
     if not (k.dtype is v.dtype is _F32 and _dense(k, v)):
         raise EngineError("the CPU kernels want a contiguous float32 cache; get one from allocate_cache")
-    return CpuLayerCache(k, v, block_size, shape, blocks, k.data_ptr(), v.data_ptr())
+    return CpuLayerCache(cache.spec, size, cache.tensors, blocks, k.data_ptr(), v.data_ptr())
+
+
+def _check_heads(cache: CpuLayerCache, shape: HeadShape) -> None:
+    """Whether heads of this shape may use the cache; remembered, since a layer asks at every step."""
+    if cache.spec.heads_of_pair() != (shape.num_kv_heads, shape.head_dim):
+        heads, dim = cache.spec.heads_of_pair()
+        raise EngineError(f"the cache was made for {heads} kv heads of {dim}, not for {shape}")
+    if shape.num_heads % shape.num_kv_heads:
+        raise EngineError(f"{shape}: kv heads must divide the query heads")
+    cache.shape = shape
 
 
 def _read_step(ctx: StepContext) -> _Step:

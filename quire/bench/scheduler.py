@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.bench.machine import describe_machine
+    from quire.machine import describe_machine
 
     machine = describe_machine()
     cases = [measure(n, args.steps) for n in sorted(args.sequences)]

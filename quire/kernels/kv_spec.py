@@ -1,0 +1,55 @@
+"""What one layer keeps of a sequence's tokens, as plain data: which tensors, and how large each is. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.errors import InvariantError
+
+KVKind = Literal["pair"]
+"""pair: keys and values by heads. A latent and a state will be other kinds."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVPart:
+    """One tensor of a layer's cache: `heads` vectors of `width` elements for each token."""
+
+    name: str
+    heads: int
+    width: int
+
+    @property
+    def elements_per_token(self) -> int:
+        return self.heads * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """What one layer keeps of each token. Sizes, copies and transfers of KV ask this and assume nothing."""
+
+    kind: KVKind
+    parts: tuple[KVPart, ...]
+    window: int | None = None
+    """How many tokens back it is read; None: all of them."""
+
+    @classmethod
+    def pair(cls, num_kv_heads: int, head_dim: int, window: int | None = None) -> KVSpec:
+        """A key and a value for each kv head."""
+        return cls("pair", (KVPart("k", num_kv_heads, head_dim), KVPart("v", num_kv_heads, head_dim)), window)
+
+    @property
+    def elements_per_token(self) -> int:
+        return sum(part.elements_per_token for part in self.parts)
+
+    def bytes_per_token(self, element_size: int = 4) -> int:
+        return self.elements_per_token * element_size
+
+    def bytes_per_block(self, block_size: int, element_size: int = 4) -> int:
+        return self.bytes_per_token(element_size) * block_size
+
+    def heads_of_pair(self) -> tuple[int, int]:
+        """kv heads and their width, for backends that attend to pairs of k and v only."""
+        if self.kind != "pair":
+            raise InvariantError(f"this backend keeps pairs of k and v, not KV of kind {self.kind!r}")
+        return self.parts[0].heads, self.parts[0].width

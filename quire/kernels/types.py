@@ -1,0 +1,101 @@
+"""What kernels, backends and layers say to each other: a step's tokens, the shape of heads, a layer's cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quire.kernels.kv_spec import KVSpec
+
+
+@dataclass(slots=True)
+class StepContext:
+    """The step's metadata, built once per step and passed to every layer; there is no global copy of it.
+
+    Sequence `s` owns the tokens `query_start[s]:query_start[s+1]`, which are consecutive in it. Its last
+    token sees `context_len[s]` keys, itself included, so token `t` of `n` sees `context_len[s] - (n - 1 -
+    t)` of them, and the key at absolute position `p` lies in block `block_tables[g][s, p // block_size]`.
+    """
+
+    positions: Tensor
+    """int64 [T]: the position that rope and learned position embeddings see."""
+    query_start: Tensor
+    """int32 [S+1]"""
+    context_len: Tensor
+    """int32 [S]"""
+    block_tables: tuple[Tensor, ...]
+    """One per cache group: int32 [S, max_blocks]. Entries past a sequence's keys are never read. Those wholly
+    behind its window may name any block that exists: its content must be finite, but does not matter."""
+    slots: tuple[Tensor, ...]
+    """One per cache group: int64 [T], `block * block_size + offset` where the token's keys and values go."""
+    num_decodes: int = 0
+    """So many first sequences have one query each, where the caller sorted them so; 0: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """How one row of a merged qkv projection splits into heads: queries, then keys, then values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Columns of the merged qkv projection."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def kv(self) -> KVSpec:
+        """What a layer with such heads keeps of each token."""
+        return KVSpec.pair(self.num_kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTurn:
+    """What a layer does to each head of q and k before it attends: norm, then rotation by position."""
+
+    rope: Tensor | None
+    """float32 [positions, rotated features]: cosines, then sines."""
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """The paged KV of one layer: a tensor for each part of its spec.
+
+    The layout belongs to the backend that allocated it; the block is always the first dimension, so that
+    copying a block is one slice of each tensor. On a CPU keys are stored transposed inside the block so that
+    scores vectorise over keys: k [num_blocks, Hkv, head_dim, block_size], v [num_blocks, Hkv, block_size, head_dim].
+    """
+
+    spec: KVSpec
+    block_size: int
+    tensors: dict[str, Tensor]
+    """By the names of the spec's parts."""
+
+    @property
+    def num_blocks(self) -> int:
+        return next(iter(self.tensors.values())).shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def k(self) -> Tensor:
+        """Of a pair."""
+        return self.tensors["k"]
+
+    @property
+    def v(self) -> Tensor:
+        """Of a pair."""
+        return self.tensors["v"]
+
+
+def pair_cache(k: Tensor, v: Tensor, block_size: int) -> LayerCache:
+    """A cache of these keys and values; v is [num_blocks, Hkv, block_size, head_dim] in every layout."""
+    return LayerCache(KVSpec.pair(v.shape[1], v.shape[3]), block_size, {"k": k, "v": v})

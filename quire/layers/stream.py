@@ -1,0 +1,84 @@
+"""The residual stream of a step: rows that layers read through a norm and add to, and what a device fuses on the way.
+
+A layer asks for `normed` rows and hands them to its first GEMM; its last one adds to the stream (`Linear.add_to`).
+Between the two the stream may owe a sum, or hand out rows whose norm is still to come: that is how kernels reach across
+the border of a layer, and the only way. A device that fuses nothing declines in `Ops.fusion`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.layers.norm import Norm
+from quire.ops.interface import Fusion, Ops
+
+
+class Unnormed:
+    """Rows still to be normed: the GEMM they are for takes the RMS norm along."""
+
+    __slots__ = ("norm", "rows")
+
+    def __init__(self, rows: Tensor, norm: Norm) -> None:
+        self.rows = rows
+        self.norm = norm
+
+    def normed(self) -> Tensor:
+        """For whoever needs the rows themselves."""
+        return self.norm(self.rows)
+
+
+Rows = Tensor | Unnormed
+
+
+class ResidualStream:
+    """`rows` [T, hidden], and maybe a sum that they are still owed. Used up by whoever norms it next."""
+
+    __slots__ = ("_fusable", "_fuses", "_ops", "_owed", "owes", "rows")
+
+    def __init__(self, ops: Ops, rows: Tensor, fusable: bool, owed: Tensor | None = None) -> None:
+        """`fusable`: every norm that reads it is an RMS norm before a layer's part, so a device may fuse. Rows that
+        are owed sums are added to in place."""
+        fusion = ops.fusion(*rows.shape) if fusable else Fusion.NONE
+        self._ops = ops
+        self._fusable = fusable
+        self._fuses = fusion is Fusion.NORM_WITH_GEMM
+        self.owes = fusion is Fusion.SUM_WITH_NORM
+        """A GEMM's result is handed to `owe`; else the GEMM adds `rows` to it, and the sum is the new `rows`."""
+        self._owed = owed
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows.shape[0]
+
+    def __getitem__(self, index: Tensor | slice) -> ResidualStream:
+        """Some of the rows, as a stream of their own; a slice of them is used up with it."""
+        owed = None if self._owed is None else self._owed[index]
+        return ResidualStream(self._ops, self.rows[index], self._fusable, owed)
+
+    def normed(self, norm: Norm) -> Rows:
+        """The rows through a norm, with the sum that was owed."""
+        owed = self._owed
+        if owed is not None:
+            self._owed = None
+            return self._ops.add_rms_norm(owed, self.rows, norm.weight, norm.eps)
+        if self._fuses:
+            return Unnormed(self.rows, norm)
+        return norm(self.rows)
+
+    def owe(self, result: Tensor) -> None:
+        """A GEMM's result, without the residual: whoever norms the stream next adds it."""
+        if self._owed is not None:
+            self.rows.add_(self._owed)
+        self._owed = result
+
+    def add(self, x: Tensor) -> None:
+        self.rows = self.settled() + x
+        self._owed = None
+
+    def settled(self) -> Tensor:
+        """The rows with the sum that is owed: what the next stage of a pipeline gets."""
+        return self.rows if self._owed is None else self.rows + self._owed
+
+    def copied(self) -> Tensor:
+        """As `settled`, in memory of its own."""
+        return self.rows.clone() if self._owed is None else self.rows + self._owed

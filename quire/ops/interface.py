@@ -1,0 +1,126 @@
+"""The compute operations the layers need: one implementation per device, chosen when a model is built."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend
+from quire.kernels.slices import Slices
+from quire.kernels.types import HeadShape
+
+if TYPE_CHECKING:  # Triton need not be installed
+    from quire.attention.triton import TritonAttention
+
+
+class PackedLinear(Protocol):
+    """A weight (and bias) in the form its device wants; only the `Ops` that packed it looks inside."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+
+class Fusion(Enum):
+    """What a device fuses across the borders of layers that norm first (x + f(norm(x))), for a step of some rows."""
+
+    NONE = "none"
+    """A GEMM adds the residual to its result, a norm runs by itself."""
+    SUM_WITH_NORM = "sum with norm"
+    """The residual stream owes a GEMM's result until the norm that follows adds it (`add_rms_norm`)."""
+    NORM_WITH_GEMM = "norm with GEMM"
+    """A GEMM adds the residual to its result, and takes the norm before it along (`norm_linear`)."""
+
+
+class Ops(AttentionBackend):
+    """Every operation a decoder runs. Activations are contiguous [tokens, features] tensors of type `dtype`.
+
+    Contract in fp32: each output element is reduced in an order fixed by the element itself, so that its
+    bits do not depend on the other tokens of the step, on chunking, on the block size or on the number of
+    threads. A packed weight goes back only to the object that packed it, hence `Any` where one comes in.
+
+    What is abstract every device has. The rest are fused forms: a device that inherits them declines.
+    """
+
+    dtype: torch.dtype = torch.float32
+    attention: TritonAttention | None = None
+    """The attention of a device whose steps are prepared for it (`DeviceContext`); None: any `StepContext` will do."""
+
+    @abstractmethod
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PackedLinear:
+        """Take a contiguous weight [N, K] (and bias [N]); the caller drops its own reference afterwards.
+
+        With `slices`, which cover K, the product sums each slice from zero and adds the slices in their tree, then
+        bias and residual. On a GPU this holds in deterministic mode.
+        """
+
+    @abstractmethod
+    def linear(self, x: Tensor, w: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """[M, N] = x W^T (+ bias) (+ residual), in that order; into `out` if given."""
+
+    @abstractmethod
+    def linear_nodes(self, x: Tensor, w: Any) -> Tensor:
+        """[nodes, M, N] float32: what a weight packed with a run of a sum's slices adds to each of `slices.nodes()`,
+        without bias and residual. With the nodes of the other runs, `finish_tree` gives the bits of the whole."""
+
+    @abstractmethod
+    def embed(self, ids: Tensor, w: Any) -> Tensor:
+        """Rows `ids` of a packed weight, exactly as before packing (a tied head is one copy of both)."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    @abstractmethod
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...
+
+    @abstractmethod
+    def norm_all_heads(self, qkv: Tensor, shape: HeadShape, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
+        """In place on qkv [T, shape.width]: RMS norm of q over all its heads together, then of k.
+
+        Squares are summed inside each head, then over the heads in a fixed binary tree: neighbours first, an odd
+        one is carried up. So ranks that hold some of the heads each will get the same bits.
+        """
+
+    @abstractmethod
+    def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
+        """[M, 2I] -> [M, I]: act(first half) * second half; kind is silu, gelu_tanh or gelu."""
+
+    @abstractmethod
+    def act(self, x: Tensor, kind: str) -> Tensor:
+        """kind is silu, gelu_tanh, gelu or relu."""
+
+    def close(self) -> None:
+        """Give back what is held outside torch."""
+
+    # ---- fused forms
+
+    def fusion(self, rows: int, width: int) -> Fusion:
+        """What is fastest for a residual stream [rows, width] between RMS norms."""
+        return Fusion.NONE
+
+    def norm_gain(self, weight: Tensor) -> Tensor:
+        """The form in which `norm_linear` takes a norm's weight. Asked for when weights are loaded: it may wait for
+        the device, which a step must not."""
+        return weight
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x in place; the norm of the sum."""
+        return self.rms_norm(residual.add_(x), weight, eps)
+
+    def norm_linear(
+        self, x: Tensor, gain: Tensor, eps: float, w: Any, gated: str | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """linear(rms_norm(x)), and the gated activation `gated` of it; only under `Fusion.NORM_WITH_GEMM`."""
+        found = self.linear(self.rms_norm(x, gain, eps), w, None, None if gated else out)
+        if gated is None:
+            return found
+        found = self.act_mul(found, gated)
+        return found if out is None else out.copy_(found)

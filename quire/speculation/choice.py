@@ -1,0 +1,21 @@
+"""What was chosen for a step: which sequences get drafts, and which wait for a token to get some."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """So many drafts for a sequence: these tokens, or, without any, whatever the worker proposes."""
+
+    count: int
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Choice:
+    """By row: who gets drafts, and who waits for a token in flight to get some."""
+
+    drafts: dict[int, Drafts] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)

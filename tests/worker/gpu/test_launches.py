@@ -1,0 +1,99 @@
+"""What a step launches on a GPU, in order: a change of the forward pass that costs a launch or a copy shows here.
+
+Layers have the shapes of Qwen3-0.6B, because the table of products chooses by shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config import CacheConfig
+from quire.models.build import build_decoder, dummy_weights
+from quire.worker.gpu import worker as worker_module
+from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+from tests.worker.gpu import engines
+from tests.worker.gpu.launches import names, recorded
+
+pytest.importorskip("triton")
+QWEN3 = {**engines.QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+         "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
+GEMMA3 = {**engines.GEMMA3, "head_dim": 256, "layer_types": ["full_attention"] * 2}
+
+ONE_ROW = ["row", "rope_decode", "row", "row", "row"]
+"""Norm with q, k and v; rotation, KV write and attention; output with the residual; norm, gate and up; down."""
+MORE_ROWS = ["linear", "rope_decode", "linear", "rms_norm", "linear", "act_mul", "linear"]
+"""Each residual sum with the norm after it, which may be the next layer's."""
+DRAFTS = ["linear", "rope_cache", "decode", "linear", "rms_norm", "linear", "act_mul", "linear"]
+FIXED = ["fixed", "rope_cache", "mixed", "fixed", "rms_norm", "fixed", "act_mul", "fixed"]
+SANDWICH = ["rms_norm", "linear", "rope_cache", "decode", "linear", "rms_norm", "add",
+            "rms_norm", "linear", "act_mul", "linear", "rms_norm", "add"]  # fmt: skip
+
+
+def worker_of(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], deterministic: bool = False) -> GpuWorker:
+    """As it is on a GPU in bfloat16, on tensors of the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("the recorder stands in for Triton's interpreter")
+    from quire.ops.triton import TritonOps
+
+    def build(config: Any, weights: Any, ops: Any, device: Any, dtype: torch.dtype, length: int) -> Any:
+        return build_decoder(config, weights, ops, max_model_len=length, dtype=dtype)
+
+    monkeypatch.setattr(worker_module, "build_on_device", build)
+    options = DeviceOptions(device="cpu", dtype="bfloat16", max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64,
+                            pad_mixed=False)  # fmt: skip
+    ops = TritonOps("cpu", torch.bfloat16, deterministic=deterministic)
+    cache = CacheConfig(block_size=8, num_kv_blocks=16)
+    return GpuWorker(config, dummy_weights(config), cache, options, ops=ops)
+
+
+def decode(worker: GpuWorker, rows: int, apart: bool = False) -> tuple[list[str], list[str]]:
+    """(kernels and operations, allocations) from the embedding to the logits."""
+    launches = worker._runner.launches
+
+    def gather(*args: Any) -> None:
+        for part in (args[5], args[6], *args[7]):
+            part.zero_()
+
+    launches._kernels = replace(launches._kernels, gather_inputs=gather, draw=lambda *_: found.append("draw"))
+    with torch.inference_mode(), recorded() as found:
+        launches.decode(rows, apart)
+    first = next(i for i, entry in enumerate(found) if entry.startswith("embedding"))
+    found = found[first : found.index("draw")]
+    return names(found), [entry for entry in found if entry.startswith(("empty", "new_empty"))]
+
+
+def test_a_row_alone_takes_five_launches_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, allocated = decode(worker_of(monkeypatch, QWEN3), 1)
+    assert launched == ["embedding", *ONE_ROW, *ONE_ROW, "row"]
+    assert len(allocated) == 2 * 5
+
+
+def test_two_rows_are_fused_in_the_same_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, _ = decode(worker_of(monkeypatch, QWEN3), 2)
+    few = ["vector", "rope_decode", "vector", "vector", "vector"]
+    assert launched == ["embedding", *few, *few, "vector"]
+
+
+@pytest.mark.parametrize(("apart", "layer"), [(False, MORE_ROWS), (True, DRAFTS)])
+def test_more_rows_make_each_sum_with_the_norm_after_it(
+    monkeypatch: pytest.MonkeyPatch, apart: bool, layer: list[str]
+) -> None:
+    launched, allocated = decode(worker_of(monkeypatch, QWEN3), 4, apart)
+    assert launched == ["embedding", "rms_norm", *layer, "rms_norm", *layer, "rms_norm", "mm"]
+    assert len(allocated) == 2 * 4 + 1, "norms, gates and attention: products have memory of their own"
+
+
+def test_deterministic_steps_are_never_fused_with_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rows in (1, 4):
+        launched, _ = decode(worker_of(monkeypatch, QWEN3, deterministic=True), rows)
+        assert [name for name in launched if name != "copy"] == [
+            "embedding", "rms_norm", *FIXED, "rms_norm", *FIXED, "rms_norm", "fixed"]  # fmt: skip
+
+
+def test_norms_on_both_sides_run_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, _ = decode(worker_of(monkeypatch, GEMMA3), 4)
+    assert launched == ["embedding", "mul", *SANDWICH, *SANDWICH, "rms_norm", "mm"]
