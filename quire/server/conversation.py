@@ -118,7 +118,7 @@ def _format(service: Service, tools: ToolUse, prompt_end: str) -> OutputFormat:
         thoughts=service.thought_format,
         opened=marks is not None and marks.opened_by(prompt_end),
         tools={tool.name: tool.schema for tool in tools.shapes},
-        most=None if tools.several else 1)
+        most=None if tools.several else 1, forced=tools.forced)
 
 
 def _keeps_special_tokens(form: OutputFormat, tokenizer: Tokenizer) -> bool:

@@ -30,9 +30,12 @@ def held_back(text: str, mark: str) -> int:
 class Reader:
     """Text that comes in pieces on one side, pieces of an answer on the other."""
 
-    def __init__(self, tools: ToolSchemas, *, most: int | None = None, make_id: Callable[[], str] = call_id) -> None:
-        """`most`: calls beyond so many are left out."""
+    def __init__(self, tools: ToolSchemas, *, most: int | None = None, only_calls: bool = False,
+                 make_id: Callable[[], str] = call_id) -> None:
+        """`most`: calls beyond so many are left out. `only_calls`: a grammar has made the text calls, so that what is
+        no call was cut off, and is no content for anybody."""
         self.tools = tools
+        self._only_calls = only_calls
         self.num_calls = 0
         self._most = most
         self._make_id = make_id
@@ -161,7 +164,7 @@ class Reader:
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown):]
-        if shown:
+        if shown and not self._only_calls:
             self._found.append(Content(shown))
 
     def say_all(self) -> None:
@@ -171,7 +174,7 @@ class Reader:
     def say_rest(self) -> None:
         """No more will come: white space at the end of a text without calls is content too."""
         self.say_all()
-        if self._space and not self.num_calls:
+        if self._space and not self.num_calls and not self._only_calls:
             self._found.append(Content(self._space))
         self._space = ""
 

@@ -80,6 +80,8 @@ class OutputFormat:
     """The prompt has opened the thoughts."""
     tools: ToolSchemas | None = None
     most: int | None = None
+    forced: bool = False
+    """The answer is calls and nothing else."""
 
     @property
     def plain(self) -> bool:
@@ -95,7 +97,8 @@ class OutputFormat:
         form = None if self.calls is None else FORMATS[self.calls]
         if self.thoughts == "harmony":
             form = FORMATS["harmony"]
-        reader = Reader(self.tools or {}, most=self.most, make_id=call_id if form is None else form.make_id)
+        reader = Reader(self.tools or {}, most=self.most, only_calls=self.forced,
+                        make_id=call_id if form is None else form.make_id)
         marks = THOUGHTS.get(self.thoughts)
         return OutputParser(lambda found: _steps(found, form, marks, self.opened), reader)
 
