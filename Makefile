@@ -59,7 +59,7 @@ AGENT_PACKAGES := @openai/codex@0.166.0 @anthropic-ai/claude-code@2.1.197
 agents:
 	@mkdir -p $(AGENTS)
 	@test -x $(AGENTS)/node_modules/.bin/codex -a -x $(AGENTS)/node_modules/.bin/claude || { \
-	  timeout 170 npm install --silent --no-audit --no-fund --prefix $(AGENTS) $(AGENT_PACKAGES) > $(AGENTS)/npm.log 2>&1 \
+	  timeout 170 npm install --silent --no-audit --no-fund --fetch-retries=1 --prefix $(AGENTS) $(AGENT_PACKAGES) > $(AGENTS)/npm.log 2>&1 \
 	  || echo "codex and claude-code could not be installed: the sessions with them will be skipped"; } & \
 	test -x $(AGENTS)/aider/bin/aider || { \
 	  $(PYTHON) -m venv $(AGENTS)/aider && timeout 170 $(AGENTS)/aider/bin/python -m pip install --quiet --no-compile \

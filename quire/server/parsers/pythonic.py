@@ -1,4 +1,4 @@
-"""Llama 4's and Llama 3.2's calls: a Python list such as [weather(city="Oslo", days=2), time()]."""
+"""Calls as a Python list, Llama 4's and Llama 3.2's: [weather(city="Oslo", days=2), time()]."""
 
 from __future__ import annotations
 
@@ -11,26 +11,13 @@ from typing import Any
 from quire.server.parsers import grammar as g
 from quire.server.parsers.reader import Reader, Steps
 
-MARKS = ("<|python_start|>", "<|python_tag|>")
 _HEAD = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]{0,63})\(")
 _MAYBE_HEAD = re.compile(r"\s*(?:[A-Za-z_][A-Za-z0-9_.-]{0,63})?")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
-def read(reader: Reader) -> Steps[None]:
-    """A list at the start is one of calls if it begins with a tool's name; behind a mark it always is."""
-    if (yield from reader.first_visible()) == "[":
-        reader.attempt()
-        yield from reader.skip_any()
-        yield from _list(reader, known_only=True)
-    while (yield from reader.text_until(*MARKS)):
-        yield from reader.skip_any()
-        yield from _list(reader, known_only=False)
-        yield from reader.skip_any()
-        yield from reader.skip("<|python_end|>")
-
-
-def _list(reader: Reader, known_only: bool) -> Steps[None]:
+def read_list(reader: Reader, known_only: bool) -> Steps[None]:
+    """A list of calls, on trial: one that begins with no call (`known_only`: to a tool that exists) is given back."""
     yield from reader.skip("[")
     before = reader.num_calls
     while True:

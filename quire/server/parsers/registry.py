@@ -45,7 +45,7 @@ FORMATS: dict[str, CallFormat] = {
                           (("<|tool_call|>", "<|start_of_role|>"),), special=True),
     "phi4": CallFormat(json_array.read_phi4, json_array.phi4_grammar, (("<|tool|>",), ("<|tool_call|>",)),
                        special=True),
-    "pythonic": CallFormat(pythonic.read, pythonic.grammar, (("[func_name1(",), ("<|python_start|>",)), special=True),
+    "pythonic": CallFormat(llama.read, pythonic.grammar, (("[func_name1(",), ("<|python_start|>",)), special=True),
     "llama3": CallFormat(llama.read, llama.grammar, (("<|python_tag|>",), ('"parameters": dictionary',)), special=True),
 }
 CALL_FORMATS = tuple(sorted(FORMATS))
