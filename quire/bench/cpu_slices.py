@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.ops import CpuOps, PanelLinear
 from quire.kernels.slices import Slices
 from quire.models.spec import LayerSpec
+from quire.ops.cpu import CpuOps, PanelLinear
 
 ROWS = (1, 3, 32, 512)
 _SECONDS = 3.0
