@@ -152,6 +152,7 @@ def test_both_headers_carry_the_key(serve: Serve, monkeypatch: pytest.MonkeyPatc
     ("nonsense", 1), ("max_tokens", 0), ("container", "c"), ("mcp_servers", [{"url": "x"}]),
     ("tools", [{"type": "web_search_20250305", "name": "web_search"}]), ("tool_choice", {"type": "any"}),
     ("messages", [{"role": "user", "content": [{"type": "image", "source": {}}]}]), ("messages", []),
+    ("messages", [*HI, {"role": "assistant", "content": "I"}]),
     ("stop_sequences", ["x"] * 30),
 ])
 def test_what_cannot_be_is_refused_by_name_and_in_its_form(server: Served, field: str, value: Any) -> None:

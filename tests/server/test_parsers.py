@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -177,6 +178,17 @@ def test_any_text_is_read_the_same_in_pieces_and_whole(data: Any) -> None:
     opened = data.draw(st.booleans())
     fields = {"calls": form, "thoughts": thoughts, "opened": opened}
     assert summary(cut(text, list(range(len(text) + 1)), **fields)) == whole(text, **fields)
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_long_arguments_take_no_longer_for_each_piece(form: str) -> None:
+    """A quarter of a megabyte in small pieces: what looked at all of it for each would take minutes."""
+    calls: list[tuple[str, dict[str, Any]]] = [("weather", {"city": "{x 'y' (z)} " * 20_000})]
+    text = written(form, calls)
+    began = time.process_time()
+    found = summary(cut(text, [*range(0, len(text), 4), len(text)], calls=form))[2]
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+    assert time.process_time() - began < 20.0
 
 
 CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [

@@ -49,6 +49,9 @@ def chat_of(body: CountBody, template: str | None) -> ChatBody:
         fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
     fields.update(_thinking(body, template))
     if isinstance(body, MessagesBody):
+        if isinstance(body.messages[-1], AssistantTurn):
+            raise refusal("messages", "end with the assistant's: this server does not continue what it is said to have "
+                                      "said")
         fields.update(max_completion_tokens=body.max_tokens, stop=body.stop_sequences or None,
                       top_k=body.top_k or None)
     if body.output_config is not None and body.output_config.format is not None:

@@ -47,7 +47,9 @@ class JsonCall:
         self._args: list[str] = []
         self._depth = 0
         self._string = self._escape = False
-        self._key, self._role, self._raw = "", "key", ""
+        self._key, self._role = "", "key"
+        self._raw: list[str] = []
+        """Characters of the key or value that is being read; of an object or array the first one only."""
 
     def push(self, text: str) -> int:
         """How many characters of `text` belong to the call."""
@@ -68,9 +70,9 @@ class JsonCall:
         return found
 
     def _add(self, char: str) -> None:
-        """A character of a key or value at the top of the object. Of an object or array only its first is kept."""
-        if self._raw[:1] not in ("{", "["):
-            self._raw += char
+        """A character of a key or value at the top of the object."""
+        if not self._raw or self._raw[0] not in "{[":
+            self._raw.append(char)
         if self._role == "value" and self._key in _ARGUMENT_KEYS and self._raw[0] in "{[":
             self._args.append(char)
 
@@ -89,12 +91,12 @@ class JsonCall:
         if char == '"':
             self._string = True
             if self._depth == 1:
-                self._raw = ""
+                self._raw = []
             self._add(char)
         elif char in "{[":
             self._depth += 1
             if self._depth == 2:
-                self._raw = ""
+                self._raw = []
             if self._depth > 1:
                 self._add(char)
         elif char in "}]":
@@ -102,10 +104,10 @@ class JsonCall:
         elif self._depth > 1:
             self._add(char)
         elif char == ":":
-            self._role, self._raw = "value", ""
+            self._role, self._raw = "value", []
         elif char == ",":
             self._end()
-            self._role, self._raw = "key", ""
+            self._role, self._raw = "key", []
         elif not char.isspace():
             self._add(char)
 
@@ -121,7 +123,7 @@ class JsonCall:
 
     def _end(self) -> None:
         """A key or a value is complete."""
-        raw, self._raw = self._raw, ""
+        raw, self._raw = "".join(self._raw), []
         if not raw or raw[0] in "{[":
             return
         try:

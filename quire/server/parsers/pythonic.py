@@ -39,35 +39,43 @@ def _call(reader: Reader) -> Steps[tuple[str, str] | None]:
     while not (head := _HEAD.match(reader.rest)):
         if not _MAYBE_HEAD.fullmatch(reader.rest) or not (yield from reader.more()):
             return None
-    while (end := _closing(reader.rest, head.end() - 1)) is None:
-        if not (yield from reader.more()):
+    extent, seen = _Brackets(), head.end() - 1
+    while not extent.closed:
+        seen += extent.push(reader.rest[seen:])
+        if not extent.closed and not (yield from reader.more()):
             return None
-    text = reader.rest[:end]
+    text = reader.rest[:seen]
     yield from reader.skip(text)
     arguments = _arguments(text[head.end(1):].strip())
     return None if arguments is None else (head[1], arguments)
 
 
-def _closing(text: str, start: int) -> int | None:
-    """Where the bracket that opens at `start` has been closed."""
-    depth, quote, place = 0, "", start
-    while place < len(text):
-        char = text[place]
-        if quote:
-            if char == "\\":
-                place += 1
-            elif char == quote:
-                quote = ""
-        elif char in "'\"":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-            if depth == 0:
-                return place + 1
-        place += 1
-    return None
+class _Brackets:
+    """Finds the bracket that closes the first one."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._depth = 0
+        self._quote = ""
+        self._escape = False
+
+    def push(self, text: str) -> int:
+        """How many characters of `text` stand before or are the closing bracket."""
+        for place, char in enumerate(text):
+            if self._quote:
+                if not self._escape and char == self._quote:
+                    self._quote = ""
+                self._escape = char == "\\" and not self._escape
+            elif char in "'\"":
+                self._quote = char
+            elif char in "([{":
+                self._depth += 1
+            elif char in ")]}":
+                self._depth -= 1
+                if self._depth == 0:
+                    self.closed = True
+                    return place + 1
+        return len(text)
 
 
 def _arguments(text: str) -> str | None:
