@@ -41,6 +41,24 @@ _SMALL_OPT: dict[str, Any] = {
     "max_position_embeddings": 256,
     "word_embed_proj_dim": 48,
 }
+_ALTERNATING: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 24,
+}
+_FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 2.0,
+}
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0],
+}
+"""For heads of 16, of which 12 features turn."""
 _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", SMALL),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**SMALL, "sliding_window": 24}),
@@ -52,11 +70,39 @@ _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {
             **SMALL,
             "head_dim": 16,
-            "sliding_window": 24,
             "query_pre_attn_scalar": 16,
             "tie_word_embeddings": True,
         }
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        | _ALTERNATING,
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**SMALL, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    ),
+    "ministral": ("MinistralConfig", "MinistralForCausalLM", {**SMALL, **_ALTERNATING, "head_dim": 16}),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {**SMALL, "no_rope_layers": [1, 0, 1]}),
+    "phi3": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {**SMALL, "num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": LONGROPE}
+        | {"original_max_position_embeddings": 256},
+    ),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {**SMALL, "head_dim": 16}),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {**SMALL, **_FACTORS}),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", SMALL),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {**SMALL, **_ALTERNATING}),
+    "cohere": (
+        "CohereConfig",
+        "CohereForCausalLM",
+        {**SMALL, "use_qk_norm": True, "logit_scale": 0.5, "tie_word_embeddings": True},
+    ),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {**SMALL, **_ALTERNATING, "logit_scale": 0.5}),
+    "starcoder2": (
+        "Starcoder2Config",
+        "Starcoder2ForCausalLM",
+        {**SMALL, "sliding_window": 24, "tie_word_embeddings": True},
     ),
     "opt": ("OPTConfig", "OPTForCausalLM", _SMALL_OPT),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _SMALL_GPT2),
@@ -80,7 +126,7 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
         for name, weight in model.named_parameters():
             if weight.dim() == 2:
                 weight.normal_(0.0, 1.3 / weight.shape[1] ** 0.5, generator=generator)
-            elif name.endswith("bias") or family == "gemma3":
+            elif name.endswith("bias") or family.startswith("gemma"):
                 weight.normal_(0.0, 0.3, generator=generator)
             else:
                 weight.normal_(1.0, 0.3, generator=generator)

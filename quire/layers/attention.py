@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -27,28 +29,33 @@ class Attention:
         self.shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.qkv = Linear(ops, ("q", "k", "v"), spec.qkv_bias, dtype)
         self.out = Linear(ops, ("out",), spec.out_bias, dtype, Slices.of_heads(spec.num_heads, spec.head_dim))
-        self._all_heads = spec.qk_norm_over == "all"
+        self._same_for_all = spec.qk_norm_over == "head"
         self.q_norm = self._norm(spec.num_heads)
         self.k_norm = self._norm(spec.num_kv_heads)
+        self._unweighted = (
+            Norm(ops, replace(spec.qk_norm, affine=False), spec.head_dim)
+            if spec.qk_norm is not None and spec.qk_norm_over == "each"
+            else None
+        )
         self._turn = self._head_turn()
 
     def _norm(self, heads: int) -> Norm | None:
         spec = self._spec
         if spec.qk_norm is None:
             return None
-        return Norm(self._ops, spec.qk_norm, spec.head_dim * (heads if self._all_heads else 1))
+        return Norm(self._ops, spec.qk_norm, spec.head_dim * (1 if self._same_for_all else heads))
 
     def _head_turn(self) -> HeadTurn:
-        """What every head goes through by itself; a norm of all heads together has been before."""
-        if self.q_norm is None or self.k_norm is None or self._all_heads:
+        """What every head goes through in the same way; a norm that differs between heads has been before."""
+        if self.q_norm is None or self.k_norm is None or not self._same_for_all:
             return HeadTurn(self._rope)
         return HeadTurn(self._rope, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         if part == "q_norm" and self.q_norm is not None:
-            self.q_norm.receive(part, kind, tensor)
+            self.q_norm.receive(part, kind, tensor.reshape(-1))
         elif part == "k_norm" and self.k_norm is not None:
-            self.k_norm.receive(part, kind, tensor)
+            self.k_norm.receive(part, kind, tensor.reshape(-1))
         else:
             (self.out if part == "out" else self.qkv).receive(part, kind, tensor)
             return
@@ -65,8 +72,20 @@ class Attention:
         """Everything up to the output projection."""
         s, shape = self._spec, self.shape
         qkv = self.qkv(x, ctx)
-        if self._all_heads and self.q_norm is not None and self.k_norm is not None:
-            self._ops.norm_all_heads(qkv, shape, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        if self.q_norm is not None and self.k_norm is not None:
+            if self._unweighted is not None:
+                self._norm_each_head(qkv, self._unweighted, self.q_norm.weight, self.k_norm.weight)
+            elif not self._same_for_all:
+                self._ops.norm_all_heads(qkv, shape, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         return self._ops.rope_attend(
             qkv, cache, ctx, self._group, shape, self._turn, s.scale, s.window, s.softcap
         )
+
+    def _norm_each_head(self, qkv: Tensor, unweighted: Norm, q_weight: Tensor, k_weight: Tensor) -> None:
+        """In place on qkv: each head of q and k by itself, then its own weight."""
+        start = 0
+        for weight in (q_weight, k_weight):
+            part = qkv[:, start : start + len(weight)]
+            heads = unweighted(part.reshape(-1, self.shape.head_dim).contiguous())
+            part.copy_(heads.view(part.shape) * weight)
+            start += len(weight)

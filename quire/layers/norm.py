@@ -17,7 +17,7 @@ class Norm:
         self._spec = spec
         self._is_rms = spec.kind == "rms"
         self.eps = spec.eps
-        self._set_weight(torch.ones(size))
+        self._set_weight(torch.full((size,), spec.scale))
         self.bias: Tensor | None = (
             torch.zeros(size) if spec.kind == "layer" and spec.affine and spec.bias else None
         )
@@ -29,11 +29,11 @@ class Norm:
         """The weight as a GEMM that takes the norm along wants it."""
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
-        """Take the stored weight or bias, folding the family's offset into the weight."""
+        """Take the stored weight or bias, folding the family's offset and scale into it."""
         if kind == "bias":
-            self.bias = tensor.to(torch.float32).clone()
+            self.bias = tensor.to(torch.float32) * self._spec.scale
         else:
-            self._set_weight(tensor.to(torch.float32) + self._spec.weight_offset)
+            self._set_weight((tensor.to(torch.float32) + self._spec.weight_offset) * self._spec.scale)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._is_rms:

@@ -43,6 +43,8 @@ def _frequencies(spec: RopeSpec, length: int) -> Tensor:
         return _llama3(spec, plain)
     if spec.kind == "yarn":
         return _yarn(spec)
+    if spec.kind == "longrope":
+        return _longrope(spec, length)
     return plain
 
 
@@ -90,6 +92,16 @@ def _yarn(spec: RopeSpec) -> Tensor:
     kept = 1 - ramp
     period = spec.theta ** _exponents(spec)
     return (1.0 / (spec.factor * period)) * (1 - kept) + (1.0 / period) * kept
+
+
+def _longrope(spec: RopeSpec, length: int) -> Tensor:
+    """One divisor per pair: the short ones for a table within the trained length, else the long ones for all of it.
+
+    So a sequence's keys never change, whatever it grows to. (transformers chooses by the current length, and drops
+    the cache of a sequence that grows past the trained one.)
+    """
+    factors = spec.long_factors if length > spec.original_max_positions else spec.short_factors
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.theta ** _exponents(spec))
 
 
 def _turning_pair(spec: RopeSpec, turns: float) -> float:

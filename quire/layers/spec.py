@@ -7,7 +7,7 @@ from typing import Literal
 
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class NormSpec:
     """False: no weight and no bias in the checkpoint (an OPT option)."""
     weight_offset: float = 0.0
     """Added to the weight when it is loaded: Gemma stores w for a factor of 1 + w."""
+    scale: float = 1.0
+    """Multiplies what comes out; part of the weight and the bias once they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +35,20 @@ class RopeSpec:
     kind: RopeKind = "default"
     factor: float = 1.0
     original_max_positions: int = 0
-    """The length the model was trained at; read by dynamic, llama3 and yarn."""
+    """The length the model was trained at; read by dynamic, llama3, yarn and longrope."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    """Multiplies cosines and sines (yarn)."""
+    """Multiplies cosines and sines (yarn, longrope)."""
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    """longrope: one divisor per pair of features, for models used within and past their trained length."""
+    interleaved: bool = False
+    """The checkpoint pairs features 2i and 2i + 1. The loader reorders the rows of q and k, so that every kernel
+    pairs feature i with i + rotary_dim / 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +62,10 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: NormSpec | None = None
-    """RMS norm of queries and keys before the rotation."""
-    qk_norm_over: Literal["head", "all"] = "head"
-    """head: of each head by itself; all: of all query heads as one vector, and of all key heads (OLMo-2)."""
+    """Norm of queries and keys before the rotation; an RMS norm, unless `qk_norm_over` is each."""
+    qk_norm_over: Literal["head", "all", "each"] = "head"
+    """head: of each head by itself, all with one weight; each: by itself, with a weight of its own (Command R+);
+    all: of all query heads as one vector, and of all key heads (OLMo-2)."""
     rope: int | None = 0
     """Which of the decoder's rotations; None: positions come in with the embeddings."""
     window: int | None = None

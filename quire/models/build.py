@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.errors import ModelLoadError
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of, read_spec
+from quire.models.rotary_rows import half_split
 from quire.models.spec import Shape
 from quire.models.weight_names import WeightNames
 from quire.ops.interface import Ops
@@ -70,7 +71,7 @@ def _load_stored(
             continue  # stored by some checkpoints beside the table it is tied to
         if name not in shapes:
             return False
-        decoder.load(name, part, source)
+        decoder.load(name, half_split(name, part, decoder.spec), source)
     return True
 
 
@@ -81,7 +82,7 @@ def dummy_weights(config: Mapping[str, Any], seed: int = 0) -> Iterator[tuple[st
     generator = torch.Generator().manual_seed(seed)
     offset = -spec.layers[0].norm.weight_offset
     for name, shape in names.stored(spec).items():
-        if len(shape) == 2:
+        if len(shape) == 2 and not name.endswith("norm.weight"):
             bound = math.sqrt(3.0 / shape[1])
             yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
         elif name.endswith(".bias"):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.layers.spec import Activation, RopeKind, RopeSpec
+from quire.layers.spec import Activation
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -33,7 +33,7 @@ _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "attention_multiplier": (),
     "quantization_config": (),
 }
-"""Features of related models that change the result and that no family here has: refused, never ignored."""
+"""Features that change the result: refused, never ignored, unless the family says that it handles the field."""
 
 MAX_LAYERS = 4096
 MAX_HEADS = 65536
@@ -46,12 +46,13 @@ MAX_POSITIONS = 2**26
 class ConfigReader:
     """A config.json (of transformers 4 or 5) with checked access; JSON null counts as absent everywhere."""
 
-    def __init__(self, config: Mapping[str, Any], architecture: str) -> None:
+    def __init__(self, config: Mapping[str, Any], architecture: str, handled: Collection[str] = ()) -> None:
         nested = config.get("text_config")
         self._config: Mapping[str, Any] = {**config, **nested} if isinstance(nested, Mapping) else config
         self.architecture = architecture
         for field, allowed in _REFUSED_UNLESS.items():
-            self.allow(field, *allowed)
+            if field not in handled:
+                self.allow(field, *allowed)
 
     def fail(self, field: str, why: str) -> NoReturn:
         raise ModelLoadError(f"config.json of {self.architecture}: {field} {why}")
@@ -84,8 +85,11 @@ class ConfigReader:
         """A positive, finite number."""
         return positive(self, field, self.get(field), default)
 
-    def optional_number(self, field: str) -> float | None:
-        return None if self.get(field) is None else self.number(field)
+    def optional_number(self, field: str, absent: float | None = None) -> float | None:
+        """A positive number, None where the config says null, `absent` where it says nothing."""
+        if self.get(field) is None:
+            return None if field in self._config else absent
+        return self.number(field)
 
     def flag(self, field: str, default: bool) -> bool:
         value = self.get(field)
@@ -129,132 +133,6 @@ class ConfigReader:
         if any(windowed) and window is None:
             self.fail("sliding_window", "is missing, but some layers are sliding_attention")
         return [window if sliding else None for sliding in windowed]
-
-    def rope(self, head_dim: int, layer_type: str | None = None, default_theta: float = 10000.0) -> RopeSpec:
-        """The rotation: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers
-        4).
-
-        `layer_type` picks one of a config that has several; without it such a config is refused.
-        """
-        fields = self.get("rope_parameters")
-        fields = self.get("rope_scaling") if fields is None else fields
-        fields = {} if fields is None else fields
-        if not isinstance(fields, Mapping):
-            self.fail("rope_parameters", f"must be an object, not {fields!r}")
-        if "full_attention" in fields or "sliding_attention" in fields:
-            if layer_type is None:
-                self.refuse("rope_parameters", sorted(fields), "; one rotation for all layers is")
-            fields = fields.get(layer_type) or {}
-            if not isinstance(fields, Mapping):
-                self.fail("rope_parameters", f"must hold an object for {layer_type}, not {fields!r}")
-        theta = fields.get("rope_theta")
-        theta = positive(
-            self, "rope_theta", self.get("rope_theta") if theta is None else theta, default_theta
-        )
-        return read_rope(self, fields, theta, head_dim)
-
-
-def reach(limit: int, rope: RopeSpec) -> int:
-    """Positions that a model can be used at.
-
-    Dynamic scaling begins where the trained ones end. Yarn is often switched on by adding its fields to a
-    config that still says the trained length.
-    """
-    if rope.kind not in ("dynamic", "yarn"):
-        return limit
-    return max(limit, min(MAX_POSITIONS, int(rope.original_max_positions * rope.factor)))
-
-
-def read_rope(reader: ConfigReader, fields: Mapping[str, Any], theta: float, head_dim: int) -> RopeSpec:
-    """One rotation from its own fields; those it does not know are refused."""
-    if not isinstance(fields, Mapping):
-        reader.fail("rope_parameters", f"must be an object, not {fields!r}")
-    kind = fields.get("rope_type", fields.get("type")) or "default"
-    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
-        reader.refuse("rope_type", kind, f"; known: {', '.join(_ROPE_FIELDS)}")
-    if head_dim % 2:
-        reader.fail("head_dim", f"must be even for a rotation, not {head_dim}")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_FIELDS[kind]}
-    for field, value in fields.items():
-        if field not in known and value is not None:
-            reader.refuse(f"rope_parameters.{field}", value, f" with rope_type {kind}")
-    if fields.get("partial_rotary_factor") not in (None, 1, 1.0):
-        reader.refuse("partial_rotary_factor", fields["partial_rotary_factor"])
-    if kind == "default":
-        return RopeSpec(theta, head_dim)
-    return _scaled_rope(reader, fields, theta, head_dim, kind)
-
-
-_ROPE_FIELDS: dict[RopeKind, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor", "original_max_position_embeddings"),
-    "dynamic": ("factor", "original_max_position_embeddings"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-}
-
-
-def _scaled_rope(
-    reader: ConfigReader, fields: Mapping[str, Any], theta: float, head_dim: int, kind: RopeKind
-) -> RopeSpec:
-    limit = reader.size("max_position_embeddings", most=MAX_POSITIONS)
-    trained = reader.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
-    if kind == "dynamic" or trained is None:
-        # transformers takes the trained length of dynamic scaling from max_position_embeddings in any case
-        trained = limit
-    trained = int(positive(reader, "original_max_position_embeddings", trained))
-    ratio = limit / trained if kind == "yarn" else None
-    factor = positive(reader, "rope_parameters.factor", fields.get("factor"), ratio)
-    if kind == "yarn" and theta <= 1:
-        reader.fail("rope_theta", f"must be above 1 for yarn, not {theta}")
-    if kind == "dynamic" and head_dim < 4:
-        reader.fail("head_dim", "must be at least 4 for dynamic rope scaling")
-    low = positive(
-        reader, "low_freq_factor", fields.get("low_freq_factor"), None if kind == "llama3" else 1.0
-    )
-    high = positive(
-        reader, "high_freq_factor", fields.get("high_freq_factor"), None if kind == "llama3" else 4.0
-    )
-    if high <= low:
-        reader.fail(
-            "rope_parameters.high_freq_factor", f"must be above low_freq_factor: {high} is not above {low}"
-        )
-    return RopeSpec(
-        theta,
-        head_dim,
-        kind,
-        factor=factor,
-        original_max_positions=trained,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        beta_fast=positive(reader, "beta_fast", fields.get("beta_fast") or None, 32.0),
-        beta_slow=positive(reader, "beta_slow", fields.get("beta_slow") or None, 1.0),
-        truncate=fields.get("truncate") is not False,
-        attention_factor=_yarn_attention(reader, fields, factor) if kind == "yarn" else 1.0,
-    )
-
-
-def _yarn_attention(reader: ConfigReader, fields: Mapping[str, Any], factor: float) -> float:
-    """How much yarn sharpens attention: as stated, else by its paper's rule."""
-    if fields.get("attention_factor") is not None:
-        return positive(reader, "attention_factor", fields["attention_factor"])
-
-    def sharpness(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    if fields.get("mscale") and fields.get("mscale_all_dim"):
-        above, below = (positive(reader, f, fields[f]) for f in ("mscale", "mscale_all_dim"))
-        return sharpness(above) / sharpness(below)
-    return sharpness(1.0)
 
 
 def positive(reader: ConfigReader, field: str, value: object, default: float | None = None) -> float:

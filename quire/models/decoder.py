@@ -29,7 +29,8 @@ class DecoderLayer:
         self.attn = Attention(ops, spec.attention, rope, group, dtype)
         self.mlp = Mlp(ops, spec.mlp, dtype)
         self.attn_norm = Norm(ops, spec.norm, hidden)
-        self.mlp_norm = Norm(ops, spec.norm, hidden)
+        if spec.placement != "parallel":
+            self.mlp_norm = Norm(ops, spec.norm, hidden)
         if spec.placement == "sandwich":
             self.attn_post_norm = Norm(ops, spec.norm, hidden)
             self.mlp_post_norm = Norm(ops, spec.norm, hidden)
@@ -45,6 +46,10 @@ class DecoderLayer:
         elif self._placement == "sandwich":
             stream.add(self.attn_post_norm(self.attn(stream.normed(self.attn_norm), ctx, cache)))
             stream.add(self.mlp_post_norm(self.mlp(stream.normed(self.mlp_norm), ctx)))
+        elif self._placement == "parallel":
+            normed = stream.normed(self.attn_norm)
+            self.attn.add_to(stream, normed, ctx, cache)
+            self.mlp.add_to(stream, normed, ctx)
         elif self._placement == "output":
             stream.add(self.attn_norm(self.attn(stream.rows, ctx, cache)))
             stream.add(self.mlp_norm(self.mlp(stream.rows, ctx)))

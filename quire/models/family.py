@@ -17,3 +17,5 @@ class Family:
     architecture: str
     read: Callable[[ConfigReader], DecoderSpec]
     names: WeightNames
+    handles: tuple[str, ...] = ()
+    """Config fields that are refused for every other family, and that this one's `read` looks at."""

@@ -7,13 +7,35 @@ from typing import Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.config_reader import ConfigReader
-from quire.models.families import gemma3, gpt2, llama, mistral, opt, qwen2, qwen3
+from quire.models.families import (
+    cohere,
+    cohere2,
+    gemma2,
+    gemma3,
+    glm4,
+    gpt2,
+    granite,
+    llama,
+    ministral,
+    mistral,
+    olmo2,
+    olmo3,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    starcoder2,
+)
 from quire.models.family import Family
+from quire.models.refused import reason
 from quire.models.spec import DecoderSpec
 
-FAMILIES: dict[str, Family] = {
-    room.FAMILY.architecture: room.FAMILY for room in (llama, mistral, qwen2, qwen3, gemma3, opt, gpt2)
-}
+_FILES = (
+    *(llama, mistral, ministral, qwen2, qwen3, smollm3, phi3, glm4, granite, olmo2, olmo3, cohere, cohere2),
+    *(gemma2, gemma3, starcoder2, opt, gpt2),
+)
+FAMILIES: dict[str, Family] = {file.FAMILY.architecture: file.FAMILY for file in _FILES}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -24,6 +46,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
+    why = reason(names[0])
+    if why is not None:
+        raise UnsupportedModelError(f"architecture {names[0]!r} is not supported: {why}")
     raise UnsupportedModelError(
         f"architecture {names[0]!r} is not supported; known architectures: {', '.join(sorted(FAMILIES))}"
     )
@@ -32,4 +57,4 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def read_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The decoder a config describes; impossible or unsupported values raise, naming the field."""
     family = family_of(config)
-    return family.read(ConfigReader(config, family.architecture))
+    return family.read(ConfigReader(config, family.architecture, family.handles))

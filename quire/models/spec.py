@@ -21,7 +21,7 @@ __all__ = [
     "RopeSpec",
 ]
 
-NormPlacement = Literal["pre", "sandwich", "post", "output"]
+NormPlacement = Literal["pre", "parallel", "sandwich", "post", "output"]
 Shape = tuple[int, ...]
 
 
@@ -152,14 +152,15 @@ def _layer_parameters(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
         **_linear_parameters("mlp.up", m.intermediate, hidden, m.bias),
         **_linear_parameters("mlp.down", hidden, m.intermediate, m.bias),
         **_norm_parameters("attn_norm", layer.norm, hidden),
-        **_norm_parameters("mlp_norm", layer.norm, hidden),
     }
+    if layer.placement != "parallel":
+        shapes |= _norm_parameters("mlp_norm", layer.norm, hidden)
     if m.gated:
         shapes |= _linear_parameters("mlp.gate", m.intermediate, hidden, m.bias)
     if a.qk_norm is not None:
-        together = a.qk_norm_over == "all"
-        shapes |= _norm_parameters("attn.q_norm", a.qk_norm, q_width if together else a.head_dim)
-        shapes |= _norm_parameters("attn.k_norm", a.qk_norm, kv_width if together else a.head_dim)
+        for name, heads in (("attn.q_norm", a.num_heads), ("attn.k_norm", a.num_kv_heads)):
+            of = {"head": (a.head_dim,), "each": (heads, a.head_dim), "all": (heads * a.head_dim,)}
+            shapes |= _norm_parameters(name, a.qk_norm, *of[a.qk_norm_over])
     if layer.placement == "sandwich":
         shapes |= _norm_parameters("attn_post_norm", layer.norm, hidden)
         shapes |= _norm_parameters("mlp_post_norm", layer.norm, hidden)
@@ -171,8 +172,8 @@ def _linear_parameters(name: str, rows: int, columns: int, bias: bool) -> dict[s
     return shapes | {f"{name}.bias": (rows,)} if bias else shapes
 
 
-def _norm_parameters(name: str, norm: NormSpec, size: int) -> dict[str, Shape]:
+def _norm_parameters(name: str, norm: NormSpec, *size: int) -> dict[str, Shape]:
     if not norm.affine:
         return {}
-    shapes: dict[str, Shape] = {f"{name}.weight": (size,)}
-    return shapes | {f"{name}.bias": (size,)} if norm.bias else shapes
+    shapes: dict[str, Shape] = {f"{name}.weight": size}
+    return shapes | {f"{name}.bias": size} if norm.bias else shapes

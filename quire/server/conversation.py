@@ -47,7 +47,7 @@ async def converse(service: Service, record: RequestRecord, body: ChatBody, kind
     max_tokens = _max_tokens(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise refusal("top_logprobs", "needs logprobs")
-    tokens, end = await _prompt(service, tokenizer, body, tools)
+    tokens, end = await _prompt(service, tokenizer, body, tools, record.tenant)
     service.check_length(len(tokens), max_tokens, "messages" if body.prompt_token_ids is None else "prompt_token_ids")
     if max_tokens is None and body.use_beam_search:
         max_tokens = service.engine.max_model_len - len(tokens)
@@ -78,7 +78,8 @@ def _max_tokens(body: ChatBody) -> int | None:
     return found
 
 
-async def _prompt(service: Service, tokenizer: Tokenizer, body: ChatBody, tools: ToolUse) -> tuple[list[int], str]:
+async def _prompt(service: Service, tokenizer: Tokenizer, body: ChatBody, tools: ToolUse,
+                  tenant: str | None) -> tuple[list[int], str]:
     """The prompt's tokens, and its end as text."""
     if body.prompt_token_ids is not None:
         if body.messages is not None:
@@ -86,7 +87,7 @@ async def _prompt(service: Service, tokenizer: Tokenizer, body: ChatBody, tools:
         tokens = body.prompt_token_ids
         return tokens, tokenizer.decode(tokens[-_PROMPT_END:], skip_special_tokens=False)
     text = await prompt_text(service, tokenizer, body, tools)
-    tokens = await service.encode_prompt(text, "messages", add_special_tokens=False)
+    tokens = await service.encode_prompt(text, "messages", add_special_tokens=False, tenant=tenant)
     return tokens, text[-256:]
 
 

@@ -21,7 +21,7 @@ from quire.structured.json_schema import check_schema
 from quire.structured.matcher import CompiledGrammar
 from quire.structured.regex import portable_regex
 from quire.structured.spec import StructuredOutputs
-from quire.structured.tags import enforced_tag, named_tokens
+from quire.structured.tags import enforced_tag
 from quire.structured.vocabulary import Vocabulary, import_xgrammar
 
 MAX_WHITESPACE: Final = 16
@@ -75,6 +75,9 @@ class PendingGrammar:
         """Until it is done, but no longer than that."""
         wait([self._future], timeout=seconds)
 
+    def release(self) -> None:
+        """Its request has ended."""
+
 
 class GrammarCompiler:
     """Grammars for one model. `vocabulary` is called once, on a compiling thread, when the first is asked for."""
@@ -105,8 +108,9 @@ class GrammarCompiler:
                 return
         parse_grammar(spec)
 
-    def submit(self, spec: StructuredOutputs) -> PendingGrammar:
-        """Ask for a grammar; returns at once."""
+    def submit(self, spec: StructuredOutputs, tenant: str = "",
+               stop_ids: frozenset[int] = frozenset()) -> PendingGrammar:
+        """Ask for a grammar; returns at once. For whom, and what ends it, makes no difference here."""
         key, timeout = spec.key, self.limits.timeout_s
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -129,7 +133,7 @@ class GrammarCompiler:
         except BaseException as error:
             with self._lock:
                 self._jobs.pop(key, None)
-            job.future.set_exception(_as_refusal(error, spec))
+            job.future.set_exception(as_refusal(error, spec))
         else:
             self._keep(compiled)
             job.future.set_result(compiled)
@@ -142,8 +146,7 @@ class GrammarCompiler:
                 # Its own cache is off: ours has a bound and knows what is in use.
                 self._compiler = import_xgrammar().GrammarCompiler(
                     self._vocabulary.info, max_threads=1, cache_enabled=False)
-        named = named_tokens(json.loads(str(spec.structural_tag))) if spec.structural_tag is not None else frozenset()
-        compiled = CompiledGrammar(self._compiler.compile_grammar(grammar), self._vocabulary, named)
+        compiled = CompiledGrammar(self._compiler.compile_grammar(grammar), self._vocabulary, spec.named_tokens)
         if compiled.num_bytes > self.limits.cache_bytes:
             raise InvalidRequestError(
                 f"{spec.field} needs {compiled.num_bytes} bytes when compiled, and grammar_cache_memory is "
@@ -188,7 +191,7 @@ def parse_grammar(spec: StructuredOutputs) -> Any:
             return make.from_structural_tag(enforced_tag(json.loads(value)))
         return make.from_ebnf(value)
     except Exception as error:
-        raise _as_refusal(error, spec) from None
+        raise as_refusal(error, spec) from None
 
 
 def _enforced(schema: str) -> str:
@@ -205,7 +208,7 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _as_refusal(error: BaseException, spec: StructuredOutputs) -> QuireError:
+def as_refusal(error: BaseException, spec: StructuredOutputs) -> QuireError:
     """What a caller is told: errors of the compiler are the request's fault, and name its field."""
     if isinstance(error, QuireError):
         return error

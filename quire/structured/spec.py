@@ -12,13 +12,13 @@ from typing import Any, Final
 from quire.errors import InvalidRequestError
 from quire.structured.json_schema import check_schema
 from quire.structured.regex import check_regex
-from quire.structured.tags import check_tag
+from quire.structured.tags import check_tag, named_tokens
 
 MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_REGEX_BYTES: Final = 8 << 10
 MAX_GRAMMAR_BYTES: Final = 64 << 10
-MAX_TAG_BYTES: Final = 512 << 10
-"""A structural tag holds the schemas of all tools of a request."""
+MAX_TAG_BYTES: Final = 120 << 10
+"""A structural tag holds the schemas of all tools of a request; with its quotes escaped it fits a packet to a cell."""
 MAX_CHOICES: Final = 1024
 MAX_CHOICE_BYTES: Final = 64 << 10
 """Of all choices together."""
@@ -69,6 +69,11 @@ class StructuredOutputs:
     def field(self) -> str:
         """What to call it when it is refused."""
         return f"{FIELD}.{self.kind}"
+
+    @property
+    def named_tokens(self) -> frozenset[int]:
+        """Special tokens that it asks for by their ids."""
+        return named_tokens(jsonlib.loads(str(self.structural_tag))) if self.structural_tag is not None else frozenset()
 
     @property
     def key(self) -> bytes:

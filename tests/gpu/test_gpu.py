@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints import FAMILY_NAMES
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
@@ -24,6 +26,7 @@ if torch.cuda.is_available():
     from tests.worker.gpu import engines
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "opt", "gpt2")
+"""For tests that take long; the others run every family."""
 DTYPES = ("float32", "bfloat16")
 GAP = 1e-3
 
@@ -39,7 +42,7 @@ def tokens_of(core: Any, requests: list[Any]) -> dict[str, tuple[list[int], list
 # ---- right
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_fp32_logits_are_within_a_thousandth_of_the_cpu_path(family: str) -> None:
     config, device = config_of(family), torch.device("cuda")
     with torch.inference_mode():
@@ -59,7 +62,7 @@ def test_fp32_logits_are_within_a_thousandth_of_the_cpu_path(family: str) -> Non
             tokens = {s: [rng.randrange(VOCAB)] for s in tokens}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("padded", [False, True], ids=["", "mixed steps padded"])
 def test_fp32_tokens_are_those_of_the_cpu_path_unless_two_were_as_likely(family: str, padded: bool) -> None:
     config = config_of(family)

@@ -58,6 +58,16 @@ def test_dynamic_scaling_past_the_trained_length_is_that_of_token_by_token_decod
     assert (table - oracle_table(model, 96, step_by_step=True)).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize(("trained", "length"), [(64, 64), (64, 65), (64, 200), (256, 256)])
+def test_longrope_takes_the_factors_of_the_length_a_table_is_for(trained: int, length: int) -> None:
+    model = make_model("phi3", original_max_position_embeddings=trained)
+    (spec,) = read_spec(config_of(model)).ropes
+    table = rope_table(spec, length)
+    assert table.shape == (length, 12)
+    assert (table - oracle_table(model, length)).abs().max() < 2e-6
+    assert (rope_table(spec, 300)[:length] - table).abs().max() > 0.1 or length > trained
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_row_does_not_depend_on_how_long_the_table_is(variant: str) -> None:
     model = make_model("llama", head_dim=24, rope_parameters=dict(VARIANTS[variant]))

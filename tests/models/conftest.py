@@ -1,4 +1,4 @@
-"""Tiny models are faster on one thread than on several."""
+"""Tiny models are faster on one thread than on several; Triton kernels run through the interpreter without a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.kernels.triton.interpreter import prepare
+
+prepare()
 
 
 @pytest.fixture(autouse=True)

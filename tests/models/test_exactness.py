@@ -17,6 +17,7 @@ LENGTH = 80
 OVERRIDES: dict[str, dict[str, object]] = {
     "gemma3": {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0},
     "llama": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40},
+    "phi3": {"original_max_position_embeddings": 32},
     "opt": {"do_layer_norm_before": False, "word_embed_proj_dim": 20},
 }
 

@@ -14,7 +14,7 @@ from quire.models.decoder import Decoder
 from quire.ops.cpu import CpuOps
 from quire.ops.interface import Ops
 from quire.ops.reference import TorchOps
-from tests.checkpoints import config_of, make_model, oracle_greedy, oracle_logits, weights_of
+from tests.checkpoints import FAMILY_NAMES, LONGROPE, config_of, make_model, oracle_greedy, oracle_logits, weights_of
 from tests.layers.test_rotary import VARIANTS
 from tests.paged_driver import PagedDriver
 
@@ -31,6 +31,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama wide heads": ("llama", {"head_dim": 20}),
     "llama one layer": ("llama", {"num_hidden_layers": 1, "vocab_size": 33, "intermediate_size": 17}),
     **{f"llama rope {name}": ("llama", {"rope_parameters": VARIANTS[name]}) for name in VARIANTS},
+    "falcon 3": ("llama", {"head_dim": 32, "num_attention_heads": 4, "rope_parameters": {"rope_theta": 1000042.0}}),
     "mistral": ("mistral", {}),
     "mistral no window": ("mistral", {"sliding_window": None}),
     "mistral window of one": ("mistral", {"sliding_window": 1}),
@@ -55,6 +56,73 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "gemma2": ("gemma2", {}),
+    "gemma2 no caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2 untied mqa biases": (
+        "gemma2",
+        {"tie_word_embeddings": False, "num_key_value_heads": 1, "attention_bias": True, "head_dim": 12},
+    ),
+    "ministral": ("ministral", {}),
+    "ministral windows alone": ("ministral", {"sliding_window": 17, "layer_types": None, "head_dim": 12}),
+    "ministral yarn": ("ministral", {"rope_parameters": VARIANTS["yarn"], "sliding_window": 17}),
+    "smollm3": ("smollm3", {}),
+    "smollm3 no rope at all": ("smollm3", {"no_rope_layers": [0, 0, 0], "tie_word_embeddings": True}),
+    "smollm3 interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2, "attention_bias": True}),
+    "smollm3 window": ("smollm3", {"use_sliding_window": True, "sliding_window": 24, "mlp_bias": True}),
+    "phi3": ("phi3", {}),
+    "phi3 past the trained length": ("phi3", {"original_max_position_embeddings": 32, "num_key_value_heads": 3}),
+    "phi3 attention factor": (
+        "phi3",
+        {"rope_parameters": {**LONGROPE, "attention_factor": 1.3}, "tie_word_embeddings": True},
+    ),
+    "phi3 factor": (
+        "phi3",
+        {"rope_parameters": {**LONGROPE, "factor": 3.0}, "original_max_position_embeddings": 32},
+    ),
+    "phi3 plain": ("phi3", {"rope_parameters": None, "sliding_window": 24, "num_attention_heads": 6}),
+    "glm4": ("glm4", {}),
+    "glm4 whole heads": ("glm4", {"partial_rotary_factor": 1.0, "attention_bias": False, "head_dim": 8}),
+    "glm4 tied quarter": ("glm4", {"partial_rotary_factor": 0.25, "tie_word_embeddings": True, "head_dim": 24}),
+    "granite": ("granite", {}),
+    "granite no factors": (
+        "granite",
+        {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0, "attention_bias": True},
+    ),
+    "granite tied": (
+        "granite",
+        {"residual_multiplier": 2.5, "logits_scaling": 8.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-2},
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2 biases tied mqa": (
+        "olmo2",
+        {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 12},
+    ),
+    "olmo2 mha yarn": ("olmo2", {"num_key_value_heads": 6, "rope_parameters": VARIANTS["yarn"]}),
+    "olmo3": ("olmo3", {}),
+    "olmo3 scaled on full layers": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {**VARIANTS["yarn"], "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            }
+        },
+    ),
+    "olmo3 five layers": ("olmo3", {"layer_types": None, "num_hidden_layers": 5, "sliding_window": 17}),
+    "cohere": ("cohere", {}),
+    "cohere no q and k norm": ("cohere", {"use_qk_norm": False, "attention_bias": True, "num_key_value_heads": 6}),
+    "cohere odd heads": (
+        "cohere",
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 30, "tie_word_embeddings": False},
+    ),
+    "cohere2": ("cohere2", {}),
+    "cohere2 five layers": (
+        "cohere2",
+        {"layer_types": None, "num_hidden_layers": 5, "sliding_window": 17, "tie_word_embeddings": True},
+    ),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2 no biases": ("starcoder2", {"use_bias": False, "sliding_window": None, "num_key_value_heads": 6}),
+    "starcoder2 untied": ("starcoder2", {"tie_word_embeddings": False, "hidden_act": "gelu", "sliding_window": 1}),
     "opt": ("opt", {}),
     "opt 350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 20}),
     "opt no biases": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
@@ -96,7 +164,7 @@ def test_logits_are_those_of_transformers(shape: str, ops: str) -> None:
         driver.release(0)
 
 
-@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "opt", "gpt2"])
+@pytest.mark.parametrize("shape", FAMILY_NAMES)
 def test_sequences_of_one_step_do_not_see_each_other(shape: str) -> None:
     family, overrides = SHAPES[shape]
     model = make_model(family, **overrides)
@@ -117,7 +185,7 @@ def test_sequences_of_one_step_do_not_see_each_other(shape: str) -> None:
             done[seq] = end
 
 
-@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen2 window", "qwen3", "gemma3", "opt 350m", "gpt2"])
+@pytest.mark.parametrize("shape", [{"qwen2": "qwen2 window", "opt": "opt 350m"}.get(f, f) for f in FAMILY_NAMES])
 def test_greedy_tokens_past_the_window_are_those_of_transformers(shape: str) -> None:
     family, overrides = SHAPES[shape]
     model = make_model(family, seed=3, **overrides)
@@ -192,17 +260,35 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "sliding_window": 16,
     },
+    "gemma2": {"rope_theta": 500.0, "sliding_window": 16},
+    "smollm3": {"rope_theta": 5e6, "no_rope_layers": None, "no_rope_layer_interval": 2},
+    "phi3": {
+        "rope_theta": 500.0,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]},
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 32,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "glm4": {"rope_theta": 500.0, "partial_rotary_factor": 0.75},
+    "granite": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
+    "starcoder2": {"rope_theta": 500.0, "sliding_window": 16},
+    "cohere": {"rope_theta": 500.0, "model_max_length": 512},
+    "cohere2": {"rope_theta": 500.0, "sliding_window": 16, "sliding_window_pattern": 2},
+    "olmo2": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
+    "olmo3": {"rope_theta": 5e5, "rope_scaling": VARIANTS["yarn"], "sliding_window": 16},
 }
 
 
 @pytest.mark.parametrize("family", OLD_CONFIGS)
 def test_a_config_of_transformers_4_means_the_same(family: str) -> None:
     old = OLD_CONFIGS[family]
-    overrides = dict(old) | ({"layer_types": None} if family != "llama" else {})
+    windowed = family not in ("llama", "phi3", "glm4", "granite", "starcoder2", "olmo2", "cohere")
+    overrides = {**old, "rope_parameters": None} | ({"layer_types": None} if windowed else {})
     model = make_model(family, **overrides)
     config = config_of(model)
     for field in ("rope_parameters", "layer_types", "head_dim", "_sliding_window_pattern", "dtype"):
-        if not (field == "head_dim" and family in ("qwen3", "gemma3")):
+        if not (field == "head_dim" and family in ("qwen3", "gemma2", "gemma3", "glm4")):
             config.pop(field, None)
     config = {**config, **old, "torch_dtype": "float32", "transformers_version": "4.40.0"}
     tokens = tokens_of(60, 97)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.models.refused import reason
 from quire.models.registry import FAMILIES, family_of, read_spec
 
 LLAMA: dict[str, Any] = {
@@ -26,9 +27,13 @@ GEMMA: dict[str, Any] = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "head_
 OPT: dict[str, Any] = {"architectures": ["OPTForCausalLM"], "num_attention_heads": 12}
 GPT2: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"]}
 BASES = {"llama": LLAMA, "gemma3": GEMMA, "opt": OPT, "gpt2": GPT2}
-BASES["mistral"] = {**LLAMA, "architectures": ["MistralForCausalLM"]}
-BASES["qwen2"] = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
-BASES["qwen3"] = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
+_LLAMA_LIKE = (
+    *("Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Glm4", "Gemma2", "Granite", "Starcoder2"),
+    *("Olmo2", "Olmo3", "Cohere", "Cohere2"),
+)
+for _family in _LLAMA_LIKE:
+    BASES[_family.lower()] = {**LLAMA, "architectures": [f"{_family}ForCausalLM"]}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
@@ -36,6 +41,26 @@ def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
         family_of({"architectures": ["FancyForCausalLM"]})
     assert "FancyForCausalLM" in str(caught.value)
     assert all(name in str(caught.value) for name in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Qwen3NextForCausalLM", "recurrent state"),
+        ("Qwen3_5ForCausalLM", "recurrent state"),
+        ("GraniteMoeHybridForCausalLM", "recurrent state"),
+        ("Lfm2ForCausalLM", "recurrent state"),
+        ("MixtralForCausalLM", "mixture of experts"),
+        ("DeepseekV3ForCausalLM", "latent attention"),
+    ],
+)
+def test_a_hybrid_or_a_mixture_is_refused_with_the_reason(name: str, why: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{name}.*{why}"):
+        family_of({"architectures": [name]})
+
+
+def test_no_family_is_refused_by_name() -> None:
+    assert not [name for name in FAMILIES if reason(name) is not None]
 
 
 @pytest.mark.parametrize("names", [None, [], "LlamaForCausalLM", [3], {}])
@@ -78,6 +103,19 @@ IMPOSSIBLE: list[tuple[str, str, object]] = [
     ("gemma3", "rope_parameters", {"rope_theta": 10000.0}),
     ("gemma3", "query_pre_attn_scalar", 0),
     ("gemma3", "final_logit_softcapping", -3),
+    ("smollm3", "no_rope_layers", [1, 0]),
+    ("smollm3", "no_rope_layers", [1, 0, 2]),
+    ("smollm3", "no_rope_layer_interval", 0),
+    ("phi3", "partial_rotary_factor", 0.4),
+    ("phi3", "partial_rotary_factor", 1.5),
+    ("phi3", "rope_parameters", {**LONGROPE, "short_factor": [1.0] * 3}),
+    ("phi3", "rope_parameters", {**LONGROPE, "long_factor": [1.0, 1.0, 1.0, "1"]}),
+    ("glm4", "partial_rotary_factor", -1),
+    ("gemma2", "attn_logit_softcapping", 0),
+    ("starcoder2", "norm_epsilon", 0),
+    ("granite", "residual_multiplier", 0),
+    ("granite", "logits_scaling", -8),
+    ("cohere", "logit_scale", 0),
     ("opt", "num_attention_heads", 5),
     ("gpt2", "n_head", 5),
     ("gpt2", "n_positions", 0),
@@ -98,12 +136,24 @@ UNSUPPORTED: list[tuple[str, str, object]] = [
     ("llama", "num_local_experts", 8),
     ("llama", "sliding_window", 128),
     ("llama", "partial_rotary_factor", 0.5),
+    ("llama", "residual_multiplier", 0.5),
+    ("mistral", "logits_scaling", 2.0),
     ("llama", "quantization_config", {"quant_method": "awq"}),
     ("llama", "is_encoder_decoder", True),
     ("mistral", "attention_bias", True),
     ("qwen2", "layer_types", ["full_attention", "chunked_attention", "full_attention"]),
     ("gemma3", "use_bidirectional_attention", True),
     ("gpt2", "add_cross_attention", True),
+    ("phi3", "attention_bias", True),
+    ("phi3", "lm_head_bias", True),
+    ("phi3", "rope_parameters", {**LONGROPE, "short_mscale": 1.1}),
+    ("starcoder2", "norm_type", "rms_norm"),
+    ("olmo2", "sliding_window", 64),
+    ("cohere", "sliding_window", 64),
+    ("cohere2", "rotary_pct", 0.5),
+    ("cohere2", "use_parallel_block", False),
+    ("cohere2", "position_embedding_type", "absolute"),
+    ("gemma2", "use_bidirectional_attention", True),
 ]
 
 
@@ -114,7 +164,8 @@ def test_an_unsupported_feature_is_refused_by_its_name(family: str, field: str, 
 
 
 ROPES: list[tuple[dict[str, Any], str]] = [
-    ({"rope_type": "longrope", "factor": 2.0}, "rope_type"),
+    ({"rope_type": "proportional", "factor": 2.0}, "rope_type"),
+    ({"rope_type": "longrope", "factor": 2.0}, "short_factor"),
     ({"rope_type": ["yarn"]}, "rope_type"),
     ({"rope_type": "linear"}, "factor"),
     ({"rope_type": "linear", "factor": 0}, "factor"),
@@ -137,6 +188,13 @@ ROPES: list[tuple[dict[str, Any], str]] = [
 def test_a_rotation_that_cannot_be_is_refused(rope: dict[str, Any], named: str, field: str) -> None:
     with pytest.raises(ModelLoadError, match=named):
         read_spec({**LLAMA, field: rope})
+
+
+def test_longrope_by_its_first_name_is_longrope() -> None:
+    kinds = ("su", "longrope")
+    specs = [read_spec({**BASES["phi3"], "rope_scaling": {**LONGROPE, "rope_type": kind}}) for kind in kinds]
+    assert specs[0] == specs[1]
+    assert specs[0].ropes[0].long_factors == (2.0,) * 4
 
 
 def test_a_text_config_inside_the_config_is_read() -> None:

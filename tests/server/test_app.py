@@ -55,7 +55,7 @@ def test_text_and_tokens_go_both_ways(server: Served) -> None:
 
 @pytest.mark.parametrize(("content", "headers", "status"), [
     (b"{", {"content-type": "application/json"}, 400), (b"", {"content-type": "application/json"}, 400),
-    (b"[" * 100000, {"content-type": "application/json"}, 400), (b"{}", {"content-type": "text/plain"}, 415),
+    (b"[" * 10000, {"content-type": "application/json"}, 400), (b"{}", {"content-type": "text/plain"}, 415),
     (b"\xff\xfe", {"content-type": "application/json"}, 400), (b"{}", {}, 415),
     (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', {"content-type": "application/json"}, 400),
     (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', {"content-type": "application/json"},

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 
 from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec, RopeSpec
-from quire.models.config_reader import (
-    MAX_HIDDEN,
-    MAX_LAYERS,
-    MAX_POSITIONS,
-    ConfigReader,
-    positive,
-    reach,
-    read_rope,
-)
+from quire.models.config_reader import MAX_HIDDEN, MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.models.families import llama
 from quire.models.family import Family
+from quire.models.rope_config import full_and_window_ropes, reach
 from quire.models.spec import DecoderSpec, LayerSpec
 from quire.models.weight_names import WeightNames
 
@@ -29,37 +22,24 @@ NAMES = WeightNames(
     },
     ignored=llama.NAMES.ignored,
 )
-FULL_ROPE, WINDOW_ROPE = 0, 1
 
 
-def _ropes(c: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
-    """The full layers' rotation and the window layers', which transformers 4 never scales."""
-    fields = c.get("rope_parameters")
-    if fields is None:
-        scaling = c.get("rope_scaling") or {}
-        if not isinstance(scaling, Mapping):
-            c.fail("rope_scaling", f"must be an object, not {scaling!r}")
-        full = read_rope(c, scaling, c.number("rope_theta", 1_000_000.0), head_dim)
-        return full, RopeSpec(c.number("rope_local_base_freq", 10_000.0), head_dim)
-    if not isinstance(fields, Mapping) or not {"full_attention", "sliding_attention"} & fields.keys():
-        c.fail("rope_parameters", "must hold full_attention and sliding_attention")
-    window = fields.get("sliding_attention") or {}
-    theta = window.get("rope_theta") if isinstance(window, Mapping) else None
-    theta = positive(c, "rope_theta", theta, c.number("rope_local_base_freq", 10_000.0))
-    return c.rope(head_dim, "full_attention", 1_000_000.0), read_rope(c, window, theta, head_dim)
+def gemma_like(
+    c: ConfigReader,
+    ropes_of: Callable[[int], tuple[RopeSpec, ...]],
+    *,
+    windowed: Sequence[bool],
+    qk_norm: bool,
+    vocab: int,
+    positions: int,
+    attention_cap: float | None = None,
+    logit_cap: float | None = None,
+) -> DecoderSpec:
+    """Norms around every part, scaled embeddings, gated GELU, windows on some layers.
 
-
-def _windows(c: ConfigReader) -> list[int | None]:
-    count = c.size("num_hidden_layers", most=MAX_LAYERS)
-    every = c.size("sliding_window_pattern", 6)
-    return c.layer_windows(
-        count,
-        c.size("sliding_window", 4096, most=MAX_POSITIONS),
-        [bool((i + 1) % every) for i in range(count)],
-    )
-
-
-def read(c: ConfigReader) -> DecoderSpec:
+    `ropes_of` a head size gives the full layers' rotation and, where it differs, the window layers'. The numbers
+    are what a config that does not say means; `windowed` has one entry per layer.
+    """
     hidden = c.size("hidden_size", 2304, most=MAX_HIDDEN)
     heads, kv_heads, dim = c.heads(hidden, 256)
     norm = NormSpec("rms", c.number("rms_norm_eps", 1e-6), weight_offset=1.0)
@@ -70,6 +50,8 @@ def read(c: ConfigReader) -> DecoderSpec:
         gated=True,
     )
     mlp = MlpSpec(c.size("intermediate_size", 9216), act)
+    ropes = ropes_of(dim)
+    windows = c.layer_windows(len(windowed), c.size("sliding_window", 4096, most=MAX_POSITIONS), windowed)
     layers = tuple(
         LayerSpec(
             AttentionSpec(
@@ -79,31 +61,41 @@ def read(c: ConfigReader) -> DecoderSpec:
                 scale=c.number("query_pre_attn_scalar", 256) ** -0.5,
                 qkv_bias=bias,
                 out_bias=bias,
-                qk_norm=norm,
-                rope=FULL_ROPE if window is None else WINDOW_ROPE,
+                qk_norm=norm if qk_norm else None,
+                rope=0 if window is None else len(ropes) - 1,
                 window=window,
-                softcap=c.optional_number("attn_logit_softcapping"),
+                softcap=c.optional_number("attn_logit_softcapping", attention_cap),
             ),
             mlp,
             norm,
             placement="sandwich",
         )
-        for window in _windows(c)
+        for window in windows
     )
-    ropes = _ropes(c, dim)
     return DecoderSpec(
         c.architecture,
-        vocab_size=c.size("vocab_size", 262_208),
+        vocab_size=c.size("vocab_size", vocab),
         hidden_size=hidden,
-        max_positions=reach(
-            c.size("max_position_embeddings", 131_072, most=MAX_POSITIONS), ropes[FULL_ROPE]
-        ),
+        max_positions=reach(c.size("max_position_embeddings", positions, most=MAX_POSITIONS), ropes[0]),
         layers=layers,
         ropes=ropes,
         final_norm=norm,
         embed_scale=hidden**0.5,
         tied_head=c.flag("tie_word_embeddings", True),
-        logit_softcap=c.optional_number("final_logit_softcapping"),
+        logit_softcap=c.optional_number("final_logit_softcapping", logit_cap),
+    )
+
+
+def read(c: ConfigReader) -> DecoderSpec:
+    count = c.size("num_hidden_layers", most=MAX_LAYERS)
+    every = c.size("sliding_window_pattern", 6)
+    return gemma_like(
+        c,
+        lambda dim: full_and_window_ropes(c, dim, 1_000_000.0, c.number("rope_local_base_freq", 10_000.0)),
+        windowed=[bool((index + 1) % every) for index in range(count)],
+        qk_norm=True,
+        vocab=262_208,
+        positions=131_072,
     )
 
 

@@ -1,30 +1,30 @@
-"""Llama, and what its relatives (Mistral, Qwen) share with it."""
+"""Llama (and Falcon 3, SmolLM2, ...), and what its relatives (Mistral, Qwen, ...) share with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
-from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec
-from quire.models.config_reader import MAX_HIDDEN, MAX_LAYERS, MAX_POSITIONS, ConfigReader, reach
+from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec, RopeSpec
+from quire.models.config_reader import MAX_HIDDEN, MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.models.family import Family
-from quire.models.spec import DecoderSpec, LayerSpec
+from quire.models.rope_config import reach, rope_of
+from quire.models.spec import DecoderSpec, LayerSpec, NormPlacement
 from quire.models.weight_names import WeightNames
 
+ATTENTION = {
+    "self_attn.q_proj": "attn.q",
+    "self_attn.k_proj": "attn.k",
+    "self_attn.v_proj": "attn.v",
+    "self_attn.o_proj": "attn.out",
+    "self_attn.q_norm": "attn.q_norm",
+    "self_attn.k_norm": "attn.k_norm",
+}
+MLP = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"}
+NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
 NAMES = WeightNames(
     top={"model.embed_tokens": "embed", "model.norm": "final_norm", "lm_head": "head"},
-    layer={
-        "self_attn.q_proj": "attn.q",
-        "self_attn.k_proj": "attn.k",
-        "self_attn.v_proj": "attn.v",
-        "self_attn.o_proj": "attn.out",
-        "self_attn.q_norm": "attn.q_norm",
-        "self_attn.k_norm": "attn.k_norm",
-        "mlp.gate_proj": "mlp.gate",
-        "mlp.up_proj": "mlp.up",
-        "mlp.down_proj": "mlp.down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "mlp_norm",
-    },
+    layer={**ATTENTION, **MLP, **NORMS},
     ignored=("rotary_emb.inv_freq",),
 )
 
@@ -35,16 +35,26 @@ def llama_like(
     qkv_bias: bool,
     out_bias: bool,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: Literal["head", "all"] | None = None,
     head_dim: int | None = None,
     windows: Sequence[int | None] | None = None,
+    rotated: Sequence[bool] | None = None,
+    ropes_of: Callable[[int], tuple[RopeSpec, ...]] | None = None,
+    eps: float = 1e-6,
+    tied: bool = False,
+    placement: NormPlacement = "pre",
 ) -> DecoderSpec:
-    """Pre-norm RMS layers, one rotation, gated MLP; `windows` has one entry per layer."""
+    """RMS norms, gated MLP; `windows` and `rotated` have one entry per layer.
+
+    `qk_norm` says whether q and k are normed, and over what. `ropes_of` a head size gives the rotation, or the full
+    layers' and the window layers'. `head_dim`, `eps` and `tied` are what a config that does not say means.
+    """
     hidden = c.size("hidden_size", most=MAX_HIDDEN)
     heads, kv_heads, dim = c.heads(hidden, head_dim)
-    norm = NormSpec("rms", c.number("rms_norm_eps", 1e-6))
+    norm = NormSpec("rms", c.number("rms_norm_eps", eps))
     count = c.size("num_hidden_layers", most=MAX_LAYERS)
     mlp = MlpSpec(c.size("intermediate_size"), c.activation("hidden_act", "silu", gated=True), bias=mlp_bias)
+    ropes = (rope_of(c, dim),) if ropes_of is None else ropes_of(dim)
     layers = tuple(
         LayerSpec(
             AttentionSpec(
@@ -55,23 +65,25 @@ def llama_like(
                 qkv_bias=qkv_bias,
                 out_bias=out_bias,
                 qk_norm=norm if qk_norm else None,
+                qk_norm_over=qk_norm or "head",
+                rope=None if not turns else 0 if window is None else len(ropes) - 1,
                 window=window,
             ),
             mlp,
             norm,
+            placement,
         )
-        for window in (windows or [None] * count)
+        for window, turns in zip(windows or [None] * count, rotated or [True] * count, strict=True)
     )
-    rope = c.rope(dim)
     return DecoderSpec(
         c.architecture,
         vocab_size=c.size("vocab_size"),
         hidden_size=hidden,
-        max_positions=reach(c.size("max_position_embeddings", most=MAX_POSITIONS), rope),
+        max_positions=reach(c.size("max_position_embeddings", most=MAX_POSITIONS), ropes[0]),
         layers=layers,
-        ropes=(rope,),
+        ropes=ropes,
         final_norm=norm,
-        tied_head=c.flag("tie_word_embeddings", False),
+        tied_head=c.flag("tie_word_embeddings", tied),
     )
 
 

@@ -11,7 +11,7 @@ from quire.models.spec import DecoderSpec
 
 def read(c: ConfigReader) -> DecoderSpec:
     bias = c.flag("attention_bias", False)
-    return llama_like(c, qkv_bias=bias, out_bias=bias, qk_norm=True, head_dim=128, windows=upper_windows(c))
+    return llama_like(c, qkv_bias=bias, out_bias=bias, qk_norm="head", head_dim=128, windows=upper_windows(c))
 
 
 FAMILY = Family("Qwen3ForCausalLM", read, NAMES)

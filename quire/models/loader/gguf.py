@@ -326,3 +326,19 @@ def str_value(metadata: dict[str, MetadataValue], key: str, default: str) -> str
     if not isinstance(value, str):
         raise ModelLoadError(f"GGUF metadata {key!r} should be text, it is {type(value).__name__}")
     return value
+
+
+def positive_value(file: GgufFile, key: str, default: int | None = None) -> int:
+    """A positive integer of a file's metadata; without a default the key must be there."""
+    if default is None and key not in file.metadata:
+        raise ModelLoadError(f"{file.path}: GGUF metadata lacks {key!r}, the file cannot be used as a model")
+    value = int_value(file.metadata, key, default or 0)
+    if not 0 < value < 1 << 31:
+        raise ModelLoadError(f"{file.path}: GGUF metadata {key!r} is {value}")
+    return value
+
+
+def tensor_named(file: GgufFile, name: str) -> GgufTensor:
+    if name not in file.tensors:
+        raise ModelLoadError(f"{file.path}: the tensor {name!r} is missing; is this a vocabulary-only file?")
+    return file.tensors[name]

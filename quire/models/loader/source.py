@@ -15,7 +15,8 @@ from quire.errors import ConfigError, ModelLoadError
 from quire.models.loader import safetensors
 from quire.models.loader.catalog import CATALOG
 from quire.models.loader.gguf import GgufFile, GgufTensor
-from quire.models.loader.gguf_names import ROPE_FACTORS, architecture_of, hf_config, hf_name
+from quire.models.loader.gguf_names import architecture_of, hf_config, hf_name
+from quire.models.loader.gguf_rope import CONFIG_TENSORS
 from quire.models.loader.hub import fetch_from_hub, looks_like_hub_id
 from quire.models.loader.json_file import read_json_object
 from quire.models.loader.pull import pull
@@ -136,7 +137,7 @@ class GgufSource(ModelSource):
 
     def _weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
         layers = int(self._config.get("num_hidden_layers") or self._config["n_layer"])
-        tensors = [tensor for name, tensor in self._file.tensors.items() if name != ROPE_FACTORS]
+        tensors = [tensor for name, tensor in self._file.tensors.items() if name not in CONFIG_TENSORS]
         named = [(hf_name(tensor.name, self._arch, layers), tensor) for tensor in tensors]
         pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="quire-load")
         ahead: deque[tuple[str, Future[torch.Tensor]]] = deque()

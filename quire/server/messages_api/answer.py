@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from quire.engine.output import CompletionOutput, RequestOutput
@@ -34,14 +33,14 @@ async def message(service: Service, record: RequestRecord, body: MessagesBody) -
         return MessageAnswer(service, record, await converse(service, record, chat, "msg"), body)
 
 
-async def count_tokens(service: Service, body: CountBody) -> int:
+async def count_tokens(service: Service, tenant: str | None, body: CountBody) -> int:
     """The tokens of the prompt that such a request would have."""
     service.check_model(body.model)
     tokenizer = service.needs_tokenizer("messages")
     with told_in(WORDS):
         chat = chat_of(body, tokenizer.chat_template)
         text = await prompt_text(service, tokenizer, chat, tool_use(chat, service.config))
-    return len(await asyncio.to_thread(tokenizer.encode, text, False))
+    return len(await service.encode(text, False, tenant))
 
 
 class MessageAnswer(Answer):

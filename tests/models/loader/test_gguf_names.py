@@ -14,7 +14,8 @@ from transformers import AutoConfig
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.build import build_decoder
-from quire.models.loader.gguf_names import llama3_scaling
+from quire.models.loader.gguf_names import hf_config
+from quire.models.loader.gguf_rope import llama3_scaling
 from quire.models.loader.source import GgufSource, resolve_model
 from quire.ops.reference import TorchOps
 from tests.checkpoints import oracle_logits
@@ -48,7 +49,8 @@ def test_weights_come_back_as_the_model_had_them(arch: str, tmp_path: Path) -> N
 def test_the_decoder_gives_the_models_logits(arch: str, tmp_path: Path) -> None:
     model = tiny_model(arch)
     source = load(write_gguf(tmp_path / "m.gguf", arch, model))
-    decoder = build_decoder(source.config, source.weights(), TorchOps())
+    # within the trained length of every scaling, where transformers is for so few tokens
+    decoder = build_decoder(source.config, source.weights(), TorchOps(), max_model_len=64)
     ours = PagedDriver(decoder).run(0, TOKENS, [len(TOKENS)])
     assert (ours - oracle_logits(model, TOKENS)).abs().max() < 1e-4
 
@@ -107,6 +109,13 @@ def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
     )
     config = load(path).config
     assert (config["architectures"], config["sliding_window"]) == (["MistralForCausalLM"], 32)
+
+
+def test_an_olmo2_with_a_window_is_an_olmo3(tmp_path: Path) -> None:
+    extra = {"olmo2.attention.sliding_window": 32, "olmo2.attention.sliding_window_pattern": 2}
+    config = load(write_gguf(tmp_path / "m.gguf", "olmo2", tiny_model("olmo2"), extra=extra)).config
+    assert (config["architectures"], config["sliding_window"]) == (["Olmo3ForCausalLM"], 32)
+    assert config["layer_types"] == ["sliding_attention", "full_attention"]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +183,30 @@ def test_rope_factors_become_config_and_no_weight(tmp_path: Path) -> None:
     assert not any("rope" in name for name, _ in source.weights())
 
 
+def test_longrope_keeps_a_factor_that_does_not_follow_from_the_lengths(tmp_path: Path) -> None:
+    model = tiny_model("phi3")
+    plain = load(write_gguf(tmp_path / "plain.gguf", "phi3", model)).config["rope_scaling"]
+    assert "attention_factor" not in plain and plain["long_factor"] == [1.0, 1.5, 2.0, 4.0, 8.0, 16.0]
+    source = load(tmp_path / "plain.gguf")
+    source._file.metadata["phi3.rope.scaling.attn_factor"] = 1.25
+    assert hf_config(source._file)["rope_scaling"] == {**plain, "attention_factor": 1.25}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windowed"),
+    [(3, [True, True, False]), (np.array([False, True, True]), [False, True, True]), (np.array([True] * 2), None)],
+)
+def test_windows_are_flags_or_a_period(pattern: Any, windowed: list[bool] | None, tmp_path: Path) -> None:
+    source = load(write_gguf(tmp_path / "m.gguf", "gemma2", tiny_model("gemma2")))
+    source._file.metadata["gemma2.attention.sliding_window_pattern"] = pattern
+    if windowed is None:
+        with pytest.raises(ModelLoadError, match="sliding_window_pattern"):
+            hf_config(source._file)
+    else:
+        types = hf_config(source._file)["layer_types"]
+        assert [kind == "sliding_attention" for kind in types] == windowed
+
+
 def test_frequency_factors_of_another_kind_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="llama3"):
         llama3_scaling(np.array([1, 5, 2, 3, 1, 7, 2, 9], np.float32), 10000.0, 16)
@@ -181,13 +214,19 @@ def test_frequency_factors_of_another_kind_are_refused() -> None:
         llama3_scaling(np.array([np.nan] * 8, np.float32), 10000.0, 16)
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+@pytest.mark.parametrize(
+    ("arch", "said"),
+    [("mpt", r"'mpt'.*llama.*gemma3"), ("mamba", "state"), ("qwen3moe", "experts"), ("deepseek2", "latent")],
+)
+def test_another_architecture_is_refused_with_the_known_ones_or_with_the_reason(
+    arch: str, said: str, tmp_path: Path
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", arch)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama.*gemma3"):
+    with pytest.raises(UnsupportedModelError, match=said):
         load(tmp_path / "m.gguf")
 
 
@@ -215,7 +254,5 @@ def test_impossible_shapes_are_refused(key: str, value: Any, tmp_path: Path) -> 
     path = write_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"))
     source = load(path)
     source._file.metadata[key] = value
-    from quire.models.loader.gguf_names import hf_config
-
     with pytest.raises(ModelLoadError):
         hf_config(source._file)

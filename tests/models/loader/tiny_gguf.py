@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,59 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "tie_word_embeddings": True,
     },
+    "gemma2": {
+        "model_type": "gemma2",
+        **SMALL,
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 8,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+        "tie_word_embeddings": True,
+    },
+    "smollm3": {"model_type": "smollm3", **SMALL, "pad_token_id": 0, "num_hidden_layers": 5, "rope_theta": 1e6},
+    "phi3": {
+        "model_type": "phi3",
+        **SMALL,
+        "sliding_window": 8,
+        "original_max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7],
+            "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0],
+        },
+    },
+    "glm4": {"model_type": "glm4", **SMALL, "pad_token_id": 0, "partial_rotary_factor": 0.5},
+    "granite": {
+        "model_type": "granite",
+        **SMALL,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.0625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
+    "olmo2": {"model_type": "olmo2", **SMALL, "rms_norm_eps": 1e-6, "rope_theta": 5e5},
+    "command-r": {
+        "model_type": "cohere",
+        **SMALL,
+        "use_qk_norm": True,
+        "logit_scale": 0.25,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": True,
+    },
+    "cohere2": {
+        "model_type": "cohere2",
+        **SMALL,
+        "num_hidden_layers": 5,
+        "sliding_window": 8,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": True,
+    },
+    "starcoder2": {"model_type": "starcoder2", **SMALL, "sliding_window": 8, "tie_word_embeddings": True},
     "gpt2": {
         "model_type": "gpt2",
         "n_embd": 64,
@@ -44,6 +98,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_inner": 256,
     },
 }
+PERMUTED = ("llama", "smollm3", "granite")
+"""Whose converter makes the rotary pairs of q and k interleaved."""
 ARCHS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name in CONFIGS}
 
 
@@ -69,11 +125,11 @@ def permute_for_llama_cpp(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 def converted(arch: str, model: PreTrainedModel, name: str, weight: torch.Tensor) -> torch.Tensor:
     """What llama.cpp's converter does to a tensor."""
-    if arch == "llama" and ".q_proj." in name:
+    if arch in PERMUTED and ".q_proj." in name:
         return permute_for_llama_cpp(weight, model.config.num_attention_heads)
-    if arch == "llama" and ".k_proj." in name:
+    if arch in PERMUTED and ".k_proj." in name:
         return permute_for_llama_cpp(weight, model.config.num_key_value_heads)
-    if arch == "gemma3" and name.endswith("norm.weight"):
+    if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return weight + 1
     if arch == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         return weight.t()
@@ -91,13 +147,43 @@ def _write_shape(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         return
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if arch == "gemma3":
-        writer.add_sliding_window(config.sliding_window)
+    if "partial_rotary_factor" in rope:
+        writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
+    if arch == "starcoder2":
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    elif arch in ("command-r", "cohere2"):
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if arch in ("gemma2", "gemma3", "phi3", "starcoder2", "cohere2"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if arch == "phi3":
+        _write_longrope(writer, config)
+
+
+def _write_longrope(writer: gguf.GGUFWriter, config: Any) -> None:
+    trained = config.original_max_position_embeddings
+    writer.add_rope_scaling_orig_ctx_len(trained)
+    if config.rope_parameters["rope_type"] != "longrope":
+        return
+    scale = config.max_position_embeddings / trained
+    writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(trained)))
+    for kind in ("short", "long"):
+        factors = np.array(config.rope_parameters[f"{kind}_factor"], np.float32)
+        writer.add_tensor(f"rope_factors_{kind}.weight", factors)
 
 
 def write_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:

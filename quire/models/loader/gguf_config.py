@@ -1,0 +1,208 @@
+"""The config.json that a GGUF file's model would have, from the file's metadata: one function per architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.models.loader.gguf import GgufFile, float_value, int_value, positive_value, tensor_named
+from quire.models.loader.gguf_rope import rope_config
+
+Config = dict[str, Any]
+
+MAX_LAYERS = 4_096
+
+
+def shared_config(file: GgufFile, arch: str) -> Config:
+    """What every architecture stores: sizes, heads, and whether the head is tied."""
+    layers = positive_value(file, f"{arch}.block_count")
+    hidden = positive_value(file, f"{arch}.embedding_length")
+    heads = positive_value(file, f"{arch}.attention.head_count")
+    kv_heads = positive_value(file, f"{arch}.attention.head_count_kv", heads)
+    embedding = tensor_named(file, "token_embd.weight")
+    if layers > MAX_LAYERS or heads % kv_heads:
+        raise ModelLoadError(f"{file.path}: {layers} layers, {heads} heads, {kv_heads} key heads cannot be")
+    if len(embedding.shape) != 2 or embedding.shape[1] != hidden:
+        raise ModelLoadError(
+            f"{file.path}: the embedding is {embedding.shape}, its rows should have {hidden} values"
+        )
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": positive_value(file, f"{arch}.feed_forward_length"),
+        "max_position_embeddings": positive_value(file, f"{arch}.context_length"),
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+    }
+
+
+def gated_config(file: GgufFile, arch: str, config: Config) -> None:
+    """Llama-like: rotary positions, RMS norms, gated SiLU."""
+    rope_config(file, arch, config)
+    config["hidden_act"] = "silu"
+    config["rms_norm_eps"] = float_value(file.metadata, f"{arch}.attention.layer_norm_rms_epsilon", 1e-5)
+
+
+def llama_config(file: GgufFile, arch: str, config: Config) -> None:
+    gated_config(file, arch, config)
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    if int_value(file.metadata, f"{arch}.expert_count", 0):
+        raise UnsupportedModelError(f"{file.path}: mixture-of-experts models are not supported")
+    window = int_value(file.metadata, f"{arch}.attention.sliding_window", 0)
+    if window:
+        config.update(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=window)
+
+
+def qwen2_config(file: GgufFile, arch: str, config: Config) -> None:
+    gated_config(file, arch, config)
+    config["use_sliding_window"] = False
+
+
+def qwen3_config(file: GgufFile, arch: str, config: Config) -> None:
+    qwen2_config(file, arch, config)
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+
+
+def gemma3_config(file: GgufFile, arch: str, config: Config) -> None:
+    rope_config(file, arch, config)
+    window = int_value(file.metadata, f"{arch}.attention.sliding_window", 0)
+    layers = config["num_hidden_layers"]
+    types = layer_types(file, arch, layers, period=6) if window else ["full_attention"] * layers
+    config.update(
+        hidden_activation="gelu_pytorch_tanh",
+        rms_norm_eps=float_value(file.metadata, f"{arch}.attention.layer_norm_rms_epsilon", 1e-6),
+        rope_local_base_freq=float_value(file.metadata, f"{arch}.rope.freq_base_swa", 10_000.0),
+        sliding_window=window or None,
+        layer_types=types,
+        # Not stored: the 27B model (62 layers) alone scales by the width of a head in the residual stream.
+        query_pre_attn_scalar=(
+            config["hidden_size"] // config["num_attention_heads"] if layers == 62 else config["head_dim"]
+        ),
+        attention_bias=False,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=float_value(file.metadata, f"{arch}.final_logit_softcapping", 0.0) or None,
+    )
+
+
+def phi3_config(file: GgufFile, arch: str, config: Config) -> None:
+    gated_config(file, arch, config)
+    config["sliding_window"] = int_value(file.metadata, f"{arch}.attention.sliding_window", 0) or None
+    trained = f"{arch}.rope.scaling.original_context_length"
+    config["original_max_position_embeddings"] = positive_value(file, trained, config["max_position_embeddings"])
+
+
+def smollm3_config(file: GgufFile, arch: str, config: Config) -> None:
+    llama_config(file, arch, config)
+    config["no_rope_layer_interval"] = 4  # of the architecture: the format has no key for it
+
+
+def granite_config(file: GgufFile, arch: str, config: Config) -> None:
+    llama_config(file, arch, config)
+    for key, field in (
+        ("attention.scale", "attention_multiplier"),
+        ("embedding_scale", "embedding_multiplier"),
+        ("residual_scale", "residual_multiplier"),
+        ("logit_scale", "logits_scaling"),
+    ):
+        config[field] = float_value(file.metadata, f"{arch}.{key}", 1.0)
+
+
+def olmo2_config(file: GgufFile, arch: str, config: Config) -> None:
+    """OLMo 3 is stored as an OLMo 2 with a window."""
+    gated_config(file, arch, config)
+    config["attention_bias"] = False
+    window = int_value(file.metadata, f"{arch}.attention.sliding_window", 0)
+    if window:
+        config.update(
+            architectures=["Olmo3ForCausalLM"],
+            model_type="olmo3",
+            sliding_window=window,
+            layer_types=layer_types(file, arch, config["num_hidden_layers"], period=4),
+        )
+
+
+def command_r_config(file: GgufFile, arch: str, config: Config) -> None:
+    rope_config(file, arch, config)
+    config.update(
+        hidden_act="silu",
+        layer_norm_eps=float_value(file.metadata, f"{arch}.attention.layer_norm_epsilon", 1e-5),
+        logit_scale=float_value(file.metadata, f"{arch}.logit_scale", 0.0625),
+        attention_bias=False,
+    )
+    if arch == "command-r":
+        config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
+
+
+def cohere2_config(file: GgufFile, arch: str, config: Config) -> None:
+    command_r_config(file, arch, config)
+    config["sliding_window"] = positive_value(file, f"{arch}.attention.sliding_window")
+    config["layer_types"] = layer_types(file, arch, config["num_hidden_layers"], period=4)
+
+
+def glm4_config(file: GgufFile, arch: str, config: Config) -> None:
+    gated_config(file, arch, config)
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config.setdefault("partial_rotary_factor", 1.0)
+    if int_value(file.metadata, f"{arch}.nextn_predict_layers", 0):
+        raise UnsupportedModelError(f"{file.path}: layers that predict several tokens (nextn) are not supported")
+
+
+def starcoder2_config(file: GgufFile, arch: str, config: Config) -> None:
+    rope_config(file, arch, config)
+    config.update(
+        hidden_act="gelu_pytorch_tanh",
+        norm_epsilon=float_value(file.metadata, f"{arch}.attention.layer_norm_epsilon", 1e-5),
+        use_bias="blk.0.attn_q.bias" in file.tensors,
+        sliding_window=int_value(file.metadata, f"{arch}.attention.sliding_window", 0) or None,
+    )
+
+
+def gemma2_config(file: GgufFile, arch: str, config: Config) -> None:
+    rope_config(file, arch, config)
+    layers = config["num_hidden_layers"]
+    config.update(
+        hidden_activation="gelu_pytorch_tanh",
+        rms_norm_eps=float_value(file.metadata, f"{arch}.attention.layer_norm_rms_epsilon", 1e-6),
+        sliding_window=positive_value(file, f"{arch}.attention.sliding_window", 4096),
+        layer_types=layer_types(file, arch, layers, period=2),
+        # Not stored: the 27B model (46 layers) alone scales by the width of a head in the residual stream.
+        query_pre_attn_scalar=(
+            config["hidden_size"] // config["num_attention_heads"] if layers == 46 else config["head_dim"]
+        ),
+        attention_bias=False,
+        attn_logit_softcapping=float_value(file.metadata, f"{arch}.attn_logit_softcapping", 50.0) or None,
+        final_logit_softcapping=float_value(file.metadata, f"{arch}.final_logit_softcapping", 30.0) or None,
+    )
+
+
+def layer_types(file: GgufFile, arch: str, layers: int, period: int) -> list[str]:
+    """Which layers have the window: one flag each, or all but every `period`th."""
+    key = f"{arch}.attention.sliding_window_pattern"
+    stored = file.metadata.get(key)
+    if isinstance(stored, np.ndarray):
+        if len(stored) != layers:
+            raise ModelLoadError(f"{file.path}: GGUF metadata {key!r} should have a flag for each of {layers} layers")
+        windowed = [bool(flag) for flag in stored.tolist()]
+    else:
+        every = positive_value(file, key, period)
+        windowed = [bool((layer + 1) % every) for layer in range(layers)]
+    return ["sliding_attention" if flag else "full_attention" for flag in windowed]
+
+
+def gpt2_config(file: GgufFile, arch: str, config: Config) -> None:
+    config.update(
+        n_layer=config.pop("num_hidden_layers"),
+        n_embd=config.pop("hidden_size"),
+        n_head=config.pop("num_attention_heads"),
+        n_inner=config.pop("intermediate_size"),
+        n_positions=config.pop("max_position_embeddings"),
+        layer_norm_epsilon=float_value(file.metadata, f"{arch}.attention.layer_norm_epsilon", 1e-5),
+        activation_function="gelu_new",
+    )
+    config["n_ctx"] = config["n_positions"]
+    del config["num_key_value_heads"]

@@ -1,0 +1,35 @@
+"""Reorders the rows of q and k of checkpoints that rotate interleaved pairs, so that kernels know one pairing."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from quire.models.spec import DecoderSpec
+
+if TYPE_CHECKING:  # reading a spec must not cost the import of torch
+    from torch import Tensor
+
+_TURNED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")
+
+
+def half_split(name: str, tensor: Tensor, spec: DecoderSpec) -> Tensor:
+    """A parameter as the kernels want it: feature i of a head turns together with i + rotary_dim / 2.
+
+    Where the checkpoint pairs 2i with 2i + 1, the even features of the turned part move before the odd ones, in q
+    and k alike, so that every score stays what it was. Tensors of another shape than the spec's are left as they
+    are; the decoder refuses them by name.
+    """
+    place = name.split(".")
+    if place[0] != "layers" or ".".join(place[2:-1]) not in _TURNED:
+        return tensor
+    attention = spec.layers[int(place[1])].attention
+    if attention.rope is None or not spec.ropes[attention.rope].interleaved:
+        return tensor
+    width = () if place[-2].endswith("norm") else tensor.shape[1:]
+    if tensor.numel() % (attention.head_dim * math.prod(width)):
+        return tensor
+    turned = spec.ropes[attention.rope].rotary_dim
+    order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, attention.head_dim)]
+    heads = tensor.reshape(-1, attention.head_dim, *width)
+    return heads[:, order].reshape(tensor.shape)
