@@ -111,6 +111,13 @@ def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
     assert (config["architectures"], config["sliding_window"]) == (["MistralForCausalLM"], 32)
 
 
+def test_a_mistral3_whose_queries_do_not_grow_is_a_mistral(tmp_path: Path) -> None:
+    source = load(write_gguf(tmp_path / "m.gguf", "mistral3", tiny_model("mistral3")))
+    del source._file.metadata["mistral3.attention.temperature_scale"]
+    config = hf_config(source._file)
+    assert (config["architectures"], config["sliding_window"]) == (["MistralForCausalLM"], None)
+
+
 def test_an_olmo2_with_a_window_is_an_olmo3(tmp_path: Path) -> None:
     extra = {"olmo2.attention.sliding_window": 32, "olmo2.attention.sliding_window_pattern": 2}
     config = load(write_gguf(tmp_path / "m.gguf", "olmo2", tiny_model("olmo2"), extra=extra)).config
