@@ -207,6 +207,10 @@ class AsyncLLM:
         """Raises EngineDeadError unless the engine is up and, while there is work, makes steps."""
         self._desk.supervisor.check()
 
+    async def given_up(self) -> None:
+        """Returns when the engine has died too often and is not restarted any more, which may be never."""
+        await self._desk.supervisor.gave_up.wait()
+
     async def metrics(self, refresh: bool = False) -> dict[str, int | float]:
         """Counters and gauges of the engine (those of `LLM.metrics`), as of its last report, and of this front door.
 

@@ -67,6 +67,8 @@ class CacheConfig:
     swap_space: float = option(0.0, "GiB of host memory for KV that was preempted or evicted (0: none)")
     offload: bool = option(False, "keep evicted prefixes in the swap space and bring them back when they are "
                                   "asked for again")
+    kv_fetch_timeout: float = option(30.0, "seconds that a request waits for KV from another tier before it computes "
+                                           "what has not come")
     eviction_policy: str = option("reuse-rate", "which idle cached block gives up its place first: the one least "
                                   "likely to be asked for again, as learned so far, or the least recently used",
                                   ("reuse-rate", "lru"))
@@ -142,7 +144,9 @@ class GuardConfig:
     heartbeat_timeout: float = option(10.0, "seconds without a sign of life after which the engine is restarted")
     step_timeout: float = option(300.0, "seconds that one step may take before the engine counts as stuck")
     start_timeout: float = option(900.0, "seconds that the engine may take to load its model")
-    max_restarts: int = option(8, "restarts in a row, with no request served between, before it is given up")
+    max_restarts: int = option(8, "restarts in a row, with no request served between, before the engine is given up; "
+                                  "`quire serve` then exits with code 1")
+    keep_restarting: bool = option(False, "never give the engine up: after max_restarts in vain try again every 30 s")
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[GuardConfig, dict[str, Any]]:
@@ -237,9 +241,14 @@ class SpeculationConfig:
 class StructuredConfig:
     """What compiling the grammars of structured outputs may take, and how many of them are kept."""
 
-    grammar_timeout: float = option(30.0, "most seconds until the grammar of a structured output is compiled")
+    grammar_timeout: float = option(30.0, "most seconds that compiling the grammar of a structured output may take")
     grammar_cache_memory: int | str = option("256MiB", "bytes for compiled grammars, or a text such as 1GiB")
     grammar_threads: int = option(2, "grammars compiled at once")
+    grammar_token_ms: float = option(250.0, "most milliseconds of computing that a grammar may take for one token "
+                                            "(`quire serve`: a request that needs more fails)")
+    grammar_request_timeout: float = option(30.0, "the same in seconds for all tokens of a request")
+    grammar_memory: int | str = option("1GiB", "most memory that a grammar may take while it is compiled or followed "
+                                               "(`quire serve`)")
 
 
 _SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig,
@@ -343,6 +352,10 @@ def _check_swap(config: EngineConfig) -> None:
     if config.cache.offload and not config.cache.enable_prefix_caching:
         raise ConfigError("offload keeps evicted prefixes, and without enable_prefix_caching there are none",
                           field="offload")
+    wait = config.cache.kv_fetch_timeout
+    if not 0.0 < wait <= 86400.0:
+        raise ConfigError(f"kv_fetch_timeout must be above 0 and at most 86400 seconds, not {wait}",
+                          field="kv_fetch_timeout")
     if space > 0:
         return
     if config.cache.offload:
@@ -359,7 +372,12 @@ def _check_structured(options: StructuredConfig) -> None:
     if not 1 <= options.grammar_threads <= 256:
         raise ConfigError(f"grammar_threads must be between 1 and 256, not {options.grammar_threads}",
                           field="grammar_threads")
+    for name, value, most in (("grammar_token_ms", options.grammar_token_ms, 1e6),
+                              ("grammar_request_timeout", options.grammar_request_timeout, 86400.0)):
+        if not 0.0 < value <= most:
+            raise ConfigError(f"{name} must be above 0 and at most {most:g}, not {value}", field=name)
     parse_bytes(options.grammar_cache_memory, "grammar_cache_memory")
+    parse_bytes(options.grammar_memory, "grammar_memory")
 
 
 def _check_slo(options: SchedulerConfig) -> None:

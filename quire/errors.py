@@ -64,6 +64,10 @@ class EngineDeadError(EngineError):
         """Seconds after which trying again makes sense; None where it does not."""
 
 
+class QuarantinedError(EngineDeadError):
+    """Requests of this content were running when the engine died, more than once: it is not tried again for a while."""
+
+
 class QueueFullError(QuireError):
     """Too many requests or prompt tokens wait already; nothing of this one was taken in."""
 

@@ -177,7 +177,9 @@ class LLM:
 
     def _check_shape(self, params: SamplingParams) -> None:
         """Whoever asks for a grammar that is none learns it here; compiling goes on beside the steps."""
-        if params.structured_outputs is not None and self._core.grammars is not None:
+        from quire.structured.compiler import GrammarCompiler
+
+        if params.structured_outputs is not None and isinstance(self._core.grammars, GrammarCompiler):
             self._core.grammars.check(params.structured_outputs)
 
     def step(self) -> list[RequestOutput]:
@@ -207,6 +209,7 @@ class LLM:
 
     def metrics(self) -> dict[str, int | float]:
         """Counters and gauges, flat: tokens, steps, preemptions, prefix hits, blocks by state, queue lengths."""
+        self._core.take_arrivals()
         return flat_metrics(self._core.scheduler, self._running_engine.pool)
 
     def trace(self, path: str | Path) -> StepTrace:

@@ -43,6 +43,13 @@ async def served(server: dict[str, Any], engine: dict[str, Any]) -> AsyncIterato
 @contextlib.contextmanager
 def serve_process(options: dict[str, Any], flags: Sequence[str] = ()) -> Iterator[str]:
     """`quire serve` in a process of its own; its address."""
+    with serving_process(options, flags) as (address, _):
+        yield address
+
+
+@contextlib.contextmanager
+def serving_process(options: dict[str, Any], flags: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
+    """The same with the process's id."""
     words = module_command("quire", "serve", "--port", "0", "--log-format", "json", *flags)
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
@@ -61,7 +68,7 @@ def serve_process(options: dict[str, Any], flags: Sequence[str] = ()) -> Iterato
             raise QuireError(f"quire serve did not start: {said.decode(errors='replace').strip()}")
         reader = asyncio.new_event_loop()
         drained = reader.run_in_executor(None, process.stderr.read)
-        yield address
+        yield address, process.pid
         process.terminate()
         reader.run_until_complete(drained)
         reader.close()

@@ -24,7 +24,8 @@ from quire.cli.options import add_engine_options, engine_options, integer
 from quire.errors import QuireError
 
 EXAMPLES = ("examples:\n  quire bench soak --executor dummy\n"
-            "  quire bench soak --requests 200 --kills 1 --num-threads 1")
+            "  quire bench soak --requests 200 --kills 1 --num-threads 1\n"
+            "  quire bench soak --hostile --seconds 600 --executor dummy")
 _SLOWEST = 180.0
 _ALLOWED_GROWTH = 48 << 20
 """Bytes by which the server's memory may differ between the first half and the end: allocators keep some."""
@@ -54,11 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="times the engine is killed (default: %(default)s)")
     parser.add_argument("--at-once", type=integer, default=48, metavar="N",
                         help="requests in flight (default: %(default)s)")
+    parser.add_argument("--hostile", action="store_true",
+                        help="ordinary load beside clients that attack the server, for --seconds")
+    parser.add_argument("--seconds", type=integer, default=60, metavar="N",
+                        help="with --hostile: how long (default: %(default)s)")
     parser.add_argument("--soak-seed", type=integer, default=0, metavar="N", help="another seed, another mix")
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.hostile:
+        from quire.bench.hostile import run_hostile
+
+        return run_hostile(args.seconds, args.kills, args.soak_seed, engine_options(args))
     found = asyncio.run(soak(args.requests, args.kills, args.at_once, args.soak_seed, engine_options(args)))
     print(json.dumps({
         "bench": "soak", "requests": args.requests, "seconds": round(found.seconds, 1), "hung_up": found.hung_up,

@@ -144,7 +144,7 @@ def _memory(spec: DecoderSpec, config: EngineConfig) -> dict[str, Any]:
     free, weights = available_memory(), 4 * spec.num_parameters
     facts: dict[str, Any] = {"available_memory": free, "fits": False, "pool": None, "sequences": {}}
     try:
-        pool = size_pool(spec, config.cache, config.model.max_model_len, free)
+        pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False), free)
     except OutOfMemoryError as error:
         return {**facts, "reason": str(error)}
     block = config.cache.block_size

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.config import CPU_DEFAULTS, EngineConfig, parse_bytes
 from quire.engine.calibration import measure_move_cost, measure_step_times
 from quire.engine.core import EngineCore
 from quire.engine.device import build_worker, draft_rows, resolve
+from quire.engine.grammar_process import start_nursery
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.kvcache.move_cost import MoveCost
@@ -21,7 +24,9 @@ from quire.scheduler.preemption import Preemption, PreemptionMode
 from quire.scheduler.queue import QUEUES
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.assembly import build_speculator
+from quire.structured.cell import CellLimits
 from quire.structured.compiler import CompileLimits, GrammarCompiler
+from quire.structured.isolated import IsolatedGrammars
 from quire.structured.vocabulary import Vocabulary, read_vocabulary
 from quire.worker.memory import PoolSize, groups_with_draft
 
@@ -48,8 +53,12 @@ def open_source(config: EngineConfig, progress: bool = True) -> ModelSource:
                          cache_dir=model.cache_dir, progress=progress)
 
 
-def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[], float] = time.time) -> Engine:
-    """Load the model and connect the rooms. This is where torch is imported."""
+def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[], float] = time.time,
+                 options: Mapping[str, Any] | None = None) -> Engine:
+    """Load the model and connect the rooms. This is where torch is imported.
+
+    With the `options` that `config` was made of, grammars of structured outputs get processes of their own.
+    """
     source = open_source(config, progress)
     config = resolve(config)
     worker, executor = build_worker(source, config)
@@ -69,7 +78,10 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
         speculator=speculator,
     )
     core = EngineCore(scheduler, executor, config.scheduler.max_steps_in_flight or 1,
-                      build_grammars(config, source, worker.spec.vocab_size))
+                      build_grammars(config, source, worker.spec.vocab_size) if options is None
+                      else isolate_grammars(config, options, worker.spec.vocab_size, source.eos_token_ids))
+    if isinstance(core.grammars, IsolatedGrammars):
+        scheduler.compiling.isolated = core.grammars
     return Engine(config, source, worker.spec, worker.pool, core)
 
 
@@ -87,17 +99,32 @@ def build_grammars(config: EngineConfig, source: ModelSource, vocab_size: int) -
         options.grammar_threads))
 
 
+def isolate_grammars(config: EngineConfig, options: Mapping[str, Any], vocab_size: int,
+                     eos_token_ids: Collection[int]) -> IsolatedGrammars | None:
+    """The same in processes of their own, the first of which is started when the first grammar is asked for."""
+    if config.model.skip_tokenizer_init:
+        return None
+    structured = config.structured
+    limits = CellLimits(structured.grammar_token_ms / 1e3, structured.grammar_request_timeout,
+                        parse_bytes(structured.grammar_memory, "grammar_memory"), structured.grammar_timeout)
+    nursery = {"options": dict(options), "vocab_size": vocab_size, "eos_token_ids": list(eos_token_ids),
+               "limits": dataclasses.asdict(limits)}
+    return IsolatedGrammars(functools.partial(start_nursery, nursery), limits,
+                            parse_bytes(structured.grammar_cache_memory, "grammar_cache_memory"),
+                            structured.grammar_threads)
+
+
 def build_cache(config: EngineConfig, spec: DecoderSpec, pool: PoolSize, cost: MoveCost | None) -> KVCacheManager:
     """The bookkeeping of a pool and, where there is swap space, of the host tier beneath it."""
     groups = groups_with_draft(spec, pool.draft_bytes_per_token)
-    tier = HostTier(pool.num_host_blocks, len(groups), config.cache.offload) if pool.num_host_blocks else None
+    tiers = [HostTier(pool.num_host_blocks, len(groups), config.cache.offload)] if pool.num_host_blocks else []
     return KVCacheManager(
         pool.num_blocks,
         config.cache.block_size,
         groups=tuple(CacheGroup(group.window) for group in groups),
         prefix_caching=config.cache.enable_prefix_caching,
         eviction_policy=config.cache.eviction_policy,
-        tier=tier,
+        tiers=tiers,
         cost=cost,
         block_bytes=tuple(group.bytes_per_token * config.cache.block_size for group in groups),
     )
@@ -116,4 +143,5 @@ def limits_of(config: EngineConfig, max_model_len: int) -> Limits:
         chunked_prefill=options.enable_chunked_prefill,
         max_num_partial_prefills=options.max_num_partial_prefills,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
+        fetch_timeout=config.cache.kv_fetch_timeout,
     )

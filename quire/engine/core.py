@@ -13,11 +13,15 @@ from quire.executor.base import Executor
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.request import FinishReason, Request, Sequence
 from quire.scheduler.scheduler import Scheduler, SequenceUpdate
+from quire.structured.gate import release_grammar
 
 if TYPE_CHECKING:
     from quire.structured.compiler import GrammarCompiler
+    from quire.structured.isolated import IsolatedGrammars
 
 
+_ARRIVAL_WAIT_S = 0.05
+"""How long a step waits for KV when there is nothing else to do, before its caller may look around."""
 _GRAMMAR_WAIT_S = 0.02
 """How long a step waits for a grammar when there is nothing else to do: others may come meanwhile."""
 
@@ -48,7 +52,7 @@ class EngineCore:
     """Drives a scheduler and an executor. With a depth of 2, step N+1 is planned while step N runs."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, max_steps_in_flight: int = 1,
-                 grammars: GrammarCompiler | None = None) -> None:
+                 grammars: GrammarCompiler | IsolatedGrammars | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.grammars = grammars
@@ -56,6 +60,10 @@ class EngineCore:
         self._futures: deque[Future[StepResult]] = deque()
         self.trace: StepObserver | None = None
         self.times = StepTimes()
+        self.stalled_for: float | None = None
+        """Seconds for which the last step found nothing to plan before KV arrives (`executor.arrivals` tells)."""
+        for tier in scheduler.cache.tiers:
+            tier.wake = executor.arrivals.ring
 
     def add(self, request: Request) -> None:
         wanted = request.params.structured_outputs
@@ -63,8 +71,12 @@ class EngineCore:
             if self.grammars is None:
                 raise InvalidRequestError("structured_outputs is not supported by this engine, which has no tokenizer",
                                           field="structured_outputs")
-            request.grammar = self.grammars.submit(wanted)
-        self.scheduler.add(request)
+            request.grammar = self.grammars.submit(wanted, request.tenant, request.stop_ids)
+        try:
+            self.scheduler.add(request)
+        except QuireError:
+            release_grammar(request)
+            raise
 
     def abort(self, request_id: str) -> bool:
         return self.scheduler.abort(request_id)
@@ -78,9 +90,14 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def step(self) -> list[SequenceUpdate]:
-        """Keep the executor supplied, wait for the oldest step, and return what became of its sequences."""
+    def step(self, wait_for_kv: bool = True) -> list[SequenceUpdate]:
+        """Keep the executor supplied, wait for the oldest step, and return what became of its sequences.
+
+        When all that is left waits for KV, it waits too, a little while; or not, for callers who wait themselves.
+        """
         self.times = times = StepTimes()
+        self.stalled_for = None
+        self.take_arrivals()
         while len(self._futures) < self._depth:
             began = time.perf_counter()
             plan = self.scheduler.schedule()
@@ -92,16 +109,36 @@ class EngineCore:
             times.execute += time.perf_counter() - planned
         if self._futures:
             self._collect()
-        elif len(self.scheduler.waiting) or self.scheduler.running:
-            self.scheduler.fail_stuck()
-        elif len(self.scheduler.compiling):
-            self.scheduler.compiling.wait(_GRAMMAR_WAIT_S)
+        else:
+            self._rest(wait_for_kv)
         updates = self.scheduler.take_updates()
         if not self.scheduler.has_work:
             self.scheduler.rest()
             if self.trace is not None:
                 self.trace.idle()
         return updates
+
+    def take_arrivals(self) -> None:
+        """What transfers have reported besides the results of steps."""
+        self.scheduler.arrived(self.executor.arrivals.take())
+
+    def _rest(self, wait_for_kv: bool) -> None:
+        """Nothing is in flight, and nothing could be planned."""
+        scheduler = self.scheduler
+        if scheduler.compiling.owes_masks:
+            scheduler.compiling.wait(_GRAMMAR_WAIT_S)
+        elif len(scheduler.waiting) or scheduler.running or scheduler.arriving:
+            until = scheduler.awaits_until
+            if until is None:
+                scheduler.fail_stuck()
+                return
+            self.stalled_for = max(0.0, until - scheduler.clock())
+            if wait_for_kv:
+                most = _GRAMMAR_WAIT_S if len(scheduler.compiling) else _ARRIVAL_WAIT_S
+                self.executor.arrivals.wait(min(self.stalled_for, most))
+                self.take_arrivals()
+        elif len(scheduler.compiling):
+            scheduler.compiling.wait(_GRAMMAR_WAIT_S)
 
     def _submit(self, plan: StepPlan) -> None:
         """Every plan that the scheduler made gets its future, whatever happens, so the two stay in step."""
@@ -112,6 +149,7 @@ class EngineCore:
             future = self.executor.submit(plan)
         except BaseException as error:
             future.set_exception(error)
+            self.scheduler.never_started(plan)
             if not isinstance(error, Exception):
                 raise
         finally:

@@ -73,7 +73,8 @@ def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker
     from quire.worker.worker import Worker
 
     worker = Worker(source, config)
-    return worker, LocalExecutor(worker, overlap=(config.scheduler.max_steps_in_flight or 1) > 1)
+    return worker, LocalExecutor(worker, overlap=(config.scheduler.max_steps_in_flight or 1) > 1,
+                                 arrivals=worker.arrivals)
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,7 +119,7 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
     )
     weights = None if model.load_format == "dummy" else source.weights(None)
     worker = GpuWorker(source.config, weights, config.cache, options, speculation=_speculation(config))
-    return worker, DeviceExecutor(worker)
+    return worker, DeviceExecutor(worker, worker.arrivals)
 
 
 def _speculation(config: EngineConfig) -> Speculation | None:

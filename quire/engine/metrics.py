@@ -27,6 +27,7 @@ def flat_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float]
         "forks": stats.forks,
         "requests_running": len(scheduler.running),
         "requests_waiting": len(scheduler.waiting),
+        "requests_arriving": len(scheduler.arriving),
         "requests_compiling": len(scheduler.compiling),
         "requests_swapped": sum(request.swapped is not None for request in scheduler.waiting),
         "requests_finished": stats.requests_finished,
@@ -54,7 +55,7 @@ def _tier_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float
     """Of the host tier; all 0 where there is none."""
     cache, swapper = scheduler.cache, scheduler.preemption.swapper
     swaps = SwapStats() if swapper is None else swapper.stats
-    tier = cache.tier
+    tier = cache.swap_tier
     return {
         "swaps_out": swaps.out,
         "swaps_in": swaps.back,
@@ -65,11 +66,21 @@ def _tier_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float
         "swap_space_full": swaps.full,
         "tier_hits": cache.stats.tier_hits,
         "tier_hit_tokens": cache.stats.tier_hit_tokens,
-        "offloaded_blocks": cache.stats.blocks_offloaded,
-        "offload_bytes_out": cache.stats.bytes_offloaded,
+        "offloaded_blocks": cache.events.stats.blocks,
+        "offload_bytes_out": cache.events.stats.bytes,
         "offload_bytes_in": cache.stats.bytes_fetched,
         "host_blocks_total": 0 if tier is None else tier.num_blocks * len(cache.groups),
         "host_blocks_used": 0 if tier is None else tier.num_used,
         "host_blocks_cached": 0 if tier is None else tier.num_cached,
+        "fetches": scheduler.stats.fetches,
+        "fetches_failed": scheduler.stats.fetches_failed,
+        "transfers_under_way": len(cache.transfers.under_way),
+        "transfers_failed": cache.transfers.stats.failed,
+        "transfers_timed_out": cache.transfers.stats.timed_out,
+        "kv_blocks_moving": cache.transfers.num_blocks,
+        "kv_leases": len(cache.leases),
+        "kv_leases_expired": cache.leases.num_expired,
+        "kv_reservations": len(cache.reservations),
+        "kv_reservations_quarantined": cache.reservations.num_quarantined,
         "swap_space_bytes": pool.num_host_blocks * pool.bytes_per_block,
     }

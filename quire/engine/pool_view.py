@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quire.engine.view_frame import BlockView, TableView
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
-from quire.scheduler.request import Sequence
+from quire.scheduler.request import Sequence, Status
 from quire.scheduler.scheduler import Scheduler
 
 _STRETCH = 256
@@ -51,7 +51,8 @@ def _block(pool: BlockPool, block: int) -> BlockView:
 
 
 class TableBook:
-    """Who holds which blocks: the tables of running sequences, and what swapped ones have on the host."""
+    """Who holds which blocks: the tables of sequences that run or whose KV arrives, and what swapped ones have on the
+    host."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int, bool], list[int]] = {}
@@ -61,9 +62,9 @@ class TableBook:
     def look(self, scheduler: Scheduler) -> None:
         """Fill `changed` and `gone` with what is new."""
         before, self._known, self.changed = self._known, {}, []
-        for request in scheduler.running.values():
+        for request in (*scheduler.running.values(), *scheduler.arriving.values()):
             for seq in request.sequences:
-                if seq.row >= 0:
+                if seq.row >= 0 or request.status is Status.ARRIVING:
                     for group, table in enumerate(seq.kv.tables):
                         self._note(before, (label(seq), group, False), table.blocks)
         for request in scheduler.waiting:

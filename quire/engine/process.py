@@ -24,6 +24,7 @@ import zmq
 from quire.config import EngineConfig
 from quire.engine import messages as m
 from quire.engine.assembly import Engine, build_engine
+from quire.engine.doorbell import Doorbell
 from quire.engine.metrics import flat_metrics
 from quire.engine.news import SequenceNews
 from quire.engine.watching import Watching
@@ -76,7 +77,9 @@ class Pulse(threading.Thread):
 class EngineServer:
     """The step loop with its mailbox. Requests go by the handles that the front door gave them."""
 
-    def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> None:
+    def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse,
+                 doorbell: Doorbell | None = None) -> None:
+        """Without a `doorbell` it waits for messages only, and KV that arrives is taken in with the next one."""
         self._engine = engine
         self._core = engine.core
         self._scheduler = engine.core.scheduler
@@ -91,6 +94,7 @@ class EngineServer:
         self._news_due = False
         """Something has changed that no step will report."""
         self._snapshot_at = 0.0
+        self._doorbell = doorbell
         self._watching = Watching(engine)
 
     def ready(self) -> m.Ready:
@@ -118,8 +122,12 @@ class EngineServer:
         until = None
         if not self._core.has_work and not self._news_due:
             self._pulse.state = ("idle", time.monotonic(), self._scheduler.stats.steps)
-            while not self._inbox.poll(self._watching.patience_ms(_REST_MS)):
+            while not self._wait(self._watching.patience_ms(_REST_MS)):
+                self._core.take_arrivals()
                 self._show()
+        elif self._core.stalled_for is not None and not self._news_due:
+            # All that is left waits for KV: whatever comes first, that or a message, goes on.
+            self._wait(min(self._watching.patience_ms(_REST_MS), 1 + int(1e3 * self._core.stalled_for)))
         while True:
             try:
                 data = self._inbox.recv(zmq.NOBLOCK)
@@ -133,6 +141,12 @@ class EngineServer:
                 until = until or time.monotonic() + _TAKE_IN_SECONDS
                 if time.monotonic() > until:
                     return
+
+    def _wait(self, milliseconds: int) -> bool:
+        """For something to do, but no longer than that; is there a message?"""
+        if self._doorbell is not None:
+            return self._doorbell.wait(milliseconds)
+        return bool(self._inbox.poll(milliseconds))
 
     def _handle(self, message: m.ToEngine) -> None:
         if isinstance(message, m.Add):
@@ -229,7 +243,7 @@ class EngineServer:
         before = (stats.steps, stats.prompt_tokens, stats.output_tokens, stats.preemptions)
         began = time.monotonic()
         self._pulse.state = ("stepping", began, stats.steps)
-        updates = self._core.step()
+        updates = self._core.step(wait_for_kv=False)
         if stats.steps == before[0] and not updates and not self._news_due:
             return
         times, scheduler = self._core.times, self._scheduler
@@ -305,8 +319,9 @@ def serve(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> 
         start = m.decode_to_engine(inbox.recv())
         if not isinstance(start, m.Start):
             raise EngineError(f"the first message must say what to start, not {type(start).__name__}")
-        engine = build_engine(EngineConfig.create(**start.options), progress=False, clock=time.monotonic)
-        server = EngineServer(engine, inbox, outbox, pulse)
+        engine = build_engine(EngineConfig.create(**start.options), progress=False, clock=time.monotonic,
+                              options=start.options)
+        server = EngineServer(engine, inbox, outbox, pulse, Doorbell(inbox, engine.core.executor.arrivals))
         outbox.send(m.encode(server.ready()))
         gc.collect()
         gc.freeze()  # the model is not garbage to be searched for ever

@@ -15,6 +15,7 @@ from quire.config import GuardConfig
 from quire.engine import messages as m
 from quire.engine.admission import Admission
 from quire.engine.output_processor import OutputProcessor
+from quire.engine.quarantine import Quarantine
 from quire.engine.subscription import Subscription
 from quire.engine.supervisor import Supervisor
 from quire.errors import EngineDeadError, EngineError, InvalidRequestError, QueueFullError, RequestTimeoutError
@@ -25,8 +26,9 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("quire.desk")
 
-_HELD = ("requests_running", "requests_waiting", "requests_swapped", "kv_blocks_used", "kv_blocks_cached",
-         "host_blocks_used", "host_blocks_cached")
+_HELD = ("requests_running", "requests_waiting", "requests_arriving", "requests_swapped", "kv_blocks_used",
+         "kv_blocks_cached", "kv_blocks_moving", "transfers_under_way", "kv_leases", "kv_reservations",
+         "kv_reservations_quarantined", "host_blocks_used", "host_blocks_cached")
 """Metrics of what an engine holds, which is nothing once it is dead."""
 
 
@@ -73,6 +75,7 @@ class RequestDesk:
         self._loop = asyncio.get_running_loop()
         self._ready: m.Ready | None = None
         self._admission = Admission(0, 0, 0)
+        self._quarantine = Quarantine()
         self._subscriptions: dict[int, Subscription] = {}
         self._names: dict[str, Subscription | None] = {}
         """Requests that have not ended by their ids, also those (None) that are being tokenized."""
@@ -124,6 +127,7 @@ class RequestDesk:
             Limits(ready.max_num_seqs, ready.max_num_batched_tokens, ready.max_model_len, ready.chunked_prefill),
             _Pool(ready.num_kv_blocks, ready.block_size))
         self.supervisor.check()  # it may have died while the prompt was tokenized
+        self._quarantine.check(request)
         try:
             self._admission.check(request.num_prompt_tokens, request.width)
         except QueueFullError as full:
@@ -222,6 +226,8 @@ class RequestDesk:
 
     def died(self, error: EngineDeadError) -> None:
         self.counts.lost += len(self._subscriptions)
+        running = [s.request for s in self._subscriptions.values() if s.running]
+        self._quarantine.died_with(running or [s.request for s in self._subscriptions.values()])
         self.engine_metrics = {name: 0 if name in _HELD else value for name, value in self.engine_metrics.items()}
         self.fail_all(error)
 
@@ -297,6 +303,7 @@ class RequestDesk:
 
     def _served(self, subscription: Subscription) -> None:
         self.supervisor.proved = True
+        self._quarantine.served(subscription.request)
         self._end(subscription)
 
     def _broke(self, subscription: Subscription, error: Exception) -> None:

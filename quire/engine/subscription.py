@@ -19,11 +19,15 @@ OUTPUT_KINDS = ("cumulative", "delta", "final")
 class Subscription:
     """Lives on the event loop. It is over when the request has ended or `fail` was called."""
 
-    __slots__ = ("_error", "_kind", "_news", "_waiter", "ended", "handle", "processor", "request_id", "timer")
+    __slots__ = ("_error", "_kind", "_news", "_waiter", "ended", "handle", "processor", "request", "request_id",
+                 "running", "timer")
 
     def __init__(self, handle: int, request: Request, processor: OutputProcessor, kind: str) -> None:
         self.handle = handle
+        self.request = request
         self.request_id = request.request_id
+        self.running = False
+        """The engine has begun with it."""
         self.processor = processor
         self.timer: asyncio.TimerHandle | None = None
         self.ended = False
@@ -46,6 +50,7 @@ class Subscription:
         return self.processor.take(news, time.monotonic())
 
     def started(self, when: float, num_cached_tokens: int) -> None:
+        self.running = True
         self.processor.started(when, num_cached_tokens)
 
     def fail(self, error: Exception) -> None:

@@ -75,6 +75,8 @@ class Supervisor:
         self._streak = 0
         """Deaths in a row since an engine proved that it can serve."""
         self._next_try = 0.0
+        self.gave_up = asyncio.Event()
+        """It was restarted `max_restarts` times in a row in vain, and is not restarted again."""
         self.state = State.STARTING
         self.restarts = 0
         self.proved = False
@@ -186,12 +188,13 @@ class Supervisor:
             self._restarting = asyncio.create_task(self._restart(client), name="quire-restart")
 
     async def _restart(self, old: EngineClient) -> None:
-        """Try until one starts, with growing pauses, a bounded number of times in a row."""
+        """Try until one starts, with growing pauses; a bounded number of times in a row, or (`keep_restarting`) for
+        ever."""
         # Its memory is wanted for the next one. What SIGKILL does not end within seconds hangs in the kernel.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(old.exited.wait(), _UNKILLABLE_SECONDS)
-        while self._streak <= self._guard.max_restarts:
-            pause = 0.0 if self._streak == 1 else min(_LONGEST_PAUSE, 0.5 * 2 ** (self._streak - 2))
+        while self._streak <= self._guard.max_restarts or self._guard.keep_restarting:
+            pause = 0.0 if self._streak == 1 else min(_LONGEST_PAUSE, 0.5 * 2 ** min(self._streak - 2, 16))
             self._next_try = time.monotonic() + pause
             await asyncio.sleep(pause)
             self.restarts += 1
@@ -206,6 +209,7 @@ class Supervisor:
         self.state = State.FAILED
         self._failure = self._failure or EngineError("it died too often")
         log.critical("the engine is given up: %s", self._failure)
+        self.gave_up.set()
 
     # ---- whether it lives
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from quire.engine.core import EngineCore
-from quire.scheduler.plan import DEVICE, StepPlan
+from quire.scheduler.plan import StepPlan
 from quire.scheduler.preemption import PreemptionReason
 from quire.scheduler.request import Request
 
@@ -76,8 +76,10 @@ class StepTrace:
             shown = "draws" if tokens == 0 else f"{tokens} token{'s' * (tokens > 1)}"
             self._add("X", shown, _SEQUENCES, self._lane(name), began, dur=duration,
                       args={"step": plan.step, "tokens": tokens})
-        if plan.copies:
-            kinds = Counter(_kind(copy.source_tier, copy.target_tier) for copy in plan.copies)
+        if plan.copies or plan.transfers:
+            kinds = Counter({"on write": len(plan.copies)} if plan.copies else {})
+            for start in plan.transfers:
+                kinds[f"out to {start.tier}" if start.out else f"in from {start.tier}"] += len(start.moves)
             shown = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
             self._add("X", shown, _ENGINE, _COPIES, began, dur=duration, args={"step": plan.step, **kinds})
         self._count_blocks(began + duration)
@@ -99,12 +101,13 @@ class StepTrace:
         total = sum(p.num_blocks for p in cache.pools)
         self._add("C", "KV blocks", _ENGINE, 0, at,
                   args={"used": used, "cached": cached, "free": total - used - cached})
-        if cache.tier is not None:
-            self._add("C", "host blocks", _ENGINE, 0, at,
-                      args={"used": cache.tier.num_used, "cached": cache.tier.num_cached})
+        for tier in cache.tiers:
+            self._add("C", f"{tier.name} blocks", _ENGINE, 0, at,
+                      args={"used": tier.num_used, "cached": tier.num_cached})
         scheduler = self._core.scheduler
         self._add("C", "requests", _ENGINE, 0, at,
-                  args={"running": len(scheduler.running), "waiting": len(scheduler.waiting)})
+                  args={"running": len(scheduler.running), "waiting": len(scheduler.waiting),
+                        "arriving": len(scheduler.arriving)})
 
     # ---- the file
 
@@ -149,9 +152,3 @@ class StepTrace:
 
 def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _kind(source: str, target: str) -> str:
-    if source == target == DEVICE:
-        return "on write"
-    return f"out to {target}" if source == DEVICE else f"in from {source}"

@@ -10,15 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from quire.engine import view_frame as f
 from quire.engine.metrics import flat_metrics
 from quire.engine.pool_view import PoolView, TableBook, label
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.host_tier import HostTier
-from quire.scheduler.plan import DEVICE, StepPlan
+from quire.scheduler.plan import StepPlan
 from quire.scheduler.preemption import PreemptionReason
-from quire.scheduler.request import Request, Sequence
+from quire.scheduler.request import Request, Sequence, Status
 from quire.scheduler.scheduler import Scheduler
 from quire.worker.memory import PoolSize
 
@@ -124,8 +125,7 @@ class EngineView:
 
     def _host_pools(self) -> list[BlockPool]:
         """Other tiers than host memory are not shown block by block."""
-        tier = self._scheduler.cache.tier
-        return tier.pools if isinstance(tier, HostTier) else []
+        return next((tier.pools for tier in self._scheduler.cache.tiers if isinstance(tier, HostTier)), [])
 
     # ---- what the engine reports
 
@@ -134,7 +134,7 @@ class EngineView:
             self._rows = {seq.row: seq for request in self._scheduler.running.values()
                           for seq in request.sequences if seq.row >= 0}
         preempted, self._preempted = self._preempted, []
-        kept = self._timeline.keeps(len(plan.entries), bool(preempted or plan.copies))
+        kept = self._timeline.keeps(len(plan.entries), bool(preempted or plan.copies or plan.transfers))
         self._timeline.in_flight.append(_Step(plan, self._rows, self._clock(), preempted) if kept else None)
 
     def collected(self) -> None:
@@ -191,7 +191,7 @@ class EngineView:
         shown, skipped = self._timeline.take()
         self._tables.look(scheduler)
         running = [seq for request in scheduler.running.values() for seq in request.sequences if seq.row >= 0]
-        waiting = [request for request, _ in zip(scheduler.waiting, range(_MAX_LISTED), strict=False)]
+        waiting = list(islice(chain(scheduler.arriving.values(), scheduler.waiting), _MAX_LISTED))
         return f.Frame(
             at=round(now - self._started, 4), full=self._full, engine=self._engine,
             facts=self._facts() if self._full else None,
@@ -201,6 +201,7 @@ class EngineView:
             running=[_running(seq) for seq in running[:_MAX_LISTED]],
             waiting=[_waiting(request, now) for request in waiting],
             num_running=len(scheduler.running), num_waiting=len(scheduler.waiting),
+            num_arriving=len(scheduler.arriving),
             steps=[_step_view(step, self._started) for step in shown], skipped_steps=skipped,
             first_tokens=[token for step in shown for token in _first_tokens(step, self._started)],
             totals=flat_metrics(scheduler, self._pool),
@@ -223,6 +224,8 @@ def _running(seq: Sequence) -> f.RunningView:
 
 def _waiting(request: Request, now: float) -> f.WaitingView:
     why = "swapped" if request.swapped is not None else "preempted" if request.num_preemptions else "new"
+    if request.status is Status.ARRIVING:
+        why = "arriving"
     seq = request.live[0] if request.live else request.sequences[0]
     return f.WaitingView(label(seq), seq.num_prompt_tokens, len(seq.tokens), why,
                          round(max(0.0, now - request.arrival_time), 3))
@@ -244,14 +247,12 @@ def _step_view(step: _Step, zero: float) -> f.StepView:
             decode += entry.num_tokens
         if len(entries) < _MAX_ENTRIES:
             entries.append(f.EntryView("?" if seq is None else label(seq), entry.start, entry.num_tokens, kind))
-    copies = plan.copies
     return f.StepView(
         plan.step, round(step.began - zero, 5), round(step.ended - zero, 5), prompt, decode, entries,
         others=len(plan.entries) - len(entries), preempted=step.preempted,
-        copied=[(copy.group, copy.source, copy.target) for copy in copies
-                if copy.source_tier == copy.target_tier == DEVICE][:_MAX_COPIES],
-        moved_out=sum(copy.source_tier == DEVICE != copy.target_tier for copy in copies),
-        moved_in=sum(copy.target_tier == DEVICE != copy.source_tier for copy in copies))
+        copied=[(copy.group, copy.source, copy.target) for copy in plan.copies[:_MAX_COPIES]],
+        moved_out=sum(len(start.moves) for start in plan.transfers if start.out),
+        moved_in=sum(len(start.moves) for start in plan.transfers if not start.out))
 
 
 def _first_tokens(step: _Step, zero: float) -> list[f.FirstToken]:

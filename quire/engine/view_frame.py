@@ -80,7 +80,7 @@ class WaitingView(msgspec.Struct, array_like=True, frozen=True, gc=False):
     prompt_tokens: int
     known_tokens: int
     why: str
-    """new, preempted (computes its KV again) or swapped (its KV is on the host)."""
+    """new, preempted (computes its KV again), swapped (its KV is on the host) or arriving (its KV is on the way)."""
     waited: float
     """Seconds since it arrived."""
 
@@ -123,8 +123,10 @@ class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sequences that hold nothing any more on the device, or (true) on the host."""
     running: list[RunningView] = []
     waiting: list[WaitingView] = []
+    """Those whose KV is on the way first."""
     num_running: int = 0
     num_waiting: int = 0
+    num_arriving: int = 0
     steps: list[StepView] = []
     skipped_steps: int = 0
     """Steps left out of `steps`, because there were too many of them."""

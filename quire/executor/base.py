@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
+from functools import cached_property
 
+from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import StepPlan, StepResult
 
 
@@ -13,7 +15,15 @@ class Executor(ABC):
 
     The future holds the step's result, or the exception that lost the whole step. What concerns one sequence
     alone is not an exception but the `error` of its entry.
+
+    Transfers of a plan go on beside the steps. Their reports come with the results of steps, or through `arrivals` at
+    any time. Every transfer reports until it is finished, also those of a step that was lost.
     """
+
+    @cached_property
+    def arrivals(self) -> ArrivalBox:
+        """Where transfers report when they like; it wakes a core that has nothing to do."""
+        return ArrivalBox()
 
     @abstractmethod
     def submit(self, plan: StepPlan) -> Future[StepResult]:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from quire.executor.base import Executor
 from quire.executor.lost_rows import LostRows, launch_sound
+from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import StepPlan, StepResult
 
 
@@ -26,8 +27,11 @@ class DeviceExecutor(Executor):
     the failure on its rows are refused all the same.
     """
 
-    def __init__(self, worker: PlanLauncher) -> None:
+    def __init__(self, worker: PlanLauncher, arrivals: ArrivalBox | None = None) -> None:
+        """`arrivals`: where the worker's transfers report, if it has any."""
         self._worker = worker
+        if arrivals is not None:
+            self.arrivals = arrivals
         self._guard = LostRows()
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:

@@ -14,7 +14,15 @@ from concurrent.futures import Future
 from quire.errors import InvariantError
 from quire.executor.base import Executor
 from quire.sampling.params import NOTHING_TO_DRAW
-from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, StepResult, TokenLogprobs
+from quire.scheduler.plan import (
+    EntryResult,
+    PlanEntry,
+    RowStart,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TransferReport,
+)
 
 _MASK = (1 << 64) - 1
 
@@ -78,7 +86,8 @@ class DummyExecutor(Executor):
             self._described.pop(start.row, None)
             if start.params.logprobs is not None or start.params.prompt_logprobs is not None:
                 self._described[start.row] = start
-        return StepResult(plan.step, [self._run(entry) for entry in plan.entries])
+        moved = [TransferReport(start.number, len(start.moves), finished=True) for start in plan.transfers]
+        return StepResult(plan.step, [self._run(entry) for entry in plan.entries], moved)
 
     def _run(self, entry: PlanEntry) -> EntryResult:
         if entry.row not in self._rows:

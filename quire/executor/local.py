@@ -7,6 +7,7 @@ from typing import Protocol
 
 from quire.executor.base import Executor
 from quire.executor.lost_rows import LostRows
+from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import StepPlan, StepResult
 
 
@@ -21,8 +22,11 @@ class PlanRunner(Protocol):
 class LocalExecutor(Executor):
     """One worker, in this thread or in one of its own; the guard of lost rows stands in front of the worker."""
 
-    def __init__(self, worker: PlanRunner, overlap: bool = False) -> None:
+    def __init__(self, worker: PlanRunner, overlap: bool = False, arrivals: ArrivalBox | None = None) -> None:
+        """`arrivals`: where the worker's transfers report, if it has any."""
         self._worker = worker
+        if arrivals is not None:
+            self.arrivals = arrivals
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-worker") if overlap else None
         self._guard = LostRows()
 

@@ -32,7 +32,8 @@ class SoundPlan:
         if not self.refused:
             return result
         entries = iter(result.entries)
-        return StepResult(result.step, [EntryResult(error=REFUSED) if lost else next(entries) for lost in self.refused])
+        whole = [EntryResult(error=REFUSED) if lost else next(entries) for lost in self.refused]
+        return StepResult(result.step, whole, result.arrivals)
 
 
 class LostRows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from quire.llm import LLM
 from quire.sampling.params import BeamSearchParams, SamplingParams
 
 _STEPS_BOUND = 20_000
+_COPIES_SECONDS = 30.0
 # One request at a time, of at most 256 tokens: the default pool is far larger, and slow to make.
 _PLAIN = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "num_kv_blocks": 64}
 
@@ -99,8 +101,16 @@ def _play(case: FuzzCase, folder: Path) -> dict[str, RequestOutput]:
                 break
         else:
             raise RuntimeError(f"requests were still unfinished after {_STEPS_BOUND} steps")
-        _check_counters(llm.metrics(), list(outputs.values()))
+        _check_counters(_metrics_at_rest(llm), list(outputs.values()))
     return outputs
+
+
+def _metrics_at_rest(llm: LLM) -> dict[str, int | float]:
+    """Once the copies to the host that nobody waits for have been made too."""
+    until = time.monotonic() + _COPIES_SECONDS
+    while (metrics := llm.metrics())["transfers_under_way"] and time.monotonic() < until:
+        time.sleep(0.001)
+    return metrics
 
 
 def _check_counters(metrics: dict[str, int | float], outputs: list[RequestOutput]) -> None:

@@ -19,6 +19,8 @@ class BlockPool:
       cached  references == 0, registered; kept until the eviction policy picks it
       free    references == 0, not registered
 
+    A cached block whose content a tier keeps is on its way out when it is evicted: used, until `left`.
+
     In a chained pool (full attention) a registered block is useful only while its parent is: callers hold
     whole prefixes and release them deepest block first, so a parent is never evicted before its child.
     """
@@ -36,8 +38,12 @@ class BlockPool:
         self._index: dict[bytes, int] = {}
         self.num_evicted = 0
         """Cached blocks that gave up their place, over the pool's life."""
-        self.on_evict: Callable[[int, bytes], None] | None = None
-        """Told of a block and its prefix when its place is taken, so that a tier may keep the content."""
+        self.num_leaving = 0
+        """Evicted blocks whose content is still being copied to a tier."""
+        self.num_promised = 0
+        """Blocks that were asked for in the draft being made and were not free; `begin_draft` forgets them."""
+        self.on_evict: Callable[[int, bytes], bool] | None = None
+        """Told of a block and its prefix when it is evicted; true if a tier copies the content first."""
 
     # ---- counts
 
@@ -74,21 +80,43 @@ class BlockPool:
 
     def allocate(self) -> int:
         """A block with one reference and no content; evicts a cached one when none is free."""
-        if self._free:
-            block = self._free.popleft()
-        elif len(self._policy):
-            block = self._policy.pop()
-            key = self._hash[block]
-            self._forget(block)
-            self.num_evicted += 1
-            if self.on_evict is not None and key is not None:
-                self.on_evict(block, key)
-        else:
-            raise InvariantError("KV block asked for when none is left: callers check num_available first")
+        while not self._free and len(self._policy):
+            self._evict()
+        if not self._free:
+            raise InvariantError("KV block asked for when none is left: callers check make_room first")
+        block = self._free.popleft()
         if self.counts[block]:
             raise InvariantError(f"KV block {block} was handed out while {self.counts[block]} hold it")
         self.counts[block] = 1
         return block
+
+    def make_room(self, count: int) -> bool:
+        """Are `count` blocks free? If not, evicts cached ones until they are, or will be once a tier has their content.
+
+        No more than are asked for: what is on its way out counts, unless somebody else was promised it in this draft.
+        """
+        while len(self._free) + self.num_leaving < count + self.num_promised and len(self._policy):
+            self._evict()
+        if len(self._free) >= count:
+            return True
+        self.num_promised += count
+        return False
+
+    def _evict(self) -> None:
+        block = self._policy.pop()
+        key = self._hash[block]
+        self._forget(block)
+        self.num_evicted += 1
+        if self.on_evict is not None and key is not None and self.on_evict(block, key):
+            self.counts[block] = 1
+            self.num_leaving += 1
+        else:
+            self._free.append(block)
+
+    def left(self, block: int) -> None:
+        """The content of an evicted block has been copied, or will not be: the block is free."""
+        self.num_leaving -= 1
+        self.release([block])
 
     def acquire(self, block: int) -> None:
         """One more holder of a used or cached block."""

@@ -1,70 +1,115 @@
-"""Where KV blocks can be besides the device's pool: one interface for host memory, disks and remote pools.
+"""Where KV can be besides the device's pool: one interface for host memory, disks and remote pools.
 
-This is the half that plans: it says what a tier holds and names its blocks, and never touches their content.
-The half that moves it is `worker/transfer.py`; they meet in the block copies of a plan and in whether its step
-came back.
+This is the half that plans: it says what a tier holds and names its blocks, and never touches their content. The half
+that moves it is `worker/transfer.py`; they meet in the transfers of a plan and in the reports of those.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from quire.kvcache.block_pool import NO_BLOCK
+
+
+class Lookup:
+    """One question to a tier: which of these prefixes does it hold? Answered at once, or later from any thread.
+
+    A tier that answers later rings `wake` by answering. Who asked stops waiting after the tier's `lookup_timeout`; an
+    answer that comes after that is not read.
+    """
+
+    def __init__(self, keys: Sequence[bytes], num_groups: int, wake: Callable[[], None] | None = None) -> None:
+        self.keys = list(keys)
+        """A chain: each prefix is one block longer than the one before."""
+        self.num_groups = num_groups
+        self.deadline: float | None = None
+        """The scheduler's: when it stops waiting."""
+        self._wake = wake
+        self._blocks: list[list[int]] | None = None
+
+    @property
+    def settled(self) -> bool:
+        return self._blocks is not None
+
+    def answer(self, blocks: list[list[int]]) -> None:
+        """By cache group and in the order of the keys: the tier's block, or NO_BLOCK."""
+        self._blocks = blocks
+        if self._wake is not None:
+            self._wake()
+
+    def fail(self) -> None:
+        """The tier cannot say: it has nothing."""
+        self.answer([[] for _ in range(self.num_groups)])
+
+    def block(self, group: int, index: int) -> int:
+        """Of key `index`; NO_BLOCK also while there is no answer."""
+        if self._blocks is None or index >= len(self._blocks[group]):
+            return NO_BLOCK
+        return self._blocks[group][index]
 
 
 class KVConnector(ABC):
     """A tier of blocks, numbered per cache group.
 
-    Contract: what is stored can be found only after its plan is reported done, and what is fetched stays
-    where it is until then. A lost plan stores nothing.
+    Contract: a block stays as it is while somebody holds it. Every copy to the tier that `stored`, `finished` or
+    `evicted` asked for ends with one `settled`; what is stored can be found only after that.
     """
 
     name: str
-    """The tier's name in block copies."""
+    """The tier's name in transfers."""
     offload: bool
-    """It keeps prefixes that the device evicts; if not, it is there for swapped groups only."""
+    """It keeps prefixes; if not, it is there for swapped groups only."""
+    swaps: bool = False
+    """It takes swapped groups."""
     num_blocks: int
     """Of every cache group."""
+    lookup_timeout: float = 0.005
+    """Seconds that a request waits for an answer which does not come at once."""
+    wake: Callable[[], None] | None = None
+    """Wakes the engine; the core fills it in. To be called when a lookup is answered (`Lookup` does so)."""
 
-    # ---- prefixes
-
-    @abstractmethod
-    def match(self, group: int, key: bytes) -> int:
-        """The block that holds the prefix `key`, or NO_BLOCK. Takes no hold on it."""
-
-    @abstractmethod
-    def hold(self, group: int, block: int) -> None:
-        """Keep a matched block until `fetched` or `give_back`."""
+    # ---- prefixes: what is there
 
     @abstractmethod
-    def fetched(self, group: int, block: int, key: bytes | None) -> None:
-        """The plan being drafted copies a held block to the device: let go of it once that is done."""
+    def lookup(self, keys: Sequence[bytes], num_groups: int) -> Lookup:
+        """Which of these prefixes are here. Must return at once; the answer may come later. Takes no hold."""
+
+    @abstractmethod
+    def hold(self, group: int, block: int, key: bytes | None = None) -> bool:
+        """Keep a block until `give_back`. With a key: false if the block does not hold that prefix any more."""
+
+    @abstractmethod
+    def give_back(self, group: int, block: int, key: bytes | None = None) -> None:
+        """One holder less. With a key the block holds that prefix, and the tier may keep it."""
+
+    # ---- prefixes: what happens on the device
+
+    def stored(self, group: int, key: bytes) -> int:
+        """A block of the device is full and holds prefix `key` from now on: where to copy it, or NO_BLOCK."""
+        return NO_BLOCK
+
+    def finished(self, group: int, keys: Sequence[bytes]) -> list[int]:
+        """A sequence has ended that holds these prefixes: where to copy each, or NO_BLOCK; [] for none."""
+        return []
 
     @abstractmethod
     def evicted(self, group: int, key: bytes) -> int:
         """The device gives up the block of prefix `key`: where to copy it first, or NO_BLOCK."""
 
+    @abstractmethod
+    def settled(self, group: int, block: int, key: bytes, stored: bool) -> None:
+        """The copy of a prefix to `block` is over: made, or not. The hold that came with it ends."""
+
     # ---- groups that are swapped out
 
-    @abstractmethod
     def room(self, group: int) -> int:
         """Blocks that `allocate` could give now; 0 for ever where a tier takes prefixes only."""
+        return 0
 
-    @abstractmethod
     def allocate(self, group: int) -> int:
-        """A block that is the caller's until `give_back`, or until its `fetched` is settled."""
-
-    @abstractmethod
-    def give_back(self, group: int, blocks: list[int]) -> None:
-        """Let go of blocks that were held or allocated."""
-
-    # ---- steps
-
-    @abstractmethod
-    def submitted(self, step: int) -> None:
-        """The plan being drafted is under way as `step`."""
-
-    @abstractmethod
-    def settled(self, step: int, done: bool) -> None:
-        """Plans up to `step` are complete, or (`done` false) lost."""
+        """A block that is the caller's until `give_back`."""
+        raise NotImplementedError(f"the tier {self.name!r} takes no swapped groups")
 
     # ---- keeping house
 
@@ -84,8 +129,8 @@ class KVConnector(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Start afresh: the engine's bookkeeping broke."""
+        """Start afresh: the engine's bookkeeping broke, and no transfer is under way."""
 
     @abstractmethod
     def check(self, held: list[list[int]]) -> None:
-        """Raise InvariantError unless holders are `held` (by cache group, once for each) and copies under way."""
+        """Raise InvariantError unless the holders are `held` (by cache group, once for each)."""

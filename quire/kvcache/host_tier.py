@@ -2,60 +2,61 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 
 from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
-from quire.kvcache.connector import KVConnector
+from quire.kvcache.connector import KVConnector, Lookup
 from quire.kvcache.eviction import LRU
-
-
-@dataclass(slots=True)
-class _Move:
-    """A block with a copy under way. With a key it becomes (or stays) findable once the copy is done."""
-
-    group: int
-    block: int
-    key: bytes | None
 
 
 class HostTier(KVConnector):
     """Blocks 0 … n-1 of every cache group in host memory. Evicted prefixes make way for swapped groups."""
 
     name = "host"
+    swaps = True
 
     def __init__(self, num_blocks: int, num_groups: int = 1, offload: bool = True) -> None:
         self.num_blocks = num_blocks
         self.offload = offload
         # Evicted blocks arrive child before parent, so no chain is kept here; a match is a run of hits.
         self.pools = [BlockPool(num_blocks, LRU(num_blocks), chained=False) for _ in range(num_groups)]
-        self._drafted: list[_Move] = []
-        self._settling: deque[tuple[int, list[_Move]]] = deque()
-        self._arriving: set[tuple[int, bytes]] = set()
+        self._storing: set[tuple[int, bytes]] = set()
         """Prefixes whose copy is under way."""
 
     # ---- prefixes
 
-    def match(self, group: int, key: bytes) -> int:
-        return self.pools[group].lookup(key)
+    def lookup(self, keys: Sequence[bytes], num_groups: int) -> Lookup:
+        found = Lookup(keys, num_groups)
+        found.answer([[pool.lookup(key) for key in keys] for pool in self.pools])
+        return found
 
-    def hold(self, group: int, block: int) -> None:
-        self.pools[group].acquire(block)
+    def hold(self, group: int, block: int, key: bytes | None = None) -> bool:
+        pool = self.pools[group]
+        if key is not None and pool.hash_of(block) != key:
+            return False
+        pool.acquire(block)
+        return True
 
-    def fetched(self, group: int, block: int, key: bytes | None) -> None:
-        self._drafted.append(_Move(group, block, key if self.offload else None))
+    def give_back(self, group: int, block: int, key: bytes | None = None) -> None:
+        pool = self.pools[group]
+        if self.offload and key is not None and pool.hash_of(block) is None and pool.lookup(key) == NO_BLOCK:
+            pool.register(block, key, NO_BLOCK)
+        pool.release([block])
 
     def evicted(self, group: int, key: bytes) -> int:
         pool = self.pools[group]
-        if not self.offload or (group, key) in self._arriving or not pool.num_available:
+        if not self.offload or (group, key) in self._storing or not pool.num_available:
             return NO_BLOCK
         if pool.lookup(key) != NO_BLOCK:
             return NO_BLOCK
-        block = pool.allocate()
-        self._arriving.add((group, key))
-        self._drafted.append(_Move(group, block, key))
-        return block
+        self._storing.add((group, key))
+        return pool.allocate()
+
+    def settled(self, group: int, block: int, key: bytes, stored: bool) -> None:
+        self._storing.discard((group, key))
+        self.give_back(group, block, key if stored else None)
 
     # ---- groups that are swapped out
 
@@ -64,29 +65,6 @@ class HostTier(KVConnector):
 
     def allocate(self, group: int) -> int:
         return self.pools[group].allocate()
-
-    def give_back(self, group: int, blocks: list[int]) -> None:
-        self.pools[group].release(blocks)
-
-    # ---- steps
-
-    def submitted(self, step: int) -> None:
-        if self._drafted:
-            self._settling.append((step, self._drafted))
-            self._drafted = []
-
-    def settled(self, step: int, done: bool) -> None:
-        while self._settling and self._settling[0][0] <= step:
-            for move in self._settling.popleft()[1]:
-                self._settle(move, done)
-
-    def _settle(self, move: _Move, done: bool) -> None:
-        pool = self.pools[move.group]
-        if move.key is not None:
-            self._arriving.discard((move.group, move.key))
-            if done and pool.hash_of(move.block) is None and pool.lookup(move.key) == NO_BLOCK:
-                pool.register(move.block, move.key, NO_BLOCK)
-        pool.release([move.block])
 
     # ---- keeping house
 
@@ -103,19 +81,13 @@ class HostTier(KVConnector):
 
     def reset(self) -> None:
         self.pools = [BlockPool(self.num_blocks, LRU(self.num_blocks), chained=False) for _ in self.pools]
-        self._drafted, self._arriving = [], set()
-        self._settling.clear()
+        self._storing = set()
 
     def check(self, held: list[list[int]]) -> None:
-        """Every invariant of every pool, and that references are those of `held` and of copies under way.
-
-        `held`: by cache group, the blocks that swapped groups hold, once for each.
-        """
-        moves = [move for _, batch in self._settling for move in batch] + self._drafted
+        """Every invariant of every pool, and that references are those of `held`."""
         for group, pool in enumerate(self.pools):
             pool.check()
             counts = Counter(held[group])
-            counts.update(move.block for move in moves if move.group == group)
             for block in range(pool.num_blocks):
                 known = pool.references(block)
                 if counts[block] != known:

@@ -7,24 +7,23 @@ one table per group; one group is the ordinary case.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
-from quire.kvcache.connector import KVConnector
+from quire.kvcache.connector import KVConnector, Lookup
+from quire.kvcache.events import KVEvents
 from quire.kvcache.eviction import EVICTION_POLICIES
+from quire.kvcache.leases import Leases
+from quire.kvcache.matching import CacheGroup as CacheGroup
+from quire.kvcache.matching import longest_match, valid_in_windows
 from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.prefix import HashChain
-from quire.kvcache.table import BlockTable, PrefixMatch, SequenceKV, outside
-
-
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """Layers that share block tables: all full attention (`window` None), or all of one sliding window."""
-
-    window: int | None = None
+from quire.kvcache.reservations import Reservation, Reservations
+from quire.kvcache.table import BlockTable, PrefixMatch, SequenceKV, outside, tier_and_block
+from quire.kvcache.transfers import Fetch, Move, TransferLedger
 
 
 @dataclass(slots=True)
@@ -37,17 +36,13 @@ class CacheStats:
     copies_on_write: int = 0
     blocks_deduplicated: int = 0
     tier_hits: int = 0
-    """Blocks of admitted requests that another tier brought back."""
+    """Blocks of admitted requests that another tier was asked to bring back."""
     tier_hit_tokens: int = 0
-    blocks_offloaded: int = 0
-    """Evicted blocks whose content a tier kept."""
-    bytes_offloaded: int = 0
     bytes_fetched: int = 0
 
 
-Copy = tuple[int, int, int] | tuple[int, int, int, str, str]
-"""Group, source block, target block; their tiers if not both are the device."""
-DEVICE = "device"
+Copy = tuple[int, int, int]
+"""Group, source block, target block."""
 
 
 class KVCacheManager:
@@ -55,8 +50,8 @@ class KVCacheManager:
 
     Contract: a sequence holds a reference on every block of its tables. Blocks given back while submitted
     plans may still name them wait in limbo until those plans are done (`steps_submitted`, `steps_done`).
-    Copies that become necessary are collected for the plan being drafted (`take_copies`). They are made in
-    their order and before its forward pass, so a block may be given away in the draft that copies it.
+    Copies on write are collected for the plan being drafted (`take_copies`); they are made in their order and before
+    its forward pass. Blocks that move between tiers are held by their transfer until it has reported (`transfers`).
     """
 
     def __init__(
@@ -67,7 +62,7 @@ class KVCacheManager:
         prefix_caching: bool = True,
         eviction_policy: str = "lru",
         secret: bytes | None = None,
-        tier: KVConnector | None = None,
+        tiers: Sequence[KVConnector] = (),
         cost: MoveCost | None = None,
         block_bytes: tuple[int, ...] = (),
     ) -> None:
@@ -76,13 +71,18 @@ class KVCacheManager:
         self.groups = groups
         self.prefix_caching = prefix_caching
         self.has_windows = any(group.window is not None for group in groups)
-        self.tier = tier
+        self.tiers = list(tiers)
+        """Besides the device, the nearest first."""
         self.cost = cost
         """None: what a tier holds is always worth fetching."""
         self.block_bytes = block_bytes or (0,) * len(groups)
         """Bytes of one block, by group."""
         self.copies: list[Copy] = []
         self._policy = EVICTION_POLICIES[eviction_policy]
+        self.transfers = TransferLedger(self._give_back, self._left, self.free)
+        self.leases = Leases(self.free)
+        self.reservations = Reservations(self.free)
+        self.events = KVEvents(self.tiers, self.transfers, self.fork, self.block_bytes)
         self.pools = self._empty_pools()
         self.chain = HashChain(block_size, secret)
         self.stats = CacheStats()
@@ -93,10 +93,14 @@ class KVCacheManager:
     def _empty_pools(self) -> list[BlockPool]:
         size = self.num_blocks
         pools = [BlockPool(size, self._policy(size), chained=group.window is None) for group in self.groups]
-        if self.tier is not None and self.tier.offload:
-            for index, pool in enumerate(pools):
-                pool.on_evict = partial(self._offload, index)
+        for index, pool in enumerate(pools):
+            pool.on_evict = partial(self.events.evicted, index)
         return pools
+
+    @property
+    def swap_tier(self) -> KVConnector | None:
+        """Where the KV of preempted groups can go."""
+        return next((tier for tier in self.tiers if tier.swaps), None)
 
     @property
     def max_tokens(self) -> int:
@@ -110,45 +114,48 @@ class KVCacheManager:
 
     # ---- admission
 
-    def match(self, kv: SequenceKV, tokens: list[int]) -> PrefixMatch:
+    def match(self, kv: SequenceKV, tokens: list[int], lookups: Sequence[Lookup] = ()) -> PrefixMatch:
         """The longest cached prefix valid in every group; never all of `tokens`: one is computed.
 
-        A tier's blocks extend it where fetching them is cheaper than computing.
+        What tiers have found (`ask`, by tier) extends it where fetching is cheaper than computing; each block comes
+        from the nearest tier that has it.
         """
         if not self.prefix_caching:
             return self.no_match()
-        hashes = self.chain.extend(kv, tokens, len(tokens) - 1)[: (len(tokens) - 1) // self.block_size]
-        here = self._match(hashes, lambda index, key: self.pools[index].lookup(key))
-        if self.tier is None or not self.tier.offload or here.num_tokens == len(hashes) * self.block_size:
+        hashes = self._hashes(kv, tokens)
+        here = longest_match(self.groups, self.block_size, hashes, self._find_here)
+        if not lookups or here.num_tokens == len(hashes) * self.block_size:
             return here
-        found = self._match(hashes, self._find_anywhere)
+
+        def find(group: int, i: int, key: bytes) -> int:
+            block = self.pools[group].lookup(key)
+            if block != NO_BLOCK:
+                return block
+            for tier, lookup in enumerate(lookups):
+                block = lookup.block(group, i)
+                if block != NO_BLOCK:
+                    return outside(tier, block)
+            return NO_BLOCK
+
+        found = longest_match(self.groups, self.block_size, hashes, find)
         found.outside_tokens = found.num_tokens - here.num_tokens
         return found if self._worth_fetching(found) else here
 
-    def _match(self, hashes: list[bytes], find: Callable[[int, bytes], int]) -> PrefixMatch:
-        length = len(hashes)
-        found: list[list[int]] = [[] for _ in self.groups]
-        for index, group in enumerate(self.groups):
-            if group.window is None:
-                found[index] = _leading(index, hashes[:length], find)
-                length = len(found[index])
-        for index, group in enumerate(self.groups):
-            if group.window is not None:
-                found[index] = [find(index, key) for key in hashes[:length]]
-        length = self._valid_in_windows(found, length)
-        blocks = []
-        for index, group in enumerate(self.groups):
-            first = self.first_needed(group, length * self.block_size)
-            blocks.append([NO_BLOCK] * first + found[index][first:length])
-        num_outside = sum(block < NO_BLOCK for held in blocks for block in held)
-        return PrefixMatch(length * self.block_size, blocks, num_outside)
+    def ask(self, kv: SequenceKV, tokens: list[int]) -> list[Lookup]:
+        """Ask every tier, in their order, what it has of these tokens; [] if the device has all that can be used."""
+        if not self.prefix_caching or not any(tier.offload for tier in self.tiers):
+            return []
+        hashes = self._hashes(kv, tokens)
+        here = longest_match(self.groups, self.block_size, hashes, self._find_here)
+        if here.num_tokens == len(hashes) * self.block_size:
+            return []
+        return [tier.lookup(hashes if tier.offload else [], len(self.groups)) for tier in self.tiers]
 
-    def _find_anywhere(self, index: int, key: bytes) -> int:
-        block = self.pools[index].lookup(key)
-        if block == NO_BLOCK and self.tier is not None:
-            block = self.tier.match(index, key)
-            return block if block == NO_BLOCK else outside(block)
-        return block
+    def _hashes(self, kv: SequenceKV, tokens: list[int]) -> list[bytes]:
+        return self.chain.extend(kv, tokens, len(tokens) - 1)[: (len(tokens) - 1) // self.block_size]
+
+    def _find_here(self, group: int, i: int, key: bytes) -> int:
+        return self.pools[group].lookup(key)
 
     def _worth_fetching(self, match: PrefixMatch) -> bool:
         if self.cost is None or not match.num_outside:
@@ -162,65 +169,129 @@ class KVCacheManager:
     def no_match(self) -> PrefixMatch:
         return PrefixMatch(0, [[] for _ in self.groups])
 
-    def _valid_in_windows(self, found: list[list[int]], length: int) -> int:
-        """The longest prefix, at most `length` blocks, whose last window is cached in every window group."""
-        gap = length
-        while gap >= 0:
-            length, gap = gap, -1
-            for group, blocks in zip(self.groups, found, strict=True):
-                if group.window is not None:
-                    first = self.first_needed(group, length * self.block_size)
-                    # Every prefix that ends behind a gap and inside its window has that gap too.
-                    gap = max(gap, _last_gap(blocks, first, length))
-        return length
+    def open(self, kv: SequenceKV, match: PrefixMatch, num_new: int = 0) -> Fetch | None:
+        """Give a sequence without tables the matched prefix, and see that there is room for `num_new` tokens after it.
 
-    def open(self, kv: SequenceKV, match: PrefixMatch) -> None:
-        """Give a sequence without tables the matched prefix; the caller knows that it fits."""
+        Blocks of other tiers are fetched: what the sequence then waits for is the `Fetch`. None, and no change, when
+        blocks are on their way out that it needs, or a tier has lost what it had found.
+        """
         if kv.tables:
             raise InvariantError("a sequence that already holds KV was opened again")
-        hold = self.tier.hold if self.tier is not None else None
+        # First hold all that is there: making room evicts.
+        held = self._hold(kv, match)
+        if held is None:
+            return None
+        wanted = 0 if match.num_outside else self.blocks_for(match.num_tokens + num_new)
+        needs = [sum(b < NO_BLOCK for b in blocks) + max(0, wanted - len(blocks)) for blocks in match.blocks]
+        if not self.make_room(needs):
+            self._let_go(match, held)
+            return None
+        fetch = Fetch()
+        registered = match.num_tokens // self.block_size
+        moves: dict[int, list[Move]] = {}
+        for index, (group, blocks) in enumerate(zip(self.groups, match.blocks, strict=True)):
+            table = BlockTable(list(blocks), first_live=group.first_needed(match.num_tokens, self.block_size))
+            for i, code in enumerate(blocks):
+                if code < NO_BLOCK:
+                    tier, place = tier_and_block(code)
+                    table.blocks[i] = self.pools[index].allocate()
+                    moves.setdefault(tier, []).append(Move(index, table.blocks[i], place, kv.hashes[i]))
+                    registered = min(registered, i)
+            kv.tables.append(table)
+        # What is fetched counts as registered only when it is known to be there.
+        kv.num_registered = registered
+        self._start_fetch(kv, fetch, moves)
+        self.stats.tier_hits += match.num_outside
+        self.stats.tier_hit_tokens += match.outside_tokens
+        return fetch
+
+    def _start_fetch(self, kv: SequenceKV, fetch: Fetch, moves: dict[int, list[Move]]) -> None:
+        """One transfer for each tier; its moves in the order of the tokens, so that it arrives from the front."""
+        places = {(group, block): i for group, table in enumerate(kv.tables) for i, block in enumerate(table.blocks)}
+        for tier, mine in sorted(moves.items()):
+            mine.sort(key=lambda move: (places[move.group, move.device], move.group))
+            for move in mine:
+                self.pools[move.group].share(move.device)
+                self.stats.bytes_fetched += self.block_bytes[move.group]
+            self.transfers.start(self.tiers[tier], False, mine, fetch=fetch)
+
+    def _hold(self, kv: SequenceKV, match: PrefixMatch) -> list[tuple[int, int]] | None:
+        """Hold the device's blocks and those of tiers, of which the holds are returned; None if one has gone."""
+        held: list[tuple[int, int]] = []
         for index, blocks in enumerate(match.blocks):
-            # First hold all that is there: allocating may evict.
+            for i, code in enumerate(blocks):
+                if code < NO_BLOCK:
+                    tier, place = tier_and_block(code)
+                    if not self.tiers[tier].hold(index, place, kv.hashes[i]):
+                        for group, known in held:
+                            tier, place = tier_and_block(known)
+                            self.tiers[tier].give_back(group, place)
+                        return None
+                    held.append((index, code))
+        for index, blocks in enumerate(match.blocks):
             for block in blocks:
                 if block > NO_BLOCK:
                     self.pools[index].acquire(block)
-                elif block < NO_BLOCK and hold is not None:
-                    hold(index, outside(block))
-        registered = match.num_tokens // self.block_size
-        for index, (group, blocks) in enumerate(zip(self.groups, match.blocks, strict=True)):
-            table = BlockTable(list(blocks), first_live=self.first_needed(group, match.num_tokens))
-            for i, block in enumerate(blocks):
-                if block < NO_BLOCK:
-                    table.blocks[i] = self._fetch(index, outside(block), kv.hashes[i])
-                    registered = min(registered, i)
-            kv.tables.append(table)
-        # What was fetched counts as registered only when its copy is known to be made.
-        kv.num_registered = registered
-        self.stats.tier_hits += match.num_outside
-        self.stats.tier_hit_tokens += match.outside_tokens
+        return held
 
-    def _fetch(self, index: int, source: int, key: bytes | None) -> int:
-        """A block of the device that gets the content of a held block of the tier."""
-        if self.tier is None:
-            raise InvariantError("a block was to be fetched from a tier that is not there")
-        target = self.pools[index].allocate()
-        self.copies.append((index, source, target, self.tier.name, DEVICE))
-        self.tier.fetched(index, source, key)
-        self.stats.bytes_fetched += self.block_bytes[index]
-        return target
+    def _let_go(self, match: PrefixMatch, held: list[tuple[int, int]]) -> None:
+        for index, code in held:
+            tier, place = tier_and_block(code)
+            self.tiers[tier].give_back(index, place)
+        for index, blocks in enumerate(match.blocks):
+            self.pools[index].release([block for block in reversed(blocks) if block > NO_BLOCK])
 
-    def _offload(self, index: int, block: int, key: bytes) -> None:
-        """A block is being evicted: let the tier keep what it holds."""
-        target = NO_BLOCK if self.tier is None else self.tier.evicted(index, key)
-        if self.tier is not None and target != NO_BLOCK:
-            self.copies.append((index, block, target, DEVICE, self.tier.name))
-            self.stats.blocks_offloaded += 1
-            self.stats.bytes_offloaded += self.block_bytes[index]
+    def make_room(self, needs: Sequence[int]) -> bool:
+        """Are so many blocks of each group free now? Evicts what is cached; what a tier keeps is free a bit later."""
+        return all([pool.make_room(need) for pool, need in zip(self.pools, needs, strict=True)])
+
+    def begin_draft(self, num_running: int) -> None:
+        """A step is planned anew. Where evicted blocks are copied to a tier first, some are copied ahead of need: one
+        for each running sequence, so that nobody who decodes waits for it, but no more than an eighth of the pool."""
+        for pool in self.pools:
+            pool.num_promised = 0
+        if any(tier.offload for tier in self.tiers):
+            ahead = min(num_running, self.num_blocks // 8)
+            for pool in self.pools:
+                if not pool.make_room(ahead):
+                    pool.num_promised = 0
+
+    def cut(self, kv: SequenceKV, num_blocks: int) -> int:
+        """Keep no more than the first `num_blocks` of a sequence's tables, and of those only what is a prefix in every
+        group; the tokens that are left."""
+        found = [[block if i >= table.first_live else NO_BLOCK for i, block in enumerate(table.blocks[:num_blocks])]
+                 for table in kv.tables]
+        kept = valid_in_windows(self.groups, self.block_size, found, min((len(f) for f in found), default=0))
+        for index, table in enumerate(kv.tables):
+            self._give_back(index, table.blocks[max(kept, table.first_live) :][::-1])
+            del table.blocks[kept:]
+            table.first_live = min(table.first_live, kept)
+            table.dirty_from = min(table.dirty_from, kept)
+        kv.num_registered = min(kv.num_registered, kept)
+        return kept * self.block_size
 
     def take_copies(self) -> list[Copy]:
         """Copies of the plan being drafted, in the order in which they must be made."""
         copies, self.copies = self.copies, []
         return copies
+
+    # ---- writers from outside
+
+    def reserve(self, kv: SequenceKV, match: PrefixMatch, num_tokens: int, deadline: float) -> Reservation | None:
+        """Blocks for tokens up to `num_tokens`, of which those after the device's `match` are written from outside.
+
+        The sequence shares them with the reservation. None, and no change, when there is no room for that now.
+        """
+        if match.num_outside:
+            raise InvariantError("what is reserved for a writer is not fetched from a tier")
+        if not self.fits(num_tokens, match, num_tokens - match.num_tokens):
+            return None
+        if self.open(kv, match, num_tokens - match.num_tokens) is None:
+            return None
+        if not self.extend(kv, num_tokens, match.num_tokens):
+            raise InvariantError("the cache promised room for a reservation and then had none")
+        own = self.fork(kv)
+        return self.reservations.open(own, match.num_tokens, num_tokens, self.block_size, deadline)
 
     def count_query(self, num_tokens: int, match: PrefixMatch) -> None:
         """Record one request's look-up, once, when it is admitted."""
@@ -241,7 +312,7 @@ class KVCacheManager:
                 at_once = self.blocks_for(match.num_tokens + first_chunk) - here
                 need = max(at_once, min(need, self._window_blocks(group.window)))
             idle = sum(1 for b in held if b > NO_BLOCK and pool.references(b) == 0)
-            if need + extra > pool.num_available - idle:
+            if need + extra > pool.num_available + pool.num_leaving - idle:
                 return False
         return True
 
@@ -265,10 +336,14 @@ class KVCacheManager:
         return self._grow(kv, last_written + 1, first_written)
 
     def _grow(self, kv: SequenceKV, wanted: int, first_written: int) -> bool:
+        needs = []
         for pool, table in zip(self.pools, kv.tables, strict=True):
             shared = sum(pool.references(b) > 1 for b in table.blocks[first_written:])
-            if wanted - len(table.blocks) + shared > pool.num_available:
+            needs.append(wanted - len(table.blocks) + shared)
+            if needs[-1] > pool.num_available + pool.num_leaving:
                 return False
+        if not self.make_room(needs):
+            return False
         for index, (pool, table) in enumerate(zip(self.pools, kv.tables, strict=True)):
             for i in range(first_written, len(table.blocks)):
                 holders = pool.references(table.blocks[i])
@@ -314,6 +389,7 @@ class KVCacheManager:
         if not self.prefix_caching or full <= kv.num_registered:
             return
         hashes = self.chain.extend(kv, tokens, num_confirmed)
+        fresh: list[tuple[int, int]] = []
         for i in range(kv.num_registered, full):
             for index, (pool, table) in enumerate(zip(self.pools, kv.tables, strict=True)):
                 block = table.blocks[i]
@@ -323,12 +399,15 @@ class KVCacheManager:
                 if other == NO_BLOCK:
                     parent = table.blocks[i - 1] if i and pool.chained else NO_BLOCK
                     pool.register(block, hashes[i], parent)
+                    fresh.append((index, i))
                 elif other != block:
                     pool.acquire(other)
                     table.replace(i, other)
                     self._give_back(index, [block])
                     self.stats.blocks_deduplicated += 1
         kv.num_registered = full
+        if fresh:
+            self.events.stored(kv, fresh)
 
     def fork(self, kv: SequenceKV) -> SequenceKV:
         """A second sequence over the same blocks; whoever writes a shared one first gets a copy."""
@@ -348,6 +427,10 @@ class KVCacheManager:
         for index, table in enumerate(tables):
             self._give_back(index, table.blocks[table.first_live :][::-1])
 
+    def _left(self, group: int, block: int) -> None:
+        """A block that was evicted has been copied out. No plan names it: nobody held it."""
+        self.pools[group].left(block)
+
     def _give_back(self, group: int, blocks: list[int]) -> None:
         if self._newest_submitted > self._newest_done:
             self._limbo.append((self._newest_submitted, group, blocks))
@@ -357,38 +440,53 @@ class KVCacheManager:
     def steps_submitted(self, step: int) -> None:
         """Plans up to `step` are under way and may name any block held so far."""
         self._newest_submitted = step
-        if self.tier is not None:
-            self.tier.submitted(step)
 
-    def steps_done(self, step: int, lost: bool = False) -> None:
+    def steps_done(self, step: int) -> None:
         """Plans up to `step` are complete: what was given back before them is reusable now."""
         self._newest_done = step
-        if self.tier is not None:
-            self.tier.settled(step, not lost)
         while self._limbo and self._limbo[0][0] <= step:
             _, group, blocks = self._limbo.popleft()
             self.pools[group].release(blocks)
 
     @property
-    def waits_for_limbo(self) -> bool:
-        """Blocks will come free by themselves once the plans in flight are done."""
-        return bool(self._limbo)
+    def room_is_coming(self) -> bool:
+        """Blocks will come free by themselves, once plans in flight are done or copies to a tier are made."""
+        return bool(self._limbo) or self.transfers.frees_blocks
+
+    def expire(self, now: float) -> None:
+        """Stop waiting for what is late: transfers, writers of reservations, those who were granted leases."""
+        self.transfers.expire(now)
+        self.reservations.expire(now)
+        self.leases.expire(now)
+
+    @property
+    def next_end(self) -> float | None:
+        """When `expire` will have something to do."""
+        ends = [self.reservations.next_end, self.leases.next_end, *self.transfers.deadlines]
+        return min((end for end in ends if end is not None), default=None)
 
     def drop_cached(self) -> int:
         """Forget every prefix that nobody uses."""
-        dropped = 0 if self.tier is None else self.tier.drop_cached()
-        return dropped + sum(pool.drop_cached() for pool in self.pools)
+        return sum(tier.drop_cached() for tier in self.tiers) + sum(pool.drop_cached() for pool in self.pools)
+
+    @property
+    def resettable(self) -> bool:
+        """Nobody from outside, and no transfer, may still write into a block."""
+        return not (self.transfers.under_way or self.transfers.drafted or len(self.reservations))
 
     def reset(self) -> None:
         """Start afresh with every block free: for an engine at rest whose bookkeeping broke."""
+        if not self.resettable:
+            raise InvariantError("the cache was to start afresh while blocks are still being written")
         evicted = [pool.num_evicted for pool in self.pools]
         self.pools = self._empty_pools()
         for pool, count in zip(self.pools, evicted, strict=True):
             pool.num_evicted = count
         self._limbo.clear()
         self.copies = []
-        if self.tier is not None:
-            self.tier.reset()
+        self.leases.clear()
+        for tier in self.tiers:
+            tier.reset()
 
     # ---- arithmetic
 
@@ -400,12 +498,14 @@ class KVCacheManager:
 
     def first_needed(self, group: CacheGroup, position: int) -> int:
         """First table entry that a token at `position` can still see."""
-        return 0 if group.window is None else max(0, position - group.window + 1) // self.block_size
+        return group.first_needed(position, self.block_size)
 
     # ---- self-examination
 
     def check(self, holders: list[SequenceKV]) -> None:
-        """Every invariant of every pool, and that references are exactly those of `holders` and limbo."""
+        """Every invariant of every pool, and that references are exactly those of `holders`, limbo, transfers, leases
+        and reservations."""
+        holders = [*holders, *self.leases.holders, *self.reservations.holders]
         for index, pool in enumerate(self.pools):
             pool.check()
             counts = [0] * pool.num_blocks
@@ -416,26 +516,10 @@ class KVCacheManager:
             for _, group, blocks in self._limbo:
                 for block in blocks if group == index else ():
                     counts[block] += 1
+            for block in self.transfers.held_on_device(index):
+                counts[block] += 1
             for block, count in enumerate(counts):
                 if count != pool.references(block):
                     raise InvariantError(f"KV block {block} of group {index} counts {pool.references(block)} "
                                          f"holders and has {count}")
 
-
-def _leading(index: int, hashes: list[bytes], find: Callable[[int, bytes], int]) -> list[int]:
-    """Blocks before the first miss."""
-    blocks: list[int] = []
-    for key in hashes:
-        block = find(index, key)
-        if block == NO_BLOCK:
-            break
-        blocks.append(block)
-    return blocks
-
-
-def _last_gap(blocks: list[int], first: int, end: int) -> int:
-    """Index of the last missing block in blocks[first:end], or -1."""
-    for i in range(end - 1, first - 1, -1):
-        if blocks[i] == NO_BLOCK:
-            return i
-    return -1

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.connector import KVConnector
-from quire.kvcache.manager import DEVICE, KVCacheManager
+from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.table import BlockTable, SequenceKV
+from quire.kvcache.transfers import Fetch, Move, Transfer
 
 Held = tuple[SequenceKV, int]
 """A sequence's hold on the cache, and how many of its tokens are to be kept."""
@@ -37,16 +38,24 @@ class SwappedKV:
     tables: list[tuple[SequenceKV, list[BlockTable]]]
     keys: list[dict[int, bytes | None]]
     """By cache group: every host block held, with the prefix it holds if that was registered."""
-    step: int = 0
-    """The plan that copies it out; before that one is done, it cannot come back."""
+    copy: Transfer | None = None
+    """Takes it out; before that is done it cannot come back, and if it fails, not at all."""
     num_bytes: int = 0
+
+    @property
+    def settled(self) -> bool:
+        return self.copy is None or self.copy.over or self.copy.error is not None
+
+    @property
+    def lost(self) -> bool:
+        return self.copy is not None and self.copy.error is not None
 
     def blocks_in(self, group: int) -> int:
         return len(self.keys[group])
 
 
 class Swapper:
-    """Between a cache and its host tier. Copies go into the plan being drafted."""
+    """Between a cache and the tier that takes swapped groups."""
 
     def __init__(self, cache: KVCacheManager, tier: KVConnector) -> None:
         self._cache = cache
@@ -92,14 +101,13 @@ class Swapper:
         missing = []
         for block in self._device_blocks(held, group):
             key = pool.hash_of(block)
-            known = NO_BLOCK if key is None else tier.match(group, key)
-            if known == NO_BLOCK:
-                missing.append(block)
-            else:
-                tier.hold(group, known)
+            known = NO_BLOCK if key is None else tier.lookup([key], len(self._cache.groups)).block(group, 0)
+            if known != NO_BLOCK and tier.hold(group, known, key):
                 places[block] = (known, True)
+            else:
+                missing.append(block)
         if len(missing) > tier.room(group):
-            tier.give_back(group, [place for place, _ in places.values()])
+            self._undo_group(group, places)
             return None
         for block in missing:
             places[block] = (tier.allocate(group), False)
@@ -107,16 +115,21 @@ class Swapper:
 
     def _undo(self, places: list[Places]) -> None:
         for group, taken in enumerate(places):
-            self._tier.give_back(group, [place for place, _ in taken.values()])
+            self._undo_group(group, taken)
+
+    def _undo_group(self, group: int, places: Places) -> None:
+        for place, _ in places.values():
+            self._tier.give_back(group, place)
 
     def _move_out(self, held: list[Held], places: list[Places]) -> SwappedKV:
         cache, stats = self._cache, self.stats
         swapped = SwappedKV([], [])
+        moves: list[Move] = []
         for group, taken in enumerate(places):
             hash_of = cache.pools[group].hash_of
             swapped.keys.append({place: hash_of(block) for block, (place, _) in taken.items()})
-            moved = [(block, place) for block, (place, known) in taken.items() if not known]
-            cache.copies.extend((group, block, place, DEVICE, self._tier.name) for block, place in moved)
+            moved = [Move(group, block, place) for block, (place, known) in taken.items() if not known]
+            moves += moved
             stats.blocks_out += len(moved)
             swapped.num_bytes += len(moved) * cache.block_bytes[group]
         for kv, num_tokens in held:
@@ -126,6 +139,12 @@ class Swapper:
                               for block in table.blocks[table.first_live : cache.blocks_for(num_tokens)]],
                            first_live=table.first_live)
                 for group, table in enumerate(kv.tables)]))
+        if moves:
+            for move in moves:
+                self._tier.hold(move.group, move.place)
+            # The transfer keeps whole prefixes until it is done, as the sequences did.
+            swapped.copy = cache.transfers.start(self._tier, True, moves, chains=[cache.fork(kv) for kv, _ in held])
+        for kv, _ in held:
             cache.free(kv)
         stats.out += 1
         stats.bytes_out += swapped.num_bytes
@@ -138,7 +157,7 @@ class Swapper:
         for group, pool in enumerate(self._cache.pools):
             idle = sum(pool.references(block) == 0 for block in self._still_cached(swapped, group).values())
             fetched = swapped.blocks_in(group) - len(self._still_cached(swapped, group))
-            if fetched + extra > pool.num_available - idle:
+            if fetched + extra > pool.num_available + pool.num_leaving - idle:
                 return False
         return True
 
@@ -148,36 +167,60 @@ class Swapper:
         found = {place: lookup(key) for place, key in swapped.keys[group].items() if key is not None}
         return {place: block for place, block in found.items() if block != NO_BLOCK}
 
-    def back(self, swapped: SwappedKV, wanted: list[SequenceKV]) -> int:
-        """Give each of `wanted` its tables again and copy in what the device lacks; bytes copied."""
+    def back(self, swapped: SwappedKV, wanted: list[SequenceKV]) -> Fetch | None:
+        """Give each of `wanted` its tables again and fetch what the device lacks.
+
+        None, and no change, while blocks that it needs are on their way out.
+        """
         cache, stats = self._cache, self.stats
-        targets: list[dict[int, int]] = []
-        moved = 0
-        for group, pool in enumerate(cache.pools):
-            found = self._still_cached(swapped, group)
+        # First hold all that is there: making room evicts.
+        targets = [self._still_cached(swapped, group) for group in range(len(cache.pools))]
+        for group, found in enumerate(targets):
             for block in found.values():
-                pool.acquire(block)
-            kept = [place for place in swapped.keys[group] if place in found]
+                cache.pools[group].acquire(block)
+        if not cache.make_room([swapped.blocks_in(group) - len(found) for group, found in enumerate(targets)]):
+            self._release(swapped, targets)
+            return None
+        moves: list[Move] = []
+        fetch = Fetch()
+        for group, found in enumerate(targets):
             for place, key in swapped.keys[group].items():
                 if place not in found:
-                    found[place] = pool.allocate()
-                    cache.copies.append((group, place, found[place], self._tier.name, DEVICE))
-                    self._tier.fetched(group, place, key)
-                    stats.blocks_in += 1
-                    moved += cache.block_bytes[group]
-            self._tier.give_back(group, kept)
-            targets.append(found)
+                    found[place] = cache.pools[group].allocate()
+                    self._tier.hold(group, place)
+                    cache.pools[group].share(found[place])
+                    moves.append(Move(group, found[place], place, key))
+                    fetch.num_bytes += cache.block_bytes[group]
         for kv, tables in swapped.tables:
             if any(kv is other for other in wanted):
                 self._restore(kv, tables, targets)
-        # Every sequence has its own reference now; ours was on behalf of all. Deepest first, as always: of those that
-        # have ended meanwhile nobody else holds the blocks, and a parent must outlive its children.
-        for group, found in enumerate(targets):
-            order = [found[place] for place in swapped.keys[group]]
-            cache.pools[group].release(order[::-1])
+        # Every sequence has its own reference now; ours was on behalf of all.
+        self._release(swapped, targets)
+        self.forget(swapped)
+        if moves:
+            first = self._first_entries(swapped)
+            moves.sort(key=lambda move: (first[move.group, move.place], move.group))
+            cache.transfers.start(self._tier, False, moves, fetch=fetch)
         stats.back += 1
-        stats.bytes_in += moved
-        return moved
+        stats.bytes_in += fetch.num_bytes
+        stats.blocks_in += len(moves)
+        return fetch
+
+    def _first_entries(self, swapped: SwappedKV) -> dict[tuple[int, int], int]:
+        """Where each host block stands in a table: what is needed first arrives first."""
+        first: dict[tuple[int, int], int] = {}
+        for _, tables in swapped.tables:
+            for group, table in enumerate(tables):
+                for i, place in enumerate(table.blocks):
+                    first.setdefault((group, place), i)
+        return first
+
+    def _release(self, swapped: SwappedKV, targets: list[dict[int, int]]) -> None:
+        """Deepest first, as always: of those that have ended meanwhile nobody else holds the blocks, and a parent must
+        outlive its children."""
+        for group, found in enumerate(targets):
+            order = [found[place] for place in swapped.keys[group] if place in found]
+            self._cache.pools[group].release(order[::-1])
 
     def _restore(self, kv: SequenceKV, tables: list[BlockTable], targets: list[dict[int, int]]) -> None:
         for group, table in enumerate(tables):
@@ -199,5 +242,8 @@ class Swapper:
 
     def forget(self, swapped: SwappedKV) -> None:
         """Give up what is outside: its group ends, or computes it again."""
+        # What has no copy of a whole prefix has no key; what was not copied at all may not be found under one.
+        whole = swapped.settled and not swapped.lost
         for group, keys in enumerate(swapped.keys):
-            self._tier.give_back(group, list(keys))
+            for place, key in keys.items():
+                self._tier.give_back(group, place, key if whole else None)

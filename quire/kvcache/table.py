@@ -50,11 +50,20 @@ class PrefixMatch:
     num_tokens: int = 0
     blocks: list[list[int]] = field(default_factory=list)
     num_outside: int = 0
-    """Blocks, over all groups, that another tier holds."""
+    """Blocks, over all groups, that other tiers hold."""
     outside_tokens: int = 0
     """How much shorter the prefix would be without them."""
 
 
-def outside(block: int) -> int:
-    """A tier's block number as a code below NO_BLOCK; its own inverse."""
-    return -2 - block
+_MOST_TIERS = 16
+
+
+def outside(tier: int, block: int) -> int:
+    """A block of the tier with that place in the list, as a code below NO_BLOCK."""
+    return -2 - (block * _MOST_TIERS + tier)
+
+
+def tier_and_block(code: int) -> tuple[int, int]:
+    """What an `outside` code stands for."""
+    block, tier = divmod(-2 - code, _MOST_TIERS)
+    return tier, block

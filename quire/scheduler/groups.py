@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from quire.kvcache.manager import KVCacheManager
 from quire.scheduler.beam import Choice, Hypothesis
@@ -68,6 +68,12 @@ def blocks_to_go_on(request: Request, seats: list[Sequence], cache: KVCacheManag
     lacking = [cache.blocks_for(min(len(seq.tokens) + 1, request.max_len)) - cache.blocks_for(seq.num_computed)
                for seq in seats]
     return sum(max(1, blocks) for blocks in lacking) + len(request.live) - len(seats)
+
+
+def blocks_owed(running: Iterable[Request], cache: KVCacheManager) -> int:
+    """Blocks that running sequences in the middle of a prompt do not have yet."""
+    return sum(max(0, cache.blocks_for(len(seq.tokens)) - len(seq.kv.tables[0].blocks))
+               for request in running for seq in request.sequences if seq.row >= 0 and seq.num_to_compute > 1)
 
 
 def reseat_beams(request: Request, choices: list[Choice], cache: KVCacheManager, rows: RowBook,

@@ -34,6 +34,8 @@ class Limits:
     chunked_prefill: bool = True
     max_num_partial_prefills: int = 1
     long_prefill_token_threshold: int = 0
+    fetch_timeout: float = 30.0
+    """Seconds that a request waits for KV from another tier before it computes the rest."""
 
 
 def longest_allowed(request: Request, limits: Limits, cache: PoolShape) -> int:

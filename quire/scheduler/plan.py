@@ -41,16 +41,50 @@ class TableDiff:
 
 @dataclass(slots=True)
 class BlockCopy:
-    """Copy one block. A plan's copies are made in their order, and all of them before its forward pass.
-
-    Tiers are names such as "device", "host".
-    """
+    """Copy one block of the device onto another. A plan's copies are made in their order, before its forward pass."""
 
     group: int
     source: int
     target: int
-    source_tier: str = DEVICE
-    target_tier: str = DEVICE
+
+
+@dataclass(slots=True)
+class BlockMove:
+    """One block of a transfer: its number on the device and its number in the tier."""
+
+    group: int
+    device: int
+    tier: int
+
+
+@dataclass(slots=True)
+class TransferStart:
+    """Move blocks between the device and a tier beside the steps. No step waits for it, nor does it wait for one.
+
+    It begins after the copies of its plan. Until it has reported to be finished, no step reads or writes the device's
+    blocks that it fills, and none writes those that it copies out.
+    """
+
+    number: int
+    tier: str
+    """A name such as "host"."""
+    out: bool
+    """From the device to the tier, else back."""
+    moves: list[BlockMove] = field(default_factory=list)
+    """Made and reported in this order."""
+
+
+@dataclass(slots=True)
+class TransferReport:
+    """How far a transfer has come; every transfer that was started reports until it is finished."""
+
+    number: int
+    num_done: int
+    """Moves made so far, counted from the first."""
+    finished: bool = False
+    """It will not touch the device's blocks any more."""
+    error: str | None = None
+    """Why the moves after `num_done` will not be made."""
 
 
 @dataclass(slots=True)
@@ -85,13 +119,17 @@ class PlanEntry:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. The worker applies freed rows, starts, table diffs and copies, then runs the entries."""
+    """One step. The worker applies freed rows, starts, table diffs and copies, starts the transfers, then runs the
+    entries. The transfers of a step that is lost report all the same, those that were not started as failed."""
 
     step: int
     freed_rows: list[int] = field(default_factory=list)
     starts: list[RowStart] = field(default_factory=list)
     diffs: list[TableDiff] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    transfers: list[TransferStart] = field(default_factory=list)
+    cancels: list[int] = field(default_factory=list)
+    """Transfers that nobody waits for any more: what they have not begun they may leave. They report all the same."""
     entries: list[PlanEntry] = field(default_factory=list)
 
     @property
@@ -131,3 +169,5 @@ class StepResult:
 
     step: int
     entries: list[EntryResult]
+    arrivals: list[TransferReport] = field(default_factory=list)
+    """News of transfers, of this plan or earlier ones. Without a step they come through the executor."""

@@ -33,7 +33,7 @@ class Preemption:
 
     def __init__(self, cache: KVCacheManager, mode: PreemptionMode = PreemptionMode.AUTO,
                  cost: MoveCost | None = None) -> None:
-        self.swapper = None if cache.tier is None else Swapper(cache, cache.tier)
+        self.swapper = None if cache.swap_tier is None else Swapper(cache, cache.swap_tier)
         self._mode = mode
         self._cost = cost
 

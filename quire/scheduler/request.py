@@ -13,13 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quire.errors import InvalidRequestError
+from quire.kvcache.connector import Lookup
 from quire.kvcache.swap import SwappedKV
 from quire.kvcache.table import SequenceKV
+from quire.kvcache.transfers import Fetch
 from quire.sampling.params import SamplingParams
 from quire.scheduler.beam import BeamSearch
 
 if TYPE_CHECKING:
     from quire.structured.compiler import PendingGrammar
+    from quire.structured.isolated import IsolatedSequence, RequestGrammar
     from quire.structured.matcher import SequenceGrammar
 
 
@@ -27,6 +30,8 @@ class Status(enum.Enum):
     COMPILING = "compiling"
     """Its grammar is being compiled."""
     WAITING = "waiting"
+    ARRIVING = "arriving"
+    """Its KV is on the way from another tier, or a tier is being asked for it."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -41,8 +46,9 @@ class FinishReason(enum.StrEnum):
 class Sequence:
     """One stream of tokens of a request.
 
-    `num_computed` counts tokens whose KV exists or is being written by a submitted plan; `num_confirmed`
-    those whose step has come back; `num_pending` tokens drawn by a submitted plan but not known here yet.
+    `num_computed` counts tokens whose KV exists, is being written by a submitted plan or is on its way; `num_confirmed`
+    those whose step has come back or whose arrival was reported; `num_pending` tokens drawn by a submitted plan but
+    not known here yet.
     """
 
     request: Request
@@ -58,7 +64,7 @@ class Sequence:
     """Raised when the sequence leaves its row, so that late results of the old row are dropped."""
     held_at: int | None = None
     """Computes no further than this many tokens, until its siblings have been forked from it there."""
-    grammar: SequenceGrammar | None = None
+    grammar: SequenceGrammar | IsolatedSequence | None = None
     """Where it stands in the grammar that its output must follow: a function of its output."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -67,6 +73,8 @@ class Sequence:
     """Of a beam that has ended: the sum of its tokens' log-probabilities."""
     score: float | None = None
     """That sum after the length penalty."""
+    lease: int | None = None
+    """Number of the lease under which its blocks are kept, once it has ended."""
 
     @property
     def num_tokens(self) -> int:
@@ -157,15 +165,25 @@ class Request:
     """Prompt tokens found in the prefix cache when the request was first admitted."""
     num_preemptions: int = 0
     prompt_logprobs_done: int = 0
-    grammar: PendingGrammar | None = None
+    grammar: PendingGrammar | RequestGrammar | None = None
     """The grammar of its output, perhaps still being compiled."""
-    start_grammar: Callable[[frozenset[int]], SequenceGrammar] | None = None
+    start_grammar: Callable[[frozenset[int]], SequenceGrammar | IsolatedSequence] | None = None
     """Begins that grammar for one sequence, given the ids that end it; the scheduler fills it in."""
     refusal: InvalidRequestError | None = None
     """Why its grammar cannot be used, which shows only once it is compiled."""
     first_scheduled_time: float | None = None
     swapped: SwappedKV | None = None
     """Its KV, where preemption has moved that out of the device."""
+    lookups: list[Lookup] | None = None
+    """What tiers were asked for it that could not say at once."""
+    fetch: Fetch | None = None
+    """KV that it waits for."""
+    reservation: int | None = None
+    """Number of the reservation into which somebody outside writes its KV."""
+    computes: bool = False
+    """Its KV did not come: it computes what the device lacks, and asks no tier again before it has run."""
+    lease_seconds: float | None = None
+    """How long its sequences keep their blocks after they have ended, unless somebody takes them before."""
     counts: RequestCounts = field(default_factory=RequestCounts)
     stop_ids: frozenset[int] = field(init=False)
     """Ids that end a sequence: the request's own and, unless it ignores them, those that end any."""

@@ -1,4 +1,4 @@
-"""Who waits, who runs and in which row: the moves between those, with what each gives up on the way."""
+"""Who waits, whose KV is on its way, who runs and in which row: the moves between those, with what each gives up."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.request import FinishReason, Request, Sequence, Status
 from quire.scheduler.rows import RowBook
 from quire.scheduler.stats import SchedulerStats
-from quire.structured.gate import GrammarGate, take_grammar
+from quire.structured.gate import GrammarGate, release_grammar, take_grammar
 
 
 class Roster:
-    """Every request that is not finished, in one of two places."""
+    """Every request that is not finished, in one place: compiling, waiting, arriving or running."""
 
     def __init__(self, cache: KVCacheManager, waiting: WaitingQueue, preemption: Preemption,
                  stats: SchedulerStats, num_rows: int) -> None:
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
+        self.arriving: dict[str, Request] = {}
+        """Requests whose KV is on its way, or that a tier has been asked for. They have no row."""
         self.waiting = waiting
         self.compiling = GrammarGate()
         """Requests whose grammar is not there yet."""
@@ -43,13 +45,15 @@ class Roster:
             self.waiting.add(request)
 
     def queue_compiled(self) -> Iterator[tuple[Request, str]]:
-        """Let requests wait their turn whose grammar has come; yields those whose grammar cannot be used, and why."""
+        """Let requests wait their turn whose grammar has come; yields those whose grammar cannot be used, and why: from
+        the beginning, or any more."""
         for request in self.compiling.settled():
             request.status = Status.WAITING
             self.waiting.add(request)
             error = take_grammar(request)
             if error is not None:
                 yield request, error
+        yield from self.compiling.failures(self.requests.values())
 
     def has_rows_for(self, request: Request) -> bool:
         """Running groups will need rows for sequences not forked yet: those are not free."""
@@ -57,12 +61,26 @@ class Roster:
                    for other in self.running.values() if other.width > 1)
         return self.rows.num_free - owed >= request.rows_wanted
 
-    def seat(self, request: Request, sequences: list[Sequence]) -> None:
-        """The request at the head of the queue runs from now on, with these sequences."""
+    def arrive(self, request: Request) -> None:
+        """The request at the head of the queue waits for KV from now on, and is in nobody's way."""
         self.waiting.pop()
+        self.await_kv(request)
+
+    def await_kv(self, request: Request) -> None:
+        request.status = Status.ARRIVING
+        self.arriving[request.request_id] = request
+
+    def seat(self, request: Request, sequences: list[Sequence]) -> None:
+        """The request at the head of the queue, or one whose KV is there, runs from now on with these sequences."""
+        if request.status is Status.ARRIVING:
+            del self.arriving[request.request_id]
+        else:
+            self.waiting.pop()
         for seq in sequences:
             self.rows.take(seq)
         request.status = Status.RUNNING
+        request.computes = False
+        request.fetch, request.reservation = None, None
         self.running[request.request_id] = request
         if sequences[0].held_at is not None:
             self.forking[request.request_id] = request
@@ -71,11 +89,16 @@ class Roster:
 
     def victim(self) -> Request:
         """Whom to preempt: the lowest in priority; among equals, the last to come."""
-        return max(self.running.values(), key=_rank)
+        return max([*self.running.values(), *self._holding()], key=_rank)
+
+    def _holding(self) -> list[Request]:
+        """Arriving requests that hold memory, or will."""
+        return [request for request in self.arriving.values() if request.fetch is not None]
 
     def gives_way(self, request: Request) -> Request | None:
         """Whom to preempt for a waiting request that goes before it; None if that would not help."""
-        lower = [other for other in self.running.values() if self.waiting.outranks(request, other)]
+        lower = [other for other in (*self.running.values(), *self._holding())
+                 if self.waiting.outranks(request, other)]
         if not lower:
             return None
         wanted = self._cache.blocks_for(len(request.live[0].tokens) + 1) + extra_blocks(request, self._cache)
@@ -111,6 +134,34 @@ class Roster:
         request.status = Status.WAITING
         self._preemption.count(request, self._stats, reason)
         self.waiting.put_back(request)
+        return error
+
+    def put_back(self, request: Request) -> None:
+        """An arriving request that holds nothing waits its turn again."""
+        del self.arriving[request.request_id]
+        request.fetch, request.reservation = None, None
+        request.status = Status.WAITING
+        self.waiting.put_back(request)
+
+    def recall(self, request: Request, reason: PreemptionReason | None) -> InvariantError | None:
+        """Take an arriving request's memory; it waits, and computes what it would have got. No reason: its KV did not
+        come, which is no preemption."""
+        error = self.release_arriving(request)
+        if reason is not None:
+            self._preemption.count(request, self._stats, reason)
+        self.put_back(request)
+        return error
+
+    def release_arriving(self, request: Request) -> InvariantError | None:
+        """Give up what an arriving request holds and waits for."""
+        error = None
+        request.lookups = None
+        if request.fetch is not None:
+            self._cache.transfers.cancel(request.fetch)
+        if request.reservation is not None:
+            self._cache.reservations.cancel(request.reservation)
+        for seq in request.live:
+            error = self.leave_row(seq) or error
         return error
 
     def _unseat_early_siblings(self, request: Request) -> InvariantError | None:
@@ -149,10 +200,14 @@ class Roster:
             self.waiting.remove(request)
         elif request.status is Status.COMPILING:
             self.compiling.remove(request)
+        elif request.status is Status.ARRIVING:
+            self.release_arriving(request)
+            del self.arriving[request.request_id]
         else:
             del self.running[request.request_id]
         self.forking.pop(request.request_id, None)
         self.forget_swapped(request)
+        release_grammar(request)
         request.status = Status.FINISHED
         del self.requests[request.request_id]
         if any(seq.error is not None for seq in request.sequences):
@@ -167,10 +222,17 @@ class Roster:
     def check(self) -> list[Sequence]:
         """Rows and host blocks against those who hold them; returns the sequences that have not ended."""
         live = [seq for request in self.requests.values() for seq in request.live]
-        if self._cache.tier is not None:
-            swapped = [r.swapped for r in self.requests.values() if r.swapped is not None]
-            self._cache.tier.check([[block for kv in swapped for block in kv.keys[group]]
-                                    for group in range(len(self._cache.groups))])
+        swapped = [r.swapped for r in self.requests.values() if r.swapped is not None]
+        for tier in self._cache.tiers:
+            held = [self._cache.transfers.held_in_tier(tier, group) for group in range(len(self._cache.groups))]
+            for kv in swapped if tier is self._cache.swap_tier else ():
+                for blocks, keys in zip(held, kv.keys, strict=True):
+                    blocks.extend(keys)
+            tier.check(held)
+        places = [*self.running, *self.arriving, *(request.request_id for request in self.waiting),
+                  *self.compiling.names]
+        if sorted(places) != sorted(self.requests):
+            raise InvariantError("a request is in no place, or in two")
         self.rows.check([seq.row for seq in live if seq.row >= 0])
         return live
 

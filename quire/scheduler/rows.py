@@ -20,6 +20,10 @@ class RowBook:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_taken(self) -> int:
+        return self._num_rows - len(self._free)
+
     def take(self, seq: Sequence) -> None:
         """Seat a sequence: the worker gets all the tokens it knows."""
         request = seq.request

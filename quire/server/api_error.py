@@ -18,7 +18,8 @@ _TYPES = {
     405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
     429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error",
 }
-_CODES = {"QueueFullError": "queue_full", "EngineDeadError": "engine_dead", "RequestTimeoutError": "request_timeout"}
+_CODES = {"QueueFullError": "queue_full", "EngineDeadError": "engine_dead", "RequestTimeoutError": "request_timeout",
+          "QuarantinedError": "request_quarantined"}
 
 
 class ApiError(QuireError):
@@ -64,6 +65,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(504, str(error), code="request_timeout")
     if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error), param=error.field, code=None)
+    if name == "QuarantinedError":
+        return ApiError(503, str(error), code=_CODES[name], retry_after=getattr(error, "retry_after", None))
     if isinstance(error, EngineError):
         return ApiError(500, str(error), code=_CODES.get(name, "engine_error"))
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")

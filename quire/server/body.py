@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -12,6 +14,10 @@ from quire.server.api_error import ApiError, validation_error
 from quire.server.generation import ClientGone
 
 _Body = TypeVar("_Body", bound=BaseModel)
+_MAX_ELEMENTS = 1 << 18
+_SLICE_SECONDS = 0.005
+_TEXT = re.compile(rb'(?:[^"\\]+|\\.){0,4096}', re.DOTALL)
+"""A piece of a JSON text, up to its end or a bounded length."""
 _DRAINED = 8
 """So many times the largest body are read, and dropped, to be heard by whoever sends too much."""
 
@@ -34,10 +40,42 @@ async def read_body(scope: Any, receive: Any, kind: type[_Body], config: ServerC
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {config.read_timeout:g} seconds",
                        code="read_timeout") from None
+    await _check_elements(data)
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
         raise validation_error(error, data) from None
+
+
+async def _check_elements(data: bytes) -> None:
+    """Refuse what would take long to check: reading JSON takes a time by its elements, and nobody else has a turn."""
+    if len(data) < _MAX_ELEMENTS // 16 or _elements(data, 0, len(data)) <= _MAX_ELEMENTS:
+        return
+    # Some of that may stand in texts, which are one element each.
+    found, place, in_text, since = 0, 0, False, time.perf_counter()
+    while place < len(data) and found <= _MAX_ELEMENTS:
+        if in_text:
+            piece = _TEXT.match(data, place)
+            end = place if piece is None else piece.end()
+            in_text = end > place and data[end : end + 1] != b'"'
+            place = end if in_text else end + 1
+        else:
+            quote = data.find(b'"', place)
+            end = len(data) if quote < 0 else quote
+            found += _elements(data, place, end)
+            place, in_text = end + 1, True
+        if time.perf_counter() - since > _SLICE_SECONDS:
+            await asyncio.sleep(0)
+            since = time.perf_counter()
+    if found > _MAX_ELEMENTS:
+        raise ApiError(413, "the body has too many elements (messages, tokens, entries): send less in one request",
+                       code="body_too_complex")
+
+
+def _elements(data: bytes, start: int, end: int) -> int:
+    """The weight of what stands outside of texts: an object takes as long to check as many numbers."""
+    return (data.count(b",", start, end) + 8 * (data.count(b"[", start, end) + data.count(b":", start, end))
+            + 16 * data.count(b"{", start, end))
 
 
 async def _read(receive: Any, most: int) -> bytes:

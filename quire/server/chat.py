@@ -29,7 +29,7 @@ async def chat_completion(service: Service, record: RequestRecord, body: ChatBod
     if body.top_logprobs is not None and not body.logprobs:
         raise refusal("top_logprobs", "needs logprobs")
     text = await _prompt(service, body, tools) + tools.opening
-    tokens = await service.encode_prompt(text, "messages", add_special_tokens=False)
+    tokens = await service.encode_prompt(text, "messages", add_special_tokens=False, tenant=record.tenant)
     service.check_length(len(tokens), max_tokens, "messages")
     if max_tokens is None and body.use_beam_search:
         max_tokens = service.engine.max_model_len - len(tokens)

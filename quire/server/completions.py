@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from quire.engine.output import CompletionOutput, RequestOutput
@@ -28,7 +29,7 @@ async def completion(service: Service, record: RequestRecord, body: CompletionBo
     wishes = Wishes(max_tokens=max(max_tokens, 1), best_of=body.best_of, logprobs=body.logprobs,
                     prompt_logprobs=body.logprobs if body.echo else None)
     params = engine_params(body, wishes, service.config)
-    texts, prompts = await _prompts(service, body)
+    texts, prompts = await _prompts(service, body, record.tenant)
     for tokens in prompts:
         service.check_length(len(tokens), max_tokens, "prompt")
     constraint = constraint_of(body, service.config)
@@ -38,7 +39,8 @@ async def completion(service: Service, record: RequestRecord, body: CompletionBo
     return CompletionAnswer(service, record, work, body, texts, shows_output=max_tokens > 0)
 
 
-async def _prompts(service: Service, body: CompletionBody) -> tuple[list[str | None], list[list[int]]]:
+async def _prompts(service: Service, body: CompletionBody,
+                   tenant: str | None) -> tuple[list[str | None], list[list[int]]]:
     """The prompts as texts, where they are echoed or were given so, and as token ids."""
     given = body.prompt
     several: list[Any] = given if isinstance(given, list) and (not given or not isinstance(given[0], int)) else [given]
@@ -47,18 +49,15 @@ async def _prompts(service: Service, body: CompletionBody) -> tuple[list[str | N
     if len(several) > service.config.max_prompts:
         raise refusal("prompt", f"holds {len(several)} prompts; this server takes at most {service.config.max_prompts}")
     special = body.add_special_tokens is not False
-    texts: list[str | None] = []
-    tokens: list[list[int]] = []
-    for prompt in several:
-        if isinstance(prompt, str):
-            texts.append(prompt)
-            tokens.append(await service.encode_prompt(prompt, "prompt", special))
-        else:
-            known = body.echo and service.tokenizer is not None
-            text = service.needs_tokenizer("prompt").decode(prompt, skip_special_tokens=False) if known else None
-            texts.append(text)
-            tokens.append(prompt)
-    return texts, tokens
+    if isinstance(several[0], str):
+        return list(several), await service.encode_prompts(several, "prompt", special, tenant)
+    texts: list[str | None] = [None] * len(several)
+    if body.echo and service.tokenizer is not None:
+        for place, prompt in enumerate(several):
+            service.check_length(len(prompt), 0, "prompt")
+            texts[place] = await service.decode(prompt, False, tenant)
+            await asyncio.sleep(0)
+    return texts, several
 
 
 class CompletionAnswer(Answer):

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.engine.input import Params
 from quire.engine.output import RequestOutput
-from quire.errors import EngineError, InvalidRequestError, QuireError
+from quire.errors import EngineError, InvalidRequestError, QuarantinedError, QuireError
 from quire.sampling.params import NOTHING_TO_DRAW
 from quire.server.api_error import ApiError
 from quire.server.metrics import Stopwatch
@@ -18,6 +18,8 @@ from quire.server.parameters import in_words_of
 from quire.server.service import Service
 
 Receive = Callable[[], Awaitable[Any]]
+_STARTED_AT_ONCE = 4
+"""Prompts of one request that are given to the engine before others have a turn."""
 
 
 class ClientGone(QuireError):
@@ -133,7 +135,7 @@ async def _start(stream: Any) -> None:
         await stream.start()
     except EngineError as error:
         wait = getattr(error, "retry_after", None)
-        if wait is None:
+        if wait is None or isinstance(error, QuarantinedError):
             raise
         raise ApiError(503, str(error), code="engine_restarting", retry_after=wait) from error
 
@@ -152,9 +154,13 @@ async def _many(service: Service, work: Work) -> AsyncGenerator[tuple[int, Reque
         finally:
             await stream.aclose()
 
-    followers = [asyncio.create_task(follow(place)) for place in range(len(work.prompts))]
-    running = len(followers)
+    followers: list[asyncio.Task[None]] = []
+    running = len(work.prompts)
     try:
+        for place in range(len(work.prompts)):
+            followers.append(asyncio.create_task(follow(place)))
+            if place % _STARTED_AT_ONCE == 0:
+                await asyncio.sleep(0)  # others have a turn
         while running:
             place, found = await news.get()
             if isinstance(found, BaseException):

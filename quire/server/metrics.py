@@ -240,6 +240,7 @@ class ServerMetrics:
 _ENGINE_GAUGES = (
     ("num_requests_running", "Requests in the running batch", "requests_running"),
     ("num_requests_waiting", "Requests that wait for their turn", "requests_waiting"),
+    ("num_requests_arriving", "Requests whose KV is on its way from another tier", "requests_arriving"),
     ("num_requests_swapped", "Requests whose KV waits in host memory", "requests_swapped"),
     ("kv_blocks_total", "KV blocks", "kv_blocks_total"),
     ("kv_blocks_used", "KV blocks in use by requests", "kv_blocks_used"),
@@ -258,6 +259,8 @@ _ENGINE_COUNTERS = (
     ("requests_lost", "Requests in flight when the engine died", "requests_lost"),
     ("engine_requests_failed", "Requests that the engine gave up", "requests_failed"),
     ("prefix_cache_queries", "Tokens looked up in the prefix cache", "prefix_query_tokens"),
+    ("kv_fetches", "Times that a request waited for KV from another tier", "fetches"),
+    ("kv_fetches_failed", "Those of which not all came", "fetches_failed"),
     ("recomputed_tokens", "Tokens computed again after a preemption", "recomputed_tokens"),
     ("spec_decode_steps", "Times that a decoding sequence was computed, with drafts or without", "spec_decode_steps"),
     ("spec_decode_tokens", "Tokens that came of those", "spec_decode_tokens"),

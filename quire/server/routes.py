@@ -15,9 +15,11 @@ from quire.server.chat import chat_completion
 from quire.server.chat_prompt import render
 from quire.server.chat_protocol import ChatBody, TokenizeBody
 from quire.server.completions import completion
+from quire.server.generation import until_disconnect
 from quire.server.protocol import CompletionBody, DetokenizeBody
 from quire.server.route import Route
-from quire.server.service import RequestRecord, Service
+from quire.server.service import LONG_TEXT, RequestRecord, Service
+from quire.server.text_process import do_text_job
 
 _FRESH_SECONDS = 0.25
 _METRICS_TYPE = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
@@ -28,12 +30,16 @@ _HTML = [(b"content-type", b"text/html; charset=utf-8"),
 
 async def _completions(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
     body = await read_body(scope, receive, CompletionBody, service.config)
-    await (await completion(service, record, body))(scope, receive, send)
+    async with until_disconnect(receive, lambda: False):
+        answer = await completion(service, record, body)
+    await answer(scope, receive, send)
 
 
 async def _chat(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
     body = await read_body(scope, receive, ChatBody, service.config)
-    await (await chat_completion(service, record, body))(scope, receive, send)
+    async with until_disconnect(receive, lambda: False):
+        answer = await chat_completion(service, record, body)
+    await answer(scope, receive, send)
 
 
 def _card(service: Service) -> dict[str, Any]:
@@ -60,14 +66,20 @@ async def _tokenize(service: Service, record: RequestRecord, scope: Any, receive
         for name in ("tools", "add_generation_prompt"):
             if getattr(body, name) is not None:
                 raise refusal(name, "needs messages")
-        tokens = await service.encode(body.prompt, body.add_special_tokens is not False)
-    else:
-        text = await asyncio.to_thread(_rendered, service, body)
-        tokens = await service.encode(text, bool(body.add_special_tokens))
-    found: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.max_model_len}
-    if body.return_token_strs:
-        found["token_strs"] = [tokenizer.token_text(token) for token in tokens]
-    await send_json(send, 200, encode(found))
+    job: dict[str, Any] = {"do": "tokenize", "special": bool(body.add_special_tokens),
+                           "strings": bool(body.return_token_strs), "max_model_len": service.engine.max_model_len}
+    async with until_disconnect(receive, lambda: False):
+        if body.prompt is not None:
+            job |= {"text": body.prompt, "special": body.add_special_tokens is not False}
+        else:
+            job["text"] = await asyncio.to_thread(_rendered, service, body)
+        if len(job["text"]) < LONG_TEXT:
+            found = do_text_job(tokenizer, job)
+        elif service.text_work is None:
+            found = await asyncio.to_thread(do_text_job, tokenizer, job)
+        else:
+            found = await service.text_work.do(record.tenant, job)
+    await send_json(send, 200, found)
 
 
 def _rendered(service: Service, body: TokenizeBody) -> str:
@@ -84,7 +96,8 @@ async def _detokenize(service: Service, record: RequestRecord, scope: Any, recei
     highest = max(body.tokens, default=0)
     if highest >= tokenizer.vocab_size:
         raise refusal("tokens", f"holds {highest}; the vocabulary ends at {tokenizer.vocab_size - 1}")
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
+    async with until_disconnect(receive, lambda: False):
+        text = await service.decode(body.tokens, bool(body.skip_special_tokens), record.tenant)
     await send_json(send, 200, encode({"prompt": text}))
 
 

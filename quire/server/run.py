@@ -24,6 +24,7 @@ from quire.server.hosts import is_loopback
 from quire.server.log import event
 from quire.server.tracing import Tracing
 
+_BACKLOG = 2048
 StartEngine = Callable[[], Coroutine[Any, Any, Any]]
 
 
@@ -51,31 +52,40 @@ async def serve(config: ServerConfig, start_engine: StartEngine,
         app = build_app(engine, config, keys=keys, tracing=tracing)
         try:
             address = _address(listener)
+            listener.listen(_BACKLOG)  # who reads that it is ready may connect at once
             event(logging.INFO, "ready", url=address, model=app.service.model_name, api_keys=len(keys),
                   seconds=round(time.monotonic() - began, 2))
             if ready is not None:
                 ready(address, app)
-            await _serve_until_stopped(app, config, listener, stops)
+            given_up = await _serve_until_stopped(app, config, listener, stops)
         finally:
+            app.service.close()
             await engine.shutdown()
             tracing.close()
     finally:
         listener.close()
         stops.ignore()
     event(logging.INFO, "stopped")
-    return 0
+    return 1 if given_up else 0
 
 
-async def _serve_until_stopped(app: App, config: ServerConfig, listener: socket.socket, stops: Stops) -> None:
+async def _serve_until_stopped(app: App, config: ServerConfig, listener: socket.socket, stops: Stops) -> bool:
+    """Whether it ended because the engine was given up: whoever supervises this process can act on that."""
     _allow_many_files(config.max_connections)
     server = _Server(uvicorn.Config(
         with_cors(app, config.allowed_origins), http=bounded_protocol(config), ws="none", lifespan="off",
         log_config=None, access_log=False, server_header=False, date_header=False, timeout_keep_alive=30,
-        timeout_graceful_shutdown=3, backlog=2048))
+        timeout_graceful_shutdown=3, backlog=_BACKLOG))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopped = asyncio.create_task(stops.first.wait())
-    await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
+    given_up = asyncio.create_task(app.service.engine.given_up())
+    await asyncio.wait([serving, stopped, given_up], return_when=asyncio.FIRST_COMPLETED)
+    hopeless = given_up.done()
+    for task in (stopped, given_up):
+        task.cancel()
+    if hopeless:
+        event(logging.CRITICAL, "engine_given_up", advice="it died too often in a row: see what it said before; "
+                                                          "--keep-restarting tries for ever")
     if not serving.done():
         draining = asyncio.create_task(app.drain(config.drain_timeout))
         hurry = asyncio.create_task(stops.second.wait())
@@ -86,6 +96,7 @@ async def _serve_until_stopped(app: App, config: ServerConfig, listener: socket.
             task.cancel()
         server.should_exit = True
     await serving
+    return hopeless
 
 
 class _Server(uvicorn.Server):

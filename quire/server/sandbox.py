@@ -64,9 +64,9 @@ class Sandbox:
     def __init__(self, layout: Layout, place: int, speed: float) -> None:
         self._layout, self._speed = layout, speed
         self._now = 0.0
-        tier = HostTier(layout.num_host_blocks, offload=False) if layout.num_host_blocks else None
-        cache = KVCacheManager(layout.num_blocks, BLOCK_SIZE, tier=tier, block_bytes=(1,))
-        mode = PreemptionMode.SWAP if tier is not None else PreemptionMode.RECOMPUTE
+        tiers = [HostTier(layout.num_host_blocks, offload=False)] if layout.num_host_blocks else []
+        cache = KVCacheManager(layout.num_blocks, BLOCK_SIZE, tiers=tiers, block_bytes=(1,))
+        mode = PreemptionMode.SWAP if tiers else PreemptionMode.RECOMPUTE
         self.scheduler = Scheduler(
             Limits(layout.max_num_seqs, layout.max_num_batched_tokens, layout.num_blocks * BLOCK_SIZE,
                    layout.chunked_prefill),

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import time
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from quire.config import ServerConfig
 from quire.server.api_error import ApiError
 from quire.server.auth import ApiKeys
 from quire.server.metrics import ServerMetrics
+from quire.server.text_process import start_text_process
+from quire.server.text_work import TextWork
 from quire.server.tool_parser import format_of_template
 from quire.server.tracing import Tracing
 
 if TYPE_CHECKING:
     from quire.tokenizer.tokenizer import Tokenizer
 
-_LONG_TEXT = 4096
-"""Characters: tokenizing more than this would hold up the other streams."""
+LONG_TEXT = 4096
+"""Characters, or tokens: working on more than this would hold up the other streams."""
 _CUT_TOKENS = 64
 """So many tokens at most differ between a text and its beginning, where that is cut."""
 
@@ -53,6 +59,9 @@ class Service:
         self.model_name: str = config.served_model_name or engine.model_name
         self.metrics = ServerMetrics(self.model_name)
         engine.on_step_stats = self.metrics.count_step
+        self.text_work = (None if engine.options is None or engine.tokenizer is None
+                          else TextWork(functools.partial(start_text_process, engine.options)))
+        """Who works on long texts; None where the engine cannot say how to read its tokenizer in another process."""
         self.created = int(time.time())
         self.draining = False
         self.document: bytes | None = None
@@ -61,6 +70,8 @@ class Service:
         """Tasks that answer requests to the engine now."""
         self.ending: set[asyncio.Task[Any]] = set()
         """Those of them that are cancelled because the server closes."""
+        if self.tokenizer is not None:
+            _ = self.tokenizer.vocab_size  # found once, which takes a while
         template = None if self.tokenizer is None else self.tokenizer.chat_template
         self.tool_format = (format_of_template(template) if config.tool_call_parser == "auto"
                             else config.tool_call_parser)
@@ -83,23 +94,52 @@ class Service:
             raise ApiError(404, f"the model {name!r:.200} does not exist; this server has {self.model_name!r}",
                            param="model", code="model_not_found")
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; long texts are worked on in a thread, beside the streams."""
-        tokenizer = self.needs_tokenizer("prompt")
-        if len(text) < _LONG_TEXT:
-            return tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+    async def encode(self, text: str, add_special_tokens: bool = True, tenant: str | None = None) -> list[int]:
+        """Token ids; long texts are worked on in another process, beside the streams."""
+        return (await self._encode_all([text], add_special_tokens, tenant))[0]
 
-    async def encode_prompt(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode_prompt(self, text: str, param: str, add_special_tokens: bool = True,
+                            tenant: str | None = None) -> list[int]:
         """As `encode`. A prompt far beyond the context is refused by its beginning: all of it may take seconds."""
         longest = self.engine.max_model_len
         for characters in (8 * longest, 32 * longest):
             if len(text) <= characters:
                 break
-            count = len(await self.encode(text[:characters], add_special_tokens))
+            count = len(await self.encode(text[:characters], add_special_tokens, tenant))
             if count > longest + _CUT_TOKENS:
                 raise self._too_long(f"more than {count - _CUT_TOKENS}", "at least 1", param)
-        return await self.encode(text, add_special_tokens)
+        return await self.encode(text, add_special_tokens, tenant)
+
+    async def encode_prompts(self, texts: list[str], param: str, add_special_tokens: bool = True,
+                             tenant: str | None = None) -> list[list[int]]:
+        """As `encode_prompt`, of several at once: many short ones take as long as a long one."""
+        if any(len(text) > 8 * self.engine.max_model_len for text in texts):
+            return [await self.encode_prompt(text, param, add_special_tokens, tenant) for text in texts]
+        return await self._encode_all(texts, add_special_tokens, tenant)
+
+    async def _encode_all(self, texts: list[str], special: bool, tenant: str | None) -> list[list[int]]:
+        tokenizer = self.needs_tokenizer("prompt")
+        if sum(map(len, texts)) < LONG_TEXT:
+            return [tokenizer.encode(text, special) for text in texts]
+        if self.text_work is None:
+            return [await asyncio.to_thread(tokenizer.encode, text, special) for text in texts]
+        data = await self.text_work.do(tenant, {"do": "encode", "texts": texts, "special": special})
+        return [array("I", found).tolist() for found in msgspec.msgpack.decode(data)]
+
+    async def decode(self, tokens: list[int], skip_special_tokens: bool, tenant: str | None = None) -> str:
+        """The text of token ids; that of many is made in another process."""
+        tokenizer = self.needs_tokenizer("tokens")
+        if len(tokens) < LONG_TEXT:
+            return tokenizer.decode(tokens, skip_special_tokens)
+        if self.text_work is None:
+            return await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens)
+        data = await self.text_work.do(tenant, {"do": "decode", "tokens": array("I", tokens).tobytes(),
+                                                "skip_special": skip_special_tokens})
+        return data.decode()
+
+    def close(self) -> None:
+        if self.text_work is not None:
+            self.text_work.close()
 
     def check_length(self, num_prompt: int, max_tokens: int | None, param: str) -> None:
         """Refuse what is longer than the model's context, as OpenAI does."""

@@ -74,6 +74,9 @@ class PendingGrammar:
         """Until it is done, but no longer than that."""
         wait([self._future], timeout=seconds)
 
+    def release(self) -> None:
+        """Its request has ended."""
+
 
 class GrammarCompiler:
     """Grammars for one model. `vocabulary` is called once, on a compiling thread, when the first is asked for."""
@@ -104,8 +107,9 @@ class GrammarCompiler:
                 return
         parse_grammar(spec)
 
-    def submit(self, spec: StructuredOutputs) -> PendingGrammar:
-        """Ask for a grammar; returns at once."""
+    def submit(self, spec: StructuredOutputs, tenant: str = "",
+               stop_ids: frozenset[int] = frozenset()) -> PendingGrammar:
+        """Ask for a grammar; returns at once. For whom, and what ends it, makes no difference here."""
         key, timeout = spec.key, self.limits.timeout_s
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -128,7 +132,7 @@ class GrammarCompiler:
         except BaseException as error:
             with self._lock:
                 self._jobs.pop(key, None)
-            job.future.set_exception(_as_refusal(error, spec))
+            job.future.set_exception(as_refusal(error, spec))
         else:
             self._keep(compiled)
             job.future.set_result(compiled)
@@ -184,7 +188,7 @@ def parse_grammar(spec: StructuredOutputs) -> Any:
             return make.from_ebnf("root ::= " + " | ".join(_literal(text) for text in value))
         return make.from_ebnf(value)
     except Exception as error:
-        raise _as_refusal(error, spec) from None
+        raise as_refusal(error, spec) from None
 
 
 def _enforced(schema: str) -> str:
@@ -201,7 +205,7 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _as_refusal(error: BaseException, spec: StructuredOutputs) -> QuireError:
+def as_refusal(error: BaseException, spec: StructuredOutputs) -> QuireError:
     """What a caller is told: errors of the compiler are the request's fault, and name its field."""
     if isinstance(error, QuireError):
         return error

@@ -1,29 +1,41 @@
-"""Requests whose grammar is being compiled: neither waiting nor running, and in nobody's way."""
+"""Where structured outputs hold a request up: until its grammar is compiled, and between two tokens until the mask is
+there; and how they end it. Everybody else goes on meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from quire.errors import InvalidRequestError, QuireError
+from quire.structured.isolated import PATIENCE_S, IsolatedGrammars, IsolatedSequence
 
 if TYPE_CHECKING:
     from quire.scheduler.plan import PlanEntry
     from quire.scheduler.request import Request, Sequence
+    from quire.speculation.speculator import Drafts
 
 
 GRAMMAR_END = "structured_outputs"
 """The stop_reason of a sequence that ends because its grammar has nothing more to say and no token may say so."""
+_LONGEST_BLOCK = 0.05
+"""Seconds that a request at the head of the queue may wait for a mask while others wait behind it."""
 
 
 class GrammarGate:
     """Holds requests until their grammar is settled."""
 
     def __init__(self) -> None:
+        self.isolated: IsolatedGrammars | None = None
+        """Where matchers live in processes of their own."""
         self._requests: dict[str, Request] = {}
+        self._seen_over = 0
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._requests)
 
     def add(self, request: Request) -> None:
         self._requests[request.request_id] = request
@@ -33,12 +45,55 @@ class GrammarGate:
 
     def settled(self) -> Iterator[Request]:
         """Let go of those whose grammar is there, or will not come."""
+        if self.isolated is not None:
+            self.isolated.pump(PATIENCE_S if self.isolated.owes_masks else 0.0)
         for request in [r for r in self._requests.values() if r.grammar is None or r.grammar.settled]:
             del self._requests[request.request_id]
             yield request
 
+    def failures(self, requests: Iterable[Request]) -> Iterator[tuple[Request, str]]:
+        """Those of the requests whose grammar took more than it may, and what they are told."""
+        if self.isolated is None or not self.isolated.failed:
+            return
+        failed, self.isolated.failed = self.isolated.failed, []
+        for request in [r for r in requests if r.grammar in failed and r.request_id not in self._requests]:
+            error = take_grammar(request)
+            if error is not None:
+                yield request, error
+
+    def ended(self, running: Iterable[Request]) -> list[Sequence]:
+        """Running sequences of which the last mask said that there is nothing more to say."""
+        if self.isolated is None or self._seen_over == self.isolated.num_over:
+            return []
+        self._seen_over = self.isolated.num_over
+        return [seq for request in running for seq in request.live if seq.grammar is not None and seq.grammar.is_over]
+
+    def with_masks(self, drafts: dict[int, Drafts], sequences: Iterable[Sequence]) -> dict[int, Drafts]:
+        """Those of the drafts (by row) that have no grammar to follow, or whose masks are made in time."""
+        if self.isolated is None:
+            return drafts
+        asked: dict[int, tuple[IsolatedSequence, Drafts]] = {}
+        for seq in sequences:
+            found = drafts.get(seq.row)
+            if found is not None and isinstance(seq.grammar, IsolatedSequence):
+                seq.grammar.draft(seq.tokens[seq.num_prompt_tokens :], found.tokens)
+                asked[seq.row] = (seq.grammar, found)
+        if not asked:
+            return drafts
+        self.isolated.pump(PATIENCE_S)
+        return {row: found for row, found in drafts.items()
+                if row not in asked or asked[row][0].drafted(asked[row][1].tokens)}
+
+    @property
+    def owes_masks(self) -> bool:
+        """Does any sequence wait for its mask?"""
+        return self.isolated is not None and self.isolated.owes_masks
+
     def wait(self, seconds: float) -> None:
         """For the first of them, but no longer than that: there is nothing else to do."""
+        if self.isolated is not None:
+            self.isolated.wait(seconds)
+            return
         for request in self._requests.values():
             if request.grammar is not None:
                 request.grammar.wait(seconds)
@@ -60,6 +115,32 @@ def take_grammar(request: Request) -> str | None:
     return None
 
 
+def release_grammar(request: Request) -> None:
+    """The request has ended: what is computed for it is given up."""
+    if request.grammar is not None:
+        request.grammar.release()
+
+
+def mask_ready(seq: Sequence) -> bool:
+    """May the sequence's next token be planned, as far as its grammar is concerned?"""
+    request = seq.request
+    if request.start_grammar is None:
+        return True
+    if seq.grammar is None:
+        seq.grammar = request.start_grammar(request.stop_ids)
+    return seq.grammar.ready(seq.tokens[seq.num_prompt_tokens :])
+
+
+def blocks_queue(request: Request) -> bool:
+    """Is a mask missing for the request at the head of the queue? One that keeps others waiting for long is failed."""
+    seq = request.live[0]
+    if mask_ready(seq):
+        return False
+    if isinstance(seq.grammar, IsolatedSequence) and seq.grammar.seconds_waited > _LONGEST_BLOCK:
+        seq.grammar.claim.fail("was too slow to go on after a preemption: simplify it")
+    return True
+
+
 def add_masks(seq: Sequence, entry: PlanEntry) -> None:
     """Tell a plan's entry which tokens may be drawn, if its sequence has a grammar to follow."""
     request = seq.request
@@ -72,4 +153,6 @@ def add_masks(seq: Sequence, entry: PlanEntry) -> None:
 
 def grammar_over(seq: Sequence) -> bool:
     """Has the sequence nothing more to say, and no token to say so?"""
-    return seq.grammar is not None and seq.grammar.over(seq.tokens[seq.num_prompt_tokens :])
+    if seq.grammar is None:
+        return False
+    return seq.grammar.over(seq.tokens[seq.num_prompt_tokens :], must_know=len(seq.tokens) >= seq.request.max_len)

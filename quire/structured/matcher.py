@@ -62,7 +62,14 @@ class SequenceGrammar:
             found.append(self._next())
         return found
 
-    def over(self, output: Sequence[int]) -> bool:
+    is_over = False
+    """What `over` said is all there is to say."""
+
+    def ready(self, output: Sequence[int]) -> bool:
+        """The mask is made when it is asked for."""
+        return True
+
+    def over(self, output: Sequence[int], must_know: bool = False) -> bool:
         """Is the text complete, with nothing that may follow it and no token that would say so?"""
         if self._end_ids:
             return False

@@ -12,7 +12,7 @@ from quire.errors import ConfigError, DownloadError, ModelLoadError
 from quire.kernels.types import LayerCache
 from quire.models.decoder import Decoder
 from quire.models.spec import DecoderSpec
-from quire.scheduler.plan import DEVICE, BlockCopy, PlanEntry
+from quire.scheduler.plan import DEVICE, BlockCopy, PlanEntry, TransferStart
 from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
 
@@ -41,8 +41,19 @@ class DraftProgress:
     def copied(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
             if copy.group == self._group:
-                source, target = self._tier(copy.source_tier), self._tier(copy.target_tier)
-                target[copy.target] = source[copy.source]
+                self._filled[DEVICE][copy.target] = self._filled[DEVICE][copy.source]
+
+    def moved(self, transfers: Sequence[TransferStart]) -> None:
+        """What is filled stays so on its way. Of what does not arrive the target computes the KV again, and then it
+        counts as not filled."""
+        device = self._filled[DEVICE]
+        for transfer in transfers:
+            tier = self._tier(transfer.tier)
+            for move in transfer.moves:
+                if move.group == self._group and transfer.out:
+                    tier[move.tier] = device[move.device]
+                elif move.group == self._group:
+                    device[move.device] = tier[move.tier]
 
     def _tier(self, name: str) -> np.ndarray:
         return self._filled.setdefault(name, np.zeros(self._num_host_blocks, np.bool_))
@@ -94,7 +105,8 @@ class SmallerModel:
         self._groups = [group] * len(decoder.spec.cache_groups())
         progress = DraftProgress(table.tables[group], table.block_size, group, num_blocks, num_host_blocks)
         self._progress = progress
-        self.copied, self.written, self.restart = progress.copied, progress.written, progress.restart
+        self.copied, self.moved = progress.copied, progress.moved
+        self.written, self.restart = progress.written, progress.restart
         self.kept, self.catch_up = progress.kept, progress.catch_up
 
     def logits(self, passes: Sequence[PlanEntry]) -> Tensor:
@@ -120,6 +132,9 @@ class SkippedLayers:
         self._kept = kept_layers(decoder.spec.num_layers, skipped)
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
+        pass
+
+    def moved(self, transfers: Sequence[TransferStart]) -> None:
         pass
 
     def written(self, entries: Sequence[PlanEntry]) -> None:

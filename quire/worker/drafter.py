@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.philox import Purpose
 from quire.sampling.sampler import OK, draw_weights, sample
-from quire.scheduler.plan import BlockCopy, PlanEntry
+from quire.scheduler.plan import BlockCopy, PlanEntry, TransferStart
 from quire.speculation.verify import NoiseKeys, pick
 from quire.worker.request_table import RequestTable
 
@@ -22,6 +22,10 @@ class DraftModel(Protocol):
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
         """Blocks of the cache were copied."""
+        ...
+
+    def moved(self, transfers: Sequence[TransferStart]) -> None:
+        """Blocks begin to move between the device and a tier."""
         ...
 
     def written(self, entries: Sequence[PlanEntry]) -> None:

@@ -52,6 +52,7 @@ class Worker:
                 max_model_len=self.pool.max_model_len)
         self._cache = CacheEngine(decoder, ops, self.pool.num_blocks, config.cache.block_size,
                                   self.pool.num_host_blocks, draft=draft_decoder, draft_group=group)
+        self.arrivals = self._cache.arrivals
         self._table = RequestTable(seqs, self.pool.max_model_len, config.cache.block_size,
                                    len(groups_with_draft(self.spec, self.pool.draft_bytes_per_token)))
         rejection = speculation is not None and speculation.verifier == REJECTION
@@ -66,19 +67,28 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode(), _one_torch_thread():
-            self._table.apply(plan)
-            drafter = self._runner.drafter
-            if plan.copies:
-                self._cache.copy(plan.copies)
-                if drafter is not None:
-                    drafter.model.copied(plan.copies)
-            if drafter is not None:
-                for start in plan.starts:
-                    drafter.model.restart(start.row)
-            return StepResult(plan.step, self._runner.run(plan.entries))
+            try:
+                self._prepare(plan)
+            except BaseException as error:
+                self._cache.refuse_transfers(plan, error)
+                raise
+            self._cache.start_transfers(plan)
+            return StepResult(plan.step, self._runner.run(plan.entries), self.arrivals.take())
+
+    def _prepare(self, plan: StepPlan) -> None:
+        self._table.apply(plan)
+        self._cache.copy(plan.copies)
+        drafter = self._runner.drafter
+        if drafter is not None:
+            drafter.model.copied(plan.copies)
+            drafter.model.moved(plan.transfers)
+            for start in plan.starts:
+                drafter.model.restart(start.row)
 
     def close(self) -> None:
         """Give the memory of cache and weights back even while somebody still holds the worker."""
+        if "_cache" in self.__dict__:
+            self._cache.close()
         for name in ("_runner", "_cache", "_table"):
             self.__dict__.pop(name, None)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.config import CPU_DEFAULTS
 from quire.models.loader.catalog import CATALOG
 from quire.models.loader.pull import STAMP, model_folder
 from tests.checkpoints import make_checkpoint
@@ -51,6 +52,12 @@ def test_inspect_says_how_many_sequences_fit(tiny: Path, inside: Callable[..., D
     assert facts["sequences"] == {"512": 1, "800": 1}
     assert facts_of(inside(*words, "--max-model-len", "20", "--json"))["sequences"] == {"20": 100 // 3}
     assert facts["chat_template"] and facts["stored_as"] == {}
+
+
+def test_inspect_sizes_the_pool_as_the_engine_does(tiny: Path, inside: Callable[..., Done]) -> None:
+    """A tiny model's pool is bounded by twice what all its sequences could need."""
+    words = ("inspect", str(tiny), "--load-format", "dummy", "--max-model-len", "32", "--block-size", "16", "--json")
+    assert facts_of(inside(*words))["pool"]["blocks"] == 2 * CPU_DEFAULTS.max_num_seqs * 2
 
 
 def test_inspect_counts_windows_apart(tmp_path: Path, inside: Callable[..., Done]) -> None:

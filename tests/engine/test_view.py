@@ -38,9 +38,9 @@ class Small:
 
     def __init__(self, num_blocks: int = 24, host_blocks: int = 0, groups: tuple[CacheGroup, ...] = (CacheGroup(),),
                  budget: int = 64) -> None:
-        tier = HostTier(host_blocks, len(groups)) if host_blocks else None
-        cache = KVCacheManager(num_blocks, BLOCK, groups=groups, tier=tier, eviction_policy="lru")
-        mode = PreemptionMode.SWAP if tier else PreemptionMode.RECOMPUTE
+        tiers = [HostTier(host_blocks, len(groups))] if host_blocks else []
+        cache = KVCacheManager(num_blocks, BLOCK, groups=groups, tiers=tiers, eviction_policy="lru")
+        mode = PreemptionMode.SWAP if tiers else PreemptionMode.RECOMPUTE
         self.clock = Clock()
         self.scheduler = Scheduler(Limits(8, budget, num_blocks * BLOCK), cache, clock=self.clock,
                                    preemption=Preemption(cache, mode))
@@ -102,7 +102,7 @@ class Reader:
 def truth(small: Small) -> Reader:
     """The same, from the engine itself."""
     found, cache = Reader(), small.scheduler.cache
-    tiers = [] if cache.tier is None else cache.tier.pools  # type: ignore[attr-defined]
+    tiers = [pool for tier in cache.tiers for pool in tier.pools]  # type: ignore[attr-defined]
     for pools, target in ((cache.pools, found.pools), (tiers, found.host)):
         for pool in pools:
             target.append({b: (pool.counts[b], (pool.hashes[b] or b"").hex()[:8], pool.parents[b])
@@ -111,6 +111,10 @@ def truth(small: Small) -> Reader:
     for request in small.scheduler.running.values():
         for seq in request.sequences:
             for group, table in enumerate(seq.kv.tables if seq.row >= 0 else ()):
+                found.tables[label(seq), group, False] = table.blocks
+    for request in small.scheduler.arriving.values():
+        for seq in request.live:
+            for group, table in enumerate(seq.kv.tables):
                 found.tables[label(seq), group, False] = table.blocks
     for request in small.scheduler.waiting:
         if request.swapped is not None:

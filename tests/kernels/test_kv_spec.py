@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from quire.kernels.types import HeadShape, LayerCache, pair_cache
 from quire.ops.cpu import CpuOps
 from quire.ops.interface import Ops
 from quire.ops.reference import TorchOps
+from quire.scheduler.plan import BlockMove, TransferReport, TransferStart
 from quire.worker.transfer import HostTransfer
 from tests.kernels.triton.interpreter import prepare
 
@@ -74,16 +76,22 @@ def test_a_block_is_copied_in_every_part(name: str) -> None:
         assert all(torch.equal(cache.tensors[part], want[part]) for part in want)
 
 
+def move(transfer: HostTransfer, pairs: list[tuple[int, int]], out: bool) -> None:
+    reports: SimpleQueue[TransferReport] = SimpleQueue()
+    transfer.start(TransferStart(1, "host", out, [BlockMove(0, *pair) for pair in pairs]), reports.put)
+    assert reports.get(timeout=10) == TransferReport(1, len(pairs), finished=True)
+
+
 def test_a_block_goes_to_the_host_and_back_in_every_part() -> None:
     cache = cache_of(ODD)
     before = content(cache)
     transfer = HostTransfer(2)
     transfer.register([cache], [0])
-    transfer.start(0, [1, 4], [0, 1], out=True)
+    move(transfer, [(1, 0), (4, 1)], out=True)
     for part in cache.tensors.values():
         part.zero_()
-    transfer.start(0, [2, 3], [1, 0], out=False)
-    assert transfer.poll()
+    move(transfer, [(2, 1), (3, 0)], out=False)
+    transfer.close()
     for name, part in cache.tensors.items():
         assert torch.equal(part[[2, 3]], before[name][[4, 1]]) and not part[[0, 1, 4, 5]].any()
 

@@ -146,9 +146,9 @@ def test_blocks_given_back_wait_until_every_plan_that_may_name_them_is_done() ->
     cache.steps_submitted(2)
     cache.free(kv)
     cache.steps_done(1)
-    assert cache.waits_for_limbo and cache.pools[0].num_available == 2
+    assert cache.room_is_coming and cache.pools[0].num_available == 2
     cache.steps_done(2)
-    assert not cache.waits_for_limbo and cache.pools[0].num_available == 4
+    assert not cache.room_is_coming and cache.pools[0].num_available == 4
 
 
 def test_a_prefix_in_limbo_can_still_be_matched() -> None:

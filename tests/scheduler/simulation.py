@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -13,15 +14,15 @@ from quire.kvcache.move_cost import MoveCost
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.plan import (
-    DEVICE,
-    HOST,
-    BlockCopy,
+    BlockMove,
     EntryResult,
     PlanEntry,
     RowStart,
     StepPlan,
     StepResult,
     TokenLogprobs,
+    TransferReport,
+    TransferStart,
 )
 from quire.scheduler.policy import BATCHING_POLICIES
 from quire.scheduler.preemption import Preemption, PreemptionMode
@@ -48,8 +49,8 @@ def make_scheduler(
 ) -> Scheduler:
     """A scheduler in one line; limits default to generous ones."""
     wanted = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256} | limits
-    tier = HostTier(host_blocks, len(windows), offload) if host_blocks else None
-    cache = KVCacheManager(num_blocks, block_size, tuple(CacheGroup(w) for w in windows), caching, tier=tier,
+    tiers = [HostTier(host_blocks, len(windows), offload)] if host_blocks else []
+    cache = KVCacheManager(num_blocks, block_size, tuple(CacheGroup(w) for w in windows), caching, tiers=tiers,
                            cost=cost, block_bytes=(100,) * len(windows))
     return Scheduler(Limits(**wanted), cache, QUEUES[queue](), BATCHING_POLICIES[policy](),  # type: ignore[arg-type]
                      preemption=Preemption(cache, PreemptionMode(mode), cost))
@@ -106,12 +107,21 @@ class Row:
 
 @dataclass
 class SimulatedWorker:
-    """Carries out plans in order. `keys` gives the cache key of a request by its seed."""
+    """Carries out plans in order. `keys` gives the cache key of a request by its seed.
+
+    Transfers are made after the forward pass of the plan that starts them: at once, or, with `chance`, block by block
+    whenever `advance` is called, and some of them fail (a share of `failing`).
+    """
 
     contents: BlockContents
     keys: dict[int, bytes] = field(default_factory=dict)
     rows: dict[int, Row] = field(default_factory=dict)
-    host: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
+    tiers: dict[tuple[str, int, int], list[int | None]] = field(default_factory=dict)
+    moving: dict[int, tuple[TransferStart, int]] = field(default_factory=dict)
+    """Transfers under way, with how many of their moves are made."""
+    chance: random.Random | None = None
+    failing: float = 0.0
+    cancelled: set[int] = field(default_factory=set)
 
     @classmethod
     def beside(cls, scheduler: Scheduler) -> SimulatedWorker:
@@ -131,14 +141,37 @@ class SimulatedWorker:
         names = self.contents.begin(plan.step)
         self._copy(plan, names)
         assert len({entry.row for entry in plan.entries}) == len(plan.entries), "a row is in the plan twice"
-        return StepResult(plan.step, [self._run(entry, names) for entry in plan.entries])
+        result = StepResult(plan.step, [self._run(entry, names) for entry in plan.entries])
+        self.begin(plan)
+        result.arrivals = self.advance()
+        return result
+
+    def begin(self, plan: StepPlan) -> None:
+        self.moving |= {start.number: (start, 0) for start in plan.transfers}
+        self.cancelled.update(plan.cancels)
+
+    def advance(self, most: bool = False) -> list[TransferReport]:
+        """Make some moves, or all of them, and tell."""
+        reports = []
+        for number, (start, done) in list(self.moving.items()):
+            left = len(start.moves) - done
+            count = left if self.chance is None or most else self.chance.randint(0, left)
+            for move in start.moves[done : done + count]:
+                self._move(start, move)
+            done += count
+            failed = self.chance is not None and self.chance.random() < self.failing and done < len(start.moves)
+            if done == len(start.moves) or failed or number in self.cancelled:
+                del self.moving[number]
+                error = None if done == len(start.moves) else "the link is down"
+                reports.append(TransferReport(number, done, True, error))
+            else:
+                self.moving[number] = (start, done)
+                reports.append(TransferReport(number, done))
+        return reports
 
     def _copy(self, plan: StepPlan, names: Names) -> None:
         starts = {entry.row: entry.start for entry in plan.entries}
         for copy in plan.copies:
-            if (copy.source_tier, copy.target_tier) != (DEVICE, DEVICE):
-                self._move(copy)
-                continue
             users = [diff for diff in plan.diffs if diff.group == copy.group and copy.target in diff.blocks]
             if not users:  # who wanted the copy was preempted while the plan was drafted
                 self.contents.slots[copy.group][copy.target] = list(
@@ -149,13 +182,15 @@ class SimulatedWorker:
                 self.contents.copy(
                     names, copy.group, copy.source, copy.target, self.rows[diff.row], index, valid)
 
-    def _move(self, copy: BlockCopy) -> None:
-        device = self.contents.slots[copy.group]
-        if (copy.source_tier, copy.target_tier) == (DEVICE, HOST):
-            self.host[copy.group, copy.target] = list(device[copy.source])
-        else:
-            assert (copy.source_tier, copy.target_tier) == (HOST, DEVICE)
-            device[copy.target] = list(self.host[copy.group, copy.source])
+    def _move(self, start: TransferStart, move: BlockMove) -> None:
+        device, place = self.contents.slots[move.group], (start.tier, move.group, move.tier)
+        if start.out:
+            self.tiers[place] = list(device[move.device])
+            return
+        for names in self.contents.in_flight:
+            assert not any((move.group, move.device, offset) in names.users
+                           for offset in range(self.contents.block_size)), "a block is fetched that a step uses"
+        device[move.device] = list(self.tiers[place])
 
     def _run(self, entry: PlanEntry, names: Names) -> EntryResult:
         row = self.rows[entry.row]
@@ -216,6 +251,8 @@ class SimulatedExecutor(Executor):
         future: Future[StepResult] = _Collected(self.worker, plan.step)
         if plan.step in self.fail_steps:
             self.worker.contents.begin(plan.step)
+            for start in plan.transfers:
+                self.arrivals.put(TransferReport(start.number, 0, True, "the device fell over"))
             future.set_exception(RuntimeError("the device fell over"))
             return future
         result = self.worker.execute(plan)

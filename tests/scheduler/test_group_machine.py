@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from typing import Any
 
@@ -65,10 +66,14 @@ def wishes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 class GroupMachine(RuleBasedStateMachine):
-    @initialize(scheduler=schedulers(), depth=st.integers(1, 3), first=st.lists(wishes(), min_size=1, max_size=5))
-    def make(self, scheduler: Scheduler, depth: int, first: list[dict[str, Any]]) -> None:
+    @initialize(scheduler=schedulers(), depth=st.integers(1, 3), first=st.lists(wishes(), min_size=1, max_size=5),
+                lazy=st.booleans(), failing=st.sampled_from([0.0, 0.1, 0.5]), chance=st.integers(0, 999))
+    def make(self, scheduler: Scheduler, depth: int, first: list[dict[str, Any]], lazy: bool, failing: float,
+             chance: int) -> None:
         self.scheduler, self.depth = scheduler, depth
         self.worker = SimulatedWorker.beside(scheduler)
+        if lazy:
+            self.worker.chance, self.worker.failing = random.Random(chance), failing
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.requests: list[Request] = []
         self.ended_early: set[str] = set()
@@ -138,25 +143,39 @@ class GroupMachine(RuleBasedStateMachine):
     def lose(self) -> None:
         """A step never happens; the worker hears no more of it than which rows are free."""
         plan = self.scheduler.schedule()
-        assert plan is not None
+        if plan is None:
+            assert self.worker.moving
+            return
         for row in plan.freed_rows:
             self.worker.rows.pop(row, None)
         names = {seq.row: r.request_id for r in self.scheduler.running.values() for seq in r.live}
         self.failed |= {names[entry.row] for entry in plan.entries}
         self.scheduler.fail_step("the step was lost")
+        self.scheduler.never_started(plan)
         self.take_news()
 
     def plan_one(self) -> bool:
         plan = self.scheduler.schedule()
         if plan is None:
-            assert self.in_flight or not self.living(), "requests wait and nothing is planned for them"
+            awaits = self.in_flight or self.worker.moving
+            assert awaits or not self.living(), "requests wait and nothing is planned for them"
             return False
         limits = self.scheduler.limits
-        assert plan.num_tokens <= limits.max_num_batched_tokens and (plan.entries or plan.copies)
+        assert plan.num_tokens <= limits.max_num_batched_tokens
+        assert plan.entries or plan.copies or plan.transfers or plan.cancels
         self.in_flight.append((plan, self.worker.execute(plan)))
         return True
 
+    @precondition(lambda self: self.worker.moving)
+    @rule()
+    def arrive_some(self) -> None:
+        """KV comes in while no step does."""
+        self.scheduler.arrived(self.worker.advance())
+        self.take_news()
+
     def collect_one(self) -> None:
+        if not self.in_flight:
+            self.arrive_some()
         if self.in_flight:
             plan, result = self.in_flight.popleft()
             self.worker.retire(plan.step)
@@ -202,9 +221,9 @@ class GroupMachine(RuleBasedStateMachine):
             self.step(1)
             self.scheduler.check()
         assert not self.living(), "a request starves"
+        self.scheduler.arrived(self.worker.advance(most=True))
         assert all(pool.num_used == 0 for pool in self.scheduler.cache.pools), "blocks leaked"
-        tier = self.scheduler.cache.tier
-        assert tier is None or tier.num_used == 0, "host blocks leaked"
+        assert all(tier.num_used == 0 for tier in self.scheduler.cache.tiers), "host blocks leaked"
         assert not self.scheduler.has_work
         for request in self.requests:
             self.has_its_tokens(request)

@@ -46,6 +46,8 @@ class Load:
         self.scheduler: Scheduler = make_scheduler(**(wanted | options))  # type: ignore[arg-type]
         self.depth = rng.choice([1, 1, 2, 3])
         self.worker = SimulatedWorker.beside(self.scheduler)
+        if random.Random(f"{seed} transfers").random() < 0.5:
+            self.worker.chance, self.worker.failing = random.Random(seed), random.Random(seed).choice([0.0, 0.1, 0.5])
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
@@ -89,7 +91,8 @@ class Load:
             plan = self.scheduler.schedule()
             self.scheduler.check()
             if plan is None:
-                assert self.in_flight or not self.living(), "requests wait and nothing is planned for them"
+                waits = self.in_flight or self.worker.moving
+                assert waits or not self.living(), "requests wait and nothing is planned for them"
                 break
             self.within_limits(plan)
             if lose and not self.in_flight:
@@ -100,6 +103,8 @@ class Load:
             plan, result = self.in_flight.popleft()
             self.worker.retire(plan.step)
             self.scheduler.update(result)
+        else:
+            self.scheduler.arrived(self.worker.advance())
         self.take_news()
 
     def lose(self, plan: StepPlan) -> None:
@@ -109,6 +114,7 @@ class Load:
         names = {seq.row: r.request_id for r in self.scheduler.running.values() for seq in r.live}
         self.failed |= {names[entry.row] for entry in plan.entries}
         self.scheduler.fail_step("the step was lost")
+        self.scheduler.never_started(plan)
         self.take_news()
 
     def take_news(self) -> None:
@@ -124,7 +130,7 @@ class Load:
         assert plan.num_tokens <= limits.max_num_batched_tokens
         rows = [seq.row for r in self.scheduler.running.values() for seq in r.live if seq.row >= 0]
         assert len(set(rows)) == len(rows) <= limits.max_num_seqs
-        assert plan.entries or plan.copies
+        assert plan.entries or plan.copies or plan.transfers or plan.cancels
 
     def finish(self) -> None:
         bound = 200 + 20 * sum(r.max_len * r.width for r in self.requests) * self.depth
@@ -134,10 +140,10 @@ class Load:
             self.step()
             self.scheduler.check()
         assert not self.living(), "a request starves"
+        self.scheduler.arrived(self.worker.advance(most=True))
         assert self.scheduler.stats.invariant_errors == 0
         assert all(pool.num_used == 0 for pool in self.scheduler.cache.pools), "blocks leaked"
-        tier = self.scheduler.cache.tier
-        assert tier is None or tier.num_used == 0, "host blocks leaked"
+        assert all(tier.num_used == 0 for tier in self.scheduler.cache.tiers), "host blocks leaked"
         assert not self.scheduler.has_work
         for request in self.requests:
             self.has_its_tokens(request)

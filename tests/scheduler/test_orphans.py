@@ -28,7 +28,7 @@ def preempt(core: EngineCore, group: Request) -> None:
     while core.scheduler.num_in_flight:
         core._collect()
     core.scheduler.take_updates()
-    core.scheduler._requeue(group, PreemptionReason.MEMORY, may_move=False)
+    core.scheduler._giving_way.requeue(group, PreemptionReason.MEMORY, may_move=False)
     core.scheduler.cache.drop_cached()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from quire.errors import InvalidRequestError
 from quire.kvcache.move_cost import MoveCost
-from quire.scheduler.plan import DEVICE, HOST, StepPlan
+from quire.scheduler.plan import StepPlan
 from quire.scheduler.request import Request, Status
 from tests.scheduler.simulation import SimulatedWorker, expected_tokens, make_request, make_scheduler
 
@@ -37,7 +37,7 @@ class Engine:
         return plan
 
     def drain(self) -> None:
-        while self.scheduler.running or len(self.scheduler.waiting):
+        while self.scheduler.running or self.scheduler.arriving or len(self.scheduler.waiting):
             self.step()
 
 
@@ -85,10 +85,10 @@ def test_shared_blocks_of_a_group_are_moved_once() -> None:
     while not engine.scheduler.stats.preemptions:
         engine.step()
     assert group.status is Status.WAITING and group.swapped is not None
-    out = [c for p in engine.plans for c in p.copies if (c.source_tier, c.target_tier) == (DEVICE, HOST)]
-    assert 4 <= len(out) <= 8 and len({c.source for c in out}) == len(out)
+    out = [move for p in engine.plans for t in p.transfers if t.out for move in t.moves]
+    assert 4 <= len(out) <= 8 and len({move.device for move in out}) == len(out)
     engine.drain()
-    back = [c for p in engine.plans for c in p.copies if (c.source_tier, c.target_tier) == (HOST, DEVICE)]
+    back = [move for p in engine.plans for t in p.transfers if not t.out for move in t.moves]
     assert len(back) == len(out)
     assert group.counts.swaps_out == group.counts.swaps_in == 1
     assert group.counts.swap_bytes == 100 * (len(out) + len(back))

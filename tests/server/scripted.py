@@ -41,6 +41,8 @@ class ScriptedEngine:
     """Answers every prompt with `text`, a token at a time; notes what it was asked."""
 
     model_name = "scripted"
+    options = None
+    """Nobody could read its tokenizer again: long texts are worked on in this process."""
     max_model_len = 4096
 
     def __init__(self, tokenizer: Tokenizer, text: str = "Hello, world!", *, tokens_at_once: int = 1) -> None:
@@ -106,6 +108,9 @@ class ScriptedEngine:
     async def check_health(self) -> None:
         if not self.healthy:
             raise RuntimeError("the engine is dead")
+
+    async def given_up(self) -> None:
+        await asyncio.Event().wait()
 
     async def metrics(self, refresh: bool = False) -> dict[str, Any]:
         return {"requests_running": self.running, "requests_waiting": 0, "kv_blocks_total": 10, "kv_blocks_used": 5}

@@ -55,7 +55,7 @@ def test_text_and_tokens_go_both_ways(server: Served) -> None:
 
 @pytest.mark.parametrize(("content", "headers", "status"), [
     (b"{", {"content-type": "application/json"}, 400), (b"", {"content-type": "application/json"}, 400),
-    (b"[" * 100000, {"content-type": "application/json"}, 400), (b"{}", {"content-type": "text/plain"}, 415),
+    (b"[" * 10000, {"content-type": "application/json"}, 400), (b"{}", {"content-type": "text/plain"}, 415),
     (b"\xff\xfe", {"content-type": "application/json"}, 400), (b"{}", {}, 415),
     (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', {"content-type": "application/json"}, 400),
     (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', {"content-type": "application/json"},
@@ -328,7 +328,7 @@ def test_spans_tell_of_requests() -> None:
 
     async def ask() -> None:
         transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
-        async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             await client.post("/v1/chat/completions", json=BODY,
                               headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"})
             engine.refuses = EngineDeadError("given up")

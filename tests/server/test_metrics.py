@@ -61,7 +61,8 @@ def test_metrics_are_right_against_a_counted_workload(tiny: Path) -> None:
     assert found['quire:http_requests_total{path="/v1/completions",status="200"}'] == 5
     assert found['quire:http_requests_total{path="/v1/completions",status="400"}'] == 1
     assert found["quire:engine_up"] == 1 and found["quire:engine_restarts_total"] == 0
-    for name in ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc",
+    for name in ("num_requests_running", "num_requests_waiting", "num_requests_arriving", "num_requests_swapped",
+                 "kv_cache_usage_perc",
                  "kv_blocks_used", 'num_preemptions_total{reason="memory"}'):
         assert found[f"quire:{name}"] == 0, name
     assert found["quire:kv_blocks_free"] + found["quire:kv_blocks_cached"] == found["quire:kv_blocks_total"] > 0

@@ -39,8 +39,8 @@ def test_a_client_that_sends_too_much_and_closes_reads_why(serve: Serve) -> None
                                                                 "Connection": "close"})
         answer = client.getresponse()
         assert answer.status == 413 and json.load(answer)["error"]["code"] == "body_too_large"
-    huge = (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 99999999999\r\n\r\n")
+    huge = (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n")
     assert _raw(server, huge).startswith(b"HTTP/1.1 413 ")  # nobody waits for that
 
 
@@ -125,9 +125,9 @@ def test_a_prompt_far_beyond_the_context_is_refused_by_its_beginning(serve: Serv
     server, sizes = serve(), []
     encode = Service.encode
 
-    async def noted(self: Service, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def noted(self: Service, text: str, add_special_tokens: bool = True, tenant: str | None = None) -> list[int]:
         sizes.append(len(text))
-        return await encode(self, text, add_special_tokens)
+        return await encode(self, text, add_special_tokens, tenant)
 
     monkeypatch.setattr(Service, "encode", noted)
     for answer in (server.complete("a" * 3_000_000), server.chat("a" * 3_000_000)):

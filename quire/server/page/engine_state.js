@@ -48,6 +48,7 @@ export class EngineState {
     this.waiting = frame.waiting ?? [];
     this.numRunning = frame.num_running ?? 0;
     this.numWaiting = frame.num_waiting ?? 0;
+    this.numArriving = frame.num_arriving ?? 0;
     this.totals = frame.totals ?? {};
     this.cost = frame.cost ?? 0;
     keep(this.steps, frame.steps ?? [], MAX_STEPS);

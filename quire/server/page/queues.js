@@ -2,7 +2,10 @@
 
 import { ownerColor } from "./owners.js";
 
-const WHY = { new: "new", preempted: "preempted, computes again", swapped: "preempted, its KV is on the host" };
+const WHY = {
+  new: "new", preempted: "preempted, computes again", swapped: "preempted, its KV is on the host",
+  arriving: "its KV is on the way",
+};
 
 export class Queues {
   constructor(state) {
@@ -28,7 +31,8 @@ export class Queues {
   draw() {
     const { state } = this;
     this.runningTitle.textContent = `Running: ${state.numRunning}`;
-    this.waitingTitle.textContent = `Waiting: ${state.numWaiting}`;
+    this.waitingTitle.textContent = `Waiting: ${state.numWaiting}`
+      + (state.numArriving ? `, KV on its way: ${state.numArriving}` : "");
     fill(this.running, state.running, (node, [owner, prompt, known, computed, cached, preempted]) => {
       chip(node, owner, known, computed, `${known - prompt} new after ${prompt}`
         + `${cached ? `, ${cached} cached` : ""}${preempted ? `, preempted ${preempted}×` : ""}`);

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import numpy as np
 import torch
 
-from quire.scheduler.plan import DEVICE, BlockCopy, PlanEntry, StepPlan, StepResult
+from quire.scheduler.plan import BlockCopy, PlanEntry, StepPlan, StepResult
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.gpu.table import DeviceTable
 
@@ -70,10 +70,8 @@ def collide(
     sources: dict[int, set[int]] = {}
     targets: dict[int, set[int]] = {}
     for copy in copies:
-        if copy.source_tier == DEVICE:
-            sources.setdefault(copy.group, set()).add(copy.source)
-        if copy.target_tier == DEVICE:
-            targets.setdefault(copy.group, set()).add(copy.target)
+        sources.setdefault(copy.group, set()).add(copy.source)
+        targets.setdefault(copy.group, set()).add(copy.target)
     for group, table in enumerate(tables):
         if group not in sources and group not in targets:
             continue

@@ -115,6 +115,8 @@ class DeviceDrafter:
             return
         if plan.copies:
             progress.copied(plan.copies)
+        if plan.transfers:
+            progress.moved(plan.transfers)
         for start in plan.starts:
             progress.restart(start.row)
         for entry in plan.entries:

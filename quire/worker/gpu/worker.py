@@ -172,6 +172,7 @@ class GpuWorker:
             self.decoder, self.ops, self.pool.num_blocks + 1, cache.block_size, self.pool.num_host_blocks,
             draft=draft, draft_group=draft_group(self.spec)
         )
+        self.arrivals = self._cache.arrivals
         self._copies = CopyStream(self.device, self._cache, self.table)
         self._runner.caches = self._cache.layers
         if drafting is not None:
@@ -325,8 +326,7 @@ class GpuWorker:
         """Launch a plan. Its step runs in order with those before it; the future waits, not we."""
         try:
             with torch.inference_mode():
-                if plan.copies:
-                    self._copies.run(plan.copies)
+                self._move_blocks(plan)
                 future = self._copier.send(self._run(plan))
         except Exception as error:
             self._copies.failed()
@@ -336,6 +336,16 @@ class GpuWorker:
             return failed(explain(error))
         self._copies.launched(plan, future)
         return future
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """Launch the plan's copies, then start its transfers, which wait for all that was launched before them."""
+        try:
+            if plan.copies:
+                self._copies.run(plan.copies)
+        except BaseException as error:
+            self._cache.refuse_transfers(plan, error)
+            raise
+        self._cache.start_transfers(plan)
 
     def _run(self, plan: StepPlan) -> PendingStep:
         """Launch the step. What ran out of memory is tried once more when the allocator has let go of its scraps:
@@ -355,6 +365,8 @@ class GpuWorker:
         """Give the memory back even while somebody still holds the worker."""
         if "_copier" in self.__dict__:
             self._copier.close()
+        if "_cache" in self.__dict__:
+            self._cache.close()
         if "_runner" in self.__dict__:
             if isinstance(self._runner.drafter, DeviceDrafter):
                 self._runner.drafter.runner.close()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.scheduler.plan import DEVICE, HOST, BlockCopy, PlanEntry, StepPlan
+from quire.scheduler.plan import BlockCopy, PlanEntry, StepPlan
 from quire.worker.gpu.copies import CopyStream, collide
 from tests.worker.gpu.engines import QWEN3, make_engine
 
@@ -22,14 +22,13 @@ STEP = [PlanEntry(0, 17, 1, sample=True), PlanEntry(1, 4, 9, sample=True)]
 @pytest.mark.parametrize(
     ("copy", "collides"),
     [
-        (BlockCopy(0, 4, 1, DEVICE, HOST), False),  # read by the step, copied out: both only look
-        (BlockCopy(0, 6, 1, DEVICE, HOST), True),
-        (BlockCopy(0, 7, 1, DEVICE, HOST), True),
-        (BlockCopy(0, 1, 9, HOST, DEVICE), False),
-        (BlockCopy(0, 1, 4, HOST, DEVICE), True),
-        (BlockCopy(0, 5, 9, DEVICE, DEVICE), False),
-        (BlockCopy(0, 9, 5, DEVICE, DEVICE), True),
-        (BlockCopy(1, 1, 4, HOST, DEVICE), False),  # another group's block of that number
+        (BlockCopy(0, 4, 9), False),  # read by the step, copied to a block of nobody's: both only look
+        (BlockCopy(0, 6, 9), True),
+        (BlockCopy(0, 7, 9), True),
+        (BlockCopy(0, 5, 9), False),
+        (BlockCopy(0, 9, 5), True),
+        (BlockCopy(0, 1, 4), True),
+        (BlockCopy(1, 1, 4), False),  # another group's block of that number
     ],
 )
 def test_who_must_wait(copy: BlockCopy, collides: bool) -> None:
@@ -41,16 +40,16 @@ def test_only_steps_in_flight_are_waited_for() -> None:
     made: list[Any] = []
     cache: Any = SimpleNamespace(copy=made.append)
     stream = CopyStream(torch.device("cpu"), cache, table)
-    busy = [BlockCopy(0, 1, 4, HOST, DEVICE)]
+    busy = [BlockCopy(0, 1, 4)]
     assert stream.run(busy)
     first: Future[Any] = Future()
     stream.launched(StepPlan(0, entries=STEP), first)
     assert not stream.run(busy)
-    assert stream.run([BlockCopy(0, 1, 9, HOST, DEVICE)])
+    assert stream.run([BlockCopy(0, 1, 9)])
     stream.launched(StepPlan(1, entries=STEP), Future())
-    assert not stream.run([BlockCopy(0, 1, 9, HOST, DEVICE)])  # two steps: what the older one touches is not known
+    assert not stream.run([BlockCopy(0, 1, 9)])  # two steps: what the older one touches is not known
     first.set_result(None)
-    assert stream.run([BlockCopy(0, 1, 9, HOST, DEVICE)])
+    assert stream.run([BlockCopy(0, 1, 9)])
     assert len(made) == 5
 
 
@@ -104,8 +103,8 @@ def test_steps_wait_for_copies_and_copies_only_for_what_they_must(monkeypatch: p
     stream._stream = Stream("copies")  # type: ignore[assignment]
     stream.launched(StepPlan(0, entries=STEP), Future())
     made = ["on copies", "copy", "off copies", "steps waits for event of copies"]
-    stream.run([BlockCopy(0, 1, 9, HOST, DEVICE)])
+    stream.run([BlockCopy(0, 1, 9)])
     assert notes == made
     notes.clear()
-    stream.run([BlockCopy(0, 6, 1, DEVICE, HOST)])
+    stream.run([BlockCopy(0, 6, 1)])
     assert notes == ["copies waits for steps", *made]

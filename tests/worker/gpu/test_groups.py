@@ -8,7 +8,7 @@ import pytest
 
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam import BeamSearch
-from quire.scheduler.plan import DEVICE, HOST, BlockCopy
+from quire.scheduler.plan import HOST, BlockCopy, BlockMove, StepPlan, TransferReport, TransferStart
 from quire.scheduler.request import Request
 from tests.worker.gpu.engines import GEMMA3, QWEN3, make_engine
 
@@ -59,7 +59,12 @@ def test_blocks_go_to_the_host_and_come_back() -> None:
     for layer in engine.layers:
         layer.k.copy_(torch.rand_like(layer.k))
     before = [layer.k[2].clone() for layer in engine.layers]
-    there, inside, back = (DEVICE, HOST), (DEVICE, DEVICE), (HOST, DEVICE)
-    engine.copy([BlockCopy(0, 2, 3, *there), BlockCopy(0, 4, 2, *inside), BlockCopy(0, 3, 5, *back)])
+    for start in (TransferStart(1, HOST, True, [BlockMove(0, 2, 3)]),
+                  TransferStart(2, HOST, False, [BlockMove(0, 5, 3)])):
+        engine.start_transfers(StepPlan(start.number, transfers=[start]))
+        assert engine.arrivals.wait(10.0)
+        assert engine.arrivals.take() == [TransferReport(start.number, 1, finished=True)]
+        engine.copy([BlockCopy(0, 4, 2)])
+    engine.close()
     assert all(torch.equal(layer.k[5], was) for layer, was in zip(engine.layers, before, strict=True))
     core.close()

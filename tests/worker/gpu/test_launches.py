@@ -28,7 +28,8 @@ ONE_ROW = ["row", "rope_decode", "row", "row", "row"]
 MORE_ROWS = ["linear", "rope_decode", "linear", "rms_norm", "linear", "act_mul", "linear"]
 """Each residual sum with the norm after it, which may be the next layer's."""
 DRAFTS = ["linear", "rope_cache", "decode", "linear", "rms_norm", "linear", "act_mul", "linear"]
-FIXED = ["fixed", "rope_cache", "mixed", "fixed", "rms_norm", "fixed", "act_mul", "fixed"]
+FIXED = ["fixed", "rope_cache", "mixed", "fixed", "tree", "rms_norm", "fixed", "act_mul", "fixed", "tree"]
+"""Few rows share out the slices of the output projection and of the MLP's second product."""
 SANDWICH = ["rms_norm", "linear", "rope_cache", "decode", "linear", "rms_norm", "add",
             "rms_norm", "linear", "act_mul", "linear", "rms_norm", "add"]  # fmt: skip
 

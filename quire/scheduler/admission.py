@@ -1,0 +1,191 @@
+"""Lets waiting requests in: from their prompt, from what tiers hold of it, or with the KV that they had before."""
+
+from __future__ import annotations
+
+from quire.errors import InvariantError
+from quire.kvcache.connector import Lookup
+from quire.kvcache.table import PrefixMatch
+from quire.scheduler.arriving import Arriving
+from quire.scheduler.draft import Admission, Draft
+from quire.scheduler.endings import Endings
+from quire.scheduler.giving_way import GivingWay
+from quire.scheduler.groups import blocks_owed, blocks_to_go_on, extra_blocks
+from quire.scheduler.leaders import PrefixLeaders
+from quire.scheduler.request import Request, Sequence
+from quire.scheduler.running import RunningPlanner
+from quire.scheduler.state import SchedulerState
+from quire.structured.gate import blocks_queue, mask_ready
+
+
+class Admissions:
+    def __init__(self, state: SchedulerState, endings: Endings, giving_way: GivingWay, planner: RunningPlanner,
+                 arriving: Arriving) -> None:
+        self._state = state
+        self._endings = endings
+        self._giving_way = giving_way
+        self._planner = planner
+        self._arriving = arriving
+
+    def admit(self, draft: Draft) -> None:
+        """Those whose KV has come, then those who wait, in their order, while there is room."""
+        state, running = self._state, self._state.roster.running
+        # Memory taken back for running sequences is theirs first: else a newcomer takes it again, for ever.
+        if (state.short and running) or not state.policy.admits(len(running)):
+            return
+        self._seat_arrived(draft)
+        while draft.budget > 0 and len(state.waiting) and not draft.preempted:
+            request = state.waiting.peek()
+            if request in draft.made_way or blocks_queue(request):
+                break
+            if not state.roster.has_rows_for(request):
+                came = Admission.NO_ROOM
+            elif request.swapped is not None:
+                came = self._swap_in(draft, request)
+            else:
+                came = self._begin(draft, request)
+            if came is not Admission.DONE and (
+                    came is not Admission.NO_ROOM or not self._giving_way.make_way(draft, request)):
+                break
+        # What was still on the device after all is here already.
+        self._seat_arrived(draft)
+
+    # ---- from the prompt
+
+    def _begin(self, draft: Draft, request: Request) -> Admission:
+        """Start a request from its prompt, or from all the tokens it knows after a preemption."""
+        seq, cache = request.live[0], self._state.cache
+        # Siblings that have tokens of their own fork from the leader at the end of the prompt.
+        held_at = seq.num_prompt_tokens if seq.num_output_tokens and len(request.live) > 1 else None
+        known = held_at or len(seq.tokens)
+        # Log-probabilities of the prompt need the logits of every token of it, cached or not.
+        match = cache.no_match()
+        if not seq.lacks_prompt_logprobs:
+            lookups = self._lookups(request, seq, known)
+            if lookups is None:
+                self._state.roster.arrive(request)
+                return Admission.DONE
+            match = cache.match(seq.kv, seq.tokens[:known], lookups)
+        # One slot more than is known: who cannot even hold the next token would be preempted at once.
+        length = min(len(seq.tokens) + 1, request.max_len)
+        if match.num_outside:
+            tokens = 1
+        else:
+            tokens = self._state.chunks.first(draft, seq, match.num_tokens, known - match.num_tokens,
+                                              self._state.roster.running.values())
+            if tokens <= 0 or (cache.prefix_caching and self._follows(draft, seq, match, known)):
+                return Admission.LATER
+        if not cache.fits(length, match, tokens, extra_blocks(request, cache)):
+            return Admission.NO_ROOM
+        return self._start(draft, seq, match, tokens, held_at)
+
+    def _lookups(self, request: Request, seq: Sequence, known: int) -> list[Lookup] | None:
+        """What the tiers have of its tokens; None if one cannot say at once."""
+        if request.computes:
+            return []
+        lookups = self._state.cache.ask(seq.kv, seq.tokens[:known]) if request.lookups is None else request.lookups
+        if request.lookups is None and not all(lookup.settled for lookup in lookups):
+            request.lookups = lookups
+            now = self._state.clock()
+            for lookup, tier in zip(lookups, self._state.cache.tiers, strict=True):
+                lookup.deadline = now + tier.lookup_timeout
+            return None
+        return lookups
+
+    def _follows(self, draft: Draft, seq: Sequence, match: PrefixMatch, known: int) -> bool:
+        """Is the rest of its prefix being computed for somebody else, so that it is cached soon?"""
+        running = self._state.roster.running
+        if not running or seq.lacks_prompt_logprobs:
+            return False
+        if draft.leaders is None:
+            draft.leaders = PrefixLeaders(running.values(), self._state.cache.block_size)
+        return draft.leaders.has_one_for(seq, match.num_tokens, known)
+
+    def _start(self, draft: Draft, seq: Sequence, match: PrefixMatch, tokens: int, held_at: int | None) -> Admission:
+        cache, request = self._state.cache, seq.request
+        try:
+            fetch = cache.open(seq.kv, match, tokens)
+            if fetch is None:
+                request.lookups = None
+                return Admission.LATER
+            if not match.num_outside and not cache.extend(seq.kv, match.num_tokens + tokens, match.num_tokens):
+                raise InvariantError("the cache promised room for a sequence and then had none")
+        except InvariantError as error:
+            self._endings.quarantine(seq, error)
+            return Admission.DONE
+        request.lookups = None
+        seq.held_at = held_at
+        self._count(request, seq, match)
+        seq.num_computed = seq.num_confirmed = match.num_tokens
+        if match.num_outside:
+            self._arriving.begin(request, fetch)
+            return Admission.DONE
+        self._state.roster.seat(request, [seq])
+        if draft.leaders is not None:
+            draft.leaders.add(seq)
+        self._planner.plan(draft, seq, tokens)
+        return Admission.DONE
+
+    def _count(self, request: Request, seq: Sequence, match: PrefixMatch) -> None:
+        request.counts.tier_hits += match.num_outside
+        request.counts.tier_hit_tokens += match.outside_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = match.num_tokens
+            request.first_scheduled_time = self._state.clock()
+            self._state.cache.count_query(len(seq.tokens), match)
+        else:
+            again = len(seq.tokens) - match.num_tokens
+            again += sum(other.num_output_tokens for other in request.live[1:])
+            self._state.stats.recomputed_tokens += again
+            request.counts.recomputed_tokens += again
+
+    # ---- with the KV that it had
+
+    def _swap_in(self, draft: Draft, request: Request) -> Admission:
+        """Bring a request's KV back from the host; it goes on where it was."""
+        swapped, swapper, roster = request.swapped, self._state.preemption.swapper, self._state.roster
+        if swapped is None or swapper is None or not swapped.settled:
+            return Admission.LATER
+        seats = [seq for seq in request.live if any(seq.kv is kv for kv, _ in swapped.tables)]
+        if not seats or swapped.lost:
+            roster.forget_swapped(request)
+            return self._begin(draft, request)
+        # With nobody else running what it had must do: the pool held it before.
+        extra = 0
+        if roster.running or roster.arriving:
+            cache = self._state.cache
+            extra = blocks_to_go_on(request, seats, cache) + blocks_owed(roster.running.values(), cache)
+        if not swapper.fits(swapped, extra):
+            return Admission.NO_ROOM
+        fetch = swapper.back(swapped, [seq.kv for seq in seats])
+        if fetch is None:
+            return Admission.LATER
+        request.swapped = None
+        request.counts.swaps_in += 1
+        request.counts.swap_bytes += fetch.num_bytes
+        if len(seats) < len(request.live) and seats[0].num_output_tokens:
+            seats[0].held_at = seats[0].num_prompt_tokens
+        self._arriving.begin(request, fetch)
+        return Admission.DONE
+
+    # ---- when its KV has come
+
+    def _seat_arrived(self, draft: Draft) -> None:
+        state = self._state
+        for request in self._arriving.arrived():
+            # What was taken back in this draft is for those who run, if anybody does.
+            if draft.budget <= 0 or (draft.preempted and state.roster.running):
+                return
+            seats = [seq for seq in request.live if seq.kv.tables]
+            if request in draft.made_way or not state.roster.has_rows_for(request) or not self._has_turn(draft, seats):
+                continue
+            state.roster.seat(request, seats)
+            self._planner.go_on(draft, [seq for seq in seats if mask_ready(seq)])
+
+    def _has_turn(self, draft: Draft, seats: list[Sequence]) -> bool:
+        """May prompts that are not computed to their end go on in this step?"""
+        for seq in seats:
+            todo = (seq.held_at or len(seq.tokens)) - seq.num_computed
+            if todo > 1 and self._state.chunks.first(draft, seq, seq.num_computed, todo,
+                                                     self._state.roster.running.values()) <= 0:
+                return False
+        return True

@@ -1,0 +1,36 @@
+"""What the parts of the scheduler share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.kvcache.manager import KVCacheManager
+from quire.scheduler.chunks import ChunkSizes
+from quire.scheduler.limits import Limits
+from quire.scheduler.pacing import StepPacer
+from quire.scheduler.policy import BatchingPolicy
+from quire.scheduler.preemption import Preemption
+from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.roster import Roster
+from quire.scheduler.stats import SchedulerStats
+from quire.speculation.speculator import Speculator
+
+
+@dataclass(slots=True)
+class SchedulerState:
+    limits: Limits
+    cache: KVCacheManager
+    waiting: WaitingQueue
+    policy: BatchingPolicy
+    preemption: Preemption
+    stats: SchedulerStats
+    roster: Roster
+    clock: Callable[[], float]
+    chunks: ChunkSizes
+    pacer: StepPacer | None = None
+    speculator: Speculator | None = None
+    short: bool = False
+    """A running sequence found no memory in the last draft: what comes free is for those who run."""
+    gave_way: bool = False
+    """Somebody was preempted in the last draft: the next one may find room where that one did not."""

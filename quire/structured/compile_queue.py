@@ -1,0 +1,112 @@
+"""Whose grammar is compiled now: those that have taken least time so far, and of one tenant no more than its share.
+
+So nobody waits behind a large grammar but other large ones: what has had its turn is paused for who has had none. The
+time limit counts the time that a grammar was worked on, not the time that it waited.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.structured.link import Link
+
+_TURN_SECONDS = 0.25
+_LONG_SECONDS = 1.0
+"""What takes longer goes after the engine's own work."""
+_MOST_STARTED = 16
+"""Each of them has memory: of more than that, the one that has taken longest is given up."""
+
+
+@dataclass(slots=True, eq=False)
+class CompileJob:
+    tenant: str
+    begin: Callable[[], Link]
+    """Starts the process that does it."""
+    give_up: Callable[[str], None]
+    """Called with the reason where the queue ends it."""
+    link: Link | None = None
+    running_since: float | None = None
+    spent: float = 0.0
+    slowed: bool = False
+
+    def total(self, now: float) -> float:
+        return self.spent + (0.0 if self.running_since is None else now - self.running_since)
+
+
+class CompileQueue:
+    def __init__(self, at_once: int, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._at_once, self._timeout, self._clock = at_once, timeout, clock
+        self._jobs: list[CompileJob] = []
+        self._next_look = 0.0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job: CompileJob) -> None:
+        self._jobs.append(job)
+        self.turn(now=True)
+
+    def remove(self, job: CompileJob) -> None:
+        """It is done, or nobody wants it any more."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+            if job.link is not None:
+                job.link.resume()
+            self.turn(now=True)
+
+    def turn(self, now: bool = False) -> None:
+        """Give the places to those whose turn it is."""
+        clock = self._clock()
+        if not self._jobs or (not now and clock < self._next_look):
+            return
+        self._next_look = clock + _TURN_SECONDS / 4
+        self._drop_slowest(clock)
+        chosen = self._choose(clock)
+        for job in self._jobs:
+            if job.running_since is not None and job not in chosen:
+                job.spent, job.running_since = job.total(clock), None
+                if job.link is not None:
+                    job.link.pause()
+        for job in chosen:
+            if job.link is not None and job.total(clock) > _LONG_SECONDS and not job.slowed:
+                job.slowed = True
+                job.link.slow_down()
+            if job.running_since is None:
+                job.running_since = clock
+                if job.link is None:
+                    job.link = job.begin()
+                else:
+                    job.link.resume()
+
+    def _choose(self, clock: float) -> list[CompileJob]:
+        left, taken = list(self._jobs), Counter[str]()
+        chosen: list[CompileJob] = []
+        while left and len(chosen) < self._at_once:
+            best = min(left, key=lambda job: (taken[job.tenant], _level(job.total(clock)), job.running_since is None))
+            left.remove(best)
+            chosen.append(best)
+            taken[best.tenant] += 1
+        return chosen
+
+    def _drop_slowest(self, clock: float) -> None:
+        for job in [job for job in self._jobs if job.total(clock) > self._timeout]:
+            self._give_up(job, f"took longer than {self._timeout:g} s to compile: simplify it, or raise "
+                               "grammar_timeout")
+        started = [job for job in self._jobs if job.link is not None]
+        if len(started) > _MOST_STARTED:
+            slowest = max(started, key=lambda job: job.total(clock))
+            self._give_up(slowest, "is slow to compile, and too many other grammars wait: simplify it, or try again "
+                                   "later")
+
+    def _give_up(self, job: CompileJob, reason: str) -> None:
+        self._jobs.remove(job)
+        job.give_up(reason)
+
+
+def _level(seconds: float) -> int:
+    """How many turns it has had, each twice as long as the one before."""
+    return int(math.log2(1.0 + seconds / _TURN_SECONDS))

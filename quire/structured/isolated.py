@@ -1,0 +1,462 @@
+"""Grammars in processes of their own: however long one computes, steps go on, and it can be ended at any moment.
+
+The engine asks for a sequence's next mask as soon as it has its tokens, and plans the sequence when the mask is there.
+For an ordinary grammar that is a fraction of a millisecond, for which a step waits. Who is slower is planned later,
+alone in a process that goes after all others; who exceeds what a token or a request may take fails, alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from quire.errors import InvalidRequestError, InvariantError
+from quire.structured.cell import ANSWER, LAST, OVER, QUERY, SPENT, CellLimits
+from quire.structured.compile_queue import CompileJob, CompileQueue
+from quire.structured.link import Hub, Link
+from quire.structured.spec import StructuredOutputs
+
+PATIENCE_S: Final = 0.01
+"""So long a step waits for masks, unless they are of grammars that are known to be slow."""
+_SLOW_CPU_S: Final = 0.005
+"""Who has computed for so long at one mask is slow."""
+_SLOW_AT_ONCE: Final = 2
+_MOST_GRAMMARS: Final = 64
+"""That are kept, each in a process or two."""
+_TOKENS_IN_PACKET: Final = 16384
+
+
+class IsolatedGrammars:
+    """What the engine asks for; `start` starts a nursery that speaks at the other end of the socket given."""
+
+    def __init__(self, start: Callable[[Any], None], limits: CellLimits, cache_bytes: int, at_once: int) -> None:
+        self.limits = limits
+        self.hub = Hub()
+        self.queue = CompileQueue(at_once, limits.compile_seconds)
+        self.failed: list[RequestGrammar] = []
+        """Of requests that run; whoever looks takes them out."""
+        self.num_over = 0
+        """Sequences seen so far that have nothing more to say."""
+        self._start = start
+        self.cache_bytes = cache_bytes
+        self._nursery: Link | None = None
+        self._homes: OrderedDict[tuple[str, bytes], _Home] = OrderedDict()
+        self._slow: list[_Cell] = []
+        """Cells that are known to be slow and compute; all but the first few are paused."""
+        self.numbers = itertools.count(1)
+        self.waiting: dict[_Cell, None] = {}
+        """Cells that owe an answer."""
+
+    # ---- from the engine
+
+    def submit(self, spec: StructuredOutputs, tenant: str = "", stop_ids: frozenset[int] = frozenset()
+               ) -> RequestGrammar:
+        """Ask for a grammar; returns at once."""
+        key = (tenant, spec.key)
+        home = self._homes.get(key)
+        if home is None:
+            home = self._homes[key] = _Home(self, key, spec, tenant)
+        self._homes.move_to_end(key)
+        claim = RequestGrammar(self, home, spec.field, stop_ids)
+        home.add(claim)
+        self._evict()
+        return claim
+
+    @property
+    def owes_masks(self) -> bool:
+        return bool(self.waiting)
+
+    def pump(self, patience: float = 0.0) -> None:
+        """Take in what the processes say; wait so long for masks of those that are not known to be slow."""
+        until = time.monotonic() + patience
+        while self.hub.pump(0.0):
+            pass
+        while patience and any(not cell.slow for cell in self.waiting):
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            self.hub.pump(left)
+        for cell in list(self.waiting):
+            cell.judge()
+        self.queue.turn()
+
+    def wait(self, seconds: float) -> None:
+        """Until anything comes, but no longer than that."""
+        self.hub.pump(seconds)
+        self.pump()
+
+    def close(self) -> None:
+        self.hub.close()
+
+    # ---- for the processes
+
+    def begin_grammar(self, home: _Home) -> Link:
+        if self._nursery is None or self._nursery.closed:
+            self._nursery, theirs = self.hub.pair(lambda data: None, lambda: None)
+            with theirs:
+                self._start(theirs)
+        link, theirs = self.hub.pair(home.take, home.gone)
+        self._nursery.send(json.dumps(home.spec.to_dict(), ensure_ascii=False).encode(), theirs)
+        return link
+
+    def forget(self, home: _Home) -> None:
+        self._homes.pop(home.key, None)
+        home.close()
+
+    def _evict(self) -> None:
+        """The least recently used that nobody needs, while there are too many or they are too large."""
+        for home in list(self._homes.values()):
+            held = sum(each.num_bytes for each in self._homes.values())
+            if len(self._homes) <= _MOST_GRAMMARS and held <= self.cache_bytes:
+                return
+            if not home.claims:
+                self.forget(home)
+
+    def note_slow(self, cell: _Cell) -> None:
+        """It computes after everybody else, and only some such cells at once."""
+        cell.link.slow_down()
+        self._slow.append(cell)
+        self._share_slow()
+
+    def answered(self, cell: _Cell) -> None:
+        """It owes nothing more, or has gone."""
+        self.waiting.pop(cell, None)
+        if cell in self._slow:
+            self._slow.remove(cell)
+            cell.link.resume()
+            self._share_slow()
+
+    def asked(self, cell: _Cell) -> None:
+        self.waiting[cell] = None
+        if cell.slow and cell not in self._slow:
+            self._slow.append(cell)
+            self._share_slow()
+
+    def _share_slow(self) -> None:
+        for place, cell in enumerate(self._slow):
+            (cell.link.resume if place < _SLOW_AT_ONCE else cell.link.pause)()
+
+
+class _Home:
+    """One tenant's grammar: the process that compiles it, and the cell that new requests join."""
+
+    def __init__(self, grammars: IsolatedGrammars, key: tuple[str, bytes], spec: StructuredOutputs,
+                 tenant: str) -> None:
+        self.grammars, self.key, self.spec = grammars, key, spec
+        self.claims: set[RequestGrammar] = set()
+        self.num_bytes = 0
+        self.ready = False
+        self._cell: _Cell | None = None
+        self._job = CompileJob(tenant, lambda: grammars.begin_grammar(self), self._fail)
+        grammars.queue.add(self._job)
+
+    def add(self, claim: RequestGrammar) -> None:
+        self.claims.add(claim)
+        if self.ready:
+            claim.begin()
+
+    def leave(self, claim: RequestGrammar) -> None:
+        self.claims.discard(claim)
+        if not self.claims and not self.ready:
+            self.grammars.forget(self)
+
+    def take(self, data: bytes) -> None:
+        """What the process says when it has compiled, or has not."""
+        said = json.loads(data)
+        if "error" in said:
+            self._fail(said["error"])
+            return
+        self.num_bytes = said["num_bytes"]
+        if self.num_bytes > self.grammars.cache_bytes:
+            self._fail(f"needs {self.num_bytes} bytes when compiled, and grammar_cache_memory is "
+                       f"{self.grammars.cache_bytes}: simplify it")
+            return
+        self.ready = True
+        self.grammars.queue.remove(self._job)
+        for claim in list(self.claims):
+            claim.begin()
+
+    def gone(self) -> None:
+        """Its process has ended: the kernel has ended it, for its memory or its time, or the compiler broke."""
+        self._fail("could not be compiled: it took too much memory or time, or the compiler broke on it: simplify it")
+
+    def _fail(self, reason: str) -> None:
+        for claim in list(self.claims):
+            claim.fail(reason)
+        self.grammars.forget(self)
+
+    def cell(self) -> _Cell:
+        """The one for requests that come now."""
+        if self._cell is None or self._cell.slow or self._cell.link.closed:
+            self._cell = self.new_cell()
+        return self._cell
+
+    def new_cell(self) -> _Cell:
+        cell = _Cell(self)
+        cell.link, theirs = self.grammars.hub.pair(cell.take, cell.gone)
+        assert self._job.link is not None
+        self._job.link.send(b"{}", theirs)
+        return cell
+
+    def close(self) -> None:
+        self.grammars.queue.remove(self._job)
+        if self._cell is not None:
+            self._cell.link.close()
+            self.grammars.answered(self._cell)
+        if self._job.link is not None:
+            self._job.link.close()
+
+
+class _Cell:
+    """A process with matchers. It answers in order, so that the first who waits is the one it computes for."""
+
+    link: Link
+
+    def __init__(self, home: _Home) -> None:
+        self.home = home
+        self.slow = False
+        self._members: dict[int, IsolatedSequence] = {}
+        self._asked: deque[tuple[int, IsolatedSequence]] = deque()
+        self._cpu = 0.0
+        """Seconds that it had computed when it began with the first of those."""
+
+    def join(self, seq: IsolatedSequence, spent: float = 0.0) -> None:
+        self._members[seq.number] = seq
+        self.link.tell(start=seq.number, request=seq.claim.number, stop_ids=sorted(seq.claim.stop_ids), spent=spent)
+
+    def leave(self, seq: IsolatedSequence) -> None:
+        """What it computes for nobody is ended at once."""
+        self._members.pop(seq.number, None)
+        if self._asked and self._asked[0][1] is seq and (self.slow or not self._members):
+            self._end()
+            for other in self._members.values():
+                other.move(self.home.cell())
+        elif self.slow and not self._members:
+            self._end()
+        else:
+            self.link.tell(end=seq.number)
+
+    def ask(self, seq: IsolatedSequence, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
+        """For the masks after these tokens and after each of the drafts; the question's number."""
+        if not self._asked:
+            self._cpu = self.link.cpu_seconds
+        serial = next(self.home.grammars.numbers) & 0xFFFFFFFF
+        last = len(tokens) - len(tokens) % _TOKENS_IN_PACKET
+        self.show(seq, start, tokens[:last])
+        self._send(b"Q", serial, seq, start + last, tokens[last:], drafts)
+        self._asked.append((serial, seq))
+        self.home.grammars.asked(self)
+        return serial
+
+    def show(self, seq: IsolatedSequence, start: int, tokens: Sequence[int]) -> None:
+        """Tokens for which no mask is wanted yet."""
+        for place in range(0, len(tokens), _TOKENS_IN_PACKET):
+            self._send(b"T", 0, seq, start + place, tokens[place : place + _TOKENS_IN_PACKET], ())
+
+    def _send(self, kind: bytes, serial: int, seq: IsolatedSequence, start: int, tokens: Sequence[int],
+              drafts: Sequence[int]) -> None:
+        head = QUERY.pack(kind, serial, seq.number, start, len(tokens), len(drafts))
+        self.link.send(head + array("I", (*tokens, *drafts)).tobytes())
+
+    def take(self, data: bytes) -> None:
+        _, serial, _, flags = ANSWER.unpack_from(data)
+        asked, seq = self._asked[0]
+        if asked != serial:
+            return
+        if flags & LAST:
+            self._asked.popleft()
+            self._cpu = self.link.cpu_seconds if self._asked else 0.0
+            if not self._asked:
+                self.home.grammars.answered(self)
+        if seq.number in self._members:
+            seq.take(serial, data[ANSWER.size :], flags)
+
+    def judge(self) -> None:
+        """Has it computed for too long at one mask to have company?"""
+        if self.slow or not self._asked or self.link.cpu_seconds - self._cpu < _SLOW_CPU_S:
+            return
+        slow = self._asked[0][1].claim
+        if not slow.running:  # its request has gone
+            self._end()
+            self._move_others(None)
+            return
+        self.slow = True
+        self._move_others(slow)
+        self.home.grammars.note_slow(self)
+
+    def gone(self) -> None:
+        """The kernel has ended it, for what it computed when it ended."""
+        self.home.grammars.answered(self)
+        culprit = self._asked[0][1].claim if self._asked else None
+        self._move_others(culprit)
+        if culprit is not None:
+            limits = self.home.grammars.limits
+            culprit.fail(f"needs more than this engine gives a structured output: {1e3 * limits.token_seconds:g} ms of "
+                         f"computing for one token, or {limits.memory_bytes} bytes of memory: simplify it")
+
+    def _move_others(self, stays: RequestGrammar | None) -> None:
+        others = [seq for seq in self._members.values() if seq.claim is not stays]
+        for seq in others:
+            del self._members[seq.number]
+        self._asked = deque(pair for pair in self._asked if pair[1].claim is stays)
+        for seq in others:
+            if not self.link.closed:
+                self.link.tell(end=seq.number)
+            seq.move(self.home.cell())
+
+    def _end(self) -> None:
+        self.link.close()
+        self._asked.clear()
+        self.home.grammars.answered(self)
+
+
+class RequestGrammar:
+    """A request's claim on a grammar, and what its sequences share. Settled when its first mask is there."""
+
+    def __init__(self, grammars: IsolatedGrammars, home: _Home, field: str, stop_ids: frozenset[int]) -> None:
+        self.grammars, self._home, self._field = grammars, home, field
+        self.stop_ids = stop_ids
+        self.number = next(grammars.numbers)
+        self.running = True
+        self.refusal: InvalidRequestError | None = None
+        self._sequences: list[IsolatedSequence] = []
+        self._handed_out = 0
+
+    @property
+    def settled(self) -> bool:
+        return self.refusal is not None or bool(self._sequences and self._sequences[0].ready([]))
+
+    def result(self) -> RequestGrammar:
+        if self.refusal is not None:
+            raise self.refusal
+        return self
+
+    def wait(self, seconds: float) -> None:
+        if not self.settled:
+            self.grammars.wait(seconds)
+
+    def begin(self) -> None:
+        """The grammar is compiled: have the first mask made, which is that of all its sequences."""
+        self._sequences.append(IsolatedSequence(self, self._home.cell()))
+
+    def start(self, stop_ids: frozenset[int]) -> IsolatedSequence:
+        """For one more sequence."""
+        if self._handed_out:
+            first = self._sequences[0]
+            self._sequences.append(IsolatedSequence(self, self._home.cell(), first.first_mask))
+        self._handed_out += 1
+        return self._sequences[-1]
+
+    def fail(self, reason: str) -> None:
+        if self.refusal is None and self.running:
+            said = reason if reason.startswith(self._field) else f"{self._field} {reason}"
+            self.refusal = InvalidRequestError(said, field=self._field)
+            self.grammars.failed.append(self)
+
+    def release(self) -> None:
+        """The request has ended, or is given up."""
+        if self.running:
+            self.running = False
+            for seq in self._sequences:
+                seq.end()
+            self._home.leave(self)
+
+
+class IsolatedSequence:
+    """Where one sequence stands, as far as it is known here; the matcher is in a cell."""
+
+    def __init__(self, claim: RequestGrammar, cell: _Cell, first_mask: bytes | None = None) -> None:
+        self.claim = claim
+        self.number = next(claim.grammars.numbers)
+        self.first_mask = first_mask
+        self.is_over = False
+        self._cell = cell
+        self._told: list[int] = []
+        self._mask = first_mask
+        """After those tokens; None while it is being made."""
+        self._serial = 0
+        """Of the question for it."""
+        self._drafts: list[int] = []
+        self._draft_masks: list[bytes] = []
+        self._draft_serial = 0
+        self._asked_at = 0.0
+        cell.join(self)
+        if first_mask is None:
+            self._ask(0)
+
+    # ---- what the scheduler asks
+
+    def ready(self, output: Sequence[int]) -> bool:
+        """Is the mask after `output` there? If it was never asked for, it is from now on."""
+        if self._told != output:
+            same = len(self._told) if list(output[: len(self._told)]) == self._told else 0
+            self._told = list(output)
+            self._ask(same)
+        return self._mask is not None
+
+    def draft(self, output: Sequence[int], drafts: Sequence[int]) -> None:
+        """Have the masks after these drafts made, too."""
+        if self.ready(output):
+            self._drafts, self._draft_masks = list(drafts), []
+            self._draft_serial = self._cell.ask(self, len(self._told), (), self._drafts)
+
+    def drafted(self, drafts: Sequence[int]) -> bool:
+        return self._drafts == list(drafts) and len(self._draft_masks) == 1 + len(drafts)
+
+    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
+        """Of an output for which `ready` said so; with drafts if `drafted` did."""
+        if not self.ready(output) or self._mask is None or (drafts and not self.drafted(drafts)):
+            raise InvariantError("a structured output was planned without its mask")
+        return list(self._draft_masks) if drafts else [self._mask]
+
+    def over(self, output: Sequence[int], must_know: bool = False) -> bool:
+        """Asks for the next mask. Whether that says that the text is over shows soon (`is_over`): it is waited for, a
+        little, only by who must know."""
+        if not self.ready(output) and must_know and not self._cell.slow:
+            self.claim.grammars.pump(PATIENCE_S)
+        return self.is_over
+
+    @property
+    def seconds_waited(self) -> float:
+        """For the mask."""
+        return 0.0 if self._mask is not None else time.monotonic() - self._asked_at
+
+    def _ask(self, start: int) -> None:
+        self._mask, self._drafts, self._draft_masks = None, [], []
+        self._asked_at = time.monotonic()
+        self._serial = self._cell.ask(self, start, self._told[start:], ())
+
+    # ---- what the cell says
+
+    def take(self, serial: int, mask: bytes, flags: int) -> None:
+        if flags & SPENT:
+            seconds = self.claim.grammars.limits.request_seconds
+            self.claim.fail(f"has used up the {seconds:g} s of computing that a structured output gets: simplify it")
+        if serial == self._draft_serial:
+            self._draft_masks.append(mask)
+        if serial != self._serial:
+            return
+        self._mask = mask
+        if not self._told:
+            self.first_mask = mask
+        if flags & OVER:
+            self.is_over = True
+            self.claim.grammars.num_over += 1
+
+    def move(self, cell: _Cell) -> None:
+        """Its matcher is made anew in another cell, from the tokens."""
+        self._cell = cell
+        cell.join(self)
+        self._drafts, self._draft_masks = [], []
+        if self._mask is None:
+            self._serial = cell.ask(self, 0, self._told, ())
+        else:
+            cell.show(self, 0, self._told)
+
+    def end(self) -> None:
+        self._cell.leave(self)

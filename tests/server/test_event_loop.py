@@ -1,0 +1,190 @@
+"""However large its input, no request holds the event loop: others are answered meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.async_llm import AsyncLLM
+from quire.server.api_error import ApiError
+from quire.server.app import App
+from quire.server.text_work import AT_ONCE, Turns
+from tests.server.scripted import running
+
+WORDS = ["alpha", "beta", " gamma", "δέλτα", "1234", "\n", "{}", "zzzzzzzz"]
+
+
+class Lag:
+    """The longest time for which the server's event loop did nothing else, and this process computed: what others on
+    a busy machine take does not count."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self.worst, self._on = loop, 0.0, True
+        loop.call_soon_threadsafe(self._tick, None, None)
+
+    def _tick(self, due: float | None, computed: float | None) -> None:
+        now, computing = self._loop.time(), time.process_time()
+        if due is not None and computed is not None:
+            self.worst = max(self.worst, min(now - due, computing - computed))
+        if self._on:
+            self._loop.call_at(now + 0.005, self._tick, now + 0.005, computing)
+
+    def end(self) -> float:
+        self._on = False
+        return self.worst
+
+
+@pytest.fixture(scope="module")
+def real(smollm2: str) -> Iterator[tuple[str, App, asyncio.AbstractEventLoop]]:
+    """A server with the tokenizer of a real model; its engine only pretends to compute."""
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def start() -> AsyncLLM:
+        loops.append(asyncio.get_running_loop())
+        return await AsyncLLM.start(smollm2, executor="dummy", num_threads=1, device="cpu")
+
+    with running(start) as (address, app):
+        text = "word " * 2000
+        httpx.post(f"{address}/tokenize", json={"prompt": text}, timeout=120)  # its process has started
+        httpx.post(f"{address}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60)
+        yield address, app, loops[0]
+
+
+def _text(characters: int) -> str:
+    dice = random.Random(1)
+    return "".join(dice.choice(WORDS) for _ in range(characters // 5))[:characters]
+
+
+def _schema() -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 40} for i in range(1300)}}
+
+
+INPUTS: dict[str, tuple[str, Any]] = {
+    "tokenize": ("/tokenize", {"prompt": _text(3_000_000)}),
+    "tokenize one word": ("/tokenize", {"prompt": "a" * 3_000_000}),
+    "tokenize with strings": ("/tokenize", {"prompt": _text(500_000), "return_token_strs": True}),
+    "tokenize messages": ("/tokenize", {"messages": [{"role": "user", "content": "hello " * 20}] * 5000}),
+    "detokenize": ("/detokenize", {"tokens": [list(range(100, 500))[i % 400] for i in range(250_000)]}),
+    "completion": ("/v1/completions", {"prompt": _text(3_000_000), "max_tokens": 1}),
+    "completions": ("/v1/completions", {"prompt": [_text(4000)] * 100, "max_tokens": 1}),
+    "echo": ("/v1/completions", {"prompt": [[100 + i % 400 for i in range(1500)]] * 100, "max_tokens": 0,
+                                 "echo": True}),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": _text(3_000_000)}], "max_tokens": 1}),
+    "chat of many": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 7000, "max_tokens": 1}),
+    "too many messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 60_000}),
+    "too many tokens": ("/v1/completions", {"prompt": [1] * 700_000}),
+    "too many arrays": ("/v1/completions", {"prompt": [[]] * 700_000}),
+    "too many biases": ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(200_000)}}),
+    "schema": ("/v1/completions", {"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": _schema()}}),
+    "tools": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "tools": [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": _schema()}} for i in range(3)]}),
+    "json in a text": ("/tokenize", {"prompt": json.dumps([{"a": [1, 2]}] * 60_000)}),
+}
+
+
+def _status(address: str, path: str, data: bytes) -> int:
+    """A client that takes no time of its own from the server, which is in the same process."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=120) as client:
+        client.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                       f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode())
+        client.sendall(data)
+        status = int(client.recv(16).split(b" ")[1])
+        while client.recv(1 << 20):
+            pass
+    return status
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_no_large_input_holds_the_event_loop(real: tuple[str, App, asyncio.AbstractEventLoop], kind: str) -> None:
+    address, _, loop = real
+    path, body = INPUTS[kind]
+    data = json.dumps(body, ensure_ascii=False).encode()
+    lags: list[tuple[float, float]] = []
+    for _ in range(3):  # the machine may be busy with others
+        idle = Lag(loop)
+        time.sleep(0.5)
+        undisturbed = idle.end()
+        lag = Lag(loop)
+        status = _status(address, path, data)
+        lags.append((lag.end(), undisturbed))
+        assert status in ((413,) if kind.startswith("too many") else (200, 400))
+        if lags[-1][0] < undisturbed + 0.05:
+            return
+    pytest.fail(f"the loop was held: {lags}")
+
+
+def test_abandoned_texts_are_given_up_and_one_key_has_a_bound(
+        real: tuple[str, App, asyncio.AbstractEventLoop]) -> None:
+    address, _, _ = real
+    host, port = address.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "word " * 600_000}).encode()
+    clients = []
+    for _ in range(30):
+        client = socket.create_connection((host, int(port)), timeout=30)
+        client.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                       b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body))
+        client.sendall(body)
+        clients.append(client)
+    time.sleep(1.0)
+    refused = 0
+    for client in clients:
+        client.settimeout(0.05)
+        with contextlib.suppress(TimeoutError):
+            refused += client.recv(64).startswith(b"HTTP/1.1 429")
+        client.close()
+    assert refused >= 15
+    began = time.monotonic()
+    short = httpx.post(f"{address}/tokenize", json={"prompt": "word " * 2000}, timeout=120)
+    assert short.status_code == 200 and time.monotonic() - began < 15
+
+
+def test_long_texts_have_the_tokens_that_the_tokenizer_gives(real: tuple[str, App, asyncio.AbstractEventLoop]) -> None:
+    address, app, _ = real
+    tokenizer = app.service.tokenizer
+    assert tokenizer is not None
+    for text in (_text(50_000), "<|im_start|>user\n" + "é" * 9000, " " * 10_000):
+        whole = httpx.post(f"{address}/tokenize", json={"prompt": text, "return_token_strs": True}, timeout=60).json()
+        assert whole["tokens"] == tokenizer.encode(text) and whole["count"] == len(whole["tokens"])
+        assert whole["token_strs"] == [tokenizer.token_text(token) for token in whole["tokens"]]
+        back = httpx.post(f"{address}/detokenize", json={"tokens": whole["tokens"]}, timeout=60).json()
+        assert back["prompt"] == tokenizer.decode(whole["tokens"], False)
+    bad = httpx.post(f"{address}/tokenize", content=b'{"prompt": "' + b"a" * 9000 + b'\\ud800"}', timeout=60,
+                     headers={"content-type": "application/json"})
+    assert bad.status_code == 400
+
+
+def test_turns_are_shared_among_keys_smallest_first() -> None:
+    async def job() -> list[str]:
+        turns, order, gate = Turns(), [], asyncio.Event()
+
+        async def work(tenant: str, name: str, size: int) -> None:
+            async with turns.turn(tenant, size):
+                order.append(name)
+                await gate.wait()
+
+        tasks = [asyncio.create_task(work("a", f"a{i}", 100 - i)) for i in range(8)]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(work("b", "b0", 1000)))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await work("a", "one too many", 1)
+        assert caught.value.status == 429
+        assert order == ["a0", "a1"] and AT_ONCE == 2
+        tasks[0].cancel()
+        await asyncio.sleep(0.01)
+        gate.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return order
+
+    assert asyncio.run(job())[2:5] == ["b0", "a7", "a6"]
+

@@ -1,0 +1,238 @@
+"""Grammars in processes of their own: the same masks as without, nobody waits for another's, and each can be ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutputs
+from quire.engine.grammar_process import start_nursery
+from quire.structured.cell import CellLimits
+from quire.structured.compile_queue import CompileJob, CompileQueue
+from quire.structured.compiler import GrammarCompiler
+from quire.structured.isolated import IsolatedGrammars, RequestGrammar
+from quire.structured.vocabulary import read_vocabulary
+from tests.async_engines import last, run
+from tests.structured.tiny import tokenizer_of
+
+RULES = "\n".join(["root ::= a0", *(f"a{i} ::= a{i + 1} a{i + 1} | a{i + 1}" for i in range(40)), 'a40 ::= "a" | "b"'])
+BOMBS = [{"regex": "(.?){500}"}, {"grammar": RULES}, {"regex": "(.?){499}x"}]
+LARGE = {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 40} for i in range(800)}}
+SHAPES = [{"choice": ["left", "right"]}, {"regex": "[a-z]{2,40}"}, {"json_object": True},
+          {"json": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array"}}}}]
+
+
+def grammars_of(folder: Path, **limits: Any) -> IsolatedGrammars:
+    made = CellLimits(**limits)
+    size = tokenizer_of("byte_level").vocab_size
+    settings = {"options": {"model": str(folder), "load_format": "dummy"}, "vocab_size": size, "eos_token_ids": [2],
+                "limits": {name: getattr(made, name) for name in CellLimits.__dataclass_fields__}}
+    return IsolatedGrammars(functools.partial(start_nursery, settings), made, 256 << 20, 2)
+
+
+@pytest.fixture(scope="module")
+def isolated(tiny_folder: Path) -> Iterator[IsolatedGrammars]:
+    found = grammars_of(tiny_folder)
+    yield found
+    found.close()
+
+
+def settle(grammars: IsolatedGrammars, condition: Callable[[], bool], seconds: float = 90.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        grammars.wait(0.02)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: next(iter(shape)))
+def test_masks_are_those_of_a_matcher_in_this_process_also_after_a_move(isolated: IsolatedGrammars,
+                                                                        shape: dict[str, Any]) -> None:
+    tokenizer = tokenizer_of("byte_level")
+    vocabulary = read_vocabulary(tokenizer, tokenizer.vocab_size, {2})
+    compiler = GrammarCompiler(lambda: vocabulary)
+    spec, dice = StructuredOutputs(**shape), random.Random(7)
+    here = compiler.submit(spec)
+    claim = isolated.submit(spec, stop_ids=frozenset({2}))
+    settle(isolated, lambda: claim.settled and here.settled)
+    matchers = [here.result().start(frozenset({2})) for _ in range(3)]
+    theirs = [claim.result().start(frozenset({2})) for _ in range(3)]
+    outputs: list[list[int]] = [[], [], []]
+    for step in range(24):
+        for matcher, their, output in zip(matchers, theirs, outputs, strict=True):
+            settle(isolated, functools.partial(their.ready, output))
+            (mask,) = their.masks(output, [])
+            assert mask == matcher.mask(output)
+            allowed = [t for t in range(tokenizer.vocab_size) if mask[t >> 3] >> (t & 7) & 1 and t != 2]
+            if not allowed:
+                continue
+            drafts = [dice.choice(allowed), dice.randrange(tokenizer.vocab_size)]
+            their.draft(output, drafts)
+            settle(isolated, functools.partial(their.drafted, drafts))
+            assert their.masks(output, drafts) == matcher.masks(output, drafts)
+            output.append(drafts[0])
+        if step in (5, 11):  # its process dies: nobody was at work, so nobody is to blame
+            settle(isolated, lambda: theirs[0]._cell.link._pid > 0)
+            os.kill(theirs[0]._cell.link._pid, signal.SIGKILL)
+            settle(isolated, lambda cell=theirs[0]._cell: cell.link.closed)  # type: ignore[misc]
+    assert claim.refusal is None
+    claim.release()
+    compiler.close()
+
+
+def test_who_takes_too_long_at_a_token_or_in_all_fails_and_is_told(tiny_folder: Path) -> None:
+    for limits, words in (({"token_seconds": 0.001}, "for one token"), ({"request_seconds": 0.0}, "used up the 0 s"),
+                          ({"memory_bytes": 1 << 20}, "cannot be used")):
+        grammars = grammars_of(tiny_folder, **limits)
+        try:
+            shape: dict[str, Any] = {"json": LARGE} if "memory_bytes" in limits else {"regex": "((.?){100}){100}"}
+            heavy = grammars.submit(StructuredOutputs(**shape))
+            settle(grammars, lambda heavy=heavy: heavy.settled)  # type: ignore[misc]
+            field = f"structured_outputs.{next(iter(shape))}"
+            assert heavy.refusal is not None and heavy.refusal.field == field
+            assert words in str(heavy.refusal) and str(heavy.refusal).startswith(field)
+            heavy.release()
+        finally:
+            grammars.close()
+
+
+class _Link:
+    """Notes what is done to it."""
+
+    def __init__(self) -> None:
+        self.runs = True
+
+    def pause(self) -> None:
+        self.runs = False
+
+    def resume(self) -> None:
+        self.runs = True
+
+    def slow_down(self) -> None:
+        self.slowed = True
+
+
+def _jobs(queue: CompileQueue, *tenants: str) -> tuple[list[CompileJob], list[str]]:
+    given_up: list[str] = []
+    jobs = [CompileJob(tenant, _Link, given_up.append) for tenant in tenants]  # type: ignore[arg-type]
+    for job in jobs:
+        queue.add(job)
+    return jobs, given_up
+
+
+def test_a_small_grammar_does_not_wait_behind_large_ones_and_waiting_takes_no_time() -> None:
+    now = [0.0]
+    queue = CompileQueue(2, 30.0, lambda: now[0])
+    large, given_up = _jobs(queue, *["a"] * 4)
+    assert [job.link is not None for job in large] == [True, True, False, False]
+    for _ in range(200):
+        now[0] += 0.1
+        queue.turn()
+    assert all(job.link is not None for job in large), "each has had turns"
+    assert not given_up, "20 s on two places are 10 s for each of four"
+    (small,), _ = _jobs(queue, "a")
+    assert small.link is not None and small.link.runs  # type: ignore[attr-defined]
+    assert sum(job.link.runs for job in (*large, small)) == 2  # type: ignore[union-attr]
+    queue.remove(small)
+    for _ in range(500):
+        now[0] += 0.1
+        queue.turn()
+    assert len(given_up) == 4 and all("took longer than 30 s" in reason for reason in given_up) and not len(queue)
+
+
+def test_one_tenant_cannot_take_all_compilers() -> None:
+    now = [0.0]
+    queue = CompileQueue(2, 1000.0, lambda: now[0])
+    many, given_up = _jobs(queue, *["greedy"] * 12)
+    (one,), _ = _jobs(queue, "modest")
+    for _ in range(100):
+        now[0] += 0.1
+        queue.turn()
+        assert one.running_since is not None, "it has a place of its own all the time"
+    more, dropped = _jobs(queue, *["greedy"] * 12)
+    for _ in range(100):
+        now[0] += 0.1
+        queue.turn()
+    assert sum(job.link is not None for job in (*many, *more, one)) >= 16
+    assert given_up + dropped and all("try again" in reason for reason in given_up + dropped)
+
+
+def test_a_grammar_whose_clients_have_all_left_is_not_compiled_on(tiny_folder: Path) -> None:
+    grammars = grammars_of(tiny_folder)
+    try:
+        for number in range(4):
+            claims = [grammars.submit(StructuredOutputs(json={**LARGE, "title": str(number)})) for _ in range(2)]
+            for claim in claims:
+                assert not claim.settled
+                claim.release()
+        assert len(grammars.queue) == 0
+        small = grammars.submit(StructuredOutputs(choice=["yes", "no"]))
+        settle(grammars, lambda: small.settled)
+        assert isinstance(small.result(), RequestGrammar)
+    finally:
+        grammars.close()
+
+
+# ---- a whole engine, with the vocabulary of a real model
+
+
+async def _ask(llm: AsyncLLM, shape: dict[str, Any], tokens: int = 20) -> Any:
+    params = SamplingParams(max_tokens=tokens, seed=1, structured_outputs=StructuredOutputs(**shape))
+    return await last(llm.generate("x", params))
+
+
+def _busy_seconds(pid: int) -> float:
+    """Processor time of all processes below this one, so far."""
+    total = 0
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + _busy_seconds(int(child))
+    return total
+
+
+def test_no_grammar_adds_50_ms_to_another_s_step_and_it_ends_with_its_client(smollm2: str) -> None:
+    plans: list[float] = []
+
+    async def longest_plan(llm: AsyncLLM, seconds: float) -> float:
+        plans.clear()
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            await last(llm.generate("Hello", SamplingParams(max_tokens=8, ignore_eos=True)))
+        return max(plans)
+
+    async def job(llm: AsyncLLM) -> None:
+        llm.on_step_stats = lambda stats: plans.append(stats.plan_seconds)
+        assert (await _ask(llm, {"choice": ["yes", "no"]})).outputs[0].text in ("yes", "no")
+        for attempt in range(3):  # the machine may be busy with others
+            undisturbed = await longest_plan(llm, 2.0)
+            bombs = [asyncio.create_task(_ask(llm, bomb)) for bomb in BOMBS]
+            disturbed = await longest_plan(llm, 3.0)
+            if disturbed < undisturbed + 0.05 or attempt == 2:
+                assert disturbed < undisturbed + 0.05
+                break
+        for found in await asyncio.gather(*bombs, return_exceptions=True):
+            assert isinstance(found, InvalidRequestError) and "of computing for one token" in str(found)
+        # Beside bombs others get their shapes; and what is abandoned is not worked on.
+        left = [asyncio.create_task(_ask(llm, bomb, 200)) for bomb in BOMBS]
+        assert (await _ask(llm, {"choice": ["yes", "no"]})).outputs[0].text in ("yes", "no")
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.sleep(0.3)
+        assert llm.engine_pid is not None
+        before = _busy_seconds(llm.engine_pid)
+        await asyncio.sleep(1.0)
+        assert _busy_seconds(llm.engine_pid) - before < 0.1
+        assert (await last(llm.generate("x", SamplingParams(max_tokens=3)))).error is None
+
+    run(job, smollm2, executor="dummy", step_timeout=20.0)
