@@ -152,7 +152,7 @@ def _scaled_rope(
 ) -> RopeSpec:
     limit = reader.size("max_position_embeddings", most=MAX_POSITIONS)
     # transformers takes the trained length of dynamic scaling from max_position_embeddings in any case
-    trained = limit if kind == "dynamic" else _trained_length(reader, fields, limit)
+    trained = limit if kind == "dynamic" else trained_length(reader, fields, limit)
     ratio = limit / trained if kind == "yarn" else None
     factor = positive(reader, "rope_parameters.factor", fields.get("factor"), ratio)
     if kind == "yarn" and theta <= 1:
@@ -184,9 +184,13 @@ def _scaled_rope(
     )
 
 
-def _trained_length(reader: ConfigReader, fields: Mapping[str, Any], limit: int) -> int:
-    trained = reader.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
-    return int(positive(reader, "original_max_position_embeddings", trained, limit))
+def trained_length(reader: ConfigReader, fields: Mapping[str, Any], default: int | None = None) -> int:
+    """The positions a scaled rotation was trained at."""
+    field = "original_max_position_embeddings"
+    trained = positive(reader, f"rope_parameters.{field}", reader.get(field) or fields.get(field), default)
+    if not 1 <= trained <= MAX_POSITIONS:
+        reader.fail(f"rope_parameters.{field}", f"must be from 1 to {MAX_POSITIONS}, not {trained}")
+    return int(trained)
 
 
 def _longrope(
@@ -194,7 +198,7 @@ def _longrope(
 ) -> RopeSpec:
     """Divisors of every pair, one list within the trained length and one past it (Phi-3)."""
     limit = reader.size("max_position_embeddings", most=MAX_POSITIONS)
-    trained = _trained_length(reader, fields, limit)
+    trained = trained_length(reader, fields, limit)
     factor = positive(reader, "rope_parameters.factor", fields.get("factor"), limit / trained)
     plain = 1.0 if factor <= 1 or trained < 2 else math.sqrt(1 + math.log(factor) / math.log(trained))
     return RopeSpec(

@@ -182,6 +182,9 @@ ROPES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}, "rope_theta"),
     ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "64"}, "original_max"),
+    ({"rope_type": "yarn", "original_max_position_embeddings": 0.5}, "original_max"),
+    ({**LONGROPE, "original_max_position_embeddings": 0.5}, "original_max"),
+    ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 1e30}, "original_max"),
     ({"full_attention": {}, "sliding_attention": {}}, "rope_parameters"),
     ({"full_attention": 3}, "rope_parameters"),
 ]

@@ -10,10 +10,10 @@ from quire.models.config_reader import ConfigReader, positive
 from quire.models.families.llama import NAMES, llama_like
 from quire.models.families.mistral import every_window
 from quire.models.family import Family
-from quire.models.rope_config import rope_of
+from quire.models.rope_config import rope_of, trained_length
 from quire.models.spec import DecoderSpec
 
-_BETA, _EVERY = "llama_4_scaling_beta", "original_max_position_embeddings"
+_BETA = "llama_4_scaling_beta"
 
 
 def read(c: ConfigReader) -> DecoderSpec:
@@ -31,8 +31,7 @@ def read(c: ConfigReader) -> DecoderSpec:
         head_dim=128,
         eps=1e-5,
     )
-    beta, every = (positive(c, f"rope_parameters.{field}", fields.get(field)) for field in (_BETA, _EVERY))
-    growth = QueryGrowth(beta, int(every))
+    growth = QueryGrowth(positive(c, f"rope_parameters.{_BETA}", fields.get(_BETA)), trained_length(c, fields))
     layers = (replace(layer, attention=replace(layer.attention, growth=growth)) for layer in spec.layers)
     return replace(spec, layers=tuple(layers))
 
