@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.child import child_environment, module_command
-from quire.structured.cell import CellLimits, nursery
+from quire.structured.cell import nursery
+from quire.structured.packets import CellLimits
 from quire.structured.vocabulary import Vocabulary, import_xgrammar, read_vocabulary
 
 
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> NoReturn:
 
     def read() -> Vocabulary:
         from quire.config import EngineConfig
-        from quire.engine.assembly import open_source
+        from quire.engine.source import open_source
 
         import_xgrammar()
         source = open_source(EngineConfig.create(**settings["options"]), progress=False)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from quire.errors import InvalidRequestError, InvariantError
-from quire.structured.cell import ANSWER, LAST, OVER, QUERY, SPENT, CellLimits
 from quire.structured.compile_queue import CompileJob, CompileQueue
 from quire.structured.link import Hub, Link
+from quire.structured.packets import ANSWER, LAST, OVER, QUERY, SPENT, CellLimits
 from quire.structured.spec import StructuredOutputs
 
 PATIENCE_S: Final = 0.01

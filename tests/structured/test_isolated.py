@@ -17,10 +17,10 @@ import pytest
 
 from quire import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutputs
 from quire.engine.grammar_process import start_nursery
-from quire.structured.cell import CellLimits
 from quire.structured.compile_queue import CompileJob, CompileQueue
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.isolated import IsolatedGrammars, RequestGrammar
+from quire.structured.packets import CellLimits
 from quire.structured.vocabulary import read_vocabulary
 from tests.async_engines import last, run
 from tests.structured.tiny import tiny_llm, tokenizer_of
