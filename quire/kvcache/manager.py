@@ -13,7 +13,7 @@ from functools import partial
 
 from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
-from quire.kvcache.connector import KVConnector, Lookup
+from quire.kvcache.connector import KVConnector, Lookup, unless_it_breaks
 from quire.kvcache.events import KVEvents
 from quire.kvcache.eviction import EVICTION_POLICIES
 from quire.kvcache.examination import count_blocks, finish, parts
@@ -140,6 +140,7 @@ class KVCacheManager:
 
         found = longest_match(self.groups, self.block_size, hashes, find)
         found.outside_tokens = found.num_tokens - here.num_tokens
+        found.lookups = lookups
         return found if self._worth_fetching(found) else here
 
     def ask(self, kv: SequenceKV, tokens: list[int]) -> list[Lookup]:
@@ -150,7 +151,11 @@ class KVCacheManager:
         here = longest_match(self.groups, self.block_size, hashes, self._find_here)
         if here.num_tokens == len(hashes) * self.block_size:
             return []
-        return [tier.lookup(hashes if tier.offload else [], len(self.groups)) for tier in self.tiers]
+        found = []
+        for tier in self.tiers:
+            asked = hashes if tier.offload else [], len(self.groups)
+            found.append(unless_it_breaks(tier, Lookup.failed(*asked), tier.lookup, *asked))
+        return found
 
     def _hashes(self, kv: SequenceKV, tokens: list[int]) -> list[bytes]:
         return self.chain.extend(kv, tokens, len(tokens) - 1)[: (len(tokens) - 1) // self.block_size]
@@ -174,7 +179,7 @@ class KVCacheManager:
         """Give a sequence without tables the matched prefix, and see that there is room for `num_new` tokens after it.
 
         Blocks of other tiers are fetched: what the sequence then waits for is the `Fetch`. None, and no change, when
-        blocks are on their way out that it needs, or a tier has lost what it had found.
+        blocks are on their way out that it needs, or a tier has lost what it had found (`match.lost`).
         """
         if kv.tables:
             raise InvariantError("a sequence that already holds KV was opened again")
@@ -223,7 +228,10 @@ class KVCacheManager:
             for i, code in enumerate(blocks):
                 if code < NO_BLOCK:
                     tier, place = tier_and_block(code)
-                    if not self.tiers[tier].hold(index, place, kv.hashes[i]):
+                    found = self.tiers[tier]
+                    if not unless_it_breaks(found, False, found.hold, index, place, kv.hashes[i]):
+                        match.lookups[tier].forget_from(index, i)
+                        match.lost = True
                         for group, known in held:
                             tier, place = tier_and_block(known)
                             self.tiers[tier].give_back(group, place)
