@@ -16,7 +16,7 @@ from quire.kvcache.block_pool import NO_BLOCK, BlockPool
 from quire.kvcache.connector import KVConnector, Lookup, unless_it_breaks
 from quire.kvcache.events import KVEvents
 from quire.kvcache.eviction import EVICTION_POLICIES
-from quire.kvcache.examination import count_blocks, finish, parts
+from quire.kvcache.examination import count_blocks, finish, parts, zeros
 from quire.kvcache.leases import Leases
 from quire.kvcache.matching import CacheGroup as CacheGroup
 from quire.kvcache.matching import longest_match, valid_in_windows
@@ -521,7 +521,7 @@ class KVCacheManager:
         holders = [*holders, *self.leases.holders, *self.reservations.holders]
         for index, pool in enumerate(self.pools):
             yield from pool.examination()
-            counts = [0] * pool.num_blocks
+            counts = zeros(pool.num_blocks)
             held = (table.blocks[table.first_live :] for kv in holders for table in kv.tables[index : index + 1])
             yield from count_blocks(counts, held)
             yield from count_blocks(counts, (blocks for _, group, blocks in self._limbo if group == index))
