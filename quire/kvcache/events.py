@@ -40,7 +40,7 @@ class OffloadStats:
 
 class KVEvents:
     def __init__(self, tiers: Sequence[KVConnector], transfers: TransferLedger,
-                 fork: Callable[[SequenceKV], SequenceKV], block_bytes: Sequence[int]) -> None:
+                 fork: Callable[[SequenceKV, int], SequenceKV], block_bytes: Sequence[int]) -> None:
         self._tiers = [tier for tier in tiers if tier.offload]
         self._transfers = transfers
         self._fork = fork
@@ -74,8 +74,9 @@ class KVEvents:
         moves = [Move(group, kv.tables[group].blocks[i], place, kv.hashes[i])
                  for group, i, place in wanted if place != NO_BLOCK]
         if moves:
-            # It holds the whole prefix, as sequences do: a parent must not be evicted before its child.
-            self._transfers.start(tier, True, moves, chains=[self._fork(kv)], stores=True)
+            # It holds the whole prefix, as sequences do: a parent must not be evicted before its child. It does not
+            # hold what the sequence goes on writing, which would have to be copied first.
+            self._transfers.start(tier, True, moves, chains=[self._fork(kv, kv.num_registered)], stores=True)
             self._count(moves)
 
     def evicted(self, group: int, block: int, key: bytes) -> bool:

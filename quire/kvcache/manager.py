@@ -347,14 +347,15 @@ class KVCacheManager:
     def _grow(self, kv: SequenceKV, wanted: int, first_written: int) -> bool:
         needs = []
         for pool, table in zip(self.pools, kv.tables, strict=True):
-            shared = sum(pool.references(b) > 1 for b in table.blocks[first_written:])
-            needs.append(wanted - len(table.blocks) + shared)
+            # The table may be longer than is wanted now: it has had room for drafts that were refused.
+            shared = sum(pool.references(b) > 1 for b in table.blocks[first_written:wanted])
+            needs.append(max(0, wanted - len(table.blocks)) + shared)
             if needs[-1] > pool.num_available + pool.num_leaving:
                 return False
         if not self.make_room(needs):
             return False
         for index, (pool, table) in enumerate(zip(self.pools, kv.tables, strict=True)):
-            for i in range(first_written, len(table.blocks)):
+            for i in range(first_written, min(wanted, len(table.blocks))):
                 holders = pool.references(table.blocks[i])
                 if holders > 1:
                     self._copy_on_write(index, kv, i)
@@ -418,13 +419,14 @@ class KVCacheManager:
         if fresh:
             self.events.stored(kv, fresh)
 
-    def fork(self, kv: SequenceKV) -> SequenceKV:
-        """A second sequence over the same blocks; whoever writes a shared one first gets a copy."""
+    def fork(self, kv: SequenceKV, num_blocks: int | None = None) -> SequenceKV:
+        """A second sequence over the same blocks, or the first `num_blocks`; whoever writes a shared one first gets a
+        copy."""
         tables = []
         for pool, table in zip(self.pools, kv.tables, strict=True):
-            for block in table.blocks[table.first_live :]:
+            for block in table.blocks[table.first_live : num_blocks]:
                 pool.share(block)
-            tables.append(BlockTable(list(table.blocks), first_live=table.first_live))
+            tables.append(BlockTable(table.blocks[:num_blocks], first_live=table.first_live))
         # The two may differ from the first token that is not computed yet: hashes beyond it are not shared.
         return SequenceKV(kv.key, tables, kv.hashes[: kv.num_registered], kv.num_registered)
 

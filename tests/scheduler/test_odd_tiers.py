@@ -174,3 +174,19 @@ def test_a_lease_ends_in_an_idle_engine_too() -> None:
     core.step()
     assert len(cache.leases) == 0 and cache.pools[0].num_used == 0
     engine.scheduler.check()
+
+
+# ---- what a copy to a tier holds
+
+
+def test_a_copy_of_full_blocks_does_not_hold_the_one_that_is_being_written() -> None:
+    """It held all the sequence had, so that every token behind it was written into a copy of its block."""
+    far = Shelf(64)
+    engine = Engine(tiers=[far])
+    request = make_request("long", PROMPT, 20, seed=2)
+    engine.scheduler.add(request)
+    while request.status is not Status.FINISHED:
+        engine.step()
+    engine.move()
+    assert far.num_cached == 11
+    assert got_its_tokens(request) and engine.scheduler.cache.stats.copies_on_write == 0
