@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
               flush=True)
     print(table(lines), flush=True)
     if not found["beside"].fetched_tokens:
-        print("nothing came back: by the measured rates it is cheaper to compute this prefix than to move it", flush=True)
+        print("nothing came back: by the measured rates, computing this prefix is cheaper than moving it", flush=True)
     return 0
 
 

@@ -184,7 +184,7 @@ class Admissions:
             if request in draft.made_way or not state.roster.has_rows_for(request) or not self._has_turn(draft, seats):
                 continue
             state.roster.seat(request, seats)
-            self._planner.go_on(draft, [seq for seq in seats if mask_ready(seq)])
+            self._planner.begin(draft, request)
 
     def _has_turn(self, draft: Draft, seats: list[Sequence]) -> bool:
         """Are their masks there, and may prompts that are not computed to their end go on in this step?"""

@@ -11,9 +11,10 @@ from quire.errors import InvalidRequestError
 from quire.kvcache.connector import Lookup
 from quire.kvcache.host_tier import HostTier
 from quire.scheduler.plan import TransferReport
+from quire.scheduler.preemption import PreemptionReason
 from quire.scheduler.request import Request, Status
 from quire.structured.spec import StructuredOutputs
-from tests.scheduler.simulation import SimulatedExecutor, make_request
+from tests.scheduler.simulation import SimulatedExecutor, expected_tokens, make_request
 from tests.scheduler.test_arriving import PROMPT, Engine, Shelf, got_its_tokens
 
 
@@ -188,5 +189,35 @@ def test_a_copy_of_full_blocks_does_not_hold_the_one_that_is_being_written() -> 
     while request.status is not Status.FINISHED:
         engine.step()
     engine.move()
-    assert far.num_cached == 11
+    assert far.num_cached == 10
     assert got_its_tokens(request) and engine.scheduler.cache.stats.copies_on_write == 0
+
+
+# ---- groups whose KV comes back in part
+
+
+@pytest.mark.parametrize("arrived", range(8))
+def test_a_group_goes_on_whatever_part_of_its_kv_came_back(arrived: int) -> None:
+    """With just the prompt's blocks there, and nobody else to run, nothing was planned and the group was ended."""
+    engine = Engine(num_blocks=24, seqs=6)
+    core = EngineCore(engine.scheduler, SimulatedExecutor(engine.worker))
+    group = make_request("group", list(range(50, 66)), 9, n=3, seed=5)
+    core.add(group)
+    while any(seq.num_output_tokens < 5 for seq in group.sequences):
+        core.step()
+    engine.scheduler._giving_way.requeue(group, PreemptionReason.MEMORY, may_move=True)
+    engine.scheduler.cache.drop_cached()
+    while group.fetch is None:
+        core.step(wait_for_kv=False)
+        engine.move(out=True)
+        engine.scheduler.cache.drop_cached()
+    while not engine.worker.moving:
+        core.step(wait_for_kv=False)
+    engine.move(arrived, error="gone")
+    for _ in range(100):
+        if group.status is Status.FINISHED:
+            break
+        core.step(wait_for_kv=False)
+        engine.scheduler.check()
+    for seq in group.sequences:
+        assert seq.error is None and seq.tokens[16:] == expected_tokens(group, 99, seq.index)
