@@ -72,11 +72,11 @@ class IsolatedGrammars:
         return bool(self.waiting)
 
     def pump(self, patience: float = 0.0) -> None:
-        """Take in what the processes say; wait so long for masks of those that are not known to be slow."""
+        """Take in what the processes say; wait so long for masks of requests that run and are not known to be slow."""
         until = time.monotonic() + patience
         while self.hub.pump(0.0):
             pass
-        while patience and any(not cell.slow for cell in self.waiting):
+        while patience and any(cell.worth_waiting for cell in self.waiting):
             left = until - time.monotonic()
             if left <= 0:
                 break
@@ -225,6 +225,11 @@ class _Cell:
         self._cpu = 0.0
         """Seconds that it had computed when it began with the first of those."""
 
+    @property
+    def worth_waiting(self) -> bool:
+        """Will it soon answer somebody who could be planned then?"""
+        return not self.slow and any(seq.claim.started for _, seq in self._asked)
+
     def join(self, seq: IsolatedSequence, spent: float = 0.0) -> None:
         self._members[seq.number] = seq
         self.link.tell(start=seq.number, request=seq.claim.number, stop_ids=sorted(seq.claim.stop_ids), spent=spent)
@@ -326,6 +331,11 @@ class RequestGrammar:
         self.refusal: InvalidRequestError | None = None
         self._sequences: list[IsolatedSequence] = []
         self._handed_out = 0
+
+    @property
+    def started(self) -> bool:
+        """It has sequences that run."""
+        return self._handed_out > 0
 
     @property
     def settled(self) -> bool:

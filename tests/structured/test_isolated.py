@@ -23,7 +23,7 @@ from quire.structured.compiler import GrammarCompiler
 from quire.structured.isolated import IsolatedGrammars, RequestGrammar
 from quire.structured.vocabulary import read_vocabulary
 from tests.async_engines import last, run
-from tests.structured.tiny import tokenizer_of
+from tests.structured.tiny import tiny_llm, tokenizer_of
 
 RULES = "\n".join(["root ::= a0", *(f"a{i} ::= a{i + 1} a{i + 1} | a{i + 1}" for i in range(40)), 'a40 ::= "a" | "b"'])
 BOMBS = [{"regex": "(.?){500}"}, {"grammar": RULES}, {"regex": "(.?){499}x"}]
@@ -236,3 +236,21 @@ def test_no_grammar_adds_50_ms_to_another_s_step_and_it_ends_with_its_client(smo
         assert (await last(llm.generate("x", SamplingParams(max_tokens=3)))).error is None
 
     run(job, smollm2, executor="dummy", step_timeout=20.0)
+
+
+def test_tokens_are_those_of_an_engine_in_this_process_with_drafts_and_siblings_too(tiny_folder: Path) -> None:
+    shapes = [*SHAPES[1:], {"regex": "(ab|cd){3,9}"}]
+    options: dict[str, Any] = {"num_kv_blocks": 96, "speculative_config": {
+        "method": "ngram", "num_speculative_tokens": 4, "adaptive": False}}
+    wanted = [SamplingParams(max_tokens=30, seed=place, n=1 + place % 2, ignore_eos=place == 3,
+                             structured_outputs=StructuredOutputs(**shape)) for place, shape in enumerate(shapes)]
+    prompts = ["ab ab ab", "cd cd", "x", "abab"]
+
+    async def job(llm: AsyncLLM) -> list[Any]:
+        return list(await asyncio.gather(*[last(llm.generate(*pair)) for pair in zip(prompts, wanted, strict=True)]))
+
+    with tiny_llm(tiny_folder, **options) as here:
+        expected = here.generate(prompts, wanted, use_tqdm=False)
+    for found, other in zip(run(job, tiny_folder, load_format="dummy", **options), expected, strict=True):
+        assert [(one.token_ids, one.finish_reason, one.stop_reason) for one in found.outputs] == [
+            (one.token_ids, one.finish_reason, one.stop_reason) for one in other.outputs]
