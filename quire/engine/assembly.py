@@ -24,10 +24,10 @@ from quire.scheduler.preemption import Preemption, PreemptionMode
 from quire.scheduler.queue import QUEUES
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.assembly import build_speculator
-from quire.structured.cell import CellLimits
 from quire.structured.compiler import CompileLimits, GrammarCompiler
 from quire.structured.isolated import IsolatedGrammars
 from quire.structured.vocabulary import Vocabulary, read_vocabulary
+from quire.structured.wire import CellLimits
 from quire.worker.memory import PoolSize, groups_with_draft
 
 if TYPE_CHECKING:

@@ -14,40 +14,18 @@ import os
 import resource
 import signal
 import socket
-import struct
 import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 from quire.errors import QuireError
 from quire.structured.compiler import as_refusal, parse_grammar
 from quire.structured.matcher import CompiledGrammar, SequenceGrammar
 from quire.structured.spec import StructuredOutputs
 from quire.structured.vocabulary import Vocabulary, import_xgrammar
-
-PACKET_BYTES: Final = 1 << 18
-QUERY: Final = struct.Struct("<cIIIII")
-"""b"Q", or b"T" where no answer is wanted; serial, sequence, first place that is new, tokens, drafts; then those."""
-ANSWER: Final = struct.Struct("<cIIB")
-"""b"M", serial, place of the mask, flags; then the mask."""
-LAST: Final = 1
-OVER: Final = 2
-SPENT: Final = 4
-"""The request has used up what all its tokens may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class CellLimits:
-    """What a grammar may take."""
-
-    token_seconds: float = 0.25
-    """Of computing, for the mask of one token."""
-    request_seconds: float = 30.0
-    """The same for all tokens of a request."""
-    memory_bytes: int = 1 << 30
-    compile_seconds: float = 30.0
+from quire.structured.wire import ANSWER, LAST, OVER, PACKET_BYTES, QUERY, SPENT, CellLimits
 
 
 def nursery(control: socket.socket, read: Callable[[], Vocabulary], limits: CellLimits) -> NoReturn:

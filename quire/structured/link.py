@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from quire.structured.cell import PACKET_BYTES
+from quire.structured.wire import PACKET_BYTES
 
 _SLOW_NICE = 10
 

@@ -1,0 +1,29 @@
+"""What an engine and its processes of grammars send each other, and what a grammar may take."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+PACKET_BYTES: Final = 1 << 18
+QUERY: Final = struct.Struct("<cIIIII")
+"""b"Q", or b"T" where no answer is wanted; serial, sequence, first place that is new, tokens, drafts; then those."""
+ANSWER: Final = struct.Struct("<cIIB")
+"""b"M", serial, place of the mask, flags; then the mask."""
+LAST: Final = 1
+OVER: Final = 2
+SPENT: Final = 4
+"""The request has used up what all its tokens may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellLimits:
+    """What a grammar may take."""
+
+    token_seconds: float = 0.25
+    """Of computing, for the mask of one token."""
+    request_seconds: float = 30.0
+    """The same for all tokens of a request."""
+    memory_bytes: int = 1 << 30
+    compile_seconds: float = 30.0
