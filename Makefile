@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml setup.py build_backend.py requirements/constraints.txt $(wildcard quire/kernels/cpu/*.[ch])
 
-.PHONY: demo serve test browser test-gpu lint bench fuzz clean help
+.PHONY: demo serve test browser agents test-gpu lint bench fuzz clean help
 
 help:
 	@echo "make demo   set up everything and answer three prompts"
@@ -13,6 +13,7 @@ help:
 	@echo "make test   set up what tests need and run them all"
 	@echo "make test-gpu  the suite of a GPU, where there is one"
 	@echo "make browser  a Chromium for the tests of the page, where there is none"
+	@echo "make agents  the coding agents that the tests play sessions with (1.3 GB, from npm and PyPI)"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  cases A to D on the CPU, Quire against transformers in one run"
 	@echo "make fuzz   differential fuzzer: random workloads against the plain path"
@@ -41,7 +42,7 @@ demo: $(VENV)/.ready
 serve: $(VENV)/.ready-serve
 	@$(BIN)/quire serve
 
-test: $(VENV)/.ready-test browser
+test: $(VENV)/.ready-test browser agents
 	$(BIN)/python -m pytest -n auto
 
 # Without one, the tests of the page are skipped and say so.
@@ -50,6 +51,20 @@ browser: $(VENV)/.ready-test
 	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1 \
 	  || timeout 300 $(BIN)/playwright install chromium > /dev/null 2>&1 \
 	  || echo "no Chromium could be had: the tests of the page will be skipped"
+
+# Kept in the user's cache folder, so that they are fetched once for a machine; at most three minutes are spent on it.
+# Without them, the sessions with agents are skipped and say so.
+AGENTS := $(or $(QUIRE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quire)/agents
+AGENT_PACKAGES := @openai/codex@0.166.0 @anthropic-ai/claude-code@2.1.197
+agents:
+	@mkdir -p $(AGENTS)
+	@test -x $(AGENTS)/node_modules/.bin/codex -a -x $(AGENTS)/node_modules/.bin/claude || { \
+	  timeout 170 npm install --silent --no-audit --no-fund --fetch-retries=1 --prefix $(AGENTS) $(AGENT_PACKAGES) > $(AGENTS)/npm.log 2>&1 \
+	  || echo "codex and claude-code could not be installed: the sessions with them will be skipped"; } & \
+	test -x $(AGENTS)/aider/bin/aider || { \
+	  $(PYTHON) -m venv $(AGENTS)/aider && timeout 170 $(AGENTS)/aider/bin/python -m pip install --quiet --no-compile \
+	    --disable-pip-version-check aider-chat==0.86.2 > $(AGENTS)/aider.log 2>&1 \
+	  || echo "aider could not be installed: the session with it will be skipped"; }; wait
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .

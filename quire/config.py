@@ -44,6 +44,9 @@ class ModelConfig:
     executor: str = option("auto", "who computes the tokens: the model, or (dummy) nobody: they are made up at once, "
                                    "which measures everything around a model", ("auto", "dummy"))
     dummy_step_ms: float = option(0.0, "with the dummy executor: milliseconds that a step pretends to take")
+    dummy_script: str | None = option(
+        None, "with the dummy executor: file with the texts that the model writes, a JSON object in each line: after "
+              "(part of the prompt) and say")
     enforce_eager: bool = option(False, "on a GPU: launch every kernel anew instead of replaying captured graphs")
     deterministic: bool = option(
         False, "on a GPU: the same bits whatever the batch, chunks, cache and graphs, at some cost in speed "
@@ -192,9 +195,14 @@ class ServerConfig:
     max_schema_size: int | str = option("64KiB", "largest JSON schema, grammar or regular expression of a request")
     max_tools: int = option(128, "most tools of a request")
     tool_call_parser: str = option("auto", "how the model writes tool calls; auto looks at its chat template",
-                                   ("auto", "hermes", "llama3", "mistral"))
-    reasoning_parser: str = option("auto", "think splits what stands in <think></think> from the answer; auto does so "
-                                           "where the chat template knows these marks", ("auto", "think", "none"))
+                                   ("auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm45", "granite",
+                                    "harmony", "hermes", "kimi_k2", "llama3", "mistral", "mistral_v11", "phi4",
+                                    "pythonic", "qwen3_coder"))
+    reasoning_parser: str = option("auto", "how the model marks its thoughts, which are told from the answer: think is "
+                                           "<think></think>; auto looks at its chat template",
+                                   ("auto", "think", "mistral", "granite", "harmony", "none"))
+    max_stored_responses: int = option(1000, "most responses of /v1/responses that are kept for previous_response_id")
+    stored_responses_memory: int | str = option("64MiB", "bytes for the responses that are kept; the oldest make room")
     log_format: str = option("auto", "how the log is written; auto is text on a terminal, else JSON",
                              ("auto", "text", "json"))
     log_level: str = option("info", "least severe kind of log line", ("debug", "info", "warning", "error"))
@@ -213,13 +221,14 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be between {low:g} and {high:g}, not {value}", field=name)
         parse_bytes(config.max_body_size, "max_body_size")
         parse_bytes(config.max_schema_size, "max_schema_size")
+        parse_bytes(config.stored_responses_memory, "stored_responses_memory")
         return config
 
 
 _SERVER_RANGES: tuple[tuple[str, float, float], ...] = (
     ("port", 0, 65535), ("request_timeout", 0.001, 1e6), ("read_timeout", 0.001, 1e6), ("drain_timeout", 0.0, 1e6),
     ("max_connections", 1, 1 << 20), ("max_prompts", 1, 1 << 16), ("max_n", 1, 64), ("max_logprobs", 0, 20),
-    ("max_stops", 0, 64), ("max_tools", 0, 1024),
+    ("max_stops", 0, 64), ("max_tools", 0, 1024), ("max_stored_responses", 0, 1 << 20),
 )
 
 
@@ -331,6 +340,8 @@ def _check_ranges(config: EngineConfig) -> None:
     if not 0.0 <= pretended <= 1e6 or (pretended and config.model.executor != "dummy"):
         raise ConfigError(f"dummy_step_ms must be between 0 and 1000000, and 0 unless executor is 'dummy', not "
                           f"{pretended}", field="dummy_step_ms")
+    if config.model.dummy_script is not None and (config.model.executor != "dummy" or config.model.skip_tokenizer_init):
+        raise ConfigError("dummy_script needs executor 'dummy' and a tokenizer", field="dummy_script")
     _ = config.speculation.options
     _check_slo(config.scheduler)
     _check_swap(config)

@@ -59,6 +59,18 @@ LONGROPE: dict[str, Any] = {
     "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0],
 }
 """For heads of 16, of which 12 features turn."""
+GROWING: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "max_position_embeddings": 256,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
 _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", SMALL),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**SMALL, "sliding_window": 24}),
@@ -82,6 +94,11 @@ _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
     ),
     "ministral": ("MinistralConfig", "MinistralForCausalLM", {**SMALL, **_ALTERNATING, "head_dim": 16}),
+    "ministral3": (
+        "Ministral3Config",
+        "Ministral3ForCausalLM",
+        {**SMALL, "head_dim": 16, "rope_parameters": GROWING},
+    ),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {**SMALL, "no_rope_layers": [1, 0, 1]}),
     "phi3": (
         "Phi3Config",

@@ -84,7 +84,7 @@ def test_the_engine_of_an_async_llm_imports_nothing_from_where_it_is_started(
 @pytest.mark.parametrize(("flags", "planted"), [(["-P"], MODULES + PACKAGES), ([], ("torch", "msgspec", "zmq"))])
 def test_quire_serve_runs_nothing_of_the_directory_it_is_started_in(
         tmp_path: Path, model: Path, flags: list[str], planted: tuple[str, ...]) -> None:
-    """`python -m quire` itself is past help only where that directory has a `quire`, or shadows Python's own library."""
+    """`python -m quire` itself is past help only where that directory has a `quire` or shadows Python's own library."""
     here, log = tmp_path / "here", tmp_path / "log"
     marks = plant(here, planted)
     clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONSAFEPATH")}

@@ -89,7 +89,7 @@ class Gaps:
 
 
 def run(args: argparse.Namespace) -> int:
-    from quire.bench.machine import describe_machine
+    from quire.machine import describe_machine
 
     if min(args.prefix_tokens, args.streams, args.repeats) < 1:
         raise ConfigError("--prefix-tokens, --streams and --repeats must be at least 1", "prefix_tokens")

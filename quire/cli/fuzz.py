@@ -1,25 +1,28 @@
 """Plays random workloads through the whole engine and through the plain path, and compares them bit by bit.
 
-Requests come and go, share prefixes, and fight over tiny KV pools. The first difference in tokens or
-log-probabilities is shrunk to a small case and printed with the command that replays it (exit code 1)."""
+Requests come and go, share prefixes, and fight over tiny KV pools. Cases run on tiny models; ten times as many run
+on KV that is numbers, where steps are lost and transfers between tiers fail or come late. The first difference in
+tokens or log-probabilities is shrunk to a small case and printed with the command that replays it (exit code 1)."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shlex
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import integer, number, read_text
 from quire.cli.terminal import DIM, styled
 from quire.fuzz.case import FuzzCase, random_case
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 EXAMPLES = (
     "examples:\n"
@@ -28,6 +31,7 @@ EXAMPLES = (
     "  quire fuzz --replay case.json"
 )
 _SHRINK_TRIES = 200
+MODELS, FAULTS = "models", "faults"
 _REPORT_SECONDS = 10.0
 
 
@@ -41,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replay", metavar="CASE", help="play one case: a file with its JSON, or the JSON itself"
     )
     parser.add_argument(
+        "--kind", choices=("all", MODELS, FAULTS), default="all",
+        help=f"{MODELS}: on tiny models; {FAULTS}: on KV that is numbers, with lost steps and failing transfers "
+             "(default: %(default)s)",
+    )
+    parser.add_argument(
         "--seed",
         type=integer,
         metavar="N",
@@ -51,83 +60,112 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One kind of cases: how they are made, played and made smaller."""
+
+    name: str
+    make: Callable[[int], Any]
+    play: Callable[[Any], str | None]
+    simpler: Callable[[Any], Iterator[Any]]
+    each: int
+    """Cases for each seed of a run."""
+
+
 def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="quire-fuzz-") as folder:
-        player = _player(Path(folder))
+        kinds = _kinds(Path(folder))
         if args.replay is not None:
-            return _replay(_read_case(args.replay), player)
-        return _search(args, player)
+            return _replay(args.replay, kinds)
+        return _search(args, [kind for kind in kinds if args.kind in ("all", kind.name)])
 
 
-def _player(folder: Path) -> Callable[[FuzzCase], str | None]:
-    """Plays a case in a folder of its own."""
+def _kinds(folder: Path) -> list[_Kind]:
+    from quire.fuzz.fault_case import random_fault_case
+    from quire.fuzz.fault_run import find_fault
+    from quire.fuzz.fault_shrink import simpler_fault_cases
+    from quire.fuzz.shrink import simpler_cases
 
     def play(case: FuzzCase) -> str | None:
         from quire.fuzz.run import find_difference
 
         return find_difference(case, folder)
 
-    return play
+    return [_Kind(MODELS, random_case, play, simpler_cases, 1),
+            _Kind(FAULTS, random_fault_case, find_fault, simpler_fault_cases, 10)]
 
 
-def _read_case(text: str) -> FuzzCase:
-    return FuzzCase.from_json(text if text.lstrip().startswith("{") else read_text(text))
-
-
-def _replay(case: FuzzCase, play: Callable[[FuzzCase], str | None]) -> int:
-    difference = play(case)
+def _replay(given: str, kinds: list[_Kind]) -> int:
+    text = given if given.lstrip().startswith("{") else read_text(given)
+    case, kind = _read_case(text, kinds)
+    difference = kind.play(case)
     print("no difference: the case passes" if difference is None else f"FAILED: {difference}")
     return 0 if difference is None else 1
 
 
-def _search(args: argparse.Namespace, play: Callable[[FuzzCase], str | None]) -> int:
+def _read_case(text: str, kinds: list[_Kind]) -> tuple[Any, _Kind]:
+    from quire.fuzz.fault_case import KIND, FaultCase
+
+    models, faults = kinds
+    try:
+        data = json.loads(text)
+    except ValueError:
+        data = None
+    if isinstance(data, dict) and data.get("kind") == KIND:
+        return FaultCase.from_data(data), faults
+    return FuzzCase.from_json(text), models
+
+
+def _search(args: argparse.Namespace, kinds: list[_Kind]) -> int:
     seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
-    first, start, reported = seed, time.monotonic(), 0.0
+    first, start, reported, played = seed, time.monotonic(), 0.0, 0
     while True:
         elapsed = time.monotonic() - start
         if (elapsed >= args.seconds) if args.cases is None else (seed - first >= args.cases):
             break
         if elapsed - reported >= (0.2 if sys.stderr.isatty() else _REPORT_SECONDS):
             reported = elapsed
-            _progress(seed - first, elapsed)
-        case = random_case(seed)
-        difference = play(case)
-        if difference is not None:
-            _progress_end()
-            _report(seed, case, difference, args.shrink, play)
-            return 1
+            _progress(played, elapsed)
+        for kind in kinds:
+            each = kind.each if len(kinds) > 1 else 1
+            for one in range(seed * each, (seed + 1) * each):
+                case = kind.make(one)
+                difference = kind.play(case)
+                if difference is not None:
+                    _progress_end()
+                    _report(one, case, difference, args.shrink, kind)
+                    return 1
+                played += 1
         seed += 1
     _progress_end()
-    print(f"{seed - first} cases in {time.monotonic() - start:.0f} s, no difference (seeds from {first})")
+    print(f"{played} cases in {time.monotonic() - start:.0f} s, no difference (seeds from {first})")
     return 0
 
 
-def _report(
-    seed: int, case: FuzzCase, difference: str, shrinking: bool, play: Callable[[FuzzCase], str | None]
-) -> None:
+def _report(seed: int, case: Any, difference: str, shrinking: bool, kind: _Kind) -> None:
     """Say what failed, then make it small; Ctrl-C ends that, and prints the case as far as it got."""
-    print(f"FAILED: case {seed}: {difference}", flush=True)
+    print(f"FAILED: case {seed} ({kind.name}): {difference}", flush=True)
     if shrinking:
         from quire.fuzz.shrink import shrink
 
         print(styled("shrinking it …", DIM, sys.stderr), file=sys.stderr, flush=True)
         smallest = [case]
 
-        def fails(candidate: FuzzCase) -> bool:
-            if play(candidate) is None:
+        def fails(candidate: Any) -> bool:
+            if kind.play(candidate) is None:
                 return False
             smallest[0] = candidate
             return True
 
         try:
-            shrink(case, fails, _SHRINK_TRIES)
+            shrink(case, fails, kind.simpler, _SHRINK_TRIES * kind.each)
         except KeyboardInterrupt:
             pass
         case = smallest[0]
-        print(f"the smallest case found: {play(case)}")
+        print(f"the smallest case found: {kind.play(case)}")
     print(case.to_json())
     print(f"\nreplay it with:\n  quire fuzz --replay {shlex.quote(case.to_json())}")
-    print(f"or all of it with:\n  quire fuzz --seed {seed} --cases 1")
+    print(f"or all of it with:\n  quire fuzz --kind {kind.name} --seed {seed} --cases 1")
 
 
 def _progress(cases: int, elapsed: float) -> None:

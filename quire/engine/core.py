@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from quire.engine.self_check import SelfCheck
 from quire.errors import InvalidRequestError, QuireError
 from quire.executor.base import Executor
 from quire.scheduler.plan import StepPlan, StepResult
@@ -60,12 +61,15 @@ class EngineCore:
         self._futures: deque[Future[StepResult]] = deque()
         self.trace: StepObserver | None = None
         self.times = StepTimes()
+        self.self_check = SelfCheck(scheduler)
         self.stalled_for: float | None = None
         """Seconds for which the last step found nothing to plan before KV arrives (`executor.arrivals` tells)."""
         for tier in scheduler.cache.tiers:
             tier.wake = executor.arrivals.ring
 
     def add(self, request: Request) -> None:
+        self.self_check.mend()
+        self.self_check.disturb()
         wanted = request.params.structured_outputs
         if wanted is not None:
             if self.grammars is None:
@@ -79,9 +83,16 @@ class EngineCore:
             raise
 
     def abort(self, request_id: str) -> bool:
+        self.self_check.disturb()
         return self.scheduler.abort(request_id)
 
+    def clear_prefix_cache(self) -> int:
+        """Forget cached prefixes that nobody uses; how many blocks that freed."""
+        self.self_check.disturb()
+        return self.scheduler.cache.drop_cached()
+
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        self.self_check.disturb()
         self.scheduler.finish(seq, reason, stop_reason)
         if self.trace is not None and not self.scheduler.has_work:
             self.trace.idle()
@@ -94,10 +105,15 @@ class EngineCore:
         """Keep the executor supplied, wait for the oldest step, and return what became of its sequences.
 
         When all that is left waits for KV, it waits too, a little while; or not, for callers who wait themselves.
+        Without anything to do it examines itself a little, so whoever has just got the last tokens does not wait.
         """
         self.times = times = StepTimes()
         self.stalled_for = None
         self.take_arrivals()
+        if not self.scheduler.has_work:
+            self.self_check.slice()
+            return []
+        self.self_check.disturb()
         while len(self._futures) < self._depth:
             began = time.perf_counter()
             plan = self.scheduler.schedule()
@@ -112,15 +128,16 @@ class EngineCore:
         else:
             self._rest(wait_for_kv)
         updates = self.scheduler.take_updates()
-        if not self.scheduler.has_work:
-            self.scheduler.rest()
-            if self.trace is not None:
-                self.trace.idle()
+        if self.trace is not None and not self.scheduler.has_work:
+            self.trace.idle()
         return updates
 
     def take_arrivals(self) -> None:
         """What transfers have reported besides the results of steps."""
-        self.scheduler.arrived(self.executor.arrivals.take())
+        reports = self.executor.arrivals.take()
+        if reports:
+            self.self_check.disturb()
+            self.scheduler.arrived(reports)
 
     def _rest(self, wait_for_kv: bool) -> None:
         """Nothing is in flight, and nothing could be planned."""

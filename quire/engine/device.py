@@ -91,6 +91,12 @@ def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, 
 
     spec = read_spec(source.config)
     pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False))
+    if config.model.dummy_script is not None:
+        from quire.executor.scripted import ScriptedExecutor, read_script
+
+        lines = read_script(config.model.dummy_script)
+        end = next(iter(source.eos_token_ids), spec.vocab_size - 1)
+        return _NoWorker(spec, pool), ScriptedExecutor(lines, source.tokenizer, end, spec.vocab_size)
     return _NoWorker(spec, pool), DummyExecutor(spec.vocab_size, config.model.dummy_step_ms / 1e3)
 
 

@@ -122,8 +122,9 @@ class EngineServer:
         until = None
         if not self._core.has_work and not self._news_due:
             self._pulse.state = ("idle", time.monotonic(), self._scheduler.stats.steps)
-            while not self._wait(self._watching.patience_ms(_REST_MS)):
+            while not self._wait(0 if self._core.self_check.due else self._watching.patience_ms(_REST_MS)):
                 self._core.take_arrivals()
+                self._core.self_check.slice()
                 self._show()
         elif self._core.stalled_for is not None and not self._news_due:
             # All that is left waits for KV: whatever comes first, that or a message, goes on.
@@ -231,7 +232,7 @@ class EngineServer:
                 self._scheduler.check()
                 return m.Answer(call.number)
             if call.name == "clear_prefix_cache":
-                return m.Answer(call.number, self._scheduler.cache.drop_cached())
+                return m.Answer(call.number, self._core.clear_prefix_cache())
             return m.Answer(call.number, error=f"there is no call {call.name!r}")
         except Exception as error:
             return m.Answer(call.number, error=f"{type(error).__name__}: {error}")

@@ -46,7 +46,7 @@ def dummy_candidates(seed: int, entry: PlanEntry, vocab_size: int) -> list[tuple
     return [(token, -0.1 - (0.5 + (last % 7) / 9) * place) for place, token in enumerate(tokens)]
 
 
-def _allowed(masks: bytes, wanted: int) -> EntryResult:
+def allowed_token(masks: bytes, wanted: int) -> EntryResult:
     """The first token from `wanted` on that a grammar's mask has, around the end of the vocabulary."""
     bits = int.from_bytes(masks, "little")
     after = bits >> wanted
@@ -102,7 +102,7 @@ class DummyExecutor(Executor):
         if entry.candidates:
             return EntryResult(candidates=dummy_candidates(seed, entry, self.vocab_size))
         token = dummy_token(seed, index, end, self.vocab_size)
-        result = EntryResult([token] if entry.sample else []) if not entry.masks else _allowed(entry.masks, token)
+        result = EntryResult([token] if entry.sample else []) if not entry.masks else allowed_token(entry.masks, token)
         if entry.row in self._described:
             self._describe(self._described[entry.row], entry, result)
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from quire.fuzz.case import FuzzCase, blocks_needed
 
@@ -22,20 +23,30 @@ _PLAIN_OPTIONS = {
 }
 
 
-def shrink(case: FuzzCase, fails: Callable[[FuzzCase], bool], tries: int = 200) -> FuzzCase:
+Case = TypeVar("Case")
+
+
+def shrink(case: Case, fails: Callable[[Case], bool], simpler: Callable[[Case], Iterator[Case]],
+           tries: int = 200) -> Case:
     """The smallest case found that still fails; each try runs the whole case."""
     progress = True
     while progress and tries > 0:
         progress = False
-        for candidate in _simpler(case):
+        for candidate in simpler(case):
             tries -= 1
-            _keep_servable(candidate)
             if fails(candidate):
                 case, progress = candidate, True
                 break
             if tries <= 0:
                 break
     return case
+
+
+def simpler_cases(case: FuzzCase) -> Iterator[FuzzCase]:
+    """One change each; the pool always takes every request."""
+    for candidate in _simpler(case):
+        _keep_servable(candidate)
+        yield candidate
 
 
 def _keep_servable(case: FuzzCase) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from quire.errors import InvariantError
 from quire.kvcache.eviction import EvictionPolicy
+from quire.kvcache.examination import finish, parts
 
 NO_BLOCK = -1
 
@@ -203,24 +205,41 @@ class BlockPool:
     # ---- self-examination
 
     def check(self) -> None:
-        """Verify every invariant; O(blocks). An idle engine calls it."""
-        free = set(self._free)
+        """Verify every invariant; O(blocks)."""
+        finish(self.examination())
+
+    def examination(self) -> Iterator[None]:
+        """The same in parts. It holds only while nothing changes between them."""
+        waiting = iter(self._free)
+        free: set[int] = set()
+        for part in parts(len(self._free)):
+            free.update(islice(waiting, len(part)))
+            yield
         if len(free) != len(self._free):
             raise InvariantError("a KV block is in the free list twice")
         children = [0] * self.num_blocks
-        idle = 0
-        for block in range(self.num_blocks):
-            key, references = self._hash[block], self.counts[block]
-            if (block in free) != (references == 0 and key is None):
-                raise InvariantError(f"KV block {block} is misplaced: {references} references, hash {key!r}")
-            idle += references == 0 and key is not None
-            if key is not None and self._index.get(key) != block:
-                raise InvariantError(f"KV block {block} is not the one its hash leads to")
-            if self._parent[block] != NO_BLOCK:
-                children[self._parent[block]] += 1
-                if self._hash[self._parent[block]] is None:
-                    raise InvariantError(f"KV block {block} is stranded behind an evicted parent")
-        if children != self._children:
-            raise InvariantError("child counts of KV blocks do not add up")
-        if idle != len(self._policy) or sum(k is not None for k in self._hash) != len(self._index):
+        idle = registered = 0
+        for part in parts(self.num_blocks):
+            for block in part:
+                self._check_block(block, block in free)
+                key = self._hash[block]
+                registered += key is not None
+                idle += key is not None and self.counts[block] == 0
+                if self._parent[block] != NO_BLOCK:
+                    children[self._parent[block]] += 1
+            yield
+        for part in parts(self.num_blocks):
+            if children[part.start : part.stop] != self._children[part.start : part.stop]:
+                raise InvariantError("child counts of KV blocks do not add up")
+            yield
+        if idle != len(self._policy) or registered != len(self._index):
             raise InvariantError("the eviction policy or the prefix index has lost track of a KV block")
+
+    def _check_block(self, block: int, free: bool) -> None:
+        key, references = self._hash[block], self.counts[block]
+        if free != (references == 0 and key is None):
+            raise InvariantError(f"KV block {block} is misplaced: {references} references, hash {key!r}")
+        if key is not None and self._index.get(key) != block:
+            raise InvariantError(f"KV block {block} is not the one its hash leads to")
+        if self._parent[block] != NO_BLOCK and self._hash[self._parent[block]] is None:
+            raise InvariantError(f"KV block {block} is stranded behind an evicted parent")

@@ -7,7 +7,7 @@ that moves it is `worker/transfer.py`; they meet in the transfers of a plan and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from quire.kvcache.block_pool import NO_BLOCK
 
@@ -134,3 +134,8 @@ class KVConnector(ABC):
     @abstractmethod
     def check(self, held: list[list[int]]) -> None:
         """Raise InvariantError unless the holders are `held` (by cache group, once for each)."""
+
+    def examination(self, held: list[list[int]]) -> Iterator[None]:
+        """`check` in parts of at most a fraction of a millisecond; a tier whose check takes longer says how."""
+        self.check(held)
+        yield

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
 from quire.kvcache.connector import KVConnector, Lookup
 from quire.kvcache.eviction import LRU
+from quire.kvcache.examination import count_blocks, finish, parts
 
 
 class HostTier(KVConnector):
@@ -85,11 +85,17 @@ class HostTier(KVConnector):
 
     def check(self, held: list[list[int]]) -> None:
         """Every invariant of every pool, and that references are those of `held`."""
+        finish(self.examination(held))
+
+    def examination(self, held: list[list[int]]) -> Iterator[None]:
+        """The same in parts. It holds only while nothing changes between them."""
         for group, pool in enumerate(self.pools):
-            pool.check()
-            counts = Counter(held[group])
-            for block in range(pool.num_blocks):
-                known = pool.references(block)
-                if counts[block] != known:
-                    raise InvariantError(
-                        f"host block {block} of group {group} counts {known} holders and has {counts[block]}")
+            yield from pool.examination()
+            counts = [0] * pool.num_blocks
+            yield from count_blocks(counts, [held[group]])
+            for part in parts(pool.num_blocks):
+                for block in part:
+                    if counts[block] != pool.counts[block]:
+                        raise InvariantError(f"host block {block} of group {group} counts {pool.counts[block]} "
+                                             f"holders and has {counts[block]}")
+                yield

@@ -7,7 +7,7 @@ one table per group; one group is the ordinary case.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +16,7 @@ from quire.kvcache.block_pool import NO_BLOCK, BlockPool
 from quire.kvcache.connector import KVConnector, Lookup
 from quire.kvcache.events import KVEvents
 from quire.kvcache.eviction import EVICTION_POLICIES
+from quire.kvcache.examination import count_blocks, finish, parts
 from quire.kvcache.leases import Leases
 from quire.kvcache.matching import CacheGroup as CacheGroup
 from quire.kvcache.matching import longest_match, valid_in_windows
@@ -505,21 +506,21 @@ class KVCacheManager:
     def check(self, holders: list[SequenceKV]) -> None:
         """Every invariant of every pool, and that references are exactly those of `holders`, limbo, transfers, leases
         and reservations."""
+        finish(self.examination(holders))
+
+    def examination(self, holders: list[SequenceKV]) -> Iterator[None]:
+        """The same in parts. It holds only while nothing changes between them."""
         holders = [*holders, *self.leases.holders, *self.reservations.holders]
         for index, pool in enumerate(self.pools):
-            pool.check()
+            yield from pool.examination()
             counts = [0] * pool.num_blocks
-            for kv in holders:
-                for table in kv.tables[index : index + 1]:
-                    for block in table.blocks[table.first_live :]:
-                        counts[block] += 1
-            for _, group, blocks in self._limbo:
-                for block in blocks if group == index else ():
-                    counts[block] += 1
-            for block in self.transfers.held_on_device(index):
-                counts[block] += 1
-            for block, count in enumerate(counts):
-                if count != pool.references(block):
-                    raise InvariantError(f"KV block {block} of group {index} counts {pool.references(block)} "
-                                         f"holders and has {count}")
-
+            held = (table.blocks[table.first_live :] for kv in holders for table in kv.tables[index : index + 1])
+            yield from count_blocks(counts, held)
+            yield from count_blocks(counts, (blocks for _, group, blocks in self._limbo if group == index))
+            yield from count_blocks(counts, [list(self.transfers.held_on_device(index))])
+            for part in parts(pool.num_blocks):
+                for block in part:
+                    if counts[block] != pool.counts[block]:
+                        raise InvariantError(f"KV block {block} of group {index} counts {pool.counts[block]} "
+                                             f"holders and has {counts[block]}")
+                yield

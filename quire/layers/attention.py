@@ -17,14 +17,22 @@ from quire.ops.interface import Ops
 
 
 class Attention:
-    """One layer's attention; `rope` is the shared table of its rotation, `group` its cache group."""
+    """One layer's attention; `rope` is the shared table of its rotation, `growth` that of its queries' factors, `group`
+    its cache group."""
 
     def __init__(
-        self, ops: Ops, spec: AttentionSpec, rope: Tensor | None, group: int, dtype: torch.dtype
+        self,
+        ops: Ops,
+        spec: AttentionSpec,
+        rope: Tensor | None,
+        group: int,
+        dtype: torch.dtype,
+        growth: Tensor | None = None,
     ) -> None:
         self._ops = ops
         self._spec = spec
         self._rope = rope
+        self._growth = growth
         self._group = group
         self.shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.qkv = Linear(ops, ("q", "k", "v"), spec.qkv_bias, dtype)
@@ -72,6 +80,8 @@ class Attention:
         """Everything up to the output projection."""
         s, shape = self._spec, self.shape
         qkv = self.qkv(x, ctx)
+        if self._growth is not None:
+            qkv[:, : shape.num_heads * shape.head_dim].mul_(self._growth[ctx.positions])
         if self.q_norm is not None and self.k_norm is not None:
             if self._unweighted is not None:
                 self._norm_each_head(qkv, self._unweighted, self.q_norm.weight, self.k_norm.weight)

@@ -1,4 +1,4 @@
-"""Rotation tables: the cosine and sine of every position, computed once per rope variant."""
+"""What depends on a token's position alone, as tables computed once: cosines and sines, factors of queries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.layers.spec import RopeSpec
+from quire.layers.spec import QueryGrowth, RopeSpec
 
 _ROWS_AT_ONCE = 4096
 """Bounds the float64 intermediates of a table for a long context."""
@@ -30,6 +30,12 @@ def rope_table(spec: RopeSpec, length: int) -> Tensor:
             torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(spec.attention_factor).to(torch.float32)
         )
     return table
+
+
+def growth_table(spec: QueryGrowth, length: int) -> Tensor:
+    """float32 [length, 1]: the factor of the queries at each position."""
+    steps = torch.arange(length, dtype=torch.float64)[:, None].div_(spec.every).floor_()
+    return (1 + spec.beta * torch.log1p(steps)).to(torch.float32)
 
 
 def _frequencies(spec: RopeSpec, length: int) -> Tensor:

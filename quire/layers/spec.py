@@ -52,6 +52,14 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by 1 + beta ln(1 + floor(p / every)) (Ministral 3, Llama 4)."""
+
+    beta: float
+    every: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """One layer's attention."""
 
@@ -71,6 +79,7 @@ class AttentionSpec:
     window: int | None = None
     """How many keys a query sees, itself included; None: all of them."""
     softcap: float | None = None
+    growth: QueryGrowth | None = None
 
 
 @dataclass(frozen=True, slots=True)

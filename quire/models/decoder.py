@@ -13,7 +13,8 @@ from quire.layers.attention import Attention
 from quire.layers.linear import Embedding, Linear
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
-from quire.layers.rotary import rope_table
+from quire.layers.rotary import growth_table, rope_table
+from quire.layers.spec import QueryGrowth
 from quire.layers.stream import ResidualStream, Rows
 from quire.models.spec import DecoderSpec, LayerSpec
 from quire.ops.interface import Ops
@@ -23,10 +24,17 @@ class DecoderLayer:
     """Attention and feed-forward with their residuals, norms placed as the spec says."""
 
     def __init__(
-        self, ops: Ops, spec: LayerSpec, hidden: int, rope: Tensor | None, group: int, dtype: torch.dtype
+        self,
+        ops: Ops,
+        spec: LayerSpec,
+        hidden: int,
+        rope: Tensor | None,
+        group: int,
+        dtype: torch.dtype,
+        growth: Tensor | None = None,
     ) -> None:
         self._placement = spec.placement
-        self.attn = Attention(ops, spec.attention, rope, group, dtype)
+        self.attn = Attention(ops, spec.attention, rope, group, dtype, growth)
         self.mlp = Mlp(ops, spec.mlp, dtype)
         self.attn_norm = Norm(ops, spec.norm, hidden)
         if spec.placement != "parallel":
@@ -96,6 +104,7 @@ class Decoder:
         )
         self._build_ends()
         ropes = [rope_table(rope, self.max_model_len) for rope in spec.ropes]
+        self._growths: dict[QueryGrowth, Tensor] = {}
         groups = spec.group_of_layer()
         self.layers = [
             self._build_layer(index, ropes, groups[index]) for index in range(first_layer, last_layer)
@@ -114,7 +123,11 @@ class Decoder:
     def _build_layer(self, index: int, ropes: list[Tensor], group: int) -> DecoderLayer:
         layer = self.spec.layers[index]
         rope = None if layer.attention.rope is None else ropes[layer.attention.rope]
-        return DecoderLayer(self.ops, layer, self.spec.hidden_size, rope, group, self._dtype)
+        growth = layer.attention.growth
+        if growth is not None and growth not in self._growths:
+            self._growths[growth] = growth_table(growth, self.max_model_len)
+        factors = None if growth is None else self._growths[growth]
+        return DecoderLayer(self.ops, layer, self.spec.hidden_size, rope, group, self._dtype, factors)
 
     @property
     def is_first(self) -> bool:

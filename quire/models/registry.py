@@ -17,6 +17,7 @@ from quire.models.families import (
     granite,
     llama,
     ministral,
+    ministral3,
     mistral,
     olmo2,
     olmo3,
@@ -32,7 +33,7 @@ from quire.models.refused import reason
 from quire.models.spec import DecoderSpec
 
 _FILES = (
-    *(llama, mistral, ministral, qwen2, qwen3, smollm3, phi3, glm4, granite, olmo2, olmo3, cohere, cohere2),
+    *(llama, mistral, ministral, ministral3, qwen2, qwen3, smollm3, phi3, glm4, granite, olmo2, olmo3, cohere, cohere2),
     *(gemma2, gemma3, starcoder2, opt, gpt2),
 )
 FAMILIES: dict[str, Family] = {file.FAMILY.architecture: file.FAMILY for file in _FILES}

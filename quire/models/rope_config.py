@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,14 @@ def rope_of(
     default_theta: float = 10000.0,
     partial: float | None = None,
     interleaved: bool = False,
+    also: Collection[str] = (),
 ) -> RopeSpec:
     """The rotation: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers
     4).
 
     `layer_type` picks one of a config that has several; without it such a config is refused. `partial` is
     the default of `partial_rotary_factor`; without it heads turn whole and the field is refused. `interleaved`
-    is how the family pairs features (see `RopeSpec`).
+    is how the family pairs features (see `RopeSpec`). `also` are fields among the rotation's that the family reads.
     """
     fields = reader.get("rope_parameters")
     fields = reader.get("rope_scaling") if fields is None else fields
@@ -41,7 +42,7 @@ def rope_of(
     theta = positive(
         reader, "rope_theta", reader.get("rope_theta") if theta is None else theta, default_theta
     )
-    return replace(read_rope(reader, fields, theta, head_dim, partial), interleaved=interleaved)
+    return replace(read_rope(reader, fields, theta, head_dim, partial, also), interleaved=interleaved)
 
 
 def full_and_window_ropes(
@@ -76,7 +77,12 @@ def reach(limit: int, rope: RopeSpec) -> int:
 
 
 def read_rope(
-    reader: ConfigReader, fields: Mapping[str, Any], theta: float, head_dim: int, partial: float | None = None
+    reader: ConfigReader,
+    fields: Mapping[str, Any],
+    theta: float,
+    head_dim: int,
+    partial: float | None = None,
+    also: Collection[str] = (),
 ) -> RopeSpec:
     """One rotation from its own fields; those it does not know are refused."""
     if not isinstance(fields, Mapping):
@@ -85,7 +91,7 @@ def read_rope(
     kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 configs
     if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         reader.refuse("rope_type", kind, f"; known: {', '.join(_ROPE_FIELDS)}")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_FIELDS[kind]}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *also, *_ROPE_FIELDS[kind]}
     for field, value in fields.items():
         if field not in known and value is not None:
             reader.refuse(f"rope_parameters.{field}", value, f" with rope_type {kind}")
@@ -146,7 +152,7 @@ def _scaled_rope(
 ) -> RopeSpec:
     limit = reader.size("max_position_embeddings", most=MAX_POSITIONS)
     # transformers takes the trained length of dynamic scaling from max_position_embeddings in any case
-    trained = limit if kind == "dynamic" else _trained_length(reader, fields, limit)
+    trained = limit if kind == "dynamic" else trained_length(reader, fields, limit)
     ratio = limit / trained if kind == "yarn" else None
     factor = positive(reader, "rope_parameters.factor", fields.get("factor"), ratio)
     if kind == "yarn" and theta <= 1:
@@ -178,9 +184,13 @@ def _scaled_rope(
     )
 
 
-def _trained_length(reader: ConfigReader, fields: Mapping[str, Any], limit: int) -> int:
-    trained = reader.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
-    return int(positive(reader, "original_max_position_embeddings", trained, limit))
+def trained_length(reader: ConfigReader, fields: Mapping[str, Any], default: int | None = None) -> int:
+    """The positions a scaled rotation was trained at."""
+    field = "original_max_position_embeddings"
+    trained = positive(reader, f"rope_parameters.{field}", reader.get(field) or fields.get(field), default)
+    if not 1 <= trained <= MAX_POSITIONS:
+        reader.fail(f"rope_parameters.{field}", f"must be from 1 to {MAX_POSITIONS}, not {trained}")
+    return int(trained)
 
 
 def _longrope(
@@ -188,7 +198,7 @@ def _longrope(
 ) -> RopeSpec:
     """Divisors of every pair, one list within the trained length and one past it (Phi-3)."""
     limit = reader.size("max_position_embeddings", most=MAX_POSITIONS)
-    trained = _trained_length(reader, fields, limit)
+    trained = trained_length(reader, fields, limit)
     factor = positive(reader, "rope_parameters.factor", fields.get("factor"), limit / trained)
     plain = 1.0 if factor <= 1 or trained < 2 else math.sqrt(1 + math.log(factor) / math.log(trained))
     return RopeSpec(

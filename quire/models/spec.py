@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.kernels.kv_spec import KVSpec
@@ -49,6 +49,12 @@ class LayerSpec:
     norm: NormSpec
     placement: NormPlacement = "pre"
 
+    def within(self, positions: int) -> LayerSpec:
+        """The same layer; one whose window no sequence can leave has none (Phi-4 has one of 262144 keys)."""
+        if self.attention.window is None or self.attention.window < positions:
+            return self
+        return replace(self, attention=replace(self.attention, window=None))
+
     @property
     def kv(self) -> KVSpec:
         a = self.attention
@@ -84,6 +90,7 @@ class DecoderSpec:
     def __post_init__(self) -> None:
         if self.embed_dim == 0:
             object.__setattr__(self, "embed_dim", self.hidden_size)
+        object.__setattr__(self, "layers", tuple(layer.within(self.max_positions) for layer in self.layers))
 
     @property
     def num_layers(self) -> int:

@@ -182,7 +182,9 @@ class Admissions:
             self._planner.go_on(draft, [seq for seq in seats if mask_ready(seq)])
 
     def _has_turn(self, draft: Draft, seats: list[Sequence]) -> bool:
-        """May prompts that are not computed to their end go on in this step?"""
+        """Are their masks there, and may prompts that are not computed to their end go on in this step?"""
+        if not all(mask_ready(seq) for seq in seats):
+            return False
         for seq in seats:
             todo = (seq.held_at or len(seq.tokens)) - seq.num_computed
             if todo > 1 and self._state.chunks.first(draft, seq, seq.num_computed, todo,

@@ -56,7 +56,9 @@ class Results:
             if end // cache.block_size > seq.kv.num_registered:
                 cache.publish(seq.kv, seq.tokens, end)
             if cache.has_windows:
-                cache.leave_window(seq.kv, seq.num_computed)
+                # Drafts in flight may be refused: what the token after them can see begins earlier.
+                ahead = min(seq.num_computed, seq.num_tokens - 1) if seq.num_pending else seq.num_computed
+                cache.leave_window(seq.kv, ahead)
         except InvariantError as error:
             self._endings.quarantine(seq, error)
             return False

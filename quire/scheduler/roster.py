@@ -219,22 +219,26 @@ class Roster:
 
     # ---- self-examination
 
-    def check(self) -> list[Sequence]:
-        """Rows and host blocks against those who hold them; returns the sequences that have not ended."""
-        live = [seq for request in self.requests.values() for seq in request.live]
+    def examination(self) -> Iterator[None]:
+        """Places, rows and blocks of tiers against those who hold them, in parts."""
         swapped = [r.swapped for r in self.requests.values() if r.swapped is not None]
         for tier in self._cache.tiers:
             held = [self._cache.transfers.held_in_tier(tier, group) for group in range(len(self._cache.groups))]
             for kv in swapped if tier is self._cache.swap_tier else ():
                 for blocks, keys in zip(held, kv.keys, strict=True):
                     blocks.extend(keys)
-            tier.check(held)
+            yield from tier.examination(held)
         places = [*self.running, *self.arriving, *(request.request_id for request in self.waiting),
                   *self.compiling.names]
         if sorted(places) != sorted(self.requests):
             raise InvariantError("a request is in no place, or in two")
-        self.rows.check([seq.row for seq in live if seq.row >= 0])
-        return live
+        self.rows.check([seq.row for seq in self.live if seq.row >= 0])
+        yield
+
+    @property
+    def live(self) -> list[Sequence]:
+        """Sequences that have not ended."""
+        return [seq for request in self.requests.values() for seq in request.live]
 
 
 def _rank(request: Request) -> tuple[int, int]:

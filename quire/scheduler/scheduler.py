@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from quire.errors import InvalidRequestError, InvariantError
+from quire.kvcache.examination import finish
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.reservations import Reservation
 from quire.scheduler.admission import Admissions
@@ -37,8 +38,6 @@ from quire.scheduler.step_cost import StepLoad
 from quire.scheduler.updates import SequenceUpdate as SequenceUpdate
 from quire.speculation.speculator import Speculator
 from quire.structured.gate import GRAMMAR_END, add_masks
-
-_EXAMINE_EVERY = 10.0  # seconds: a full check takes milliseconds for ten thousand blocks, too long for every pause
 
 
 class Scheduler:
@@ -79,7 +78,6 @@ class Scheduler:
         self._admissions = Admissions(state, self._endings, self._giving_way, self._planner, self._arrivals)
         self._results = Results(state, self._endings, self._forks)
         self._in_flight: deque[tuple[StepPlan, list[Planned]]] = deque()
-        self._examined_at = float("-inf")
         self._num_added = 0
         self._steps = 0
 
@@ -323,12 +321,15 @@ class Scheduler:
 
     # ---- self-examination
 
-    def rest(self) -> None:
-        """There is nothing to do: a moment to examine everything, if that was not done lately."""
-        now = self._clock()
-        if self._endings.broken or now - self._examined_at >= _EXAMINE_EVERY:
-            self._examined_at = now
-            self.examine()
+    @property
+    def broken(self) -> bool:
+        """Something contradicted itself, and nothing has been started afresh since."""
+        return self._endings.broken
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing runs and no blocks are being moved: what is broken can be mended."""
+        return not self.running and not self.arriving and not self._in_flight and self.cache.resettable
 
     def examine(self) -> bool:
         """For an engine at rest: check everything, and start the cache afresh if anything is or was wrong.
@@ -336,13 +337,21 @@ class Scheduler:
         True if it had to. While sequences run, or blocks are being moved, nothing is mended: those concerned find out
         themselves.
         """
-        if self.running or self.arriving or self._in_flight or not self.cache.resettable:
+        if not self.at_rest:
             return False
+        finish(self.examination())
+        return self.mend()
+
+    def examination(self) -> Iterator[None]:
+        """What `examine` checks, in parts; notes what is wrong. It holds only while nothing changes between them."""
         try:
-            self.check()
+            yield from self._checks()
         except InvariantError as error:
             self._endings.note_broken(error)
-        if not self._endings.broken:
+
+    def mend(self) -> bool:
+        """Start the cache of an engine at rest afresh if something was found wrong; true if it was."""
+        if not self._endings.broken or not self.at_rest:
             return False
         for request in self.waiting:
             self._roster.forget_swapped(request)
@@ -353,5 +362,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Every invariant of the cache against the sequences that hold it; for idle moments and tests."""
-        live = self._roster.check()
-        self.cache.check([seq.kv for seq in live] + self._endings.quarantined)
+        finish(self._checks())
+
+    def _checks(self) -> Iterator[None]:
+        yield from self._roster.examination()
+        yield from self.cache.examination([seq.kv for seq in self._roster.live] + self._endings.quarantined)

@@ -36,8 +36,9 @@ async def send_json(send: Any, status: int, body: bytes, headers: list[tuple[byt
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Any, error: ApiError) -> None:
-    await send_json(send, error.status, encode(error.body()), error.headers())
+async def send_error(send: Any, error: ApiError, body: dict[str, Any] | None = None) -> None:
+    """`body`: the error in the form of another API."""
+    await send_json(send, error.status, encode(error.body() if body is None else body), error.headers())
 
 
 class Usage:
@@ -81,12 +82,20 @@ class Answer(ABC):
         """The server-sent events for news of one prompt; may be empty."""
 
     @abstractmethod
-    def last_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The chunk that ends a stream with usage."""
-
-    @abstractmethod
     def whole(self, found: list[RequestOutput], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
+
+    def last_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The chunk that ends a stream with usage."""
+        raise NotImplementedError
+
+    def tail(self) -> bytes:
+        """The events after the last of the engine's."""
+        return (sse(self.last_usage(self.usage_body())) if self.include_usage else b"") + _DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """The event that ends a stream in the middle."""
+        return sse(error.body())
 
     def usage_body(self) -> dict[str, Any]:
         return self.usage.body()
@@ -137,10 +146,7 @@ class Answer(ABC):
                 self._started = True
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-        tail = b""
-        if self.include_usage:
-            tail = sse(self.last_usage(self.usage_body()))
-        await send({"type": "http.response.body", "body": tail + _DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self.tail(), "more_body": False})
 
     async def _send_failure(self, error: Exception, send: Any) -> None:
         """The stream has begun, so the status is spent: the error is an event, and the stream ends there."""
@@ -148,7 +154,7 @@ class Answer(ABC):
         if found.code == "internal_error":
             LOGGER.error("stream_failed", exc_info=error, extra={"fields": {"request_id": self.record.request_id}})
         self.record.facts["error"] = str(found)
-        await send({"type": "http.response.body", "body": sse(found.body()), "more_body": False})
+        await send({"type": "http.response.body", "body": self.failure(found), "more_body": False})
 
     def _note_facts(self) -> None:
         body = self.usage_body()
@@ -169,6 +175,11 @@ async def _beside(num_logprobs: int, make: Callable[[], bytes]) -> bytes:
 
 def sse(chunk: dict[str, Any]) -> bytes:
     return b"data: " + encode(chunk) + b"\n\n"
+
+
+def named_sse(event: dict[str, Any]) -> bytes:
+    """An event under the name of its type."""
+    return b"event: " + event["type"].encode() + b"\ndata: " + encode(event) + b"\n\n"
 
 
 def finish_reason(completion: CompletionOutput) -> str | None:

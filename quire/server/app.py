@@ -40,7 +40,8 @@ def with_cors(app: App, origins: str | None) -> Any:
     from starlette.middleware.cors import CORSMiddleware
 
     return CORSMiddleware(app, allow_origins=[origin.strip() for origin in origins.split(",")],
-                          allow_methods=["GET", "POST"], allow_headers=["authorization", "content-type"],
+                          allow_methods=["GET", "POST", "DELETE"],
+                          allow_headers=["authorization", "x-api-key", "content-type"],
                           expose_headers=["x-request-id", "retry-after"])
 
 
@@ -51,6 +52,7 @@ class App:
         self._exact: dict[str, dict[str, Route]] = {}
         for route in (*ROUTES, *(page_routes(service) if service.config.page else ())):
             self._exact.setdefault(route.path, {})[route.method] = route
+        self._folders = {path[:path.index("{")]: methods for path, methods in self._exact.items() if "{" in path}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -64,7 +66,7 @@ class App:
         headers = dict(scope["headers"])
         record = _record(headers.get(b"x-request-id"), scope["method"], scope["path"])
         span = self.service.tracing.start({"traceparent": headers.get(b"traceparent", b"").decode("latin-1")})
-        shown = "other"
+        route: Route | None = None
         started = False
 
         async def send_noted(message: Any) -> None:
@@ -82,7 +84,6 @@ class App:
             if route is None or not route.open:
                 self._check_key(record, scope["headers"])
             route = _found(route, methods, record)
-            shown = route.path
             if route.works and self.service.draining:
                 raise ApiError(503, "the server is closing and takes no new requests", code="closing",
                                retry_after=5.0)
@@ -90,16 +91,18 @@ class App:
         except ClientGone:
             record.status = _CLIENT_CLOSED
         except Exception as error:
-            if not await self._failed(error, record, started, send_noted):
+            if not await self._failed(error, record, route, started, send_noted):
                 raise
         finally:
-            self._close(record, shown, span)
+            self._close(record, "other" if route is None else route.path, span)
 
     def _methods(self, path: str) -> dict[str, Route]:
         """The routes of a path, by method; none where there is no such path."""
-        if path.startswith("/v1/models/") and len(path) > len("/v1/models/"):
-            path = "/v1/models/{model}"
-        return self._exact.get(path, {})
+        if path in self._exact:
+            return self._exact[path]
+        # The last part of a path may be a name: of a model, of a response.
+        folder = next((each for each in self._folders if path.startswith(each) and len(path) > len(each)), None)
+        return {} if folder is None else self._folders[folder]
 
     def _check_host(self, host: bytes | None) -> None:
         if not self._hosts.allows(host):
@@ -110,15 +113,17 @@ class App:
         """Before anything else is said of a path: without a key nobody learns which ones there are."""
         keys = self.service.keys
         given = [value for name, value in headers if name == b"authorization"]
-        if len(given) > 1:
-            raise ApiError(400, "there are several Authorization headers: send one", code="several_authorizations")
+        others = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
+        if len(given) > 1 or len(others) > 1:
+            raise ApiError(400, "there are several headers with a key: send one", code="several_authorizations")
         if len(keys):
-            record.tenant = keys.tenant(given[0] if given else None)
+            record.tenant = keys.tenant(next(iter(given or others), None))
             if record.tenant is None:
-                raise ApiError(401, "a valid API key is needed: send it as `Authorization: Bearer KEY`",
-                               code="invalid_api_key")
+                raise ApiError(401, "a valid API key is needed: send it as `Authorization: Bearer KEY` or as "
+                                    "`x-api-key: KEY`", code="invalid_api_key")
 
-    async def _failed(self, error: Exception, record: RequestRecord, started: bool, send: Any) -> bool:
+    async def _failed(self, error: Exception, record: RequestRecord, route: Route | None, started: bool,
+                      send: Any) -> bool:
         """Answer with the error; False where the answer has begun and can only be cut off."""
         found = api_error(error)
         record.facts["error"] = str(found)
@@ -126,7 +131,7 @@ class App:
             LOGGER.error("request_failed", exc_info=error, extra={"fields": {"request_id": record.request_id}})
         if started:
             return False
-        await send_error(send, found)
+        await send_error(send, found, None if route is None or route.error_body is None else route.error_body(found))
         return True
 
     def _close(self, record: RequestRecord, path: str, span: Any) -> None:

@@ -59,8 +59,9 @@ def _plain(message: Message, place: int) -> dict[str, Any]:
     if isinstance(message, ToolMessage):
         found["tool_call_id"] = message.tool_call_id
     if isinstance(message, AssistantMessage):
-        if message.reasoning_content is not None:
-            found["reasoning_content"] = message.reasoning_content
+        thoughts = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+        if thoughts is not None:
+            found["reasoning_content"] = thoughts
         if message.tool_calls:
             found["tool_calls"] = [
                 {"id": call.id, "type": "function",

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.server.protocol import GenerationBody, JsonObject, ResponseFormat, Strict, Text
+from quire.server.protocol import GenerationBody, JsonObject, PromptIds, ResponseFormat, Strict, Text
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class TextPart(Strict):
@@ -56,6 +56,7 @@ class AssistantMessage(Strict):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: Text | None = Field(None, description="what the model thought; shown to its template")
+    reasoning: Text | None = Field(None, description="the same under its other name")
     refusal: str | None = Field(None, description="no effect")
     annotations: list[Any] | None = Field(None, description="no effect")
     audio: None = None
@@ -94,7 +95,9 @@ class NamedTool(Strict):
 
 
 class ChatBody(GenerationBody):
-    messages: list[Message] = Field(min_length=1, max_length=65536)
+    messages: list[Message] | None = Field(None, min_length=1, max_length=65536)
+    prompt_token_ids: PromptIds | None = Field(
+        None, description="Quire: the prompt itself, in place of messages, which may then be left out")
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     best_of: int | None = Field(None, ge=1, description="Quire: draw this many and return the n likeliest")
     logprobs: bool | None = None

@@ -10,7 +10,7 @@ from quire.server.answer import Answer, encode, finish_reason, new_logprobs, sse
 from quire.server.api_error import refusal
 from quire.server.generation import Work
 from quire.server.logprobs import CompletionLogprobs, joined
-from quire.server.parameters import Wishes, constraint_of, engine_params
+from quire.server.parameters import Wishes, engine_params, shape_of
 from quire.server.protocol import CompletionBody
 from quire.server.service import RequestRecord, Service, salt_of
 
@@ -26,14 +26,15 @@ async def completion(service: Service, record: RequestRecord, body: CompletionBo
     if max_tokens == 0 and not body.echo:
         raise refusal("max_tokens", "may be 0 only with echo")
     # A score is asked for without an output: one token is drawn, and not shown.
+    shape = shape_of(body, service.config)
     wishes = Wishes(max_tokens=max(max_tokens, 1), best_of=body.best_of, logprobs=body.logprobs,
+                    shape=None if shape is None else shape[1],
                     prompt_logprobs=body.logprobs if body.echo else None)
     params = engine_params(body, wishes, service.config)
     texts, prompts = await _prompts(service, body, record.tenant)
     for tokens in prompts:
         service.check_length(len(tokens), max_tokens, "prompt")
-    constraint = constraint_of(body, service.config)
-    field = None if constraint is None else constraint[0]
+    field = None if shape is None else shape[0]
     work = Work(f"cmpl-{record.unique_id}", prompts, params, body.priority or 0, record.tenant,
                 salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout), field, bool(body.stream))
     return CompletionAnswer(service, record, work, body, texts, shows_output=max_tokens > 0)
@@ -42,7 +43,9 @@ async def completion(service: Service, record: RequestRecord, body: CompletionBo
 async def _prompts(service: Service, body: CompletionBody,
                    tenant: str | None) -> tuple[list[str | None], list[list[int]]]:
     """The prompts as texts, where they are echoed or were given so, and as token ids."""
-    given = body.prompt
+    given = body.prompt if body.prompt_token_ids is None else body.prompt_token_ids
+    if given is None or (body.prompt is not None and body.prompt_token_ids is not None):
+        raise refusal("prompt", "or prompt_token_ids is wanted, and not both")
     several: list[Any] = given if isinstance(given, list) and (not given or not isinstance(given[0], int)) else [given]
     if not several or any(not prompt for prompt in several):
         raise refusal("prompt", "is empty: give at least one character or token")

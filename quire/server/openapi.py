@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from quire import __version__
-from quire.server.responses import ErrorBody
+from quire.server.responses import AnthropicError, ErrorBody
 from quire.server.route import Route
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -28,7 +28,7 @@ _ERRORS = {
 
 
 def document(routes: Sequence[Route], needs_key: bool) -> dict[str, Any]:
-    models: set[type[BaseModel]] = {ErrorBody}
+    models: set[type[BaseModel]] = {ErrorBody, AnthropicError}
     for route in routes:
         models.update(model for model in (route.takes, route.gives) if model is not None)
     ordered = sorted(models, key=lambda model: model.__name__)
@@ -36,7 +36,8 @@ def document(routes: Sequence[Route], needs_key: bool) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__,
-                 "description": "The OpenAI API, served by Quire. Fields marked Quire are its own."},
+                 "description": "The OpenAI API and Anthropic's Messages API, served by Quire. Fields marked Quire are "
+                                "its own."},
         "paths": {path: {route.method.lower(): _operation(route, needs_key) for route in routes if route.path == path}
                   for path in dict.fromkeys(route.path for route in routes)},
         "components": {"schemas": schemas["$defs"],
@@ -50,8 +51,9 @@ def _operation(route: Route, needs_key: bool) -> dict[str, Any]:
         content["text/event-stream"] = {}  # chunks, as OpenAI defines them; the last event is [DONE]
     answers: dict[str, Any] = {"200": {"description": "what was asked for", "content": content}}
     for status in _possible(route, needs_key):
+        shape = "ErrorBody" if route.error_body is None else "AnthropicError"
         answers[status] = {"description": _ERRORS[status],
-                           "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}}
+                           "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}}
     operation: dict[str, Any] = {"summary": route.summary, "operationId": route.handler.__name__.strip("_"),
                                  "responses": answers}
     if needs_key and not route.open:
@@ -59,8 +61,9 @@ def _operation(route: Route, needs_key: bool) -> dict[str, Any]:
     if route.takes is not None:
         reference = {"$ref": f"#/components/schemas/{route.takes.__name__}"}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
-    if "{model}" in route.path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True,
+    if "{" in route.path:
+        name = route.path[route.path.index("{") + 1:-1]
+        operation["parameters"] = [{"name": name, "in": "path", "required": True,
                                     "schema": {"type": "string", "minLength": 1}}]
     return operation
 
@@ -75,7 +78,7 @@ def _possible(route: Route, needs_key: bool) -> list[str]:
     found = ["401"] if needs_key and not route.open else []
     if route.takes is not None:
         found += ["400", "404", "408", "413", "415"]
-    if "{model}" in route.path:
+    if "{" in route.path:
         found.append("404")
     if route.works:
         found += ["429", "500", "503", "504"]

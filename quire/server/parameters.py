@@ -33,8 +33,8 @@ class Wishes:
     best_of: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    constraint: tuple[str, dict[str, Any]] | None = None
-    """Of a forced tool call, with the field that forces it: it comes before what the body asks for."""
+    shape: StructuredOutputs | None = None
+    """What the text must match."""
     skip_special_tokens: bool | None = None
 
 
@@ -55,9 +55,8 @@ def engine_params(body: GenerationBody, wishes: Wishes, config: ServerConfig) ->
         fields["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
     if wishes.skip_special_tokens is not None and body.skip_special_tokens is None:
         fields["skip_special_tokens"] = wishes.skip_special_tokens
-    constraint = wishes.constraint or constraint_of(body, config)
-    if constraint is not None:
-        fields["structured_outputs"] = _structured(*constraint)
+    if wishes.shape is not None:
+        fields["structured_outputs"] = wishes.shape
     return SamplingParams(
         n=body.n or 1, best_of=None if body.stream else wishes.best_of, max_tokens=wishes.max_tokens,
         logprobs=wishes.logprobs, prompt_logprobs=wishes.prompt_logprobs, stop=body.stop,
@@ -101,8 +100,8 @@ def _beams(body: GenerationBody, wishes: Wishes, config: ServerConfig) -> BeamSe
     )
 
 
-def constraint_of(body: GenerationBody, config: ServerConfig) -> tuple[str, dict[str, Any]] | None:
-    """What the text must match: the field that asks for it, and keywords of StructuredOutputs. At most one may."""
+def shape_of(body: GenerationBody, config: ServerConfig) -> tuple[str, StructuredOutputs] | None:
+    """What the text must match, and the field that asks for it. At most one may."""
     found: list[tuple[str, dict[str, Any]]] = []
     wanted = getattr(body, "response_format", None)
     if isinstance(wanted, ResponseFormatJsonObject):
@@ -113,7 +112,8 @@ def constraint_of(body: GenerationBody, config: ServerConfig) -> tuple[str, dict
     if body.structured_outputs is not None:
         given = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
         if len(given) != 1 or given.get("json_object") is False:
-            raise refusal("structured_outputs", "must hold exactly one of json, json_object, regex, choice and grammar")
+            raise refusal("structured_outputs",
+                          "must hold exactly one of json, json_object, regex, choice, grammar and structural_tag")
         found.append(("structured_outputs", given))
     for name in ("json", "regex", "choice", "grammar"):
         value = getattr(body, f"guided_{name}")
@@ -124,7 +124,7 @@ def constraint_of(body: GenerationBody, config: ServerConfig) -> tuple[str, dict
     if len(found) > 1:
         raise refusal(found[1][0], f"cannot be combined with {found[0][0]}: the text can match one thing only")
     check_size(*found[0], config)
-    return found[0]
+    return found[0][0], structured(*found[0])
 
 
 def check_size(field: str, constraint: Any, config: ServerConfig) -> None:
@@ -134,7 +134,11 @@ def check_size(field: str, constraint: Any, config: ServerConfig) -> None:
         raise refusal(field, f"is {size} bytes long; this server takes at most {most}", code="schema_too_large")
 
 
-def _structured(field: str, constraint: dict[str, Any]) -> StructuredOutputs:
+def structured(field: str, constraint: dict[str, Any]) -> StructuredOutputs:
+    """Keywords of StructuredOutputs, checked; complaints are about the client's own field.
+
+    Raises ApiError.
+    """
     try:
         return StructuredOutputs(**constraint)
     except InvalidRequestError as error:

@@ -68,6 +68,7 @@ class StructuredOutputsBody(Strict):
     regex: str | None = None
     choice: list[str] | None = Field(None, description="one of these texts", max_length=1024)
     grammar: str | None = Field(None, description="a context-free grammar in EBNF")
+    structural_tag: JsonObject | str | None = Field(None, description="texts, tokens and schemas put together")
 
 
 class GenerationBody(Strict):
@@ -124,8 +125,9 @@ class GenerationBody(Strict):
 
 
 class CompletionBody(GenerationBody):
-    prompt: Prompt | Prompts | PromptIds | PromptsIds = Field(
-        description="text, token ids, or a list of either")
+    prompt: Prompt | Prompts | PromptIds | PromptsIds | None = Field(
+        None, description="text, token ids, or a list of either")
+    prompt_token_ids: PromptIds | None = Field(None, description="Quire: the prompt as token ids, in place of prompt")
     best_of: int | None = Field(None, ge=1)
     echo: bool | None = Field(None, description="the prompt before its completion")
     logprobs: int | None = Field(None, ge=0)

@@ -11,11 +11,16 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class UsageBody(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails(reasoning_tokens=0)
 
 
 class CompletionChoice(BaseModel):
@@ -50,6 +55,7 @@ class ChatMessage(BaseModel):
     content: str | None
     refusal: None
     reasoning_content: str = ""
+    reasoning: str = ""
     tool_calls: list[ToolCallBody] = []
 
 
@@ -70,17 +76,75 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str | None
 
 
+class Response(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class Deleted(BaseModel):
+    id: str
+    object: Literal["response.deleted"]
+    deleted: bool
+
+
+class AnthropicUsage(BaseModel):
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class CountedTokens(BaseModel):
+    input_tokens: int
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    limits: dict[str, int]
+    capabilities: dict[str, bool]
+    tool_call_parser: str
+    reasoning_parser: str
 
 
 class ModelList(BaseModel):
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: bool
+    first_id: str
+    last_id: str
 
 
 class Tokens(BaseModel):

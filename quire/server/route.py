@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from quire.server.api_error import ApiError
 from quire.server.service import RequestRecord, Service
 
 Handler = Callable[[Service, RequestRecord, Any, Any, Any], Awaitable[None]]
@@ -30,3 +31,5 @@ class Route:
     works: bool = False
     """It gives the engine work, so it is refused while the server is closing."""
     streams: bool = False
+    error_body: Callable[[ApiError], dict[str, Any]] | None = None
+    """Errors in the form of another API; None: OpenAI's."""

@@ -16,7 +16,12 @@ from quire.server.chat_prompt import render
 from quire.server.chat_protocol import ChatBody, TokenizeBody
 from quire.server.completions import completion
 from quire.server.generation import until_disconnect
+from quire.server.messages_api.answer import count_tokens, error_body, message
+from quire.server.messages_api.protocol import CountBody, MessagesBody
+from quire.server.model_card import model_card
 from quire.server.protocol import CompletionBody, DetokenizeBody
+from quire.server.responses_api.answer import response
+from quire.server.responses_api.protocol import ResponsesBody
 from quire.server.route import Route
 from quire.server.service import LONG_TEXT, RequestRecord, Service
 from quire.server.text_process import do_text_job
@@ -42,18 +47,47 @@ async def _chat(service: Service, record: RequestRecord, scope: Any, receive: An
     await answer(scope, receive, send)
 
 
-def _card(service: Service) -> dict[str, Any]:
-    return {"id": service.model_name, "object": "model", "created": service.created, "owned_by": "quire",
-            "max_model_len": service.engine.max_model_len}
+async def _responses(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    body = await read_body(scope, receive, ResponsesBody, service.config)
+    async with until_disconnect(receive, lambda: False):
+        answer = await response(service, record, body)
+    await answer(scope, receive, send)
+
+
+async def _stored(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    name = scope["path"].removeprefix("/v1/responses/")
+    await send_json(send, 200, encode(service.responses.get(record.tenant, name, "response_id").body))
+
+
+async def _forget(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    name = scope["path"].removeprefix("/v1/responses/")
+    service.responses.remove(record.tenant, name)
+    await send_json(send, 200, encode({"id": name, "object": "response.deleted", "deleted": True}))
+
+
+async def _messages(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    body = await read_body(scope, receive, MessagesBody, service.config)
+    async with until_disconnect(receive, lambda: False):
+        answer = await message(service, record, body)
+    await answer(scope, receive, send)
+
+
+async def _count_tokens(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    body = await read_body(scope, receive, CountBody, service.config)
+    async with until_disconnect(receive, lambda: False):
+        count = await count_tokens(service, record.tenant, body)
+    await send_json(send, 200, encode({"input_tokens": count}))
 
 
 async def _models(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
-    await send_json(send, 200, encode({"object": "list", "data": [_card(service)]}))
+    name = service.model_name
+    await send_json(send, 200, encode({"object": "list", "data": [model_card(service)], "has_more": False,
+                                       "first_id": name, "last_id": name}))
 
 
 async def _model(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
     service.check_model(scope["path"].removeprefix("/v1/models/"))
-    await send_json(send, 200, encode(_card(service)))
+    await send_json(send, 200, encode(model_card(service)))
 
 
 async def _tokenize(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
@@ -155,6 +189,14 @@ ROUTES: tuple[Route, ...] = (
           works=True, streams=True),
     Route("POST", "/v1/completions", "Continue texts", _completions, CompletionBody, responses.Completion, works=True,
           streams=True),
+    Route("POST", "/v1/responses", "Answer a conversation, as agents of OpenAI's ask", _responses, ResponsesBody,
+          responses.Response, works=True, streams=True),
+    Route("GET", "/v1/responses/{response}", "A response that was stored", _stored, None, responses.Response),
+    Route("DELETE", "/v1/responses/{response}", "Forget a response", _forget, None, responses.Deleted),
+    Route("POST", "/v1/messages", "Answer a conversation, as Anthropic's clients ask", _messages, MessagesBody,
+          responses.AnthropicMessage, works=True, streams=True, error_body=error_body),
+    Route("POST", "/v1/messages/count_tokens", "The tokens of a conversation", _count_tokens, CountBody,
+          responses.CountedTokens, error_body=error_body),
     Route("GET", "/v1/models", "The served model, as a list", _models, None, responses.ModelList),
     Route("GET", "/v1/models/{model}", "The served model", _model, None, responses.ModelCard),
     Route("POST", "/tokenize", "From text or messages to tokens", _tokenize, TokenizeBody, responses.Tokens),

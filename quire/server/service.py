@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.config import ServerConfig
+from quire.config import ServerConfig, parse_bytes
 from quire.server.api_error import ApiError
 from quire.server.auth import ApiKeys
 from quire.server.metrics import ServerMetrics
+from quire.server.parsers.registry import call_format_of, thought_format_of
+from quire.server.responses_api.store import ResponseStore
 from quire.server.text_process import start_text_process
 from quire.server.text_work import TextWork
-from quire.server.tool_parser import format_of_template
 from quire.server.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -73,10 +74,11 @@ class Service:
         if self.tokenizer is not None:
             _ = self.tokenizer.vocab_size  # found once, which takes a while
         template = None if self.tokenizer is None else self.tokenizer.chat_template
-        self.tool_format = (format_of_template(template) if config.tool_call_parser == "auto"
-                            else config.tool_call_parser)
-        self.splits_reasoning = config.reasoning_parser == "think" or (
-            config.reasoning_parser == "auto" and template is not None and "</think>" in template)
+        self.responses = ResponseStore(config.max_stored_responses,
+                                       parse_bytes(config.stored_responses_memory, "stored_responses_memory"))
+        self.call_format = call_format_of(template) if config.tool_call_parser == "auto" else config.tool_call_parser
+        self.thought_format = (thought_format_of(template) if config.reasoning_parser == "auto"
+                               else config.reasoning_parser)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

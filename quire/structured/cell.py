@@ -76,7 +76,7 @@ def _grammar(link: socket.socket, data: bytes, compiler: Any, vocabulary: Vocabu
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, resource.RLIM_INFINITY))
     spec = StructuredOutputs.from_dict(json.loads(data))
     try:
-        compiled = CompiledGrammar(compiler.compile_grammar(parse_grammar(spec)), vocabulary)
+        compiled = CompiledGrammar(compiler.compile_grammar(parse_grammar(spec)), vocabulary, spec.named_tokens)
     except (Exception, RecursionError) as error:
         _tell(link, error=str(as_refusal(error, spec)))
         return

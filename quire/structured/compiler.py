@@ -21,6 +21,7 @@ from quire.structured.json_schema import check_schema
 from quire.structured.matcher import CompiledGrammar
 from quire.structured.regex import portable_regex
 from quire.structured.spec import StructuredOutputs
+from quire.structured.tags import enforced_tag
 from quire.structured.vocabulary import Vocabulary, import_xgrammar
 
 MAX_WHITESPACE: Final = 16
@@ -145,7 +146,7 @@ class GrammarCompiler:
                 # Its own cache is off: ours has a bound and knows what is in use.
                 self._compiler = import_xgrammar().GrammarCompiler(
                     self._vocabulary.info, max_threads=1, cache_enabled=False)
-        compiled = CompiledGrammar(self._compiler.compile_grammar(grammar), self._vocabulary)
+        compiled = CompiledGrammar(self._compiler.compile_grammar(grammar), self._vocabulary, spec.named_tokens)
         if compiled.num_bytes > self.limits.cache_bytes:
             raise InvalidRequestError(
                 f"{spec.field} needs {compiled.num_bytes} bytes when compiled, and grammar_cache_memory is "
@@ -186,6 +187,8 @@ def parse_grammar(spec: StructuredOutputs) -> Any:
             return make.from_regex(portable_regex(value))
         if spec.kind == "choice":
             return make.from_ebnf("root ::= " + " | ".join(_literal(text) for text in value))
+        if spec.kind == "structural_tag":
+            return make.from_structural_tag(enforced_tag(json.loads(value)))
         return make.from_ebnf(value)
     except Exception as error:
         raise as_refusal(error, spec) from None

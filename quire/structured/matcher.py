@@ -18,26 +18,32 @@ from quire.structured.vocabulary import Vocabulary, import_xgrammar
 class CompiledGrammar:
     """A grammar over one model's vocabulary; any number of sequences start from it."""
 
-    __slots__ = ("_compiled", "_vocabulary", "num_bytes")
+    __slots__ = ("_compiled", "_drawable", "_named", "_vocabulary", "num_bytes")
 
-    def __init__(self, compiled: Any, vocabulary: Vocabulary) -> None:
+    def __init__(self, compiled: Any, vocabulary: Vocabulary, named: frozenset[int] = frozenset()) -> None:
+        """`named`: special tokens that the grammar asks for by their ids."""
         self._compiled = compiled
         self._vocabulary = vocabulary
+        self._named = named
+        self._drawable = vocabulary.drawable_with(named)
         self.num_bytes = int(compiled.memory_size_bytes)
 
     def start(self, stop_ids: frozenset[int]) -> SequenceGrammar:
         """For one sequence; those of `stop_ids` that are no text may come where the text may end."""
-        return SequenceGrammar(self._compiled, self._vocabulary, stop_ids)
+        return SequenceGrammar(self._compiled, self._vocabulary, stop_ids, self._named, self._drawable)
 
 
 class SequenceGrammar:
     """The matcher of one sequence."""
 
-    __slots__ = ("_accepted", "_end_ids", "_matcher", "_vocabulary", "_words")
+    __slots__ = ("_accepted", "_drawable", "_end_ids", "_matcher", "_silent", "_vocabulary", "_words")
 
-    def __init__(self, compiled: Any, vocabulary: Vocabulary, stop_ids: frozenset[int]) -> None:
+    def __init__(self, compiled: Any, vocabulary: Vocabulary, stop_ids: frozenset[int], named: frozenset[int],
+                 drawable: np.ndarray) -> None:
         self._matcher = import_xgrammar().GrammarMatcher(compiled)
         self._vocabulary = vocabulary
+        self._silent = vocabulary.silent_ids - named if named else vocabulary.silent_ids
+        self._drawable = drawable
         self._end_ids = sorted(stop_ids & vocabulary.silent_ids)
         self._accepted: list[int] = []
         self._words = np.zeros((1, -(-vocabulary.size // 32)), np.int32)
@@ -85,7 +91,7 @@ class SequenceGrammar:
         return all(self._accept(token) for token in output[len(known) :])
 
     def _accept(self, token: int) -> bool:
-        if token in self._vocabulary.silent_ids or not self._matcher.accept_token(token):
+        if token in self._silent or not self._matcher.accept_token(token):
             return False
         self._accepted.append(token)
         return True
@@ -93,8 +99,8 @@ class SequenceGrammar:
     def _next(self) -> bytes:
         words = self._words
         self._matcher.fill_next_token_bitmask(words)
-        # Bits past the vocabulary are as they come.
-        self._set(range(self._vocabulary.size, words.size * 32), False)
+        # Bits past the vocabulary are as they come, and free text has every token.
+        words &= self._drawable
         vocabulary, accepted = self._vocabulary, self._accepted
         self._set(vocabulary.after.get(accepted[-1], ()) if accepted else vocabulary.spaced_ids, False)
         if self._end_ids and self._matcher.is_completed():

@@ -1,4 +1,4 @@
-"""What shape a caller may ask of an output: one of five, checked at once and refused by name."""
+"""What shape a caller may ask of an output: one of six, checked at once and refused by name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing import Any, Final
 from quire.errors import InvalidRequestError
 from quire.structured.json_schema import check_schema
 from quire.structured.regex import check_regex
+from quire.structured.tags import check_tag, named_tokens
 
 MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_REGEX_BYTES: Final = 8 << 10
 MAX_GRAMMAR_BYTES: Final = 64 << 10
+MAX_TAG_BYTES: Final = 120 << 10
+"""A structural tag holds the schemas of all tools of a request; with its quotes escaped it fits a packet to a cell."""
 MAX_CHOICES: Final = 1024
 MAX_CHOICE_BYTES: Final = 64 << 10
 """Of all choices together."""
-KINDS: Final = ("json", "json_object", "regex", "choice", "grammar")
+KINDS: Final = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 FIELD: Final = "structured_outputs"
 
 
@@ -45,6 +48,8 @@ class StructuredOutputs:
     """Texts of which the output is one."""
     grammar: str | None = None
     """An EBNF grammar (as llama.cpp writes them, GBNF) whose rule `root` derives the output."""
+    structural_tag: str | Mapping[str, Any] | None = None
+    """Texts, tokens and schemas put together, as a dict or as JSON text (`quire/structured/tags.py`)."""
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
@@ -52,7 +57,8 @@ class StructuredOutputs:
             raise InvalidRequestError(
                 f"{FIELD} needs exactly one of {', '.join(KINDS)}; {' and '.join(given) or 'none'} "
                 f"{'is' if len(given) < 2 else 'are'} set", field=FIELD)
-        check = {"json": _json, "json_object": _json_object, "regex": _regex, "choice": _choice, "grammar": _grammar}
+        check = {"json": _json, "json_object": _json_object, "regex": _regex, "choice": _choice, "grammar": _grammar,
+                 "structural_tag": _structural_tag}
         object.__setattr__(self, given[0], check[given[0]](getattr(self, given[0])))
 
     @property
@@ -63,6 +69,11 @@ class StructuredOutputs:
     def field(self) -> str:
         """What to call it when it is refused."""
         return f"{FIELD}.{self.kind}"
+
+    @property
+    def named_tokens(self) -> frozenset[int]:
+        """Special tokens that it asks for by their ids."""
+        return named_tokens(jsonlib.loads(str(self.structural_tag))) if self.structural_tag is not None else frozenset()
 
     @property
     def key(self) -> bytes:
@@ -165,4 +176,21 @@ def _grammar(value: Any) -> str:
     text = _text("grammar", value, MAX_GRAMMAR_BYTES)
     if not text.strip():
         raise _refuse("grammar", "is empty: give a grammar with a rule named root")
+    return text
+
+
+def _structural_tag(value: Any) -> str:
+    if isinstance(value, Mapping):
+        try:
+            value = jsonlib.dumps(dict(value), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _refuse("structural_tag", f"is not plain JSON data: {error}") from None
+    text = _text("structural_tag", value, MAX_TAG_BYTES)
+    try:
+        tag = jsonlib.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise _refuse("structural_tag", f"is not a JSON text: {error}") from None
+    problem = check_tag(tag)
+    if problem is not None:
+        raise _refuse("structural_tag", problem)
     return text

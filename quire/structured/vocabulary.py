@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
+
+import numpy as np
 
 from quire.errors import InvalidRequestError
 
@@ -38,6 +40,14 @@ class Vocabulary:
     after: Mapping[int, tuple[int, ...]]
     """By token that ends in a byte which not every continuation byte may follow: the tokens that may not."""
 
+    def drawable_with(self, named: Iterable[int]) -> np.ndarray:
+        """One bit for each token that is part of a text or one of `named`, in words of 32."""
+        bits = np.zeros(-(-self.size // 32) * 32, bool)
+        bits[: self.size] = True
+        bits[list(self.silent_ids)] = False
+        bits[list(named)] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
 
 _NEVER_AFTER = {0xE0: range(0x80, 0xA0), 0xED: range(0xA0, 0xC0), 0xF0: range(0x80, 0x90), 0xF4: range(0x90, 0xC0)}
 """By first byte of a character: second bytes that no UTF-8 has (overlong forms, halves of UTF-16 pairs, beyond
@@ -68,6 +78,10 @@ def read_vocabulary(tokenizer: TokenBytes, vocab_size: int, eos_token_ids: Colle
     silent.update(token for token, text in enumerate(texts) if not text)
     silent.update(range(known, vocab_size))
     texts, after = _only_utf8(texts, silent)
+    for token in tokenizer.special_ids:
+        if token < known:
+            # No text has this byte: only a grammar that names the token by its id gets there.
+            texts[token] = b"\xff" + tokenizer.token_bytes(token)
     info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=[])
     spaced = [token for token, text in enumerate(texts) if text.startswith(b" ")]
     drops = any(not tokenizer.decode([token]).startswith(" ") for token in spaced[:1])

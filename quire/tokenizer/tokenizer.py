@@ -51,6 +51,11 @@ class Tokenizer:
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is spelled so; None where there is none."""
+        found = self._id_of(text)
+        return found if found in self.special_ids else None
+
     @property
     def vocab_size(self) -> int:
         """One more than the largest id, added tokens included."""

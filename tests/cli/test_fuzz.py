@@ -10,12 +10,23 @@ from pathlib import Path
 import pytest
 
 from quire.fuzz.case import FuzzCase, random_case
+from quire.fuzz.fault_case import random_fault_case
 from tests.cli.conftest import Done
 
 
 def test_cases_of_a_seed_pass(inside: Callable[..., Done]) -> None:
     done = inside("fuzz", "--seed", "3", "--cases", "2")
-    assert done.code == 0 and "2 cases" in done.out and "no difference" in done.out
+    assert done.code == 0 and "22 cases" in done.out and "no difference" in done.out
+
+
+def test_cases_with_faults_can_be_played_alone_and_replayed(inside: Callable[..., Done]) -> None:
+    done = inside("fuzz", "--kind", "faults", "--seed", "3", "--cases", "5")
+    assert done.code == 0 and "5 cases" in done.out
+    case = random_fault_case(4)
+    assert "passes" in inside("fuzz", "--replay", case.to_json()).out
+    case.options["num_blocks"] = 1
+    failing = inside("fuzz", "--replay", case.to_json())
+    assert failing.code == 1 and "FAILED" in failing.out
 
 
 def test_no_time_plays_no_case(inside: Callable[..., Done]) -> None:

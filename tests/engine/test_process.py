@@ -232,7 +232,8 @@ def test_an_engine_that_cannot_be_built_says_so_as_what_it_was() -> None:
     assert mail.sent[0].kind == "ModelLoadError"
 
 
-def test_an_engine_told_to_stop_stops(smollm2: str) -> None:
+def test_an_engine_told_to_stop_stops(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.process.Doorbell", lambda *_: None)  # there is no real inbox to wait at
     mail = Mailbox()
     mail.inbox.append(m.encode(m.Start({"model": smollm2, "executor": "dummy", "num_kv_blocks": 64})))
     mail.inbox.append(m.encode(m.Shutdown()))
@@ -246,3 +247,32 @@ def test_messages_survive_the_wire() -> None:
     body = m.RequestBody("é", [0, 2**31], params, 2**64 - 1, 1.5, beams, [[1], [2, 3]], -4, b"\x00\xff", "t")
     message = m.decode_to_engine(m.encode(m.add(2**40, body)))
     assert isinstance(message, m.Add) and message.handle == 2**40 and m.decode_body(message.body) == body
+
+
+def test_news_of_the_last_token_goes_out_before_the_engine_examines_itself(bench: Bench) -> None:
+    order: list[str] = []
+    scheduler, send = bench.server._scheduler, bench.mail.send
+    original = scheduler.examination
+
+    def examination() -> Any:
+        order.append("examined")
+        yield from original()
+
+    def sent(data: bytes) -> None:
+        order.append("sent")
+        send(data)
+
+    def nothing(timeout: int) -> int:
+        if timeout:
+            raise TimeoutError("the engine waits")
+        return 0
+
+    scheduler.examination = examination  # type: ignore[method-assign]
+    bench.mail.send = sent  # type: ignore[method-assign]
+    bench.add(1, greedy(2))
+    while bench.mail.inbox or bench.server._core.has_work:
+        bench.turn()
+    bench.mail.poll = nothing  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError):
+        bench.server._take_in()
+    assert order[-1] == "examined" and set(order[:-1]) == {"sent"}

@@ -9,7 +9,7 @@ import pytest
 
 from quire.fuzz.case import FuzzCase, blocks_needed, random_case
 from quire.fuzz.run import find_difference
-from quire.fuzz.shrink import shrink
+from quire.fuzz.shrink import shrink, simpler_cases
 
 
 def test_a_case_is_a_function_of_its_seed_and_survives_json() -> None:
@@ -61,7 +61,7 @@ def test_a_failing_case_shrinks_to_the_request_that_fails() -> None:
         return any(request.beam is not None for request in candidate.requests)
 
     case = next(case for case in map(random_case, range(100)) if fails(case) and len(case.requests) > 3)
-    small = shrink(case, fails)
+    small = shrink(case, fails, simpler_cases)
     assert len(small.requests) == 1 and small.requests[0].beam is not None
     assert len(small.requests[0].prompt) == 1
     assert blocks_needed(small.requests[0], small.options["block_size"]) <= small.options["num_kv_blocks"]

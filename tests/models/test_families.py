@@ -65,6 +65,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", {}),
     "ministral windows alone": ("ministral", {"sliding_window": 17, "layer_types": None, "head_dim": 12}),
     "ministral yarn": ("ministral", {"rope_parameters": VARIANTS["yarn"], "sliding_window": 17}),
+    "ministral3": ("ministral3", {}),
+    "ministral3 window tied": (
+        "ministral3",
+        {"sliding_window": 24, "tie_word_embeddings": True, "num_key_value_heads": 6},
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3 no rope at all": ("smollm3", {"no_rope_layers": [0, 0, 0], "tie_word_embeddings": True}),
     "smollm3 interval": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2, "attention_bias": True}),

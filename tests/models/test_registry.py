@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.refused import reason
 from quire.models.registry import FAMILIES, family_of, read_spec
+from tests.checkpoints import GROWING
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,6 +34,7 @@ _LLAMA_LIKE = (
 )
 for _family in _LLAMA_LIKE:
     BASES[_family.lower()] = {**LLAMA, "architectures": [f"{_family}ForCausalLM"]}
+BASES["ministral3"] = {**LLAMA, "architectures": ["Ministral3ForCausalLM"], "rope_parameters": GROWING}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
@@ -108,6 +110,8 @@ IMPOSSIBLE: list[tuple[str, str, object]] = [
     ("smollm3", "no_rope_layer_interval", 0),
     ("phi3", "partial_rotary_factor", 0.4),
     ("phi3", "partial_rotary_factor", 1.5),
+    ("ministral3", "rope_parameters", {"rope_type": "default"}),
+    ("ministral3", "rope_parameters", None),
     ("phi3", "rope_parameters", {**LONGROPE, "short_factor": [1.0] * 3}),
     ("phi3", "rope_parameters", {**LONGROPE, "long_factor": [1.0, 1.0, 1.0, "1"]}),
     ("glm4", "partial_rotary_factor", -1),
@@ -178,6 +182,9 @@ ROPES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}, "rope_theta"),
     ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "64"}, "original_max"),
+    ({"rope_type": "yarn", "original_max_position_embeddings": 0.5}, "original_max"),
+    ({**LONGROPE, "original_max_position_embeddings": 0.5}, "original_max"),
+    ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 1e30}, "original_max"),
     ({"full_attention": {}, "sliding_attention": {}}, "rope_parameters"),
     ({"full_attention": 3}, "rope_parameters"),
 ]

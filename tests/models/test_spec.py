@@ -30,6 +30,13 @@ def test_layers_of_one_kind_are_one_group(family: str, kind: str) -> None:
     assert spec.group_of_layer() == (0, 0, 0)
 
 
+@pytest.mark.parametrize(("window", "kind"), [(255, "window"), (256, "full"), (262_144, "full")])
+def test_a_window_that_no_sequence_can_leave_is_none(window: int, kind: str) -> None:
+    spec = read_spec(config_of(make_model("phi3", sliding_window=window)))
+    assert spec.max_positions == 256
+    assert [g.kind for g in spec.cache_groups()] == [kind]
+
+
 @pytest.mark.parametrize(
     ("rope", "positions"),
     [

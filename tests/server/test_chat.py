@@ -224,15 +224,14 @@ def test_json_survives_any_text(serve: Serve) -> None:
     assert "".join(json.loads(json.dumps(c))["choices"][0]["delta"].get("content", "") for c in chunks) == text
 
 
-def test_a_forced_call_is_begun_in_the_prompt(serve: Serve) -> None:
-    server = serve('{"city": "Oslo"}', template=QWEN)
+def test_a_forced_call_has_the_shape_of_the_model_s_own(serve: Serve) -> None:
+    server = serve(CALL, template=QWEN)
     named = {"type": "function", "function": {"name": "weather"}}
     choice = server.chat("Weather?", tools=TOOLS, tool_choice=named).json()["choices"][0]
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
-    assert choice["finish_reason"] == "stop" and server.params().structured_outputs.kind == "json"
-    assert server.engine.tokenizer is not None
-    shown = server.engine.tokenizer.decode(server.engine.asked[-1][0])
-    assert shown.endswith('assistant:<tool_call>\n{"name": "weather", "arguments": ')
+    shape = server.params().structured_outputs
+    assert choice["finish_reason"] == "stop" and shape.kind == "structural_tag"
+    assert json.loads(shape.structural_tag)["format"]["elements"][0] == {"type": "const_string", "value": "<tool_call>"}
 
 
 def test_the_client_s_own_accumulator_reads_streams_with_calls_and_thoughts(serve: Serve) -> None:
@@ -248,3 +247,62 @@ def test_the_client_s_own_accumulator_reads_streams_with_calls_and_thoughts(serv
     assert final.message.tool_calls is not None
     assert [call.function.arguments for call in final.message.tool_calls] == ['{"city": "Oslo"}'] * 2
     assert final.message.reasoning_content == "hm"  # type: ignore[attr-defined]
+
+
+def test_a_prompt_may_be_given_as_token_ids(serve: Serve) -> None:
+    server = serve(f"<think>hm</think>{CALL}", template="{# </think> #}" + QWEN)
+    first = server.chat("Weather?", tools=TOOLS, return_token_ids=True).json()["choices"][0]
+    ids = first["prompt_token_ids"]
+    body = {"prompt_token_ids": ids, "tools": TOOLS, "return_token_ids": True}
+    again = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]
+    assert server.engine.asked[-1][0] == ids and again["token_ids"] == first["token_ids"]
+    assert again["message"]["reasoning"] == again["message"]["reasoning_content"] == "hm"
+    assert again["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    whole = server.http.post("/v1/completions", json={"prompt_token_ids": ids, "return_token_ids": True}).json()
+    assert whole["choices"][0]["prompt_token_ids"] == ids
+    both = {"prompt_token_ids": ids, "messages": [{"role": "user", "content": "x"}]}
+    assert server.http.post("/v1/chat/completions", json=both).status_code == 400
+    assert server.http.post("/v1/completions", json={"prompt_token_ids": ids, "prompt": "x"}).status_code == 400
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert server.http.post(path, json={"max_tokens": 5}).status_code == 400
+
+
+def test_a_prompt_that_opens_the_thoughts_is_seen_in_its_tokens_too(serve: Serve) -> None:
+    server = serve("hm</think>Yes.", template="{# </think> #}{{ messages[0].content }}<think>\n")
+    ids = server.chat("?", return_token_ids=True).json()["choices"][0]["prompt_token_ids"]
+    message = server.http.post("/v1/chat/completions", json={"prompt_token_ids": ids}).json()["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("hm", "Yes.")
+
+
+def test_logprobs_cover_thoughts_and_calls_streamed_and_whole(serve: Serve) -> None:
+    text = f"<think>hm</think>Well. {CALL}"
+    server = serve(text, template="{# </think> #}" + QWEN, tokens_at_once=3)
+    asked: dict[str, Any] = {"tools": TOOLS, "logprobs": True, "top_logprobs": 1}
+    whole = server.chat("Weather?", **asked).json()["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in whole) == text + "</s>"
+    chunks = [chunk["choices"][0] for chunk in events(server.chat("Weather?", stream=True, **asked))]
+    assert [entry for c in chunks if c["logprobs"] for entry in c["logprobs"]["content"]] == whole
+
+
+def test_usage_tells_the_tokens_of_thoughts(serve: Serve) -> None:
+    template = "{# </think> #}{{ messages[0].content }}"
+    server = serve("<think>\nhmm\n</think>\n\nYes.", template=template, tokens_at_once=4)
+    usage = server.chat("?").json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len("<think>\nhmm\n</think>")}
+    last = events(server.chat("?", stream=True, stream_options={"include_usage": True}))[-1]
+    assert last["usage"] == usage
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 5000}]}),
+    ("/v1/chat/completions", {"prompt_token_ids": [5] * 5000}),
+    ("/v1/completions", {"prompt": "x" * 5000}), ("/v1/completions", {"prompt_token_ids": [5] * 5000}),
+    ("/v1/responses", {"input": "x" * 5000}), ("/v1/messages", {"max_tokens": 1, "messages": [
+        {"role": "user", "content": "x" * 5000}]}),
+])
+def test_a_context_that_does_not_fit_is_refused_with_the_numbers_on_every_route(server: Served, path: str,
+                                                                               body: Any) -> None:
+    for given in (body, {**body, "stream": True}):
+        found = server.http.post(path, json=given)
+        assert found.status_code == 400
+        assert "4096" in found.json()["error"]["message"] and "50" in found.json()["error"]["message"]

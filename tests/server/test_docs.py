@@ -65,10 +65,15 @@ def test_every_option_and_field_that_the_page_names_exists() -> None:
     from quire.cli import serve
     from quire.cli.commands import make_parser
     from quire.server.chat_protocol import ChatBody
+    from quire.server.messages_api.protocol import MessagesBody
     from quire.server.protocol import CompletionBody
+    from quire.server.responses_api.protocol import ResponsesBody
 
     known = make_parser(serve, "quire serve")._option_string_actions
     for flag in set(re.findall(r"`(--[a-z-]+)", PAGE)):
         assert flag in known, flag
-    for field in {**ChatBody.model_fields, **CompletionBody.model_fields}:
-        assert f"`{field}`" in PAGE or f"`{field} " in PAGE, field
+    sections = {title.partition("\n")[0]: title for title in PAGE.split("\n### ")}
+    for body, page in ((ChatBody, PAGE), (CompletionBody, PAGE), (ResponsesBody, sections["Responses"]),
+                       (MessagesBody, sections["Messages"])):
+        for field in body.model_fields:
+            assert f"`{field}`" in page or f"`{field} " in page or f"`{field}:" in page, (body, field)

@@ -77,7 +77,7 @@ def test_the_client_s_stream_helper_adds_calls_up(serve: Serve, tokens_at_once: 
         assert len(set(places)) == len(places)  # clients that add up by hand expect each once
 
 
-@pytest.mark.parametrize("text", ["[", '[{"na', '[{"name": "wea'])
+@pytest.mark.parametrize("text", ["<tool", '<tool_call>\n{"na', '<tool_call>\n{"name": "wea'])
 def test_a_required_call_that_is_cut_off_is_no_content(serve: Serve, text: str) -> None:
     server = serve(text)
     message = server.chat(tools=[TOOL], tool_choice="required").json()["choices"][0]["message"]

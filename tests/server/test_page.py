@@ -233,6 +233,33 @@ def test_thoughts_are_shown_apart_and_not_sent_back(look: Open, serve: Serve) ->
     assert "Let me see." not in thinker.engine.tokenizer.decode(thinker.engine.asked[-1][0])  # type: ignore[union-attr]
 
 
+def test_calls_are_shown_as_calls_and_go_on_with_what_the_tools_returned(look: Open, serve: Serve) -> None:
+    def call(city: str) -> str:
+        return f'<tool_call>{{"name": "weather", "arguments": {{"city": "{city}"}}}}</tool_call>'
+
+    caller = serve(f"I ask. {call('Oslo')}{call('Rome')}", tokens_at_once=3)
+    page = look(caller.address).open()
+    page.click("#settings summary")
+    page.fill("#field-tools", "[{")
+    ask(page)
+    assert "tools" in page.inner_text("#chat-status")
+    page.fill("#field-tools", json.dumps([{"type": "function", "function": {"name": "weather"}}]))
+    page.press("#prompt", "Enter")
+    page.wait_for_selector(".call form")
+    assert page.inner_text(".message.assistant .body") == "I ask."
+    assert page.locator(".call .name").all_inner_texts() == ["weather", "weather"]
+    assert '"city": "Rome"' in page.locator(".call pre").nth(1).inner_text()
+    caller.engine.text = "Rain and sun."
+    for number, result in enumerate(("rain", "<b>sun</b>")):
+        page.locator(".call textarea").first.fill(result)
+        page.locator(".call button").first.click()
+        assert page.locator(".call .result").nth(number).inner_text() == result
+    page.wait_for_function("() => document.querySelectorAll('.figures').length === 2")
+    assert page.locator(".message.assistant .body").nth(1).inner_text() == "Rain and sun."
+    prompt = caller.engine.tokenizer.decode(caller.engine.asked[-1][0])  # type: ignore[union-attr]
+    assert "<tool_response>\nrain\n</tool_response>" in prompt and "<b>sun</b>" in prompt and '"Oslo"' in prompt
+
+
 def test_what_the_server_refuses_is_shown_under_the_question(look: Open, chat: Served) -> None:
     watched = look(chat.address)
     watched.refusals_expected = True

@@ -20,7 +20,7 @@ def read(c: ConfigReader) -> DecoderSpec:
     embedding, attention, residual, logits = (c.number(field, 1.0) for field in _FACTORS)
     bias = c.flag("attention_bias", False)
     spec = llama_like(c, qkv_bias=bias, out_bias=bias, mlp_bias=c.flag("mlp_bias", False))
-    norm = replace(spec.layers[0].norm, eps=spec.layers[0].norm.eps / residual**2)
+    norm = replace(spec.layers[0].norm, eps=spec.layers[0].norm.eps / residual / residual)
 
     def scaled(layer: LayerSpec) -> LayerSpec:
         return replace(layer, norm=norm, attention=replace(layer.attention, scale=attention))

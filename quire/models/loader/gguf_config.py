@@ -58,6 +58,25 @@ def llama_config(file: GgufFile, arch: str, config: Config) -> None:
         config.update(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=window)
 
 
+def mistral3_config(file: GgufFile, arch: str, config: Config) -> None:
+    """Ministral 3, whose queries grow with the position; without that a Mistral Small 3, which is a Mistral."""
+    llama_config(file, arch, config)
+    beta = float_value(file.metadata, f"{arch}.attention.temperature_scale", 0.0)
+    if not beta:
+        config.update(architectures=["MistralForCausalLM"], model_type="mistral")
+        config.setdefault("sliding_window", None)
+        return
+    scaling = config.pop("rope_scaling", None) or {}
+    config.update(architectures=["Ministral3ForCausalLM"], model_type="ministral3")
+    config["rope_parameters"] = {
+        **scaling,
+        "rope_theta": config.pop("rope_theta"),
+        "mscale": 1.0,
+        "mscale_all_dim": float_value(file.metadata, f"{arch}.rope.scaling.yarn_log_multiplier", 1.0),
+        "llama_4_scaling_beta": beta,
+    }
+
+
 def qwen2_config(file: GgufFile, arch: str, config: Config) -> None:
     gated_config(file, arch, config)
     config["use_sliding_window"] = False

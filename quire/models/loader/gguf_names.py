@@ -135,6 +135,7 @@ def _like_llama(
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama": _like_llama("LlamaForCausalLM", "llama", configs.llama_config, undo=_undo_llama),
+    "mistral3": _like_llama("Ministral3ForCausalLM", "ministral3", configs.mistral3_config, undo=_undo_llama),
     "qwen2": _like_llama("Qwen2ForCausalLM", "qwen2", configs.qwen2_config),
     "qwen3": _like_llama("Qwen3ForCausalLM", "qwen3", configs.qwen3_config),
     "smollm3": _like_llama("SmolLM3ForCausalLM", "smollm3", configs.smollm3_config, undo=_undo_llama),

@@ -1,6 +1,7 @@
 // The conversation: sends it to /v1/chat/completions, shows what streams back, stops and regenerates.
 
 import { ApiError, call } from "./api.js";
+import { Calls } from "./calls.js";
 import { renderMarkdown } from "./markdown.js";
 import { buildSettings, readSettings } from "./settings.js";
 import { events } from "./sse.js";
@@ -8,6 +9,7 @@ import { events } from "./sse.js";
 const byId = (id) => document.getElementById(id);
 const conversation = [];
 let running = null;
+let waiting = null; // calls of the last answer that have no results yet
 
 export function startChat() {
   buildSettings(byId("fields"));
@@ -46,6 +48,7 @@ function send() {
   const settings = text && !running ? checkedSettings() : null;
   if (!settings) return;
   byId("prompt").value = "";
+  waiting?.close();
   conversation.push({ role: "user", content: text, node: addMessage("user", text) });
   answer(settings);
 }
@@ -54,11 +57,12 @@ function regenerate() {
   const settings = running ? null : checkedSettings();
   if (!settings) return;
   if (conversation.at(-1)?.role === "assistant") conversation.pop().node.remove();
-  if (conversation.at(-1)?.role === "user") answer(settings);
+  if (["user", "tool"].includes(conversation.at(-1)?.role)) answer(settings);
 }
 
 function clear() {
   running?.abort();
+  waiting = null;
   conversation.length = 0;
   byId("messages").querySelectorAll(".message").forEach((node) => node.remove());
   byId("hello").hidden = false;
@@ -110,9 +114,26 @@ async function answer(settings) {
   running = null;
   turn.finish();
   // An answer without a word is shown, but it is no part of the conversation; nor is one whose chat was cleared.
-  if (turn.text && turn.node.isConnected) conversation.push({ role: "assistant", content: turn.text, node: turn.node });
-  else turn.node.dataset.empty = "";
+  const calls = turn.reason === "tool_calls" ? turn.calls.list : [];
+  if ((turn.text || calls.length) && turn.node.isConnected) {
+    const message = { role: "assistant", content: turn.text, node: turn.node };
+    if (calls.length) message.tool_calls = calls;
+    conversation.push(message);
+    if (calls.length) askForResults(turn.calls);
+  } else turn.node.dataset.empty = "";
   showState();
+}
+
+// The reader plays the tools: when every call has its result, the model goes on.
+function askForResults(calls) {
+  waiting = calls;
+  calls.ask((results) => {
+    waiting = null;
+    const settings = running ? null : checkedSettings();
+    if (!settings) return;
+    results.forEach((content, index) => conversation.push({ role: "tool", tool_call_id: calls.list[index].id, content }));
+    answer(settings);
+  });
 }
 
 // One answer on its way, and its figures.
@@ -122,6 +143,7 @@ class Turn {
     this.body = node.querySelector(".body");
     this.text = "";
     this.thoughts = "";
+    this.calls = new Calls(this.body);
     this.tokens = 0;
     this.usage = null;
     this.stopped = this.failed = this.drawing = false;
@@ -131,7 +153,7 @@ class Turn {
   }
 
   async run({ system, ...parameters }, signal) {
-    const messages = conversation.map(({ role, content }) => ({ role, content }));
+    const messages = conversation.map(({ node, ...message }) => message);
     if (system) messages.unshift({ role: "system", content: system });
     const body = { messages, ...parameters, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
     const response = await call("/v1/chat/completions", { body, signal });
@@ -152,6 +174,7 @@ class Turn {
     this.reason = choice.finish_reason ?? this.reason;
     this.thoughts += choice.delta.reasoning_content ?? "";
     this.text += choice.delta.content ?? "";
+    this.calls.take(choice.delta.tool_calls);
     if (!this.drawing) {
       this.drawing = true;
       requestAnimationFrame(() => this.draw());
@@ -163,6 +186,7 @@ class Turn {
     this.drawing = false;
     if (this.thoughts) this.#drawThoughts();
     renderMarkdown(this.body, this.text);
+    this.calls.draw();
     follow(false);
   }
 

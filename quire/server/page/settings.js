@@ -11,6 +11,7 @@ const FIELDS = [
   { name: "frequency_penalty", kind: "number", min: -2, max: 2, step: 0.1, help: "the same, each time again" },
   { name: "seed", kind: "number", step: 1, help: "the same seed, the same answer" },
   { name: "stop", kind: "text", help: "end when this text appears" },
+  { name: "tools", kind: "json", help: 'functions that the model may call, as JSON: [{"type": "function", "function": {"name": …}}]' },
   { name: "system", kind: "area", help: "what the model is told before the conversation" },
 ];
 
@@ -19,9 +20,10 @@ export function buildSettings(container) {
     const label = document.createElement("label");
     label.textContent = field.name;
     label.title = field.help;
-    const input = document.createElement(field.kind === "area" ? "textarea" : "input");
+    const tall = field.kind === "area" || field.kind === "json";
+    const input = document.createElement(tall ? "textarea" : "input");
     input.id = `field-${field.name}`;
-    if (field.kind === "area") {
+    if (tall) {
       input.rows = 2;
       label.className = "wide";
     } else {
@@ -42,7 +44,17 @@ export function readSettings() {
     const input = document.getElementById(`field-${field.name}`);
     if (!input.checkValidity()) throw new Error(`${field.name}: ${input.validationMessage}`);
     if (input.value.trim() === "") continue;
-    found[field.name] = field.kind === "number" ? Number(input.value) : input.value;
+    found[field.name] = valueOf(field, input.value);
   }
   return found;
+}
+
+function valueOf(field, text) {
+  if (field.kind === "number") return Number(text);
+  if (field.kind !== "json") return text;
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`${field.name}: ${error.message}`);
+  }
 }

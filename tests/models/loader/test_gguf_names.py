@@ -111,11 +111,31 @@ def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
     assert (config["architectures"], config["sliding_window"]) == (["MistralForCausalLM"], 32)
 
 
+def test_a_mistral3_whose_queries_do_not_grow_is_a_mistral(tmp_path: Path) -> None:
+    source = load(write_gguf(tmp_path / "m.gguf", "mistral3", tiny_model("mistral3")))
+    del source._file.metadata["mistral3.attention.temperature_scale"]
+    config = hf_config(source._file)
+    assert (config["architectures"], config["sliding_window"]) == (["MistralForCausalLM"], None)
+
+
 def test_an_olmo2_with_a_window_is_an_olmo3(tmp_path: Path) -> None:
     extra = {"olmo2.attention.sliding_window": 32, "olmo2.attention.sliding_window_pattern": 2}
     config = load(write_gguf(tmp_path / "m.gguf", "olmo2", tiny_model("olmo2"), extra=extra)).config
     assert (config["architectures"], config["sliding_window"]) == (["Olmo3ForCausalLM"], 32)
     assert config["layer_types"] == ["sliding_attention", "full_attention"]
+
+
+def test_an_olmo3_scales_the_rotation_of_its_full_layers_only(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    model = tiny_model("olmo2", model_type="olmo3", num_hidden_layers=5, sliding_window=8, rope_scaling=yarn)
+    keys = {"attention.sliding_window": 8, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    keys["rope.scaling.original_context_length"] = 32
+    extra = {f"olmo2.{key}": value for key, value in keys.items()}
+    source = load(write_gguf(tmp_path / "m.gguf", "olmo2", model, extra=extra))
+    decoder = build_decoder(source.config, source.weights(), TorchOps())
+    assert [layer.attention.rope for layer in decoder.spec.layers] == [1, 1, 1, 0, 1]
+    ours = PagedDriver(decoder).run(0, TOKENS, [len(TOKENS)])
+    assert (ours - oracle_logits(model, TOKENS)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(

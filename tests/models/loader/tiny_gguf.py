@@ -87,6 +87,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 5e5,
         "tie_word_embeddings": True,
     },
+    "mistral3": {
+        "model_type": "ministral3",
+        **SMALL,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.25,
+        },
+        "pad_token_id": 0,
+    },
     "starcoder2": {"model_type": "starcoder2", **SMALL, "sliding_window": 8, "tie_word_embeddings": True},
     "gpt2": {
         "model_type": "gpt2",
@@ -98,7 +114,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_inner": 256,
     },
 }
-PERMUTED = ("llama", "smollm3", "granite")
+PERMUTED = ("llama", "smollm3", "granite", "mistral3")
 """Whose converter makes the rotary pairs of q and k interleaved."""
 ARCHS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name in CONFIGS}
 
@@ -172,6 +188,18 @@ def _write_shape(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         writer.add_logit_scale(config.logits_scaling)
     if arch == "phi3":
         _write_longrope(writer, config)
+    if arch == "mistral3":
+        _write_yarn(writer, rope)
+
+
+def _write_yarn(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def _write_longrope(writer: gguf.GGUFWriter, config: Any) -> None:

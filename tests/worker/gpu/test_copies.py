@@ -53,6 +53,15 @@ def test_only_steps_in_flight_are_waited_for() -> None:
     assert len(made) == 5
 
 
+def test_copies_wait_once_for_a_step_that_failed_while_it_was_launched() -> None:
+    """A part of it may be running, and no future tells what it touches."""
+    cache: Any = SimpleNamespace(copy=lambda copies: None)
+    stream = CopyStream(torch.device("cpu"), cache, SimpleNamespace(host_tables=TABLES, block_size=8))  # type: ignore[arg-type]
+    stream.failed()
+    assert not stream.run([BlockCopy(0, 1, 9)])
+    assert stream.run([BlockCopy(0, 1, 9)])
+
+
 def test_the_worker_knows_the_tables_that_its_plans_made() -> None:
     from quire.sampling.params import SamplingParams
     from quire.scheduler.request import Request

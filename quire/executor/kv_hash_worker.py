@@ -1,0 +1,163 @@
+"""A worker whose KV is numbers in lists: rows, block tables and contents as a real one keeps them, and no checks.
+
+It does what plans say, right or wrong, as a real worker does: whatever is wrong with them shows in the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.errors import InvariantError
+from quire.executor.dummy import allowed_token
+from quire.executor.kv_hash import (
+    BlockStore,
+    combined,
+    content,
+    drawn_token,
+    log_likelihood,
+    ranked_candidates,
+    visible_from,
+)
+from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, TokenLogprobs
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row of the table. A new owner finds the tokens and tables of the one before, until a plan brings its own."""
+
+    start: RowStart | None = None
+    tokens: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+
+
+class KVHashWorker:
+    """Carries out plans on blocks of numbers."""
+
+    def __init__(self, num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,),
+                 vocab_size: int = 1000) -> None:
+        self.vocab_size = vocab_size
+        self.device = [BlockStore(num_blocks, block_size) for _ in windows]
+        self._windows = list(windows)
+        self._block_size = block_size
+        self._rows: dict[int, _Row] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Rows, tables and copies of a plan: all that comes before its forward pass."""
+        for number in plan.freed_rows:
+            self._row(number).start = None
+        for start in plan.starts:
+            row = self._row(start.row)
+            row.start = start
+            row.tokens[: len(start.token_ids)] = start.token_ids
+        for diff in plan.diffs:
+            table = self._row(diff.row).tables[diff.group]
+            table.extend([0] * (diff.start - len(table)))
+            table[diff.start : diff.start + len(diff.blocks)] = diff.blocks
+        for copy in plan.copies:
+            self.device[copy.group].put(copy.target, self.device[copy.group].read(copy.source))
+
+    def run(self, entries: Sequence[PlanEntry]) -> list[EntryResult]:
+        """The forward pass: everybody writes, then everybody reads."""
+        for entry in entries:
+            self._write(entry)
+        return [self._draw(entry) for entry in entries]
+
+    def owner(self, row: int) -> RowStart | None:
+        """Who has the row now."""
+        return self._row(row).start
+
+    def _row(self, row: int) -> _Row:
+        if row not in self._rows:
+            self._rows[row] = _Row(tables=[[] for _ in self._windows])
+        return self._rows[row]
+
+    # ---- writing
+
+    def _write(self, entry: PlanEntry) -> None:
+        row, end = self._row(entry.row), entry.start + entry.num_tokens
+        known = entry.drafts or entry.given
+        if known:
+            _put(row.tokens, end - len(known), known)
+        for position in range(entry.start, end - entry.device_drafts):
+            self._write_slot(row, position)
+
+    def _write_slot(self, row: _Row, position: int) -> None:
+        index, offset = divmod(position, self._block_size)
+        value = content(row.tokens[position] if position < len(row.tokens) else 0, position)
+        for store, table in zip(self.device, row.tables, strict=True):
+            store.write(table[index] if index < len(table) else 0, offset, value)
+
+    # ---- reading
+
+    def _state(self, row: _Row, end: int) -> int:
+        """What the query at `end - 1` reads."""
+        blocks = -(-end // self._block_size)
+        return combined([
+            store.sum([*table, *[0] * (blocks - len(table))], visible_from(window, end), end)
+            for store, table, window in zip(self.device, row.tables, self._windows, strict=True)])
+
+    def _draw(self, entry: PlanEntry) -> EntryResult:
+        row, end = self._row(entry.row), entry.start + entry.num_tokens
+        if row.start is None:
+            raise InvariantError(f"row {entry.row} of the request table is empty")
+        if entry.num_drafts:
+            return self._judge(entry, row, row.start)
+        reader = row if entry.shares is None else self._row(entry.shares)
+        state = self._state(reader, end)
+        if entry.candidates:
+            return EntryResult(candidates=ranked_candidates(state, entry.candidates, self.vocab_size))
+        result = EntryResult()
+        if entry.sample:
+            result = self._drawn(state, row.start, end, entry.masks)
+            if result.tokens:
+                _put(row.tokens, end, result.tokens)
+        if entry.prompt_logprobs_from is not None:
+            result.prompt_logprobs = self._prompt_logprobs(entry, row, row.start)
+        return result
+
+    def _drawn(self, state: int, start: RowStart, position: int, masks: bytes) -> EntryResult:
+        wanted = drawn_token(state, start.params, start.seed, start.sequence_index, position, self.vocab_size)
+        result = allowed_token(masks, wanted) if masks else EntryResult([wanted])
+        if start.params.logprobs is not None:
+            result.logprobs = [self._described(state, token) for token in result.tokens]
+        return result
+
+    def _described(self, state: int, token: int) -> TokenLogprobs:
+        return TokenLogprobs(token, log_likelihood(state, token), 1 + state % 5, [], [])
+
+    def _prompt_logprobs(self, entry: PlanEntry, row: _Row, start: RowStart) -> list[TokenLogprobs]:
+        last = min(entry.start + entry.num_tokens, start.num_prompt_tokens - 1)
+        return [self._described(self._state(row, position + 1), row.tokens[position + 1])
+                for position in range(entry.prompt_logprobs_from or 0, last)]
+
+    def _judge(self, entry: PlanEntry, row: _Row, start: RowStart) -> EntryResult:
+        """Keep drafts that are what is drawn at their places. Of its own it proposes every third one wrongly."""
+        known = entry.start + entry.num_tokens - entry.num_drafts
+        kept = EntryResult(num_drafts=entry.num_drafts, logprobs=None if start.params.logprobs is None else [])
+        size = len(entry.masks) // (1 + entry.num_drafts)
+        true = True
+        for place in range(entry.num_drafts + 1):
+            masks = entry.masks[place * size : (place + 1) * size]
+            drawn = self._drawn(self._state(row, known + place), start, known + place, masks)
+            if drawn.error is not None:
+                return kept if kept.tokens else drawn
+            if true:
+                kept.tokens += drawn.tokens
+                if kept.logprobs is not None:
+                    kept.logprobs += drawn.logprobs or []
+            if place == entry.num_drafts:
+                break
+            proposed = entry.drafts[place] if entry.drafts else (drawn.tokens[0] + (place % 3 == 2)) % self.vocab_size
+            true = true and proposed == drawn.tokens[0]
+            if not entry.drafts:
+                _put(row.tokens, known + place, [proposed])
+                self._write_slot(row, known + place)
+        _put(row.tokens, known, kept.tokens)
+        return kept
+
+
+def _put(tokens: list[int], at: int, values: Sequence[int]) -> None:
+    """Write values into a row of tokens, whatever was there."""
+    tokens.extend([0] * (at - len(tokens)))
+    tokens[at : at + len(values)] = values

@@ -1,0 +1,1 @@
+"""/v1/messages: Anthropic's API, as a face of conversations."""
