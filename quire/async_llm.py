@@ -256,6 +256,6 @@ def _fetch(config: EngineConfig) -> None:
 def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     if config.model.skip_tokenizer_init:
         return None
-    from quire.engine.assembly import open_source
+    from quire.engine.source import open_source
 
     return open_source(config, progress=False).tokenizer()

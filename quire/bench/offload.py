@@ -123,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace) -> tuple[Engine, int]:
     """An engine whose pool and host tier both hold the prefix and the streams."""
-    from quire.engine.assembly import build_engine, open_source
+    from quire.engine.assembly import build_engine
+    from quire.engine.source import open_source
     from quire.models.registry import read_spec
 
     options = engine_options(args)

@@ -105,7 +105,7 @@ def make_load(args: argparse.Namespace, vocab_size: int) -> Load:
 
 
 def _measure(args: argparse.Namespace, share: float, mode: str) -> tuple[dict[str, Any], list[list[list[int]]]]:
-    from quire.engine.assembly import open_source
+    from quire.engine.source import open_source
     from quire.llm import LLM
 
     options = engine_options(args)

@@ -14,6 +14,7 @@ from quire.engine.calibration import measure_move_cost, measure_step_times
 from quire.engine.core import EngineCore
 from quire.engine.device import build_worker, draft_rows, resolve
 from quire.engine.grammar_process import start_nursery
+from quire.engine.source import open_source
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.kvcache.move_cost import MoveCost
@@ -26,8 +27,8 @@ from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.assembly import build_speculator
 from quire.structured.compiler import CompileLimits, GrammarCompiler
 from quire.structured.isolated import IsolatedGrammars
+from quire.structured.packets import CellLimits
 from quire.structured.vocabulary import Vocabulary, read_vocabulary
-from quire.structured.wire import CellLimits
 from quire.worker.memory import PoolSize, groups_with_draft
 
 if TYPE_CHECKING:
@@ -43,14 +44,6 @@ class Engine:
     spec: DecoderSpec
     pool: PoolSize
     core: EngineCore
-
-
-def open_source(config: EngineConfig, progress: bool = True) -> ModelSource:
-    from quire.models.loader.source import resolve_model
-
-    model = config.model
-    return resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
-                         cache_dir=model.cache_dir, progress=progress)
 
 
 def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[], float] = time.time,

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from quire.child import child_environment, module_command
 from quire.structured.cell import nursery
+from quire.structured.packets import CellLimits
 from quire.structured.vocabulary import Vocabulary, import_xgrammar, read_vocabulary
-from quire.structured.wire import CellLimits
 
 
 def start_nursery(settings: Mapping[str, Any], theirs: socket.socket) -> None:
@@ -39,12 +39,10 @@ def main(argv: list[str]) -> NoReturn:
 
     def read() -> Vocabulary:
         from quire.config import EngineConfig
-        from quire.models.loader.source import resolve_model
+        from quire.engine.source import open_source
 
         import_xgrammar()
-        model = EngineConfig.create(**settings["options"]).model
-        source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
-                               cache_dir=model.cache_dir, progress=False)
+        source = open_source(EngineConfig.create(**settings["options"]), progress=False)
         return read_vocabulary(source.tokenizer(), settings["vocab_size"], settings["eos_token_ids"])
 
     nursery(socket.socket(fileno=int(argv[0])), read, CellLimits(**settings["limits"]))

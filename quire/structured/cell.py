@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 from quire.errors import QuireError
 from quire.structured.compiler import as_refusal, parse_grammar
 from quire.structured.matcher import CompiledGrammar, SequenceGrammar
+from quire.structured.packets import ANSWER, LAST, OVER, PACKET_BYTES, QUERY, SPENT, CellLimits
 from quire.structured.spec import StructuredOutputs
 from quire.structured.vocabulary import Vocabulary, import_xgrammar
-from quire.structured.wire import ANSWER, LAST, OVER, PACKET_BYTES, QUERY, SPENT, CellLimits
 
 
 def nursery(control: socket.socket, read: Callable[[], Vocabulary], limits: CellLimits) -> NoReturn:

@@ -18,8 +18,8 @@ from typing import Any, Final
 from quire.errors import InvalidRequestError, InvariantError
 from quire.structured.compile_queue import CompileJob, CompileQueue
 from quire.structured.link import Hub, Link
+from quire.structured.packets import ANSWER, LAST, OVER, QUERY, SPENT, CellLimits
 from quire.structured.spec import StructuredOutputs
-from quire.structured.wire import ANSWER, LAST, OVER, QUERY, SPENT, CellLimits
 
 PATIENCE_S: Final = 0.01
 """So long a step waits for masks, unless they are of grammars that are known to be slow."""

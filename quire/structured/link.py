@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from quire.structured.wire import PACKET_BYTES
+from quire.structured.packets import PACKET_BYTES
 
 _SLOW_NICE = 10
 

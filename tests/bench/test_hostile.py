@@ -1,4 +1,4 @@
-"""The hostile soak, short: ordinary requests are served beside attacks, a lost engine is told from a failure."""
+"""The hostile soak, short: ordinary requests are served beside attacks, and a lost engine is told from a failure."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def test_what_fails_outside_of_killed_engines_is_wrong() -> None:
     attacked = Ordinary(served=5, lost=2)
     attacked.failed["status 500"] += 3
     found = _report(Ordinary(longest=0.1), attacked, killings, {}, (1 << 20, 200 << 20), False)
-    assert found["wrong"] == ["3 × status 500", "memory grew from 1 to 200 MiB",
-                              "the server was not healthy in the end"]
+    assert found["wrong"] == [
+        "3 × status 500", "memory grew from 1 to 200 MiB", "the server was not healthy in the end"]
     assert found["failed"] == 3 and found["lost_in_killed_engines"] == 2

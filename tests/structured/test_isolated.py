@@ -20,8 +20,8 @@ from quire.engine.grammar_process import start_nursery
 from quire.structured.compile_queue import CompileJob, CompileQueue
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.isolated import IsolatedGrammars, RequestGrammar
+from quire.structured.packets import CellLimits
 from quire.structured.vocabulary import read_vocabulary
-from quire.structured.wire import CellLimits
 from tests.async_engines import last, run
 from tests.structured.tiny import tiny_llm, tokenizer_of
 

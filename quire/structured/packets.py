@@ -1,4 +1,4 @@
-"""What an engine and its processes of grammars send each other, and what a grammar may take."""
+"""What an engine and its grammar processes send each other, and how much a grammar may take."""
 
 from __future__ import annotations
 
