@@ -164,7 +164,7 @@ class HostTransfer(ThreadedTransfer):
             return
         with torch.cuda.device(self._device), torch.cuda.stream(self._streams[out]):
             self._copy(moves, out)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event(blocking=True)  # sleeps while it waits, so that no core spins
             done.record(self._streams[out])
         done.synchronize()
 
