@@ -97,7 +97,8 @@ def _report(alone: Ordinary, attacked: Ordinary, killings: Killings, done: dict[
 async def _warm(address: str) -> None:
     """The processes for grammars and texts are there before anything is measured."""
     for body in ({"prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}}, {"prompt": "word " * 2000}):
-        await ask(address, "/v1/completions", {**body, "max_tokens": 2}, key=_ORDINARY, timeout=_PATIENCE)
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+            await ask(address, "/v1/completions", {**body, "max_tokens": 2}, key=_ORDINARY, timeout=_PATIENCE)
 
 
 async def _load(address: str, found: Ordinary, killings: Killings, seconds: float) -> None:
@@ -175,6 +176,7 @@ async def _kill(address: str, pid: int, kills: int, seconds: float, killings: Ki
         await asyncio.sleep(1.0)
         while (await _health(address))[0] != 200:
             await asyncio.sleep(0.1)
+        await _warm(address)  # the new engine starts its processes, too
         span[1] = time.monotonic() + 2.0  # requests that came while it was away are served late
 
 

@@ -37,6 +37,8 @@ MODES = ("quiet", "beside", "inside")
 _OWN = ("num_kv_blocks", "kv_cache_memory", "swap_space", "offload", "enable_prefix_caching", "skip_tokenizer_init",
         "tokenizer", "max_model_len", "preemption_mode")
 _WARM_STEPS = 8
+_STREAM_TOKENS = 1500
+"""Of a stream, which is aborted when the measurement is over."""
 _PATIENCE = 60.0
 
 
@@ -140,15 +142,15 @@ def _build(args: argparse.Namespace) -> tuple[Engine, int]:
                           f"{config.cache.block_size} tokens: nothing would come back", "prefix_tokens")
     spec, size = read_spec(open_source(config).config), config.cache.block_size
     # A decoded token a step, while it primes, warms up and measures.
-    longest = args.prefix_tokens + 64
-    blocks = 2 * -(-longest // size) + args.streams * -(-2048 // size)
+    longest = max(args.prefix_tokens, _STREAM_TOKENS) + 64
+    blocks = 2 * -(-longest // size) + args.streams * -(-(_STREAM_TOKENS + 64) // size)
     block_bytes = spec.kv_bytes_per_token * size
     gib = 1.25 * blocks * block_bytes / (1 << 30)
     if longest > spec.max_positions:
         raise ConfigError(f"--prefix-tokens {args.prefix_tokens} is more than the model's {spec.max_positions} "
                           "positions hold", "prefix_tokens")
     return build_engine(EngineConfig.create(**options, num_kv_blocks=blocks, swap_space=gib, offload=True,
-                                            max_model_len=spec.max_positions), clock=time.monotonic), block_bytes
+                                            max_model_len=longest), clock=time.monotonic), block_bytes
 
 
 def _request(name: str, prompt: list[int], max_tokens: int) -> Request:
@@ -172,6 +174,7 @@ def _evict(core: EngineCore) -> None:
     until = time.monotonic() + _PATIENCE
     while not cache.make_room([pool.num_available for pool in cache.pools]) or cache.transfers.under_way:
         core.step()
+        core.executor.arrivals.wait(0.01)
         if time.monotonic() > until:
             raise QuireError("the prefix was not copied to the host in a minute")
 
@@ -179,7 +182,7 @@ def _evict(core: EngineCore) -> None:
 def _measure(engine: Engine, args: argparse.Namespace, mode: str, prefix: list[int], name: str, gaps: Gaps) -> None:
     core, rng = engine.core, random.Random(name)
     _evict(core)
-    streams = [_request(f"{name}-s{i}", [rng.randrange(engine.spec.vocab_size) for _ in range(8)], 1500)
+    streams = [_request(f"{name}-s{i}", [rng.randrange(engine.spec.vocab_size) for _ in range(8)], _STREAM_TOKENS)
                for i in range(args.streams)]
     for stream in streams:
         core.add(stream)

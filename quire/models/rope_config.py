@@ -73,7 +73,7 @@ def reach(limit: int, rope: RopeSpec) -> int:
     """
     if rope.kind not in ("dynamic", "yarn"):
         return limit
-    return max(limit, min(MAX_POSITIONS, int(rope.original_max_positions * rope.factor)))
+    return max(limit, int(min(MAX_POSITIONS, rope.original_max_positions * rope.factor)))
 
 
 def read_rope(

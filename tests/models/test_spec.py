@@ -47,6 +47,7 @@ def test_a_window_that_no_sequence_can_leave_is_none(window: int, kind: str) -> 
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, 256),
         ({"rope_type": "dynamic", "factor": 1e12}, 2**26),
+        ({"rope_type": "yarn", "factor": 1e308}, 2**26),
     ],
 )
 def test_a_scaled_rotation_reaches_as_far_as_it_is_scaled(rope: dict[str, Any], positions: int) -> None:

@@ -87,6 +87,8 @@ INPUTS: dict[str, tuple[str, Any]] = {
     "schema": ("/v1/completions", {"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": _schema()}}),
     "tools": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "tools": [
         {"type": "function", "function": {"name": f"f{i}", "parameters": _schema()}} for i in range(3)]}),
+    "responses": ("/v1/responses", {"input": _text(3_000_000), "max_output_tokens": 16}),
+    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": _text(3_000_000)}], "max_tokens": 1}),
     "json in a text": ("/tokenize", {"prompt": json.dumps([{"a": [1, 2]}] * 60_000)}),
 }
 

@@ -30,7 +30,10 @@ class Counting:
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
         return [self.mask([*output, *drafts[:place]]) for place in range(len(drafts) + 1)]
 
-    def over(self, output: Sequence[int]) -> bool:
+    def ready(self, output: Sequence[int]) -> bool:
+        return True
+
+    def over(self, output: Sequence[int], must_know: bool = True) -> bool:
         return False
 
 
@@ -40,8 +43,8 @@ class Grammars:
     def __init__(self, vocab: int) -> None:
         self._grammar = SimpleNamespace(start=lambda stop_ids: Counting(vocab))
 
-    def submit(self, spec: Any) -> Any:
-        return SimpleNamespace(settled=True, result=lambda: self._grammar)
+    def submit(self, spec: Any, tenant: str | None = None, stop_ids: frozenset[int] = frozenset()) -> Any:
+        return SimpleNamespace(settled=True, result=lambda: self._grammar, release=lambda: None)
 
     def close(self) -> None:
         pass
