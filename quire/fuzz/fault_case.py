@@ -101,7 +101,7 @@ def random_fault_case(seed: int) -> FaultCase:
     _make_faults(rng, case)
     # Drawn apart, so that the rest of a case is what its seed always gave.
     apart = random.Random(f"far {seed}")
-    if case.options["host_blocks"] and case.options["caching"] and apart.random() < 0.3:
+    if case.options["host_blocks"] and case.options["caching"] and apart.random() < 0.25:
         case.options["far"] = random_far_tier(apart)
     return case
 

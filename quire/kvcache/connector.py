@@ -166,6 +166,6 @@ def unless_it_breaks(tier: KVConnector, otherwise: Answer, call: Callable[..., A
         return call(*arguments)
     except InvariantError:
         raise
-    except Exception:
-        log.exception("the KV tier %r broke", tier.name)
+    except Exception as error:
+        log.warning("the KV tier %r broke: %s: %s", tier.name, type(error).__name__, error)
         return otherwise
