@@ -9,7 +9,7 @@ SOURCES := pyproject.toml setup.py build_backend.py requirements/constraints.txt
 
 help:
 	@echo "make demo   set up everything and answer three prompts"
-	@echo "make serve  the OpenAI API on port 8000 of this machine"
+	@echo "make serve  OpenAI's and Anthropic's APIs on port 8000 of this machine"
 	@echo "make test   set up what tests need and run them all"
 	@echo "make test-gpu  the suite of a GPU, where there is one"
 	@echo "make browser  a Chromium for the tests of the page, where there is none"

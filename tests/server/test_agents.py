@@ -1,4 +1,4 @@
-"""Codex, Claude Code, OpenCode and aider play a session with a scripted model: files made and edited, commands run, an answer."""
+"""Real agents play a session with a scripted model: files made and edited, commands run, an answer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_opencode_makes_runs_and_edits_a_file(tmp_path: Path) -> None:
     lines = [
         {"after": TASK, "say": "<think>\nA small program.\n</think>\n\nI write the program. "
             + call("write", filePath=file, content=WRONG)},
-        {"after": "Wrote file", "say": "Now I run it. " + call("bash", command="python3 greet.py", description="Run it")},
+        {"after": "Wrote file", "say": "Now I run it. "
+            + call("bash", command="python3 greet.py", description="Run it")},
         {"after": "greeting 36", "say": "36 is wrong. " + call("edit", filePath=file, oldString="6 * 6",
                                                               newString="6 * 7")
             + call("bash", command="echo looked-$((40+3))", description="Look")},
