@@ -165,6 +165,7 @@ def _evict(core: EngineCore) -> None:
     until = time.monotonic() + _PATIENCE
     while not cache.make_room([pool.num_available for pool in cache.pools]) or cache.transfers.under_way:
         core.step()
+        core.executor.arrivals.wait(0.01)
         if time.monotonic() > until:
             raise QuireError("the prefix was not copied to the host in a minute")
 
