@@ -92,9 +92,10 @@ def _strings(field: str, value: Any, most: int) -> tuple[str, ...]:
 
 
 def _token_ids(field: str, value: Any) -> tuple[int, ...]:
-    return tuple(
-        dict.fromkeys(_integer(field, item, 0, _INT_MAX) for item in _items(field, value, MAX_TOKEN_IDS))
-    )
+    items = _items(field, value, MAX_TOKEN_IDS)
+    if {*map(type, items)} == {int} and min(items) >= 0 and max(items) <= _INT_MAX:
+        return tuple(dict.fromkeys(items))  # there may be hundreds of thousands: one by one they hold others up
+    return tuple(dict.fromkeys(_integer(field, item, 0, _INT_MAX) for item in items))
 
 
 def _logit_bias(value: Any) -> dict[int, float]:

@@ -74,7 +74,7 @@ def api_error(error: BaseException) -> ApiError:
 
 def validation_error(error: ValidationError, body: bytes) -> ApiError:
     """What pydantic found, told as one sentence about one field."""
-    found = error.errors(include_url=False)
+    found = error.errors(include_url=False, include_input=False)  # the input may be large
     if found[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {found[0]['ctx'].get('error', '')}", code="invalid_json")
     try:

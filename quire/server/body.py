@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -14,7 +15,7 @@ from quire.server.api_error import ApiError, validation_error
 from quire.server.generation import ClientGone
 
 _Body = TypeVar("_Body", bound=BaseModel)
-_MAX_ELEMENTS = 1 << 18
+MAX_ELEMENTS = 1 << 18
 _SLICE_SECONDS = 0.005
 _TEXT = re.compile(rb'(?:[^"\\]+|\\.){0,4096}', re.DOTALL)
 """A piece of a JSON text, up to its end or a bounded length."""
@@ -49,11 +50,27 @@ async def read_body(scope: Any, receive: Any, kind: type[_Body], config: ServerC
 
 async def _check_elements(data: bytes) -> None:
     """Refuse what would take long to check: reading JSON takes a time by its elements, and nobody else has a turn."""
-    if len(data) < _MAX_ELEMENTS // 16 or _elements(data, 0, len(data)) <= _MAX_ELEMENTS:
+    if len(data) < MAX_ELEMENTS // 16 or most_weight(data) <= MAX_ELEMENTS:
         return
-    # Some of that may stand in texts, which are one element each.
-    found, place, in_text, since = 0, 0, False, time.perf_counter()
-    while place < len(data) and found <= _MAX_ELEMENTS:
+    since = time.perf_counter()
+    for found in weights(data):
+        if found > MAX_ELEMENTS:
+            raise ApiError(413, "the body has too many elements (messages, tokens, entries): send less in one request",
+                           code="body_too_complex")
+        if time.perf_counter() - since > _SLICE_SECONDS:
+            await asyncio.sleep(0)
+            since = time.perf_counter()
+
+
+def most_weight(data: bytes) -> int:
+    """What `weights` comes to at most: some of it may stand in texts, which are one element each."""
+    return _elements(data, 0, len(data))
+
+
+def weights(data: bytes) -> Iterator[int]:
+    """How much of a JSON text has to be read element by element: the weight so far, after each piece."""
+    found, place, in_text = 0, 0, False
+    while place < len(data):
         if in_text:
             piece = _TEXT.match(data, place)
             end = place if piece is None else piece.end()
@@ -64,12 +81,7 @@ async def _check_elements(data: bytes) -> None:
             end = len(data) if quote < 0 else quote
             found += _elements(data, place, end)
             place, in_text = end + 1, True
-        if time.perf_counter() - since > _SLICE_SECONDS:
-            await asyncio.sleep(0)
-            since = time.perf_counter()
-    if found > _MAX_ELEMENTS:
-        raise ApiError(413, "the body has too many elements (messages, tokens, entries): send less in one request",
-                       code="body_too_complex")
+        yield found
 
 
 def _elements(data: bytes, start: int, end: int) -> int:

@@ -7,12 +7,14 @@ from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.server.api_error import ApiError, refusal
+from quire.server.body import MAX_ELEMENTS, most_weight, weights
 from quire.server.chat_protocol import AssistantMessage, Message, TextPart, ToolMessage
 from quire.server.parsers.pieces import json_value
 from quire.tokenizer.tokenizer import Tokenizer
 
 _RESERVED = frozenset({"messages", "tools", "documents", "chat_template", "add_generation_prompt", "bos_token",
                        "eos_token", "unk_token", "pad_token", "self"})
+_MOST_IN_ARGUMENTS = MAX_ELEMENTS // 2
 _TOOLS_PROMPT = """You may call functions to help with the user's request. Here they are, one per line, as JSON:
 <tools>
 {tools}
@@ -33,6 +35,7 @@ def render(tokenizer: Tokenizer, messages: list[Message], *, tools: list[dict[st
     for name in variables or {}:
         if name in _RESERVED or not name.isidentifier() or name.startswith("_"):
             raise refusal("chat_template_kwargs", f"may not hold {name!r:.80}")
+    _check_arguments(messages)
     plain = [_plain(message, place) for place, message in enumerate(messages)]
     template = tokenizer.chat_template
     if not knows(template, "tools") and not _has_tool_template(tokenizer):
@@ -72,6 +75,23 @@ def _plain(message: Message, place: int) -> dict[str, Any]:
             raise ApiError(400, f"messages[{place}] has neither content nor tool_calls",
                            param=f"messages[{place}].content")
     return found
+
+
+def _check_arguments(messages: list[Message]) -> None:
+    """Arguments of calls are JSON in a text, of which the check of the body knows nothing."""
+    texts = [(place, call.function.arguments.encode("utf-8", "surrogatepass"))
+             for place, message in enumerate(messages) if isinstance(message, AssistantMessage)
+             for call in message.tool_calls or ()]
+    if sum(most_weight(text) for _, text in texts) <= _MOST_IN_ARGUMENTS:
+        return
+    total = 0
+    for place, text in texts:
+        weight = 0
+        for weight in weights(text):
+            if total + weight > _MOST_IN_ARGUMENTS:
+                raise ApiError(413, "the arguments of tool calls have too many elements: send less in one request",
+                               param=f"messages[{place}].tool_calls", code="body_too_complex")
+        total += weight
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -11,6 +12,8 @@ from quire.config import ServerConfig
 _MAX_HEADER_BYTES = 64 * 1024
 _MAX_UNPARSED = 64 * 1024
 """Bytes that may come without completing anything: the headers, a piece of the body, or the message."""
+_MAX_PIPELINED = 16
+"""Requests that may wait on a connection for the answer to the one before. One read can hold thousands."""
 _LINGER_SECONDS = 1.0
 _LINGER_BYTES = 4 << 20
 """A refused client is listened to for so long, and so much of it is dropped: with a connection that is reset at once
@@ -23,6 +26,8 @@ _UNREADABLE = (b'{"error":{"message":"this is not valid HTTP","type":"invalid_re
                b'"code":"invalid_http"}}')
 _HOST = (b'{"error":{"message":"a request needs exactly one Host header","type":"invalid_request_error","param":null,'
          b'"code":"invalid_host"}}')
+_OTHER_HOST = (b'{"error":{"message":"the URL names another server than the Host header",'
+               b'"type":"invalid_request_error","param":null,"code":"invalid_host"}}')
 _ENCODING = (b'{"error":{"message":"the only Transfer-Encoding that this server reads is chunked, without a '
              b'Content-Length","type":"invalid_request_error","param":null,"code":"unsupported_transfer_encoding"}}')
 
@@ -45,6 +50,7 @@ def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
         _unparsed = 0
         _dropped = 0
         _refused = False
+        _in_headers = True
         _deadline: Any = None
 
         def connection_made(self, transport: Any) -> None:  # type: ignore[override]
@@ -71,8 +77,11 @@ def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
             super().connection_lost(exc)
 
         def on_message_begin(self) -> None:
+            if self._refused or len(self.pipeline) >= _MAX_PIPELINED:
+                raise ValueError("what follows is not parsed")  # the parser stops here, and the connection is closed
             super().on_message_begin()
             self._header_bytes = 0
+            self._in_headers = True
             self._await_headers()
 
         def on_url(self, url: bytes) -> None:
@@ -80,13 +89,15 @@ def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
             self._count(len(url))
 
         def on_header(self, name: bytes, value: bytes) -> None:
-            super().on_header(name, value)
+            if self._in_headers:  # what comes after the body (a trailer) is none: it could bring a key or a Host
+                super().on_header(name, value)
             self._count(len(name) + len(value))
 
         def on_headers_complete(self) -> None:
             self._headers_came()
-            self._unparsed = 0
-            refusal = None if self._refused else _unacceptable(self.parser.get_http_version(), self.headers)
+            self._unparsed, self._in_headers = 0, False
+            refusal = None if self._refused else _unacceptable(
+                self.parser.get_http_version(), self.url, self.headers)
             if refusal is not None:
                 self._refuse(*refusal)
             if not self._refused and not self.transport.is_closing():
@@ -145,12 +156,15 @@ def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
     return BoundedProtocol
 
 
-def _unacceptable(version: str, headers: list[tuple[bytes, bytes]]) -> tuple[bytes, bytes] | None:
+def _unacceptable(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[bytes, bytes] | None:
     """Status and body of the refusal of headers that two servers in a row might read differently; None if they are
     plain."""
     hosts = sum(name == b"host" for name, _ in headers)
     if hosts > 1 or (hosts == 0 and version != "1.0"):
         return b"400 Bad Request", _HOST
+    named = re.match(rb"[a-z][a-z0-9+.-]*://([^/?#]*)", url, re.IGNORECASE)
+    if named is not None and any(name == b"host" and value.lower() != named[1].lower() for name, value in headers):
+        return b"400 Bad Request", _OTHER_HOST
     encodings = [value for name, value in headers if name == b"transfer-encoding"]
     if encodings and (len(encodings) > 1 or encodings[0].strip().lower() != b"chunked" or version == "1.0"
                       or any(name == b"content-length" for name, _ in headers)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quire.server.api_error import refusal
 from quire.server.chat_prompt import knows, render
-from quire.server.chat_protocol import ChatBody
+from quire.server.chat_protocol import AssistantMessage, ChatBody
 from quire.server.generation import Work
 from quire.server.parameters import Wishes, check_size, engine_params, shape_of
 from quire.server.parsers.pieces import Content, Piece
@@ -104,6 +104,8 @@ async def prompt_text(service: Service, tokenizer: Tokenizer, body: ChatBody, to
                           code="unsupported_parameter")
         variables["reasoning_effort"] = body.reasoning_effort
     size = sum(len(message.content or "") for message in messages)
+    size += sum(len(call.function.arguments) for message in messages if isinstance(message, AssistantMessage)
+                for call in message.tool_calls or ())
 
     def work() -> str:
         return render(tokenizer, messages, tools=tools.shown, variables=variables,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 
 from quire.config import ServerConfig
+
+_NAME_AND_PORT = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]*)?")
 
 
 class AllowedHosts:
@@ -33,6 +36,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0]
+    """The name alone; nothing where it is no name, or what follows it no port."""
+    found = _NAME_AND_PORT.fullmatch(host)
+    return "" if found is None else found[1]

@@ -118,6 +118,32 @@ def test_two_keys_in_one_request_are_refused(serve: Serve, monkeypatch: pytest.M
         assert (found, error["code"]) == (400, "several_authorizations")
 
 
+def test_a_key_after_the_body_is_none(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEYS", "first-key-1")
+    found, error = answer_to(serve().address, (
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nAuthorization: Bearer first-key-1\r\n\r\n"))
+    assert (found, error["code"]) == (401, "invalid_api_key")
+
+
+def test_a_url_may_name_no_other_server_than_the_host(server: Served) -> None:
+    for name, status in (("localhost", 200), ("evil.example", 400)):
+        found, _ = answer_to(server.address, f"GET http://{name}/health HTTP/1.1\r\nHost: localhost\r\n"
+                                             "Connection: close\r\n\r\n".encode())
+        assert found == status
+
+
+def test_thousands_of_requests_in_one_read_are_not_kept(server: Served) -> None:
+    one = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connect(server.address) as client:
+        client.sendall(one * 4)
+        found = b""
+        while found.count(b'{"status":"ok"}') < 4:
+            found += client.recv(65536)
+    _, found = push(server.address, one, most=1 << 20, piece=one * 5000)
+    assert found.count(b'{"status":"ok"}') < 5000  # 25,000 before
+
+
 def test_without_a_key_nobody_learns_which_paths_there_are(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEYS", "first-key-1")
     server = serve()
@@ -133,7 +159,8 @@ def test_without_a_key_nobody_learns_which_paths_there_are(serve: Serve, monkeyp
 @pytest.mark.parametrize(("host", "allowed"), [
     ("localhost", True), ("127.0.0.1:8000", True), ("[::1]:80", True), ("LocalHost:1", True), ("a.localhost", True),
     ("evil.example", False), ("evil.example:8000", False), ("127.0.0.1.evil.example", False), ("10.0.0.1", False),
-    ("localhost.evil.example", False), ("", False),
+    ("localhost.evil.example", False), ("", False), ("[::1].evil.example", False), ("[::1]evil.example:80", False),
+    ("127.0.0.1:80@evil.example", False), ("evil.example#.localhost", False),
 ])
 def test_a_server_without_keys_answers_to_loopback_names_only(server: Served, host: str, allowed: bool) -> None:
     for path in ("/health", "/v1/models", "/"):
