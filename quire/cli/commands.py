@@ -40,7 +40,7 @@ BENCHES: dict[str, Command] = {
 COMMANDS: dict[str, Command] = {
     "demo": Command("quire.cli.demo", "fetch the default model and let it answer three questions"),
     "generate": Command("quire.cli.generate", "complete prompts, or answer them"),
-    "serve": Command("quire.cli.serve", "answer the OpenAI API on a port of this machine"),
+    "serve": Command("quire.cli.serve", "answer OpenAI's and Anthropic's APIs on a port of this machine"),
     "chat": Command("quire.cli.chat", "talk with a model in the terminal"),
     "complete": Command("quire.cli.complete", "complete a text through a server"),
     "run-batch": Command("quire.cli.run_batch", "answer an OpenAI batch file; goes on where it was stopped"),

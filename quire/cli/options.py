@@ -52,6 +52,7 @@ SHAPE_FLAGS = {
     "regex": ("--regex", "REGEX", "the answer matches this regular expression"),
     "choice": ("--choice", "TEXT", "the answer is this text, or another given so; give it several times"),
     "grammar": ("--grammar", "EBNF", "the answer follows this EBNF grammar, given as text or as @FILE"),
+    "structural_tag": ("--structural-tag", "JSON", "the answer follows this structural tag, given as text or as @FILE"),
 }
 """Flags of the fields of StructuredOutputs."""
 _SHAPE = "structured_outputs"
