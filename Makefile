@@ -9,11 +9,11 @@ SOURCES := pyproject.toml setup.py build_backend.py requirements/constraints.txt
 
 help:
 	@echo "make demo   set up everything and answer three prompts"
-	@echo "make serve  the OpenAI API on port 8000 of this machine"
+	@echo "make serve  OpenAI's and Anthropic's APIs on port 8000 of this machine"
 	@echo "make test   set up what tests need and run them all"
 	@echo "make test-gpu  the suite of a GPU, where there is one"
 	@echo "make browser  a Chromium for the tests of the page, where there is none"
-	@echo "make agents  the coding agents that the tests play sessions with (1.3 GB, from npm and PyPI)"
+	@echo "make agents  the coding agents that the tests play sessions with (1.6 GB, from npm and PyPI)"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  cases A to D on the CPU, Quire against transformers in one run"
 	@echo "make fuzz   differential fuzzer: random workloads against the plain path"
@@ -53,14 +53,21 @@ browser: $(VENV)/.ready-test
 	  || echo "no Chromium could be had: the tests of the page will be skipped"
 
 # Kept in the user's cache folder, so that they are fetched once for a machine; at most three minutes are spent on it.
-# Without them, the sessions with agents are skipped and say so.
+# Without them, the sessions with agents are skipped and say so. OpenCode has a folder of its own, since the step after its
+# installation fails on some machines and would take the others with it.
 AGENTS := $(or $(QUIRE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quire)/agents
 AGENT_PACKAGES := @openai/codex@0.166.0 @anthropic-ai/claude-code@2.1.197
+OPENCODE := $(AGENTS)/opencode/node_modules
+NPM_INSTALL := npm install --silent --no-audit --no-fund --fetch-retries=1
 agents:
-	@mkdir -p $(AGENTS)
+	-@mkdir -p $(AGENTS)
 	@test -x $(AGENTS)/node_modules/.bin/codex -a -x $(AGENTS)/node_modules/.bin/claude || { \
-	  timeout 170 npm install --silent --no-audit --no-fund --fetch-retries=1 --prefix $(AGENTS) $(AGENT_PACKAGES) > $(AGENTS)/npm.log 2>&1 \
+	  timeout 170 $(NPM_INSTALL) --prefix $(AGENTS) $(AGENT_PACKAGES) > $(AGENTS)/npm.log 2>&1 \
 	  || echo "codex and claude-code could not be installed: the sessions with them will be skipped"; } & \
+	test -x $(OPENCODE)/.bin/opencode || { \
+	  { timeout 130 $(NPM_INSTALL) --ignore-scripts --prefix $(AGENTS)/opencode opencode-ai@1.18.33 \
+	    && timeout 40 node $(OPENCODE)/opencode-ai/postinstall.mjs; } > $(AGENTS)/opencode.log 2>&1 \
+	  || { rm -rf $(AGENTS)/opencode; echo "opencode could not be installed: the session with it will be skipped"; }; } & \
 	test -x $(AGENTS)/aider/bin/aider || { \
 	  $(PYTHON) -m venv $(AGENTS)/aider && timeout 170 $(AGENTS)/aider/bin/python -m pip install --quiet --no-compile \
 	    --disable-pip-version-check aider-chat==0.86.2 > $(AGENTS)/aider.log 2>&1 \

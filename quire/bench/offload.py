@@ -120,6 +120,8 @@ def run(args: argparse.Namespace) -> int:
                           "prefix_tokens": args.prefix_tokens, "device": engine.config.model.device, **machine}),
               flush=True)
     print(table(lines), flush=True)
+    if not found["beside"].fetched_tokens:
+        print("nothing came back: by the measured rates, computing this prefix is cheaper than moving it", flush=True)
     return 0
 
 
@@ -131,6 +133,13 @@ def _build(args: argparse.Namespace) -> tuple[Engine, int]:
 
     options = engine_options(args)
     config = EngineConfig.create(**options)
+    most = config.scheduler.num_seqs(gpu=config.model.device == "cuda")
+    if args.streams >= most:
+        raise ConfigError(f"--streams {args.streams} leaves no room for one request more: at most {most} sequences run "
+                          "at once (--max-num-seqs)", "streams")
+    if args.prefix_tokens < config.cache.block_size:
+        raise ConfigError(f"--prefix-tokens {args.prefix_tokens} is less than one block of "
+                          f"{config.cache.block_size} tokens: nothing would come back", "prefix_tokens")
     spec, size = read_spec(open_source(config).config), config.cache.block_size
     # A decoded token a step, while it primes, warms up and measures.
     longest = max(args.prefix_tokens, _STREAM_TOKENS) + 64
@@ -165,6 +174,7 @@ def _evict(core: EngineCore) -> None:
     until = time.monotonic() + _PATIENCE
     while not cache.make_room([pool.num_available for pool in cache.pools]) or cache.transfers.under_way:
         core.step()
+        core.executor.arrivals.wait(0.01)
         if time.monotonic() > until:
             raise QuireError("the prefix was not copied to the host in a minute")
 

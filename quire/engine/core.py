@@ -133,11 +133,15 @@ class EngineCore:
         return updates
 
     def take_arrivals(self) -> None:
-        """What transfers have reported besides the results of steps."""
+        """What transfers have reported besides the results of steps, and leases that have ended."""
         reports = self.executor.arrivals.take()
         if reports:
             self.self_check.disturb()
             self.scheduler.arrived(reports)
+        ends = self.scheduler.cache.leases.next_end
+        if ends is not None and self.scheduler.clock() >= ends:
+            self.self_check.disturb()
+            self.scheduler.look()
 
     def _rest(self, wait_for_kv: bool) -> None:
         """Nothing is in flight, and nothing could be planned."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.executor.faults import AT_COLLECT, AT_LAUNCH, HALFWAY
+from quire.fuzz.far_tier import random_far_tier
 
 KIND = "faults"
 VOCABULARY = 61
@@ -98,6 +99,10 @@ def random_fault_case(seed: int) -> FaultCase:
         _make_group(rng, case.requests[-1], widest, crowded)
     case.options = _options(rng, case.requests)
     _make_faults(rng, case)
+    # Drawn apart, so that the rest of a case is what its seed always gave.
+    apart = random.Random(f"far {seed}")
+    if case.options["host_blocks"] and case.options["caching"] and apart.random() < 0.25:
+        case.options["far"] = random_far_tier(apart)
     return case
 
 

@@ -12,7 +12,9 @@ from quire.engine.core import EngineCore
 from quire.executor.faults import Faults, FaultyExecutor, TransferFault
 from quire.executor.kv_hash import BlockStore, PlainKV, drawn_token, log_likelihood, ranked_candidates
 from quire.executor.kv_hash_worker import KVHashWorker
+from quire.fuzz.far_tier import FAR, FarTier
 from quire.fuzz.fault_case import END, VOCABULARY, FaultCase, FaultRequest
+from quire.kvcache.connector import KVConnector
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.sampling.params import BeamSearchParams, SamplingParams
@@ -61,6 +63,7 @@ class _Play:
             while arrivals and arrivals[0].at_step < self._now:
                 self._add(arrivals.pop(0))
             self._from_outside()
+            self._tick()
             for update in self.core.step():
                 found = self._logprobs.setdefault(update.request.request_id, [])
                 found += [each.logprob for each in update.prompt_logprobs or ()]
@@ -96,6 +99,11 @@ class _Play:
                     due = self._due.setdefault((wanted.name, index), self._now + later)
                     if self._now >= due:
                         self.core.finish(seq, FinishReason.STOP, "the end")
+
+    def _tick(self) -> None:
+        for tier in self.core.scheduler.cache.tiers:
+            if isinstance(tier, FarTier):
+                tier.tick()
 
     def _rest(self) -> None:
         """Let transfers that nobody waits for come to their end: then nothing may be held."""
@@ -155,7 +163,10 @@ def _executor(case: FaultCase) -> FaultyExecutor:
     options = case.options
     groups = len(options["windows"])
     worker = KVHashWorker(options["num_blocks"], options["block_size"], options["windows"], VOCABULARY)
-    tiers = {"host": [BlockStore(options["host_blocks"], options["block_size"]) for _ in range(groups)]}
+    sizes = {"host": options["host_blocks"]}
+    if options.get("far") is not None:
+        sizes[FAR] = options["far"]["num_blocks"]
+    tiers = {name: [BlockStore(size, options["block_size"]) for _ in range(groups)] for name, size in sizes.items()}
     faults = Faults({step: where for step, where in case.lost_steps},
                     {number: TransferFault(**fault) for number, fault in case.transfers})
     return FaultyExecutor(worker, tiers, faults)
@@ -163,7 +174,11 @@ def _executor(case: FaultCase) -> FaultyExecutor:
 
 def _scheduler(options: dict[str, Any], clock: Any) -> Scheduler:
     groups = tuple(CacheGroup(window) for window in options["windows"])
-    tiers = [HostTier(options["host_blocks"], len(groups), options["offload"])] if options["host_blocks"] else []
+    tiers: list[KVConnector] = []
+    if options["host_blocks"]:
+        tiers.append(HostTier(options["host_blocks"], len(groups), options["offload"]))
+    if options.get("far") is not None:
+        tiers.insert(0 if options["far"]["first"] else len(tiers), FarTier(options["far"], len(groups)))
     cache = KVCacheManager(options["num_blocks"], options["block_size"], groups, options["caching"], tiers=tiers,
                            block_bytes=(1,) * len(groups))
     limits = Limits(options["max_num_seqs"], options["max_num_batched_tokens"], _LENGTH,

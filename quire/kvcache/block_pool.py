@@ -8,7 +8,7 @@ from itertools import islice
 
 from quire.errors import InvariantError
 from quire.kvcache.eviction import EvictionPolicy
-from quire.kvcache.examination import finish, parts
+from quire.kvcache.examination import finish, parts, zeros
 
 NO_BLOCK = -1
 
@@ -211,17 +211,18 @@ class BlockPool:
     def examination(self) -> Iterator[None]:
         """The same in parts. It holds only while nothing changes between them."""
         waiting = iter(self._free)
-        free: set[int] = set()
+        free = bytearray(self.num_blocks)
         for part in parts(len(self._free)):
-            free.update(islice(waiting, len(part)))
+            for block in islice(waiting, len(part)):
+                if free[block]:
+                    raise InvariantError("a KV block is in the free list twice")
+                free[block] = 1
             yield
-        if len(free) != len(self._free):
-            raise InvariantError("a KV block is in the free list twice")
-        children = [0] * self.num_blocks
+        children = zeros(self.num_blocks)
         idle = registered = 0
         for part in parts(self.num_blocks):
             for block in part:
-                self._check_block(block, block in free)
+                self._check_block(block, free[block] == 1)
                 key = self._hash[block]
                 registered += key is not None
                 idle += key is not None and self.counts[block] == 0
@@ -229,7 +230,7 @@ class BlockPool:
                     children[self._parent[block]] += 1
             yield
         for part in parts(self.num_blocks):
-            if children[part.start : part.stop] != self._children[part.start : part.stop]:
+            if children[part.start : part.stop].tolist() != self._children[part.start : part.stop]:
                 raise InvariantError("child counts of KV blocks do not add up")
             yield
         if idle != len(self._policy) or registered != len(self._index):

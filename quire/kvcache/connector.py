@@ -6,10 +6,16 @@ that moves it is `worker/transfer.py`; they meet in the transfers of a plan and 
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
+from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK
+
+log = logging.getLogger("quire.kvcache")
+Answer = TypeVar("Answer")
 
 
 class Lookup:
@@ -42,18 +48,31 @@ class Lookup:
         """The tier cannot say: it has nothing."""
         self.answer([[] for _ in range(self.num_groups)])
 
+    @classmethod
+    def failed(cls, keys: Sequence[bytes], num_groups: int) -> Lookup:
+        found = cls(keys, num_groups)
+        found.fail()
+        return found
+
     def block(self, group: int, index: int) -> int:
         """Of key `index`; NO_BLOCK also while there is no answer."""
         if self._blocks is None or index >= len(self._blocks[group]):
             return NO_BLOCK
         return self._blocks[group][index]
 
+    def forget_from(self, group: int, index: int) -> None:
+        """The tier does not have key `index` any more: neither that nor what follows it counts as found."""
+        if self._blocks is not None:
+            self._blocks = [blocks[:index] if each == group else blocks for each, blocks in enumerate(self._blocks)]
+
 
 class KVConnector(ABC):
     """A tier of blocks, numbered per cache group.
 
     Contract: a block stays as it is while somebody holds it. Every copy to the tier that `stored`, `finished` or
-    `evicted` asked for ends with one `settled`; what is stored can be found only after that.
+    `evicted` asked for ends with one `settled`; what is stored can be found only after that. `lookup`, `hold` of a
+    prefix, `stored`, `finished` and `evicted` may raise: that is logged, and counts as "nothing here" or "no copy".
+    `give_back` and `settled` may not.
     """
 
     name: str
@@ -139,3 +158,14 @@ class KVConnector(ABC):
         """`check` in parts of at most a fraction of a millisecond; a tier whose check takes longer says how."""
         self.check(held)
         yield
+
+
+def unless_it_breaks(tier: KVConnector, otherwise: Answer, call: Callable[..., Answer], *arguments: object) -> Answer:
+    """Ask a tier something. One that raises costs the hit, or the copy, and nobody's request."""
+    try:
+        return call(*arguments)
+    except InvariantError:
+        raise
+    except Exception as error:
+        log.warning("the KV tier %r broke: %s: %s", tier.name, type(error).__name__, error)
+        return otherwise

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.kvcache.block_pool import NO_BLOCK
-from quire.kvcache.connector import KVConnector
+from quire.kvcache.connector import KVConnector, unless_it_breaks
 from quire.kvcache.table import SequenceKV
 from quire.kvcache.transfers import Move, TransferLedger
 
@@ -40,7 +40,7 @@ class OffloadStats:
 
 class KVEvents:
     def __init__(self, tiers: Sequence[KVConnector], transfers: TransferLedger,
-                 fork: Callable[[SequenceKV], SequenceKV], block_bytes: Sequence[int]) -> None:
+                 fork: Callable[[SequenceKV, int], SequenceKV], block_bytes: Sequence[int]) -> None:
         self._tiers = [tier for tier in tiers if tier.offload]
         self._transfers = transfers
         self._fork = fork
@@ -55,7 +55,8 @@ class KVEvents:
             for group, i in fresh:
                 observer.stored(group, hashes[i], hashes[i - 1] if i else None, kv.tables[group].blocks[i])
         for tier in self._tiers:
-            self._copy(tier, kv, [(group, i, tier.stored(group, hashes[i])) for group, i in fresh])
+            self._copy(tier, kv, [(group, i, unless_it_breaks(tier, NO_BLOCK, tier.stored, group, hashes[i]))
+                                  for group, i in fresh])
 
     def finished(self, kv: SequenceKV) -> None:
         """A sequence ends; it still holds its blocks."""
@@ -65,15 +66,17 @@ class KVEvents:
         for tier in self._tiers:
             for group, table in enumerate(kv.tables):
                 first = table.first_live
-                places = tier.finished(group, keys[first:])
+                none: list[int] = []
+                places = unless_it_breaks(tier, none, tier.finished, group, keys[first:])
                 self._copy(tier, kv, [(group, first + i, place) for i, place in enumerate(places)])
 
     def _copy(self, tier: KVConnector, kv: SequenceKV, wanted: list[tuple[int, int, int]]) -> None:
         moves = [Move(group, kv.tables[group].blocks[i], place, kv.hashes[i])
                  for group, i, place in wanted if place != NO_BLOCK]
         if moves:
-            # It holds the whole prefix, as sequences do: a parent must not be evicted before its child.
-            self._transfers.start(tier, True, moves, chains=[self._fork(kv)], stores=True)
+            # It holds the whole prefix, as sequences do: a parent must not be evicted before its child. It does not
+            # hold what the sequence goes on writing, which would have to be copied first.
+            self._transfers.start(tier, True, moves, chains=[self._fork(kv, kv.num_registered)], stores=True)
             self._count(moves)
 
     def evicted(self, group: int, block: int, key: bytes) -> bool:
@@ -81,7 +84,7 @@ class KVEvents:
         for observer in self.observers:
             observer.evicted(group, key, block)
         for tier in self._tiers:
-            place = tier.evicted(group, key)
+            place = unless_it_breaks(tier, NO_BLOCK, tier.evicted, group, key)
             if place != NO_BLOCK:
                 move = Move(group, block, place, key)
                 self._transfers.add_leaving(tier, move)

@@ -8,7 +8,7 @@ from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
 from quire.kvcache.connector import KVConnector, Lookup
 from quire.kvcache.eviction import LRU
-from quire.kvcache.examination import count_blocks, finish, parts
+from quire.kvcache.examination import count_blocks, finish, parts, zeros
 
 
 class HostTier(KVConnector):
@@ -91,7 +91,7 @@ class HostTier(KVConnector):
         """The same in parts. It holds only while nothing changes between them."""
         for group, pool in enumerate(self.pools):
             yield from pool.examination()
-            counts = [0] * pool.num_blocks
+            counts = zeros(pool.num_blocks)
             yield from count_blocks(counts, [held[group]])
             for part in parts(pool.num_blocks):
                 for block in part:

@@ -13,10 +13,10 @@ from functools import partial
 
 from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
-from quire.kvcache.connector import KVConnector, Lookup
+from quire.kvcache.connector import KVConnector, Lookup, unless_it_breaks
 from quire.kvcache.events import KVEvents
 from quire.kvcache.eviction import EVICTION_POLICIES
-from quire.kvcache.examination import count_blocks, finish, parts
+from quire.kvcache.examination import count_blocks, finish, parts, zeros
 from quire.kvcache.leases import Leases
 from quire.kvcache.matching import CacheGroup as CacheGroup
 from quire.kvcache.matching import longest_match, valid_in_windows
@@ -140,6 +140,7 @@ class KVCacheManager:
 
         found = longest_match(self.groups, self.block_size, hashes, find)
         found.outside_tokens = found.num_tokens - here.num_tokens
+        found.lookups = lookups
         return found if self._worth_fetching(found) else here
 
     def ask(self, kv: SequenceKV, tokens: list[int]) -> list[Lookup]:
@@ -150,7 +151,11 @@ class KVCacheManager:
         here = longest_match(self.groups, self.block_size, hashes, self._find_here)
         if here.num_tokens == len(hashes) * self.block_size:
             return []
-        return [tier.lookup(hashes if tier.offload else [], len(self.groups)) for tier in self.tiers]
+        found = []
+        for tier in self.tiers:
+            asked = hashes if tier.offload else [], len(self.groups)
+            found.append(unless_it_breaks(tier, Lookup.failed(*asked), tier.lookup, *asked))
+        return found
 
     def _hashes(self, kv: SequenceKV, tokens: list[int]) -> list[bytes]:
         return self.chain.extend(kv, tokens, len(tokens) - 1)[: (len(tokens) - 1) // self.block_size]
@@ -174,7 +179,7 @@ class KVCacheManager:
         """Give a sequence without tables the matched prefix, and see that there is room for `num_new` tokens after it.
 
         Blocks of other tiers are fetched: what the sequence then waits for is the `Fetch`. None, and no change, when
-        blocks are on their way out that it needs, or a tier has lost what it had found.
+        blocks are on their way out that it needs, or a tier has lost what it had found (`match.lost`).
         """
         if kv.tables:
             raise InvariantError("a sequence that already holds KV was opened again")
@@ -223,7 +228,10 @@ class KVCacheManager:
             for i, code in enumerate(blocks):
                 if code < NO_BLOCK:
                     tier, place = tier_and_block(code)
-                    if not self.tiers[tier].hold(index, place, kv.hashes[i]):
+                    found = self.tiers[tier]
+                    if not unless_it_breaks(found, False, found.hold, index, place, kv.hashes[i]):
+                        match.lookups[tier].forget_from(index, i)
+                        match.lost = True
                         for group, known in held:
                             tier, place = tier_and_block(known)
                             self.tiers[tier].give_back(group, place)
@@ -339,14 +347,15 @@ class KVCacheManager:
     def _grow(self, kv: SequenceKV, wanted: int, first_written: int) -> bool:
         needs = []
         for pool, table in zip(self.pools, kv.tables, strict=True):
-            shared = sum(pool.references(b) > 1 for b in table.blocks[first_written:])
-            needs.append(wanted - len(table.blocks) + shared)
+            # The table may be longer than is wanted now: it has had room for drafts that were refused.
+            shared = sum(pool.references(b) > 1 for b in table.blocks[first_written:wanted])
+            needs.append(max(0, wanted - len(table.blocks)) + shared)
             if needs[-1] > pool.num_available + pool.num_leaving:
                 return False
         if not self.make_room(needs):
             return False
         for index, (pool, table) in enumerate(zip(self.pools, kv.tables, strict=True)):
-            for i in range(first_written, len(table.blocks)):
+            for i in range(first_written, min(wanted, len(table.blocks))):
                 holders = pool.references(table.blocks[i])
                 if holders > 1:
                     self._copy_on_write(index, kv, i)
@@ -410,13 +419,14 @@ class KVCacheManager:
         if fresh:
             self.events.stored(kv, fresh)
 
-    def fork(self, kv: SequenceKV) -> SequenceKV:
-        """A second sequence over the same blocks; whoever writes a shared one first gets a copy."""
+    def fork(self, kv: SequenceKV, num_blocks: int | None = None) -> SequenceKV:
+        """A second sequence over the same blocks, or the first `num_blocks`; whoever writes a shared one first gets a
+        copy."""
         tables = []
         for pool, table in zip(self.pools, kv.tables, strict=True):
-            for block in table.blocks[table.first_live :]:
+            for block in table.blocks[table.first_live : num_blocks]:
                 pool.share(block)
-            tables.append(BlockTable(list(table.blocks), first_live=table.first_live))
+            tables.append(BlockTable(table.blocks[:num_blocks], first_live=table.first_live))
         # The two may differ from the first token that is not computed yet: hashes beyond it are not shared.
         return SequenceKV(kv.key, tables, kv.hashes[: kv.num_registered], kv.num_registered)
 
@@ -513,7 +523,7 @@ class KVCacheManager:
         holders = [*holders, *self.leases.holders, *self.reservations.holders]
         for index, pool in enumerate(self.pools):
             yield from pool.examination()
-            counts = [0] * pool.num_blocks
+            counts = zeros(pool.num_blocks)
             held = (table.blocks[table.first_live :] for kv in holders for table in kv.tables[index : index + 1])
             yield from count_blocks(counts, held)
             yield from count_blocks(counts, (blocks for _, group, blocks in self._limbo if group == index))

@@ -81,13 +81,16 @@ class Reservations:
         return len(self._reservations)
 
     def open(self, kv: SequenceKV, start: int, num_tokens: int, block_size: int, deadline: float) -> Reservation:
-        """Take over a hold on blocks for tokens up to `num_tokens`."""
+        """Take over a hold on blocks for tokens up to `num_tokens`; closed at once if none are to be written."""
         self._number += 1
         first = start // block_size
         pending = {(group, block) for group, table in enumerate(kv.tables) for block in table.blocks[first:]
                    if block >= 0}
         made = Reservation(self._number, kv, start, num_tokens, block_size, Fetch(pending, awaited=True), deadline)
         self._reservations[made.number] = made
+        if made.complete:
+            # The device has all of it: there is nothing to be written.
+            self._end(made)
         return made
 
     def get(self, number: int) -> Reservation | None:
@@ -103,8 +106,7 @@ class Reservations:
             return False
         reservation.add(start, end)
         if reservation.complete:
-            reservation.fetch.awaited = False
-            self._close(reservation)
+            self._end(reservation)
         return True
 
     def cancel(self, number: int, reason: str = "the reservation was cancelled") -> bool:
@@ -123,6 +125,10 @@ class Reservations:
             return False
         self._close(reservation)
         return True
+
+    def _end(self, reservation: Reservation) -> None:
+        reservation.fetch.awaited = False
+        self._close(reservation)
 
     def _close(self, reservation: Reservation) -> None:
         reservation.state = ReservationState.CLOSED

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from quire.kvcache.connector import Lookup
 
 
 @dataclass(slots=True)
@@ -53,6 +56,10 @@ class PrefixMatch:
     """Blocks, over all groups, that other tiers hold."""
     outside_tokens: int = 0
     """How much shorter the prefix would be without them."""
+    lookups: Sequence[Lookup] = ()
+    """By tier: where its blocks of other tiers were found."""
+    lost: bool = False
+    """A tier that was asked for one of them does not have it any more. Its lookup has forgotten it."""
 
 
 _MOST_TIERS = 16

@@ -43,6 +43,8 @@ class Admissions:
                 came = self._swap_in(draft, request)
             else:
                 came = self._begin(draft, request)
+            if came is Admission.AGAIN:
+                continue
             if came is not Admission.DONE and (
                     came is not Admission.NO_ROOM or not self._giving_way.make_way(draft, request)):
                 break
@@ -58,7 +60,7 @@ class Admissions:
         held_at = seq.num_prompt_tokens if seq.num_output_tokens and len(request.live) > 1 else None
         known = held_at or len(seq.tokens)
         # Log-probabilities of the prompt need the logits of every token of it, cached or not.
-        match = cache.no_match()
+        match, lookups = cache.no_match(), None
         if not seq.lacks_prompt_logprobs:
             lookups = self._lookups(request, seq, known)
             if lookups is None:
@@ -76,7 +78,10 @@ class Admissions:
                 return Admission.LATER
         if not cache.fits(length, match, tokens, extra_blocks(request, cache)):
             return Admission.NO_ROOM
-        return self._start(draft, seq, match, tokens, held_at)
+        came = self._start(draft, seq, match, tokens, held_at)
+        if came is Admission.AGAIN:
+            request.lookups = lookups
+        return came
 
     def _lookups(self, request: Request, seq: Sequence, known: int) -> list[Lookup] | None:
         """What the tiers have of its tokens; None if one cannot say at once."""
@@ -106,7 +111,7 @@ class Admissions:
             fetch = cache.open(seq.kv, match, tokens)
             if fetch is None:
                 request.lookups = None
-                return Admission.LATER
+                return Admission.AGAIN if match.lost else Admission.LATER
             if not match.num_outside and not cache.extend(seq.kv, match.num_tokens + tokens, match.num_tokens):
                 raise InvariantError("the cache promised room for a sequence and then had none")
         except InvariantError as error:
@@ -179,7 +184,7 @@ class Admissions:
             if request in draft.made_way or not state.roster.has_rows_for(request) or not self._has_turn(draft, seats):
                 continue
             state.roster.seat(request, seats)
-            self._planner.go_on(draft, [seq for seq in seats if mask_ready(seq)])
+            self._planner.begin(draft, request)
 
     def _has_turn(self, draft: Draft, seats: list[Sequence]) -> bool:
         """Are their masks there, and may prompts that are not computed to their end go on in this step?"""

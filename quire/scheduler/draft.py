@@ -23,6 +23,8 @@ class Admission(enum.Enum):
     LATER = "later"
     """The step has no tokens left for it, or it waits: for a copy, or for a prefix that another computes."""
     NO_ROOM = "no room"
+    AGAIN = "again"
+    """A tier has lost what it had found: look at the request once more, without that."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from quire.scheduler.forks import Forks
 from quire.scheduler.giving_way import GivingWay
 from quire.scheduler.plan import PlanEntry
 from quire.scheduler.preemption import PreemptionReason
-from quire.scheduler.request import Sequence
+from quire.scheduler.request import Request, Sequence
 from quire.scheduler.state import SchedulerState
 from quire.speculation.speculator import Drafts
 from quire.structured.gate import mask_ready
@@ -36,6 +36,13 @@ class RunningPlanner:
         if speculator is not None and draft.decoding:
             draft.take_choice(speculator.choose(draft.decoding, draft.budget - len(draft.decoding)))
             draft.drafts = self._state.roster.compiling.with_masks(draft.drafts, draft.decoding)
+
+    def begin(self, draft: Draft, request: Request) -> None:
+        """Plan a request that has just got rows, with KV of before. Its siblings fork first where all of the prompt has
+        come: the leader has nothing to compute until they have."""
+        if request.request_id in self._state.roster.forking:
+            self._forks.fork_resumed()
+        self.go_on(draft, [seq for seq in request.live if mask_ready(seq)])
 
     def go_on(self, draft: Draft, sequences: list[Sequence]) -> None:
         for seq in sequences:

@@ -101,6 +101,10 @@ class Scheduler:
         Arrivals are told to `cache.reservations`, followed by `look`. None, and the request is not taken, when there
         is no room for that now; `add` may still queue it. Whatever is not written by `deadline` it computes.
         """
+        for field in ("prompt_logprobs", "structured_outputs"):
+            if getattr(request.params, field) is not None:
+                raise InvalidRequestError(f"{field} is not supported where the prompt's KV is written from outside",
+                                          field=field)
         self._register(request)
         seq = request.live[0]
         match = self.cache.match(seq.kv, seq.tokens)

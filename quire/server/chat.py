@@ -52,7 +52,7 @@ class ChatAnswer(Answer):
             text = self._choice(each.index)
             if not text.started:
                 text.started = True
-                found += self._chunk(each.index, {"role": "assistant", "content": ""})
+                found += self._chunk(each.index, {"role": "assistant", "content": ""}, prompt=output.prompt_token_ids)
             if self._plain and text.plain:
                 if each.text_delta:
                     found += self._chunk_start % each.index + encode(each.text_delta) + self._chunk_end
@@ -75,10 +75,12 @@ class ChatAnswer(Answer):
         return found
 
     def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None,
-               logprobs: dict[str, Any] | None = None, each: CompletionOutput | None = None) -> bytes:
+               logprobs: dict[str, Any] | None = None, each: CompletionOutput | None = None,
+               prompt: list[int] | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         if self._body.return_token_ids:
             choice["token_ids"] = [] if each is None else each.token_ids_delta
+            choice |= {} if prompt is None else {"prompt_token_ids": prompt}
         return sse({**self._head, "choices": [choice], **self.chunk_usage()})
 
     def _reason(self, reason: str, text: ChoiceText) -> str:

@@ -9,6 +9,7 @@ from quire.errors import InvalidRequestError
 from quire.server.api_error import ApiError, refusal
 from quire.server.body import MAX_ELEMENTS, most_weight, weights
 from quire.server.chat_protocol import AssistantMessage, Message, TextPart, ToolMessage
+from quire.server.parsers.pieces import json_value
 from quire.tokenizer.tokenizer import Tokenizer
 
 _RESERVED = frozenset({"messages", "tools", "documents", "chat_template", "add_generation_prompt", "bos_token",
@@ -68,7 +69,7 @@ def _plain(message: Message, place: int) -> dict[str, Any]:
         if message.tool_calls:
             found["tool_calls"] = [
                 {"id": call.id, "type": "function",
-                 "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, place)}}
+                 "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)}}
                 for call in message.tool_calls]
         elif content is None:
             raise ApiError(400, f"messages[{place}] has neither content nor tool_calls",
@@ -93,15 +94,14 @@ def _check_arguments(messages: list[Message]) -> None:
         total += weight
 
 
-def _arguments(text: str, place: int) -> Any:
+def _arguments(text: str) -> dict[str, Any]:
+    """An object, as templates want it. A model sometimes writes none, and its conversation must be able to go on: what
+    it wrote is then the one argument that the template sees."""
     try:
-        value = json.loads(text or "{}")
+        value = json_value(text or "{}")
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict):
-        raise ApiError(400, f"messages[{place}] has a tool call whose arguments are no JSON object",
-                       param=f"messages[{place}].tool_calls")
-    return value
+    return value if isinstance(value, dict) else {"arguments": text}
 
 
 def _without_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:

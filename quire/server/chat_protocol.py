@@ -11,6 +11,10 @@ from quire.server.protocol import GenerationBody, JsonObject, PromptIds, Respons
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
+CalledName = Annotated[str, Field(min_length=1)]
+"""Of a call in an earlier turn: whatever the model wrote, who may have called what does not exist."""
+
+
 class TextPart(Strict):
     type: Literal["text"]
     text: Text
@@ -27,7 +31,7 @@ Parts = Annotated[list[ContentPart], Field(min_length=1)]
 
 
 class CalledFunction(Strict):
-    name: FunctionName
+    name: CalledName
     arguments: str = Field(description="JSON")
 
 

@@ -96,7 +96,6 @@ class CompletionAnswer(Answer):
 
     def _event(self, place: int, number: int, output: RequestOutput, each: CompletionOutput) -> bytes:
         first = number not in self._echoed
-        self._echoed.add(number)
         text = each.text_delta if self._shows_output else ""
         if first and self._body.echo:
             text = (self._texts[place] or "") + text
@@ -104,11 +103,13 @@ class CompletionAnswer(Answer):
         told = self._body.logprobs is not None or self._body.return_token_ids
         if not text and reason is None and not (told and each.token_ids_delta):
             return b""
+        self._echoed.add(number)
         choice: dict[str, Any] = {"index": number, "text": text,
                                   "logprobs": self._piece(place, number, output, new_logprobs(each), first),
                                   "finish_reason": reason}
         if self._body.return_token_ids:
             choice["token_ids"] = each.token_ids_delta if self._shows_output else []
+            choice |= {"prompt_token_ids": output.prompt_token_ids} if first else {}
         return sse({**self._head, "choices": [choice], **self.chunk_usage()})
 
     def _piece(self, place: int, number: int, output: RequestOutput, positions: list[Any],

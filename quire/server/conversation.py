@@ -48,7 +48,8 @@ async def converse(service: Service, record: RequestRecord, body: ChatBody, kind
     if body.top_logprobs is not None and not body.logprobs:
         raise refusal("top_logprobs", "needs logprobs")
     tokens, end = await _prompt(service, tokenizer, body, tools, record.tenant)
-    service.check_length(len(tokens), max_tokens, "messages" if body.prompt_token_ids is None else "prompt_token_ids")
+    prompt_field = "messages" if body.prompt_token_ids is None else "prompt_token_ids"
+    service.check_length(len(tokens), max_tokens, prompt_field)
     if max_tokens is None and body.use_beam_search:
         max_tokens = service.engine.max_model_len - len(tokens)
     form = _format(service, tools, end)
@@ -64,7 +65,7 @@ async def converse(service: Service, record: RequestRecord, body: ChatBody, kind
     params = engine_params(body, wishes, service.config)
     work = Work(f"{kind}-{record.unique_id}", [tokens], params, body.priority or 0, record.tenant,
                 salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout),
-                None if shape is None else shape[0], bool(body.stream), "messages")
+                None if shape is None else shape[0], bool(body.stream), prompt_field)
     return Conversation(work, tools, form, keeps or body.skip_special_tokens is False)
 
 

@@ -31,3 +31,15 @@ def test_a_prefix_longer_than_the_model_is_refused(tmp_path: Path, capsys: pytes
     assert main(["bench", "offload", "--model", str(tmp_path), "--load-format", "dummy",
                  "--prefix-tokens", "999999"]) != 0
     assert "--prefix-tokens 999999" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["--streams", "4", "--max-num-seqs", "4"], "--streams 4"),  # it waited for ever
+    (["--prefix-tokens", "15"], "--prefix-tokens 15"),
+])
+def test_a_load_that_measures_nothing_is_refused(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_MODEL | {"max_position_embeddings": 2048}))
+    assert main(["bench", "offload", "--model", str(tmp_path), "--load-format", "dummy", "--repeats", "1",
+                 "--num-threads", "1", "--prefix-tokens", "100", *options]) != 0
+    assert said in capsys.readouterr().err

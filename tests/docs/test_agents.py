@@ -1,7 +1,8 @@
-"""The settings of docs/agents.md are ones: commands parse, the toml is toml, the script is a script."""
+"""The settings of docs/agents.md are ones: commands parse, the toml is toml, the JSON is JSON, the script is a script."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import tomllib
@@ -33,7 +34,13 @@ def test_the_settings_of_codex_are_toml() -> None:
     assert found["model_providers"][found["model_provider"]]["wire_api"] == "responses"
 
 
+def test_the_settings_of_opencode_are_json() -> None:
+    found = json.loads(blocks("json")[0])
+    provider, _, model = found["model"].partition("/")
+    assert model in found["provider"][provider]["models"]
+
+
 def test_the_script_is_one(tmp_path: Path) -> None:
     path = tmp_path / "script.jsonl"
-    path.write_text(blocks("json")[0], encoding="utf-8")
+    path.write_text(blocks("json")[1], encoding="utf-8")
     assert len(read_script(str(path))) == 3

@@ -237,3 +237,18 @@ def test_reset_frees_every_block_and_keeps_the_count_of_evictions() -> None:
     cache.reset()
     assert cache.pools[0].num_cached == 0 and cache.pools[0].num_available == 2
     assert cache.num_evicted == evicted > 0
+
+
+def test_blocks_that_refused_drafts_left_are_not_room_for_copies() -> None:
+    """A table longer than is wanted made up for shared blocks in the count, and a copy then found no block."""
+    cache = KVCacheManager(6, 4)
+    kv = SequenceKV()
+    assert cache.open(kv, cache.no_match()) is not None and cache.extend(kv, 16, 0)
+    held = cache.fork(kv)
+    assert cache.extend(kv, 9, 7), "two of the four are copied, and that is all there is room for"
+    cache.check([kv, held])
+    assert cache.extend(kv, 9, 7) and not cache.extend(kv, 16, 9)
+    cache.check([kv, held])
+    other = cache.fork(kv)
+    assert not cache.extend(other, 9, 7)
+    cache.check([kv, held, other])

@@ -31,7 +31,8 @@ CONFIG = {
 
 def program(name: str) -> str:
     """The path of an agent; the test is skipped where it is not installed."""
-    for folder in (FOLDER / "node_modules" / ".bin", FOLDER / "aider" / "bin"):
+    for folder in (FOLDER / "node_modules" / ".bin", FOLDER / "opencode" / "node_modules" / ".bin",
+                   FOLDER / "aider" / "bin"):
         if (folder / name).exists():
             return str(folder / name)
     pytest.skip(f"no {name} in {FOLDER}: `make agents` installs it, where its registry can be reached")

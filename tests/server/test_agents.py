@@ -1,4 +1,4 @@
-"""Codex, Claude Code and aider play a session with a scripted model: files made and edited, commands run, an answer."""
+"""Real agents play a session with a scripted model: files made and edited, commands run, an answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.agents import TASK, call, greeting, play, program, scripted_server
+from tests.server.agents import CONTEXT, TASK, call, greeting, play, program, scripted_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("smollm2")]
 WRONG, RIGHT = 'print("greeting", 6 * 6)\n', 'print("greeting", 6 * 7)\n'
@@ -69,6 +69,36 @@ def test_claude_code_makes_runs_and_edits_a_file(tmp_path: Path) -> None:
     asked = done.requests("/v1/messages")
     assert len(asked) == 4 and all(each["status"] == 200 and each["stream"] for each in asked)
     assert all(later["cached_tokens"] > 0.9 * earlier["prompt_tokens"] for earlier, later in pairwise(asked))
+
+
+def test_opencode_makes_runs_and_edits_a_file(tmp_path: Path) -> None:
+    opencode, file = program("opencode"), str(tmp_path / "work" / "greet.py")
+    lines = [
+        {"after": TASK, "say": "<think>\nA small program.\n</think>\n\nI write the program. "
+            + call("write", filePath=file, content=WRONG)},
+        {"after": "Wrote file", "say": "Now I run it. "
+            + call("bash", command="python3 greet.py", description="Run it")},
+        {"after": "greeting 36", "say": "36 is wrong. " + call("edit", filePath=file, oldString="6 * 6",
+                                                              newString="6 * 7")
+            + call("bash", command="echo looked-$((40+3))", description="Look")},
+        {"after": "looked-43", "say": ANSWER},
+    ]
+    with scripted_server(tmp_path, lines) as server:
+        (tmp_path / "work").mkdir()
+        (tmp_path / "work" / "opencode.json").write_text(json.dumps({
+            "model": "quire/scripted", "small_model": "quire/scripted", "autoupdate": False, "share": "disabled",
+            "provider": {"quire": {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": f"{server.address}/v1"},
+                                   "models": {"scripted": {"limit": {"context": CONTEXT, "output": 8192}}}}}}))
+        done = play("opencode", server, tmp_path, [opencode, "run", TASK], OPENCODE_DISABLE_AUTOUPDATE="1",
+                    OPENCODE_DISABLE_MODELS_FETCH="1", OPENCODE_DISABLE_LSP_DOWNLOAD="1",
+                    OPENCODE_DISABLE_DEFAULT_PLUGINS="1")
+    assert greeting(done.work) == "greeting 42\n" and ANSWER in done.output and "looked-43" in done.output
+    asked = done.requests("/v1/chat/completions")
+    assert len(asked) == 5 and all(each["status"] == 200 and each["stream"] for each in asked)
+    # The title of the session is asked for beside the four turns, whichever comes first.
+    turns = [each for each in asked if each["prompt_tokens"] > 2000]
+    assert len(turns) == 4
+    assert all(later["cached_tokens"] > 0.9 * earlier["prompt_tokens"] for earlier, later in pairwise(turns))
 
 
 def test_aider_makes_a_file_and_mends_what_its_test_finds(tmp_path: Path) -> None:

@@ -214,6 +214,10 @@ def test_token_ids_are_given_where_asked_for(server: Served) -> None:
     assert len(choice["token_ids"]) == 14 and choice["prompt_token_ids"]
     chunks = events(server.chat("Hi", return_token_ids=True, stream=True))
     assert [t for c in chunks for t in c["choices"][0]["token_ids"]] == choice["token_ids"]
+    assert [c["choices"][0].get("prompt_token_ids") for c in chunks] == \
+        [choice["prompt_token_ids"], *[None] * (len(chunks) - 1)]
+    parts = events(server.complete("Hi", return_token_ids=True, stream=True))
+    assert [len(c["choices"][0].get("prompt_token_ids", [])) for c in parts] == [2, *[0] * (len(parts) - 1)]
 
 
 def test_json_survives_any_text(serve: Serve) -> None:

@@ -303,3 +303,22 @@ def test_the_call_s_own_id_is_kept_where_a_template_wants_it_back() -> None:
 ])
 def test_formats_are_told_by_the_template(template: str | None, calls: str, thoughts: str) -> None:
     assert (call_format_of(template), thought_format_of(template)) == (calls, thoughts)
+
+
+@pytest.mark.parametrize(("form", "text"), [
+    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=f>\n1e999\n</parameter>\n<parameter=days>\n"
+                    '["\\ud800", -1e999]\n</parameter>\n</function>\n</tool_call>'),
+    ("glm45", '<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>["\\ud800"]</arg_value>\n</tool_call>'),
+    ("pythonic", '[weather(city="\\ud800")]'),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"\\ud800\\"}"}</tool_call>'),
+])
+def test_arguments_are_json_that_utf_8_can_write(form: str, text: str) -> None:
+    ((_, arguments),) = whole(text, calls=form)[2]
+    arguments.encode("utf-8")
+    assert "Infinity" not in arguments and json.loads(arguments)
+
+
+def test_an_argument_that_says_it_is_json_is_json_where_the_schema_does_not_tell() -> None:
+    text = _xml("deepseek_v32", [("time", {"zones": [1, {"a": True}], "offset": 7, "name": "7"})])
+    ((_, arguments),) = whole(text, calls="deepseek_v32")[2]
+    assert json.loads(arguments) == {"zones": [1, {"a": True}], "offset": 7, "name": "7"}

@@ -14,12 +14,12 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.engine import assembly
-from quire.kernels.types import LayerCache
+from quire.kernels.types import LayerCache, pair_cache
 from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.connector import KVConnector, Lookup
 from quire.kvcache.manager import KVCacheManager
 from quire.scheduler.plan import BlockMove
-from quire.worker.transfer import ThreadedTransfer, parts_of
+from quire.worker.transfer import HostTransfer, ThreadedTransfer, parts_of
 from tests.checkpoints import make_checkpoint
 
 PROMPT = [random.Random(3).randrange(3, 97) for _ in range(37)]
@@ -165,3 +165,29 @@ def test_who_needs_a_transfer_that_fails_computes_and_nobody_else_notices(engine
     llm.check()
     transfer.broken = False
     assert answer(llm, [other])[0].outputs[0].token_ids == beside.outputs[0].token_ids
+
+
+def test_scattered_blocks_of_all_layers_move_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call for each copy would wait for the GIL after every one, beside a thread that plans steps."""
+    layers = [pair_cache(torch.rand(9, 2, 4, 8), torch.rand(9, 2, 4, 8), 4) for _ in range(3)]
+    before = [[part.clone() for part in parts_of(layer)] for layer in layers]
+    host = HostTransfer(9)
+    host.register(layers, [0, 0, 0])
+    calls: list[int] = []
+    copy = torch._foreach_copy_
+
+    def counting(targets: Any, sources: Any, non_blocking: bool) -> None:
+        calls.append(len(targets))
+        copy(targets, sources, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    moves = [BlockMove(0, block, 8 - block) for block in (7, 2, 5, 0)]
+    host.move(moves, out=True)
+    for layer in layers:
+        for part in parts_of(layer):
+            part.zero_()
+    host.move(moves, out=False)
+    assert calls == [2 * 3 * 4] * 2
+    for layer, parts in zip(layers, before, strict=True):
+        for found, known in zip(parts_of(layer), parts, strict=True):
+            assert torch.equal(found[[7, 2, 5, 0]], known[[7, 2, 5, 0]]) and not found[[1, 3, 4, 6, 8]].any()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from quire.server.parsers.pieces import CallDelta, Piece, Thought
+from quire.server.parsers.pieces import CallDelta, Piece, Thought, json_value
 
 Event = dict[str, Any]
 
@@ -78,7 +77,7 @@ class ContentBlocks:
 def _object(arguments: str) -> dict[str, Any]:
     """A call that was cut off has no input that could be told: the stop reason says so."""
     try:
-        found = json.loads(arguments or "{}")
+        found = json_value(arguments or "{}")
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

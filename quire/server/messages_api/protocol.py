@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from quire.server.chat_protocol import FunctionName
+from quire.server.chat_protocol import CalledName, FunctionName
 from quire.server.face import never
 from quire.server.protocol import JsonObject, Strict, Text
 
@@ -26,7 +26,7 @@ class TextBlock(Block):
 class ToolUseBlock(Block):
     type: Literal["tool_use"]
     id: str
-    name: FunctionName
+    name: CalledName
     input: JsonObject
     caller: JsonObject | None = Ignored
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -37,6 +39,19 @@ def call_id() -> str:
 def short_call_id() -> str:
     """Nine letters and digits: Mistral's templates refuse any other."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+def whole_characters(text: str) -> str:
+    """The text with every half of a surrogate pair replaced: JSON's escapes can write one, UTF-8 cannot."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def json_value(text: str) -> Any:
+    """What a JSON text holds, in whole characters. Raises ValueError or RecursionError where it is none."""
+    found = json.loads(text)
+    return json.loads(whole_characters(json.dumps(found, ensure_ascii=False))) if "\\u" in text else found
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:

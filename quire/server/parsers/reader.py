@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from quire.server.parsers.json_text import JsonCall, JsonExtent
-from quire.server.parsers.pieces import CallDelta, Content, Piece, Thought, call_id, joined
+from quire.server.parsers.pieces import CallDelta, Content, Piece, Thought, call_id, joined, whole_characters
 
 _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
@@ -189,6 +189,7 @@ class Reader:
 
     def call(self, name: str, written_id: str | None = None) -> None:
         """A call begins; its arguments follow."""
+        name = whole_characters(name)
         self._tried, self._space, self._after_call = None, "", True
         if self._most is None or self.num_calls < self._most:
             # Two calls of one id would be one to whoever answers them.
@@ -200,7 +201,7 @@ class Reader:
     def arguments(self, text: str) -> None:
         """More of the arguments, JSON, of the call that has begun last."""
         if text and (self._most is None or self.num_calls <= self._most):
-            self._found.append(CallDelta(self.num_calls - 1, text))
+            self._found.append(CallDelta(self.num_calls - 1, whole_characters(text)))
 
     # Two that do both.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,10 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def json_of(text: str, name: str, schema: Mapping[str, Any]) -> str:
-    """The JSON of one argument: what its schema allows besides text, if the text is that, or else the text."""
-    kinds = _kinds(_property(schema, name), schema)
+def json_of(text: str, name: str, schema: Mapping[str, Any], says_json: bool = False) -> str:
+    """The JSON of one argument: what its schema allows besides text, if the text is that, or else the text.
+    `says_json`: the model says that it is JSON, which counts where the schema does not tell."""
+    kinds = _kinds(_property(schema, name), schema) or (set(_KINDS) if says_json else set())
     listed = _listed(_property(schema, name), schema)
     if text not in listed and text.strip() in listed:
         text = text.strip()  # of listed texts one is meant, whatever white space the tags have
@@ -81,9 +83,16 @@ def _value(text: str) -> tuple[bool, Any]:
     if text in _PYTHON_WORDS:
         return True, _PYTHON_WORDS[text]
     try:
-        return True, json.loads(text, parse_constant=_refuse)
+        return True, json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return False, None
+
+
+def _finite(text: str) -> float:
+    """1e999 is a number of JSON, but none that could be written again."""
+    if math.isinf(found := float(text)):
+        raise ValueError(f"{text} is too large")
+    return found
 
 
 def _refuse(word: str) -> Any:

@@ -118,7 +118,7 @@ def _dsml_argument(reader: Reader, schema: Mapping[str, Any]) -> Steps[tuple[str
         return None
     if _attribute(head, "string") == "true":
         return key, json.dumps(value, ensure_ascii=False)
-    return key, json_of(value, key, schema)
+    return key, json_of(value, key, schema, says_json=True)
 
 
 def _glm_name(reader: Reader) -> Steps[str]:

@@ -91,7 +91,7 @@ class ResponseAnswer(Answer):
         found["usage"] = self._usage()
         found["completed_at"] = int(time.time()) if status == "completed" else None
         if self._body.store is not False:
-            output = _ITEMS.validate_python([_as_input(item) for item in self._output.items])
+            output = _ITEMS.validate_python(self._output.items)
             size = len(encode(found)) + sum(len(item.model_dump_json()) for item in self._input)
             self.service.responses.put(self.record.tenant, found["id"],
                                        StoredResponse(found, [*self._input, *output], size))
@@ -124,10 +124,3 @@ class ResponseAnswer(Answer):
             "top_p": 1.0 if body.top_p is None else body.top_p, "truncation": "disabled", "usage": None,
             "user": body.user,
         }
-
-
-def _as_input(item: dict[str, Any]) -> dict[str, Any]:
-    """An output item as the input of a later request: a cut-off call has no arguments that anybody could parse."""
-    if item["type"] == "function_call" and item["status"] == "incomplete":
-        return {**item, "arguments": "{}"}
-    return item

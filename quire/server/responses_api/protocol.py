@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from quire.server.chat_protocol import FunctionName
+from quire.server.chat_protocol import CalledName, FunctionName
 from quire.server.face import never
 from quire.server.protocol import JsonObject, Strict, Text
 
@@ -41,7 +41,7 @@ class MessageItem(Strict):
 class FunctionCallItem(Strict):
     type: Literal["function_call"]
     call_id: str
-    name: FunctionName
+    name: CalledName
     arguments: str = Field(description="JSON")
     namespace: str | None = Field(None, description="of the tool, where it is one of a namespace's")
     id: str | None = Ignored
