@@ -1,4 +1,4 @@
-"""The settings of docs/agents.md are ones: commands parse, the toml is toml, the JSON is JSON, the script is a script."""
+"""The settings of docs/agents.md hold: commands parse, the toml is toml, the JSON is JSON, the script is a script."""
 
 from __future__ import annotations
 
