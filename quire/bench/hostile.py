@@ -2,7 +2,8 @@
 
 First the ordinary load runs alone, then beside hostile clients of another key. Reported for the ordinary load: requests
 that failed (but for those in a killed engine), the longest wait with and without attack, the slowest answer of /health,
-and the server's memory before and after. Exit code 1 where a request failed or memory grew."""
+and the server's memory before and after. Seconds around kills do not count for the waits; how many those were is
+reported, too. Exit code 1 where a request failed or memory grew."""
 
 from __future__ import annotations
 
@@ -86,6 +87,7 @@ def _report(alone: Ordinary, attacked: Ordinary, killings: Killings, done: dict[
         wrong.append("the server was not healthy in the end")
     return {
         "bench": "hostile soak", "attacks": done, "kills": killings.count,
+        "seconds_around_kills": round(sum(back - killed for killed, back in killings.spans), 1),
         "ordinary_served": [alone.served, attacked.served], "lost_in_killed_engines": attacked.lost,
         "failed": sum(attacked.failed.values()),
         "longest_wait_s": [round(alone.longest, 3), round(attacked.longest, 3)],

@@ -34,8 +34,9 @@ class HostileClients:
     async def run(self, until: Callable[[], bool]) -> None:
         """All kinds at once, again and again."""
         kinds: list[Callable[[], Awaitable[object]]] = [
-            self.grammar_bomb, self.grammar_bomb, self.abandoned_schema, self.endless_header, self.huge_text,
-            self.abandoned_text, self.abandoned_stream, self.idle_watchers, self.broken_http, self.too_much]
+            self.grammar_bomb, self.grammar_bomb, self.abandoned_schema, self.endless_header,
+            self.endless_requests, self.huge_text, self.abandoned_text, self.abandoned_stream, self.idle_watchers,
+            self.broken_http, self.too_much]
 
         async def repeat(kind: Callable[[], Awaitable[object]]) -> None:
             while not until():
@@ -89,6 +90,17 @@ class HostileClients:
             writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\nx: ")
             for _ in range(500):
                 writer.write(b"a" * 65536)
+                await writer.drain()
+            await reader.read(100)
+        finally:
+            writer.close()
+
+    async def endless_requests(self) -> None:
+        """One after another without reading an answer."""
+        reader, writer = await self._connect()
+        try:
+            for _ in range(100):
+                writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1500)
                 await writer.drain()
             await reader.read(100)
         finally:
