@@ -7,6 +7,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from quire.config import ServerConfig
@@ -91,7 +92,7 @@ class App:
         except ClientGone:
             record.status = _CLIENT_CLOSED
         except Exception as error:
-            if not await self._failed(error, record, route, started, send_noted):
+            if not await self._failed(error, record, started, send_noted):
                 raise
         finally:
             self._close(record, "other" if route is None else route.path, span)
@@ -122,8 +123,16 @@ class App:
                 raise ApiError(401, "a valid API key is needed: send it as `Authorization: Bearer KEY` or as "
                                     "`x-api-key: KEY`", code="invalid_api_key")
 
-    async def _failed(self, error: Exception, record: RequestRecord, route: Route | None, started: bool,
-                      send: Any) -> bool:
+    def _error_body(self, path: str) -> Callable[[ApiError], dict[str, Any]] | None:
+        """The form of errors at a path: its own, or that of the path above it, so that a wrong path or method is told
+        in the words of the API that it belongs to."""
+        parts = path.split("/", 5)[:5]
+        for end in range(len(parts), 1, -1):
+            for route in self._methods("/".join(parts[:end])).values():
+                return route.error_body
+        return None
+
+    async def _failed(self, error: Exception, record: RequestRecord, started: bool, send: Any) -> bool:
         """Answer with the error; False where the answer has begun and can only be cut off."""
         found = api_error(error)
         record.facts["error"] = str(found)
@@ -131,7 +140,8 @@ class App:
             LOGGER.error("request_failed", exc_info=error, extra={"fields": {"request_id": record.request_id}})
         if started:
             return False
-        await send_error(send, found, None if route is None or route.error_body is None else route.error_body(found))
+        form = self._error_body(record.path)
+        await send_error(send, found, None if form is None else form(found))
         return True
 
     def _close(self, record: RequestRecord, path: str, span: Any) -> None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
 
 from tests.server.conftest import Serve, Served
@@ -188,3 +189,12 @@ def test_what_an_agent_sends_besides_is_accepted(server: Served) -> None:
         "service_tier": "auto"})
     assert found.status_code == 200, found.text
     assert server.http.head("/").status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [
+    ("GET", "/v1/messages", 405), ("POST", "/v1/messages/batches", 404), ("GET", "/v1/messages/count_tokens", 405)])
+def test_a_wrong_path_or_method_is_told_in_its_form(server: Served, method: str, path: str, status: int) -> None:
+    found = httpx.request(method, server.address + path, timeout=30.0)
+    assert found.status_code == status and found.json()["type"] == "error" and found.json()["error"]["message"]
+    other = httpx.get(server.address + "/v1/nothing", timeout=30.0)
+    assert other.status_code == 404 and "type" not in other.json() and other.json()["error"]["code"] == "unknown_path"
