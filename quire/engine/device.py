@@ -125,7 +125,7 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
     )
     weights = None if model.load_format == "dummy" else source.weights(None)
     worker = GpuWorker(source.config, weights, config.cache, options, speculation=_speculation(config))
-    return worker, DeviceExecutor(worker, worker.arrivals)
+    return worker, DeviceExecutor(worker)
 
 
 def _speculation(config: EngineConfig) -> Speculation | None:

@@ -14,6 +14,9 @@ from quire.scheduler.plan import StepPlan, StepResult
 class PlanLauncher(Protocol):
     """What the executor needs of a worker whose `submit` returns before the step is done."""
 
+    arrivals: ArrivalBox
+    """Where its transfers report."""
+
     def submit(self, plan: StepPlan) -> Future[StepResult]: ...
 
     def close(self) -> None: ...
@@ -27,11 +30,9 @@ class DeviceExecutor(Executor):
     the failure on its rows are refused all the same.
     """
 
-    def __init__(self, worker: PlanLauncher, arrivals: ArrivalBox | None = None) -> None:
-        """`arrivals`: where the worker's transfers report, if it has any."""
+    def __init__(self, worker: PlanLauncher) -> None:
         self._worker = worker
-        if arrivals is not None:
-            self.arrivals = arrivals
+        self.arrivals = worker.arrivals
         self._guard = LostRows()
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:

@@ -8,6 +8,7 @@ from quire.executor.device import DeviceExecutor
 from quire.executor.local import LocalExecutor
 from quire.executor.lost_rows import REFUSED, LostRows
 from quire.sampling.params import SamplingParams
+from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, StepResult, TableDiff
 
 
@@ -61,6 +62,7 @@ class Launcher:
         self.ran: dict[int, list[int]] = {}
         self.pending: dict[int, Future[StepResult]] = {}
         self._lost, self._raised = lost_at_launch, raised
+        self.arrivals = ArrivalBox()
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         if plan.step in self._raised:

@@ -140,7 +140,7 @@ def make_engine(
         speculation=None if speculation is None else Speculation(
             speculation, draft, None if draft is None else dummy_weights(draft)),
     )
-    return EngineCore(scheduler, DeviceExecutor(launcher, launcher.arrivals), depth)
+    return EngineCore(scheduler, DeviceExecutor(launcher), depth)
 
 
 def workload(seed: int, count: int, vocab: int = 131) -> list[Request]:
