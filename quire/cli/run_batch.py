@@ -131,7 +131,7 @@ async def _local(options: dict[str, Any], concurrency: int) -> AsyncIterator[Ask
     llm = await AsyncLLM.start(**{"max_waiting_requests": concurrency + 1, **options})
     try:
         app = build_app(llm, ServerConfig.create(request_timeout=1e6), keys=ApiKeys())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://quire",
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost",
                                      timeout=None) as client:
             yield lambda line: _post(client, line, None)
     finally:
