@@ -51,29 +51,29 @@ class FieldReader:
     def __init__(self, data: bytes, at: int = 0) -> None:
         self._data, self._at = data, at
 
-    def bytes(self, count: int) -> bytes:
+    def take(self, count: int) -> bytes:
         begin, self._at = self._at, self._at + count
         if self._at > len(self._data):
             raise ValueError(f"a message of {len(self._data)} bytes ends before its fields do")
         return self._data[begin : self._at]
 
     def number(self) -> int:
-        value: int = _NUMBER.unpack(self.bytes(8))[0]
+        value: int = _NUMBER.unpack(self.take(8))[0]
         return value
 
     def _count(self) -> int:
-        value: int = _COUNT.unpack(self.bytes(4))[0]
+        value: int = _COUNT.unpack(self.take(4))[0]
         return value
 
     def blob(self) -> bytes:
-        return self.bytes(self._count())
+        return self.take(self._count())
 
     def text(self) -> str:
         return self.blob().decode("utf-8", "surrogatepass")
 
     def column(self, kind: str, count: int) -> list[int]:
         numbers = array(kind)
-        numbers.frombytes(self.bytes(count * numbers.itemsize))
+        numbers.frombytes(self.take(count * numbers.itemsize))
         if SWAPPED:
             numbers.byteswap()
         return numbers.tolist()

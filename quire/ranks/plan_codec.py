@@ -139,10 +139,10 @@ class PlanDecoder:
         plan.starts = [_read_start(source) for _ in range(starts)]
         if diffs:
             plan.diffs = _read_diffs(source, diffs)
-        plan.copies = [BlockCopy(*_COPY.unpack(source.bytes(_COPY.size))) for _ in range(copies)]
+        plan.copies = [BlockCopy(*_COPY.unpack(source.take(_COPY.size))) for _ in range(copies)]
         plan.transfers = [_read_transfer(source) for _ in range(transfers)]
         plan.cancels = source.column(LONG, cancels)
-        told = [Learned(*source.column(INT, 2), source.numbers(INT)) for _ in range(learned)]
+        told = [_read_learned(source) for _ in range(learned)]
         if entries:
             plan.entries = self._read_entries(source, entries)
         if not source.at_end:
@@ -150,14 +150,14 @@ class PlanDecoder:
         return plan, told
 
     def _read_entries(self, source: FieldReader, count: int) -> list[PlanEntry]:
-        continued = source.bytes(1)[0]
+        continued = source.take(1)[0]
         if continued:
             entries = self._recent[continued - 1]
             for entry in entries:
                 entry.start += 1
             return entries
         rows, starts, counts = (source.column(INT, count) for _ in range(3))
-        samples = list(map(bool, source.bytes(count)))
+        samples = list(map(bool, source.take(count)))
         entries = list(map(PlanEntry, rows, starts, counts, samples))
         odd = source.numbers(INT)
         for place in odd:
@@ -178,6 +178,11 @@ def _read_diffs(source: FieldReader, count: int) -> list[TableDiff]:
     return found
 
 
+def _read_learned(source: FieldReader) -> Learned:
+    row, position = source.column(INT, 2)
+    return Learned(row, position, source.numbers(INT))
+
+
 def _write_odd(out: FieldWriter, entry: PlanEntry) -> None:
     first, shares = entry.prompt_logprobs_from, entry.shares
     out.data += _ODD.pack(_NONE if first is None else first, _NONE if shares is None else shares,
@@ -188,13 +193,13 @@ def _write_odd(out: FieldWriter, entry: PlanEntry) -> None:
 
 
 def _read_odd(source: FieldReader, entry: PlanEntry) -> None:
-    first, shares, candidates, device_drafts, masks = _ODD.unpack(source.bytes(_ODD.size))
+    first, shares, candidates, device_drafts, masks = _ODD.unpack(source.take(_ODD.size))
     entry.prompt_logprobs_from = None if first == _NONE else first
     entry.shares = None if shares == _NONE else shares
     entry.candidates, entry.device_drafts = candidates, device_drafts
     entry.drafts = tuple(source.numbers(INT))
     entry.given = tuple(source.numbers(INT))
-    entry.masks = source.bytes(masks)
+    entry.masks = source.take(masks)
 
 
 def _write_start(out: FieldWriter, start: RowStart) -> None:
@@ -208,7 +213,7 @@ def _write_start(out: FieldWriter, start: RowStart) -> None:
 
 
 def _read_start(source: FieldReader) -> RowStart:
-    row, num_prompt_tokens, sequence_index, seed = _START.unpack(source.bytes(_START.size))
+    row, num_prompt_tokens, sequence_index, seed = _START.unpack(source.take(_START.size))
     token_ids, stop_ids, lengths = (source.numbers(INT) for _ in range(3))
     bad_words = [source.column(INT, length) for length in lengths]
     return RowStart(row, token_ids, num_prompt_tokens, _params_of(source.blob()), seed, sequence_index, stop_ids,
@@ -243,7 +248,7 @@ def _write_transfer(out: FieldWriter, transfer: TransferStart) -> None:
 
 
 def _read_transfer(source: FieldReader) -> TransferStart:
-    number, out = _TRANSFER.unpack(source.bytes(_TRANSFER.size))
+    number, out = _TRANSFER.unpack(source.take(_TRANSFER.size))
     tier = source.text()
     moves = list(map(BlockMove, *(source.numbers(INT) for _ in range(3))))
     return TransferStart(number, tier, out, moves)

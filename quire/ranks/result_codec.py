@@ -36,7 +36,7 @@ def decode_result(data: bytes) -> StepResult:
     step, num_entries, num_reports = _HEAD.unpack_from(data)
     source = FieldReader(data, _HEAD.size)
     reports = [_read_report(source) for _ in range(num_reports)]
-    if source.bytes(1)[0]:
+    if source.take(1)[0]:
         entries = [EntryResult([token]) for token in source.column("i", num_entries)]
     else:
         entries = [_read_entry(source) for _ in range(num_entries)]
@@ -66,7 +66,7 @@ def _write_report(out: FieldWriter, report: TransferReport) -> None:
 
 
 def _read_report(source: FieldReader) -> TransferReport:
-    number, num_done, finished = _REPORT.unpack(source.bytes(_REPORT.size))
+    number, num_done, finished = _REPORT.unpack(source.take(_REPORT.size))
     return TransferReport(number, num_done, finished, _read_error(source))
 
 
@@ -77,7 +77,7 @@ def _write_error(out: FieldWriter, error: str | None) -> None:
 
 
 def _read_error(source: FieldReader) -> str | None:
-    return source.text() if source.bytes(1)[0] else None
+    return source.text() if source.take(1)[0] else None
 
 
 def _write_entry(out: FieldWriter, entry: EntryResult) -> None:
@@ -98,7 +98,7 @@ def _write_entry(out: FieldWriter, entry: EntryResult) -> None:
 
 
 def _read_entry(source: FieldReader) -> EntryResult:
-    has, num_drafts = _ENTRY.unpack(source.bytes(_ENTRY.size))
+    has, num_drafts = _ENTRY.unpack(source.take(_ENTRY.size))
     entry = EntryResult(source.numbers("i"), num_drafts=num_drafts)
     if has & _LOGS:
         entry.logprobs = [_read_logprobs(source) for _ in range(source.number())]
@@ -119,5 +119,5 @@ def _write_logprobs(out: FieldWriter, found: TokenLogprobs) -> None:
 
 
 def _read_logprobs(source: FieldReader) -> TokenLogprobs:
-    token, logprob, rank = _LOGPROBS.unpack(source.bytes(_LOGPROBS.size))
+    token, logprob, rank = _LOGPROBS.unpack(source.take(_LOGPROBS.size))
     return TokenLogprobs(token, logprob, rank, source.numbers("i"), source.floats())
