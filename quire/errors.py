@@ -55,6 +55,10 @@ class InvariantError(EngineError):
     """The engine's bookkeeping contradicts itself; the sequences concerned are quarantined."""
 
 
+class RankLostError(EngineError):
+    """A rank that shares the model has died, hangs or has failed: the step cannot be finished, nor any after it."""
+
+
 class EngineDeadError(EngineError):
     """The engine's process died, hangs, restarts or was shut down: what was in flight is lost, try again."""
 
