@@ -1,0 +1,71 @@
+"""What a rank may run: the model's share, or something without a model that shows what happens around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from quire.parallel.collectives import Collectives
+from quire.ranks.start import RankStart
+from quire.scheduler.arrivals import ArrivalBox
+from quire.scheduler.plan import StepPlan, StepResult
+
+Agree = Callable[[dict[str, Any]], dict[str, Any]]
+"""Says what this rank could hold, and waits for what all of them will."""
+MODEL, DUMMY, KV_HASH = "model", "dummy", "kv_hash"
+
+
+class RankWorker(Protocol):
+    """What a rank needs of its worker."""
+
+    @property
+    def arrivals(self) -> ArrivalBox:
+        """Where its transfers report."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """One step. Entries are empty but on the rank that draws."""
+
+    def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
+        """Tokens that another stage has drawn for a row, before the next step."""
+
+    def close(self) -> None: ...
+
+
+def build_rank_worker(start: RankStart, collectives: Collectives, agree: Agree) -> RankWorker:
+    settings = dict(start.worker)
+    kind = settings.pop("kind")
+    if kind == MODEL:
+        return _model(start, collectives, agree, settings["options"])
+    agree({})
+    if kind == DUMMY:
+        return _DummyRank(start, **settings)
+    if kind == KV_HASH:
+        from quire.ranks.kv_hash_rank import KVHashRank
+
+        return KVHashRank(start.place, collectives, **settings)
+    raise ValueError(f"there is no worker {kind!r}")
+
+
+def _model(start: RankStart, collectives: Collectives, agree: Agree, options: dict[str, Any]) -> RankWorker:
+    raise NotImplementedError
+
+
+class _DummyRank:
+    """No model: tokens are made up on the rank that draws."""
+
+    def __init__(self, start: RankStart, vocab_size: int, step_seconds: float = 0.0) -> None:
+        from quire.executor.dummy import DummyExecutor
+
+        self._executor = DummyExecutor(vocab_size, step_seconds)
+        self._sampler = start.place.is_sampler
+        self.arrivals = ArrivalBox()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = self._executor.execute(plan)
+        return result if self._sampler else StepResult(plan.step, [], result.arrivals)
+
+    def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
