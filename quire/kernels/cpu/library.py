@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 from quire.errors import KernelBuildError
@@ -15,7 +15,7 @@ _NEEDS = {
     "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"},
     "x86-64-v2": {"sse4_1", "sse4_2", "ssse3", "popcnt"},
 }
-_P, _I, _N, _F = c_void_p, c_int64, c_int32, c_float
+_P, _I, _U, _N, _F = c_void_p, c_int64, c_uint64, c_int32, c_float
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_abi_version": (_N, []),
     "quire_set_num_threads": (None, [_N]),
@@ -46,9 +46,13 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_link_bytes": (_I, [_I]),
     "quire_link_join": (None, [_P, _N]),
     "quire_link_move": (_N, [_P, _P, _I, _N]),
+    "quire_ring_publish": (None, [_P, _U]),
+    "quire_ring_wait": (_U, [_P, _U, _I, _I]),
+    "quire_ring_store": (None, [_P, _U]),
+    "quire_ring_load": (_U, [_P]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 
 def cpu_flags() -> set[str]:
