@@ -27,21 +27,32 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_embed": (None, [_P, _P, _N, _P, _I, _I]),
     "quire_rms_norm": (None, [_P, _P, _P, _I, _I, _F]),
     "quire_norm_all_heads": (None, [_P] * 3 + [_I] * 4 + [_F]),
+    "quire_head_squares": (None, [_P, _P] + [_I] * 4),
+    "quire_norm_some_heads": (None, [_P] * 3 + [_I] * 5 + [_F]),
     "quire_layer_norm": (None, [_P, _P, _P, _P, _I, _I, _F]),
     "quire_act": (None, [_P, _P, _I, _I, _N]),
     "quire_act_mul": (None, [_P, _P, _I, _I, _N]),
     "quire_rope_and_cache": (None, [_P] * 8 + [_I] * 6 + [_F]),
-    "quire_attend": (_N, [_P] * 7 + [_I] * 7 + [_F, _F]),
+    "quire_attend": (_N, [_P] * 7 + [_I] * 9 + [_F, _F]),
     "quire_check_step": (_N, [_P] * 4 + [_I] * 7),
     "quire_check_ids": (_N, [_P, _I, _I]),
     "quire_copy_blocks": (None, [_P, _P, _P, _I, _I]),
+    "quire_group_bytes": (_I, [_I, _I]),
+    "quire_group_join": (None, [_P]),
+    "quire_group_room": (_P, [_P, _P]),
+    "quire_group_exchange": (_N, [_P, _I, _P, _P]),
+    "quire_group_sum": (_N, [_P, _I, _P] + [_I] * 3 + [_P] * 3),
+    "quire_group_gather": (_N, [_P, _I, _P, _I, _P]),
+    "quire_link_bytes": (_I, [_I]),
+    "quire_link_join": (None, [_P, _N]),
+    "quire_link_move": (_N, [_P, _P, _I, _N]),
     "quire_ring_publish": (None, [_P, _U]),
     "quire_ring_wait": (_U, [_P, _U, _I, _I]),
     "quire_ring_store": (None, [_P, _U]),
     "quire_ring_load": (_U, [_P]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 
 def cpu_flags() -> set[str]:
