@@ -36,6 +36,6 @@ def open_collectives(start: RankStart) -> Collectives:
     if start.before is not None and start.after is not None:
         from quire.parallel.shared import SharedLink
 
-        before = SharedLink(_part(start.before), False, GROUP_TIMEOUT)
-        after = SharedLink(_part(start.after), True, GROUP_TIMEOUT)
+        before = SharedLink(_part(start.before), False, GROUP_TIMEOUT, start.ranks_here)
+        after = SharedLink(_part(start.after), True, GROUP_TIMEOUT, start.ranks_here)
     return Collectives(group, before, after)

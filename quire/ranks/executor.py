@@ -43,7 +43,7 @@ class RankExecutor(Executor):
     leaves the others waiting inside it, and is the end of all ranks."""
 
     def __init__(self, places: list[Place]) -> None:
-        self._places = places
+        self.places = places
         self._sampler = next(index for index, place in enumerate(places) if place.is_sampler)
         self._lock = threading.RLock()
         """Of what both the engine's thread and the one that listens to the ranks change."""
@@ -69,6 +69,11 @@ class RankExecutor(Executor):
         if self._group is None:
             raise EngineDeadError("the ranks of this engine have not been started")
         return self._group
+
+    @property
+    def quiet(self) -> bool:
+        """No transfer is under way."""
+        return not len(self._tally)
 
     @property
     def failure(self) -> EngineDeadError | None:
@@ -147,7 +152,7 @@ class RankExecutor(Executor):
             step = next((step for step in self._under_way if step.number == number), None)
             if step is not None:
                 step.failed[rank] = error
-                if len(step.failed) == len(self._places) or (in_step and rank == self._sampler):
+                if len(step.failed) == len(self.places) or (in_step and rank == self._sampler):
                     step.lost = error
                     self._settle()
                 return
@@ -192,6 +197,11 @@ class RankExecutor(Executor):
         for report in reports:
             self.arrivals.put(report)
         self.arrivals.ring()
+
+    def end_plans(self) -> None:
+        """Tell ranks that read the ring that no plan follows."""
+        if self._ring is not None:
+            self._ring.write(b"", self.ranks.check)
 
     def close(self) -> None:
         if self._group is not None:

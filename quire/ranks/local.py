@@ -46,7 +46,7 @@ class LocalLauncher:
         handles: list[RankHandle] = []
         try:
             for place in self.places:
-                handles.append(RankProcess())
+                handles.append(self._rank())
                 to, here = (place.stage + 1) % stages, place.stage
                 handles[-1].link.send(Kind.START, RankStart(
                     place, self._worker, ranks_here=len(self.places),
@@ -60,6 +60,9 @@ class LocalLauncher:
                 handle.kill()
             raise
         return handles
+
+    def _rank(self) -> RankHandle:
+        return RankProcess()
 
     def _share(self) -> dict[tuple[str, int, int], MemoryAddress]:
         """One piece of memory for all groups and links. The link of a stage and tensor rank leads to it."""

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -45,9 +46,9 @@ class _Messages:
 class Pulse(threading.Thread):
     """Signs of life from a thread of its own, with what the rank has done so far."""
 
-    def __init__(self, link: FrameSocket) -> None:
+    def __init__(self, link: FrameSocket, leave: Callable[[], None]) -> None:
         super().__init__(name="quire-pulse", daemon=True)
-        self._link = link
+        self._link, self._leave = link, leave
         self.steps = 0
         self.busy_ns = 0
         self.waited_ns = 0
@@ -60,7 +61,8 @@ class Pulse(threading.Thread):
             try:
                 self._link.tell(Kind.PULSE, self._content())
             except ConnectionLost:
-                os._exit(0)
+                self._leave()
+                return
 
     def _content(self) -> dict[str, Any]:
         times = []
@@ -73,11 +75,16 @@ class Pulse(threading.Thread):
 class Rank:
     """Runs on the main thread; a second one listens to the engine and ends the process when that has gone."""
 
-    def __init__(self, link: FrameSocket) -> None:
+    def __init__(self, link: FrameSocket, leave: Callable[[], None] | None = None) -> None:
+        """`leave`: what to do when the engine has gone; by default the process ends, whatever it is doing."""
         self._link = link
         self._answers: SimpleQueue[bytes] = SimpleQueue()
         self._messages = _Messages()
-        self._pulse = Pulse(link)
+        self._leave = self._leave_process if leave is None else leave
+        self._pulse = Pulse(link, self._leave)
+
+    def _leave_process(self) -> None:
+        os._exit(0)
 
     def run(self) -> int:
         """Until the engine closes the connection, or the rank cannot start; the exit code."""
@@ -108,6 +115,8 @@ class Rank:
             data = source.read(_WAIT_SECONDS)
             if data is None:
                 continue
+            if not data:
+                return
             number += 1
             began = time.monotonic_ns()
             try:
@@ -137,7 +146,7 @@ class Rank:
                 elif kind is Kind.AGREED:
                     self._answers.put(data)
         except ConnectionLost:
-            os._exit(0)  # whatever it is doing, nobody wants it any more
+            self._leave()
 
     def _agree(self, mine: dict[str, Any]) -> dict[str, Any]:
         self._link.tell(Kind.SIZED, mine)

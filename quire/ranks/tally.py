@@ -22,6 +22,10 @@ class TransferTally:
         self._num_ranks = num_ranks
         self._open: dict[int, _Open] = {}
 
+    def __len__(self) -> int:
+        """Transfers under way."""
+        return len(self._open)
+
     def start(self, transfers: list[TransferStart]) -> None:
         for transfer in transfers:
             self._open[transfer.number] = _Open([0] * self._num_ranks)
