@@ -238,11 +238,12 @@ class RankGroup(threading.Thread):
                 self.lose(rank, f"it has given no sign of life for {now - state.heard:.1f} seconds")
 
     def _kill(self) -> None:
-        for handle in self.handles:
-            with contextlib.suppress(OSError):
-                self._poll.unregister(handle.link.fileno())
-            handle.kill()
+        for fd in self._by_fd:
+            with contextlib.suppress(OSError):  # closed already
+                self._poll.unregister(fd)
         self._by_fd.clear()
+        for handle in self.handles:
+            handle.kill()
 
     def _end(self) -> None:
         """Kindly first: a rank whose connection is closed ends by itself."""

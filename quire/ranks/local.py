@@ -16,8 +16,6 @@ from quire.ranks.shared_memory import SharedMemory
 from quire.ranks.start import MemoryAddress, RankStart
 from quire.ranks.workers import DUMMY
 
-LINK_BYTES = 1 << 20
-"""What a stage may send before the next one has taken it."""
 SPIN_SECONDS = 0.0002
 """How long a rank looks for the next plan before it sleeps, where it has a processor to itself."""
 
@@ -76,7 +74,7 @@ class LocalLauncher:
             if size > 1:
                 sizes[("group", stage, 0)] = shared_group_bytes(size)
             if stages > 1:
-                sizes |= {("link", stage, rank): shared_link_bytes(LINK_BYTES) for rank in range(size)}
+                sizes |= {("link", stage, rank): shared_link_bytes() for rank in range(size)}
         offsets, at = {}, 0
         for name, count in sizes.items():
             offsets[name] = at

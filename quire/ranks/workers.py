@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -47,7 +48,21 @@ def build_rank_worker(start: RankStart, collectives: Collectives, agree: Agree) 
 
 
 def _model(start: RankStart, collectives: Collectives, agree: Agree, options: dict[str, Any]) -> RankWorker:
-    raise NotImplementedError
+    from quire.config import EngineConfig
+    from quire.models.loader.source import resolve_model
+    from quire.models.registry import read_spec
+    from quire.models.shard import shard_of
+    from quire.worker.memory import PoolSize
+    from quire.worker.worker import Worker, size_shard_pool
+
+    config = EngineConfig.create(**options)
+    model = config.model
+    source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
+                           cache_dir=model.cache_dir, progress=False)
+    shard = shard_of(read_spec(source.config), start.place)
+    pool = size_shard_pool(source, config, shard, start.ranks_here)
+    agreed = PoolSize(**agree(dataclasses.asdict(pool)))
+    return Worker(source, config, shard, collectives, agreed)
 
 
 class _DummyRank:
