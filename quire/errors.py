@@ -63,10 +63,6 @@ class RankLostError(EngineError):
     """A rank that shares the model has died, hangs or has failed: the step cannot be finished, nor any after it."""
 
 
-class StepError(EngineError):
-    """A step failed on all ranks that had begun it, or after they had told each other: the next one may run."""
-
-
 class EngineDeadError(EngineError):
     """The engine's process died, hangs, restarts or was shut down: what was in flight is lost, try again."""
 

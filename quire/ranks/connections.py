@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-from quire.parallel.collectives import Collectives, Link, TensorGroup
 from quire.ranks.shared_memory import SharedMemory
 from quire.ranks.start import MemoryAddress, RankStart
+
+if TYPE_CHECKING:
+    from quire.parallel.collectives import Collectives, Link, TensorGroup
 
 GROUP_TIMEOUT = 3600.0
 """Seconds that ranks wait for each other. The engine notices a lost rank long before, and ends the others."""
@@ -23,8 +26,13 @@ def _part(address: MemoryAddress) -> memoryview:
     return memoryview(memory.map)[address.offset : address.offset + address.size]
 
 
-def open_collectives(start: RankStart) -> Collectives:
-    """The tensor ranks of its stage, and its neighbours in the ring of stages."""
+def open_collectives(start: RankStart) -> Collectives | None:
+    """The tensor ranks of its stage, and its neighbours in the ring of stages. A rank that talks to nobody has none,
+    and may live without torch."""
+    if start.group is None and start.before is None:
+        return None
+    from quire.parallel.collectives import Collectives
+
     place = start.place
     group: TensorGroup | None = None
     before: Link | None = None

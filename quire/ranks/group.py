@@ -12,6 +12,7 @@ import logging
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ _START_SILENT_SECONDS = 120.0
 """The same while it starts: loading libraries may hold up its pulse."""
 _LAST_WORDS_SECONDS = 0.5
 _CLOSE_SECONDS = 3.0
+_STEPS_KEPT = 512
 
 
 @dataclass(slots=True)
@@ -53,8 +55,8 @@ class RankState:
     busy_ns: int = 0
     waited_ns: int = 0
     memory: int = 0
-    times: list[tuple[int, float, float]] = field(default_factory=list)
-    """Number, begin and end of its latest steps."""
+    times: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
+    """Number, begin and end of its latest steps, in seconds of the monotonic clock."""
 
 
 class Launcher(Protocol):
@@ -186,7 +188,8 @@ class RankGroup(threading.Thread):
         elif kind is Kind.PULSE:
             pulse = json.loads(data)
             state.steps, state.busy_ns, state.waited_ns = pulse["steps"], pulse["busy_ns"], pulse["waited_ns"]
-            state.memory, state.times = pulse["memory"], pulse["times"]
+            state.memory = pulse["memory"]
+            state.times.extend(map(tuple, pulse["times"]))
         elif kind is Kind.REPORTS:
             self._listener.reports(rank, decode_reports(data))
         elif kind is Kind.STEP_FAILED:

@@ -46,10 +46,11 @@ class RankPart:
 class KVHashRank:
     """A rank's worker; its transfers are made at once."""
 
-    def __init__(self, place: Place, collectives: Collectives, num_blocks: int, block_size: int,
+    def __init__(self, place: Place, collectives: Collectives | None, num_blocks: int, block_size: int,
                  num_host_blocks: int = 0, windows: Sequence[int | None] = (None,), vocab_size: int = 1000,
                  step_seconds: float = 0.0) -> None:
-        self._worker = KVHashWorker(num_blocks, block_size, windows, vocab_size, RankPart(place, collectives))
+        part = RankPart(place, collectives or Collectives(None))
+        self._worker = KVHashWorker(num_blocks, block_size, windows, vocab_size, part)
         self._tiers = {HOST: [BlockStore(num_host_blocks, block_size) for _ in windows]}
         self._sampler = place.is_sampler
         self._step_seconds = step_seconds

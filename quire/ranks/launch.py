@@ -61,6 +61,8 @@ class RankProcess:
             code = self._process.wait(seconds) if seconds else self._process.poll()
         except subprocess.TimeoutExpired:
             return None
+        if code == 0:  # a rank ends by itself only when it hears no more of the engine
+            return "its connection to the engine was lost"
         return None if code is None else explain_exit(code)
 
     def stopped(self) -> bool:

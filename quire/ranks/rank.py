@@ -10,10 +10,9 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.errors import QuireError, StepError
-from quire.parallel.collectives import Collectives
 from quire.ranks.connections import open_collectives, open_memory
 from quire.ranks.frames import ConnectionLost, FrameSocket, Kind
 from quire.ranks.plan_codec import PlanDecoder
@@ -22,9 +21,12 @@ from quire.ranks.ring import RingReader
 from quire.ranks.start import RankStart
 from quire.ranks.workers import RankWorker, build_rank_worker
 
+if TYPE_CHECKING:
+    from quire.parallel.collectives import Collectives
+
 PULSE_SECONDS = 0.25
 _WAIT_SECONDS = 1.0
-_STEPS_SHOWN = 64
+_STEPS_SHOWN = 512
 """Steps whose times go with one pulse."""
 
 
@@ -108,7 +110,8 @@ class Rank:
         self._carry_out(source, start, worker, collectives)
         return 0
 
-    def _carry_out(self, source: PlanSource, start: RankStart, worker: RankWorker, collectives: Collectives) -> None:
+    def _carry_out(self, source: PlanSource, start: RankStart, worker: RankWorker,
+                   collectives: Collectives | None) -> None:
         decoder, pulse, number = PlanDecoder(), self._pulse, 0
         learns = not start.place.is_last
         while True:
@@ -123,13 +126,14 @@ class Rank:
                 plan, learned = decoder.decode(data)
                 for each in learned if learns else ():
                     worker.learn(each.row, each.position, each.tokens)
+                began = time.monotonic_ns()
                 result = worker.execute(plan)
             except Exception as error:
                 self._link.tell(Kind.STEP_FAILED, {"number": number, **_described(error)})
                 continue
             finally:
                 ended = time.monotonic_ns()
-                pulse.steps, pulse.waited_ns = number, collectives.waited_ns
+                pulse.steps, pulse.waited_ns = number, 0 if collectives is None else collectives.waited_ns
                 pulse.busy_ns += ended - began
                 pulse.recent.append((number, began / 1e9, ended / 1e9))
             if start.place.is_sampler:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.parallel.collectives import Collectives
 from quire.ranks.start import RankStart
 from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quire.parallel.collectives import Collectives
 
 Agree = Callable[[dict[str, Any]], dict[str, Any]]
 """Says what this rank could hold, and waits for what all of them will."""
@@ -32,7 +34,7 @@ class RankWorker(Protocol):
     def close(self) -> None: ...
 
 
-def build_rank_worker(start: RankStart, collectives: Collectives, agree: Agree) -> RankWorker:
+def build_rank_worker(start: RankStart, collectives: Collectives | None, agree: Agree) -> RankWorker:
     settings = dict(start.worker)
     kind = settings.pop("kind")
     if kind == MODEL:
@@ -47,7 +49,7 @@ def build_rank_worker(start: RankStart, collectives: Collectives, agree: Agree) 
     raise ValueError(f"there is no worker {kind!r}")
 
 
-def _model(start: RankStart, collectives: Collectives, agree: Agree, options: dict[str, Any]) -> RankWorker:
+def _model(start: RankStart, collectives: Collectives | None, agree: Agree, options: dict[str, Any]) -> RankWorker:
     from quire.config import EngineConfig
     from quire.models.loader.source import resolve_model
     from quire.models.registry import read_spec
