@@ -270,8 +270,8 @@ class ParallelConfig:
         "auto", "who runs the ranks: processes of this machine, or actors of a Ray cluster; auto is processes, or Ray "
                 "where ray_address is given", ("auto", "mp", "ray"))
     ray_address: str | None = option(
-        None, "a running Ray cluster for the ranks, as `ray start` names it; auto is the one of this machine "
-              "(default: one that the engine starts for itself)")
+        None, "a running Ray cluster for the ranks, as `ray start` names it (default: the one that this process is "
+              "connected to, else one that runs on this machine, else a new one)")
 
     @property
     def num_ranks(self) -> int:
