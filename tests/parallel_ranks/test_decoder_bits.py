@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 from quire.models.build import build_decoder
+from quire.models.loader.source import resolve_model
 from quire.ops.cpu import CpuOps
 from tests.checkpoints import FAMILY_NAMES, config_of, make_model, weights_of
+from tests.models.loader.tiny_gguf import tiny_model, write_gguf
 from tests.paged_driver import PagedDriver
 from tests.parallel_ranks.rank_threads import rank_decoders, side_by_side
 
-TOKENS = random.Random(0).choices(range(97), k=44)
+TOKENS = random.Random(0).choices(range(96), k=44)
 CHUNKS = [17, 22, 1, 1, 1, 2]
 WIDE: dict[str, dict[str, Any]] = {"gpt2": {"n_inner": 272}, "opt": {"ffn_dim": 272}}
 """Eight slices of the MLP, the last of them shorter: so that all sizes up to eight can be."""
@@ -67,3 +70,19 @@ def test_tied_or_not_the_vocabulary_is_shared(family: str, tied: bool) -> None:
     config, weights, expected = one_rank(family, tie_word_embeddings=tied)
     for tensor_size, num_stages in ((3, 1), (2, 3)):
         assert torch.equal(of_ranks(config, weights, tensor_size, num_stages), expected)
+
+
+@pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_packed_weights_are_cut_at_the_borders_of_slices(quant: str, tmp_path: Path) -> None:
+    """Heads of 32 columns, so that every projection is packed; a rank's part may be in another format than the whole."""
+    model = tiny_model("llama", head_dim=32, intermediate_size=256)
+    source = resolve_model(str(write_gguf(tmp_path / "m.gguf", "llama", model, quant)))
+    weights = list(source.weights())
+    decoder = build_decoder(source.config, [(name, tensor.clone()) for name, tensor in weights], CpuOps(num_threads=1),
+                            max_model_len=128)
+    layer = decoder.layers[0]
+    packed = {each.packed.format for each in (layer.attn.qkv, layer.attn.out, layer.mlp.up, layer.mlp.down)}
+    assert packed == {"BF16": {"bfloat16"}, "Q4_1": {"scaled4"}, "Q8_0": {"scaled8"}}.get(quant, packed)
+    expected = PagedDriver(decoder, num_blocks=16).run(0, TOKENS, CHUNKS)
+    for tensor_size, num_stages in ((3, 1), (2, 2)):
+        assert torch.equal(of_ranks(source.config, weights, tensor_size, num_stages), expected)
