@@ -1,0 +1,86 @@
+"""An executor over processes of this machine: memory that they share, who reads what, and how they are started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from quire.parallel.place import Place
+from quire.ranks.executor import RankExecutor
+from quire.ranks.frames import Kind
+from quire.ranks.group import RankGroup
+from quire.ranks.launch import RankHandle, RankProcess
+from quire.ranks.ring import RingWriter, ring_bytes
+from quire.ranks.shared_memory import SharedMemory
+from quire.ranks.shared_parts import SharedParts
+from quire.ranks.start import MemoryAddress, RankStart
+from quire.ranks.workers import DUMMY
+
+SPIN_SECONDS = 0.0002
+"""How long a rank looks for the next plan before it sleeps, where it has a processor to itself."""
+
+Agree = Callable[[list[dict[str, Any]]], dict[str, Any]]
+
+
+def same_for_all(sizes: list[dict[str, Any]]) -> dict[str, Any]:
+    """For workers that have nothing to agree on."""
+    return sizes[0]
+
+
+class LocalLauncher:
+    """Starts every rank in a process of this machine."""
+
+    def __init__(self, places: list[Place], worker: dict[str, Any]) -> None:
+        self.places = places
+        self._worker = worker
+        self._ring_memory = SharedMemory.create("ring", ring_bytes(len(places)))
+        self.ring = RingWriter(self._ring_memory, len(places))
+        self._shared: SharedMemory | None = None
+
+    def start(self) -> list[RankHandle]:
+        parts = None
+        if len(self.places) > 1 and self._worker["kind"] != DUMMY:  # else nobody talks to anybody
+            parts = SharedParts(self.places)
+            self._shared = SharedMemory.create("ranks", parts.size)
+        cores = len(os.sched_getaffinity(0))
+        handles: list[RankHandle] = []
+        try:
+            for place in self.places:
+                handles.append(self._rank())
+                start = RankStart(
+                    place, self._worker, ranks_here=len(self.places),
+                    spin_seconds=SPIN_SECONDS if len(self.places) <= cores else 0.0,
+                    ring=MemoryAddress(os.getpid(), self._ring_memory.fd), reader=place.index,
+                    num_readers=len(self.places))
+                if parts is not None and self._shared is not None:
+                    start = parts.give(start, os.getpid(), self._shared.fd)
+                handles[-1].link.send(Kind.START, start.to_json())
+        except BaseException:
+            for handle in handles:
+                handle.kill()
+            raise
+        return handles
+
+    def _rank(self) -> RankHandle:
+        return RankProcess()
+
+    def close(self) -> None:
+        for memory in (self._ring_memory, self._shared):
+            if memory is not None:
+                memory.close()
+
+
+def start_local(places: list[Place], worker: dict[str, Any], agree: Agree = same_for_all) \
+        -> tuple[RankExecutor, dict[str, Any]]:
+    """Processes of this machine, ready for plans, and what they have agreed on; or raises what kept one from it."""
+    launcher = LocalLauncher(places, worker)
+    executor = RankExecutor(places)
+    group = RankGroup(launcher, agree, executor)
+    executor.connect(group, launcher.ring)
+    group.start()
+    try:
+        return executor, group.ready.result()
+    except BaseException:
+        group.close()
+        raise
