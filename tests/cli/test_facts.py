@@ -144,3 +144,22 @@ def test_env_names_what_a_bug_report_needs(inside: Callable[..., Done]) -> None:
     assert facts["kernels"].startswith("libquire_cpu-")
     page = inside("env").out
     assert all(name in page for name in facts)
+
+
+def test_inspect_says_what_each_rank_would_hold(tmp_path: Path, inside: Callable[..., Done]) -> None:
+    model = make_checkpoint(tmp_path, "llama", intermediate_size=272)
+    words = ("inspect", str(tmp_path), "--tensor-parallel-size", "2", "--pipeline-parallel-size", "3")
+    facts = facts_of(inside(*words, "--json"))
+    ranks = facts["ranks"]
+    assert [(rank["stage"], rank["tensor_rank"]) for rank in ranks] == [(s, t) for s in range(3) for t in range(2)]
+    assert [rank["layers"] for rank in ranks[::2]] == [[0, 1], [1, 2], [2, 3]]
+    assert [rank["heads"] for rank in ranks[:2]] == [[0, 3], [3, 6]]
+    assert sum(rank["kv_bytes"] for rank in ranks) == facts["pool"]["bytes"]
+    norms = sum(weight.numel() for name, weight in model.named_parameters() if "norm" in name)
+    assert sum(rank["parameters"] for rank in ranks) == facts["parameters"] + norms
+    page = inside(*words).out
+    assert "rank 5" in page and "head of tokens" in page and "kv heads 1" in page
+    one = facts_of(inside("inspect", str(tmp_path), "--json"))
+    assert one["pool"]["blocks"] == facts["pool"]["blocks"] and len(one["ranks"]) == 1
+    refused = inside("inspect", str(tmp_path), "--tensor-parallel-size", "7")
+    assert refused.code != 0 and "use 1 to 6" in refused.err
