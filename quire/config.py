@@ -267,8 +267,9 @@ class ParallelConfig:
     tensor_parallel_size: int = option(1, "ranks that share every layer: each has some of its heads and of its width")
     pipeline_parallel_size: int = option(1, "stages that share the layers: each has a run of them")
     distributed_executor_backend: str = option(
-        "auto", "who runs the ranks: processes of this machine, or actors of a Ray cluster; auto is processes, or Ray "
-                "where ray_address is given", ("auto", "mp", "ray"))
+        "auto", "who runs the ranks: processes of this machine, actors of a Ray cluster, or (for tests) threads of "
+                "the engine's process; auto is processes, or Ray where ray_address is given",
+        ("auto", "mp", "ray", "threads"))
     ray_address: str | None = option(
         None, "a running Ray cluster for the ranks, as `ray start` names it (default: the one that this process is "
               "connected to, else one that runs on this machine, else a new one)")
@@ -279,7 +280,7 @@ class ParallelConfig:
 
     @property
     def backend(self) -> str:
-        """"mp" or "ray"."""
+        """"mp", "ray" or "threads"."""
         if self.distributed_executor_backend != "auto":
             return self.distributed_executor_backend
         return "mp" if self.ray_address is None else "ray"
@@ -439,8 +440,9 @@ def _check_parallel(options: ParallelConfig) -> None:
     if options.num_ranks > MOST_RANKS:
         raise ConfigError(f"tensor_parallel_size x pipeline_parallel_size is {options.num_ranks} ranks; an engine has "
                           f"at most {MOST_RANKS}: lower one of them", field="tensor_parallel_size")
-    if options.ray_address is not None and options.backend == "mp":
-        raise ConfigError("ray_address is for distributed_executor_backend 'ray', not 'mp'", field="ray_address")
+    if options.ray_address is not None and options.backend != "ray":
+        raise ConfigError(f"ray_address is for distributed_executor_backend 'ray', not {options.backend!r}",
+                          field="ray_address")
 
 
 def _check_slo(options: SchedulerConfig) -> None:

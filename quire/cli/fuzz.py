@@ -56,8 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seed of the first case, the next one has the next (default: a random one)",
     )
     parser.add_argument(
+        "--ranks", type=_sizes, metavar="TxP",
+        help="on so many tensor ranks and stages, as in 2x2: threads of this process")
+    parser.add_argument(
         "--no-shrink", dest="shrink", action="store_false", help="print a failing case as it is"
     )
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    tensor, cross, stages = text.partition("x")
+    if not cross or not tensor.isdigit() or not stages.isdigit() or not int(tensor) * int(stages):
+        raise argparse.ArgumentTypeError(f"must be two numbers such as 2x1, not {text!r}")
+    return int(tensor), int(stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +84,15 @@ class _Kind:
 
 def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="quire-fuzz-") as folder:
-        kinds = _kinds(Path(folder))
+        kinds = _kinds(Path(folder), args.ranks)
         if args.replay is not None:
             return _replay(args.replay, kinds)
         return _search(args, [kind for kind in kinds if args.kind in ("all", kind.name)])
 
 
-def _kinds(folder: Path) -> list[_Kind]:
-    from quire.fuzz.fault_case import random_fault_case
+def _kinds(folder: Path, ranks: tuple[int, int] | None = None) -> list[_Kind]:
+    from quire.fuzz.case import model_on_ranks
+    from quire.fuzz.fault_case import on_ranks, random_fault_case
     from quire.fuzz.fault_run import find_fault
     from quire.fuzz.fault_shrink import simpler_fault_cases
     from quire.fuzz.shrink import simpler_cases
@@ -91,6 +102,10 @@ def _kinds(folder: Path) -> list[_Kind]:
 
         return find_difference(case, folder)
 
+    if ranks is not None:
+        return [_Kind(MODELS, lambda seed: model_on_ranks(random_case(seed), *ranks), play, simpler_cases, 1),
+                _Kind(FAULTS, lambda seed: on_ranks(random_fault_case(seed), *ranks), find_fault, simpler_fault_cases,
+                      10)]
     return [_Kind(MODELS, random_case, play, simpler_cases, 1),
             _Kind(FAULTS, random_fault_case, find_fault, simpler_fault_cases, 10)]
 
@@ -133,7 +148,8 @@ def _search(args: argparse.Namespace, kinds: list[_Kind]) -> int:
                 difference = kind.play(case)
                 if difference is not None:
                     _progress_end()
-                    _report(one, case, difference, args.shrink, kind)
+                    again = "" if args.ranks is None else " --ranks {}x{}".format(*args.ranks)
+                    _report(one, case, difference, args.shrink, kind, again)
                     return 1
                 played += 1
         seed += 1
@@ -142,7 +158,7 @@ def _search(args: argparse.Namespace, kinds: list[_Kind]) -> int:
     return 0
 
 
-def _report(seed: int, case: Any, difference: str, shrinking: bool, kind: _Kind) -> None:
+def _report(seed: int, case: Any, difference: str, shrinking: bool, kind: _Kind, again: str) -> None:
     """Say what failed, then make it small; Ctrl-C ends that, and prints the case as far as it got."""
     print(f"FAILED: case {seed} ({kind.name}): {difference}", flush=True)
     if shrinking:
@@ -165,7 +181,7 @@ def _report(seed: int, case: Any, difference: str, shrinking: bool, kind: _Kind)
         print(f"the smallest case found: {kind.play(case)}")
     print(case.to_json())
     print(f"\nreplay it with:\n  quire fuzz --replay {shlex.quote(case.to_json())}")
-    print(f"or all of it with:\n  quire fuzz --kind {kind.name} --seed {seed} --cases 1")
+    print(f"or all of it with:\n  quire fuzz --kind {kind.name} --seed {seed} --cases 1{again}")
 
 
 def _progress(cases: int, elapsed: float) -> None:

@@ -44,6 +44,11 @@ def _start(config: EngineConfig, places: list[Place], worker: dict[str, Any],
     parallel = config.parallel
     if parallel.backend == "mp":
         return start_local(places, worker, agree)
+    if parallel.backend == "threads":
+        from quire.ranks.threads import ThreadExecutor, start_threads
+
+        threads = ThreadExecutor(places)
+        return threads, start_threads(threads, worker, agree)
     from quire.ranks.ray_launch import start_ray
 
     return start_ray(places, worker, agree, parallel.ray_address, config.model.num_threads or 1)

@@ -100,6 +100,18 @@ def random_case(seed: int) -> FuzzCase:
     return case
 
 
+def model_on_ranks(case: FuzzCase, tensor_size: int, num_stages: int) -> FuzzCase:
+    """The same case on several ranks, with heads and layers enough for them."""
+    heads = case.model["num_attention_heads"]
+    model = dict(case.model)
+    if heads < tensor_size:
+        model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    model["num_hidden_layers"] = max(num_stages, model["num_hidden_layers"])
+    options = case.options | {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": num_stages,
+                              "distributed_executor_backend": "threads", "num_threads": 1}
+    return FuzzCase(model, options, case.requests)
+
+
 def _judge_by_rejection(rng: random.Random, case: FuzzCase) -> None:
     """In some cases with drafts, which then draw nothing at random: only so are tokens those of the plain path."""
     if "speculative_config" in case.options and rng.random() < 0.25:

@@ -11,7 +11,7 @@ from quire.ranks.executor import RankExecutor
 from quire.ranks.frames import FrameSocket
 from quire.ranks.group import RankGroup
 from quire.ranks.launch import SEND_SECONDS, RankHandle
-from quire.ranks.local import LocalLauncher
+from quire.ranks.local import Agree, LocalLauncher, same_for_all
 from quire.ranks.rank import Rank
 
 _JOIN_SECONDS = 10.0
@@ -55,14 +55,19 @@ class _ThreadLauncher(LocalLauncher):
 
 class ThreadExecutor(RankExecutor):
     def close(self) -> None:
-        self.end_plans()
+        if self.failure is None:
+            self.end_plans()
         super().close()
 
 
-def start_threads(executor: ThreadExecutor, worker: dict[str, Any]) -> None:
-    """Connect an executor to ranks that run `worker`."""
+def start_threads(executor: ThreadExecutor, worker: dict[str, Any], agree: Agree = same_for_all) -> dict[str, Any]:
+    """Connect an executor to ranks that run `worker`; what they have agreed on."""
     launcher = _ThreadLauncher(executor.places, worker)
-    group = RankGroup(launcher, lambda sizes: sizes[0], executor)
+    group = RankGroup(launcher, agree, executor)
     executor.connect(group, launcher.ring)
     group.start()
-    group.ready.result()
+    try:
+        return group.ready.result()
+    except BaseException:
+        executor.close()
+        raise
