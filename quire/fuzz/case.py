@@ -101,11 +101,12 @@ def random_case(seed: int) -> FuzzCase:
 
 
 def model_on_ranks(case: FuzzCase, tensor_size: int, num_stages: int) -> FuzzCase:
-    """The same case on several ranks, with heads and layers enough for them."""
+    """The same case on several ranks, with heads, slices of the MLP and layers enough for them."""
     heads = case.model["num_attention_heads"]
     model = dict(case.model)
     if heads < tensor_size:
         model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    model["intermediate_size"] = max(32 * tensor_size + 8, model["intermediate_size"])
     model["num_hidden_layers"] = max(num_stages, model["num_hidden_layers"])
     options = case.options | {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": num_stages,
                               "distributed_executor_backend": "threads", "num_threads": 1}
