@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.http_client import Reply, ask
+from quire.bench.rank_processes import alive, ranks_of
 from quire.cli.options import add_engine_options, engine_options, integer
 from quire.errors import QuireError
 
 EXAMPLES = ("examples:\n  quire bench soak --executor dummy\n"
             "  quire bench soak --requests 200 --kills 1 --num-threads 1\n"
+            "  quire bench soak --executor dummy --tensor-parallel-size 2 --kill-ranks --kills 50\n"
             "  quire bench soak --hostile --seconds 600 --executor dummy")
 _SLOWEST = 180.0
 _ALLOWED_GROWTH = 48 << 20
@@ -43,6 +45,10 @@ class Findings:
     wrong: list[str] = field(default_factory=list)
     hung_up: int = 0
     retries: int = 0
+    kill_ranks: bool = False
+    """Ranks are killed instead of the engine."""
+    killed: set[int] = field(default_factory=set)
+    """Processes that must be gone in the end: engines that died, and their ranks."""
     kills: int = 0
     seconds: float = 0.0
     memory_half: int = 0
@@ -53,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=integer, default=2000, metavar="N", help="how many (default: %(default)s)")
     parser.add_argument("--kills", type=integer, default=3, metavar="N",
                         help="times the engine is killed (default: %(default)s)")
+    parser.add_argument("--kill-ranks", action="store_true",
+                        help="kill or stop one of the engine's ranks instead of the engine (which has some with "
+                             "--tensor-parallel-size or --pipeline-parallel-size)")
     parser.add_argument("--at-once", type=integer, default=48, metavar="N",
                         help="requests in flight (default: %(default)s)")
     parser.add_argument("--hostile", action="store_true",
@@ -68,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         from quire.bench.hostile import run_hostile
 
         return run_hostile(args.seconds, args.kills, args.soak_seed, engine_options(args))
-    found = asyncio.run(soak(args.requests, args.kills, args.at_once, args.soak_seed, engine_options(args)))
+    found = asyncio.run(soak(args.requests, args.kills, args.at_once, args.soak_seed, engine_options(args),
+                             args.kill_ranks))
     print(json.dumps({
         "bench": "soak", "requests": args.requests, "seconds": round(found.seconds, 1), "hung_up": found.hung_up,
         "retries": found.retries,
@@ -78,10 +88,11 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found.wrong else 0
 
 
-async def soak(requests: int, kills: int, at_once: int, seed: int, options: dict[str, Any]) -> Findings:
+async def soak(requests: int, kills: int, at_once: int, seed: int, options: dict[str, Any],
+               kill_ranks: bool = False) -> Findings:
     from quire.bench.served import served
 
-    found = Findings()
+    found = Findings(kill_ranks=kill_ranks)
     dice = random.Random(seed)
     before = len(asyncio.all_tasks())
     async with served({"request_timeout": 60.0, "drain_timeout": 5.0}, options) as (address, app, engine):
@@ -126,7 +137,15 @@ async def _kill(engine: Any, found: Findings) -> None:
         await asyncio.sleep(0.2)
         with contextlib.suppress(QuireError, ProcessLookupError):
             await engine.check_health()
-            os.kill(engine.engine_pid, signal.SIGKILL)
+            ranks = ranks_of(engine.engine_pid)
+            victim, number = engine.engine_pid, signal.SIGKILL
+            if found.kill_ranks and not ranks:
+                continue  # it is just losing them
+            if found.kill_ranks:
+                victim = ranks[found.kills % len(ranks)]
+                number = signal.SIGSTOP if found.kills % 3 == 2 else signal.SIGKILL
+            os.kill(victim, number)
+            found.killed |= {engine.engine_pid, *ranks}
             found.kills += 1
             return
 
@@ -225,6 +244,9 @@ async def _look_for_damage(app: Any, engine: Any, settled: int, found: Findings)
     if app.service.active:
         found.wrong.append(f"{len(app.service.active)} requests are active without a client")
     await asyncio.sleep(0.2)
+    for pid in found.killed:
+        if alive(pid):
+            found.wrong.append(f"process {pid} of an engine that died is still there")
     left = len(asyncio.all_tasks()) - settled
     if left > 2:  # the server's own: uvicorn's tick and what it is asked
         found.wrong.append(f"{left} tasks are left over: {[task.get_name() for task in asyncio.all_tasks()][:5]}")

@@ -93,7 +93,7 @@ def test_from_a_bare_ray_init_ranks_share_the_drivers_node(tiny_llama: Path) -> 
             return [list(one.outputs[0].token_ids) for one in llm.generate(
                 [[5, 6, 7], [8, 9]], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True), use_tqdm=False)]
 
-    ray.init(address="local", num_cpus=2, object_store_memory=80_000_000, include_dashboard=False, logging_level="error")
+    ray.init(address="local", logging_level="error", **NODE)
     try:
         assert tokens(tensor_parallel_size=2, distributed_executor_backend="ray") == tokens()
         assert ray.is_initialized() and placement_groups() == []
