@@ -15,6 +15,7 @@ from itertools import chain, islice
 from quire.engine import view_frame as f
 from quire.engine.metrics import flat_metrics
 from quire.engine.pool_view import PoolView, TableBook, label
+from quire.executor.base import RankFacts
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.host_tier import HostTier
 from quire.scheduler.plan import StepPlan
@@ -103,13 +104,17 @@ class EngineView:
     """One per engine at a time; an observer of its core, told of every step (`StepObserver`)."""
 
     def __init__(self, scheduler: Scheduler, pool: PoolSize, title: str, *, engine: int = 0, simulated: bool = False,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 clock: Callable[[], float] = time.monotonic,
+                 ranks: Callable[[], list[RankFacts]] = list) -> None:
         self._scheduler = scheduler
         self._pool = pool
         self._title, self._engine, self._simulated = title, engine, simulated
         self._clock = clock
         self._started = self._next_at = clock()
         self._spent = _Spent()
+        self._ranks = ranks
+        self._stages_told: dict[int, float] = {}
+        """By stage: the end of the last step that a frame has told of."""
         self._timeline = _Timeline()
         self._preempted: list[f.PreemptionView] = []
         self._rows: dict[int, Sequence] = {}
@@ -190,6 +195,7 @@ class EngineView:
         scheduler, cache, now = self._scheduler, self._scheduler.cache, self._clock()
         shown, skipped = self._timeline.take()
         self._tables.look(scheduler)
+        ranks = self._ranks()
         running = [seq for request in scheduler.running.values() for seq in request.sequences if seq.row >= 0]
         waiting = list(islice(chain(scheduler.arriving.values(), scheduler.waiting), _MAX_LISTED))
         return f.Frame(
@@ -203,17 +209,37 @@ class EngineView:
             num_running=len(scheduler.running), num_waiting=len(scheduler.waiting),
             num_arriving=len(scheduler.arriving),
             steps=[_step_view(step, self._started) for step in shown], skipped_steps=skipped,
+            stages=self._stage_steps(ranks), ranks=[_rank(rank) for rank in ranks],
             first_tokens=[token for step in shown for token in _first_tokens(step, self._started)],
             totals=flat_metrics(scheduler, self._pool),
             cost=round(self._spent.total / max(1e-9, now - self._started), 5),
         )
+
+    def _stage_steps(self, ranks: list[RankFacts]) -> list[f.StageStep]:
+        """Of the first tensor rank of every stage: the others compute the same steps at the same time."""
+        found = []
+        for rank in ranks:
+            if rank.tensor_rank == 0 and ranks[-1].stage > 0:
+                told = self._stages_told.get(rank.stage, self._started)
+                fresh = [time for time in rank.times if time[2] > told]
+                if fresh:
+                    self._stages_told[rank.stage] = fresh[-1][2]
+                found += [f.StageStep(rank.stage, step, round(began - self._started, 5),
+                                      round(ended - self._started, 5)) for step, began, ended in fresh]
+        return found
 
     def _facts(self) -> f.EngineFacts:
         cache, limits = self._scheduler.cache, self._scheduler.limits
         return f.EngineFacts(
             self._title, cache.block_size, cache.num_blocks, [group.window for group in cache.groups],
             self._host_pools()[0].num_blocks if self._host else 0, limits.max_num_seqs, limits.max_num_batched_tokens,
-            self._simulated)
+            self._simulated, limits.num_stages, max(1, len(self._ranks())))
+
+
+def _rank(rank: RankFacts) -> f.RankView:
+    last = rank.times[-1][2] - rank.times[-1][1] if rank.times else 0.0
+    return f.RankView(rank.index, rank.stage, rank.tensor_rank, rank.memory,
+                      round(rank.waited_seconds / max(1e-9, rank.busy_seconds), 3), rank.steps, round(last, 5))
 
 
 def _running(seq: Sequence) -> f.RunningView:

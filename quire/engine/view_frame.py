@@ -92,6 +92,30 @@ class FirstToken(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Since its arrival."""
 
 
+class StageStep(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """When one stage of a pipeline computed a step, in seconds since the view began."""
+
+    stage: int
+    step: int
+    began: float
+    ended: float
+
+
+class RankView(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One of the processes that share the model."""
+
+    index: int
+    stage: int
+    tensor_rank: int
+    memory: int
+    """Resident bytes."""
+    waited: float
+    """Share of its steps' time in which it waited for other ranks."""
+    steps: int
+    last_step: float
+    """Seconds that its last step took."""
+
+
 class EngineFacts(msgspec.Struct, frozen=True):
     """What does not change while an engine runs."""
 
@@ -105,6 +129,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int
     simulated: bool = False
     """Nobody computes: a small engine that shows how scheduler and cache work."""
+    num_stages: int = 1
+    num_ranks: int = 1
 
 
 class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -130,6 +156,9 @@ class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
     steps: list[StepView] = []
     skipped_steps: int = 0
     """Steps left out of `steps`, because there were too many of them."""
+    stages: list[StageStep] = []
+    """Steps of every stage that no frame has told of yet, in their order for each stage."""
+    ranks: list[RankView] = []
     first_tokens: list[FirstToken] = []
     totals: dict[str, int | float] = {}
     cost: float = 0.0

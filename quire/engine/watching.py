@@ -30,7 +30,8 @@ class Watching:
         self._until = time.monotonic() + min(max(0.0, seconds), _LONGEST)
         core = self._engine.core
         if self._view is None and seconds > 0 and core.trace is None:
-            self._view = EngineView(core.scheduler, self._engine.pool, self._engine.source.name)
+            self._view = EngineView(core.scheduler, self._engine.pool, self._engine.source.name,
+                                    ranks=core.executor.describe_ranks)
             core.trace = self._view
             self._told_rest = False
         elif fresh and self._view is not None:

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cached_property
 
 from quire.errors import EngineDeadError
 from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """One of several ranks, for those who watch."""
+
+    index: int
+    stage: int
+    tensor_rank: int
+    memory: int
+    """Resident bytes."""
+    steps: int
+    busy_seconds: float
+    """In steps, so far."""
+    waited_seconds: float
+    """Of those: waiting for other ranks."""
+    times: tuple[tuple[int, float, float], ...]
+    """Its latest steps: number of the plan, begin and end by the monotonic clock."""
 
 
 class Executor(ABC):
@@ -35,6 +54,10 @@ class Executor(ABC):
         """Why no plan can be carried out any more: processes that it needs are lost. `arrivals` rings when that
         happens."""
         return None
+
+    def describe_ranks(self) -> list[RankFacts]:
+        """What is known of the processes that share the model; none where there is one."""
+        return []
 
     def close(self) -> None:  # noqa: B027 (most have nothing to let go of)
         """Let go of threads, processes and memory. Idempotent."""

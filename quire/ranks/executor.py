@@ -6,10 +6,9 @@ import threading
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 from quire.errors import EngineDeadError, QuireError
-from quire.executor.base import Executor
+from quire.executor.base import Executor, RankFacts
 from quire.executor.lost_rows import LostRows, launch_sound
 from quire.parallel.place import Place
 from quire.ranks.frames import ConnectionLost, Kind
@@ -207,8 +206,7 @@ class RankExecutor(Executor):
         if self._group is not None:
             self._group.close()
 
-    def describe(self) -> list[dict[str, Any]]:
-        """What is known of every rank, as plain data."""
-        return [{"index": state.place.index, "stage": state.place.stage, "tensor_rank": state.place.tensor_rank,
-                 "pid": state.pid, "memory": state.memory, "steps": state.steps, "busy_ns": state.busy_ns,
-                 "waited_ns": state.waited_ns, "times": list(state.times)} for state in self.ranks.states]
+    def describe_ranks(self) -> list[RankFacts]:
+        return [RankFacts(state.place.index, state.place.stage, state.place.tensor_rank, state.memory, state.steps,
+                          state.busy_ns / 1e9, state.waited_ns / 1e9, tuple(state.times))
+                for state in self.ranks.states]

@@ -56,7 +56,7 @@ class RankState:
     waited_ns: int = 0
     memory: int = 0
     times: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
-    """Number, begin and end of its latest steps, in seconds of the monotonic clock."""
+    """Plan, begin and end of its latest steps, in seconds of the monotonic clock."""
 
 
 class Launcher(Protocol):

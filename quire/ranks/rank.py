@@ -55,7 +55,7 @@ class Pulse(threading.Thread):
         self.busy_ns = 0
         self.waited_ns = 0
         self.recent: deque[tuple[int, float, float]] = deque(maxlen=_STEPS_SHOWN)
-        """Number, begin and end of steps that were not told yet."""
+        """Plan, begin and end of steps that were not told yet."""
 
     def run(self) -> None:
         while True:
@@ -127,10 +127,11 @@ class Rank:
                 continue
             if not data:
                 return
-            number += 1
+            number, step = number + 1, 0
             began = time.monotonic_ns()
             try:
                 plan, learned = decoder.decode(data)
+                step = plan.step
                 for each in learned if learns else ():
                     worker.learn(each.row, each.position, each.tokens)
                 began = time.monotonic_ns()
@@ -142,7 +143,7 @@ class Rank:
                 ended = time.monotonic_ns()
                 pulse.steps, pulse.waited_ns = number, 0 if collectives is None else collectives.waited_ns
                 pulse.busy_ns += ended - began
-                pulse.recent.append((number, began / 1e9, ended / 1e9))
+                pulse.recent.append((step, began / 1e9, ended / 1e9))
             if start.place.is_sampler:
                 self._link.send(Kind.RESULT, encode_result(result))
             elif result.arrivals:

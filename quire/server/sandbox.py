@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.view import EngineView
+from quire.executor.base import RankFacts
 from quire.executor.dummy import DummyExecutor
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import KVCacheManager
 from quire.sampling.params import SamplingParams
+from quire.scheduler.plan import StepResult
 from quire.scheduler.policy import BATCHING_POLICIES
 from quire.scheduler.preemption import Preemption, PreemptionMode
 from quire.scheduler.request import Request
@@ -40,6 +43,9 @@ class Layout:
     max_num_batched_tokens: int = 256
     chunked_prefill: bool = True
     batching_policy: str = "decode-first"
+    num_stages: int = 1
+    """Of a pipeline."""
+    steps_in_flight: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,30 @@ class Visitor:
         return common + [100_000 + 1000 * number + i for i in range(self.own_tokens)]
 
 
+class Pipeline:
+    """Stages that share the time of a step evenly; each has one step at a time."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._times: list[deque[tuple[int, float, float]]] = [deque(maxlen=64) for _ in range(num_stages)]
+        self._steps = 0
+
+    def run(self, step: int, now: float, seconds: float) -> float:
+        """A step that is handed in now and takes so long in all; when its result comes."""
+        self._steps += 1
+        at = now
+        for stage in self._times:
+            began = max(at, stage[-1][2] if stage else 0.0)
+            at = began + seconds / len(self._times)
+            stage.append((step, began, at))
+        return at
+
+    def describe(self) -> list[RankFacts]:
+        if len(self._times) == 1:
+            return []
+        return [RankFacts(stage, stage, 0, 0, self._steps, 1.0, 0.0, tuple(times))
+                for stage, times in enumerate(self._times)]
+
+
 class Sandbox:
     """One small engine; `frames` runs it through a list of visitors, in time with the clock on the wall."""
 
@@ -69,13 +99,17 @@ class Sandbox:
         mode = PreemptionMode.SWAP if tiers else PreemptionMode.RECOMPUTE
         self.scheduler = Scheduler(
             Limits(layout.max_num_seqs, layout.max_num_batched_tokens, layout.num_blocks * BLOCK_SIZE,
-                   layout.chunked_prefill),
+                   layout.chunked_prefill, num_stages=min(layout.num_stages, layout.steps_in_flight)),
             cache, policy=BATCHING_POLICIES[layout.batching_policy](), clock=self._clock,
             preemption=Preemption(cache, mode))
         self._executor = DummyExecutor(1 << 20)
+        self._pipeline = Pipeline(layout.num_stages)
+        self._in_flight: deque[tuple[StepResult, float]] = deque()
+        """Results, and when they come."""
         self._view = EngineView(self.scheduler, PoolSize(layout.num_blocks, layout.num_blocks * BLOCK_SIZE, 1,
                                                          layout.num_host_blocks),
-                                layout.title, engine=place, simulated=True, clock=self._clock)
+                                layout.title, engine=place, simulated=True, clock=self._clock,
+                                ranks=self._pipeline.describe)
         self._last: dict[str, float] = {}
         self._gaps: list[float] = []
         self._waits: list[float] = []
@@ -105,13 +139,19 @@ class Sandbox:
                                    arrival_time=visitor.at))
 
     def _step(self) -> None:
-        plan = self.scheduler.schedule()
-        if plan is None:
+        while len(self._in_flight) < self._layout.steps_in_flight:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self._view.submitted(plan)
+            seconds = _STEP_SECONDS + _TOKEN_SECONDS * plan.num_tokens + _COPY_SECONDS * len(plan.copies)
+            self._in_flight.append((self._executor.execute(plan), self._pipeline.run(plan.step, self._now, seconds)))
+        if not self._in_flight:
             self.scheduler.fail_stuck()
             return
-        self._view.submitted(plan)
-        self._now += _STEP_SECONDS + _TOKEN_SECONDS * plan.num_tokens + _COPY_SECONDS * len(plan.copies)
-        self.scheduler.update(self._executor.execute(plan))
+        result, ended = self._in_flight.popleft()
+        self._now = max(self._now, ended)
+        self.scheduler.update(result)
         self._view.collected()
         for update in self.scheduler.take_updates():
             if update.new_tokens:

@@ -67,6 +67,13 @@ SCENARIOS: dict[str, Scenario] = {each.name: each for each in (
         "when it writes into it, and the full ones stay shared.",
         (Layout("n = 4, a prompt of 72 tokens"),),
         (Visitor(at=0.0, shared_tokens=72, own_tokens=0, max_tokens=40, n=4),), live=True),
+    Scenario(
+        "two-stages", "Two stages",
+        "Half of the layers in each of two stages: with one step at a time one stage always waits for the other (the "
+        "gaps); with two, each half of the requests is in another stage, and both compute nearly all the time.",
+        (Layout("two stages, one step in flight", num_stages=2),
+         Layout("two stages, two steps in flight", num_stages=2, steps_in_flight=2)),
+        _many(6, 0.05, shared_tokens=0, own_tokens=40, max_tokens=32)),
 )}
 
 

@@ -12,6 +12,7 @@ import pytest
 from quire import AsyncLLM
 from quire.engine.pool_view import label
 from quire.engine.view import FRAME_SECONDS, EngineView
+from quire.executor.base import RankFacts
 from quire.executor.dummy import DummyExecutor
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
@@ -256,3 +257,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
               "max_position_embeddings": 256, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+def test_ranks_and_the_steps_of_every_stage_are_told_once() -> None:
+    times = [(1, 0.1, 0.2), (2, 0.2, 0.3)]
+
+    def ranks() -> list[RankFacts]:
+        return [RankFacts(stage * 2 + tensor, stage, tensor, 5 << 20, len(times), 2.0, 0.5,
+                          tuple((step, began + stage / 10, ended + stage / 10) for step, began, ended in times))
+                for stage in range(2) for tensor in range(2)]
+
+    limits = Limits(4, 64, 64, num_stages=2)
+    scheduler = Scheduler(limits, KVCacheManager(16, 4))
+    view = EngineView(scheduler, PoolSize(16, 64, 1), "two stages", clock=lambda: 0.0, ranks=ranks)
+    first = json.loads(view.frame()[0])
+    assert (first["facts"]["num_stages"], first["facts"]["num_ranks"]) == (2, 4)
+    assert first["stages"] == [[0, 1, 0.1, 0.2], [0, 2, 0.2, 0.3], [1, 1, 0.2, 0.3], [1, 2, 0.3, 0.4]]
+    assert first["ranks"][3] == [3, 1, 1, 5 << 20, 0.25, 2, 0.1]
+    times.append((3, 0.3, 0.5))
+    assert json.loads(view.frame()[0])["stages"] == [[0, 3, 0.3, 0.5], [1, 3, 0.4, 0.6]]
+    assert "stages" not in json.loads(view.frame()[0])

@@ -346,6 +346,7 @@ SIGHTS: dict[str, dict[str, int]] = {
     "long-prompt": {"used": 45},
     "batching": {"waiting": 4},
     "samples": {"shared": 4, "copies": 3},
+    "two-stages": {"used": 12},
 }
 
 

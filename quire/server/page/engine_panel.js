@@ -4,6 +4,7 @@ import { BlockMap } from "./block_map.js";
 import { EngineState } from "./engine_state.js";
 import { Plots } from "./plots.js";
 import { Queues } from "./queues.js";
+import { Stages } from "./stages.js";
 import { Timeline } from "./timeline.js";
 
 const BLOCK_WORDS = { free: "free", cached: "cached", used: "used by one", shared: "shared", leaving: "being given back" };
@@ -26,6 +27,9 @@ export class EnginePanel {
     this.queues = new Queues(this.state);
     this.plots = new Plots(this.state);
     this.timeline = new Timeline(this.state);
+    this.stages = new Stages(this.state);
+    this.ranks = card("Ranks");
+    this.ranks.append(...this.stages.nodes);
     const row = document.createElement("div");
     row.className = "row end";
     row.append(...this.timeline.buttons);
@@ -59,6 +63,8 @@ export class EnginePanel {
   #buildMaps() {
     const { facts } = this.state;
     this.title.textContent = facts.title;
+    if (facts.num_ranks > 1) this.steps.after(this.ranks);
+    else this.ranks.remove();
     this.legend = legend(BLOCK_WORDS);
     this.blocks.replaceChildren(heading("KV blocks"), this.legend);
     this.maps = [];
@@ -93,6 +99,7 @@ export class EnginePanel {
     }
     this.maps.forEach((map) => map.draw());
     this.timeline.draw();
+    if (state.facts.num_ranks > 1) this.stages.draw();
     this.queues.draw();
     this.plots.draw();
     this.#showNumbers();

@@ -52,6 +52,8 @@ export class EngineState {
     this.totals = frame.totals ?? {};
     this.cost = frame.cost ?? 0;
     keep(this.steps, frame.steps ?? [], MAX_STEPS);
+    this.ranks = frame.ranks ?? [];
+    keep(this.stageSteps, frame.stages ?? [], MAX_STEPS);
     keep(this.firstTokens, frame.first_tokens ?? [], MAX_FIRST);
     keep(this.samples, [[frame.at, this.totals.prompt_tokens ?? 0, this.totals.output_tokens ?? 0]], MAX_SAMPLES);
     for (const step of frame.steps ?? []) {
@@ -68,6 +70,7 @@ export class EngineState {
     this.tables = new Map();
     if (again) return;
     this.steps = [];
+    this.stageSteps = [];
     this.firstTokens = [];
     this.samples = [];
     this.copied = new Map();
