@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=integer, default=256, metavar="N",
                         help="that decode in each of those plans (default: %(default)s)")
     parser.add_argument("--steps", type=integer, default=400, metavar="N", help="plans (default: %(default)s)")
+    parser.add_argument("--ray", action="store_true",
+                        help="also: a plan to another node through our socket, against a call of a Ray actor")
     parser.add_argument("--cases", nargs="*", default=["A", "B", "C"], choices=CASES,
                         help="cases of `bench cpu` (default: A B C; none: leave that part out)")
     parser.add_argument("--sizes", nargs="+", default=["2x1", "1x2"], metavar="TxP",
@@ -49,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     machine = describe_machine()
     for count in args.ranks:
         print(json.dumps({**control_plane(count, args.sequences, args.steps), **machine}), flush=True)
+    if args.ray:
+        print(json.dumps({**ray_against_socket(args.sequences, args.steps), **machine}), flush=True)
     for case in args.cases:
         for line in speeds(case, args.model, args.load_format, args.sizes, args.repeat):
             print(json.dumps({**line, **machine}), flush=True)
@@ -88,6 +92,42 @@ def control_plane(num_ranks: int, sequences: int, steps: int) -> dict[str, Any]:
             "best": round(1e6 * last[0], 1), "median": round(1e6 * statistics.median(last), 1),
             "p90": round(1e6 * last[int(0.9 * len(last))], 1),
             "result_median": round(1e6 * statistics.median(answered), 1), "cores": len(os.sched_getaffinity(0))}
+
+
+def ray_against_socket(sequences: int, steps: int) -> dict[str, Any]:
+    """Microseconds from a plan to its result: through a socket with its seal, and as bytes through a Ray actor, which
+    does not even look at them."""
+    import ray
+
+    from quire.ranks.local import same_for_all
+    from quire.ranks.plan_codec import PlanEncoder
+    from quire.ranks.ray_launch import start_ray
+    from quire.ranks.ray_rank import RayRank
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error")
+    executor, _ = start_ray(Place.all(1, 1), {"kind": "dummy", "vocab_size": 1000}, same_for_all, None, 1,
+                            use_ring=False)
+    actor: Any = ray.remote(RayRank).remote("echo")
+    encoder = PlanEncoder()
+    data = bytes(encoder.encode(_decoding(0, sequences)))
+    found: dict[str, list[float]] = {"socket": [], "ray": []}
+    try:
+        executor.submit(_prompts(sequences)).result()
+        ray.get(actor.echo.remote(data))
+        for step in range(steps):
+            began = time.monotonic()
+            executor.submit(_decoding(step, sequences)).result()
+            between = time.monotonic()
+            ray.get(actor.echo.remote(data))
+            found["socket"].append(between - began)
+            found["ray"].append(time.monotonic() - between)
+    finally:
+        executor.close()
+        ray.shutdown()
+    figures = {name: {"best": round(1e6 * min(times), 1), "median": round(1e6 * statistics.median(times), 1)}
+               for name, times in found.items()}
+    return {"bench": "parallel", "case": "between nodes", "sequences": sequences,
+            "unit": "us from a plan to its result", **figures}
 
 
 def _prompts(sequences: int) -> StepPlan:

@@ -1,8 +1,8 @@
 """Starts ranks as actors of a Ray cluster: on one node where they fit, else a stage to a node.
 
 Ray is used to place and start processes, for their logs, and to end them. Plans, results, heartbeats and hidden states
-go through memory and sockets of our own: a call of an actor takes many times as long as a message through a socket
-(`quire bench parallel --ray`), and Ray notices a lost node only after 15 seconds.
+go through memory and sockets of our own: a call of an actor takes longer than a plan and its result through a socket
+(`quire bench parallel --ray`), there is one call for each actor, and Ray notices a lost node only after 15 seconds.
 """
 
 from __future__ import annotations
@@ -87,9 +87,12 @@ class RayHandle:
 
 
 class RayLauncher:
-    def __init__(self, places: list[Place], worker: dict[str, Any], address: str | None, cpus: int) -> None:
-        """`address` None: the cluster that this process is connected to, or a new one of its own."""
+    def __init__(self, places: list[Place], worker: dict[str, Any], address: str | None, cpus: int,
+                 use_ring: bool = True) -> None:
+        """`address` None: the cluster that this process is connected to, or a new one of its own. `use_ring` false:
+        plans go through sockets also where a rank shares the driver's node."""
         self.places = places
+        self._use_ring = use_ring
         self._worker, self._cpus = worker, cpus
         self._ray = import_ray()
         self._connected = not self._ray.is_initialized()
@@ -103,7 +106,7 @@ class RayLauncher:
     def start(self) -> list[RankHandle]:
         actors = self._place()
         found = self._ray.get([actor.whereabouts.remote() for actor in actors], timeout=_CONNECT_SECONDS)
-        mine = self._ray.get_runtime_context().get_node_id()
+        mine = self._ray.get_runtime_context().get_node_id() if self._use_ring else ""
         many = len({each["node"] for each in found}) > 1 or found[0]["node"] != mine
         links, serving = self._connect(actors, many)
         handles = [RayHandle(self._ray, actor, serve, link, each["pid"], each["node"] == mine)
@@ -255,9 +258,9 @@ class RayLauncher:
 
 
 def start_ray(places: list[Place], worker: dict[str, Any], agree: Agree, address: str | None,
-              cpus: int) -> tuple[RankExecutor, dict[str, Any]]:
+              cpus: int, use_ring: bool = True) -> tuple[RankExecutor, dict[str, Any]]:
     """Actors of a Ray cluster, ready for plans, and what they have agreed on; or raises what kept one from it."""
-    launcher = RayLauncher(places, worker, address, cpus)
+    launcher = RayLauncher(places, worker, address, cpus, use_ring)
     executor = RankExecutor(places)
     group = RankGroup(launcher, agree, executor)
     group.start()
