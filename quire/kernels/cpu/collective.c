@@ -22,6 +22,9 @@
 #include <time.h>
 #include <unistd.h>
 
+void quire_linear(const float *x, const void *w, int32_t format, const float *bias, const float *residual, float *out,
+                  int64_t rows, int64_t n, int64_t k, const void *slices, int64_t num_slices);
+
 enum { OK = 0, ABORTED = 1, LATE = 2, LOST = 3 };
 
 #define LINE 64
@@ -162,7 +165,8 @@ static void arrive(group *g, int64_t bytes) {
     ring_bell(&mine->arrived, count + 1);
 }
 
-/* Arrive, and wait for all; then `parts` [size] say where each rank's values lie and `lengths` [size] how many bytes. */
+/* Arrive, and wait for all; then `parts` [size] say where each rank's values lie and `lengths` [size] how many bytes it
+ * said: what does not fit a slot comes with the next exchanges. */
 EXPORT int32_t quire_group_exchange(group *g, int64_t bytes, const void **parts, int64_t *lengths) {
     uint32_t number = own_count(g);
     arrive(g, bytes);
@@ -243,6 +247,27 @@ EXPORT int32_t quire_group_gather(group *g, int64_t bytes, const int64_t *widths
         for (int64_t r = 0; r < g->size; out += widths[r++])
             memcpy(out, (float *)slot_of(g, r, number) + row * widths[r], (size_t)widths[r] * sizeof(float));
     return OK;
+}
+
+/* A linear layer whose input ranks share: this rank's nodes [nodes, rows, n] of the sums, then those of all ranks. */
+EXPORT int32_t quire_group_linear(group *g, const float *x, const void *w, int32_t format, int64_t rows, int64_t n, int64_t k,
+                                  const void *slices, int64_t num_slices, int64_t nodes, const tree_step *steps,
+                                  int64_t num_steps, const float *bias, const float *residual, float *out) {
+    int32_t state;
+    float *room = quire_group_room(g, &state);
+    if (!room) return state;
+    quire_linear(x, w, format, NULL, NULL, room, rows, n, k, slices, num_slices);
+    return quire_group_sum(g, nodes * rows * n * (int64_t)sizeof(float), steps, num_steps, rows, n, bias, residual, out);
+}
+
+/* Each rank's slot has `rows` rows; row i of out is the one of rank owners[i]. */
+EXPORT int32_t quire_group_pick(group *g, const int64_t *owners, int64_t rows, int64_t width, float *out) {
+    uint32_t number = own_count(g);
+    arrive(g, rows * width * (int64_t)sizeof(float));
+    int state = await_all(g, number + 1);
+    for (int64_t i = 0; state == OK && i < rows; i++)
+        memcpy(out + i * width, (float *)slot_of(g, owners[i], number) + i * width, (size_t)width * sizeof(float));
+    return state;
 }
 
 /* ---- a link */
