@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.bench.cpu import contest
 from quire.bench.cpu_cases import CASES
+from quire.bench.exchange import exchange_times
 from quire.cli.options import integer
 from quire.machine import describe_machine
 from quire.parallel.place import Place
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     machine = describe_machine()
     for count in args.ranks:
         print(json.dumps({**control_plane(count, args.sequences, args.steps), **machine}), flush=True)
+        if count > 1:
+            print(json.dumps({**exchange_times(count), **machine}), flush=True)
     for case in args.cases:
         for line in speeds(case, args.model, args.load_format, args.sizes, args.repeat):
             print(json.dumps({**line, **machine}), flush=True)

@@ -27,21 +27,23 @@ SLOT_BYTES = 2 << 20
 LINK_BYTES = 4 << 20
 TIMEOUT = 300.0
 """Seconds that a rank waits for one that lives and does not come."""
-_SPIN_NS = 200_000
-"""How long a wait spins before it sleeps, where there is a core for every rank."""
+_SPIN_NS = 1_000_000
+"""How long a wait spins at most before it sleeps, where there is a core for every rank; in vain, less the next time."""
 _MOST_STACK = 32  # MAX_STACK of collective.c
 _WORD = struct.Struct("I")
 _REASONS = {1: "the group was told to stop", 2: "it did not come in time", 3: "its process is gone"}
 
 
+_PATIENCE = ("most_ns", "spin_ns", "timeout_ns", "waited_ns")
+
+
 class _Group(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), *((name, ctypes.c_int64) for name in (
-        "rank", "size", "slot_bytes", "spin_ns", "timeout_ns", "waited")))
+        "rank", "size", "slot_bytes", *_PATIENCE)))
 
 
 class _LinkEnd(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), *((name, ctypes.c_int64) for name in (
-        "capacity", "spin_ns", "timeout_ns", "waited")))
+    _fields_ = (("base", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("capacity", *_PATIENCE)))
 
 
 def shared_group_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
@@ -85,7 +87,7 @@ class SharedGroup(TensorGroup):
         self._library = library = load()
         address, self._held = _address(memory, library.quire_group_bytes(size, slot_bytes))
         self._slot_bytes = slot_bytes
-        self._group = _Group(address, rank, size, slot_bytes, _spin_ns(size), int(timeout * 1e9), 0)
+        self._group = _Group(address, rank, size, slot_bytes, _spin_ns(size), _spin_ns(size), int(timeout * 1e9), 0)
         self._at = ctypes.addressof(self._group)
         self._state = ctypes.c_int32()
         self._parts, self._lengths = (ctypes.c_void_p * size)(), (ctypes.c_int64 * size)()
@@ -99,7 +101,7 @@ class SharedGroup(TensorGroup):
 
     @property
     def waited_ns(self) -> int:  # type: ignore[override]
-        return int(self._group.waited)
+        return int(self._group.waited_ns)
 
     @waited_ns.setter
     def waited_ns(self, value: int) -> None:
@@ -212,12 +214,12 @@ class SharedLink(Link):
             raise EngineError("the memory of a link is too small: use shared_link_bytes")
         address, self._held = _address(memory, library.quire_link_bytes(capacity))
         self._sends = sends
-        self._end = _LinkEnd(address, capacity, _spin_ns(ranks), int(timeout * 1e9), 0)
+        self._end = _LinkEnd(address, capacity, _spin_ns(ranks), _spin_ns(ranks), int(timeout * 1e9), 0)
         library.quire_link_join(ctypes.addressof(self._end), sends)
 
     @property
     def waited_ns(self) -> int:  # type: ignore[override]
-        return int(self._end.waited)
+        return int(self._end.waited_ns)
 
     @waited_ns.setter
     def waited_ns(self, value: int) -> None:
