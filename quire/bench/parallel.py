@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.bench.cpu import contest
 from quire.bench.cpu_cases import CASES
+from quire.bench.exchange import exchange_times
 from quire.cli.options import integer
 from quire.machine import describe_machine
 from quire.parallel.place import Place
@@ -51,8 +52,11 @@ def run(args: argparse.Namespace) -> int:
     machine = describe_machine()
     for count in args.ranks:
         print(json.dumps({**control_plane(count, args.sequences, args.steps), **machine}), flush=True)
+        if count > 1:
+            print(json.dumps({**exchange_times(count), **machine}), flush=True)
     if args.ray:
-        print(json.dumps({**ray_against_socket(args.sequences, args.steps), **machine}), flush=True)
+        for sequences in (1, args.sequences):
+            print(json.dumps({**ray_against_socket(sequences, args.steps), **machine}), flush=True)
     for case in args.cases:
         for line in speeds(case, args.model, args.load_format, args.sizes, args.repeat):
             print(json.dumps({**line, **machine}), flush=True)
@@ -104,7 +108,7 @@ def ray_against_socket(sequences: int, steps: int) -> dict[str, Any]:
     from quire.ranks.ray_launch import start_ray
     from quire.ranks.ray_rank import RayRank
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error")
+    ray.init(address="local", num_cpus=2, include_dashboard=False)
     executor, _ = start_ray(Place.all(1, 1), {"kind": "dummy", "vocab_size": 1000}, same_for_all, None, 1,
                             use_ring=False)
     actor: Any = ray.remote(RayRank).remote("echo")

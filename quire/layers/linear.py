@@ -98,8 +98,8 @@ class SharedLinear(Linear):
     ) -> None:
         super().__init__(ops, (part,), bias, dtype, slices)
         self._tree = tree
+        self._most_nodes = tree.most_nodes
         self._ranks = ranks
-        self._num_nodes = len(slices.nodes())
         self._added: Tensor | None = None
         """The bias: it is added once, after the tree."""
 
@@ -122,17 +122,14 @@ class SharedLinear(Linear):
 
     def _summed(self, x: Tensor, residual: Tensor | None) -> Tensor:
         rows, width = x.shape[0], self.packed.out_features
-        most = self._ranks.rows_at_once(4 * width * self._tree.most_nodes)
+        most = self._ranks.rows_at_once(4 * width * self._most_nodes)
         if rows <= most:
             return self._sum_some(x, residual)
         pieces = [slice(start, start + most) for start in range(0, rows, most)]
         return torch.cat([self._sum_some(x[piece], None if residual is None else residual[piece]) for piece in pieces])
 
     def _sum_some(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        rows, width = x.shape[0], self.packed.out_features
-        room = self._ranks.room(self._num_nodes * rows, width)
-        nodes = self._ops.linear_nodes(x, self.packed, None if room is None else room.view(-1, rows, width))
-        return self._ranks.sum_nodes(nodes, self._tree, self._added, residual)
+        return self._ops.linear_over_ranks(x, self.packed, self._ranks, self._tree, self._added, residual)
 
 
 class Embedding(Linear):
@@ -153,21 +150,17 @@ class SharedEmbedding(Embedding):
     ) -> None:
         super().__init__(ops, dtype)
         self._runs = runs
+        self._ends = torch.tensor([last for _, last in runs])
         self._ranks = ranks
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Each rank looks up the ids that it has. Rows are handed round, not summed with zeros, so -0.0 stays -0.0."""
-        mine = [(ids >= first) & (ids < last) for first, last in self._runs]
-        own = super().rows(ids[mine[self._ranks.rank]] - self._runs[self._ranks.rank][0])
-        found = own.new_empty(ids.shape[0], self.packed.in_features)
-        covered = 0
-        for where, part in zip(mine, self._ranks.exchange(own), strict=True):
-            theirs = part.view(-1, self.packed.in_features)
-            found[where] = theirs
-            covered += theirs.shape[0]
-        if covered != ids.shape[0]:
+        """Each rank looks up the ids that it has (and some row for the others: nobody reads it). Rows are handed round,
+        not summed with zeros, so that -0.0 stays -0.0."""
+        owners = torch.searchsorted(self._ends, ids, right=True)
+        if ids.numel() and (int(owners.max()) >= len(self._runs) or int(ids.min()) < 0):
             raise EngineError(f"a token id lies outside 0..{self._runs[-1][1] - 1}")
-        return found
+        first, last = self._runs[self._ranks.rank]
+        return self._ranks.pick(super().rows((ids - first).clamp_(0, last - first - 1)), owners)
 
 
 class VocabularyHead:

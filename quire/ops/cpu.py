@@ -16,9 +16,10 @@ from quire.errors import EngineError
 from quire.kernels.cpu.build import SOURCE_DIR
 from quire.kernels.cpu.library import load
 from quire.kernels.kv_spec import KVSpec
-from quire.kernels.slices import UNIT, Slices
+from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
 from quire.ops.interface import Ops
+from quire.parallel.collectives import TensorGroup
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 MAX_HEAD_DIM = 512  # MAX_DIM of attention.c
@@ -113,6 +114,7 @@ class CpuOps(Ops):
         self._library = library
         self.narrow_weights = narrow_weights
         self._linear = library.quire_linear
+        self._group_linear = library.quire_group_linear
         self._rms_norm = library.quire_rms_norm
         self._act_mul = library.quire_act_mul
         self._rope_and_cache = library.quire_rope_and_cache
@@ -192,6 +194,33 @@ class CpuOps(Ops):
             x.data_ptr(), w.panels_ptr, w.format_code, None, None, out.data_ptr(),
             rows, w.out_features, w.in_features, w.slices_ptr, w.num_slices,
         )  # fmt: skip
+        return out
+
+    def linear_over_ranks(
+        self,
+        x: Tensor,
+        w: PanelLinear,
+        ranks: TensorGroup,
+        tree: RankTree,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """In one call where ranks share memory: the sums are written where the others read them."""
+        shared = ranks.shared_memory(tree)
+        if shared is None:
+            return super().linear_over_ranks(x, w, ranks, tree, bias, residual)
+        rows = _rows(x, w.in_features)
+        if residual is not None and _rows(residual, w.out_features) != rows:
+            raise EngineError(f"the residual has {residual.shape[0]} rows, the input {rows}")
+        if bias is not None and _vector(bias) != w.out_features:
+            raise EngineError(f"a bias of {bias.shape[0]} elements for {w.out_features} features")
+        out = torch.empty(rows, w.out_features)
+        shared.check(self._group_linear(
+            shared.group, x.data_ptr(), w.panels_ptr, w.format_code, rows, w.out_features, w.in_features, w.slices_ptr,
+            w.num_slices, w.num_nodes, shared.steps, shared.num_steps,
+            None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+        ))  # fmt: skip
         return out
 
     def embed(self, ids: Tensor, w: PanelLinear) -> Tensor:
