@@ -1,7 +1,7 @@
 """Starts ranks as actors of a Ray cluster: on one node where they fit, else a stage to a node.
 
 Ray is used to place and start processes, for their logs, and to end them. Plans, results, heartbeats and hidden states
-go through memory and sockets of our own: a call of an actor takes longer than a plan and its result through a socket
+go through memory and sockets of our own: a call of an actor takes three times as long as a message and its answer
 (`quire bench parallel --ray`), there is one call for each actor, and Ray notices a lost node only after 15 seconds.
 """
 

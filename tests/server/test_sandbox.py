@@ -1,4 +1,4 @@
-"""Small engines to look at: a pipeline with a step for every stage keeps its stages busy, one with a single step not."""
+"""Small engines to look at: a step for every stage keeps a pipeline busy, a single step does not."""
 
 from __future__ import annotations
 
