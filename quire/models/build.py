@@ -85,7 +85,7 @@ def dummy_weights(
     for name, shape in names.stored(spec).items():
         wanted = None if parts is None else parts.ranges(name, shape)
         if len(shape) == 2 and not name.endswith("norm.weight"):
-            found = _random(shape, generator, wanted)
+            found = _random(shape, generator, wanted)  # also of what nobody wants: what follows is drawn after it
         else:
             found = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape) + offset
             found = found if wanted in (None, NOTHING) else take(found, wanted)
@@ -100,16 +100,21 @@ def _random(shape: Shape, generator: torch.Generator, wanted: Ranges | None) -> 
     if wanted is None:
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     dim, runs = wanted
-    kept: list[list[Tensor]] = [[] for _ in runs]
+    size = [*shape]
+    size[dim] = sum(stop - start for start, stop in runs)
+    kept = torch.empty(size)
     step = max(1, _RANDOM_AT_ONCE // shape[1])
     for first in range(0, shape[0], step):
         rows = torch.empty(min(step, shape[0] - first), shape[1]).uniform_(-bound, bound, generator=generator)
-        for pieces, (start, stop) in zip(kept, runs, strict=True):
+        place = 0
+        for start, stop in runs:
             if dim == 1:
-                pieces.append(rows[:, start:stop].clone())
+                kept[first : first + len(rows), place : place + stop - start] = rows[:, start:stop]
             elif start < first + len(rows) and stop > first:
-                pieces.append(rows[max(0, start - first) : stop - first].clone())
-    return torch.cat([torch.cat(pieces) for pieces in kept], dim) if runs else torch.empty(0)
+                low, high = max(start, first), min(stop, first + len(rows))
+                kept[place + low - start : place + high - start] = rows[low - first : high - first]
+            place += stop - start
+    return kept
 
 
 def _check_complete(decoder: Decoder, missing: list[str], extra: list[str]) -> None:

@@ -166,6 +166,15 @@ class Decoder:
         """Parameters that have not come yet, in the order of the spec."""
         return [name for name in self._shapes if name in self._missing]
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the packed weights; norms and tables of rotations are small beside them."""
+        ends = {id(each): each for each in (self.embed, self.head, self.positions, self.embed_in, self.embed_out)
+                if each is not None}
+        inner = [each for layer in self.layers
+                 for each in (layer.attn.qkv, layer.attn.out, layer.mlp.up, layer.mlp.down)]
+        return sum(each.packed.nbytes for each in (*ends.values(), *inner) if each.is_loaded)
+
     def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:
         """One zeroed cache per layer, with `num_blocks[g]` blocks in those of cache group g."""
         groups = self.spec.group_of_layer()

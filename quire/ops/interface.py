@@ -27,6 +27,9 @@ class PackedLinear(Protocol):
     @property
     def in_features(self) -> int: ...
 
+    @property
+    def nbytes(self) -> int: ...
+
 
 class Fusion(Enum):
     """What a device fuses across the borders of layers that norm first (x + f(norm(x))), for a step of some rows."""

@@ -53,6 +53,7 @@ class Worker:
             source.config, _weights(source, config.model.load_format, config, shard), ops,
             max_model_len=self.pool.max_model_len, shard=shard,
             ranks=None if collectives is None else collectives.group)
+        self.weight_bytes = decoder.weight_bytes
         draft = self._draft_decoder(config, ops)
         self._cache = CacheEngine(decoder, ops, self.pool.num_blocks, config.cache.block_size,
                                   self.pool.num_host_blocks, draft=draft, draft_group=draft_group(self.spec))
@@ -100,6 +101,12 @@ class Worker:
                 raise
             self._cache.start_transfers(plan)
             return StepResult(plan.step, self._runner.run(plan.entries), self.arrivals.take())
+
+    def touch_cache(self) -> None:
+        """Write to all of the KV pool, whose pages take memory only then: for whoever measures it."""
+        for layer in self._cache.layers:
+            for part in layer.tensors.values():
+                part.zero_()
 
     def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
         """What was drawn for a row on a later stage, the first token for `position`; before the plan that goes on from
