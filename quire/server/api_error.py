@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from quire.errors import EngineError, InvalidRequestError, QuireError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -72,15 +71,10 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
 
 
-def validation_error(error: ValidationError, body: bytes) -> ApiError:
-    """What pydantic found, told as one sentence about one field."""
-    found = error.errors(include_url=False, include_input=False)  # the input may be large
+def validation_error(found: Sequence[ErrorDetails], data: Any) -> ApiError:
+    """What pydantic found in a body, told as one sentence about one field."""
     if found[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {found[0]['ctx'].get('error', '')}", code="invalid_json")
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
-        data = None
     # Of a union every member complains; the one that got furthest into the data is the one that was meant.
     placed = [(_path(each["loc"], data, each["type"]), each) for each in found]
     path, first = max(placed, key=lambda item: len(item[0]))

@@ -28,7 +28,7 @@ def told_in(words: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise in_words(validation_error(error, b"null"), words) from None
+        raise in_words(validation_error(error.errors(include_url=False, include_input=False), None), words) from None
     except ApiError as error:
         raise in_words(error, words) from error
 

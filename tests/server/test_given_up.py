@@ -69,9 +69,7 @@ def test_who_was_there_twice_when_the_engine_died_is_not_tried_a_third_time(tiny
             thread.join(PATIENCE)
             until(lambda: server.http.get("/health").status_code == 200, PATIENCE)
         assert [each.status_code for each in found] == [500, 500]
-        began = time.monotonic()
         ask()
-        assert time.monotonic() - began < 20
         assert found[-1].status_code == 503 and found[-1].json()["error"]["code"] == "request_quarantined"
         assert int(found[-1].headers["retry-after"]) > 1
         other = server.http.post("/v1/completions", json={"prompt": "other", "max_tokens": 2})

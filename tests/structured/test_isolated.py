@@ -22,7 +22,7 @@ from quire.structured.compiler import GrammarCompiler
 from quire.structured.isolated import IsolatedGrammars, RequestGrammar
 from quire.structured.packets import CellLimits
 from quire.structured.vocabulary import read_vocabulary
-from tests.async_engines import last, run
+from tests.async_engines import last, run, until
 from tests.structured.tiny import tiny_llm, tokenizer_of
 
 RULES = "\n".join(["root ::= a0", *(f"a{i} ::= a{i + 1} a{i + 1} | a{i + 1}" for i in range(40)), 'a40 ::= "a" | "b"'])
@@ -208,18 +208,20 @@ def test_no_grammar_adds_50_ms_to_another_s_step_and_it_ends_with_its_client(smo
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             await last(llm.generate("Hello", SamplingParams(max_tokens=8, ignore_eos=True)))
-        return max(plans)
+        return sorted(plans)[-3]  # each bomb comes several times; what other programs do comes once
 
     async def job(llm: AsyncLLM) -> None:
         llm.on_step_stats = lambda stats: plans.append(stats.plan_seconds)
         assert (await _ask(llm, {"choice": ["yes", "no"]})).outputs[0].text in ("yes", "no")
-        for attempt in range(3):  # the machine may be busy with others
+        seen = []
+        for _ in range(5):  # the machine may be busy with others
             undisturbed = await longest_plan(llm, 2.0)
             bombs = [asyncio.create_task(_ask(llm, bomb)) for bomb in BOMBS]
             disturbed = await longest_plan(llm, 3.0)
-            if disturbed < undisturbed + 0.05 or attempt == 2:
-                assert disturbed < undisturbed + 0.05
+            seen.append((undisturbed, disturbed))
+            if disturbed < undisturbed + 0.05:
                 break
+        assert seen[-1][1] < seen[-1][0] + 0.05, seen
         for found in await asyncio.gather(*bombs, return_exceptions=True):
             assert isinstance(found, InvalidRequestError) and "of computing for one token" in str(found)
         # Beside bombs others get their shapes; and what is abandoned is not worked on.
@@ -228,11 +230,14 @@ def test_no_grammar_adds_50_ms_to_another_s_step_and_it_ends_with_its_client(smo
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        await asyncio.sleep(0.3)
         assert llm.engine_pid is not None
-        before = _busy_seconds(llm.engine_pid)
-        await asyncio.sleep(1.0)
-        assert _busy_seconds(llm.engine_pid) - before < 0.1
+
+        async def rests(pid: int) -> bool:
+            before = _busy_seconds(pid)
+            await asyncio.sleep(1.0)
+            return _busy_seconds(pid) - before < 0.1
+
+        await until(lambda: rests(llm.engine_pid))
         assert (await last(llm.generate("x", SamplingParams(max_tokens=3)))).error is None
 
     run(job, smollm2, executor="dummy", step_timeout=20.0)
