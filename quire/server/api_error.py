@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import EngineError, InvalidRequestError, QuireError
@@ -21,17 +22,31 @@ _CODES = {"QueueFullError": "queue_full", "EngineDeadError": "engine_dead", "Req
           "QuarantinedError": "request_quarantined"}
 
 
+@dataclass(frozen=True, slots=True)
+class ContextExceeded:
+    """The numbers of a request that is longer than the model's context."""
+
+    prompt: str
+    """Its tokens, or at least how many."""
+    prompt_alone: bool
+    """There would be no room for a single token of output."""
+    output: int
+    limit: int
+
+
 class ApiError(QuireError):
     """An answer that is an error."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
-                 retry_after: float | None = None, allow: str | None = None) -> None:
+                 retry_after: float | None = None, allow: str | None = None,
+                 context: ContextExceeded | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.retry_after = retry_after
         self.allow = allow
+        self.context = context
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error")

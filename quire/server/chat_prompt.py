@@ -38,17 +38,13 @@ def render(tokenizer: Tokenizer, messages: list[Message], *, tools: list[dict[st
     _check_arguments(messages)
     plain = [_plain(message, place) for place, message in enumerate(messages)]
     template = tokenizer.chat_template
-    if not knows(template, "tools") and not _has_tool_template(tokenizer):
+    if not knows(template, "tools") and not tokenizer.has_tool_template:
         plain, tools = _without_tools(plain, tools), None
     try:
         return tokenizer.apply_chat_template(plain, tools=tools, add_generation_prompt=add_generation_prompt,
                                              **(variables or {}))
     except InvalidRequestError as error:
         raise ApiError(400, str(error), param=error.field or "messages") from error
-
-
-def _has_tool_template(tokenizer: Tokenizer) -> bool:
-    return len(tokenizer._templates) > 1 and "tool_use" in tokenizer._templates
 
 
 def _plain(message: Message, place: int) -> dict[str, Any]:

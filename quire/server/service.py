@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.config import ServerConfig, parse_bytes
-from quire.server.api_error import ApiError
+from quire.server.api_error import ApiError, ContextExceeded
 from quire.server.auth import ApiKeys
 from quire.server.metrics import ServerMetrics
 from quire.server.parsers.registry import call_format_of, thought_format_of
@@ -109,7 +109,7 @@ class Service:
                 break
             count = len(await self.encode(text[:characters], add_special_tokens, tenant))
             if count > longest + _CUT_TOKENS:
-                raise self._too_long(f"more than {count - _CUT_TOKENS}", "at least 1", param)
+                raise self._too_long(f"more than {count - _CUT_TOKENS}", True, None, param)
         return await self.encode(text, add_special_tokens, tenant)
 
     async def encode_prompts(self, texts: list[str], param: str, add_special_tokens: bool = True,
@@ -148,13 +148,15 @@ class Service:
         longest = self.engine.max_model_len
         wanted = num_prompt + (1 if max_tokens is None else max(max_tokens, 1))
         if wanted > longest:
-            raise self._too_long(str(num_prompt), "at least 1" if max_tokens is None else str(max_tokens), param)
+            raise self._too_long(str(num_prompt), num_prompt >= longest, max_tokens, param)
 
-    def _too_long(self, has: str, asked: str, param: str) -> ApiError:
+    def _too_long(self, has: str, alone: bool, max_tokens: int | None, param: str) -> ApiError:
+        longest = self.engine.max_model_len
+        asked = "at least 1" if max_tokens is None else str(max_tokens)
         return ApiError(
-            400, f"this model's context is {self.engine.max_model_len} tokens, and the request asks for {has} in "
+            400, f"this model's context is {longest} tokens, and the request asks for {has} in "
                  f"{param} and {asked} to generate: shorten {param} or lower max_tokens", param=param,
-            code="context_length_exceeded")
+            code="context_length_exceeded", context=ContextExceeded(has, alone, max_tokens or 1, longest))
 
     def timeout(self, wanted: float | None) -> float:
         return self.config.request_timeout if wanted is None else min(wanted, self.config.request_timeout)

@@ -134,6 +134,11 @@ class Tokenizer:
         """The template that `apply_chat_template` uses for messages without tools."""
         return self._templates.get("default") or next(iter(self._templates.values()), None)
 
+    @property
+    def has_tool_template(self) -> bool:
+        """There is a template of its own for conversations with tools, beside the default one."""
+        return len(self._templates) > 1 and TOOL_TEMPLATE in self._templates
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

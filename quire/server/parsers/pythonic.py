@@ -40,12 +40,14 @@ def _call(reader: Reader, follows: bool) -> Steps[tuple[str, str] | None]:
         if not _MAYBE_HEAD.fullmatch(reader.rest):
             return None
         if not (yield from reader.more()):
-            return _cut_off(reader, follows)
+            _cut_off(reader, follows)
+            return None
     extent, seen = _Brackets(), head.end() - 1
     while not extent.closed:
         seen += extent.push(reader.rest[seen:])
         if not extent.closed and not (yield from reader.more()):
-            return _cut_off(reader, follows)
+            _cut_off(reader, follows)
+            return None
     text = reader.rest[:seen]
     yield from reader.skip(text)
     arguments = _arguments(text[head.end(1):].strip())
