@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
-import shutil
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ from quire.engine.assembly import Engine, build_engine
 from quire.engine.doorbell import Doorbell
 from quire.engine.metrics import flat_metrics
 from quire.engine.news import SequenceNews
+from quire.engine.pulse import Pulse
 from quire.engine.watching import Watching
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.scheduler.beam import BeamSearch
@@ -35,43 +33,12 @@ from quire.scheduler.scheduler import SequenceUpdate
 
 log = logging.getLogger("quire.engine")
 
-HEARTBEAT_SECONDS = 0.5
 _SNAPSHOT_SECONDS = 0.5
 _START_SECONDS = 60
 """How long a parent may take to say what to build."""
 _REST_MS = 1000
 _TAKE_IN_SECONDS = 0.005
 """How long a burst of messages may hold up the next step."""
-
-
-class Pulse(threading.Thread):
-    """Signs of life from a thread of its own, also while a step runs; ends the process when its parent has gone."""
-
-    def __init__(self, context: zmq.Context[Any], endpoint: str, parent: int) -> None:
-        super().__init__(name="quire-pulse", daemon=True)
-        self.state = ("starting", time.monotonic(), 0)
-        """Phase, since when, and steps so far."""
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(endpoint)
-        self._parent = parent
-        self._folder = os.path.dirname(endpoint.removeprefix("ipc://"))
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        while not self._ended.wait(HEARTBEAT_SECONDS):
-            if os.getppid() != self._parent:
-                shutil.rmtree(self._folder, ignore_errors=True)  # nobody else is left to do it
-                os._exit(1)
-            try:
-                self._socket.send(m.encode(m.Heartbeat(*self.state)), zmq.NOBLOCK)
-            except zmq.Again:
-                pass
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
-        self._socket.close()
 
 
 class EngineServer:
