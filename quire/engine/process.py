@@ -91,10 +91,11 @@ class EngineServer:
             self._pulse.state = ("idle", time.monotonic(), self._scheduler.stats.steps)
             while not self._wait(0 if self._core.self_check.due else self._watching.patience_ms(_REST_MS)):
                 self._core.take_arrivals()
+                self._core.hear_grammars()
                 self._core.self_check.slice()
                 self._show()
         elif self._core.stalled_for is not None and not self._news_due:
-            # All that is left waits for KV: whatever comes first, that or a message, goes on.
+            # All that is left waits for KV or a grammar: whatever comes first, one of these or a message, goes on.
             self._wait(min(self._watching.patience_ms(_REST_MS), 1 + int(1e3 * self._core.stalled_for)))
         while True:
             try:
@@ -289,7 +290,8 @@ def serve(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> 
             raise EngineError(f"the first message must say what to start, not {type(start).__name__}")
         engine = build_engine(EngineConfig.create(**start.options), progress=False, clock=time.monotonic,
                               options=start.options)
-        server = EngineServer(engine, inbox, outbox, pulse, Doorbell(inbox, engine.core.executor.arrivals))
+        server = EngineServer(engine, inbox, outbox, pulse, Doorbell(
+            inbox, engine.core.executor.arrivals, engine.core.scheduler.compiling.isolated))
         outbox.send(m.encode(server.ready()))
         gc.collect()
         gc.freeze()  # the model is not garbage to be searched for ever

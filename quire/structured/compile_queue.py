@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from quire.structured.link import Link
 
 _TURN_SECONDS = 0.25
-_LONG_SECONDS = 1.0
-"""What takes longer goes after the engine's own work."""
 _MOST_STARTED = 16
 """Each of them has memory: of more than that, the one that has taken longest is given up."""
 
@@ -24,14 +22,14 @@ _MOST_STARTED = 16
 @dataclass(slots=True, eq=False)
 class CompileJob:
     tenant: str
-    begin: Callable[[], Link]
-    """Starts the process that does it."""
+    begin: Callable[[bool], Link]
+    """Starts the process that does it; after the engine's own work from the first moment (True), or once it shows that
+    it takes longer than most."""
     give_up: Callable[[str], None]
     """Called with the reason where the queue ends it."""
     link: Link | None = None
     running_since: float | None = None
     spent: float = 0.0
-    slowed: bool = False
 
     def total(self, now: float) -> float:
         return self.spent + (0.0 if self.running_since is None else now - self.running_since)
@@ -72,13 +70,12 @@ class CompileQueue:
                 if job.link is not None:
                     job.link.pause()
         for job in chosen:
-            if job.link is not None and job.total(clock) > _LONG_SECONDS and not job.slowed:
-                job.slowed = True
-                job.link.slow_down()
             if job.running_since is None:
                 job.running_since = clock
                 if job.link is None:
-                    job.link = job.begin()
+                    # One at a time: who asks for many at once does not get the processors for all of them.
+                    job.link = job.begin(any(other.tenant == job.tenant and other.link is not None
+                                             for other in self._jobs))
                 else:
                     job.link.resume()
 

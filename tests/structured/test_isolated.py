@@ -108,7 +108,8 @@ def test_who_takes_too_long_at_a_token_or_in_all_fails_and_is_told(tiny_folder: 
 class _Link:
     """Notes what is done to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, low: bool) -> None:
+        self.low = low
         self.runs = True
 
     def pause(self) -> None:
@@ -116,9 +117,6 @@ class _Link:
 
     def resume(self) -> None:
         self.runs = True
-
-    def slow_down(self) -> None:
-        self.slowed = True
 
 
 def _jobs(queue: CompileQueue, *tenants: str) -> tuple[list[CompileJob], list[str]]:
