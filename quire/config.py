@@ -258,6 +258,8 @@ class StructuredConfig:
     grammar_request_timeout: float = option(30.0, "the same in seconds for all tokens of a request")
     grammar_memory: int | str = option("1GiB", "most memory that a grammar may take while it is compiled or followed "
                                                "(`quire serve`)")
+    grammar_warm_start: bool = option(True, "start the process that compiles grammars soon after the engine, at the "
+                                            "lowest priority, not when the first is asked for (`quire serve`)")
 
 
 _SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig,

@@ -171,6 +171,11 @@ class EngineCore:
         else:
             self.stalled_for = _GRAMMAR_WAIT_S
 
+    def warm_grammars(self) -> None:
+        """Have the first structured output not wait for libraries and the vocabulary."""
+        if self.scheduler.compiling.isolated is not None:
+            self.scheduler.compiling.isolated.warm()
+
     def hear_grammars(self) -> None:
         """Take in what their processes say while there is no work, in which steps would."""
         if self.scheduler.compiling.isolated is not None:

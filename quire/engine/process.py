@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import signal
 import sys
 import time
@@ -37,6 +38,8 @@ _SNAPSHOT_SECONDS = 0.5
 _START_SECONDS = 60
 """How long a parent may take to say what to build."""
 _REST_MS = 1000
+_WARM_SECONDS = 2.0
+"""After so long an engine is not one that starts to do one thing and end: what may be wanted later is made ready."""
 _TAKE_IN_SECONDS = 0.005
 """How long a burst of messages may hold up the next step."""
 
@@ -62,6 +65,8 @@ class EngineServer:
         """Something has changed that no step will report."""
         self._snapshot_at = 0.0
         self._doorbell = doorbell
+        self._warm_at = math.inf
+        """When the process for grammars is started, if nobody has asked for one before."""
         self._watching = Watching(engine)
 
     def ready(self) -> m.Ready:
@@ -74,8 +79,13 @@ class EngineServer:
     def run(self) -> None:
         """Until told to stop."""
         self._pulse.state = ("idle", time.monotonic(), 0)
+        if self._engine.config.structured.grammar_warm_start:
+            self._warm_at = time.monotonic() + _WARM_SECONDS
         while not self._ending:
             self._take_in()
+            if time.monotonic() > self._warm_at:
+                self._warm_at = math.inf
+                self._core.warm_grammars()
             if self._core.has_work:
                 self._step()
             elif self._news_due:
@@ -94,6 +104,8 @@ class EngineServer:
                 self._core.hear_grammars()
                 self._core.self_check.slice()
                 self._show()
+                if time.monotonic() > self._warm_at:
+                    return
         elif self._core.stalled_for is not None and not self._news_due:
             # All that is left waits for KV or a grammar: whatever comes first, one of these or a message, goes on.
             self._wait(min(self._watching.patience_ms(_REST_MS), 1 + int(1e3 * self._core.stalled_for)))

@@ -7,6 +7,7 @@ alone in a process that goes after all others; who exceeds what a token or a req
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import time
@@ -97,7 +98,7 @@ class IsolatedGrammars:
 
     def warm(self) -> None:
         """Have the nursery started before anybody asks for a grammar, after all other work."""
-        if self._nursery is None:
+        if self._nursery is None and importlib.util.find_spec("xgrammar") is not None:
             self._begin_nursery(hurry=False)
 
     def begin_grammar(self, home: _Home, low: bool) -> Link:
