@@ -31,43 +31,45 @@ from quire.structured.spec import StructuredOutputs
 from quire.structured.vocabulary import Vocabulary, import_xgrammar
 
 _SMALL_STACK = 256 << 10
-_LOW_NICE = 19
-"""Beside one thread of the engine, such a one gets 1.5 % of a core."""
+_LOW_NICE, _LOWEST_NICE = 10, 19
+"""Beside one thread of the engine, such a one gets 10 % of a core, or 1.5 %."""
+_LONG_SECONDS = 1.0
 
 
 class _Aside(threading.Thread):
     """Work on a thread whose priority can be lowered; that of the process, and of what it forks later, stays."""
 
-    def __init__(self, work: Callable[[], Any], low: bool) -> None:
+    def __init__(self, work: Callable[[], Any], nice: int = 0) -> None:
+        """`nice`: with which it begins."""
         super().__init__(daemon=True)
-        self._work, self._low = work, low
+        self._work, self._nice = work, nice
         self._result: Any = None
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        if self._low:
-            lower(self.native_id)
+        _lower(self.native_id, self._nice)
         try:
             self._result = self._work()
         except BaseException as error:
             self._error = error
 
     def result(self, quick_seconds: float) -> Any:
-        """Of the work, or its error. What is not quick goes after all others."""
+        """Of the work, or its error. What is not quick goes after others, what is long after all others."""
         self.start()
-        self.join(quick_seconds)
-        if self.is_alive() and not self._low:
-            lower(self.native_id)
+        for seconds, nice in ((quick_seconds, _LOW_NICE), (_LONG_SECONDS, _LOWEST_NICE)):
+            self.join(seconds)
+            if self.is_alive():
+                _lower(self.native_id, nice)
         self.join()
         if self._error is not None:
             raise self._error
         return self._result
 
 
-def lower(thread: int | None) -> None:
-    """A thread (0 or a process: its main thread) goes after all others from now on. Nobody can raise it again."""
+def _lower(thread: int | None, nice: int) -> None:
+    """The priority of a thread (0 or a process: its main one). Only who has privileges could raise it again."""
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread or 0, _LOW_NICE)
+        os.setpriority(os.PRIO_PROCESS, thread or 0, max(nice, os.getpriority(os.PRIO_PROCESS, thread or 0)))
 
 
 def nursery(control: socket.socket, read: Callable[[], Vocabulary], limits: CellLimits, hurry: bool = True
@@ -78,7 +80,7 @@ def nursery(control: socket.socket, read: Callable[[], Vocabulary], limits: Cell
     vocabulary: Vocabulary | None = None
     compiler, problem = None, "the vocabulary could not be read"
     try:
-        vocabulary = _Aside(read, low=not hurry).result(limits.compile_seconds)
+        vocabulary = _Aside(read, 0 if hurry else _LOWEST_NICE).result(limits.compile_seconds)
         compiler = import_xgrammar().GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
     except Exception as error:
         problem = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
@@ -126,7 +128,7 @@ def _grammar(link: socket.socket, data: bytes, compiler: Any, vocabulary: Vocabu
         return CompiledGrammar(compiler.compile_grammar(parse_grammar(spec)), vocabulary, spec.named_tokens)
 
     try:
-        compiled = _Aside(work, order["low"]).result(limits.compile_quick_seconds)
+        compiled = _Aside(work, _LOW_NICE if order["low"] else 0).result(limits.compile_quick_seconds)
     except (Exception, RecursionError) as error:
         _tell(link, error=str(as_refusal(error, spec)))
         return
@@ -177,7 +179,7 @@ class _StepDown(threading.Thread):
 
     def run(self) -> None:
         os.read(self._reader, 1)
-        lower(os.getpid())
+        _lower(os.getpid(), _LOWEST_NICE)
         self.done = True
 
 

@@ -125,7 +125,7 @@ def test_the_nursery_is_there_before_it_is_asked_for_and_gives_way_to_who_asks_s
     async def job(llm: AsyncLLM) -> None:
         await until(lambda: nursery_of(llm), 60.0)
         (pid,) = await nursery_of(llm)
-        await until(lambda: nices(pid) == [BASE, 19], 60.0)
+        await until(lambda: nices(pid)[-1] > BASE, 60.0)
         params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputs(**QUICK))
         assert (await last(llm.generate("x", params))).outputs[0].text in QUICK["choice"]
         found = await nursery_of(llm)
