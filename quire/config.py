@@ -250,7 +250,7 @@ class SpeculationConfig:
 class StructuredConfig:
     """What compiling the grammars of structured outputs may take, and how many of them are kept."""
 
-    grammar_timeout: float = option(30.0, "most seconds that compiling the grammar of a structured output may take")
+    grammar_timeout: float = option(30.0, "most seconds of computing that compiling a structured output's grammar may take")
     grammar_cache_memory: int | str = option("256MiB", "bytes for compiled grammars, or a text such as 1GiB")
     grammar_threads: int = option(2, "grammars compiled at once")
     grammar_token_ms: float = option(250.0, "most milliseconds of computing that a grammar may take for one token "
@@ -258,6 +258,8 @@ class StructuredConfig:
     grammar_request_timeout: float = option(30.0, "the same in seconds for all tokens of a request")
     grammar_memory: int | str = option("1GiB", "most memory that a grammar may take while it is compiled or followed "
                                                "(`quire serve`)")
+    grammar_warm_start: bool = option(True, "start the process that compiles grammars soon after the engine, at the "
+                                            "lowest priority, not when the first is asked for (`quire serve`)")
 
 
 _SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig,

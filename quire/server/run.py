@@ -64,6 +64,7 @@ async def serve(config: ServerConfig, start_engine: StartEngine,
                   seconds=round(time.monotonic() - began, 2))
             if ready is not None:
                 ready(address, app)
+            app.service.metrics.loop_lag.start()
             given_up = await _serve_until_stopped(app, config, listener, stops)
         finally:
             app.service.close()

@@ -140,6 +140,7 @@ class Service:
         return data.decode()
 
     def close(self) -> None:
+        self.metrics.loop_lag.close()
         if self.text_work is not None:
             self.text_work.close()
 

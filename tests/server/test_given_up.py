@@ -91,6 +91,8 @@ def test_quarantine_is_by_content_and_key_ends_and_is_lifted_by_success() -> Non
     with pytest.raises(QuarantinedError) as caught:
         quarantine.check(_request("a"))
     assert caught.value.retry_after == QUARANTINE_SECONDS
+    with pytest.raises(QuarantinedError):
+        quarantine.check(_request("a", seed=17))  # another seed makes no other request
     for innocent in (_request("b"), _request("a", tenant="other"), _request("a", max_tokens=4), _request("c")):
         quarantine.check(innocent)
     now[0] = QUARANTINE_SECONDS + 1
