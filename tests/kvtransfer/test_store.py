@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -30,7 +31,7 @@ def cut(total: int, ranks: int) -> list[range]:
     if ranks > total:
         return [range(rank * total // ranks, rank * total // ranks + 1) for rank in range(ranks)]
     borders = [rank * total // ranks for rank in range(ranks + 1)]
-    return [range(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(borders)]
 
 
 @st.composite
