@@ -78,6 +78,8 @@ class _Message:
     headed: bool = False
     complete: bool = False
     until_close: bool = False
+    keeps: bool = False
+    """The server keeps the connection open after it."""
 
 
 class _Connection(asyncio.Protocol):
@@ -98,9 +100,8 @@ class _Connection(asyncio.Protocol):
     @property
     def reusable(self) -> bool:
         message = self._message
-        return (self.error is None and message is not None and message.complete and not message.until_close
-                and self._transport is not None and not self._transport.is_closing()
-                and self._parser.should_keep_alive() is True)
+        return (self.error is None and message is not None and message.complete and message.keeps
+                and self._transport is not None and not self._transport.is_closing())
 
     # ---- what the owner does
 
@@ -224,6 +225,7 @@ class _Connection(asyncio.Protocol):
             raise ValueError("a status that is none")
         names = {name for name, _ in message.headers}
         message.until_close = not (names & {b"content-length", b"transfer-encoding"} or message.status in (204, 304))
+        message.keeps = not message.until_close and self._parser.should_keep_alive()
         message.headed = True
         self._unparsed = 0
         self._headed()
