@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.suppress(ValueError):  # not the main thread: tests
         signal.signal(signal.SIGTERM, _stop)  # until the server has its own
     from quire.cli.commands import UsageError
-    from quire.router.app import build_router, start_fleet
+    from quire.router.app import build_router, start_router
     from quire.router.replica import Role
     from quire.server import log
     from quire.server.run import run as serve
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     log.set_up(config.log_format, config.log_level)
 
     async def start() -> Any:
-        return await start_fleet(router, servers)
+        return await start_router(router, servers)
 
     return serve(config, start, build=build_router)
 

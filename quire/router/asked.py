@@ -43,8 +43,8 @@ class Asked:
     stream: bool = False
     after: str | None = None
     """The response that it goes on from, which only the server that stored it knows."""
-    names: list[bytes] = field(default_factory=list)
-    """Of the prompt's full blocks."""
+    held: dict[int, int] = field(default_factory=dict)
+    """By number of a server: tokens at the start of the prompt whose KV it has."""
 
 
 def asked_of(body: bytes) -> Asked:

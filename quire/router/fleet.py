@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from quire.config import RouterConfig
 from quire.errors import ConfigError
-from quire.router.asked import error_of
+from quire.router.asked import Asked, error_of
 from quire.router.policies import Candidate, Policy
 from quire.router.replica import Replica, Role, State
 from quire.router.upstream import Headers, Upstream, UpstreamError
@@ -22,7 +22,6 @@ from quire.server.log import LOGGER, event
 
 _MAX_SERVERS = 1024
 _REMEMBERED = 64
-Held = Callable[[Replica], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +152,17 @@ class Fleet:
 
     # ---- who gets a request
 
-    def choose(self, roles: Collection[Role], model: str | None, num_tokens: int, held: Held,
+    def choose(self, roles: Collection[Role], asked: Asked,
                tried: Collection[Replica] = ()) -> tuple[Replica, int]:
         """A server for a request, and how much of the prompt it holds; raises 503 where there is none."""
         able = [each for each in self if each.role in roles and each.available and each not in tried]
-        if model is not None:
-            able = [each for each in able if each.model == model] or able
+        if asked.model is not None:
+            able = [each for each in able if each.model == asked.model] or able
         if not able:
             raise ApiError(503, self._nobody(roles, tried), code="no_server", retry_after=1.0)
-        candidates = [Candidate(each.url, each.load, min(held(each), num_tokens)) for each in able]
+        num_tokens = asked.num_tokens
+        candidates = [Candidate(each.url, each.load, min(asked.held.get(each.number, 0), num_tokens))
+                      for each in able]
         role = Role.PREFILL if Role.PREFILL in roles else Role.BOTH
         choice = self._policies[role].choose(num_tokens, candidates)
         chosen, has = able[choice.place], candidates[choice.place].held

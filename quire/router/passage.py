@@ -95,9 +95,11 @@ class Passage:
                 raise ApiError(503, "the server that this request needs does not answer", code="no_server",
                                retry_after=1.0)
             return only, 0
-        asked, service = self._asked, self._service
-        return service.fleet.choose((Role.BOTH, Role.DECODE), asked.model, asked.num_tokens,
-                                    lambda replica: service.held(replica, asked), self._tried)
+        asked, metrics = self._asked, self._service.metrics
+        found, held = self._service.fleet.choose((Role.BOTH, Role.DECODE), asked, self._tried)
+        metrics.prompt_tokens += asked.num_tokens
+        metrics.held_tokens += held
+        return found, held
 
     async def _try(self, replica: Replica, ticket: Ticket) -> bool:
         """Whether the client has its answer; if not, another server is to be asked."""

@@ -48,6 +48,7 @@ async def _work(service: RouterService, record: RequestRecord, scope: Any, recei
     only = _owner(service, asked.after)
     with contextlib.ExitStack() as waiting, _displaceable(service, record.tenant, waiting):
         async with _passing(service, receive):
+            await service.look(record.path, body, record.tenant, asked)
             passage = Passage(service, record, scope, send, body, asked, on_start=waiting.close)
             await passage.run(service.config.request_timeout, only)
 
@@ -96,7 +97,7 @@ async def _health(service: RouterService, record: RequestRecord, scope: Any, rec
 
 
 async def _metrics(service: RouterService, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
-    await send_json(send, 200, service.metrics.render(service.fleet, 0), _METRICS_TYPE)
+    await send_json(send, 200, service.metrics.render(service.fleet, service.num_blocks), _METRICS_TYPE)
 
 
 async def _version(service: RouterService, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
@@ -128,6 +129,7 @@ def _servers_view(service: RouterService) -> dict[str, Any]:
                      "why": each.why, "model": each.model, "waiting": each.load.waiting,
                      "waiting_tokens": each.load.waiting_tokens, "running": each.load.running, "sent": each.load.sent,
                      "outcomes": dict(each.outcomes), "events": each.events,
+                     "blocks": service.blocks_of(each), "block_size": each.block_size,
                      "registered": each.leased_until is not None}
                     for each in service.fleet],
         "decisions": [{"ago": round(now - each.at, 1), "server": each.number, "why": each.why, "tokens": each.tokens,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import OrderedDict
 from typing import Any
 
 from quire.config import RouterConfig, ServerConfig
 from quire.router.asked import Asked
 from quire.router.fleet import Fleet
+from quire.router.holders import Holders
 from quire.router.metrics import RouterMetrics
 from quire.router.replica import Replica
 from quire.server.auth import ApiKeys
@@ -25,8 +27,11 @@ class RouterService:
 
     model_name = "router"
 
-    def __init__(self, fleet: Fleet, config: ServerConfig, keys: ApiKeys, tracing: Tracing | None = None) -> None:
+    def __init__(self, fleet: Fleet, config: ServerConfig, keys: ApiKeys, tracing: Tracing | None = None,
+                 holders: Holders | None = None) -> None:
         self.engine = self.fleet = fleet
+        self.holders = holders
+        """Who finds who holds a prompt; None where the policy does not ask."""
         self.router: RouterConfig = fleet.config
         self.config = config
         self.keys = keys
@@ -42,9 +47,22 @@ class RouterService:
         self._stored: OrderedDict[str, Replica] = OrderedDict()
         """By id of a response: the server that has it."""
 
-    def held(self, replica: Replica, asked: Asked) -> int:
-        """Tokens of the prompt whose KV the server has."""
-        return 0
+    async def look(self, path: str, body: bytes, tenant: str | None, asked: Asked) -> None:
+        """Find out how long the prompt is and who holds how much of it, where the policy goes by that."""
+        if self.holders is None:
+            return
+        began = time.perf_counter()
+        await self.holders.look(path, body, tenant, asked)
+        self.metrics.choosing.observe(time.perf_counter() - began)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that the index knows of."""
+        return 0 if self.holders is None else self.holders.index.num_blocks
+
+    def blocks_of(self, replica: Replica) -> int:
+        """Those of them that this server holds."""
+        return 0 if self.holders is None else self.holders.index.held_by(replica.number)
 
     def extra_headers(self, asked: Asked, replica: Replica) -> list[tuple[bytes, bytes]]:
         """What the router tells the server beside the client's own."""
@@ -64,4 +82,5 @@ class RouterService:
         return self._stored.get(response)
 
     def close(self) -> None:
-        """Nothing is left open that the fleet does not close."""
+        if self.holders is not None:
+            self.holders.close()

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from quire.config import RouterConfig, ServerConfig
-from quire.router.app import build_router, start_fleet
+from quire.router.app import build_router, start_router
 from quire.router.replica import Role
 from quire.server.run import Stops, serve
 
@@ -128,7 +128,7 @@ def routed(servers: list[str] | list[tuple[str, Role]], *, server: dict[str, Any
         loops.append(asyncio.get_running_loop())
 
         async def start() -> Any:
-            return await start_fleet(router, listed)
+            return await start_router(router, listed)
 
         await serve(config, start, lambda address, app: (found.extend([address, app.service]), ready.set())[0],
                     stops=stops, build=build_router)
