@@ -75,6 +75,14 @@ class CacheConfig:
     eviction_policy: str = option("reuse-rate", "which idle cached block gives up its place first: the one least "
                                   "likely to be asked for again, as learned so far, or the least recently used",
                                   ("reuse-rate", "lru"))
+    kv_secret_file: str | None = option(
+        None, "file with the secret that replicas and their router share: at least 16 characters, from which the names "
+              "of prefixes are made (default: $QUIRE_KV_SECRET; none: each engine draws its own)")
+
+    @property
+    def kv_secret(self) -> bytes | None:
+        """None: there is none to share. Raises ConfigError where it cannot be read or is too short to be one."""
+        return read_kv_secret(self.kv_secret_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +214,8 @@ class ServerConfig:
     log_format: str = option("auto", "how the log is written; auto is text on a terminal, else JSON",
                              ("auto", "text", "json"))
     log_level: str = option("info", "least severe kind of log line", ("debug", "info", "warning", "error"))
+    data_parallel_size: int = option(1, "engines behind this one port, each with the model; a request goes to the one "
+                                        "that holds most of its prompt and has least to do")
     page: bool = option(True, "the page at / with a chat and a view of the engine, and what it is fed from")
     otlp_endpoint: str | None = option(
         None, "send OpenTelemetry spans to this address, such as http://localhost:4318/v1/traces (default: none)")
@@ -228,7 +238,49 @@ class ServerConfig:
 _SERVER_RANGES: tuple[tuple[str, float, float], ...] = (
     ("port", 0, 65535), ("request_timeout", 0.001, 1e6), ("read_timeout", 0.001, 1e6), ("drain_timeout", 0.0, 1e6),
     ("max_connections", 1, 1 << 20), ("max_prompts", 1, 1 << 16), ("max_n", 1, 64), ("max_logprobs", 0, 20),
-    ("max_stops", 0, 64), ("max_tools", 0, 1024), ("max_stored_responses", 0, 1 << 20),
+    ("max_stops", 0, 64), ("max_tools", 0, 1024), ("max_stored_responses", 0, 1 << 20), ("data_parallel_size", 1, 64),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """`quire route`: who gets a request, and when a server counts as dead."""
+
+    policy: str = option("cache-aware", "who gets a request: who holds most of its prompt and has least to do, the "
+                         "least loaded, or each in turn", ("cache-aware", "least-loaded", "round-robin"))
+    tokenizer: str | None = option(
+        None, "model, folder, tokenizer.json or .gguf whose tokenizer and chat template the servers use, for "
+              "cache-aware (default: the model that the servers name, if it can be found here)")
+    kv_secret_file: str | None = option(
+        None, "file with the secret that the servers were started with, for cache-aware and for servers that register "
+              "themselves (default: $QUIRE_KV_SECRET)")
+    health_interval: float = option(1.0, "seconds between two questions to a server whether it is well")
+    health_timeout: float = option(5.0, "seconds that it may take to answer; after two misses it counts as dead")
+    connect_timeout: float = option(5.0, "seconds that a server may take to accept a connection")
+    max_retries: int = option(3, "times that a request which has sent nothing is tried on another server")
+    max_waiting_requests: int = option(1024, "most requests that wait for their first token; more are refused (429)")
+    max_index_blocks: int = option(1 << 22, "most KV blocks that the index remembers, over all servers")
+
+    @classmethod
+    def create(cls, **options: Any) -> RouterConfig:
+        config = cls(**options)
+        for f in dataclasses.fields(cls):
+            _check_type(f, getattr(config, f.name))
+        for name, low, high in _ROUTER_RANGES:
+            value = getattr(config, name)
+            if not low <= value <= high:
+                raise ConfigError(f"{name} must be between {low:g} and {high:g}, not {value}", field=name)
+        _ = config.kv_secret
+        return config
+
+    @property
+    def kv_secret(self) -> bytes | None:
+        return read_kv_secret(self.kv_secret_file)
+
+
+_ROUTER_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("health_interval", 0.05, 3600), ("health_timeout", 0.05, 3600), ("connect_timeout", 0.05, 3600),
+    ("max_retries", 0, 64), ("max_waiting_requests", 1, 1 << 20), ("max_index_blocks", 1, 1 << 30),
 )
 
 
@@ -356,6 +408,7 @@ def _check_ranges(config: EngineConfig) -> None:
         raise ConfigError("give num_kv_blocks or kv_cache_memory, not both", field="num_kv_blocks")
     if config.cache.kv_cache_memory is not None:
         parse_bytes(config.cache.kv_cache_memory, "kv_cache_memory")
+    _ = config.cache.kv_secret
 
 
 def _check_swap(config: EngineConfig) -> None:
@@ -404,6 +457,7 @@ def _check_slo(options: SchedulerConfig) -> None:
                           "batching_policy 'decode-first' and enable_chunked_prefill", field="itl_slo_ms")
 
 
+_MIN_SECRET_BYTES = 16
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
           "t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -435,6 +489,30 @@ def default_cache_dir() -> Path:
 def api_keys_of_environment() -> str:
     """What $QUIRE_API_KEYS holds: API keys of `quire serve`, separated by commas."""
     return os.environ.get("QUIRE_API_KEYS", "")
+
+
+def replica_key_of_environment() -> str | None:
+    """The API key that a router sends to servers with its own questions: $QUIRE_REPLICA_KEY."""
+    return os.environ.get("QUIRE_REPLICA_KEY") or None
+
+
+def read_kv_secret(path: str | None) -> bytes | None:
+    """The secret in a file, or in $QUIRE_KV_SECRET where no file is named."""
+    if path is None:
+        text, where = os.environ.get("QUIRE_KV_SECRET", ""), "$QUIRE_KV_SECRET"
+        if not text.strip():
+            return None
+    else:
+        where = f"kv_secret_file {path}"
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where} cannot be read: {error}", field="kv_secret_file") from error
+    secret = text.strip().encode()
+    if len(secret) < _MIN_SECRET_BYTES:
+        raise ConfigError(f"{where} holds {len(secret)} characters, too few for a secret: take at least "
+                          f"{_MIN_SECRET_BYTES}, as from `openssl rand -hex 32`", field="kv_secret_file")
+    return secret
 
 
 def default_api_key() -> str | None:

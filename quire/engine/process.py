@@ -28,6 +28,7 @@ from quire.engine.news import SequenceNews
 from quire.engine.pulse import Pulse
 from quire.engine.watching import Watching
 from quire.errors import EngineError, InvalidRequestError, QuireError
+from quire.kvcache.held_names import HeldNames
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.request import FinishReason, Request
 from quire.scheduler.scheduler import SequenceUpdate
@@ -68,6 +69,10 @@ class EngineServer:
         self._warm_at = math.inf
         """When the process for grammars is started, if nobody has asked for one before."""
         self._watching = Watching(engine)
+        cache = engine.config.cache
+        self._held = (HeldNames(self._scheduler.cache)
+                      if cache.kv_secret is not None and cache.enable_prefix_caching else None)
+        """What to publish; None where nobody could make use of it."""
 
     def ready(self) -> m.Ready:
         limits = self._scheduler.limits
@@ -91,6 +96,7 @@ class EngineServer:
             elif self._news_due:
                 self._send([], None)
             self._show()
+            self._publish()
 
     # ---- what comes in
 
@@ -104,6 +110,7 @@ class EngineServer:
                 self._core.hear_grammars()
                 self._core.self_check.slice()
                 self._show()
+                self._publish()
                 if time.monotonic() > self._warm_at:
                     return
         elif self._core.stalled_for is not None and not self._news_due:
@@ -140,7 +147,7 @@ class EngineServer:
         elif isinstance(message, m.Call):
             self._send_message(self._answer(message))
         elif isinstance(message, m.Watch):
-            self._watching.renew(message.seconds, message.fresh)
+            self._watching.renew(message.seconds, message.fresh, message.engine)
         elif isinstance(message, m.Shutdown):
             self._ending = True
         else:
@@ -272,6 +279,12 @@ class EngineServer:
         frame = self._watching.frame(at_rest=not self._core.has_work)
         if frame is not None:
             self._send_message(m.ViewFrame(*frame))
+
+    def _publish(self) -> None:
+        """What the device holds, for those who choose among engines."""
+        changes = None if self._held is None else self._held.take()
+        if changes is not None:
+            self._send_message(m.KVChanges(*changes))
 
     def _newly_started(self) -> list[m.Started]:
         found = [m.Started(handle, request.first_scheduled_time, request.num_cached_tokens or 0)

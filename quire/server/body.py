@@ -28,6 +28,21 @@ _DRAINED = 8
 
 async def read_body(scope: Any, receive: Any, kind: type[_Body], config: ServerConfig) -> _Body:
     """The body as what it should be; ApiError where it is not, is too large, or does not come."""
+    data = await read_json(scope, receive, config)
+    await _let_others(data)
+    try:
+        body = kind.model_validate_json(data)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)  # the input may be large
+    else:
+        await _let_others(data)
+        return body
+    await _let_others(data)
+    raise validation_error(found, _plain(data)) from None
+
+
+async def read_json(scope: Any, receive: Any, config: ServerConfig) -> bytes:
+    """The bytes of a body that says it is JSON and that can be read in a bounded time."""
     headers = dict(scope["headers"])
     media = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if media != b"application/json":
@@ -45,16 +60,7 @@ async def read_body(scope: Any, receive: Any, kind: type[_Body], config: ServerC
         raise ApiError(408, f"the body did not come within {config.read_timeout:g} seconds",
                        code="read_timeout") from None
     await _check_elements(data)
-    await _let_others(data)
-    try:
-        body = kind.model_validate_json(data)
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)  # the input may be large
-    else:
-        await _let_others(data)
-        return body
-    await _let_others(data)
-    raise validation_error(found, _plain(data)) from None
+    return data
 
 
 async def _let_others(data: bytes) -> None:
