@@ -16,6 +16,8 @@ class Lease:
     num_tokens: int
     """Tokens whose KV is known to be in them."""
     until: float
+    readers: int = 0
+    """Threads that read the blocks right now. While there are any, the blocks stay, whatever the time."""
 
 
 class Leases:
@@ -57,13 +59,13 @@ class Leases:
         return lease is not None
 
     def expire(self, now: float) -> None:
-        for lease in [lease for lease in self._leases.values() if now >= lease.until]:
+        for lease in [lease for lease in self._leases.values() if now >= lease.until and not lease.readers]:
             self.num_expired += 1
             self.release(lease.number)
 
     @property
     def next_end(self) -> float | None:
-        return min((lease.until for lease in self._leases.values()), default=None)
+        return min((lease.until for lease in self._leases.values() if not lease.readers), default=None)
 
     @property
     def holders(self) -> list[SequenceKV]:

@@ -286,21 +286,38 @@ class KVCacheManager:
 
     # ---- writers from outside
 
-    def reserve(self, kv: SequenceKV, match: PrefixMatch, num_tokens: int, deadline: float) -> Reservation | None:
+    def reserve(self, kv: SequenceKV, match: PrefixMatch, num_tokens: int, deadline: float,
+                position: int | None = None) -> Reservation | None:
         """Blocks for tokens up to `num_tokens`, of which those after the device's `match` are written from outside.
 
-        The sequence shares them with the reservation. None, and no change, when there is no room for that now.
+        The sequence goes on at `position`, by default where the written tokens end: window groups get blocks only for
+        what a token there can see. The sequence shares them with the reservation. None, and no change, when there is no
+        room for that now.
         """
         if match.num_outside:
             raise InvariantError("what is reserved for a writer is not fetched from a tier")
-        if not self.fits(num_tokens, match, num_tokens - match.num_tokens):
+        seen = self._seen_from(match, num_tokens if position is None else position)
+        wanted = self.blocks_for(num_tokens)
+        for pool, blocks in zip(self.pools, seen.blocks, strict=True):
+            idle = sum(1 for b in blocks if b > NO_BLOCK and pool.references(b) == 0)
+            if wanted - len(blocks) > pool.num_available + pool.num_leaving - idle:
+                return None
+        if self.open(kv, seen, num_tokens - match.num_tokens) is None:
             return None
-        if self.open(kv, match, num_tokens - match.num_tokens) is None:
-            return None
-        if not self.extend(kv, num_tokens, match.num_tokens):
+        for group, table in zip(self.groups, kv.tables, strict=True):
+            table.first_live = self.first_needed(group, num_tokens if position is None else position)
+        if not self._grow(kv, wanted, wanted):
             raise InvariantError("the cache promised room for a reservation and then had none")
         own = self.fork(kv)
         return self.reservations.open(own, match.num_tokens, num_tokens, self.block_size, deadline)
+
+    def _seen_from(self, match: PrefixMatch, position: int) -> PrefixMatch:
+        """The same match without what the windows of a token at `position` have passed, up to there at least."""
+        blocks = []
+        for group, held in zip(self.groups, match.blocks, strict=True):
+            first = self.first_needed(group, position)
+            blocks.append([NO_BLOCK] * first + held[first:])
+        return PrefixMatch(match.num_tokens, blocks)
 
     def count_query(self, num_tokens: int, match: PrefixMatch) -> None:
         """Record one request's look-up, once, when it is admitted."""

@@ -50,7 +50,7 @@ class Arriving:
             for seq in request.live:
                 if seq.kv.tables:
                     self._confirm(seq, fetch)
-            if fetch.error is not None and fetch.pending:
+            if fetch.error is not None and (fetch.pending or fetch.token_due):
                 self._go_without(request, fetch)
         except InvariantError as error:
             self._endings.quarantine(request.live[0], error)
@@ -96,3 +96,4 @@ class Arriving:
         if len(request.live) > 1 and leader.num_output_tokens:
             leader.held_at = leader.num_prompt_tokens
         fetch.pending.clear()
+        fetch.token_due = False
