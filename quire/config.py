@@ -75,6 +75,14 @@ class CacheConfig:
     eviction_policy: str = option("reuse-rate", "which idle cached block gives up its place first: the one least "
                                   "likely to be asked for again, as learned so far, or the least recently used",
                                   ("reuse-rate", "lru"))
+    kv_secret_file: str | None = option(
+        None, "file with the secret that replicas and their router share: at least 16 characters, from which the names "
+              "of prefixes are made (default: $QUIRE_KV_SECRET; none: each engine draws its own)")
+
+    @property
+    def kv_secret(self) -> bytes | None:
+        """None: there is none to share. Raises ConfigError where it cannot be read or is too short to be one."""
+        return read_kv_secret(self.kv_secret_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +362,7 @@ def _check_ranges(config: EngineConfig) -> None:
         raise ConfigError("give num_kv_blocks or kv_cache_memory, not both", field="num_kv_blocks")
     if config.cache.kv_cache_memory is not None:
         parse_bytes(config.cache.kv_cache_memory, "kv_cache_memory")
+    _ = config.cache.kv_secret
 
 
 def _check_swap(config: EngineConfig) -> None:
@@ -402,6 +411,7 @@ def _check_slo(options: SchedulerConfig) -> None:
                           "batching_policy 'decode-first' and enable_chunked_prefill", field="itl_slo_ms")
 
 
+_MIN_SECRET_BYTES = 16
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
           "t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -433,6 +443,25 @@ def default_cache_dir() -> Path:
 def api_keys_of_environment() -> str:
     """What $QUIRE_API_KEYS holds: API keys of `quire serve`, separated by commas."""
     return os.environ.get("QUIRE_API_KEYS", "")
+
+
+def read_kv_secret(path: str | None) -> bytes | None:
+    """The secret in a file, or in $QUIRE_KV_SECRET where no file is named."""
+    if path is None:
+        text, where = os.environ.get("QUIRE_KV_SECRET", ""), "$QUIRE_KV_SECRET"
+        if not text.strip():
+            return None
+    else:
+        where = f"kv_secret_file {path}"
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where} cannot be read: {error}", field="kv_secret_file") from error
+    secret = text.strip().encode()
+    if len(secret) < _MIN_SECRET_BYTES:
+        raise ConfigError(f"{where} holds {len(secret)} characters, too few for a secret: take at least "
+                          f"{_MIN_SECRET_BYTES}, as from `openssl rand -hex 32`", field="kv_secret_file")
+    return secret
 
 
 def default_api_key() -> str | None:

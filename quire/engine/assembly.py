@@ -18,6 +18,7 @@ from quire.engine.source import open_source
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.kvcache.move_cost import MoveCost
+from quire.kvcache.secret import derived_secret
 from quire.models.spec import DecoderSpec
 from quire.scheduler.pacing import StepPacer
 from quire.scheduler.policy import BATCHING_POLICIES
@@ -111,12 +112,14 @@ def build_cache(config: EngineConfig, spec: DecoderSpec, pool: PoolSize, cost: M
     """The bookkeeping of a pool and, where there is swap space, of the host tier beneath it."""
     groups = groups_with_draft(spec, pool.draft_bytes_per_token)
     tiers = [HostTier(pool.num_host_blocks, len(groups), config.cache.offload)] if pool.num_host_blocks else []
+    secret = config.cache.kv_secret
     return KVCacheManager(
         pool.num_blocks,
         config.cache.block_size,
         groups=tuple(CacheGroup(group.window) for group in groups),
         prefix_caching=config.cache.enable_prefix_caching,
         eviction_policy=config.cache.eviction_policy,
+        secret=None if secret is None else derived_secret(secret, "prefix"),
         tiers=tiers,
         cost=cost,
         block_bytes=tuple(group.bytes_per_token * config.cache.block_size for group in groups),
