@@ -79,3 +79,7 @@ class QueueFullError(QuireError):
 
 class RequestTimeoutError(QuireError):
     """The request was not done within its time and was given up."""
+
+
+class PeerError(QuireError):
+    """Another engine said something that it must not, cannot be reached, or refuses to talk."""

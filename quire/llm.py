@@ -314,7 +314,7 @@ class LLM:
     def _withdraw(self, ids: list[str]) -> None:
         """Abort requests whose caller is gone; news of others is kept for theirs."""
         self.abort(ids)
-        for news in self._streams.process(self._core.scheduler.take_updates()):
+        for news in self._streams.process(self._core.take_updates()):
             if news.processor.request_id not in ids and news.presentable:
                 self._held_back.append(news.output())
 

@@ -124,6 +124,8 @@ class EngineServer:
             self._pulse.state = ("idle", time.monotonic(), self._scheduler.stats.steps)
             while not self._wait(0 if self._core.self_check.due else self._watching.patience_ms(_REST_MS)):
                 self._core.take_arrivals()
+                if self._core.has_work:
+                    break  # another engine has asked for something
                 self._core.self_check.slice()
                 self._show()
         elif self._core.stalled_for is not None and not self._news_due:

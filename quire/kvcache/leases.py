@@ -51,6 +51,10 @@ class Leases:
             lease.until = max(lease.until, until)
         return lease is not None
 
+    def hold(self, number: int) -> None:
+        """A thread begins to read the blocks; who reads them releases the lease."""
+        self._leases[number].readers += 1
+
     def release(self, number: int) -> bool:
         """The blocks were taken, or nobody wants them; false if the lease had ended."""
         lease = self._leases.pop(number, None)

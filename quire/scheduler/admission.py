@@ -150,7 +150,7 @@ class Admissions:
     # ---- from a prompt that another engine computes
 
     def _asks_another_engine(self, request: Request) -> bool:
-        """It does so once it has the next turn, and needs no row meanwhile; there are no more such requests than rows."""
+        """It does so when it has its turn, and needs no row meanwhile; there are no more such requests than rows."""
         remote, seq = request.remote, request.live[0]
         if remote is None or remote.given_up or seq.num_output_tokens or request.swapped is not None:
             return False

@@ -33,7 +33,7 @@ class SchedulerState:
     pacer: StepPacer | None = None
     speculator: Speculator | None = None
     asking: list[tuple[Request, Reservation]] = field(default_factory=list)
-    """Requests whose prompt another engine is to compute, and the blocks reserved for it; to be taken by who asks it."""
+    """Requests whose prompt another engine is to compute, and the blocks reserved for it: for whoever asks it."""
     short: bool = False
     """A running sequence found no memory in the last draft: what comes free is for those who run."""
     gave_way: bool = False
