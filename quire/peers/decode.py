@@ -10,8 +10,8 @@ import itertools
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from quire.engine.core import EngineCore
 from quire.errors import InvariantError, QuireError
 from quire.kvcache.reservations import Reservation
 from quire.peers.link import Inbox, Link
@@ -20,6 +20,9 @@ from quire.peers.mover import KVMover
 from quire.peers.stats import PeerStats
 from quire.scheduler.remote import FirstToken
 from quire.scheduler.request import Request, Status
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
 
 
 @dataclass(slots=True, eq=False)
@@ -39,14 +42,14 @@ class Asking:
 
 class DecodeSide:
     def __init__(self, core: EngineCore, inbox: Inbox, mover: KVMover, link_to: Callable[[str], Link],
-                 stats: PeerStats, patience: float, vocab_size: int) -> None:
+                 stats: PeerStats, patience: float, vocab_size: int, num_groups: int) -> None:
         """`link_to` gives a link to an address, perhaps one that is not up yet. `patience`: seconds without news of a
         transfer after which another engine is asked."""
         self._core = core
         self._scheduler, self._cache = core.scheduler, core.scheduler.cache
         self._inbox, self._mover, self._link_to, self._stats = inbox, mover, link_to, stats
         self._patience = patience
-        self._vocab_size = vocab_size
+        self._vocab_size, self._num_groups = vocab_size, num_groups
         self._asking: list[Asking] = []
         self._by_transfer: dict[int, Asking] = {}
         # Numbers of another life of this engine must not be taken for ours.
@@ -105,8 +108,9 @@ class DecodeSide:
         asking.transfer = transfer = next(self._numbers)
         self._by_transfer[transfer] = asking
         start, size = reservation.num_arrived, self._cache.block_size
-        tables = [list(table.blocks) for table in reservation.kv.tables]
-        starts = [max(start, table.first_live * size) for table in reservation.kv.tables]
+        held = reservation.kv.tables[: self._num_groups]
+        tables = [list(table.blocks) for table in held]
+        starts = [max(start, table.first_live * size) for table in held]
         try:
             ticket = self._mover.open(transfer, link.theirs or {}, tables, starts, reservation.num_tokens,
                                       self._on_arrival(asking, transfer), self._on_failure(asking, transfer))

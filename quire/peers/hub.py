@@ -6,10 +6,10 @@ Threads only put events into the inbox. The core calls `tick` before and after e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from quire.engine.core import EngineCore
-from quire.errors import PeerError
+from quire.errors import InvalidRequestError, PeerError
 from quire.peers.decode import DecodeSide
 from quire.peers.lane import Range, SendLane
 from quire.peers.link import Inbox, Link
@@ -21,15 +21,24 @@ from quire.scheduler.remote import RemotePrefill
 from quire.scheduler.request import Request
 from quire.scheduler.updates import SequenceUpdate
 
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
+
 log = logging.getLogger("quire.peers")
 
 Connect = Callable[[str], Link]
 _CLOSE_SECONDS = 5.0
 
 
+class Listener(Protocol):
+    address: tuple[str, int]
+
+    def close(self) -> None: ...
+
+
 class PeerHub:
-    def __init__(self, core: EngineCore, mover: KVMover, vocab_size: int, *, computes: bool, asks: bool, lease: float,
-                 patience: float, least_tokens: int = 1) -> None:
+    def __init__(self, core: EngineCore, mover: KVMover, vocab_size: int, num_groups: int, *, computes: bool,
+                 asks: bool, lease: float, patience: float, least_tokens: int = 1) -> None:
         """`computes` prompts for others, `asks` others for prompts; `lease`: seconds without a sign of life after which
         a link counts as dead."""
         self.core = core
@@ -40,22 +49,35 @@ class PeerHub:
         self.computes, self.asks = computes, asks
         self.connect: Connect | None = None
         """Makes a link to an address, up or not; filled in by whoever has sockets."""
+        self.listener: Listener | None = None
+        """Where other engines reach this one."""
+        self.default_peers: list[str] = []
+        """Whom requests ask that name nobody, in turn."""
+        self._turn = 0
         self._least_tokens = least_tokens
         self._links: dict[str, Link] = {}
         """Those that were made here, by address."""
         self._open: list[Link] = []
         self._lanes: dict[Link, SendLane] = {}
-        self._prefill = PrefillSide(core, self.inbox, self._queue, self.stats, lease, vocab_size)
-        self._decode = DecodeSide(core, self.inbox, mover, self.link_to, self.stats, patience, vocab_size)
+        self._prefill = PrefillSide(core, self.inbox, self._queue, self.stats, lease, vocab_size,
+                                    num_groups)
+        self._decode = DecodeSide(core, self.inbox, mover, self.link_to, self.stats, patience, vocab_size, num_groups)
         core.peers = self
 
     # ---- requests
 
-    def prepare(self, request: Request, peers: list[str]) -> None:
-        """Let a request ask these engines for its prompt, where that can be done."""
+    def prepare(self, request: Request, peers: Sequence[str] | None = None) -> None:
+        """Let a request ask these engines for its prompt, where that can be done; None: those that are configured."""
         params = request.params
+        if peers and not self.asks:
+            raise InvalidRequestError("prefill names engines to ask for the prompt, which needs kv_role 'decode' or "
+                                      "'both'", field="prefill")
+        if peers is None and self.default_peers and self.asks:
+            self._turn += 1
+            first = self._turn % len(self.default_peers)
+            peers = self.default_peers[first:] + self.default_peers[:first]
         alone = not request.grouped and params.structured_outputs is None
-        if not peers or (params.prompt_logprobs is not None and not alone):
+        if not peers or request.num_prompt_tokens < 2 or (params.prompt_logprobs is not None and not alone):
             return
         request.remote = RemotePrefill(list(peers), alone, self._least_tokens)
 
@@ -160,4 +182,6 @@ class PeerHub:
         for lane in lanes:
             lane.join(_CLOSE_SECONDS)
         self.inbox.run_all()
+        if self.listener is not None:
+            self.listener.close()
         self.mover.close()

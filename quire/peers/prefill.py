@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from quire.engine.core import EngineCore
 from quire.errors import QuireError
 from quire.kvcache.table import SequenceKV
 from quire.peers.lane import Range
@@ -22,6 +22,9 @@ from quire.scheduler.plan import TokenLogprobs
 from quire.scheduler.remote import FirstToken
 from quire.scheduler.request import FinishReason, Request
 from quire.scheduler.updates import SequenceUpdate
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
 
 
 @dataclass(slots=True, eq=False)
@@ -45,13 +48,13 @@ class Served:
 
 class PrefillSide:
     def __init__(self, core: EngineCore, inbox: Inbox, lane: Callable[[Link, Range], None], stats: PeerStats,
-                 lease: float, vocab_size: int) -> None:
+                 lease: float, vocab_size: int, num_groups: int) -> None:
         """`lane` queues a range for a link's thread."""
         self._core = core
         self._scheduler, self._cache = core.scheduler, core.scheduler.cache
         self._inbox, self._lane, self._stats = inbox, lane, stats
         self._lease = lease
-        self._vocab_size = vocab_size
+        self._vocab_size, self._num_groups = vocab_size, num_groups
         self._served: dict[tuple[Link, int], Served] = {}
         self._of_request: dict[Request, Served] = {}
 
@@ -79,7 +82,7 @@ class PrefillSide:
         link.send(Working(asked.transfer).to_data())
 
     def _request(self, link: Link, asked: Prefill) -> Request:
-        groups = self._cache.groups
+        groups = self._cache.groups[: self._num_groups]
         if len(asked.starts) != len(groups):
             raise QuireError(f"starts names {len(asked.starts)} cache groups, and there are {len(groups)}")
         if not asked.tokens or max(asked.tokens) >= self._vocab_size:
@@ -158,7 +161,7 @@ class PrefillSide:
         start, served.queued = served.queued, end
         self._cache.leases.hold(lease)
         served.sending += 1
-        tables = [list(table.blocks) for table in kv.tables]
+        tables = [list(table.blocks) for table in kv.tables[: self._num_groups]]
 
         def done(num_bytes: int, error: str | None) -> None:
             self._inbox.put(lambda: self._range_sent(served, lease, end - start, num_bytes, error))

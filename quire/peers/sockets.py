@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -240,7 +241,7 @@ class PeerListener:
             if len(self._links) >= self._most_links:
                 made.close()
                 continue
-            link = SocketLink(self._owner, self._key, f"{where[0]}:{where[1]}", lambda made=made: made, asks=False)
+            link = SocketLink(self._owner, self._key, f"{where[0]}:{where[1]}", partial(_made, made), asks=False)
             self._links.append(link)
             self._owner.add_link(link)
             link.start()
@@ -264,6 +265,10 @@ def connector(owner: Owner, key: bytes) -> Callable[[str], Link]:
         return link
 
     return connect
+
+
+def _made(accepted: socket.socket) -> socket.socket:
+    return accepted
 
 
 def _family(host: str) -> socket.AddressFamily:
