@@ -9,7 +9,7 @@ from quire.engine.core import EngineCore
 from quire.engine.device import ModelWorker
 from quire.errors import ConfigError
 from quire.kvcache.secret import derived_secret
-from quire.kvtransfer.fingerprint import Fingerprint
+from quire.kvtransfer.fingerprint import Fingerprint, fingerprint_of
 from quire.kvtransfer.store import KVStore
 from quire.peers.bootstrap import split_address
 from quire.peers.hub import PeerHub
@@ -53,4 +53,4 @@ def open_hub(config: EngineConfig, core: EngineCore, mover: KVMover, vocab_size:
 
 
 def _fingerprint(config: EngineConfig, source: ModelSource, worker: ModelWorker, dtype: str) -> Fingerprint:
-    raise NotImplementedError
+    return fingerprint_of(source, worker.pool.max_model_len, dtype, config.model.seed)

@@ -63,6 +63,7 @@ class PeerHub:
                                     num_groups)
         self._decode = DecodeSide(core, self.inbox, mover, self.link_to, self.stats, patience, vocab_size, num_groups)
         core.peers = self
+        core.scheduler.peer_metrics = self.metrics
 
     # ---- requests
 

@@ -66,6 +66,8 @@ class Scheduler:
         self.running, self.compiling = self._roster.running, self._roster.compiling
         self.arriving = self._roster.arriving
         """Requests whose KV is on its way."""
+        self.peer_metrics: Callable[[], dict[str, int | float]] | None = None
+        """What is counted of work for and by other engines, where there are any."""
         self._clock = clock
         self._pacer = pacer
         self._state = state = SchedulerState(
