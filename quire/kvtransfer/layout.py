@@ -73,6 +73,11 @@ class LayoutDescription:
     def block_bytes(self, part: PartLayout) -> int:
         return part.num_heads * part.width * self.block_size * self.element_size
 
+    def pieces(self, group: int | None = None) -> tuple[Piece, ...]:
+        """All that this rank holds, or what one cache group's layers do, in the order of the wire form."""
+        return tuple(Piece(layer.layer, layer.group, part.name, part.width, part.first_head, part.num_heads)
+                     for layer, part in self.tensors() if group is None or layer.group == group)
+
     # ---- as plain data
 
     def to_data(self) -> dict[str, Any]:

@@ -135,6 +135,7 @@ def test_only_equal_layouts_are_written_straight_into_blocks() -> None:
     model = Model(4, 4, (None, 5))
     one = make_store(model, 4, 4, tokens_last=True).layout
     pieces = shares([one], one)[0]
+    assert pieces == one.pieces() and set(pieces) == {*one.pieces(0), *one.pieces(1)}
     assert written_straight(one, make_store(model, 4, 9, tokens_last=True).layout, pieces)
     for other in (make_store(model, 8, 4, tokens_last=True), make_store(model, 4, 4, tokens_last=False),
                   make_store(model, 4, 4, tokens_last=True, dtype=torch.float16)):

@@ -6,9 +6,9 @@ every byte is in its place and `Landing.arrived` has returned.
 
 A transfer has an epoch that is never used again. Before anything of a delivery is copied in, the transfer is looked up
 and its epoch compared, under the transfer's lock; `OpenTransfers.close` takes the same lock. So when `close` has
-returned, nothing of that transfer is written any more, whatever its writer is doing. A transport whose writer puts bytes into the
-receiver's memory by itself (Mooncake) lets them land in memory of the connection, and they are copied from there after
-the same check.
+returned, nothing of that transfer is written any more, whatever its writer is doing. A transport whose writer puts
+bytes into the receiver's memory by itself (Mooncake) lets them land in memory of the connection, and they are copied
+from there after the same check.
 """
 
 from __future__ import annotations
