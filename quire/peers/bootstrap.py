@@ -36,7 +36,8 @@ def split_address(address: str) -> SplitResult:
     except ValueError as error:
         raise PeerError(f"{address!r:.200} is no address: {error}") from error
     if parts.scheme not in ("kv", "http", "https") or not parts.hostname or (parts.scheme == "kv" and not port):
-        raise PeerError(f"{address!r:.200} is no address of an engine: kv://host:port, or http://host:port of its server")
+        raise PeerError(f"{address!r:.200} is no address of an engine: give kv://host:port, or http://host:port of its "
+                        "server")
     return parts
 
 

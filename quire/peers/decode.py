@@ -7,6 +7,7 @@ comes of it is refused, and its blocks can be given to anybody.
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from quire.scheduler.request import Request, Status
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
+
+log = logging.getLogger("quire.peers")
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +93,7 @@ class DecodeSide:
         self._shut(asking, abort=True)
         if failure is not None:
             self._stats.prompts_failed += 1
+            log.warning("the prompt of %s did not come: %s", asking.request.request_id, failure)
         fetch = asking.request.fetch
         kv_is_here = asking.reservation.complete
         if not asking.peers or kv_is_here or fetch is None:

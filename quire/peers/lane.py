@@ -64,7 +64,7 @@ class SendLane:
         if not job.wanted():
             return 0, "nobody waits for it any more"
         try:
-            return self._open().send(job.ticket, job.tables, job.start, job.end), None
+            return self._open().send(job.ticket, job.tables, job.start, job.end) or 0, None
         except Exception as error:
             return 0, str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
 

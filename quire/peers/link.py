@@ -5,12 +5,15 @@ Nothing here blocks: what is sent is queued, what came waits in the `Inbox` unti
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from quire.peers.messages import Data, Message
+
+log = logging.getLogger("quire.peers")
 
 Event = Callable[[], None]
 
@@ -30,8 +33,11 @@ class Inbox:
         """Call what has come, on the core's thread; how many there were."""
         count = 0
         while self._events:
-            self._events.popleft()()
             count += 1
+            try:
+                self._events.popleft()()
+            except Exception:  # whatever another engine did, this one goes on
+                log.exception("news of another engine could not be taken in")
         return count
 
 

@@ -16,7 +16,7 @@ class KVSends(Protocol):
     """Writes KV of this engine into blocks of one other."""
 
     def send(self, ticket: Data, tables: Tables, start: int, end: int) -> int:
-        """Returns when tokens start … end-1 are written over there, with the bytes that took; raises KVTransferError."""
+        """Returns when tokens start … end-1 are written over there, with their bytes; raises KVTransferError."""
         ...
 
     def abort(self) -> None:
