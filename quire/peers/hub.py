@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from quire.errors import InvalidRequestError, PeerError
 from quire.peers.decode import DecodeSide
-from quire.peers.lane import Range, SendLane
+from quire.peers.lane import Lane, Range, SendLane
 from quire.peers.link import Inbox, Link
 from quire.peers.messages import Abort, Failed, First, Message, Prefill, parse
 from quire.peers.mover import Data, KVMover
@@ -58,7 +58,8 @@ class PeerHub:
         self._links: dict[str, Link] = {}
         """Those that were made here, by address."""
         self._open: list[Link] = []
-        self._lanes: dict[Link, SendLane] = {}
+        self._lanes: dict[Link, Lane] = {}
+        self.make_lane: Callable[[Link], Lane] = self._make_lane
         self._prefill = PrefillSide(core, self.inbox, self._queue, self.stats, lease, vocab_size,
                                     num_groups)
         self._decode = DecodeSide(core, self.inbox, mover, self.link_to, self.stats, patience, vocab_size, num_groups)
@@ -169,9 +170,12 @@ class PeerHub:
     def _queue(self, link: Link, job: Range) -> None:
         lane = self._lanes.get(link)
         if lane is None:
-            theirs: Data = link.theirs or {}
-            lane = self._lanes[link] = SendLane(lambda: self.mover.sender(theirs), f"quire-kv-to-{link.name}")
+            lane = self._lanes[link] = self.make_lane(link)
         lane.put(job)
+
+    def _make_lane(self, link: Link) -> Lane:
+        theirs: Data = link.theirs or {}
+        return SendLane(lambda: self.mover.sender(theirs), f"quire-kv-to-{link.name}")
 
     def close(self) -> None:
         """Let go of links, threads and memory. Idempotent."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Protocol
 
 from quire.errors import QuireError
 from quire.peers.mover import Data, KVSends
@@ -25,7 +26,21 @@ class Range:
     """Asked on the lane's thread before it begins."""
 
 
+class Lane(Protocol):
+    """Sends ranges to one other engine, in their order."""
+
+    def put(self, job: Range) -> None: ...
+
+    def stop(self) -> None:
+        """Fail what is being sent and all that waits. Returns at once; every range still reports."""
+        ...
+
+    def join(self, seconds: float) -> None: ...
+
+
 class SendLane:
+    """A lane with a thread of its own."""
+
     def __init__(self, connect: Callable[[], KVSends], name: str) -> None:
         self._connect = connect
         self._sender: KVSends | None = None
@@ -39,7 +54,6 @@ class SendLane:
         self._queue.put(job)
 
     def stop(self) -> None:
-        """Fail what is being sent and all that waits. Returns at once; every range still reports."""
         self._stopped.set()
         with self._lock:
             sender = self._sender
