@@ -30,7 +30,9 @@ _GRAMMAR_WAIT_S = 0.02
 class Peers(Protocol):
     """Other engines that this one works for, or that work for it; their news is looked at between steps."""
 
-    def tick(self) -> None: ...
+    def tick(self) -> bool:
+        """Look at their news; true if that may have changed what can be planned."""
+        ...
 
     def claim(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
         """Take out what concerns requests of theirs."""
@@ -127,11 +129,12 @@ class EngineCore:
             self.self_check.slice()
             return []
         self.self_check.disturb()
+        stirred = False
         while len(self._futures) < self._depth:
             began = time.perf_counter()
             plan = self.scheduler.schedule()
             if self.peers is not None:
-                self.peers.tick()  # who is to compute a prompt for this engine begins while the step runs
+                stirred = self.peers.tick()  # who is to compute a prompt for this engine begins while the step runs
             planned = time.perf_counter()
             times.plan += planned - began
             if plan is None:
@@ -140,7 +143,7 @@ class EngineCore:
             times.execute += time.perf_counter() - planned
         if self._futures:
             self._collect()
-        else:
+        elif not stirred:
             self._rest(wait_for_kv)
         if self.peers is not None:
             self.peers.tick()

@@ -72,6 +72,11 @@ class Leases:
         return min((lease.until for lease in self._leases.values() if not lease.readers), default=None)
 
     @property
+    def num_read(self) -> int:
+        """Leases whose blocks are being read."""
+        return sum(lease.readers > 0 for lease in self._leases.values())
+
+    @property
     def holders(self) -> list[SequenceKV]:
         return [lease.kv for lease in self._leases.values()]
 

@@ -406,11 +406,12 @@ class KVCacheManager:
             table.blocks[table.first_live : end] = [NO_BLOCK] * (end - table.first_live)
             table.first_live = end
 
-    def publish(self, kv: SequenceKV, tokens: list[int], num_confirmed: int) -> None:
+    def publish(self, kv: SequenceKV, tokens: list[int], num_confirmed: int, awaited: bool = False) -> None:
         """Register the full blocks among the first `num_confirmed` tokens, whose KV is known to be written.
 
         Where another block already caches the same prefix the sequence changes over to that one and gives its
-        own back: memory is saved, and whoever holds a cached block holds its registered parent too.
+        own back: memory is saved, and whoever holds a cached block holds its registered parent too. `awaited`: a
+        reservation holds the same blocks, so none may be exchanged; what follows such a block is published later.
         """
         full = num_confirmed // self.block_size
         if not self.prefix_caching or full <= kv.num_registered:
@@ -418,6 +419,9 @@ class KVCacheManager:
         hashes = self.chain.extend(kv, tokens, num_confirmed)
         fresh: list[tuple[int, int]] = []
         for i in range(kv.num_registered, full):
+            if awaited and self._cached_elsewhere(kv, i, hashes[i]):
+                full = i
+                break
             for index, (pool, table) in enumerate(zip(self.pools, kv.tables, strict=True)):
                 block = table.blocks[i]
                 if block == NO_BLOCK:
@@ -435,6 +439,11 @@ class KVCacheManager:
         kv.num_registered = full
         if fresh:
             self.events.stored(kv, fresh)
+
+    def _cached_elsewhere(self, kv: SequenceKV, i: int, key: bytes) -> bool:
+        """Does another block than the sequence's own cache the prefix that ends with entry `i`?"""
+        return any(table.blocks[i] != NO_BLOCK and pool.lookup(key) not in (NO_BLOCK, table.blocks[i])
+                   for pool, table in zip(self.pools, kv.tables, strict=True))
 
     def fork(self, kv: SequenceKV, num_blocks: int | None = None) -> SequenceKV:
         """A second sequence over the same blocks, or the first `num_blocks`; whoever writes a shared one first gets a
@@ -478,8 +487,9 @@ class KVCacheManager:
 
     @property
     def room_is_coming(self) -> bool:
-        """Blocks will come free by themselves, once plans in flight are done or copies to a tier are made."""
-        return bool(self._limbo) or self.transfers.frees_blocks
+        """Blocks will come free by themselves: when plans in flight are done, copies to a tier are made, or somebody
+        outside has let go of them."""
+        return bool(self._limbo) or self.transfers.frees_blocks or self.held_outside
 
     def expire(self, now: float) -> None:
         """Stop waiting for what is late: transfers, writers of reservations, those who were granted leases."""
@@ -492,6 +502,11 @@ class KVCacheManager:
         """When `expire` will have something to do."""
         ends = [self.reservations.next_end, self.leases.next_end, *self.transfers.deadlines]
         return min((end for end in ends if end is not None), default=None)
+
+    @property
+    def held_outside(self) -> bool:
+        """Blocks will come free once somebody outside has said that it reads, or writes, them no more."""
+        return self.leases.num_read > 0 or self.reservations.num_quarantined > 0
 
     def drop_cached(self) -> int:
         """Forget every prefix that nobody uses."""

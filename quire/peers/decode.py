@@ -53,6 +53,8 @@ class DecodeSide:
         self._inbox, self._mover, self._link_to, self._stats = inbox, mover, link_to, stats
         self._patience = patience
         self._vocab_size, self._num_groups = vocab_size, num_groups
+        self.num_changes = 0
+        """Requests that stopped waiting for others so far."""
         self._asking: list[Asking] = []
         self._by_transfer: dict[int, Asking] = {}
         # Numbers of another life of this engine must not be taken for ours.
@@ -150,6 +152,7 @@ class DecodeSide:
 
     def _end(self, asking: Asking, abort: bool) -> None:
         """The request waits for nobody any more; no write of a transfer that was shut can reach its blocks."""
+        self.num_changes += 1
         self._shut(asking, abort)
         self._cache.reservations.confirm(asking.reservation.number)
         self._core.self_check.disturb()

@@ -88,18 +88,24 @@ class PeerHub:
 
     # ---- time
 
-    def tick(self) -> None:
-        if self.inbox.run_all():
+    def tick(self) -> bool:
+        """Take in what threads have brought; true if that may have changed what the scheduler can plan."""
+        before = self._decode.num_changes
+        stirred = self.inbox.run_all() > 0
+        if stirred:
             self.core.self_check.disturb()
         now = self.core.scheduler.clock()
         for link in list(self._open):
             if link.closed:
                 self._lost(link)
+                stirred = True
             elif link.theirs is not None and now - link.heard > self.lease:
                 link.close(f"no sign of life for {self.lease:g} s")
                 self._lost(link)
+                stirred = True
         self._prefill.tick()
         self._decode.tick()
+        return stirred or self._decode.num_changes > before
 
     @property
     def busy(self) -> bool:

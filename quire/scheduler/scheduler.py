@@ -41,6 +41,10 @@ from quire.speculation.speculator import Speculator
 from quire.structured.gate import GRAMMAR_END, add_masks
 
 
+_OUTSIDE_SECONDS = 1.0
+"""How long to wait for blocks that somebody outside still reads or may write, before looking again."""
+
+
 class Scheduler:
     """Continuous batching over a `KVCacheManager`: no tensors, and no clock but the one it is given."""
 
@@ -282,6 +286,8 @@ class Scheduler:
         """By the scheduler's clock, when it will stop waiting for something from outside, if it waits for anything."""
         ends = [lookup.deadline for request in self.arriving.values() for lookup in request.lookups or ()
                 if not lookup.settled]
+        if self.cache.held_outside:
+            ends.append(self._clock() + _OUTSIDE_SECONDS)
         ends += [request.fetch.until for request in self.arriving.values()
                  if request.fetch is not None and request.fetch.token_due]
         return min((end for end in (*ends, self.cache.next_end) if end is not None), default=None)
