@@ -37,9 +37,11 @@ class KVSender:
                  layouts: Sequence[LayoutDescription] | None = None,
                  transports: Sequence[str] = DEFAULT_TRANSPORTS, timeout: float = 10.0, convert: bool = False) -> None:
         """`addresses`: of every rank of the other side, as `KVReceiver.address` made them. `layouts`: of every rank of
-        this side, where there are several. `timeout`: seconds for each delivery. Raises KVMismatchError where KV
+        this side, where there are several. Raises KVMismatchError where KV
         of this side cannot be understood there, PeerLostError where nobody answers."""
-        self._store, self._timeout = store, timeout
+        self._store = store
+        self.timeout = timeout
+        """Seconds for each delivery."""
         self._layouts = [store.layout] if layouts is None else list(layouts)
         self._hello = json.dumps({"rank": rank, "layouts": [each.to_data() for each in self._layouts]}).encode()
         self._links: list[_Link] = []
@@ -74,31 +76,34 @@ class KVSender:
                 problems.append(f"{name}: {missing}")
                 continue
             try:
-                return there.connect(offered[name], secret, self._hello, self._timeout)
+                return there.connect(offered[name], secret, self._hello, self.timeout)
             except KVMismatchError:
                 raise
             except KVTransferError as error:
                 problems.append(f"{name}: {error}")
         raise PeerLostError(f"the KV receiver cannot be reached ({'; '.join(problems) or 'no transport in common'})")
 
-    def send(self, ticket: Ticket, tables: Tables, start: int, end: int) -> None:
-        """Write the KV of tokens start … end-1, which lie in the blocks `tables`, and wait until it counts there.
+    def send(self, ticket: Ticket, tables: Tables, start: int, end: int) -> int:
+        """Write the KV of tokens start … end-1, which lie in the blocks `tables`, and wait until it counts there; how
+        many bytes that were.
 
         Ranges may come in any order and overlap. Raises StaleTransferError if the transfer was closed, PeerLostError
         if the other side does not answer (this sender is of no use then), KVTransferError if it refuses.
         """
         starts, there = _read_ticket(ticket)
+        sent = 0
         for link in self._links:
             for first, last, whole in self._cut(link, start, end):
                 if whole:
-                    self._send_straight(link, ticket, tables, there, Span(first, last, starts))
+                    sent += self._send_straight(link, ticket, tables, there, Span(first, last, starts))
                     continue
                 limit = min(_AT_ONCE, link.writer.most_bytes)
                 for span in spans(first, last, starts, link.pieces, self._store.layout.element_size, limit,
                                   link.layout.block_size):
                     payload = link.writer.buffer(span.nbytes(link.pieces, self._store.layout.element_size))
                     self._store.gather(tables, span, link.pieces, payload)
-                    self._deliver(link, ticket, Note(span.start, span.end, True), payload=payload)
+                    sent += self._deliver(link, ticket, Note(span.start, span.end, True), payload=payload)
+        return sent
 
     def _cut(self, link: _Link, start: int, end: int) -> list[tuple[int, int, bool]]:
         """Whole blocks of equal layouts are written straight; a block that is filled in part travels by token."""
@@ -109,15 +114,17 @@ class KVSender:
         cut = [(start, first, False), (first, last, True), (last, end, False)]
         return [each for each in cut if each[0] < each[1]]
 
-    def _send_straight(self, link: _Link, ticket: Ticket, tables: Tables, there: Tables, span: Span) -> None:
+    def _send_straight(self, link: _Link, ticket: Ticket, tables: Tables, there: Tables, span: Span) -> int:
         layout = self._store.layout
         size = layout.block_size
         biggest = max(layout.block_bytes(part) for _, part in layout.tensors()) * len(link.pieces)
         blocks = max(1, min(_AT_ONCE, link.writer.most_bytes) // biggest)
+        sent = 0
         for at in range(span.start, span.end, blocks * size):
             piece = Span(at, min(span.end, at + blocks * size), span.starts)
-            self._deliver(link, ticket, Note(piece.start, piece.end, False),
-                          writes=self._writes(link, tables, there, piece))
+            sent += self._deliver(link, ticket, Note(piece.start, piece.end, False),
+                                  writes=self._writes(link, tables, there, piece))
+        return sent
 
     def _writes(self, link: _Link, tables: Tables, there: Tables, span: Span) -> list[Write]:
         """One for each run of neighbouring blocks and tensor."""
@@ -143,9 +150,10 @@ class KVSender:
         return writes
 
     def _deliver(self, link: _Link, ticket: Ticket, note: Note, writes: Sequence[Write] = (),
-                 payload: memoryview | None = None) -> None:
+                 payload: memoryview | None = None) -> int:
         delivery = Delivery(ticket["transfer"], ticket["epoch"], note.to_bytes(), writes, payload)
-        link.writer.deliver(delivery, self._timeout)
+        link.writer.deliver(delivery, self.timeout)
+        return delivery.nbytes
 
     def abort(self) -> None:
         """From any thread: a `send` that is under way fails at once, and this sender is of no use any more."""

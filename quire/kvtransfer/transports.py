@@ -6,15 +6,19 @@ from collections.abc import Sequence
 
 from quire.errors import ConfigError
 from quire.kvtransfer.transport.base import Transport
+from quire.kvtransfer.transport.mooncake import MooncakeTransport
+from quire.kvtransfer.transport.shm import ShmTransport
 from quire.kvtransfer.transport.tcp import TcpTransport
 
-TRANSPORTS = ("tcp",)
-DEFAULT_TRANSPORTS = ("tcp",)
+TRANSPORTS = ("shm", "mooncake", "tcp")
+DEFAULT_TRANSPORTS = ("shm", "tcp")
+
+_MADE: dict[str, type[Transport]] = {"shm": ShmTransport, "mooncake": MooncakeTransport, "tcp": TcpTransport}
 
 
 def transport(name: str) -> Transport:
-    if name == "tcp":
-        return TcpTransport()
+    if name in _MADE:
+        return _MADE[name]()
     raise ConfigError(f"there is no KV transport {name!r}; there are {', '.join(TRANSPORTS)}", "kv_transports")
 
 

@@ -187,6 +187,11 @@ class StreamWriter(Writer):
         if kind == REFUSED:
             raise refused(body)
 
+    @property
+    def broken(self) -> bool:
+        """Aborted, or in the middle of something that failed."""
+        return self._broken is not None
+
     def abort(self) -> None:
         self._broken = self._broken or "aborted"
         self._session.cut()
@@ -206,6 +211,15 @@ def introduce(session: Session, hello: bytes, deadline: float) -> bytes:
     if kind != WELCOME:
         raise FrameError(f"a frame of kind {kind} where a welcome belongs")
     return body
+
+
+def listening_socket(host: str) -> socket.socket:
+    """On a port of the system's choice."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=64)
+    except OSError as error:
+        raise KVTransferError(f"KV cannot be received at {host}: {error}") from error
 
 
 def tune(sock: socket.socket) -> None:

@@ -26,7 +26,14 @@ from quire.kvtransfer.transport.session import (
     receive_some,
     wait_readable,
 )
-from quire.kvtransfer.transport.stream import Connection, StreamReceiver, StreamWriter, introduce, tune
+from quire.kvtransfer.transport.stream import (
+    Connection,
+    StreamReceiver,
+    StreamWriter,
+    introduce,
+    listening_socket,
+    tune,
+)
 
 MOST_BYTES: Final = 256 << 20
 _AT_ONCE: Final = 1 << 20
@@ -38,8 +45,7 @@ class TcpReceiver(StreamReceiver):
     most_bytes = MOST_BYTES
 
     def __init__(self, transfers: OpenTransfers, secret: bytes, greet: Greet, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=64)
+        listener = listening_socket(host)
         self._host, self._port = host, int(listener.getsockname()[1])
         super().__init__(listener, transfers, secret, greet)
 
