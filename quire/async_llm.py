@@ -14,11 +14,13 @@ from typing import Any
 
 from quire.config import EngineConfig, GuardConfig
 from quire.engine.input import InputProcessor, Params, Prompt
+from quire.engine.kv_log import KVLog
 from quire.engine.messages import StepStats, Watch
 from quire.engine.request_desk import RequestDesk
 from quire.engine.request_stream import RequestStream
 from quire.engine.subscription import OUTPUT_KINDS, Subscription
 from quire.errors import EngineDeadError, EngineError, InvalidRequestError
+from quire.kvcache.secret import secret_name
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.request import Request
 from quire.tokenizer.tokenizer import Tokenizer
@@ -37,6 +39,9 @@ class AsyncLLM:
         self.options = options
         """The engine options that were given."""
         self.tokenizer: Tokenizer | None = None
+        secret = config.cache.kv_secret if config.cache.enable_prefix_caching else None
+        self.kv_secret_name = None if secret is None else secret_name(secret)
+        """Of the secret that names of prefixes are made with, where it is shared."""
         self._desk = RequestDesk(options, guard)
         self._inputs: InputProcessor | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="quire-tokenize")
@@ -178,6 +183,16 @@ class AsyncLLM:
     def num_in_flight(self) -> int:
         """Requests that have not ended."""
         return self._desk.num_in_flight
+
+    @property
+    def kv_log(self) -> KVLog | None:
+        """What the engine's device holds, by name; None where it shares no secret or caches no prefixes."""
+        return None if self.kv_secret_name is None else self._desk.kv_log
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self._desk.engine.block_size
 
     @property
     def on_step_stats(self) -> Callable[[StepStats], None] | None:

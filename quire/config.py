@@ -241,6 +241,48 @@ _SERVER_RANGES: tuple[tuple[str, float, float], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """`quire route`: who gets a request, and when a server counts as dead."""
+
+    policy: str = option("cache-aware", "who gets a request: who holds most of its prompt and has least to do, the "
+                         "least loaded, or each in turn", ("cache-aware", "least-loaded", "round-robin"))
+    tokenizer: str | None = option(
+        None, "model, folder, tokenizer.json or .gguf whose tokenizer and chat template the servers use, for "
+              "cache-aware (default: the model that the servers name, if it can be found here)")
+    kv_secret_file: str | None = option(
+        None, "file with the secret that the servers were started with, for cache-aware and for servers that register "
+              "themselves (default: $QUIRE_KV_SECRET)")
+    health_interval: float = option(1.0, "seconds between two questions to a server whether it is well")
+    health_timeout: float = option(5.0, "seconds that it may take to answer; after two misses it counts as dead")
+    connect_timeout: float = option(5.0, "seconds that a server may take to accept a connection")
+    max_retries: int = option(3, "times that a request which has sent nothing is tried on another server")
+    max_waiting_requests: int = option(1024, "most requests that wait for their first token; more are refused (429)")
+    max_index_blocks: int = option(1 << 22, "most KV blocks that the index remembers, over all servers")
+
+    @classmethod
+    def create(cls, **options: Any) -> RouterConfig:
+        config = cls(**options)
+        for f in dataclasses.fields(cls):
+            _check_type(f, getattr(config, f.name))
+        for name, low, high in _ROUTER_RANGES:
+            value = getattr(config, name)
+            if not low <= value <= high:
+                raise ConfigError(f"{name} must be between {low:g} and {high:g}, not {value}", field=name)
+        _ = config.kv_secret
+        return config
+
+    @property
+    def kv_secret(self) -> bytes | None:
+        return read_kv_secret(self.kv_secret_file)
+
+
+_ROUTER_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("health_interval", 0.05, 3600), ("health_timeout", 0.05, 3600), ("connect_timeout", 0.05, 3600),
+    ("max_retries", 0, 64), ("max_waiting_requests", 1, 1 << 20), ("max_index_blocks", 1, 1 << 30),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """Whether tokens are guessed ahead and checked several at once."""
 
@@ -522,6 +564,11 @@ def default_cache_dir() -> Path:
 def api_keys_of_environment() -> str:
     """What $QUIRE_API_KEYS holds: API keys of `quire serve`, separated by commas."""
     return os.environ.get("QUIRE_API_KEYS", "")
+
+
+def replica_key_of_environment() -> str | None:
+    """The API key that a router sends to servers with its own questions: $QUIRE_REPLICA_KEY."""
+    return os.environ.get("QUIRE_REPLICA_KEY") or None
 
 
 def read_kv_secret(path: str | None) -> bytes | None:

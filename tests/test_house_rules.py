@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LONGEST_FUNCTION = 70
 LONGEST_FILE = 600
-FRONT_DOORS = ("bench", "cli", "client", "eval", "fuzz", "sim")
+FRONT_DOORS = ("bench", "cli", "client", "eval", "fuzz", "router", "sim")
 """Rooms that use the engine and that nothing in it may know."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

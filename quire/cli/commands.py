@@ -42,6 +42,7 @@ COMMANDS: dict[str, Command] = {
     "demo": Command("quire.cli.demo", "fetch the default model and let it answer three questions"),
     "generate": Command("quire.cli.generate", "complete prompts, or answer them"),
     "serve": Command("quire.cli.serve", "answer OpenAI's and Anthropic's APIs on a port of this machine"),
+    "route": Command("quire.cli.route", "one address in front of many servers: who holds the prompt answers it"),
     "chat": Command("quire.cli.chat", "talk with a model in the terminal"),
     "complete": Command("quire.cli.complete", "complete a text through a server"),
     "run-batch": Command("quire.cli.run_batch", "answer an OpenAI batch file; goes on where it was stopped"),

@@ -210,7 +210,17 @@ class ViewFrame(msgspec.Struct, tag="view", array_like=True, frozen=True):
     """It tells everything, so it can be understood without those before."""
 
 
-FromEngine = Ready | Failed | Refused | StepOutputs | Heartbeat | Answer | ViewFrame
+class KVChanges(msgspec.Struct, tag="kv", array_like=True, frozen=True):
+    """Prefixes that the device holds since the last such message, and those that it does not hold any more: their
+    names, 16 bytes each, one after the other. Sent by engines that share a secret (`kv_secret_file`)."""
+
+    stored: bytes
+    evicted: bytes
+    cleared: bool
+    """What was held before is forgotten."""
+
+
+FromEngine = Ready | Failed | Refused | StepOutputs | Heartbeat | Answer | ViewFrame | KVChanges
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

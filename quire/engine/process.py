@@ -29,6 +29,7 @@ from quire.engine.metrics import flat_metrics
 from quire.engine.news import SequenceNews
 from quire.engine.watching import Watching
 from quire.errors import EngineError, InvalidRequestError, QuireError
+from quire.kvcache.held_names import HeldNames
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.request import FinishReason, Request
 from quire.scheduler.scheduler import SequenceUpdate
@@ -96,6 +97,10 @@ class EngineServer:
         self._snapshot_at = 0.0
         self._doorbell = doorbell
         self._watching = Watching(engine)
+        cache = engine.config.cache
+        self._held = (HeldNames(self._scheduler.cache)
+                      if cache.kv_secret is not None and cache.enable_prefix_caching else None)
+        """What to publish; None where nobody could make use of it."""
 
     def ready(self) -> m.Ready:
         limits = self._scheduler.limits
@@ -114,6 +119,7 @@ class EngineServer:
             elif self._news_due:
                 self._send([], None)
             self._show()
+            self._publish()
 
     # ---- what comes in
 
@@ -128,6 +134,7 @@ class EngineServer:
                     break  # another engine has asked for something
                 self._core.self_check.slice()
                 self._show()
+                self._publish()
         elif self._core.stalled_for is not None and not self._news_due:
             # All that is left waits for KV: whatever comes first, that or a message, goes on.
             self._wait(min(self._watching.patience_ms(_REST_MS), 1 + int(1e3 * self._core.stalled_for)))
@@ -294,6 +301,12 @@ class EngineServer:
         frame = self._watching.frame(at_rest=not self._core.has_work)
         if frame is not None:
             self._send_message(m.ViewFrame(*frame))
+
+    def _publish(self) -> None:
+        """What the device holds, for those who choose among engines."""
+        changes = None if self._held is None else self._held.take()
+        if changes is not None:
+            self._send_message(m.KVChanges(*changes))
 
     def _newly_started(self) -> list[m.Started]:
         found = [m.Started(handle, request.first_scheduled_time, request.num_cached_tokens or 0)

@@ -14,6 +14,7 @@ from typing import Any
 from quire.config import GuardConfig
 from quire.engine import messages as m
 from quire.engine.admission import Admission
+from quire.engine.kv_log import KVLog
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.quarantine import Quarantine
 from quire.engine.subscription import Subscription
@@ -67,6 +68,8 @@ class RequestDesk:
         """The engine's last report."""
         self.on_step_stats: Callable[[m.StepStats], None] | None = None
         self.on_view: Callable[[bytes, bool], None] | None = None
+        self.kv_log = KVLog()
+        """What the engine holds, where it says so."""
         self.closing = False
         self.idle = asyncio.Event()
         """Nobody waits for anything."""
@@ -229,6 +232,7 @@ class RequestDesk:
         running = [s.request for s in self._subscriptions.values() if s.running]
         self._quarantine.died_with(running or [s.request for s in self._subscriptions.values()])
         self.engine_metrics = {name: 0 if name in _HELD else value for name, value in self.engine_metrics.items()}
+        self.kv_log.start_over()
         self.fail_all(error)
 
     def paused(self) -> None:
@@ -250,6 +254,8 @@ class RequestDesk:
             self._take_answer(message)
         elif isinstance(message, m.ViewFrame) and self.on_view is not None:
             self.on_view(message.body, message.full)
+        elif isinstance(message, m.KVChanges):
+            self.kv_log.take(message)
 
     # ---- what the engine says
 

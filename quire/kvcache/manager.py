@@ -510,7 +510,9 @@ class KVCacheManager:
 
     def drop_cached(self) -> int:
         """Forget every prefix that nobody uses."""
-        return sum(tier.drop_cached() for tier in self.tiers) + sum(pool.drop_cached() for pool in self.pools)
+        dropped = sum(tier.drop_cached() for tier in self.tiers) + sum(pool.drop_cached() for pool in self.pools)
+        self.events.cleared()
+        return dropped
 
     @property
     def resettable(self) -> bool:
@@ -530,6 +532,7 @@ class KVCacheManager:
         self.leases.clear()
         for tier in self.tiers:
             tier.reset()
+        self.events.cleared()
 
     # ---- arithmetic
 

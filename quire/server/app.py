@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from quire.config import ServerConfig
@@ -31,7 +31,8 @@ _CLIENT_CLOSED = 499
 def build_app(engine: Any, config: ServerConfig, *, keys: ApiKeys | None = None,
               tracing: Tracing | None = None) -> App:
     """The application around an engine; with `allowed_origins`, wrap it in `with_cors`."""
-    return App(Service(engine, config, ApiKeys.of(config) if keys is None else keys, tracing))
+    service = Service(engine, config, ApiKeys.of(config) if keys is None else keys, tracing)
+    return App(service, (*ROUTES, *(page_routes(service) if config.page else ())))
 
 
 def with_cors(app: App, origins: str | None) -> Any:
@@ -47,11 +48,13 @@ def with_cors(app: App, origins: str | None) -> Any:
 
 
 class App:
-    def __init__(self, service: Service) -> None:
+    """The routes of a service: the server's, or the router's (`quire.router`)."""
+
+    def __init__(self, service: Any, routes: Iterable[Route]) -> None:
         self.service = service
         self._hosts = AllowedHosts(service.config, has_keys=len(service.keys) > 0)
         self._exact: dict[str, dict[str, Route]] = {}
-        for route in (*ROUTES, *(page_routes(service) if service.config.page else ())):
+        for route in routes:
             self._exact.setdefault(route.path, {})[route.method] = route
         self._folders = {path[:path.index("{")]: methods for path, methods in self._exact.items() if "{" in path}
 

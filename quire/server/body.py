@@ -25,6 +25,15 @@ _DRAINED = 8
 
 async def read_body(scope: Any, receive: Any, kind: type[_Body], config: ServerConfig) -> _Body:
     """The body as what it should be; ApiError where it is not, is too large, or does not come."""
+    data = await read_json(scope, receive, config)
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise validation_error(error, data) from None
+
+
+async def read_json(scope: Any, receive: Any, config: ServerConfig) -> bytes:
+    """The bytes of a body that says it is JSON and that can be read in a bounded time."""
     headers = dict(scope["headers"])
     media = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if media != b"application/json":
@@ -42,10 +51,7 @@ async def read_body(scope: Any, receive: Any, kind: type[_Body], config: ServerC
         raise ApiError(408, f"the body did not come within {config.read_timeout:g} seconds",
                        code="read_timeout") from None
     await _check_elements(data)
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        raise validation_error(error, data) from None
+    return data
 
 
 async def _check_elements(data: bytes) -> None:

@@ -87,12 +87,12 @@ async def _prompt(service: Service, tokenizer: Tokenizer, body: ChatBody, tools:
             raise refusal("prompt_token_ids", "stands in place of messages: leave these out")
         tokens = body.prompt_token_ids
         return tokens, tokenizer.decode(tokens[-_PROMPT_END:], skip_special_tokens=False)
-    text = await prompt_text(service, tokenizer, body, tools)
+    text = await prompt_text(tokenizer, body, tools)
     tokens = await service.encode_prompt(text, "messages", add_special_tokens=False, tenant=tenant)
     return tokens, text[-256:]
 
 
-async def prompt_text(service: Service, tokenizer: Tokenizer, body: ChatBody, tools: ToolUse) -> str:
+async def prompt_text(tokenizer: Tokenizer, body: ChatBody, tools: ToolUse) -> str:
     """The conversation as the model's chat template writes it."""
     messages = body.messages
     if messages is None:

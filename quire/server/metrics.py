@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.output import RequestOutput
@@ -169,11 +169,7 @@ class ServerMetrics:
 
     def render(self, engine: Mapping[str, Any] | None) -> bytes:
         """The text of /metrics; `engine` is None where it cannot be asked."""
-        from prometheus_client import CollectorRegistry, generate_latest
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Once(list(self._families(engine))))
-        return generate_latest(registry)
+        return exposition(self._families(engine))
 
     def _families(self, engine: Mapping[str, Any] | None) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily
@@ -278,6 +274,15 @@ _ENGINE_LABELLED = (
     ("num_preemptions", "Preemptions, by reason", "reason",
      {"memory": "preemptions_for_memory", "priority": "preemptions_for_priority", "loss": "preemptions_for_loss"}),
 )
+
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """Metrics as Prometheus reads them."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Once(list(families)))
+    return generate_latest(registry)
 
 
 class _Once:

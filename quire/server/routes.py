@@ -16,6 +16,7 @@ from quire.server.chat_prompt import render
 from quire.server.chat_protocol import ChatBody, TokenizeBody
 from quire.server.completions import completion
 from quire.server.generation import until_disconnect
+from quire.server.kv_events import kv_events
 from quire.server.messages_api.answer import count_tokens, error_body, message
 from quire.server.messages_api.protocol import CountBody, MessagesBody
 from quire.server.model_card import model_card
@@ -201,6 +202,8 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/models/{model}", "The served model", _model, None, responses.ModelCard),
     Route("POST", "/tokenize", "From text or messages to tokens", _tokenize, TokenizeBody, responses.Tokens),
     Route("POST", "/detokenize", "From tokens to text", _detokenize, DetokenizeBody, responses.Detokenized),
+    Route("GET", "/v1/kv/events", "Which prefixes the engine holds, and each change", kv_events,
+          media="text/event-stream"),
     Route("GET", "/health", "200 while the engine makes steps, 503 when it is dead", _health, None, responses.Health,
           open=True),
     Route("GET", "/metrics", "Prometheus metrics", _metrics, media="text/plain"),

@@ -26,18 +26,22 @@ from quire.server.tracing import Tracing
 
 _BACKLOG = 2048
 StartEngine = Callable[[], Coroutine[Any, Any, Any]]
+Ready = Callable[[str, App], None]
+BuildApp = Callable[..., App]
+"""Makes the application around what was started, as `build_app` does."""
 
 
-def run(config: ServerConfig, start_engine: StartEngine) -> int:
+def run(config: ServerConfig, start_engine: StartEngine, *, build: BuildApp = build_app,
+        ready: Ready | None = None) -> int:
     """Serve until told to stop; the exit code."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config, start_engine))
+        return runner.run(serve(config, start_engine, ready, build=build))
 
 
-async def serve(config: ServerConfig, start_engine: StartEngine,
-                ready: Callable[[str, App], None] | None = None, stops: Stops | None = None) -> int:
+async def serve(config: ServerConfig, start_engine: StartEngine, ready: Ready | None = None,
+                stops: Stops | None = None, build: BuildApp = build_app) -> int:
     """`ready` is told the address when requests are taken; `stops` says when to end, beside the signals."""
     began = time.monotonic()
     keys, tracing = ApiKeys.of(config), Tracing.to(config.otlp_endpoint)
@@ -49,7 +53,7 @@ async def serve(config: ServerConfig, start_engine: StartEngine,
         engine = await stops.unless_stopped(start_engine())
         if engine is None:
             return 0
-        app = build_app(engine, config, keys=keys, tracing=tracing)
+        app = build(engine, config, keys=keys, tracing=tracing)
         try:
             address = _address(listener)
             listener.listen(_BACKLOG)  # who reads that it is ready may connect at once

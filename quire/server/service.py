@@ -17,6 +17,7 @@ from quire.server.api_error import ApiError
 from quire.server.auth import ApiKeys
 from quire.server.metrics import ServerMetrics
 from quire.server.parsers.registry import call_format_of, thought_format_of
+from quire.server.places import Places
 from quire.server.responses_api.store import ResponseStore
 from quire.server.text_process import start_text_process
 from quire.server.text_work import TextWork
@@ -63,6 +64,7 @@ class Service:
         self.text_work = (None if engine.options is None or engine.tokenizer is None
                           else TextWork(functools.partial(start_text_process, engine.options)))
         """Who works on long texts; None where the engine cannot say how to read its tokenizer in another process."""
+        self.kv_readers = Places(32, "too many read this server's KV events: try again later", "too_many_readers")
         self.created = int(time.time())
         self.draining = False
         self.document: bytes | None = None

@@ -349,6 +349,9 @@ def test_observers_hear_of_what_is_stored_finished_and_evicted() -> None:
         def finished(self, keys: Sequence[bytes]) -> None:
             heard.append(("finished", len(keys)))
 
+        def cleared(self) -> None:
+            heard.append(("cleared", 0))
+
     engine.scheduler.cache.events.observers.append(Index())
     request = make_request("r", list(range(9)), 2, seed=1)
     engine.scheduler.add(request)
@@ -356,6 +359,8 @@ def test_observers_hear_of_what_is_stored_finished_and_evicted() -> None:
     assert [kind for kind, _ in heard] == ["stored", "stored", "finished"] and heard[-1][1] == 2
     engine.scheduler.cache.make_room([16])
     assert [kind for kind, _ in heard[3:]] == ["evicted", "evicted"]
+    engine.scheduler.cache.drop_cached()
+    assert heard[5:] == [("cleared", 0)]
 
 
 # ---- reservations and leases

@@ -44,6 +44,8 @@ class ScriptedEngine:
     options = None
     """Nobody could read its tokenizer again: long texts are worked on in this process."""
     max_model_len = 4096
+    kv_log = None
+    """It holds nothing that could be told."""
 
     def __init__(self, tokenizer: Tokenizer, text: str = "Hello, world!", *, tokens_at_once: int = 1) -> None:
         self.tokenizer: Tokenizer | None = tokenizer

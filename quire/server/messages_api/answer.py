@@ -39,7 +39,7 @@ async def count_tokens(service: Service, tenant: str | None, body: CountBody) ->
     tokenizer = service.needs_tokenizer("messages")
     with told_in(WORDS):
         chat = chat_of(body, tokenizer.chat_template)
-        text = await prompt_text(service, tokenizer, chat, tool_use(chat, service.config))
+        text = await prompt_text(tokenizer, chat, tool_use(chat, service.config))
     return len(await service.encode(text, False, tenant))
 
 
