@@ -50,7 +50,8 @@ class Play:
         self.now = 0
         self._windows = list(case.options["windows"])
         self.executor = faulty_executor(case)
-        self.core = EngineCore(faulty_scheduler(case.options, lambda: float(self.now)), self.executor, case.options["depth"])
+        scheduler = faulty_scheduler(case.options, lambda: float(self.now))
+        self.core = EngineCore(scheduler, self.executor, case.options["depth"])
         self.requests: dict[str, Request] = {}
         self._logprobs: dict[str, list[float]] = {}
         self._due: dict[tuple[str, int], int] = {}
