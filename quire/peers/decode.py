@@ -117,6 +117,9 @@ class DecodeSide:
         held = reservation.kv.tables[: self._num_groups]
         tables = [list(table.blocks) for table in held]
         starts = [max(start, table.first_live * size) for table in held]
+        if min(starts) > start:  # all windows have passed what is before
+            self._cache.reservations.arrived(reservation.number, start, min(starts))
+            start = min(starts)
         try:
             ticket = self._mover.open(transfer, link.theirs or {}, tables, starts, reservation.num_tokens,
                                       self._on_arrival(asking, transfer), self._on_failure(asking, transfer))

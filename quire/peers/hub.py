@@ -57,6 +57,8 @@ class PeerHub:
         self._least_tokens = least_tokens
         self._links: dict[str, Link] = {}
         """Those that were made here, by address."""
+        self._held_off: dict[str, float] = {}
+        """Until when nobody tries to reach an address where nobody answered."""
         self._open: list[Link] = []
         self._lanes: dict[Link, Lane] = {}
         self.make_lane: Callable[[Link], Lane] = self._make_lane
@@ -120,6 +122,8 @@ class PeerHub:
 
     def link_to(self, address: str) -> Link:
         link = self._links.get(address)
+        if link is not None and link.closed and self.core.scheduler.clock() < self._held_off.get(address, 0.0):
+            return link  # it was not there a moment ago: others wait less long if nobody tries meanwhile
         if link is None or link.closed:
             if self.connect is None:
                 raise PeerError("this engine has no way to reach another")
@@ -166,6 +170,9 @@ class PeerHub:
 
     def _lost(self, link: Link) -> None:
         self._open.remove(link)
+        dead = link.theirs is None or self.core.scheduler.clock() - link.heard > self.lease
+        if dead and self._links.get(link.name) is link:
+            self._held_off[link.name] = self.core.scheduler.clock() + self.lease
         self.stats.links_lost += 1
         log.info("the link to %s is closed: %s", link.name, link.error)
         self._prefill.link_closed(link)
