@@ -314,8 +314,53 @@ class StructuredConfig:
                                             "lowest priority, not when the first is asked for (`quire serve`)")
 
 
+@dataclass(frozen=True, slots=True)
+class KVTransferConfig:
+    """Prompts that one engine computes and another goes on with: which part this one plays, and with whom."""
+
+    kv_role: str | None = option(
+        None, "prefill: compute prompts for other engines; decode: let others compute prompts for this one; both "
+              "(default: neither)", ("prefill", "decode", "both"))
+    kv_listen: str = option("127.0.0.1:0", "address and port on which other engines reach this one (port 0: any)")
+    kv_peers: str | None = option(
+        None, "prefill servers that may be asked, separated by commas: http://host:port of a server, or kv://host:port "
+              "of an engine; a request that names none asks these in turn")
+    kv_lease: float = option(5.0, "seconds without a sign of life after which another engine counts as dead: then its "
+                                  "blocks are given back, and its prompts are computed elsewhere")
+    kv_transports: str = option("shm,tcp", "ways in which KV may travel, separated by commas: shm, tcp, mooncake")
+    kv_least_tokens: int = option(32, "prompts of which fewer tokens are missing are computed here")
+    kv_convert_dtype: bool = option(False, "take KV of another element type than this engine's, and convert it")
+
+    @property
+    def computes(self) -> bool:
+        """Prompts for others."""
+        return self.kv_role in ("prefill", "both")
+
+    @property
+    def asks(self) -> bool:
+        """Others for prompts."""
+        return self.kv_role in ("decode", "both")
+
+    @property
+    def peers(self) -> list[str]:
+        return [each.strip() for each in (self.kv_peers or "").split(",") if each.strip()]
+
+    @property
+    def transports(self) -> list[str]:
+        return [each.strip() for each in self.kv_transports.split(",") if each.strip()]
+
+    @property
+    def listen(self) -> tuple[str, int]:
+        host, _, port = self.kv_listen.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise ConfigError(f"kv_listen must be an address and a port, as in 127.0.0.1:9000, not {self.kv_listen!r}",
+                              field="kv_listen")
+        return host.strip("[]"), int(port)
+
+
 _SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig,
-                              "speculation": SpeculationConfig, "structured": StructuredConfig}
+                              "speculation": SpeculationConfig, "structured": StructuredConfig,
+                              "transfer": KVTransferConfig}
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,10 +372,15 @@ class EngineConfig:
     scheduler: SchedulerConfig
     speculation: SpeculationConfig = SpeculationConfig()
     structured: StructuredConfig = StructuredConfig()
+    transfer: KVTransferConfig = KVTransferConfig()
 
     @classmethod
     def create(cls, **options: Any) -> EngineConfig:
-        """Sort flat keywords into sections; an unknown one raises with the nearest known name."""
+        """Sort flat keywords into sections; an unknown one raises with the nearest known name.
+
+        `kv_transfer={"role": …, "peers": …}` is short for `kv_role`, `kv_peers` and so on.
+        """
+        options = _spread_kv_transfer(options)
         sections: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
         owner = {f.name: name for name, section in _SECTIONS.items() for f in dataclasses.fields(section)}
         for key, value in options.items():
@@ -344,10 +394,22 @@ class EngineConfig:
         return config
 
     def validate(self) -> None:
-        for section in (self.model, self.cache, self.scheduler, self.speculation, self.structured):
+        for section in (self.model, self.cache, self.scheduler, self.speculation, self.structured, self.transfer):
             for f in dataclasses.fields(section):
                 _check_type(f, getattr(section, f.name))
         _check_ranges(self)
+
+
+def _spread_kv_transfer(options: dict[str, Any]) -> dict[str, Any]:
+    given = options.get("kv_transfer")
+    if given is None:
+        return {name: value for name, value in options.items() if name != "kv_transfer"}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"kv_transfer must be a dict such as {{'role': 'decode'}}, not {given!r:.80}",
+                          field="kv_transfer")
+    spread = {f"kv_{name}": ",".join(value) if isinstance(value, list | tuple) else value
+              for name, value in given.items()}
+    return {**{name: value for name, value in options.items() if name != "kv_transfer"}, **spread}
 
 
 def option_fields() -> list[tuple[str, dataclasses.Field[Any]]]:
@@ -400,6 +462,7 @@ def _check_ranges(config: EngineConfig) -> None:
     _check_slo(config.scheduler)
     _check_swap(config)
     _check_structured(config.structured)
+    _check_transfer(config)
     share = config.cache.gpu_memory_utilization
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}",
@@ -409,6 +472,22 @@ def _check_ranges(config: EngineConfig) -> None:
     if config.cache.kv_cache_memory is not None:
         parse_bytes(config.cache.kv_cache_memory, "kv_cache_memory")
     _ = config.cache.kv_secret
+
+
+def _check_transfer(config: EngineConfig) -> None:
+    transfer = config.transfer
+    _ = transfer.listen
+    if not 0.05 <= transfer.kv_lease <= 3600.0:
+        raise ConfigError(f"kv_lease must be between 0.05 and 3600 seconds, not {transfer.kv_lease}", field="kv_lease")
+    if not 1 <= transfer.kv_least_tokens <= 1 << 24:
+        raise ConfigError(f"kv_least_tokens must be between 1 and {1 << 24}, not {transfer.kv_least_tokens}",
+                          field="kv_least_tokens")
+    if transfer.kv_peers is not None and not transfer.asks:
+        raise ConfigError("kv_peers names engines to ask for prompts, which needs kv_role 'decode' or 'both'",
+                          field="kv_peers")
+    if transfer.kv_role is not None and config.cache.kv_secret is None:
+        raise ConfigError("kv_role needs a secret that the engines share: set $QUIRE_KV_SECRET or kv_secret_file",
+                          field="kv_role")
 
 
 def _check_swap(config: EngineConfig) -> None:

@@ -91,3 +91,7 @@ class KVMismatchError(KVTransferError):
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+class PeerError(QuireError):
+    """Another engine said something that it must not, cannot be reached, or refuses to talk."""

@@ -34,6 +34,7 @@ from quire.worker.memory import PoolSize, groups_with_draft
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
+    from quire.peers.hub import PeerHub
 
 
 @dataclass(slots=True)
@@ -45,6 +46,8 @@ class Engine:
     spec: DecoderSpec
     pool: PoolSize
     core: EngineCore
+    peers: PeerHub | None = None
+    """Other engines, where there are any."""
 
 
 def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[], float] = time.time,
@@ -76,7 +79,12 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
                       else isolate_grammars(config, options, worker.spec.vocab_size, source.eos_token_ids))
     if isinstance(core.grammars, IsolatedGrammars):
         scheduler.compiling.isolated = core.grammars
-    return Engine(config, source, worker.spec, worker.pool, core)
+    engine = Engine(config, source, worker.spec, worker.pool, core)
+    if config.transfer.kv_role is not None:
+        from quire.engine.peers import connect_peers
+
+        engine.peers = connect_peers(config, source, worker, core)
+    return engine
 
 
 def build_grammars(config: EngineConfig, source: ModelSource, vocab_size: int) -> GrammarCompiler | None:

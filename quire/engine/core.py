@@ -27,6 +27,20 @@ _GRAMMAR_WAIT_S = 0.02
 """How long a step waits for a grammar when there is nothing else to do: others may come meanwhile."""
 
 
+class Peers(Protocol):
+    """Other engines that this one works for, or that work for it; their news is looked at between steps."""
+
+    def tick(self) -> bool:
+        """Look at their news; true if that may have changed what can be planned."""
+        ...
+
+    def claim(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+        """Take out what concerns requests of theirs."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class StepObserver(Protocol):
     """Somebody who wants to know when steps begin and end."""
 
@@ -60,6 +74,7 @@ class EngineCore:
         self._depth = max_steps_in_flight
         self._futures: deque[Future[StepResult]] = deque()
         self.trace: StepObserver | None = None
+        self.peers: Peers | None = None
         self.times = StepTimes()
         self.self_check = SelfCheck(scheduler)
         self.stalled_for: float | None = None
@@ -116,9 +131,12 @@ class EngineCore:
             self.self_check.slice()
             return []
         self.self_check.disturb()
+        stirred = False
         while len(self._futures) < self._depth:
             began = time.perf_counter()
             plan = self.scheduler.schedule()
+            if self.peers is not None:
+                stirred = self.peers.tick()  # who is to compute a prompt for this engine begins while the step runs
             planned = time.perf_counter()
             times.plan += planned - began
             if plan is None:
@@ -127,19 +145,30 @@ class EngineCore:
             times.execute += time.perf_counter() - planned
         if self._futures:
             self._collect()
-        else:
+        elif not stirred:
             self._rest(wait_for_kv)
-        updates = self.scheduler.take_updates()
+        if self.peers is not None:
+            self.peers.tick()
+        updates = self.take_updates()
         if self.trace is not None and not self.scheduler.has_work:
             self.trace.idle()
         return updates
 
+    def take_updates(self) -> list[SequenceUpdate]:
+        """News of this engine's own requests since the last call, in order."""
+        updates = self.scheduler.take_updates()
+        if self.peers is None:
+            return updates
+        return self.peers.claim(updates)
+
     def take_arrivals(self) -> None:
-        """What transfers have reported besides the results of steps, and leases that have ended."""
+        """What transfers have reported besides the results of steps, other engines' news, leases that have ended."""
         reports = self.executor.arrivals.take()
         if reports:
             self.self_check.disturb()
             self.scheduler.arrived(reports)
+        if self.peers is not None:
+            self.peers.tick()
         ends = self.scheduler.cache.leases.next_end
         if ends is not None and self.scheduler.clock() >= ends:
             self.self_check.disturb()
@@ -220,6 +249,8 @@ class EngineCore:
         for future in self._futures:
             future.cancel()
         self._futures.clear()
+        if self.peers is not None:
+            self.peers.close()
         if self.grammars is not None:
             self.grammars.close()
         self.executor.close()

@@ -11,6 +11,7 @@ from quire.errors import ConfigError
 from quire.executor.base import Executor
 
 if TYPE_CHECKING:
+    from quire.kernels.types import LayerCache
     from quire.models.loader.source import ModelSource
     from quire.models.spec import DecoderSpec
     from quire.worker.gpu.worker import Speculation
@@ -25,6 +26,11 @@ class ModelWorker(Protocol):
 
     spec: DecoderSpec
     pool: PoolSize
+
+    @property
+    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
+        """The caches and the cache group of each; none where nobody computes."""
+        ...
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -81,6 +87,10 @@ def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker
 class _NoWorker:
     spec: DecoderSpec
     pool: PoolSize
+
+    @property
+    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
+        return [], []
 
 
 def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:

@@ -48,6 +48,7 @@ def flat_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float]
         "kv_pool_bytes": pool.num_blocks * pool.bytes_per_block,
         **_tier_metrics(scheduler, pool),
         **({} if scheduler.speculator is None else scheduler.speculator.stats.flat()),
+        **({} if scheduler.peer_metrics is None else scheduler.peer_metrics()),
     }
 
 

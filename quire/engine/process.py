@@ -75,11 +75,12 @@ class EngineServer:
         """What to publish; None where nobody could make use of it."""
 
     def ready(self) -> m.Ready:
-        limits = self._scheduler.limits
+        limits, peers = self._scheduler.limits, self._engine.peers
         return m.Ready(
             self._engine.source.name, self._engine.spec.vocab_size, self._engine.pool.max_model_len, sorted(self._eos),
             self._scheduler.cache.num_blocks, self._scheduler.cache.block_size, limits.max_num_seqs,
-            limits.max_num_batched_tokens, limits.chunked_prefill, flat_metrics(self._scheduler, self._engine.pool))
+            limits.max_num_batched_tokens, limits.chunked_prefill, flat_metrics(self._scheduler, self._engine.pool),
+            None if peers is None or peers.listener is None else peers.listener.address)
 
     def run(self) -> None:
         """Until told to stop."""
@@ -108,6 +109,8 @@ class EngineServer:
             while not self._wait(0 if self._core.self_check.due else self._watching.patience_ms(_REST_MS)):
                 self._core.take_arrivals()
                 self._core.hear_grammars()
+                if self._core.has_work:
+                    break  # another engine has asked for something
                 self._core.self_check.slice()
                 self._show()
                 self._publish()
@@ -175,7 +178,7 @@ class EngineServer:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._engine.spec.vocab_size:
             raise InvalidRequestError("the prompt has a token id outside the vocabulary", field="prompt")
         body.params.validate_for_vocab(self._engine.spec.vocab_size)
-        return Request(
+        request = Request(
             request_id=body.request_id,
             prompt_token_ids=tokens,
             params=body.params,
@@ -188,6 +191,12 @@ class EngineServer:
             tenant=body.tenant,
             beams=None if body.beams is None else BeamSearch(body.beams, self._eos),
         )
+        if self._engine.peers is not None:
+            self._engine.peers.prepare(request, body.prefill)
+        elif body.prefill:
+            raise InvalidRequestError("prefill names engines to ask for the prompt, which needs kv_role 'decode' or "
+                                      "'both'", field="prefill")
+        return request
 
     def _abort(self, handle: int) -> None:
         request = self._requests.get(handle)

@@ -14,6 +14,7 @@ from quire.config import ServerConfig
 from quire.server.answer import send_error
 from quire.server.api_error import ApiError, api_error
 from quire.server.auth import ApiKeys
+from quire.server.disaggregation import PrefillHeader
 from quire.server.generation import ClientGone
 from quire.server.hosts import AllowedHosts
 from quire.server.log import LOGGER, event
@@ -52,6 +53,7 @@ class App:
 
     def __init__(self, service: Any, routes: Iterable[Route]) -> None:
         self.service = service
+        self._prefill = PrefillHeader(service.engine.config)
         self._hosts = AllowedHosts(service.config, has_keys=len(service.keys) > 0)
         self._exact: dict[str, dict[str, Route]] = {}
         for route in routes:
@@ -91,6 +93,8 @@ class App:
             if route.works and self.service.draining:
                 raise ApiError(503, "the server is closing and takes no new requests", code="closing",
                                retry_after=5.0)
+            if route.works:
+                record.prefill = self._prefill.named(scope["headers"])
             await route.handler(self.service, record, scope, receive, send_noted)
         except ClientGone:
             record.status = _CLIENT_CLOSED

@@ -162,6 +162,11 @@ class Health(BaseModel):
     status: Literal["ok"]
 
 
+class Bootstrap(BaseModel):
+    host: str
+    port: int
+
+
 class Version(BaseModel):
     version: str
 

@@ -15,6 +15,7 @@ from quire.server.chat import chat_completion
 from quire.server.chat_prompt import render
 from quire.server.chat_protocol import ChatBody, TokenizeBody
 from quire.server.completions import completion
+from quire.server.disaggregation import kv_bootstrap
 from quire.server.generation import until_disconnect
 from quire.server.kv_events import kv_events
 from quire.server.messages_api.answer import count_tokens, error_body, message
@@ -205,6 +206,8 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/kv/events", "Which prefixes the engine holds, and each change", kv_events,
           media="text/event-stream"),
     Route("GET", "/health", "200 while the engine makes steps, 503 when it is dead", _health, None, responses.Health,
+          open=True),
+    Route("GET", "/v1/kv/bootstrap", "Where other engines reach this one", kv_bootstrap, None, responses.Bootstrap,
           open=True),
     Route("GET", "/metrics", "Prometheus metrics", _metrics, media="text/plain"),
     Route("GET", "/version", "Quire's version", _version, None, responses.Version),

@@ -43,6 +43,8 @@ class RequestRecord:
     status: int = 0
     started: float = field(default_factory=time.perf_counter)
     facts: dict[str, Any] = field(default_factory=dict)
+    prefill: tuple[str, ...] | None = None
+    """Engines that it asks for the prompt, where it names some."""
     suffix: str = ""
     """What makes the engine's name for it unique, where the client has chosen its id."""
 

@@ -9,6 +9,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.kernels.types import LayerCache
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.loader.source import ModelSource, resolve_model
 from quire.models.registry import read_spec
@@ -64,6 +65,11 @@ class Worker:
             model = SkippedLayers(decoder, self._cache.layers, self._table, speculation.skipped_layers)
         drafter = None if model is None else Drafter(model, self._table, rejection)
         self._runner = ModelRunner(decoder, self._cache, self._table, drafter, rejection)
+
+    @property
+    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
+        """The model's caches and the cache group of each, for whoever moves KV to and from other engines."""
+        return self._cache.layers, self._cache.groups
 
     def execute(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode(), _one_torch_thread():

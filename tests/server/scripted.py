@@ -44,6 +44,8 @@ class ScriptedEngine:
     options = None
     """Nobody could read its tokenizer again: long texts are worked on in this process."""
     max_model_len = 4096
+    config = None
+    kv_listens = None
     kv_log = None
     """It holds nothing that could be told."""
 
