@@ -79,3 +79,7 @@ class QueueFullError(QuireError):
 
 class RequestTimeoutError(QuireError):
     """The request was not done within its time and was given up."""
+
+
+class KVUnitError(QuireError):
+    """A unit of KV came back torn, changed or foreign. It counts as not there."""
