@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -76,6 +76,8 @@ class LayerCache:
     block_size: int
     tensors: dict[str, Tensor]
     """By the names of the spec's parts."""
+    tokens_last: tuple[str, ...] = field(default=(), kw_only=True)
+    """Parts whose tensor is [num_blocks, heads, width, block_size]; the others are [..., block_size, width]."""
 
     @property
     def num_blocks(self) -> int:

@@ -344,7 +344,7 @@ class CpuOps(Ops):
         heads, dim = kv.heads_of_pair()
         k = self._zeros(num_blocks, heads, dim, block_size)
         v = self._zeros(num_blocks, heads, block_size, dim)
-        return _describe(LayerCache(kv, block_size, {"k": k, "v": v}))
+        return _describe(LayerCache(kv, block_size, {"k": k, "v": v}, tokens_last=("k",)))
 
     def _zeros(self, *shape: int) -> Tensor:
         """Zeros that take memory, and time, only where they are written: a large pool costs nothing at start."""
@@ -458,7 +458,7 @@ def _describe(cache: LayerCache) -> CpuLayerCache:
         raise EngineError(f"a cache {tuple(k.shape)} does not suit {heads} kv heads of {dim} in blocks of {size}")
     if not (k.dtype is v.dtype is _F32 and _dense(k, v)):
         raise EngineError("the CPU kernels want a contiguous float32 cache; get one from allocate_cache")
-    return CpuLayerCache(cache.spec, size, cache.tensors, blocks, k.data_ptr(), v.data_ptr())
+    return CpuLayerCache(cache.spec, size, cache.tensors, blocks, k.data_ptr(), v.data_ptr(), tokens_last=("k",))
 
 
 def _check_heads(cache: CpuLayerCache, shape: HeadShape) -> None:

@@ -157,7 +157,7 @@ class TorchOps(Ops):
         heads, dim = kv.heads_of_pair()
         k = torch.zeros(num_blocks, heads, dim, block_size)
         v = torch.zeros(num_blocks, heads, block_size, dim)
-        return LayerCache(kv, block_size, {"k": k, "v": v})
+        return LayerCache(kv, block_size, {"k": k, "v": v}, tokens_last=("k",))
 
     def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
         """Block src[i] -> dst[i]; indexing gathers every source before the first target is written."""
