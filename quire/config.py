@@ -75,9 +75,19 @@ class CacheConfig:
     eviction_policy: str = option("reuse-rate", "which idle cached block gives up its place first: the one least "
                                   "likely to be asked for again, as learned so far, or the least recently used",
                                   ("reuse-rate", "lru"))
+    kv_disk: str | None = option(
+        None, "keep prefixes in this directory, at most so many bytes, and find them again after a restart: PATH:SIZE, "
+              "as in /var/cache/quire-kv:20GiB (default: none)")
+    kv_lookup_timeout: float = option(5.0, "milliseconds that a request waits to hear whether a store on the network has "
+                                           "its prefix")
     kv_secret_file: str | None = option(
         None, "file with the secret that replicas and their router share: at least 16 characters, from which the names "
               "of prefixes are made (default: $QUIRE_KV_SECRET; none: each engine draws its own)")
+
+    @property
+    def disk(self) -> tuple[Path, int] | None:
+        """Directory and bytes of `kv_disk`."""
+        return None if self.kv_disk is None else parse_disk(self.kv_disk)
 
     @property
     def kv_secret(self) -> bytes | None:
@@ -363,6 +373,7 @@ def _check_ranges(config: EngineConfig) -> None:
     if config.cache.kv_cache_memory is not None:
         parse_bytes(config.cache.kv_cache_memory, "kv_cache_memory")
     _ = config.cache.kv_secret
+    _check_pool(config)
 
 
 def _check_swap(config: EngineConfig) -> None:
@@ -383,6 +394,19 @@ def _check_swap(config: EngineConfig) -> None:
     if config.scheduler.preemption_mode == "swap":
         raise ConfigError("preemption_mode 'swap' needs room to move KV to: give swap_space",
                           field="preemption_mode")
+
+
+def _check_pool(config: EngineConfig) -> None:
+    cache = config.cache
+    if cache.disk is not None and not cache.enable_prefix_caching:
+        raise ConfigError("kv_disk keeps prefixes, and without enable_prefix_caching there are none", field="kv_disk")
+    if not 0.0 < cache.kv_lookup_timeout <= 60_000.0:
+        raise ConfigError(f"kv_lookup_timeout must be above 0 and at most 60000 milliseconds, not "
+                          f"{cache.kv_lookup_timeout}", field="kv_lookup_timeout")
+    options = config.speculation.options
+    if cache.disk is not None and options is not None and options.model is not None:
+        raise ConfigError("kv_disk does not keep the KV of a draft model: leave it out, or use a speculative method "
+                          "without a model of its own", field="kv_disk")
 
 
 def _check_structured(options: StructuredConfig) -> None:
@@ -429,6 +453,14 @@ def parse_bytes(value: int | str, name: str) -> int:
     if not 0 < size < 1 << 63:
         raise ConfigError(f"{name} must be between 1 and 2**63 - 1 bytes, not {value!r:.40}", field=name)
     return size
+
+
+def parse_disk(value: str) -> tuple[Path, int]:
+    """`/path/of/a/directory:20GiB` as the directory and a number of bytes."""
+    path, colon, size = value.rpartition(":")
+    if not colon or not path:
+        raise ConfigError(f"kv_disk must be PATH:SIZE, as in /var/cache/quire-kv:20GiB, not {value!r}", field="kv_disk")
+    return Path(path).expanduser(), parse_bytes(size, "kv_disk")
 
 
 def default_cache_dir() -> Path:

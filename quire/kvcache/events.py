@@ -44,14 +44,22 @@ class KVEvents:
                  fork: Callable[[SequenceKV, int], SequenceKV], take_cached: Callable[[int, bytes], int],
                  block_bytes: Sequence[int]) -> None:
         """`fork` holds the first blocks of a sequence once more, `take_cached` a block that the prefix cache has."""
-        self._tiers = [tier for tier in tiers if tier.offload]
-        self._unit_tokens = next((tier.unit_tokens for tier in self._tiers if tier.unit_tokens is not None), None)
+        self._tiers: list[KVConnector] = []
+        self._unit_tokens: int | None = None
+        for tier in tiers:
+            self.add_tier(tier)
         self._transfers = transfers
         self._fork = fork
         self._take_cached = take_cached
         self._block_bytes = block_bytes
         self.observers: list[KVObserver] = []
         self.stats = OffloadStats()
+
+    def add_tier(self, tier: KVConnector) -> None:
+        """One that keeps prefixes is told from now on."""
+        if tier.offload:
+            self._tiers.append(tier)
+            self._unit_tokens = self._unit_tokens or tier.unit_tokens
 
     def stored(self, kv: SequenceKV, fresh: list[tuple[int, int]]) -> None:
         """Entries (group, index) of the sequence's tables were registered."""

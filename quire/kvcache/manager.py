@@ -99,6 +99,11 @@ class KVCacheManager:
             pool.on_evict = partial(self.events.evicted, index)
         return pools
 
+    def add_tier(self, tier: KVConnector) -> None:
+        """One more, farther than those that are there; before the first request."""
+        self.tiers.append(tier)
+        self.events.add_tier(tier)
+
     @property
     def swap_tier(self) -> KVConnector | None:
         """Where the KV of preempted groups can go."""

@@ -21,6 +21,7 @@ from quire.worker.drafter import Drafter, DraftModel
 from quire.worker.memory import PoolSize, check_weights_fit, draft_group, groups_with_draft, size_pool
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
+from quire.worker.transfer import KVTransfer
 
 
 class Worker:
@@ -64,6 +65,10 @@ class Worker:
             model = SkippedLayers(decoder, self._cache.layers, self._table, speculation.skipped_layers)
         drafter = None if model is None else Drafter(model, self._table, rejection)
         self._runner = ModelRunner(decoder, self._cache, self._table, drafter, rejection)
+
+    def connect(self, transfer: KVTransfer) -> None:
+        """Move blocks to and from one more tier."""
+        self._cache.connect(transfer)
 
     def execute(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode(), _one_torch_thread():

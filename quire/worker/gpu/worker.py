@@ -30,6 +30,7 @@ from quire.worker.gpu.runner import DeviceRunner
 from quire.worker.gpu.table import DeviceTable, DraftView
 from quire.worker.gpu.weights import build_on_device, random_weights
 from quire.worker.memory import PoolSize, available_memory, draft_group, groups_with_draft, size_host_tier
+from quire.worker.transfer import KVTransfer
 
 _JUDGED_ROWS = 256
 """Rows of weights that exist while some sequences' drafts are judged by rejection."""
@@ -178,6 +179,10 @@ class GpuWorker:
         if drafting is not None:
             self._connect(drafting, cache)
         self._prepare(drafting)
+
+    def connect(self, transfer: KVTransfer) -> None:
+        """Move blocks to and from one more tier."""
+        self._cache.connect(transfer)
 
     def _prepare(self, drafting: DraftRunner | None) -> None:
         """Capture graphs and compile kernels before anybody waits for them."""

@@ -1,0 +1,83 @@
+"""Connects the stores that outlive an engine: a tier of units for each, and who moves blocks to and from it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from quire import __version__
+from quire.config import EngineConfig
+from quire.kvpool.disk import DiskStore
+from quire.kvpool.directory_lock import secret_in
+from quire.kvpool.keys import UNIT_TOKENS, UnitKeys
+from quire.kvpool.publishing import BenefitPublisher
+from quire.kvpool.staging import Staging
+from quire.kvpool.store import UnitStore
+from quire.kvpool.tier import UnitTier
+
+if TYPE_CHECKING:
+    from quire.models.loader.source import ModelSource
+    from quire.worker.transfer import KVTransfer
+
+_STAGING_BYTES = 256 << 20
+_LEAST_UNITS = 4
+_MOST_REMEMBERED = 1 << 16
+_LEAST_REMEMBERED = 256
+
+
+class Connects(Protocol):
+    """A worker whose caches can be moved to and from further tiers."""
+
+    def connect(self, transfer: KVTransfer) -> None: ...
+
+
+def has_pool(config: EngineConfig) -> bool:
+    return config.cache.disk is not None
+
+
+def build_pool_tiers(config: EngineConfig, source: ModelSource, worker: Connects | None, unit_bytes: list[int],
+                     prefill_seconds: Callable[[int], float] | None) -> list[UnitTier]:
+    """The nearest first. `unit_bytes` is used where nobody moves anything (the dummy executor)."""
+    disk = config.cache.disk
+    tiers: list[UnitTier] = []
+    if disk is not None:
+        store = DiskStore(*disk)
+        try:
+            secret = config.cache.kv_secret
+            keys = UnitKeys(secret_in(store.path) if secret is None else secret, _fingerprint(config, source))
+            tiers.append(_connect("disk", store, disk[1], keys, config, worker, unit_bytes, prefill_seconds))
+        except BaseException:
+            store.close()
+            raise
+    return tiers
+
+
+def _connect(name: str, store: UnitStore, capacity: int, keys: UnitKeys, config: EngineConfig,
+             worker: Connects | None, unit_bytes: list[int],
+             prefill_seconds: Callable[[int], float] | None) -> UnitTier:
+    staging = Staging(_STAGING_BYTES)
+    publisher = BenefitPublisher(_MOST_REMEMBERED, prefill_seconds)
+    tier = UnitTier(name, store, keys, config.cache.block_size, unit_bytes, staging, publisher,
+                    config.cache.kv_lookup_timeout / 1e3)
+    if worker is not None:
+        from quire.worker.unit_transfer import UnitTransfer
+
+        transfer = UnitTransfer(name, store, tier.numbers, staging, tier.rate, tier.breaker, keys.check_seed)
+        worker.connect(transfer)
+        tier.unit_bytes = transfer.unit_bytes()
+    size = max(1, sum(tier.unit_bytes))
+    staging.capacity = max(_STAGING_BYTES, _LEAST_UNITS * size)
+    publisher.reuse.remember(min(_MOST_REMEMBERED, max(_LEAST_REMEMBERED, 2 * capacity // size)))
+    return tier
+
+
+def _fingerprint(config: EngineConfig, source: ModelSource) -> bytes:
+    """All that KV depends on besides the tokens. Kernels of another version or processor may round otherwise."""
+    from quire.models.loader.digest import weights_digest
+
+    model = config.model
+    device = "cuda" if model.device == "cuda" else f"cpu {platform.machine()}"
+    parts = [weights_digest(source, model.seed), __version__, device, model.dtype, config.cache.kv_cache_dtype,
+             model.executor, str(UNIT_TOKENS)]
+    return "\n".join(parts).encode()
