@@ -78,8 +78,11 @@ class CacheConfig:
     kv_disk: str | None = option(
         None, "keep prefixes in this directory, at most so many bytes, and find them again after a restart: PATH:SIZE, "
               "as in /var/cache/quire-kv:20GiB (default: none)")
-    kv_lookup_timeout: float = option(5.0, "milliseconds that a request waits to hear whether a store on the network has "
-                                           "its prefix")
+    kv_pool_policy: str = option(
+        "benefit", "which KV goes to and comes from disks and pools: what saves time by the measured cost of prefill "
+                   "and the measured bandwidth, or all of it", ("benefit", "all"))
+    kv_lookup_timeout: float = option(5.0, "milliseconds that a request waits to hear whether a store on the network "
+                                           "has its prefix")
     kv_secret_file: str | None = option(
         None, "file with the secret that replicas and their router share: at least 16 characters, from which the names "
               "of prefixes are made (default: $QUIRE_KV_SECRET; none: each engine draws its own)")

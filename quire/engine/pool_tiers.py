@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from quire import __version__
 from quire.config import EngineConfig
-from quire.kvpool.disk import DiskStore
 from quire.kvpool.directory_lock import secret_in
+from quire.kvpool.disk import DiskStore
 from quire.kvpool.keys import UNIT_TOKENS, UnitKeys
 from quire.kvpool.publishing import BenefitPublisher
 from quire.kvpool.staging import Staging
@@ -40,6 +40,8 @@ def build_pool_tiers(config: EngineConfig, source: ModelSource, worker: Connects
                      prefill_seconds: Callable[[int], float] | None) -> list[UnitTier]:
     """The nearest first. `unit_bytes` is used where nobody moves anything (the dummy executor)."""
     disk = config.cache.disk
+    if config.cache.kv_pool_policy == "all":
+        prefill_seconds = None
     tiers: list[UnitTier] = []
     if disk is not None:
         store = DiskStore(*disk)
@@ -59,7 +61,7 @@ def _connect(name: str, store: UnitStore, capacity: int, keys: UnitKeys, config:
     staging = Staging(_STAGING_BYTES)
     publisher = BenefitPublisher(_MOST_REMEMBERED, prefill_seconds)
     tier = UnitTier(name, store, keys, config.cache.block_size, unit_bytes, staging, publisher,
-                    config.cache.kv_lookup_timeout / 1e3)
+                    config.cache.kv_lookup_timeout / 1e3, always=config.cache.kv_pool_policy == "all")
     if worker is not None:
         from quire.worker.unit_transfer import UnitTransfer
 

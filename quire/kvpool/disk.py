@@ -56,8 +56,8 @@ class DiskStore(UnitStore):
 
     def _sweep(self) -> None:
         """Take stock: forget half-written files, and list the rest by when they were last used."""
-        for name in os.listdir(self.path / "tmp"):
-            os.unlink(self.path / "tmp" / name)
+        for torn in os.listdir(self.path / "tmp"):
+            os.unlink(self.path / "tmp" / torn)
         found = sorted(self._files())
         for _, name, size in found:
             self._index[name] = size

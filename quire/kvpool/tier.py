@@ -47,8 +47,8 @@ class UnitTier(KVConnector):
 
     def __init__(self, name: str, store: UnitStore, keys: UnitKeys, block_size: int, unit_bytes: Sequence[int],
                  staging: Staging, publisher: Publisher, lookup_timeout: float = 0.005, rate: StoreRate | None = None,
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        """`unit_bytes`: content of a unit, by cache group."""
+                 always: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        """`unit_bytes`: content of a unit, by cache group. `always`: what is there is fetched, whatever it costs."""
         if UNIT_TOKENS % block_size:
             raise ConfigError(f"a KV pool has units of {UNIT_TOKENS} tokens: block_size must divide that, and "
                               f"{block_size} does not", field="block_size")
@@ -58,7 +58,7 @@ class UnitTier(KVConnector):
         self.staging = staging
         self.rate = StoreRate() if rate is None else rate
         self.breaker = CircuitBreaker(clock)
-        self._keys, self._publisher, self._clock = keys, publisher, clock
+        self._keys, self._publisher, self._always, self._clock = keys, publisher, always, clock
         self._writer = UnitWriter(store, staging, keys.check_seed, self.rate)
         self._storing: dict[bytes, list[bool]] = {}
         """Units being copied: what became of their blocks so far."""
@@ -190,7 +190,7 @@ class UnitTier(KVConnector):
     # ---- what it costs
 
     def fetch_seconds(self, num_bytes: int) -> float | None:
-        return self.rate.seconds(num_bytes)
+        return 0.0 if self._always else self.rate.seconds(num_bytes)
 
     def patience(self, num_bytes: int) -> float | None:
         return _LEAST_PATIENCE + _PATIENCE * self.rate.seconds(num_bytes)

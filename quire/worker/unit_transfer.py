@@ -1,4 +1,4 @@
-"""Moves blocks between the device and a store of units: 256 tokens in the wire form, checked whenever they come back."""
+"""Moves blocks between the device and a store of units: 256 tokens in the wire form, checked when they come back."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class SlowIndex(HostTier):
         super().__init__(num_blocks)
         self.asked: list[tuple[Lookup, Lookup]] = []
 
-    def lookup(self, keys: Sequence[bytes], num_groups: int) -> Lookup:
+    def lookup(self, keys: Sequence[bytes], num_groups: int, prefix: TokenPrefix | None = None) -> Lookup:
         later = Lookup(keys, num_groups, self.wake)
         self.asked.append((later, super().lookup(keys, num_groups)))
         return later

@@ -92,7 +92,7 @@ class Breaking(HostTier):
         if self.what == name:
             raise OSError("the index is gone")
 
-    def lookup(self, keys: Sequence[bytes], num_groups: int) -> Lookup:
+    def lookup(self, keys: Sequence[bytes], num_groups: int, prefix: TokenPrefix | None = None) -> Lookup:
         self._may_break("lookup")
         return super().lookup(keys, num_groups)
 
