@@ -64,6 +64,22 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def rdma_devices() -> list[str]:
+    """Network devices that can read and write another machine's memory, with the state of their ports."""
+    found = []
+    for device in sorted(_entries("/sys/class/infiniband")):
+        states = [_read(f"{port}/state").strip() or "unknown" for port in sorted(_entries(f"{device}/ports"))]
+        found.append(f"{Path(device).name} ({', '.join(states) or 'no ports'})")
+    return found
+
+
+def _entries(folder: str) -> list[str]:
+    try:
+        return [str(each) for each in Path(folder).iterdir()]
+    except OSError:
+        return []
+
+
 def peak_memory_bytes() -> int:
     """Most resident memory this process ever had."""
     import resource

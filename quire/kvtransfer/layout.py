@@ -7,6 +7,7 @@ rank holds, whoever receives puts it where its own blocks want it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,11 @@ class LayoutDescription:
     def block_bytes(self, part: PartLayout) -> int:
         return part.num_heads * part.width * self.block_size * self.element_size
 
+    def pieces(self, group: int | None = None) -> tuple[Piece, ...]:
+        """All that this rank holds, or what one cache group's layers do, in the order of the wire form."""
+        return tuple(Piece(layer.layer, layer.group, part.name, part.width, part.first_head, part.num_heads)
+                     for layer, part in self.tensors() if group is None or layer.group == group)
+
     # ---- as plain data
 
     def to_data(self) -> dict[str, Any]:
@@ -97,7 +103,7 @@ class LayoutDescription:
         if not isinstance(layers, list) or not 1 <= len(layers) <= _MOST_LAYERS:
             raise KVTransferError(f"KV layout: layers must be a list of 1 to {_MOST_LAYERS}")
         made = tuple(_layer_from(each) for each in layers)
-        if any(a.layer >= b.layer for a, b in zip(made, made[1:], strict=False)):
+        if any(a.layer >= b.layer for a, b in itertools.pairwise(made)):
             raise KVTransferError("KV layout: layers must be in order, each once")
         return cls(str(dtype), _count(data, "block_size", 1), _count(data, "num_blocks"), made, float(scale),
                    data.get("addressable") is True)
@@ -184,7 +190,7 @@ def shares(writers: Sequence[LayoutDescription], reader: LayoutDescription) -> l
 
 
 def written_straight(writer: LayoutDescription, reader: LayoutDescription, pieces: Sequence[Piece]) -> bool:
-    """Whether a block of the writer is, byte for byte, a block of the reader, in all tensors that `pieces` come from."""
+    """Whether a block of the writer is, byte for byte, one of the reader, in all tensors that `pieces` come from."""
     if not (writer.addressable and reader.addressable):
         return False
     if (writer.dtype, writer.scale, writer.block_size) != (reader.dtype, reader.scale, reader.block_size):
@@ -222,7 +228,7 @@ class Span:
 
 def spans(start: int, end: int, starts: Sequence[int], pieces: Sequence[Piece], element_size: int,
           most_bytes: int, align: int = 1) -> list[Span]:
-    """Cut start … end-1 into spans whose wire form has at most `most_bytes`, at multiples of `align` if there is room."""
+    """Cut start … end-1 into spans whose wire form has at most `most_bytes`, at multiples of `align` if it can be."""
     per_token = sum(piece.nbytes(1, element_size) for piece in pieces)
     tokens = max(1, most_bytes // max(1, per_token))
     if tokens >= align:

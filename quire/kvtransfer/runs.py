@@ -21,7 +21,7 @@ class BlockRun:
 
 
 def merged_runs(sources: Sequence[int], targets: Sequence[int]) -> list[BlockRun]:
-    """Pairs of blocks, in their order, with neighbours on both sides merged: [5,6,7,12,13] -> [2,3,4,8,9] is two runs."""
+    """Pairs of blocks in their order, neighbours on both sides merged: [5,6,7,12,13] -> [2,3,4,8,9] is two runs."""
     if len(sources) != len(targets):
         raise KVTransferError(f"{len(sources)} blocks cannot be written to {len(targets)}")
     runs: list[BlockRun] = []

@@ -52,6 +52,7 @@ class KVStore:
                                         addressable=not self._staged)
         self._first_head = {(layer.layer, part.name): part.first_head for layer, part in self.layout.tensors()}
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._bytes: dict[int, memoryview] = {}
         self._pinned: Tensor | None = None
         self._lock = Lock()
 
@@ -69,6 +70,15 @@ class KVStore:
         self.raw.append(tensor)
         total, first = (spec.heads, 0) if heads is None else heads(number, name)
         return PartLayout(name, total, spec.width, first, spec.heads, last)
+
+    def bytes_of(self, region: int) -> memoryview:
+        """A tensor as the bytes that it is, by its number in the description; not for a GPU's."""
+        if region not in self._bytes:
+            raw = self.raw[region]
+            if self._staged:
+                raise KVTransferError("the host cannot write into these blocks")
+            self._bytes[region] = memoryview(raw.view(torch.uint8).reshape(-1).numpy().data)
+        return self._bytes[region]
 
     # ---- the wire form
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def test_five_blocks_in_two_writes() -> None:
 def test_runs_are_the_pairs_and_cannot_be_fewer(pairs: list[tuple[int, int]]) -> None:
     runs = merged_runs([pair[0] for pair in pairs], [pair[1] for pair in pairs])
     assert [(run.source + i, run.target + i) for run in runs for i in range(run.count)] == pairs
-    breaks = sum((a[0] + 1, a[1] + 1) != b for a, b in zip(pairs, pairs[1:], strict=False))
+    breaks = sum((a[0] + 1, a[1] + 1) != b for a, b in itertools.pairwise(pairs))
     assert len(runs) == breaks + bool(pairs)
 
 
@@ -44,4 +46,4 @@ def test_ranges_are_what_was_added(added: list[tuple[int, int]]) -> None:
     for start, end in added:
         ranges = merged_range(ranges, start, end)
     assert {t for a, b in ranges for t in range(a, b)} == {t for a, b in added for t in range(a, b)}
-    assert all(a[1] < b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -30,7 +31,7 @@ def cut(total: int, ranks: int) -> list[range]:
     if ranks > total:
         return [range(rank * total // ranks, rank * total // ranks + 1) for rank in range(ranks)]
     borders = [rank * total // ranks for rank in range(ranks + 1)]
-    return [range(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(borders)]
 
 
 @st.composite
@@ -134,6 +135,7 @@ def test_only_equal_layouts_are_written_straight_into_blocks() -> None:
     model = Model(4, 4, (None, 5))
     one = make_store(model, 4, 4, tokens_last=True).layout
     pieces = shares([one], one)[0]
+    assert pieces == one.pieces() and set(pieces) == {*one.pieces(0), *one.pieces(1)}
     assert written_straight(one, make_store(model, 4, 9, tokens_last=True).layout, pieces)
     for other in (make_store(model, 8, 4, tokens_last=True), make_store(model, 4, 4, tokens_last=False),
                   make_store(model, 4, 4, tokens_last=True, dtype=torch.float16)):

@@ -54,6 +54,10 @@ class ModelSource(ABC):
         """Defaults for generation: eos_token_id (a list), and what generation_config.json says."""
 
     @abstractmethod
+    def weight_files(self) -> list[Path]:
+        """The files that hold its weights, in a fixed order."""
+
+    @abstractmethod
     def _weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]: ...
 
     @abstractmethod
@@ -127,6 +131,9 @@ class GgufSource(ModelSource):
         eos = self._gguf_tokenizer.eos_token_ids if has_vocabulary else _as_ids(self._config["eos_token_id"])
         return {**named, "eos_token_id": list(eos)}
 
+    def weight_files(self) -> list[Path]:
+        return [self.path]
+
     def _read(self, tensor: GgufTensor, name: str, dtype: torch.dtype | None) -> torch.Tensor:
         import torch
 
@@ -191,6 +198,9 @@ class FolderSource(ModelSource):
     def _text_config(self) -> dict[str, Any]:
         inner = self._config.get("text_config")
         return {**self._config, **inner} if isinstance(inner, dict) else self._config
+
+    def weight_files(self) -> list[Path]:
+        return safetensors.weight_files(self.path)
 
     def _weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
         return safetensors.iterate_weights(self.path, dtype)
