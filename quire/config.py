@@ -401,6 +401,9 @@ def _check_swap(config: EngineConfig) -> None:
 
 def _check_pool(config: EngineConfig) -> None:
     cache = config.cache
+    if cache.disk is not None and _UNIT_TOKENS % cache.block_size:
+        raise ConfigError(f"kv_disk keeps units of {_UNIT_TOKENS} tokens: block_size must divide that, and "
+                          f"{cache.block_size} does not", field="block_size")
     if cache.disk is not None and not cache.enable_prefix_caching:
         raise ConfigError("kv_disk keeps prefixes, and without enable_prefix_caching there are none", field="kv_disk")
     if not 0.0 < cache.kv_lookup_timeout <= 60_000.0:
@@ -439,6 +442,8 @@ def _check_slo(options: SchedulerConfig) -> None:
 
 
 _MIN_SECRET_BYTES = 16
+_UNIT_TOKENS = 256
+"""Of a pool (`kvpool/keys.py`)."""
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
           "t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 

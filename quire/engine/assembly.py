@@ -59,11 +59,11 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
     worker, executor = build_worker(source, config)
     cost = measure_move_cost(executor, config, worker.spec, worker.pool)
     cache = build_cache(config, worker.spec, worker.pool, cost)
-    if has_pool(config):
-        connect_pool(config, source, worker, cache)
     speculator = build_speculator(config.speculation.options, draft_rows(config))
     if speculator is not None and speculator.adaptive and config.model.executor != "dummy":
         measure_step_times(speculator, executor, config, worker.spec, worker.pool)
+    if has_pool(config):
+        connect_pool(config, source, worker, cache)
     scheduler = Scheduler(
         limits_of(config, worker.pool.max_model_len),
         cache,
@@ -84,8 +84,7 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
 
 def connect_pool(config: EngineConfig, source: ModelSource, worker: ModelWorker, cache: KVCacheManager) -> None:
     """Give the cache its tiers beyond this engine's memory."""
-    moves = config.model.executor != "dummy"
-    tiers = build_pool_tiers(config, source, worker if moves else None, [0] * len(cache.groups),
+    tiers = build_pool_tiers(config, source, worker, len(cache.groups),
                              None if cache.cost is None else cache.cost.recompute)
     for tier in tiers:
         cache.add_tier(tier)

@@ -10,7 +10,7 @@ from quire import __version__
 from quire.config import EngineConfig
 from quire.kvpool.directory_lock import secret_in
 from quire.kvpool.disk import DiskStore
-from quire.kvpool.keys import UNIT_TOKENS, UnitKeys
+from quire.kvpool.keys import UnitKeys
 from quire.kvpool.publishing import BenefitPublisher
 from quire.kvpool.staging import Staging
 from quire.kvpool.store import UnitStore
@@ -18,6 +18,8 @@ from quire.kvpool.tier import UnitTier
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
+    from quire.models.spec import DecoderSpec
+    from quire.worker.memory import PoolSize
     from quire.worker.transfer import KVTransfer
 
 _STAGING_BYTES = 256 << 20
@@ -26,8 +28,11 @@ _MOST_REMEMBERED = 1 << 16
 _LEAST_REMEMBERED = 256
 
 
-class Connects(Protocol):
+class PoolWorker(Protocol):
     """A worker whose caches can be moved to and from further tiers."""
+
+    spec: DecoderSpec
+    pool: PoolSize
 
     def connect(self, transfer: KVTransfer) -> None: ...
 
@@ -36,9 +41,9 @@ def has_pool(config: EngineConfig) -> bool:
     return config.cache.disk is not None
 
 
-def build_pool_tiers(config: EngineConfig, source: ModelSource, worker: Connects | None, unit_bytes: list[int],
+def build_pool_tiers(config: EngineConfig, source: ModelSource, worker: PoolWorker, num_groups: int,
                      prefill_seconds: Callable[[int], float] | None) -> list[UnitTier]:
-    """The nearest first. `unit_bytes` is used where nobody moves anything (the dummy executor)."""
+    """The nearest first."""
     disk = config.cache.disk
     if config.cache.kv_pool_policy == "all":
         prefill_seconds = None
@@ -47,8 +52,8 @@ def build_pool_tiers(config: EngineConfig, source: ModelSource, worker: Connects
         store = DiskStore(*disk)
         try:
             secret = config.cache.kv_secret
-            keys = UnitKeys(secret_in(store.path) if secret is None else secret, _fingerprint(config, source))
-            tiers.append(_connect("disk", store, disk[1], keys, config, worker, unit_bytes, prefill_seconds))
+            keys = UnitKeys(secret_in(store.path) if secret is None else secret, _fingerprint(config, source, worker))
+            tiers.append(_connect("disk", store, disk[1], keys, config, worker, num_groups, prefill_seconds))
         except BaseException:
             store.close()
             raise
@@ -56,13 +61,14 @@ def build_pool_tiers(config: EngineConfig, source: ModelSource, worker: Connects
 
 
 def _connect(name: str, store: UnitStore, capacity: int, keys: UnitKeys, config: EngineConfig,
-             worker: Connects | None, unit_bytes: list[int],
+             worker: PoolWorker, num_groups: int,
              prefill_seconds: Callable[[int], float] | None) -> UnitTier:
     staging = Staging(_STAGING_BYTES)
     publisher = BenefitPublisher(_MOST_REMEMBERED, prefill_seconds)
-    tier = UnitTier(name, store, keys, config.cache.block_size, unit_bytes, staging, publisher,
+    # The dummy executor moves nothing: its units are names without content.
+    tier = UnitTier(name, store, keys, config.cache.block_size, [0] * num_groups, staging, publisher,
                     config.cache.kv_lookup_timeout / 1e3, always=config.cache.kv_pool_policy == "all")
-    if worker is not None:
+    if config.model.executor != "dummy":
         from quire.worker.unit_transfer import UnitTransfer
 
         transfer = UnitTransfer(name, store, tier.numbers, staging, tier.rate, tier.breaker, keys.check_seed)
@@ -74,12 +80,13 @@ def _connect(name: str, store: UnitStore, capacity: int, keys: UnitKeys, config:
     return tier
 
 
-def _fingerprint(config: EngineConfig, source: ModelSource) -> bytes:
+def _fingerprint(config: EngineConfig, source: ModelSource, worker: PoolWorker) -> bytes:
     """All that KV depends on besides the tokens. Kernels of another version or processor may round otherwise."""
+    from quire.kvtransfer.fingerprint import fingerprint
     from quire.models.loader.digest import weights_digest
 
     model = config.model
     device = "cuda" if model.device == "cuda" else f"cpu {platform.machine()}"
-    parts = [weights_digest(source, model.seed), __version__, device, model.dtype, config.cache.kv_cache_dtype,
-             model.executor, str(UNIT_TOKENS)]
-    return "\n".join(parts).encode()
+    dtype = f"{model.dtype} {config.cache.kv_cache_dtype} {device} {model.executor} quire {__version__}"
+    # Units are named by token ids, so it does not matter where those come from.
+    return fingerprint(worker.spec, worker.pool.max_model_len, weights_digest(source, model.seed), "", dtype).digest

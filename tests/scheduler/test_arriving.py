@@ -14,6 +14,7 @@ from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.connector import KVConnector, Lookup
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.token_prefix import TokenPrefix
 from quire.scheduler.limits import Limits
 from quire.scheduler.plan import StepPlan, TransferReport
 from quire.scheduler.preemption import Preemption, PreemptionMode, PreemptionReason

@@ -10,6 +10,7 @@ from quire.engine.core import EngineCore
 from quire.errors import InvalidRequestError
 from quire.kvcache.connector import Lookup
 from quire.kvcache.host_tier import HostTier
+from quire.kvcache.token_prefix import TokenPrefix
 from quire.scheduler.plan import TransferReport
 from quire.scheduler.preemption import PreemptionReason
 from quire.scheduler.request import Request, Status
