@@ -184,6 +184,10 @@ class KVConnector(ABC):
     def check(self, held: list[list[int]]) -> None:
         """Raise InvariantError unless the holders are `held` (by cache group, once for each)."""
 
+    def metrics(self) -> dict[str, int | float]:
+        """Counters and gauges of its own, by name."""
+        return {}
+
     def close(self) -> None:  # noqa: B027 (some have nothing to let go of)
         """The engine ends. Idempotent."""
 

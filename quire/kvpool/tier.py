@@ -200,6 +200,16 @@ class UnitTier(KVConnector):
 
     # ---- keeping house
 
+    def metrics(self) -> dict[str, int | float]:
+        stats = self.store.stats
+        found = {"units": self.store.num_units, "bytes": self.store.num_bytes, "units_written": stats.units_written,
+                 "units_read": stats.units_read, "units_bad": stats.units_bad, "units_evicted": stats.units_evicted,
+                 "bytes_written": stats.bytes_written, "bytes_read": stats.bytes_read,
+                 "writes_failed": stats.writes_failed, "lookups_failed": stats.lookups_failed,
+                 "units_refused": self.num_refused, "circuit_opened": self.breaker.num_opened,
+                 "bandwidth": self.rate.bytes_per_second}
+        return {f"kv_{self.name}_{key}": value for key, value in found.items()}
+
     @property
     def num_used(self) -> int:
         return len(self.numbers.holders)
