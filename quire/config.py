@@ -78,6 +78,10 @@ class CacheConfig:
     kv_disk: str | None = option(
         None, "keep prefixes in this directory, at most so many bytes, and find them again after a restart: PATH:SIZE, "
               "as in /var/cache/quire-kv:20GiB (default: none)")
+    kv_pool: str | None = option(
+        None, "share prefixes with other engines that have the same secret: mooncake://master:port (Mooncake Store), "
+              "or an index of what peers hold in memory, redis://host:port or the http://host:port of a router "
+              "(default: none)")
     kv_pool_policy: str = option(
         "benefit", "which KV goes to and comes from disks and pools: what saves time by the measured cost of prefill "
                    "and the measured bandwidth, or all of it", ("benefit", "all"))
@@ -401,18 +405,29 @@ def _check_swap(config: EngineConfig) -> None:
 
 def _check_pool(config: EngineConfig) -> None:
     cache = config.cache
-    if cache.disk is not None and _UNIT_TOKENS % cache.block_size:
-        raise ConfigError(f"kv_disk keeps units of {_UNIT_TOKENS} tokens: block_size must divide that, and "
-                          f"{cache.block_size} does not", field="block_size")
-    if cache.disk is not None and not cache.enable_prefix_caching:
-        raise ConfigError("kv_disk keeps prefixes, and without enable_prefix_caching there are none", field="kv_disk")
     if not 0.0 < cache.kv_lookup_timeout <= 60_000.0:
         raise ConfigError(f"kv_lookup_timeout must be above 0 and at most 60000 milliseconds, not "
                           f"{cache.kv_lookup_timeout}", field="kv_lookup_timeout")
+    _ = cache.disk
+    field = "kv_disk" if cache.kv_disk is not None else "kv_pool"
+    if cache.kv_disk is None and cache.kv_pool is None:
+        return
+    if _UNIT_TOKENS % cache.block_size:
+        raise ConfigError(f"{field} keeps units of {_UNIT_TOKENS} tokens: block_size must divide that, and "
+                          f"{cache.block_size} does not", field="block_size")
+    if not cache.enable_prefix_caching:
+        raise ConfigError(f"{field} keeps prefixes, and without enable_prefix_caching there are none", field=field)
     options = config.speculation.options
-    if cache.disk is not None and options is not None and options.model is not None:
-        raise ConfigError("kv_disk does not keep the KV of a draft model: leave it out, or use a speculative method "
-                          "without a model of its own", field="kv_disk")
+    if options is not None and options.model is not None:
+        raise ConfigError(f"{field} does not keep the KV of a draft model: leave it out, or use a speculative method "
+                          "without a model of its own", field=field)
+    if cache.kv_pool is not None:
+        if cache.kv_pool.partition("://")[0] not in _POOL_SCHEMES:
+            raise ConfigError(f"kv_pool must begin with {', '.join(f'{s}://' for s in _POOL_SCHEMES)}, not "
+                              f"{cache.kv_pool!r}", field="kv_pool")
+        if cache.kv_secret is None:
+            raise ConfigError("kv_pool shares KV with other engines, and its names are made from a secret that they "
+                              "have too: give kv_secret_file or $QUIRE_KV_SECRET", field="kv_secret_file")
 
 
 def _check_structured(options: StructuredConfig) -> None:
@@ -442,6 +457,7 @@ def _check_slo(options: SchedulerConfig) -> None:
 
 
 _MIN_SECRET_BYTES = 16
+_POOL_SCHEMES = ("mooncake", "redis", "rediss", "http", "https")
 _UNIT_TOKENS = 256
 """Of a pool (`kvpool/keys.py`)."""
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,

@@ -25,7 +25,7 @@ _DRAFT_COUNTS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48)
 def measure_move_cost(executor: Executor, config: EngineConfig, spec: DecoderSpec, pool: PoolSize) -> MoveCost | None:
     """Rates of this machine, from steps that the executor carries out; None where nothing will be decided by them."""
     decides = config.scheduler.preemption_mode == "auto" or config.cache.offload
-    pooled = config.cache.disk is not None
+    pooled = config.cache.kv_disk is not None or config.cache.kv_pool is not None
     if not pooled and not (pool.num_host_blocks and decides):
         return None
     groups = len(groups_with_draft(spec, pool.draft_bytes_per_token))

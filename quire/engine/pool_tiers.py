@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from quire import __version__
@@ -38,29 +38,45 @@ class PoolWorker(Protocol):
 
 
 def has_pool(config: EngineConfig) -> bool:
-    return config.cache.disk is not None
+    return config.cache.kv_disk is not None or config.cache.kv_pool is not None
 
 
 def build_pool_tiers(config: EngineConfig, source: ModelSource, worker: PoolWorker, num_groups: int,
                      prefill_seconds: Callable[[int], float] | None) -> list[UnitTier]:
     """The nearest first."""
-    disk = config.cache.disk
     if config.cache.kv_pool_policy == "all":
         prefill_seconds = None
+    fingerprint = _fingerprint(config, source, worker)
     tiers: list[UnitTier] = []
-    if disk is not None:
-        store = DiskStore(*disk)
+    for name, store, secret in _stores(config):
         try:
-            secret = config.cache.kv_secret
-            keys = UnitKeys(secret_in(store.path) if secret is None else secret, _fingerprint(config, source, worker))
-            tiers.append(_connect("disk", store, disk[1], keys, config, worker, num_groups, prefill_seconds))
+            keys = UnitKeys(secret, fingerprint)
+            tiers.append(_connect(name, store, keys, config, worker, num_groups, prefill_seconds))
         except BaseException:
-            store.close()
+            for open_store in [store, *(tier.store for tier in tiers)]:
+                open_store.close()
             raise
     return tiers
 
 
-def _connect(name: str, store: UnitStore, capacity: int, keys: UnitKeys, config: EngineConfig,
+def _stores(config: EngineConfig) -> Iterator[tuple[str, UnitStore, bytes]]:
+    """(name of the tier, store, secret)"""
+    cache = config.cache
+    secret, disk = cache.kv_secret, cache.disk
+    if disk is not None:
+        store = DiskStore(*disk)
+        yield "disk", store, secret_in(store.path) if secret is None else secret
+    if cache.kv_pool is not None and secret is not None:
+        yield "pool", _pool_store(cache.kv_pool, secret), secret
+
+
+def _pool_store(url: str, secret: bytes) -> UnitStore:
+    from quire.kvpool.mooncake import MooncakeAddress, MooncakeStore
+
+    return MooncakeStore(MooncakeAddress.parse(url))
+
+
+def _connect(name: str, store: UnitStore, keys: UnitKeys, config: EngineConfig,
              worker: PoolWorker, num_groups: int,
              prefill_seconds: Callable[[int], float] | None) -> UnitTier:
     staging = Staging(_STAGING_BYTES)
@@ -76,7 +92,8 @@ def _connect(name: str, store: UnitStore, capacity: int, keys: UnitKeys, config:
         tier.unit_bytes = transfer.unit_bytes()
     size = max(1, sum(tier.unit_bytes))
     staging.capacity = max(_STAGING_BYTES, _LEAST_UNITS * size)
-    publisher.reuse.remember(min(_MOST_REMEMBERED, max(_LEAST_REMEMBERED, 2 * capacity // size)))
+    if store.capacity:
+        publisher.reuse.remember(min(_MOST_REMEMBERED, max(_LEAST_REMEMBERED, 2 * store.capacity // size)))
     return tier
 
 

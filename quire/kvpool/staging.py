@@ -54,9 +54,10 @@ class UnitWriter:
     """Writes staged units to a store, one after the other, beside everything else."""
 
     def __init__(self, store: UnitStore, staging: Staging, seed: int, rate: StoreRate,
-                 written: Callable[[bytes], None] | None = None) -> None:
+                 failed: Callable[[], None]) -> None:
+        """`failed` is told of every write that raised."""
         self._store, self._staging, self._seed, self._rate = store, staging, seed, rate
-        self._written = written
+        self._failed = failed
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
         self._thread: Thread | None = None
 
@@ -73,6 +74,7 @@ class UnitWriter:
                 self._write(name)
             except Exception as error:
                 self._store.stats.writes_failed += 1
+                self._failed()
                 log.warning("a KV unit was not written: %s: %s", type(error).__name__, error)
             finally:
                 self._staging.drop(name)
@@ -82,11 +84,10 @@ class UnitWriter:
         if content is None:
             return
         began = time.perf_counter()
-        if self._store.write(name, seal(name, content, self._seed), memoryview(content)):
-            if not self._rate.num_observed:
-                self._rate.observe(len(content), time.perf_counter() - began)
-            if self._written is not None:
-                self._written(name)
+        kept = self._store.write(name, seal(name, content, self._seed), memoryview(content))
+        if kept and not self._rate.num_observed:
+            # Better than nothing, until something is read.
+            self._rate.observe(len(content), time.perf_counter() - began)
 
     def close(self) -> None:
         """Write what is complete, for a while, and stop."""

@@ -29,6 +29,8 @@ class UnitStore(ABC):
 
     instant: bool = False
     """`find` answers from memory, so it may be asked on the thread that plans steps."""
+    capacity: int = 0
+    """Bytes that it holds at most; 0: not ours to know."""
     stats: StoreStats
 
     @abstractmethod

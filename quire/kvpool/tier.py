@@ -59,7 +59,7 @@ class UnitTier(KVConnector):
         self.rate = StoreRate() if rate is None else rate
         self.breaker = CircuitBreaker(clock)
         self._keys, self._publisher, self._always, self._clock = keys, publisher, always, clock
-        self._writer = UnitWriter(store, staging, keys.check_seed, self.rate)
+        self._writer = UnitWriter(store, staging, keys.check_seed, self.rate, self.breaker.failed)
         self._storing: dict[bytes, list[bool]] = {}
         """Units being copied: what became of their blocks so far."""
         self._questions: SimpleQueue[tuple[Lookup, list[bytes]] | None] = SimpleQueue()

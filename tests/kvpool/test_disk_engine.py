@@ -16,24 +16,11 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.kvpool import disk
-from tests.checkpoints import make_checkpoint
 
 PROMPT = [random.Random(3).randrange(3, 97) for _ in range(700)]
 PARAMS = SamplingParams(temperature=0.9, seed=5, max_tokens=8, ignore_eos=True, logprobs=2)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Path] = {}
-
-    def make(family: str, seed: int = 0) -> Path:
-        name = f"{family}-{seed}"
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            make_checkpoint(made[name], family, seed=seed, eos_token_id=2, max_position_embeddings=2048)
-        return made[name]
-
-    return make
 
 
 def open_engine(model: Path, folder: Path | None, block_size: int = 16, **options: Any) -> LLM:
@@ -160,9 +147,8 @@ def test_a_disk_that_is_full_or_gone_costs_no_request(reference: Any, models: An
 
 
 def test_a_second_engine_is_refused_the_directory(models: Any, tmp_path: Path) -> None:
-    with open_engine(models("llama"), tmp_path):
-        with pytest.raises(ConfigError, match="in use"):
-            open_engine(models("llama"), tmp_path)
+    with open_engine(models("llama"), tmp_path), pytest.raises(ConfigError, match="in use"):
+        open_engine(models("llama"), tmp_path)
     for wrong, field in (({"kv_disk": "nowhere"}, "kv_disk"), ({"kv_disk": f"{tmp_path}:much"}, "kv_disk"),
                          ({"block_size": 24}, "block_size"), ({"enable_prefix_caching": False}, "kv_disk")):
         with pytest.raises(ConfigError) as caught:
