@@ -97,6 +97,10 @@ class MooncakeStore(UnitStore):
                 return
             self._closing.wait(_RETRY_SECONDS)
 
+    @property
+    def connected(self) -> bool:
+        return self._client is not None
+
     def _connected(self) -> Any:
         """The client; KVTransferError while there is none."""
         if self._client is None:

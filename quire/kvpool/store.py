@@ -50,6 +50,11 @@ class UnitStore(ABC):
         """It came back bad: it is not there any more."""
 
     @property
+    def connected(self) -> bool:
+        """Whether there is anybody to ask."""
+        return True
+
+    @property
     def num_units(self) -> int:
         """That it knows of."""
         return 0

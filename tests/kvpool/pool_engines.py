@@ -31,7 +31,7 @@ def said(answer: Any) -> list[Any]:
     return [(output.token_ids, output.logprobs) for output in answer.outputs]
 
 
-def wait_for(llm: LLM, name: str, least: int, seconds: float = 60.0) -> None:
+def wait_for(llm: LLM, name: str, least: int, seconds: float = 180.0) -> None:
     """Until a counter has come so far."""
     until = time.monotonic() + seconds
     while llm.metrics()[name] < least:

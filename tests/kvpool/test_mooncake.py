@@ -78,6 +78,8 @@ def test_another_engine_finds_what_one_has_computed(master: Master, models: Any)
         with open_engine(models(family), None) as llm:
             plain = said(ask(llm))
         with open_engine(models(family), master.url) as first, open_engine(models(family), master.url, 32) as second:
+            for engine in (first, second):
+                wait_for(engine, "kv_pool_connected", 1)
             assert said(ask(first)) == plain
             wait_for(first, "kv_pool_units_written", 2)
             answer = ask(second)
@@ -90,6 +92,7 @@ def test_a_master_that_dies_hangs_or_comes_back_empty_costs_hits_only(master: Ma
         plain = said(ask(llm))
     prompts = [[token, *PROMPT] for token in range(3, 30)]
     with open_engine(models("llama"), master.url, kv_lookup_timeout=50.0) as llm:
+        wait_for(llm, "kv_pool_connected", 1)
         assert said(ask(llm)) == plain
         wait_for(llm, "kv_pool_units_written", 2)
         master.process.send_signal(signal.SIGSTOP)
