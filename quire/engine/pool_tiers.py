@@ -71,9 +71,14 @@ def _stores(config: EngineConfig) -> Iterator[tuple[str, UnitStore, bytes]]:
 
 
 def _pool_store(url: str, secret: bytes) -> UnitStore:
-    from quire.kvpool.mooncake import MooncakeAddress, MooncakeStore
+    if url.startswith("mooncake://"):
+        from quire.kvpool.mooncake import MooncakeAddress, MooncakeStore
 
-    return MooncakeStore(MooncakeAddress.parse(url))
+        return MooncakeStore(MooncakeAddress.parse(url))
+    from quire.kvpool.peers import PeerOptions, PeerStore
+
+    options = PeerOptions.parse(url)
+    return PeerStore(options.open_index(secret), secret, options.share, options.listen, options.lease)
 
 
 def _connect(name: str, store: UnitStore, keys: UnitKeys, config: EngineConfig,

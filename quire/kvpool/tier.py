@@ -6,10 +6,10 @@ The half that plans. `worker/unit_transfer.py` moves the content.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Protocol
 
 from quire.errors import ConfigError, InvariantError
@@ -25,6 +25,7 @@ from quire.kvpool.store import UnitStore
 
 _MOST_QUESTIONS = 64
 """Lookups that may wait for a store that is slow; more are answered with nothing."""
+_MOST_NOTED = 1 << 16
 _LEAST_PATIENCE = 0.5
 _PATIENCE = 8.0
 """A fetch may take so many times what was expected, and half a second more."""
@@ -65,6 +66,9 @@ class UnitTier(KVConnector):
         self._questions: SimpleQueue[tuple[Lookup, list[bytes]] | None] = SimpleQueue()
         self._asker: Thread | None = None
         self._asking_since: float | None = None
+        self._there: OrderedDict[bytes, None] = OrderedDict()
+        """Names that a store which does not answer at once had when it was last asked: they are not written again."""
+        self._mutex = Lock()
         self.num_refused = 0
         """Units that were worth keeping and found no room in the staging memory."""
 
@@ -104,6 +108,7 @@ class UnitTier(KVConnector):
             began = self._asking_since = self._clock()
             try:
                 found = self.store.find(names)
+                self._note(names, found)
                 took = self._clock() - began
                 self.rate.observe_latency(took)
                 asked.answer(self._blocks(asked, names, found))
@@ -116,6 +121,18 @@ class UnitTier(KVConnector):
                 asked.fail()
             finally:
                 self._asking_since = None
+
+    def _note(self, names: Sequence[bytes], found: Sequence[bool]) -> None:
+        with self._mutex:
+            for name, there in zip(names, found, strict=True):
+                self._there.pop(name, None)
+                if there:
+                    self._there[name] = None
+            while len(self._there) > _MOST_NOTED:
+                self._there.popitem(last=False)
+
+    def _has(self, name: bytes) -> bool:
+        return self.store.find([name])[0] if self.store.instant else name in self._there
 
     def _failed(self) -> None:
         self.store.stats.lookups_failed += 1
@@ -156,7 +173,7 @@ class UnitTier(KVConnector):
                 continue
             for group, group_bytes in enumerate(self.unit_bytes):
                 name = unit_name(key, group)
-                if name in self._storing or (self.store.instant and self.store.find([name])[0]):
+                if name in self._storing or self._has(name):
                     continue
                 if not self.staging.open(name, group_bytes):
                     self.num_refused += 1
@@ -183,6 +200,7 @@ class UnitTier(KVConnector):
             return
         del self._storing[name]
         if all(made):
+            self._note([name], [True])
             self._writer.put(name)
         else:
             self.staging.drop(name)
@@ -202,7 +220,8 @@ class UnitTier(KVConnector):
 
     def metrics(self) -> dict[str, int | float]:
         stats = self.store.stats
-        found = {"connected": int(self.store.connected), "units": self.store.num_units, "bytes": self.store.num_bytes, "units_written": stats.units_written,
+        found = {"connected": int(self.store.connected), "units": self.store.num_units,
+                 "bytes": self.store.num_bytes, "units_written": stats.units_written,
                  "units_read": stats.units_read, "units_bad": stats.units_bad, "units_evicted": stats.units_evicted,
                  "bytes_written": stats.bytes_written, "bytes_read": stats.bytes_read,
                  "writes_failed": stats.writes_failed, "lookups_failed": stats.lookups_failed,
