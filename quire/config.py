@@ -75,9 +75,26 @@ class CacheConfig:
     eviction_policy: str = option("reuse-rate", "which idle cached block gives up its place first: the one least "
                                   "likely to be asked for again, as learned so far, or the least recently used",
                                   ("reuse-rate", "lru"))
+    kv_disk: str | None = option(
+        None, "keep prefixes in this directory, at most so many bytes, and find them again after a restart: PATH:SIZE, "
+              "as in /var/cache/quire-kv:20GiB (default: none)")
+    kv_pool: str | None = option(
+        None, "share prefixes with other engines that have the same secret: mooncake://master:port (Mooncake Store), "
+              "or an index of what peers hold in memory, redis://host:port or the http://host:port of a router "
+              "(default: none)")
+    kv_pool_policy: str = option(
+        "benefit", "which KV goes to and comes from disks and pools: what saves time by the measured cost of prefill "
+                   "and the measured bandwidth, or all of it", ("benefit", "all"))
+    kv_lookup_timeout: float = option(5.0, "milliseconds that a request waits to hear whether a store on the network "
+                                           "has its prefix")
     kv_secret_file: str | None = option(
         None, "file with the secret that replicas and their router share: at least 16 characters, from which the names "
               "of prefixes are made (default: $QUIRE_KV_SECRET; none: each engine draws its own)")
+
+    @property
+    def disk(self) -> tuple[Path, int] | None:
+        """Directory and bytes of `kv_disk`."""
+        return None if self.kv_disk is None else parse_disk(self.kv_disk)
 
     @property
     def kv_secret(self) -> bytes | None:
@@ -472,6 +489,7 @@ def _check_ranges(config: EngineConfig) -> None:
     if config.cache.kv_cache_memory is not None:
         parse_bytes(config.cache.kv_cache_memory, "kv_cache_memory")
     _ = config.cache.kv_secret
+    _check_pool(config)
 
 
 def _check_transfer(config: EngineConfig) -> None:
@@ -510,6 +528,33 @@ def _check_swap(config: EngineConfig) -> None:
                           field="preemption_mode")
 
 
+def _check_pool(config: EngineConfig) -> None:
+    cache = config.cache
+    if not 0.0 < cache.kv_lookup_timeout <= 60_000.0:
+        raise ConfigError(f"kv_lookup_timeout must be above 0 and at most 60000 milliseconds, not "
+                          f"{cache.kv_lookup_timeout}", field="kv_lookup_timeout")
+    _ = cache.disk
+    field = "kv_disk" if cache.kv_disk is not None else "kv_pool"
+    if cache.kv_disk is None and cache.kv_pool is None:
+        return
+    if _UNIT_TOKENS % cache.block_size:
+        raise ConfigError(f"{field} keeps units of {_UNIT_TOKENS} tokens: block_size must divide that, and "
+                          f"{cache.block_size} does not", field="block_size")
+    if not cache.enable_prefix_caching:
+        raise ConfigError(f"{field} keeps prefixes, and without enable_prefix_caching there are none", field=field)
+    options = config.speculation.options
+    if options is not None and options.model is not None:
+        raise ConfigError(f"{field} does not keep the KV of a draft model: leave it out, or use a speculative method "
+                          "without a model of its own", field=field)
+    if cache.kv_pool is not None:
+        if cache.kv_pool.partition("://")[0] not in _POOL_SCHEMES:
+            raise ConfigError(f"kv_pool must begin with {', '.join(f'{s}://' for s in _POOL_SCHEMES)}, not "
+                              f"{cache.kv_pool!r}", field="kv_pool")
+        if cache.kv_secret is None:
+            raise ConfigError("kv_pool shares KV with other engines, and its names are made from a secret that they "
+                              "have too: give kv_secret_file or $QUIRE_KV_SECRET", field="kv_secret_file")
+
+
 def _check_structured(options: StructuredConfig) -> None:
     if not 0.0 < options.grammar_timeout <= 86400.0:
         raise ConfigError(f"grammar_timeout must be above 0 and at most 86400, not {options.grammar_timeout}",
@@ -537,6 +582,9 @@ def _check_slo(options: SchedulerConfig) -> None:
 
 
 _MIN_SECRET_BYTES = 16
+_POOL_SCHEMES = ("mooncake", "redis", "rediss", "http", "https")
+_UNIT_TOKENS = 256
+"""Of a pool (`kvpool/keys.py`)."""
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
           "t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -554,6 +602,14 @@ def parse_bytes(value: int | str, name: str) -> int:
     if not 0 < size < 1 << 63:
         raise ConfigError(f"{name} must be between 1 and 2**63 - 1 bytes, not {value!r:.40}", field=name)
     return size
+
+
+def parse_disk(value: str) -> tuple[Path, int]:
+    """`/path/of/a/directory:20GiB` as the directory and a number of bytes."""
+    path, colon, size = value.rpartition(":")
+    if not colon or not path:
+        raise ConfigError(f"kv_disk must be PATH:SIZE, as in /var/cache/quire-kv:20GiB, not {value!r}", field="kv_disk")
+    return Path(path).expanduser(), parse_bytes(size, "kv_disk")
 
 
 def default_cache_dir() -> Path:

@@ -81,6 +81,10 @@ class RequestTimeoutError(QuireError):
     """The request was not done within its time and was given up."""
 
 
+class KVUnitError(QuireError):
+    """A unit of KV came back torn, changed or foreign. It counts as not there."""
+
+
 class KVTransferError(QuireError):
     """KV could not be sent to or taken from another engine; it is computed here instead, or fetched again."""
 

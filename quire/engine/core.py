@@ -254,3 +254,4 @@ class EngineCore:
         if self.grammars is not None:
             self.grammars.close()
         self.executor.close()
+        self.scheduler.cache.close()

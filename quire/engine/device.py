@@ -7,7 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Protocol
 
 from quire.config import GPU_DEFAULTS, EngineConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, InvariantError
 from quire.executor.base import Executor
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quire.models.spec import DecoderSpec
     from quire.worker.gpu.worker import Speculation
     from quire.worker.memory import PoolSize
+    from quire.worker.transfer import KVTransfer
 
 MOST_DRAFT_ROWS = 512
 """64 sequences with 7 drafts each: 512 rows with their own; beyond, drafts share what there is."""
@@ -30,6 +31,9 @@ class ModelWorker(Protocol):
     @property
     def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
         """The caches and the cache group of each; none where nobody computes."""
+
+    def connect(self, transfer: KVTransfer) -> None:
+        """Move blocks to and from one more tier."""
         ...
 
 
@@ -91,6 +95,9 @@ class _NoWorker:
     @property
     def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
         return [], []
+
+    def connect(self, transfer: KVTransfer) -> None:
+        raise InvariantError("without a model there is no KV to move")
 
 
 def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:

@@ -22,6 +22,7 @@ from quire.worker.drafter import Drafter, DraftModel
 from quire.worker.memory import PoolSize, check_weights_fit, draft_group, groups_with_draft, size_pool
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
+from quire.worker.transfer import KVTransfer
 
 
 class Worker:
@@ -70,6 +71,10 @@ class Worker:
     def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
         """The model's caches and the cache group of each, for whoever moves KV to and from other engines."""
         return self._cache.layers, self._cache.groups
+
+    def connect(self, transfer: KVTransfer) -> None:
+        """Move blocks to and from one more tier."""
+        self._cache.connect(transfer)
 
     def execute(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode(), _one_torch_thread():
