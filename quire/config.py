@@ -375,9 +375,39 @@ class KVTransferConfig:
         return host.strip("[]"), int(port)
 
 
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """One model over several ranks: how it is cut, and what runs the ranks."""
+
+    tensor_parallel_size: int = option(1, "ranks that share every layer: each has some of its heads and of its width")
+    pipeline_parallel_size: int = option(1, "stages that share the layers: each has a run of them")
+    distributed_executor_backend: str = option(
+        "auto", "who runs the ranks: processes of this machine, or actors of a Ray cluster; auto is processes, or Ray "
+                "where ray_address is given", ("auto", "mp", "ray"))
+    ray_address: str | None = option(
+        None, "a running Ray cluster for the ranks, as `ray start` names it; auto is the one of this machine "
+              "(default: one that the engine starts for itself)")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def backend(self) -> str:
+        """"mp" or "ray"."""
+        if self.distributed_executor_backend != "auto":
+            return self.distributed_executor_backend
+        return "mp" if self.ray_address is None else "ray"
+
+    @property
+    def distributed(self) -> bool:
+        """Ranks have processes of their own; else the engine's own process runs the model."""
+        return self.num_ranks > 1 or self.distributed_executor_backend != "auto" or self.ray_address is not None
+
+
 _SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig,
                               "speculation": SpeculationConfig, "structured": StructuredConfig,
-                              "transfer": KVTransferConfig}
+                              "transfer": KVTransferConfig, "parallel": ParallelConfig}
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +420,7 @@ class EngineConfig:
     speculation: SpeculationConfig = SpeculationConfig()
     structured: StructuredConfig = StructuredConfig()
     transfer: KVTransferConfig = KVTransferConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @classmethod
     def create(cls, **options: Any) -> EngineConfig:
@@ -411,7 +442,8 @@ class EngineConfig:
         return config
 
     def validate(self) -> None:
-        for section in (self.model, self.cache, self.scheduler, self.speculation, self.structured, self.transfer):
+        for name in _SECTIONS:
+            section = getattr(self, name)
             for f in dataclasses.fields(section):
                 _check_type(f, getattr(section, f.name))
         _check_ranges(self)
@@ -463,6 +495,8 @@ def _check_ranges(config: EngineConfig) -> None:
         ("max_num_partial_prefills", config.scheduler.max_num_partial_prefills, 1, 1 << 16),
         ("long_prefill_token_threshold", config.scheduler.long_prefill_token_threshold, 0, 1 << 24),
         ("max_steps_in_flight", config.scheduler.max_steps_in_flight, 1, 16),
+        ("tensor_parallel_size", config.parallel.tensor_parallel_size, 1, MOST_RANKS),
+        ("pipeline_parallel_size", config.parallel.pipeline_parallel_size, 1, MOST_RANKS),
     ]
     for name, value, low, high in lows:
         if value is not None and not low <= value <= high:
@@ -480,6 +514,7 @@ def _check_ranges(config: EngineConfig) -> None:
     _check_swap(config)
     _check_structured(config.structured)
     _check_transfer(config)
+    _check_parallel(config.parallel)
     share = config.cache.gpu_memory_utilization
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}",
@@ -568,6 +603,18 @@ def _check_structured(options: StructuredConfig) -> None:
             raise ConfigError(f"{name} must be above 0 and at most {most:g}, not {value}", field=name)
     parse_bytes(options.grammar_cache_memory, "grammar_cache_memory")
     parse_bytes(options.grammar_memory, "grammar_memory")
+
+
+MOST_RANKS = 64
+"""Of one engine."""
+
+
+def _check_parallel(options: ParallelConfig) -> None:
+    if options.num_ranks > MOST_RANKS:
+        raise ConfigError(f"tensor_parallel_size x pipeline_parallel_size is {options.num_ranks} ranks; an engine has "
+                          f"at most {MOST_RANKS}: lower one of them", field="tensor_parallel_size")
+    if options.ray_address is not None and options.backend == "mp":
+        raise ConfigError("ray_address is for distributed_executor_backend 'ray', not 'mp'", field="ray_address")
 
 
 def _check_slo(options: SchedulerConfig) -> None:

@@ -53,7 +53,7 @@ class WeightNames:
     ) -> Iterator[tuple[str, Tensor]]:
         """The decoder's parameters stored in one tensor, as views of it."""
         targets = self.targets(name)
-        if targets and self._is_transposed(targets[0]) and tensor.dim() == 2:
+        if targets and self.is_transposed(targets[0]) and tensor.dim() == 2:
             tensor = tensor.t()
         if len(targets) <= 1:
             yield from ((target, tensor) for target in targets)
@@ -71,10 +71,10 @@ class WeightNames:
         for target, shape in spec.parameters().items():
             name = self.stored_name(target)
             rows = shape[0] + (
-                shapes[name][-1 if self._is_transposed(target) else 0] if name in shapes else 0
+                shapes[name][-1 if self.is_transposed(target) else 0] if name in shapes else 0
             )
             whole = (rows, *shape[1:])
-            shapes[name] = whole[::-1] if self._is_transposed(target) else whole
+            shapes[name] = whole[::-1] if self.is_transposed(target) else whole
         return shapes
 
     def stored_name(self, target: str) -> str:
@@ -85,7 +85,7 @@ class WeightNames:
         _, index, inner = module.split(".", 2)
         return f"{self.layers_prefix}{index}.{_key_of(self.layer, inner)}.{kind}"
 
-    def _is_transposed(self, target: str) -> bool:
+    def is_transposed(self, target: str) -> bool:
         """Whether a parameter (a weight, not a bias) is stored as [in, out]."""
         module, _, kind = target.rpartition(".")
         return (

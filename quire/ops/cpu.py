@@ -56,6 +56,8 @@ class PanelLinear:
     """int64 [slices, 2]: where each slice ends, and how many additions follow it."""
     slices_ptr: int | None
     num_slices: int
+    num_nodes: int
+    """Sums that are left of the run of slices; 1 where it is all of them."""
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +158,7 @@ class CpuOps(Ops):
             slice_ends=ends,
             slices_ptr=None if ends is None else ends.data_ptr(),
             num_slices=0 if slices is None else slices.count,
+            num_nodes=1 if slices is None else len(slices.nodes()),
         )
 
     def linear(
@@ -177,11 +180,14 @@ class CpuOps(Ops):
         )  # fmt: skip
         return out
 
-    def linear_nodes(self, x: Tensor, w: PanelLinear) -> Tensor:
+    def linear_nodes(self, x: Tensor, w: PanelLinear, out: Tensor | None = None) -> Tensor:
         if w.slices is None:
             raise EngineError("a weight without slices has no tree of sums: use linear")
         rows = _rows(x, w.in_features)
-        out = torch.empty(len(w.slices.nodes()), rows, w.out_features)
+        if out is None:
+            out = torch.empty(w.num_nodes, rows, w.out_features)
+        elif out.shape != (w.num_nodes, rows, w.out_features) or out.dtype is not _F32 or not _dense(out):
+            raise EngineError(f"the nodes' buffer is {tuple(out.shape)} for {w.num_nodes} nodes of {rows} rows")
         self._linear(
             x.data_ptr(), w.panels_ptr, w.format_code, None, None, out.data_ptr(),
             rows, w.out_features, w.in_features, w.slices_ptr, w.num_slices,
@@ -226,6 +232,28 @@ class CpuOps(Ops):
             qkv.data_ptr(), q_norm.data_ptr(), k_norm.data_ptr(), rows, shape.num_heads, shape.num_kv_heads,
             shape.head_dim, eps,
         )  # fmt: skip
+
+    def head_squares(self, qkv: Tensor, shape: HeadShape) -> Tensor:
+        rows, heads = _rows(qkv, shape.width), shape.num_heads + shape.num_kv_heads
+        out = torch.empty(rows, heads)
+        self._library.quire_head_squares(
+            qkv.data_ptr(), out.data_ptr(), rows, shape.width, heads, shape.head_dim
+        )
+        return out
+
+    def norm_some_heads(
+        self, qkv: Tensor, shape: HeadShape, squares: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], eps: float
+    ) -> None:
+        rows, start = _rows(qkv, shape.width), 0
+        for all_heads, norm, heads in zip(squares, norms, (shape.num_heads, shape.num_kv_heads), strict=True):
+            total = all_heads.shape[1]
+            if _vector(norm) != heads * shape.head_dim or _rows(all_heads, total) != rows:
+                raise EngineError(f"a norm of {heads} heads of {shape.head_dim} has not {norm.shape[0]} weights")
+            self._library.quire_norm_some_heads(
+                qkv.data_ptr() + 4 * start, norm.data_ptr(), all_heads.data_ptr(), rows, shape.width, heads, total,
+                shape.head_dim, eps,
+            )  # fmt: skip
+            start += heads * shape.head_dim
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         width = x.shape[-1]
@@ -333,8 +361,8 @@ class CpuOps(Ops):
         failed = self._attend(
             qkv.data_ptr(), layer.k_ptr, layer.v_ptr, out.data_ptr(),
             step.query_start, step.context_len, step.tables[group], step.strides[group], step.seqs,
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.block_size, window or 0,
-            scale, softcap or 0.0,
+            shape.num_heads, shape.num_kv_heads, shape.group, shape.skipped, shape.head_dim, layer.block_size,
+            window or 0, scale, softcap or 0.0,
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the attention's task list")
@@ -466,8 +494,6 @@ def _check_heads(cache: CpuLayerCache, shape: HeadShape) -> None:
     if cache.spec.heads_of_pair() != (shape.num_kv_heads, shape.head_dim):
         heads, dim = cache.spec.heads_of_pair()
         raise EngineError(f"the cache was made for {heads} kv heads of {dim}, not for {shape}")
-    if shape.num_heads % shape.num_kv_heads:
-        raise EngineError(f"{shape}: kv heads must divide the query heads")
     cache.shape = shape
 
 

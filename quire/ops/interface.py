@@ -67,9 +67,10 @@ class Ops(AttentionBackend):
         """[M, N] = x W^T (+ bias) (+ residual), in that order; into `out` if given."""
 
     @abstractmethod
-    def linear_nodes(self, x: Tensor, w: Any) -> Tensor:
+    def linear_nodes(self, x: Tensor, w: Any, out: Tensor | None = None) -> Tensor:
         """[nodes, M, N] float32: what a weight packed with a run of a sum's slices adds to each of `slices.nodes()`,
-        without bias and residual. With the nodes of the other runs, `finish_tree` gives the bits of the whole."""
+        without bias and residual; into `out` if given. With the nodes of the other runs, `finish_tree` gives the bits
+        of the whole."""
 
     @abstractmethod
     def embed(self, ids: Tensor, w: Any) -> Tensor:
@@ -88,6 +89,17 @@ class Ops(AttentionBackend):
         Squares are summed inside each head, then over the heads in a fixed binary tree: neighbours first, an odd
         one is carried up. So ranks that hold some of the heads each will get the same bits.
         """
+
+    @abstractmethod
+    def head_squares(self, qkv: Tensor, shape: HeadShape) -> Tensor:
+        """float32 [T, heads + kv heads]: the sum of squares of each head of q and of k."""
+
+    @abstractmethod
+    def norm_some_heads(
+        self, qkv: Tensor, shape: HeadShape, squares: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], eps: float
+    ) -> None:
+        """As `norm_all_heads`, in place on qkv, where these are some of the layer's heads: `squares` are those of all
+        query heads [T, all of them] and of all kv heads; `norms` have the weights of these heads alone."""
 
     @abstractmethod
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:

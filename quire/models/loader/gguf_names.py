@@ -29,6 +29,11 @@ class GgufArchitecture:
     block_prefix: str
     undo: Callable[[str, torch.Tensor, Config], torch.Tensor]
     config: Callable[[GgufFile, str, Config], None]
+    transposed: str = ""
+    """Pattern of the end of tensors (by their Hugging Face names) that the converter has transposed."""
+
+    def is_transposed(self, name: str) -> bool:
+        return bool(self.transposed) and re.search(self.transposed, name) is not None
 
 
 def _keep(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
@@ -36,27 +41,19 @@ def _keep(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
 
 
 def _undo_llama(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
-    """Back from interleaved rotary pairs to the two halves that Hugging Face checkpoints use."""
-    if ".q_proj." in name:
-        heads = config["num_attention_heads"]
-    elif ".k_proj." in name:
-        heads = config["num_key_value_heads"]
-    else:
+    """Back from interleaved rotary pairs to the two halves that Hugging Face checkpoints use; of any run of heads."""
+    if ".q_proj." not in name and ".k_proj." not in name:
         return tensor
-    if tensor.shape[0] % (2 * heads):
-        raise ModelLoadError(f"{name} has {tensor.shape[0]} rows, which {heads} heads cannot share")
-    pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if dim % 2 or tensor.shape[0] % dim:
+        raise ModelLoadError(f"{name} has {tensor.shape[0]} rows, which heads of {dim} cannot share")
+    pairs = tensor.reshape(-1, dim // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
 def _undo_gemma(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
     """The converter stores norm weights as 1 + w; Hugging Face models add the 1 themselves."""
     return tensor.sub_(1.0) if name.endswith("norm.weight") else tensor
-
-
-def _undo_gpt2(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
-    """GPT-2's Conv1D layers keep [in, out]; the converter transposes them."""
-    return tensor.t() if re.search(r"\.c_(attn|proj|fc)\.weight$", name) else tensor
 
 
 _LLAMA_TOP = {
@@ -151,7 +148,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gemma2": _like_llama("Gemma2ForCausalLM", "gemma2", configs.gemma2_config, _GEMMA_BLOCK, _undo_gemma),
     "gemma3": _like_llama("Gemma3ForCausalLM", "gemma3_text", configs.gemma3_config, _GEMMA_BLOCK, _undo_gemma),
     "gpt2": GgufArchitecture(
-        "GPT2LMHeadModel", "gpt2", _GPT2_TOP, _GPT2_BLOCK, "transformer.h", _undo_gpt2, configs.gpt2_config
+        "GPT2LMHeadModel", "gpt2", _GPT2_TOP, _GPT2_BLOCK, "transformer.h", _keep, configs.gpt2_config,
+        transposed=r"\.c_(attn|proj|fc)\.weight$",  # GPT-2's Conv1D layers keep [in, out]
     ),
 }
 

@@ -1,0 +1,74 @@
+"""Which part of a layer one tensor rank has, as plain data: a run of whole query heads and of the MLP's slices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.kernels.slices import RankTree, Slices, rank_run
+from quire.kernels.types import HeadShape
+from quire.layers.spec import AttentionSpec, MlpSpec
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """Query heads [first, last) of a layer's, and the kv heads [first_kv, last_kv) that they read.
+
+    A kv head is held by every rank whose query heads read it.
+    """
+
+    first: int
+    last: int
+    first_kv: int
+    last_kv: int
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, rank: int, size: int) -> HeadShare:
+        first, last = rank_run(spec.num_heads, rank, size)
+        group = spec.num_heads // spec.num_kv_heads
+        return cls(first, last, first // group, (last - 1) // group + 1)
+
+    def shape(self, spec: AttentionSpec) -> HeadShape:
+        """The rank's part of a row of q, k and v."""
+        group = spec.num_heads // spec.num_kv_heads
+        heads, kv_heads = self.last - self.first, self.last_kv - self.first_kv
+        if heads == spec.num_heads:
+            return HeadShape(heads, kv_heads, spec.head_dim)
+        return HeadShape(heads, kv_heads, spec.head_dim, group, self.first - self.first_kv * group)
+
+    def slices(self, spec: AttentionSpec) -> Slices:
+        """Of the output projection's sum."""
+        return Slices.of_heads(spec.num_heads, spec.head_dim).part(self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShare:
+    """What tensor rank `rank` of `size` has of a layer. It follows from the spec: nobody has to ask what others have."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    rank: int
+    size: int
+
+    @property
+    def heads(self) -> HeadShare:
+        return HeadShare.of(self.attention, self.rank, self.size)
+
+    @property
+    def head_tree(self) -> RankTree:
+        """The sum of the output projection."""
+        return RankTree.even(self.attention.num_heads, self.size)
+
+    @property
+    def mlp_slices(self) -> Slices:
+        whole = Slices.of_width(self.mlp.intermediate)
+        return whole.part(*rank_run(whole.total, self.rank, self.size))
+
+    @property
+    def mlp_columns(self) -> tuple[int, int]:
+        """Columns of the MLP's width: rows of gate and up, columns of down."""
+        slices = self.mlp_slices
+        return slices.border(slices.first), slices.border(slices.last)
+
+    @property
+    def mlp_tree(self) -> RankTree:
+        return RankTree.even(self.mlp_slices.total, self.size)
