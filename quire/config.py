@@ -441,6 +441,10 @@ class EngineConfig:
         config.validate()
         return config
 
+    def to_options(self) -> dict[str, Any]:
+        """Flat keywords of which `create` makes an equal configuration; plain data."""
+        return {f.name: getattr(getattr(self, name), f.name) for name, f in option_fields()}
+
     def validate(self) -> None:
         for name in _SECTIONS:
             section = getattr(self, name)

@@ -159,4 +159,5 @@ def limits_of(config: EngineConfig, max_model_len: int) -> Limits:
         max_num_partial_prefills=options.max_num_partial_prefills,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         fetch_timeout=config.cache.kv_fetch_timeout,
+        num_stages=config.parallel.pipeline_parallel_size,
     )

@@ -107,6 +107,7 @@ class EngineServer:
         if not self._core.has_work and not self._news_due:
             self._pulse.state = ("idle", time.monotonic(), self._scheduler.stats.steps)
             while not self._wait(0 if self._core.self_check.due else self._watching.patience_ms(_REST_MS)):
+                self._check_executor()
                 self._core.take_arrivals()
                 self._core.hear_grammars()
                 if self._core.has_work:
@@ -241,6 +242,7 @@ class EngineServer:
         began = time.monotonic()
         self._pulse.state = ("stepping", began, stats.steps)
         updates = self._core.step(wait_for_kv=False)
+        self._check_executor()
         if stats.steps == before[0] and not updates and not self._news_due:
             return
         times, scheduler = self._core.times, self._scheduler
@@ -249,6 +251,12 @@ class EngineServer:
             stats.steps, began, times.plan, times.execute, times.update, stats.prompt_tokens - before[1],
             stats.output_tokens - before[2], stats.preemptions - before[3], len(scheduler.running),
             len(scheduler.waiting), sum(p.num_used for p in pools) / sum(p.num_blocks for p in pools)))
+
+    def _check_executor(self) -> None:
+        """Without its ranks an engine can do nothing: it ends, and whoever watches it starts another."""
+        failure = self._core.executor.failure
+        if failure is not None:
+            raise failure
 
     def _send(self, updates: list[SequenceUpdate], stats: m.StepStats | None) -> None:
         handles, tokens, news, ended = [], [], [], []
@@ -329,8 +337,10 @@ def serve(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> 
         outbox.send(m.encode(server.ready()))
         gc.collect()
         gc.freeze()  # the model is not garbage to be searched for ever
-        server.run()
-        engine.core.close()
+        try:
+            server.run()
+        finally:
+            engine.core.close()
         return 0
     except Exception as error:
         known = isinstance(error, QuireError)
