@@ -10,12 +10,13 @@ from torch import Tensor
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
+from quire.layers.experts import Moe
 from quire.layers.linear import Embedding, Linear, SharedEmbedding, VocabularyHead
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
 from quire.layers.rotary import growth_table, rope_table
 from quire.layers.share import LayerShare
-from quire.layers.spec import QueryGrowth
+from quire.layers.spec import MoeSpec, QueryGrowth
 from quire.layers.stream import ResidualStream, Rows, Unnormed
 from quire.models.shard import Shard, shard_of
 from quire.models.spec import DecoderSpec, LayerSpec
@@ -41,7 +42,10 @@ class DecoderLayer:
     ) -> None:
         self._placement = spec.placement
         self.attn = Attention(ops, spec.attention, rope, group, dtype, growth, share, ranks)
-        self.mlp = Mlp(ops, spec.mlp, dtype, share, ranks)
+        self.mlp = (
+            Moe(ops, spec.mlp, dtype, share, ranks) if isinstance(spec.mlp, MoeSpec)
+            else Mlp(ops, spec.mlp, dtype, share, ranks)
+        )
         self.attn_norm = Norm(ops, spec.norm, hidden)
         if spec.placement != "parallel":
             self.mlp_norm = Norm(ops, spec.norm, hidden)
@@ -50,8 +54,8 @@ class DecoderLayer:
             self.mlp_post_norm = Norm(ops, spec.norm, hidden)
 
     def receive(self, path: list[str], kind: str, tensor: Tensor) -> None:
-        """`path` is the parameter's place inside the layer: attn.q, mlp.down, attn_norm."""
-        getattr(self, path[0]).receive(path[-1], kind, tensor)
+        """`path` is the parameter's place inside the layer: attn.q, mlp.experts.3.down, attn_norm."""
+        getattr(self, path[0]).receive(".".join(path[1:]), kind, tensor)
 
     def __call__(self, stream: ResidualStream, ctx: StepContext, cache: LayerCache) -> None:
         if self._placement == "pre":
