@@ -55,6 +55,10 @@ class InvariantError(EngineError):
     """The engine's bookkeeping contradicts itself; the sequences concerned are quarantined."""
 
 
+class StepError(EngineError):
+    """A step failed on every tensor rank of its stage alike: its rows are lost, the ranks are still in step."""
+
+
 class RankLostError(EngineError):
     """A rank that shares the model has died, hangs or has failed: the step cannot be finished, nor any after it."""
 

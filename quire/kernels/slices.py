@@ -182,7 +182,7 @@ class RankTree:
         return max(len(self.nodes(rank)) for rank in range(len(self.runs)))
 
     def steps(self) -> list[tuple[int, int, int]]:
-        """How to finish the tree on a stack: (rank, which of its nodes, additions that follow), in order of the slices."""
+        """How to finish the tree on a stack: (rank, which of its nodes, additions that follow), slice by slice."""
         owned = [(rank, index, node) for rank in range(len(self.runs)) for index, node in enumerate(self.nodes(rank))]
         merges = merges_of([node for _, _, node in owned], self.total)
         return [(rank, index, count) for (rank, index, _), count in zip(owned, merges, strict=True)]

@@ -1,7 +1,7 @@
 """Linear layers: each owns its weight's format, and is put together from the parts a checkpoint stores.
 
-Where ranks share a layer, some projections are cut by their output (`Linear` with fewer rows: nobody has to talk), some by
-their input (`SharedLinear`: ranks exchange sums), and the vocabulary by its rows (`SharedEmbedding`, `VocabularyHead`).
+Where ranks share a layer, some projections are cut by their output (`Linear` with fewer rows: nobody has to talk), some
+by their input (`SharedLinear`: ranks exchange sums), the vocabulary by its rows (`SharedEmbedding`, `VocabularyHead`).
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class SharedEmbedding(Embedding):
         self._ranks = ranks
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Each rank looks up the ids that it has. Rows are handed round, not summed with zeros: -0.0 stays what it is."""
+        """Each rank looks up the ids that it has. Rows are handed round, not summed with zeros, so -0.0 stays -0.0."""
         mine = [(ids >= first) & (ids < last) for first, last in self._runs]
         own = super().rows(ids[mine[self._ranks.rank]] - self._runs[self._ranks.rank][0])
         found = own.new_empty(ids.shape[0], self.packed.in_features)

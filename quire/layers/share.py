@@ -42,7 +42,7 @@ class HeadShare:
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """What tensor rank `rank` of `size` has of a layer. All ranks' shares follow from the spec, so nobody has to ask."""
+    """What tensor rank `rank` of `size` has of a layer. It follows from the spec: nobody has to ask what others have."""
 
     attention: AttentionSpec
     mlp: MlpSpec | MoeSpec

@@ -81,8 +81,8 @@ class DecoderLayer:
 class Decoder:
     """A decoder, or one rank's share of one.
 
-    Built empty; `load` brings the weights one tensor at a time under the names of `shard.parameters`, and `missing` says
-    what has not come. The first stage owns the embeddings, the last one the head. Tensor ranks of a stage make the
+    Built empty; `load` brings the weights one tensor at a time under the names of `shard.parameters`, and `missing`
+    says what has not come. The first stage owns the embeddings, the last one the head. Tensor ranks of a stage make the
     same calls with the same tokens, and talk to each other in them.
     """
 

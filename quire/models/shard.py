@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from quire.errors import ConfigError
 from quire.kernels.kv_spec import KVSpec
@@ -191,8 +192,7 @@ def stage_layers(spec: DecoderSpec, num_stages: int) -> list[Run]:
 
 
 def even_runs(costs: Sequence[float], count: int) -> list[Run]:
-    """`costs` cut into `count` runs, none empty, whose dearest is as cheap as possible; then the others, from the last
-    on, are as short as that allows, so that early stages do not wait for room in later ones."""
+    """`costs` cut into `count` runs, none empty, whose dearest is as cheap as possible."""
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -210,4 +210,4 @@ def even_runs(costs: Sequence[float], count: int) -> list[Run]:
     for runs in range(count, 0, -1):
         borders.append(least[runs][borders[-1]][1])
     borders.reverse()
-    return list(zip(borders[:-1], borders[1:], strict=True))
+    return list(pairwise(borders))

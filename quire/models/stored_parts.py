@@ -76,8 +76,8 @@ class StoredParts:
         wanted = (rows, *self._shapes[targets[0]][1:])
         wanted = wanted[::-1] if turned else wanted
         if shape != wanted:
-            raise ModelLoadError(f"tensor {name!r} has shape {shape}, but the config asks for {wanted}: config.json and "
-                                 "the weights are not of the same model")
+            raise ModelLoadError(f"tensor {name!r} has shape {shape}, but the config asks for {wanted}: config.json "
+                                 "and the weights are not of the same model")
 
 
 def take(tensor: Tensor, ranges: Ranges) -> Tensor:

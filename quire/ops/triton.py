@@ -189,10 +189,10 @@ class TritonOps(Ops):
         self, qkv: Tensor, shape: HeadShape, squares: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], eps: float
     ) -> None:
         start = 0
-        for all_heads, norm in zip(squares, norms, strict=True):
-            part = qkv[:, start : start + norm.shape[0]]
-            torch_norm.norm_some_heads(part, all_heads, norm, shape.head_dim, eps)
-            start += norm.shape[0]
+        for all_heads, weight in zip(squares, norms, strict=True):
+            part = qkv[:, start : start + weight.shape[0]]
+            torch_norm.norm_some_heads(part, all_heads, weight, shape.head_dim, eps)
+            start += weight.shape[0]
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         return activation.act(x, kind)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.slices import RankTree, finish_tree
+from quire.kernels.slices import Node, RankTree, finish_tree
 
 UNLIMITED = 1 << 62
 
@@ -47,10 +47,10 @@ class TensorGroup(ABC):
         return UNLIMITED
 
     def sum_nodes(self, nodes: Tensor, tree: RankTree, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """[rows, columns]: the sum over the tree, whose nodes [nodes of this rank, rows, columns] each rank brings; then
-        the bias, then the residual. Every rank has it."""
+        """[rows, columns]: the sum over the tree, of which each rank brings nodes [its nodes, rows, columns]; then the
+        bias, then the residual. Every rank has it."""
         _, rows, columns = nodes.shape
-        values = {}
+        values: dict[Node, Tensor] = {}
         for rank, theirs in enumerate(self.exchange(nodes)):
             own = tree.nodes(rank)
             values.update(zip(own, theirs.view(len(own), rows, columns), strict=True))
@@ -73,8 +73,7 @@ class TensorGroup(ABC):
 
     def broadcast(self, message: bytes | None) -> bytes:
         """What rank 0 says, to everybody; the others pass None."""
-        mine = torch.frombuffer(bytearray(message or b""), dtype=torch.uint8) if message else torch.empty(
-            0, dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
         return self.exchange(mine)[0].numpy().tobytes()
 
     def close(self) -> None:  # noqa: B027 (most have nothing to let go of)
@@ -123,11 +122,12 @@ class Collectives:
 
 def send_tensor(link: Link, tensor: Tensor) -> None:
     """The bytes of a contiguous tensor; the other side knows its shape and type."""
-    link.send(memoryview(tensor.contiguous().view(-1).numpy()).cast("B"))
+    if tensor.numel():
+        link.send(tensor.contiguous().view(-1).numpy().data.cast("B"))
 
 
 def receive_tensor(link: Link, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     tensor = torch.empty(*shape, dtype=dtype)
     if tensor.numel():
-        link.receive(memoryview(tensor.view(-1).numpy()).cast("B"))
+        link.receive(tensor.view(-1).numpy().data.cast("B"))
     return tensor

@@ -1,7 +1,7 @@
 """Ranks of one machine: groups and links in memory that their processes share, moved by C (`kernels/cpu/collective.c`).
 
-Whoever starts the processes makes the memory, all zero, and hands it to each: nothing here has a name that could be left
-behind. A wait ends with RankLostError when the other process is gone, when `abort` was called on the memory, or after
+Whoever starts the processes makes the memory, all zero, and hands it to each: nothing here has a name that could be
+left behind. A wait ends with RankLostError when the other process is gone, when `abort` was called on the memory, or after
 the timeout.
 """
 
@@ -62,7 +62,8 @@ def _address(memory: Any, needed: int) -> tuple[int, Any]:
     """Of a writable buffer; and what keeps it alive."""
     view = memoryview(memory).cast("B")
     if view.readonly or view.nbytes < needed:
-        raise EngineError(f"shared memory of {view.nbytes} bytes (read-only: {view.readonly}) where {needed} are needed")
+        raise EngineError(f"shared memory of {view.nbytes} bytes (read-only: {view.readonly}), where {needed} that can "
+                          "be written are needed")
     held = (ctypes.c_char * view.nbytes).from_buffer(view)
     if ctypes.addressof(held) % 64:
         raise EngineError("shared memory must begin at a multiple of 64")
@@ -120,7 +121,8 @@ class SharedGroup(TensorGroup):
 
     def rows_at_once(self, row_bytes: int) -> int:
         if row_bytes > self._slot_bytes:
-            raise EngineError(f"a row of {row_bytes} bytes does not fit the {self._slot_bytes} that ranks exchange at once")
+            raise EngineError(f"a row of {row_bytes} bytes is more than the {self._slot_bytes} that ranks exchange at "
+                              "once")
         return self._slot_bytes // row_bytes
 
     def room(self, rows: int, columns: int) -> Tensor:

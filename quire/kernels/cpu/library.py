@@ -42,7 +42,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_group_join": (None, [_P]),
     "quire_group_room": (_P, [_P, _P]),
     "quire_group_exchange": (_N, [_P, _I, _P, _P]),
-    "quire_group_sum": (_N, [_P, _I, _P] + [_I] * 3 + [_P] * 3),
+    "quire_group_sum": (_N, [_P, _I, _P, _I, _I, _I, _P, _P, _P]),
     "quire_group_gather": (_N, [_P, _I, _P, _I, _P]),
     "quire_link_bytes": (_I, [_I]),
     "quire_link_join": (None, [_P, _N]),

@@ -282,7 +282,8 @@ class GgufFile:
         blocks at the borders."""
         quant, columns = tensor.format, tensor.shape[-1]
         rows = tensor.nbytes // (columns // quant.block_elements * quant.block_bytes)
-        first_row, last_row, low, high = (start, stop, 0, columns) if dim < len(tensor.shape) - 1 else (0, rows, start, stop)
+        by_row = dim < len(tensor.shape) - 1
+        first_row, last_row, low, high = (start, stop, 0, columns) if by_row else (0, rows, start, stop)
         first, last = low // quant.block_elements, -(-high // quant.block_elements)
         out = np.empty((last_row - first_row, (last - first) * quant.block_elements), np.float32)
         read_at = self._reader(tensor)
