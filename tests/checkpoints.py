@@ -196,10 +196,29 @@ def config_of(model: Any) -> dict[str, Any]:
     return config
 
 
-def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that a checkpoint of the model holds, a tied one once."""
+def weights_of(model: Any, merged: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a checkpoint of the model holds, a tied one once; experts one by one, or `merged`."""
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    return [(name, tensor.detach()) for name, tensor in model.state_dict().items() if name not in tied]
+    found = [(name, tensor.detach()) for name, tensor in model.state_dict().items() if name not in tied]
+    if merged or type(model).__name__ == "GptOssForCausalLM":  # which are stored merged
+        return found
+    return [part for name, tensor in found for part in _by_expert(name, tensor, type(model).__name__)]
+
+
+def _by_expert(name: str, tensor: torch.Tensor, architecture: str) -> list[tuple[str, torch.Tensor]]:
+    mixtral = architecture == "MixtralForCausalLM"
+    if mixtral:
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if ".experts." not in name or tensor.dim() != 3:
+        return [(name, tensor)]
+    stem, _, part = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+    spelled = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if mixtral else {}
+    return [
+        (f"{stem}.{number}.{spelled.get(each, each)}.weight", piece)
+        for number, expert in enumerate(tensor)
+        for each, piece in zip(parts, expert.chunk(len(parts)), strict=True)
+    ]
 
 
 def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:

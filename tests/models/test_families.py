@@ -14,7 +14,17 @@ from quire.models.decoder import Decoder
 from quire.ops.cpu import CpuOps
 from quire.ops.interface import Ops
 from quire.ops.reference import TorchOps
-from tests.checkpoints import FAMILY_NAMES, LONGROPE, config_of, make_model, oracle_greedy, oracle_logits, weights_of
+from quire.errors import ModelLoadError
+from tests.checkpoints import (
+    EXPERT_NAMES,
+    FAMILY_NAMES,
+    LONGROPE,
+    config_of,
+    make_model,
+    oracle_greedy,
+    oracle_logits,
+    weights_of,
+)
 from tests.layers.test_rotary import VARIANTS
 from tests.paged_driver import PagedDriver
 
@@ -183,6 +193,33 @@ def test_logits_are_those_of_transformers(shape: str, ops: str) -> None:
         got = driver.run(0, tokens, chunks)
         assert (got - expected).abs().max() < TOLERANCE, f"in chunks {chunks}"
         driver.release(0)
+
+
+@pytest.mark.parametrize("family", EXPERT_NAMES)
+def test_experts_may_be_stored_in_one_tensor(family: str) -> None:
+    model = make_model(family)
+    tokens = tokens_of(30, 97)
+    one_by_one = PagedDriver(decoder_of(model)).run(0, tokens, [30])
+    merged = build_decoder(config_of(model), weights_of(model, merged=True), CpuOps())
+    assert torch.equal(PagedDriver(merged).run(0, tokens, [30]), one_by_one)
+
+
+@pytest.mark.parametrize("family", EXPERT_NAMES)
+def test_a_checkpoint_with_other_experts_is_refused_by_the_tensors_name(family: str) -> None:
+    model = make_model(family)
+    stored = weights_of(model)
+    router = next(name for name, _ in stored if name.endswith(("gate.weight", "router.weight")))
+    wrong = [(name, tensor[:-1] if name == router else tensor) for name, tensor in stored]
+    with pytest.raises(ModelLoadError, match=router):
+        build_decoder(config_of(model), wrong, CpuOps())
+    expert = next(name for name, _ in stored if ".experts." in name)
+    with pytest.raises(ModelLoadError, match=expert):
+        build_decoder(config_of(model), [item for item in stored if item[0] != expert], CpuOps())
+    merged = weights_of(model, merged=True)
+    name = next(name for name, tensor in merged if ".experts." in name and tensor.dim() == 3)
+    fewer = [(each, tensor[:-1] if each == name else tensor) for each, tensor in merged]
+    with pytest.raises(ModelLoadError, match=name):
+        build_decoder(config_of(model), fewer, CpuOps())
 
 
 @pytest.mark.parametrize("shape", FAMILY_NAMES)

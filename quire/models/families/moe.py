@@ -27,7 +27,7 @@ def names(layer: Mapping[str, str | tuple[str, ...]], alone: Mapping[str, str] |
     """Llama's spelling with experts, one tensor each or all in one, and what else a layer has."""
     return WeightNames(
         top=llama.NAMES.top,
-        layer={**llama.ATTENTION, **llama.NORMS, **llama.MLP, **EXPERTS, **layer},
+        layer={**layer, **llama.ATTENTION, **llama.NORMS, **llama.MLP, **EXPERTS},
         ignored=llama.NAMES.ignored,
         alone=alone or {},
         merged=MERGED,
