@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer as a mixture of experts: a router, the experts that ranks share, one for every token.
+"""The feed-forward part of a layer as a mixture of experts: a router and the experts, which ranks share.
 
 The bits of a token do not depend on its batch: its experts are added in ascending order within eight fixed ranges of
 experts, the ranges in the tree of `quire.kernels.slices`. A rank that shares the layer has a run of whole ranges.
@@ -85,6 +85,11 @@ class Moe:
         self._shared = None if spec.shared is None else Mlp(ops, spec.shared, dtype, share, ranks)
         self._shared_gate = Linear(ops, ("shared_gate",), False, dtype) if spec.shared_gate else None
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """What every row goes through."""
+        return (self.router, *(() if self._shared is None else self._shared.linears))
+
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         """`part` is the parameter's place in the layer's feed-forward part: router, experts.3.up, shared.down."""
         place = part.split(".")
@@ -128,8 +133,8 @@ class Moe:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _nodes(self, x: Tensor, ctx: StepContext, chosen: Tensor, weights: Tensor) -> list[Tensor]:
-        """What this rank's experts add to each node of the tree over the ranges. Only chosen experts are read, each once
-        for all rows that want it."""
+        """What this rank's experts add to each node of the tree over the ranges. Only chosen experts are read, each
+        once for all rows that want it."""
         rows_of, weight_of = _by_expert(chosen, weights, self._spec.router.num_experts)
         ranges = [(index, index + 1) for index in range(self._run.first, self._run.last)]
         stack: list[Tensor] = []

@@ -42,7 +42,7 @@ class HeadShare:
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """What tensor rank `rank` of `size` has of a layer. It follows from the spec: nobody has to ask what others have."""
+    """What tensor rank `rank` of `size` has of a layer. It follows from the spec: nobody has to ask."""
 
     attention: AttentionSpec
     mlp: MlpSpec | MoeSpec

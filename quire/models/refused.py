@@ -38,7 +38,7 @@ _GGUF: dict[str, tuple[str, ...]] = {
         "arwkv7",
     ),
     _EXPERTS: (
-        *("qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "glm4moe", "granitemoe", "phimoe", "dbrx", "llama4", "grok"),
+        *("gpt-oss", "glm4moe", "granitemoe", "phimoe", "dbrx", "llama4", "grok"),
         *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "dots1", "bailingmoe", "bailingmoe2", "arctic", "deepseek"),
         *("afmoe", "exaone-moe", "grovemoe", "mimo2", "smallthinker"),
     ),

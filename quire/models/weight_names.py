@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\.\d+\.")
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """One tensor that holds a part of every expert of a layer, the expert first: [experts, out, in], biases [experts, out].
+    """One tensor that holds a part of every expert of a layer: [experts, out, in], or [experts, out] for a bias.
 
     `parts` are the decoder's names, `{}` for the expert's number; several lie one below the other along the output
     dimension, or row by row in turns where `interleaved`.
@@ -105,8 +105,8 @@ class WeightNames:
     def split(
         self, name: str, tensor: Tensor, spec_shapes: Mapping[str, Shape], held: Container[str] = ()
     ) -> Iterator[tuple[str, Tensor]]:
-        """The decoder's parameters stored in one tensor, as views of it. `held` are those of a rank's shard: a tensor of
-        merged experts may have these alone."""
+        """The decoder's parameters stored in one tensor, as views of it. `held` are those of a rank's shard: a tensor
+        of merged experts may have these alone."""
         merged = self.merged_in(name)
         if merged is not None:
             yield from self._split_experts(name, tensor, spec_shapes, held, *merged)

@@ -26,11 +26,15 @@ NAMES = WeightNames(
 
 
 def read(c: ConfigReader) -> DecoderSpec:
+    stored = c.get("quantization_config")
+    if stored is not None and (not isinstance(stored, dict) or stored.get("quant_method") != "mxfp4"):
+        c.refuse("quantization_config", stored, "; known: mxfp4")
     count = c.size("num_hidden_layers", most=MAX_LAYERS)
     window = c.size("sliding_window", 128, most=MAX_POSITIONS)
     bias = c.flag("attention_bias", True)
+    count_of = moe.count_of_experts(c, "num_local_experts", "num_experts")
     experts = MoeSpec(
-        RouterSpec(moe.count_of_experts(c, "num_local_experts", "num_experts"), c.size("num_experts_per_tok"), bias=True),
+        RouterSpec(count_of, c.size("num_experts_per_tok"), bias=True),
         c.size("intermediate_size"),
         c.activation("hidden_act", "silu", gated=True),
         bias=True,
@@ -42,4 +46,4 @@ def read(c: ConfigReader) -> DecoderSpec:
     )
 
 
-FAMILY = Family("GptOssForCausalLM", read, NAMES, handles=("num_local_experts", "num_experts"))
+FAMILY = Family("GptOssForCausalLM", read, NAMES, handles=("num_local_experts", "num_experts", "quantization_config"))

@@ -34,7 +34,9 @@ def names(layer: Mapping[str, str | tuple[str, ...]], alone: Mapping[str, str] |
     )
 
 
-def mlp_of(c: ConfigReader, experts: MoeSpec, dense_layers: Callable[[int], bool]) -> Callable[[int], MlpSpec | MoeSpec]:
+def mlp_of(
+    c: ConfigReader, experts: MoeSpec, dense_layers: Callable[[int], bool]
+) -> Callable[[int], MlpSpec | MoeSpec]:
     """Experts, or a dense MLP of `intermediate_size` where the layer's number says so."""
     count = c.size("num_hidden_layers", most=MAX_LAYERS)
     if not any(dense_layers(index) for index in range(count)):
