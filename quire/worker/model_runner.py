@@ -85,7 +85,7 @@ class ModelRunner:
         """The rows take over the tokens that were drawn, on every tensor rank of this stage."""
         mine = [result.tokens for result in results] if self._passes.place.is_sampler else None
         for entry, tokens in zip(entries, self._passes.tell_group(mine, failure), strict=True):
-            self.learn(entry.row, entry.start + entry.num_tokens - len(entry.drafts), tokens)
+            self.learn(entry.row, entry.drawn_at, tokens)
 
     def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
         """These tokens were drawn for a row, the first of them for `position`. A row that is empty is left alone."""
