@@ -126,7 +126,7 @@ _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_moe": (
         "Qwen2MoeConfig",
         "Qwen2MoeForCausalLM",
-        {**SMALL, **_EXPERTS, "num_experts": 10, "shared_expert_intermediate_size": 40},
+        {**SMALL, **_EXPERTS, "num_experts": 10, "shared_expert_intermediate_size": 96},
     ),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**SMALL, **_EXPERTS, "num_experts": 12, "head_dim": 16}),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**SMALL, "num_experts": 9, "num_experts_per_tok": 3}),
@@ -139,7 +139,7 @@ _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm4MoeConfig",
         "Glm4MoeForCausalLM",
         {**SMALL, **_EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "head_dim": 16}
-        | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_shared_experts": 3},
     ),
     "opt": ("OPTConfig", "OPTForCausalLM", _SMALL_OPT),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _SMALL_GPT2),
