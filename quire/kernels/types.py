@@ -74,13 +74,15 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class HeadTurn:
-    """What a layer does to each head of q and k before it attends: norm, then rotation by position."""
+    """What a layer does to each head of q and k before it attends: norm, then rotation by position; and its sinks."""
 
     rope: Tensor | None
     """float32 [positions, rotated features]: cosines, then sines."""
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+    sinks: Tensor | None = None
+    """float32 [query heads]: a score of each head that takes part in the softmax and has no value."""
 
 
 @dataclass(slots=True)

@@ -270,6 +270,13 @@ class CpuOps(Ops):
         self._act_mul(gate_up.data_ptr(), out.data_ptr(), rows, double // 2, _KINDS[kind])
         return out
 
+    def clamped_act_mul(self, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+        double = gate_up.shape[-1]
+        rows = _rows(gate_up, double)
+        out = torch.empty(rows, double // 2)
+        self._library.quire_clamped_act_mul(gate_up.data_ptr(), out.data_ptr(), rows, double // 2, limit, alpha)
+        return out
+
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -317,13 +324,14 @@ class CpuOps(Ops):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if window is not None and window < 1:
             raise EngineError(f"an attention window holds at least the token itself, not {window}")
         if type(layer) is not CpuLayerCache:
             layer = _describe(layer)
         step = self._enter(qkv, layer, ctx, group, shape, window or 0)
-        return self._read(qkv, layer, step, group, shape, scale, window, softcap)
+        return self._read(qkv, layer, step, group, shape, scale, window, softcap, sinks)
 
     def rope_attend(
         self,
@@ -344,7 +352,7 @@ class CpuOps(Ops):
             layer = _describe(layer)
         step = self._enter(qkv, layer, ctx, group, shape, window or 0)
         self._write(qkv, layer, step, group, shape, turn)
-        return self._read(qkv, layer, step, group, shape, scale, window, softcap)
+        return self._read(qkv, layer, step, group, shape, scale, window, softcap, turn.sinks)
 
     def _read(
         self,
@@ -356,11 +364,15 @@ class CpuOps(Ops):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
+        if sinks is not None and _vector(sinks) != shape.num_heads:
+            raise EngineError(f"{shape.num_heads} heads have not {sinks.shape[0]} sinks")
         out = torch.empty(step.tokens, shape.num_heads * shape.head_dim)
         failed = self._attend(
             qkv.data_ptr(), layer.k_ptr, layer.v_ptr, out.data_ptr(),
-            step.query_start, step.context_len, step.tables[group], step.strides[group], step.seqs,
+            step.query_start, step.context_len, step.tables[group],
+            None if sinks is None else sinks.data_ptr(), step.strides[group], step.seqs,
             shape.num_heads, shape.num_kv_heads, shape.group, shape.skipped, shape.head_dim, layer.block_size,
             window or 0, scale, softcap or 0.0,
         )  # fmt: skip

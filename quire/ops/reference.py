@@ -150,6 +150,7 @@ class TorchOps(Ops):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of this step's queries over their sequences' cached keys and values."""
         q, _, _ = _split_heads(qkv, shape)
@@ -166,7 +167,7 @@ class TorchOps(Ops):
                 mine = [shape.kv_head(head) for head in range(shape.num_heads)]
                 k, v = k[mine], v[mine]
             visible = _visible(queries, torch.arange(start, length, device=qkv.device), window)
-            out[lo:hi] = softmax_attention(q[lo:hi], k, v, visible, scale, softcap)
+            out[lo:hi] = softmax_attention(q[lo:hi], k, v, visible, scale, softcap, sinks)
         return out.reshape(qkv.shape[0], shape.num_heads * shape.head_dim)
 
     def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:

@@ -1,8 +1,8 @@
 """Ranks of one machine: groups and links in memory that their processes share, moved by C (`kernels/cpu/collective.c`).
 
 Whoever starts the processes makes the memory, all zero, and hands it to each: nothing here has a name that could be
-left behind. A wait ends with RankLostError when the other process is gone, when `abort` was called on the memory, or after
-the timeout.
+left behind. A wait ends with RankLostError when the other process is gone, when `abort` was called on the memory, or
+after the timeout.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from quire.errors import ConfigError, ModelLoadError
-from quire.models.loader import safetensors
+from quire.models.loader import mxfp4, safetensors
 from quire.models.loader.catalog import CATALOG
 from quire.models.loader.gguf import GgufFile, GgufTensor
 from quire.models.loader.gguf_names import architecture_of, hf_config, hf_name
@@ -227,7 +227,10 @@ class FolderSource(ModelSource):
     def _weights(
         self, dtype: torch.dtype | None, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        return safetensors.iterate_weights(self.path, dtype, parts)
+        stored = safetensors.iterate_weights(self.path, dtype, parts)
+        quantization = self._config.get("quantization_config")
+        packed = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+        return mxfp4.joined(stored) if packed else stored
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
