@@ -5,19 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.options import check_type, option, parse_bytes, read_kv_secret
 from quire.speculation.options import SpeculationOptions
-
-
-def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that carries the one description of an option."""
-    return field(default=default, metadata={"help": help, "choices": choices})
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,145 +158,6 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GuardConfig:
-    """How `AsyncLLM` guards an engine in its own process: who may wait, how long, and when it counts as dead."""
-
-    max_waiting_requests: int = option(256, "most requests that wait for their turn; more are refused (429)")
-    max_waiting_tokens: int = option(1 << 19, "most prompt tokens that wait; a prompt longer than that waits alone")
-    request_timeout: float | None = option(None, "seconds after which a request is given up (default: never)")
-    heartbeat_timeout: float = option(10.0, "seconds without a sign of life after which the engine is restarted")
-    step_timeout: float = option(300.0, "seconds that one step may take before the engine counts as stuck")
-    start_timeout: float = option(900.0, "seconds that the engine may take to load its model")
-    max_restarts: int = option(8, "restarts in a row, with no request served between, before the engine is given up; "
-                                  "`quire serve` then exits with code 1")
-    keep_restarting: bool = option(False, "never give the engine up: after max_restarts in vain try again every 30 s")
-
-    @classmethod
-    def split(cls, options: Mapping[str, Any]) -> tuple[GuardConfig, dict[str, Any]]:
-        """Take its own options out of flat keywords, checked; the rest is the engine's."""
-        names = {f.name for f in dataclasses.fields(cls)}
-        guard = cls(**{name: value for name, value in options.items() if name in names})
-        for f in dataclasses.fields(cls):
-            _check_type(f, getattr(guard, f.name))
-        for name, low in (("max_waiting_requests", 0), ("max_waiting_tokens", 0), ("max_restarts", 0)):
-            if getattr(guard, name) < low:
-                raise ConfigError(f"{name} must be at least {low}, not {getattr(guard, name)}", field=name)
-        for name in ("request_timeout", "heartbeat_timeout", "step_timeout", "start_timeout"):
-            value = getattr(guard, name)
-            if value is not None and not 0.0 < value <= 1e9:
-                raise ConfigError(f"{name} must be above 0 seconds, not {value}", field=name)
-        return guard, {name: value for name, value in options.items() if name not in names}
-
-
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """`quire serve`: where it listens, whom it lets in, how much it takes on."""
-
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is all of them")
-    port: int = option(8000, "port to listen on (0: any free one)")
-    served_model_name: str | None = option(None, "name of the model in requests (default: the one it was started with)")
-    api_key_file: str | None = option(
-        None, "file with API keys, one per line, each optionally after a name of its own (default: the keys in "
-              "$QUIRE_API_KEYS, separated by commas; none: everybody may ask)")
-    allowed_origins: str | None = option(
-        None, "web origins whose pages may call this server, separated by commas (default: none)")
-    allowed_hosts: str | None = option(
-        None, "names that a request may give as Host beside those of the loopback, separated by commas; * is any "
-              "(default: none on a loopback address without API keys, else any)")
-    request_timeout: float = option(600.0, "seconds that a request may take, from its arrival to its last token")
-    read_timeout: float = option(30.0, "seconds that a client may take to send a request")
-    drain_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
-    max_connections: int = option(1024, "most connections open at once")
-    max_body_size: int | str = option("4MiB", "largest body of a request")
-    max_prompts: int = option(128, "most prompts in one request to /v1/completions")
-    max_n: int = option(16, "largest n and best_of of a request, and widest beam")
-    max_logprobs: int = option(20, "largest logprobs and top_logprobs of a request")
-    max_stops: int = option(16, "most stop strings of a request")
-    max_schema_size: int | str = option("64KiB", "largest JSON schema, grammar or regular expression of a request")
-    max_tools: int = option(128, "most tools of a request")
-    tool_call_parser: str = option("auto", "how the model writes tool calls; auto looks at its chat template",
-                                   ("auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm45", "granite",
-                                    "harmony", "hermes", "kimi_k2", "llama3", "mistral", "mistral_v11", "phi4",
-                                    "pythonic", "qwen3_coder"))
-    reasoning_parser: str = option("auto", "how the model marks its thoughts, which are told from the answer: think is "
-                                           "<think></think>; auto looks at its chat template",
-                                   ("auto", "think", "mistral", "granite", "harmony", "none"))
-    max_stored_responses: int = option(1000, "most responses of /v1/responses that are kept for previous_response_id")
-    stored_responses_memory: int | str = option("64MiB", "bytes for the responses that are kept; the oldest make room")
-    log_format: str = option("auto", "how the log is written; auto is text on a terminal, else JSON",
-                             ("auto", "text", "json"))
-    log_level: str = option("info", "least severe kind of log line", ("debug", "info", "warning", "error"))
-    data_parallel_size: int = option(1, "engines behind this one port, each with the model; a request goes to the one "
-                                        "that holds most of its prompt and has least to do")
-    page: bool = option(True, "the page at / with a chat and a view of the engine, and what it is fed from")
-    otlp_endpoint: str | None = option(
-        None, "send OpenTelemetry spans to this address, such as http://localhost:4318/v1/traces (default: none)")
-
-    @classmethod
-    def create(cls, **options: Any) -> ServerConfig:
-        config = cls(**options)
-        for f in dataclasses.fields(cls):
-            _check_type(f, getattr(config, f.name))
-        for name, low, high in _SERVER_RANGES:
-            value = getattr(config, name)
-            if not low <= value <= high:
-                raise ConfigError(f"{name} must be between {low:g} and {high:g}, not {value}", field=name)
-        parse_bytes(config.max_body_size, "max_body_size")
-        parse_bytes(config.max_schema_size, "max_schema_size")
-        parse_bytes(config.stored_responses_memory, "stored_responses_memory")
-        return config
-
-
-_SERVER_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("port", 0, 65535), ("request_timeout", 0.001, 1e6), ("read_timeout", 0.001, 1e6), ("drain_timeout", 0.0, 1e6),
-    ("max_connections", 1, 1 << 20), ("max_prompts", 1, 1 << 16), ("max_n", 1, 64), ("max_logprobs", 0, 20),
-    ("max_stops", 0, 64), ("max_tools", 0, 1024), ("max_stored_responses", 0, 1 << 20), ("data_parallel_size", 1, 64),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """`quire route`: who gets a request, and when a server counts as dead."""
-
-    policy: str = option("cache-aware", "who gets a request: who holds most of its prompt and has least to do, the "
-                         "least loaded, or each in turn", ("cache-aware", "least-loaded", "round-robin"))
-    tokenizer: str | None = option(
-        None, "model, folder, tokenizer.json or .gguf whose tokenizer and chat template the servers use, for "
-              "cache-aware (default: the model that the servers name, if it can be found here)")
-    kv_secret_file: str | None = option(
-        None, "file with the secret that the servers were started with, for cache-aware and for servers that register "
-              "themselves (default: $QUIRE_KV_SECRET)")
-    health_interval: float = option(1.0, "seconds between two questions to a server whether it is well")
-    health_timeout: float = option(5.0, "seconds that it may take to answer; after two misses it counts as dead")
-    connect_timeout: float = option(5.0, "seconds that a server may take to accept a connection")
-    max_retries: int = option(3, "times that a request which has sent nothing is tried on another server")
-    max_waiting_requests: int = option(1024, "most requests that wait for their first token; more are refused (429)")
-    max_index_blocks: int = option(1 << 22, "most KV blocks that the index remembers, over all servers")
-
-    @classmethod
-    def create(cls, **options: Any) -> RouterConfig:
-        config = cls(**options)
-        for f in dataclasses.fields(cls):
-            _check_type(f, getattr(config, f.name))
-        for name, low, high in _ROUTER_RANGES:
-            value = getattr(config, name)
-            if not low <= value <= high:
-                raise ConfigError(f"{name} must be between {low:g} and {high:g}, not {value}", field=name)
-        _ = config.kv_secret
-        return config
-
-    @property
-    def kv_secret(self) -> bytes | None:
-        return read_kv_secret(self.kv_secret_file)
-
-
-_ROUTER_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("health_interval", 0.05, 3600), ("health_timeout", 0.05, 3600), ("connect_timeout", 0.05, 3600),
-    ("max_retries", 0, 64), ("max_waiting_requests", 1, 1 << 20), ("max_index_blocks", 1, 1 << 30),
-)
-
-
-@dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """Whether tokens are guessed ahead and checked several at once."""
 
@@ -319,7 +175,7 @@ class SpeculationConfig:
 class StructuredConfig:
     """What compiling the grammars of structured outputs may take, and how many of them are kept."""
 
-    grammar_timeout: float = option(30.0, "most seconds of computing that compiling a structured output's grammar may take")
+    grammar_timeout: float = option(30.0, "most seconds of computing that compiling a grammar may take")
     grammar_cache_memory: int | str = option("256MiB", "bytes for compiled grammars, or a text such as 1GiB")
     grammar_threads: int = option(2, "grammars compiled at once")
     grammar_token_ms: float = option(250.0, "most milliseconds of computing that a grammar may take for one token "
@@ -449,7 +305,7 @@ class EngineConfig:
         for name in _SECTIONS:
             section = getattr(self, name)
             for f in dataclasses.fields(section):
-                _check_type(f, getattr(section, f.name))
+                check_type(f, getattr(section, f.name))
         _check_ranges(self)
 
 
@@ -468,24 +324,6 @@ def _spread_kv_transfer(options: dict[str, Any]) -> dict[str, Any]:
 def option_fields() -> list[tuple[str, dataclasses.Field[Any]]]:
     """(section name, field) of every option, for the command line and the docs."""
     return [(name, f) for name, section in _SECTIONS.items() for f in dataclasses.fields(section)]
-
-
-_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int),
-                                       "dict[str, object]": (dict,)}
-
-
-def _check_type(f: dataclasses.Field[Any], value: Any) -> None:
-    names = [part.strip() for part in str(f.type).split("|")]
-    if value is None:
-        if "None" not in names:
-            raise ConfigError(f"{f.name} may not be None", field=f.name)
-        return
-    allowed = tuple(t for n in names if n != "None" for t in _TYPES[n])
-    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-        raise ConfigError(f"{f.name} must be {f.type}, not {type(value).__name__} {value!r}", field=f.name)
-    choices = f.metadata.get("choices")
-    if choices and value not in choices:
-        raise ConfigError(f"{f.name} must be one of {', '.join(choices)}, not {value!r}", field=f.name)
 
 
 def _check_ranges(config: EngineConfig) -> None:
@@ -632,29 +470,9 @@ def _check_slo(options: SchedulerConfig) -> None:
                           "batching_policy 'decode-first' and enable_chunked_prefill", field="itl_slo_ms")
 
 
-_MIN_SECRET_BYTES = 16
 _POOL_SCHEMES = ("mooncake", "redis", "rediss", "http", "https")
 _UNIT_TOKENS = 256
 """Of a pool (`kvpool/keys.py`)."""
-_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
-          "t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-
-
-def parse_bytes(value: int | str, name: str) -> int:
-    """`1500000`, `"512MiB"` or `"2GB"` as a number of bytes."""
-    if isinstance(value, int):
-        size = value
-    else:
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
-        if match is None or match[2].lower() not in _UNITS:
-            raise ConfigError(
-                f"{name} must be a number of bytes or a text like 512MiB or 2GB, not {value!r}", field=name)
-        size = int(min(float(match[1]) * _UNITS[match[2].lower()], 1 << 63))
-    if not 0 < size < 1 << 63:
-        raise ConfigError(f"{name} must be between 1 and 2**63 - 1 bytes, not {value!r:.40}", field=name)
-    return size
-
-
 def parse_disk(value: str) -> tuple[Path, int]:
     """`/path/of/a/directory:20GiB` as the directory and a number of bytes."""
     path, colon, size = value.rpartition(":")
@@ -670,37 +488,3 @@ def default_cache_dir() -> Path:
         return Path(override).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "quire"
-
-
-def api_keys_of_environment() -> str:
-    """What $QUIRE_API_KEYS holds: API keys of `quire serve`, separated by commas."""
-    return os.environ.get("QUIRE_API_KEYS", "")
-
-
-def replica_key_of_environment() -> str | None:
-    """The API key that a router sends to servers with its own questions: $QUIRE_REPLICA_KEY."""
-    return os.environ.get("QUIRE_REPLICA_KEY") or None
-
-
-def read_kv_secret(path: str | None) -> bytes | None:
-    """The secret in a file, or in $QUIRE_KV_SECRET where no file is named."""
-    if path is None:
-        text, where = os.environ.get("QUIRE_KV_SECRET", ""), "$QUIRE_KV_SECRET"
-        if not text.strip():
-            return None
-    else:
-        where = f"kv_secret_file {path}"
-        try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where} cannot be read: {error}", field="kv_secret_file") from error
-    secret = text.strip().encode()
-    if len(secret) < _MIN_SECRET_BYTES:
-        raise ConfigError(f"{where} holds {len(secret)} characters, too few for a secret: take at least "
-                          f"{_MIN_SECRET_BYTES}, as from `openssl rand -hex 32`", field="kv_secret_file")
-    return secret
-
-
-def default_api_key() -> str | None:
-    """The key that commands send to servers, unless told another: $OPENAI_API_KEY, as the field's clients do."""
-    return os.environ.get("OPENAI_API_KEY") or None

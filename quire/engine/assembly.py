@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.config import CPU_DEFAULTS, EngineConfig, parse_bytes
+from quire.config import CPU_DEFAULTS, EngineConfig
 from quire.engine.calibration import measure_move_cost, measure_step_times
 from quire.engine.core import EngineCore
 from quire.engine.device import ModelWorker, build_worker, draft_rows, resolve
@@ -21,6 +21,7 @@ from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.secret import derived_secret
 from quire.models.spec import DecoderSpec
+from quire.options import parse_bytes
 from quire.scheduler.pacing import StepPacer
 from quire.scheduler.policy import BATCHING_POLICIES
 from quire.scheduler.preemption import Preemption, PreemptionMode

@@ -6,7 +6,6 @@ import platform
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from quire import __version__
 from quire.config import EngineConfig
 from quire.kvpool.directory_lock import secret_in
 from quire.kvpool.disk import DiskStore
@@ -15,6 +14,7 @@ from quire.kvpool.publishing import BenefitPublisher
 from quire.kvpool.staging import Staging
 from quire.kvpool.store import UnitStore
 from quire.kvpool.tier import UnitTier
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import zmq
 
 from quire import errors
-from quire.config import GuardConfig
 from quire.engine import messages as m
 from quire.engine.client import EngineClient, check_socket_path
 from quire.errors import EngineDeadError, EngineError, QuireError
+from quire.server_config import GuardConfig
 
 log = logging.getLogger("quire.supervisor")
 

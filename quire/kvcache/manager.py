@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from quire.errors import InvariantError
@@ -16,32 +15,17 @@ from quire.kvcache.block_pool import NO_BLOCK, BlockPool
 from quire.kvcache.connector import KVConnector, Lookup, unless_it_breaks
 from quire.kvcache.events import KVEvents
 from quire.kvcache.eviction import EVICTION_POLICIES
-from quire.kvcache.examination import count_blocks, finish, parts, zeros
+from quire.kvcache.examination import compare_counts, count_blocks, finish, zeros
 from quire.kvcache.leases import Leases
 from quire.kvcache.matching import CacheGroup as CacheGroup
 from quire.kvcache.matching import longest_match, valid_in_windows
 from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.prefix import HashChain
 from quire.kvcache.reservations import Reservation, Reservations
+from quire.kvcache.stats import CacheStats
 from quire.kvcache.table import BlockTable, PrefixMatch, SequenceKV, outside, tier_and_block
 from quire.kvcache.token_prefix import TokenPrefix
 from quire.kvcache.transfers import Fetch, Move, TransferLedger
-
-
-@dataclass(slots=True)
-class CacheStats:
-    """Running totals that the metrics report."""
-
-    prefix_queries: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    copies_on_write: int = 0
-    blocks_deduplicated: int = 0
-    tier_hits: int = 0
-    """Blocks of admitted requests that another tier was asked to bring back."""
-    tier_hit_tokens: int = 0
-    bytes_fetched: int = 0
-
 
 Copy = tuple[int, int, int]
 """Group, source block, target block."""
@@ -604,9 +588,4 @@ class KVCacheManager:
             yield from count_blocks(counts, held)
             yield from count_blocks(counts, (blocks for _, group, blocks in self._limbo if group == index))
             yield from count_blocks(counts, [list(self.transfers.held_on_device(index))])
-            for part in parts(pool.num_blocks):
-                for block in part:
-                    if counts[block] != pool.counts[block]:
-                        raise InvariantError(f"KV block {block} of group {index} counts {pool.counts[block]} "
-                                             f"holders and has {counts[block]}")
-                yield
+            yield from compare_counts(counts, pool.counts, f"group {index}")

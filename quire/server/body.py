@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from quire.config import ServerConfig, parse_bytes
+from quire.options import parse_bytes
 from quire.server.api_error import ApiError, validation_error
 from quire.server.generation import ClientGone
+from quire.server_config import ServerConfig
 
 _Body = TypeVar("_Body", bound=BaseModel)
 MAX_ELEMENTS = 1 << 18

@@ -7,7 +7,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from quire.config import ServerConfig
+from quire.server_config import ServerConfig
 
 _MAX_HEADER_BYTES = 64 * 1024
 _MAX_UNPARSED = 64 * 1024

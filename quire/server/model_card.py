@@ -6,7 +6,7 @@ import importlib.util
 from datetime import UTC, datetime
 from typing import Any
 
-from quire.config import parse_bytes
+from quire.options import parse_bytes
 from quire.server.service import Service
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import msgspec
 
-from quire.config import ServerConfig, parse_bytes
 from quire.engine.input import Params
 from quire.errors import InvalidRequestError
+from quire.options import parse_bytes
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.server.api_error import ApiError, refusal
 from quire.server.protocol import GenerationBody, ResponseFormatJsonObject, ResponseFormatJsonSchema
+from quire.server_config import ServerConfig
 from quire.structured.spec import StructuredOutputs
 
 _JSON = json.JSONEncoder()

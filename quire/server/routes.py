@@ -6,7 +6,6 @@ import asyncio
 from importlib import resources
 from typing import Any
 
-from quire import __version__
 from quire.server import responses
 from quire.server.answer import encode, send_json
 from quire.server.api_error import ApiError, refusal
@@ -27,6 +26,7 @@ from quire.server.responses_api.protocol import ResponsesBody
 from quire.server.route import Route
 from quire.server.service import LONG_TEXT, RequestRecord, Service
 from quire.server.text_process import do_text_job
+from quire.version import __version__
 
 _FRESH_SECONDS = 0.25
 _METRICS_TYPE = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]

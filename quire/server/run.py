@@ -16,7 +16,6 @@ from typing import Any
 
 import uvicorn
 
-from quire.config import ServerConfig
 from quire.errors import ConfigError
 from quire.server.app import App, build_app, with_cors
 from quire.server.auth import ApiKeys
@@ -24,6 +23,7 @@ from quire.server.connection import bounded_protocol
 from quire.server.hosts import is_loopback
 from quire.server.log import event
 from quire.server.tracing import Tracing
+from quire.server_config import ServerConfig
 
 _BACKLOG = 2048
 StartEngine = Callable[[], Coroutine[Any, Any, Any]]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.config import ServerConfig, parse_bytes
+from quire.options import parse_bytes
 from quire.server.api_error import ApiError, ContextExceeded
 from quire.server.auth import ApiKeys
 from quire.server.metrics import ServerMetrics
@@ -22,6 +22,7 @@ from quire.server.responses_api.store import ResponseStore
 from quire.server.text_process import start_text_process
 from quire.server.text_work import TextWork
 from quire.server.tracing import Tracing
+from quire.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from quire.tokenizer.tokenizer import Tokenizer

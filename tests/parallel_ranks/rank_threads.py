@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def side_by_side(calls: Sequence[Callable[[], T]], give_up: Callable[[], None] = lambda: None) -> list[T]:
-    """Run each in a thread of its own. If one raises, `give_up` ends the waiting of the others, and it is raised here."""
+    """Run each in a thread of its own. If one raises, `give_up` ends the others' waiting, and it is raised here."""
     found: list[Any] = [None] * len(calls)
     errors: list[BaseException] = []
 

@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.config import ServerConfig
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError, RequestTimeoutError
 from quire.server.auth import ApiKeys
 from quire.server.log import JsonLines
 from quire.server.routes import ROUTES
 from quire.server.service import salt_of
+from quire.server_config import ServerConfig
 from tests.server.conftest import Serve, Served, make_tokenizer
 from tests.server.scripted import ScriptedEngine
 

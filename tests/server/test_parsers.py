@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.config import ServerConfig
 from quire.server.parsers.pieces import CallDelta, Content, Piece, Thought
 from quire.server.parsers.registry import (
     CALL_FORMATS,
@@ -22,6 +21,7 @@ from quire.server.parsers.registry import (
     call_format_of,
     thought_format_of,
 )
+from quire.server_config import ServerConfig
 
 ARGS: dict[str, Any] = {"city": "Zürich \"x\" {[ </tool", "days": [1, {"a": None}], "f": -1.5e3}
 SCHEMA = {"type": "object", "properties": {
