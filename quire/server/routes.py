@@ -56,13 +56,21 @@ async def _responses(service: Service, record: RequestRecord, scope: Any, receiv
     await answer(scope, receive, send)
 
 
+def _response_name(path: str) -> str:
+    name = path.removeprefix("/v1/responses/")
+    if "/" in name:  # what OpenAI has below a response
+        raise ApiError(404, f"there is no {path:.200} on this server; GET /docs lists what there is",
+                       code="unknown_path")
+    return name
+
+
 async def _stored(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
-    name = scope["path"].removeprefix("/v1/responses/")
+    name = _response_name(scope["path"])
     await send_json(send, 200, encode(service.responses.get(record.tenant, name, "response_id").body))
 
 
 async def _forget(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
-    name = scope["path"].removeprefix("/v1/responses/")
+    name = _response_name(scope["path"])
     service.responses.remove(record.tenant, name)
     await send_json(send, 200, encode({"id": name, "object": "response.deleted", "deleted": True}))
 

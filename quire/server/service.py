@@ -81,7 +81,10 @@ class Service:
         template = None if self.tokenizer is None else self.tokenizer.chat_template
         self.responses = ResponseStore(config.max_stored_responses,
                                        parse_bytes(config.stored_responses_memory, "stored_responses_memory"))
-        self.call_format = call_format_of(template) if config.tool_call_parser == "auto" else config.tool_call_parser
+        # A template that knows no tools says nothing of calls: the model is asked for Hermes', whatever its family.
+        tool_template = None if self.tokenizer is None else self.tokenizer.tool_template
+        self.call_format = (call_format_of(tool_template) if config.tool_call_parser == "auto"
+                            else config.tool_call_parser)
         self.thought_format = (thought_format_of(template) if config.reasoning_parser == "auto"
                                else config.reasoning_parser)
 

@@ -135,9 +135,10 @@ class Tokenizer:
         return self._templates.get("default") or next(iter(self._templates.values()), None)
 
     @property
-    def has_tool_template(self) -> bool:
-        """There is a template of its own for conversations with tools, beside the default one."""
-        return len(self._templates) > 1 and TOOL_TEMPLATE in self._templates
+    def tool_template(self) -> str | None:
+        """The template that `apply_chat_template` uses for messages with tools; None where none speaks of tools."""
+        template = self._templates.get(TOOL_TEMPLATE) or self.chat_template
+        return template if template is not None and "tools" in template else None
 
     def apply_chat_template(
         self,
