@@ -40,7 +40,8 @@ def compare_counts(held: memoryview, counted: Sequence[int], where: str) -> Iter
     for part in parts(len(held)):
         for block in part:
             if held[block] != counted[block]:
-                raise InvariantError(f"KV block {block} of {where} counts {counted[block]} holders, has {held[block]}")
+                raise InvariantError(f"KV block {block} of {where} counts {counted[block]} holders and has "
+                                     f"{held[block]}")
         yield
 
 
