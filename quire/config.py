@@ -250,7 +250,7 @@ class SpeculationConfig:
 class StructuredConfig:
     """What compiling the grammars of structured outputs may take, and how many of them are kept."""
 
-    grammar_timeout: float = option(30.0, "most seconds of computing that compiling a structured output's grammar may take")
+    grammar_timeout: float = option(30.0, "most seconds of computing that compiling a grammar may take")
     grammar_cache_memory: int | str = option("256MiB", "bytes for compiled grammars, or a text such as 1GiB")
     grammar_threads: int = option(2, "grammars compiled at once")
     grammar_token_ms: float = option(250.0, "most milliseconds of computing that a grammar may take for one token "
