@@ -14,6 +14,10 @@ _MAX_UNPARSED = 64 * 1024
 """Bytes that may come without completing anything: the headers, a piece of the body, or the message."""
 _MAX_PIPELINED = 16
 """Requests that may wait on a connection for the answer to the one before. One read can hold thousands."""
+_FREE_PIECES = 1024
+_PIECE_BYTES = 64
+"""A body may come in so many chunks, and in one more for so many bytes: each costs the event loop some microseconds,
+and one read can hold 40,000 of a byte."""
 _LINGER_SECONDS = 1.0
 _LINGER_BYTES = 4 << 20
 """A refused client is listened to for so long, and so much of it is dropped: with a connection that is reset at once
@@ -49,6 +53,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _header_bytes = 0
     _unparsed = 0
     _dropped = 0
+    _pieces = 0
+    _body_bytes = 0
     _refused = False
     _in_headers = True
     _deadline: Any = None
@@ -80,7 +86,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._refused or len(self.pipeline) >= _MAX_PIPELINED:
             raise ValueError("what follows is not parsed")  # the parser stops here, and the connection is closed
         super().on_message_begin()
-        self._header_bytes = 0
+        self._header_bytes = self._pieces = self._body_bytes = 0
         self._in_headers = True
         self._await_headers()
 
@@ -109,6 +115,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
+        self._pieces += 1
+        self._body_bytes += len(body)
+        if self._pieces > _FREE_PIECES + self._body_bytes // _PIECE_BYTES:
+            raise ValueError("what follows is not parsed")  # the parser stops here, and the connection is closed
         if self.cycle is not None and not self._refused:
             super().on_body(body)
 

@@ -63,7 +63,10 @@ async def serve(config: ServerConfig, start_engine: StartEngine, ready: Ready | 
         app = build(engine, config, keys=keys, tracing=tracing)
         try:
             address = _address(listener)
-            listener.listen(_BACKLOG)  # who reads that it is ready may connect at once
+            try:
+                listener.listen(_BACKLOG)  # who reads that it is ready may connect at once
+            except OSError as error:  # somebody else has begun to listen there meanwhile
+                raise _cannot_listen(config, error) from error
             event(logging.INFO, "ready", url=address, model=app.service.model_name, api_keys=len(keys),
                   seconds=round(time.monotonic() - began, 2))
             if ready is not None:
@@ -161,13 +164,19 @@ def _listen(config: ServerConfig) -> socket.socket:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, proto, _, address = found[0]
         listener = socket.socket(family, kind, proto)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if config.port:
+            # For a port of its choice the kernel would take one that another server is bound to and loads a model for.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}; choose "
-                          f"another with --port", field="port") from error
+        raise _cannot_listen(config, error) from error
     listener.set_inheritable(False)
     return listener
+
+
+def _cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}; choose another "
+                       "with --port", field="port")
 
 
 def _address(listener: socket.socket) -> str:

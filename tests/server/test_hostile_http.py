@@ -277,3 +277,18 @@ def test_one_key_cannot_hold_all_places_of_the_page(serve: Serve, monkeypatch: p
     for each in (*greedy, modest, *others):
         each.socket.close()
 
+
+
+def test_a_body_in_very_many_small_chunks_ends_the_connection_and_in_ordinary_ones_it_is_read(server: Served) -> None:
+    start = (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+             b"Transfer-Encoding: chunked\r\n\r\n")
+    body = json.dumps({"prompt": "x" * 3000}).encode()
+
+    def chunks(size: int, text: bytes) -> bytes:
+        pieces = [text[place : place + size] for place in range(0, len(text), size)]
+        return start + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+    assert answer_to(server.address, chunks(4, body))[0] == 200
+    sent, answered = push(server.address, start, 4 << 20, b"1\r\n \r\n" * 10_000)
+    assert sent < 4 << 20 and not answered.startswith(b"HTTP/1.1 2"), "it was read on and on"
+    assert server.http.get("/health").status_code == 200
