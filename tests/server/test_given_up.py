@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.config import ServerConfig
 from quire.engine.quarantine import QUARANTINE_SECONDS, Quarantine
 from quire.errors import ConfigError, QuarantinedError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import Request
 from quire.server.run import _listen, serve
+from quire.server_config import ServerConfig
 from tests.server.conftest import make_tokenizer
 from tests.server.real import PATIENCE, ServeProcess, quire_serve, until
 from tests.server.scripted import ScriptedEngine
