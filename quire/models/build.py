@@ -57,7 +57,7 @@ def _load_stored(
 ) -> bool:
     """Hand one stored tensor to the decoder; False if the family has no such tensor."""
     try:
-        parts = list(names.split(source, tensor, shapes))
+        parts = list(names.split(source, tensor, shapes, decoder.shard.parameters))
     except KeyError:
         return False
     for name, part in parts:
@@ -84,10 +84,12 @@ def dummy_weights(
     offset = -spec.layers[0].norm.weight_offset
     for name, shape in names.stored(spec).items():
         wanted = None if parts is None else parts.ranges(name, shape)
-        if len(shape) == 2 and not name.endswith("norm.weight"):
-            found = _random(shape, generator, wanted)  # also of what nobody wants: what follows is drawn after it
+        if len(shape) == 3:
+            found = _random_experts(shape, generator, wanted)
+        elif len(shape) == 2 and not name.endswith(("norm.weight", "bias")):
+            found = _random(shape, generator, wanted)
         else:
-            found = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape) + offset
+            found = torch.zeros(shape) if name.endswith(("bias", "sinks")) else torch.ones(shape) + offset
             found = found if wanted in (None, NOTHING) else take(found, wanted)
         if wanted != NOTHING:
             yield name, found
@@ -115,6 +117,14 @@ def _random(shape: Shape, generator: torch.Generator, wanted: Ranges | None) -> 
                 kept[place + low - start : place + high - start] = rows[low - first : high - first]
             place += stop - start
     return kept
+
+
+def _random_experts(shape: Shape, generator: torch.Generator, wanted: Ranges | None) -> Tensor:
+    """The same for a tensor of merged experts, of which a rank wants whole ones."""
+    experts, rows, columns = shape
+    if wanted is not None:
+        wanted = (0, tuple((start * rows, stop * rows) for start, stop in wanted[1]))
+    return _random((experts * rows, columns), generator, wanted).view(-1, rows, columns)
 
 
 def _check_complete(decoder: Decoder, missing: list[str], extra: list[str]) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.kernels.types import LayerCache
 from quire.models.build import build_decoder, dummy_weights, stored_parts
 from quire.models.decoder import Decoder
 from quire.models.loader.source import ModelSource, resolve_model
@@ -33,6 +34,7 @@ from quire.worker.memory import (
 from quire.worker.model_runner import ModelRunner
 from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
+from quire.worker.transfer import KVTransfer
 
 
 class Worker:
@@ -91,6 +93,15 @@ class Worker:
                                  self.pool.num_blocks, self.pool.num_host_blocks)
             proposer = Drafter(model, self._table, rejection)
         return proposer if self.shard.place.tensor_size == 1 else ToldDrafter(proposer, passes)
+
+    @property
+    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
+        """The model's caches and the cache group of each, for whoever moves KV to and from other engines."""
+        return self._cache.layers, self._cache.groups
+
+    def connect(self, transfer: KVTransfer) -> None:
+        """Move blocks to and from one more tier."""
+        self._cache.connect(transfer)
 
     def execute(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode(), _one_torch_thread():
