@@ -7,14 +7,16 @@ import importlib.util
 from typing import TYPE_CHECKING, Protocol
 
 from quire.config import GPU_DEFAULTS, EngineConfig, SchedulerConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, InvariantError
 from quire.executor.base import Executor
 
 if TYPE_CHECKING:
+    from quire.kernels.types import LayerCache
     from quire.models.loader.source import ModelSource
     from quire.models.spec import DecoderSpec
     from quire.worker.gpu.worker import Speculation
     from quire.worker.memory import PoolSize
+    from quire.worker.transfer import KVTransfer
 
 MOST_DRAFT_ROWS = 512
 """64 sequences with 7 drafts each: 512 rows with their own; beyond, drafts share what there is."""
@@ -25,6 +27,14 @@ class ModelWorker(Protocol):
 
     spec: DecoderSpec
     pool: PoolSize
+
+    @property
+    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
+        """The caches and the cache group of each; none where nobody computes."""
+
+    def connect(self, transfer: KVTransfer) -> None:
+        """Move blocks to and from one more tier."""
+        ...
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -94,6 +104,13 @@ def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker
 class _NoWorker:
     spec: DecoderSpec
     pool: PoolSize
+
+    @property
+    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
+        return [], []
+
+    def connect(self, transfer: KVTransfer) -> None:
+        raise InvariantError("without a model there is no KV to move")
 
 
 def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:

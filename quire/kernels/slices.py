@@ -58,6 +58,12 @@ class Slices:
         return cls(width, UNIT, count, 0, count)
 
     @classmethod
+    def of_experts(cls, num_experts: int) -> Self:
+        """Eight ranges of a layer's experts (one each where there are fewer): a "column" is an expert."""
+        count = min(MLP_RANGES, num_experts)
+        return cls(num_experts, 1, count, 0, count)
+
+    @classmethod
     def single(cls, width: int) -> Self:
         """All columns in one slice: no tree."""
         return cls(width, width, 1, 0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -74,13 +74,15 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class HeadTurn:
-    """What a layer does to each head of q and k before it attends: norm, then rotation by position."""
+    """What a layer does to each head of q and k before it attends: norm, then rotation by position; and its sinks."""
 
     rope: Tensor | None
     """float32 [positions, rotated features]: cosines, then sines."""
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+    sinks: Tensor | None = None
+    """float32 [query heads]: a score of each head that takes part in the softmax and has no value."""
 
 
 @dataclass(slots=True)
@@ -96,6 +98,8 @@ class LayerCache:
     block_size: int
     tensors: dict[str, Tensor]
     """By the names of the spec's parts."""
+    tokens_last: tuple[str, ...] = field(default=(), kw_only=True)
+    """Parts whose tensor is [num_blocks, heads, width, block_size]; the others are [..., block_size, width]."""
 
     @property
     def num_blocks(self) -> int:

@@ -57,6 +57,7 @@ class Attention:
             if spec.qk_norm is not None and spec.qk_norm_over == "each"
             else None
         )
+        self._sinks: Tensor | None = None
         self._turn = self._head_turn()
 
     def _norm(self, heads: int) -> Norm | None:
@@ -68,14 +69,16 @@ class Attention:
     def _head_turn(self) -> HeadTurn:
         """What every head goes through in the same way; a norm that differs between heads has been before."""
         if self.q_norm is None or self.k_norm is None or not self._same_for_all:
-            return HeadTurn(self._rope)
-        return HeadTurn(self._rope, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            return HeadTurn(self._rope, sinks=self._sinks)
+        return HeadTurn(self._rope, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self._sinks)
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         if part == "q_norm" and self.q_norm is not None:
             self.q_norm.receive(part, kind, tensor.reshape(-1))
         elif part == "k_norm" and self.k_norm is not None:
             self.k_norm.receive(part, kind, tensor.reshape(-1))
+        elif part == "sinks":
+            self._sinks = tensor.to(torch.float32).contiguous()
         else:
             (self.out if part == "out" else self.qkv).receive(part, kind, tensor)
             return

@@ -39,6 +39,11 @@ class Linear:
         self._packed: PackedLinear | None = None
 
     @property
+    def is_loaded(self) -> bool:
+        """Not so where its weights belong to another stage."""
+        return self._packed is not None
+
+    @property
     def packed(self) -> PackedLinear:
         if self._packed is None:
             raise InvariantError(f"a linear layer of {self._parts} was used before its weights came")

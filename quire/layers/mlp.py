@@ -34,6 +34,11 @@ class Mlp:
         else:
             self.down = SharedLinear(ops, "down", spec.bias, dtype, share.mlp_slices, share.mlp_tree, ranks)
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """What every row goes through."""
+        return self.up, self.down
+
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         (self.down if part == "down" else self.up).receive(part, kind, tensor)
 

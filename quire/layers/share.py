@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quire.kernels.slices import RankTree, Slices, rank_run
 from quire.kernels.types import HeadShape
-from quire.layers.spec import AttentionSpec, MlpSpec
+from quire.layers.spec import AttentionSpec, MlpSpec, MoeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LayerShare:
     """What tensor rank `rank` of `size` has of a layer. It follows from the spec, so ranks need not tell each other."""
 
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | MoeSpec
     rank: int
     size: int
 
@@ -60,7 +60,8 @@ class LayerShare:
 
     @property
     def mlp_slices(self) -> Slices:
-        whole = Slices.of_width(self.mlp.intermediate)
+        """Of the width of a dense MLP, or of the one that runs beside experts."""
+        whole = Slices.of_width(dense_width(self.mlp))
         return whole.part(*rank_run(whole.total, self.rank, self.size))
 
     @property
@@ -72,3 +73,34 @@ class LayerShare:
     @property
     def mlp_tree(self) -> RankTree:
         return RankTree.even(self.mlp_slices.total, self.size)
+
+    @property
+    def expert_run(self) -> Slices:
+        """The ranges of experts that this rank has."""
+        whole = Slices.of_experts(num_experts(self.mlp))
+        return whole.part(*rank_run(whole.total, self.rank, self.size))
+
+    @property
+    def expert_tree(self) -> RankTree:
+        return RankTree.even(self.expert_run.total, self.size)
+
+    def has_expert(self, index: int) -> bool:
+        run = self.expert_run
+        return run.border(run.first) <= index < run.border(run.last)
+
+
+def dense_width(mlp: MlpSpec | MoeSpec) -> int:
+    """Columns that every token goes through; 0 where there are experts only."""
+    dense = mlp if isinstance(mlp, MlpSpec) else mlp.shared
+    return 0 if dense is None else dense.intermediate
+
+
+def num_experts(mlp: MlpSpec | MoeSpec) -> int:
+    return mlp.router.num_experts if isinstance(mlp, MoeSpec) else 0
+
+
+def num_slices(mlp: MlpSpec | MoeSpec) -> int:
+    """Most ranks that can share it: each has at least one slice of what there is."""
+    width, experts = dense_width(mlp), num_experts(mlp)
+    found = [Slices.of_width(width).total] if width else []
+    return min(found + ([Slices.of_experts(experts).total] if experts else []))

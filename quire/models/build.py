@@ -57,7 +57,7 @@ def _load_stored(
 ) -> bool:
     """Hand one stored tensor to the decoder; False if the family has no such tensor."""
     try:
-        parts = list(names.split(source, tensor, shapes))
+        parts = list(names.split(source, tensor, shapes, decoder.shard.parameters))
     except KeyError:
         return False
     for name, part in parts:
@@ -84,10 +84,12 @@ def dummy_weights(
     offset = -spec.layers[0].norm.weight_offset
     for name, shape in names.stored(spec).items():
         wanted = None if parts is None else parts.ranges(name, shape)
-        if len(shape) == 2 and not name.endswith("norm.weight"):
+        if len(shape) == 3:
+            found = _random_experts(shape, generator, wanted)
+        elif len(shape) == 2 and not name.endswith(("norm.weight", "bias")):
             found = _random(shape, generator, wanted)
         else:
-            found = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape) + offset
+            found = torch.zeros(shape) if name.endswith(("bias", "sinks")) else torch.ones(shape) + offset
             found = found if wanted in (None, NOTHING) else take(found, wanted)
         if wanted != NOTHING:
             yield name, found
@@ -100,16 +102,29 @@ def _random(shape: Shape, generator: torch.Generator, wanted: Ranges | None) -> 
     if wanted is None:
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     dim, runs = wanted
-    kept: list[list[Tensor]] = [[] for _ in runs]
+    size = [*shape]
+    size[dim] = sum(stop - start for start, stop in runs)
+    kept = torch.empty(size)
     step = max(1, _RANDOM_AT_ONCE // shape[1])
     for first in range(0, shape[0], step):
         rows = torch.empty(min(step, shape[0] - first), shape[1]).uniform_(-bound, bound, generator=generator)
-        for pieces, (start, stop) in zip(kept, runs, strict=True):
+        place = 0
+        for start, stop in runs:
             if dim == 1:
-                pieces.append(rows[:, start:stop].clone())
+                kept[first : first + len(rows), place : place + stop - start] = rows[:, start:stop]
             elif start < first + len(rows) and stop > first:
-                pieces.append(rows[max(0, start - first) : stop - first].clone())
-    return torch.cat([torch.cat(pieces) for pieces in kept], dim) if runs else torch.empty(0)
+                low, high = max(start, first), min(stop, first + len(rows))
+                kept[place + low - start : place + high - start] = rows[low - first : high - first]
+            place += stop - start
+    return kept
+
+
+def _random_experts(shape: Shape, generator: torch.Generator, wanted: Ranges | None) -> Tensor:
+    """The same for a tensor of merged experts, of which a rank wants whole ones."""
+    experts, rows, columns = shape
+    if wanted is not None:
+        wanted = (0, tuple((start * rows, stop * rows) for start, stop in wanted[1]))
+    return _random((experts * rows, columns), generator, wanted).view(-1, rows, columns)
 
 
 def _check_complete(decoder: Decoder, missing: list[str], extra: list[str]) -> None:

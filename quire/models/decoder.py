@@ -7,15 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.errors import ConfigError, ModelLoadError
+from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
+from quire.layers.experts import Moe
 from quire.layers.linear import Embedding, Linear, SharedEmbedding, VocabularyHead
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
 from quire.layers.rotary import growth_table, rope_table
 from quire.layers.share import LayerShare
-from quire.layers.spec import QueryGrowth
+from quire.layers.spec import MoeSpec, QueryGrowth
 from quire.layers.stream import ResidualStream, Rows, Unnormed
 from quire.models.shard import Shard, shard_of
 from quire.models.spec import DecoderSpec, LayerSpec
@@ -41,7 +42,10 @@ class DecoderLayer:
     ) -> None:
         self._placement = spec.placement
         self.attn = Attention(ops, spec.attention, rope, group, dtype, growth, share, ranks)
-        self.mlp = Mlp(ops, spec.mlp, dtype, share, ranks)
+        self.mlp = (
+            Moe(ops, spec.mlp, dtype, share, ranks) if isinstance(spec.mlp, MoeSpec)
+            else Mlp(ops, spec.mlp, dtype, share, ranks)
+        )
         self.attn_norm = Norm(ops, spec.norm, hidden)
         if spec.placement != "parallel":
             self.mlp_norm = Norm(ops, spec.norm, hidden)
@@ -50,8 +54,8 @@ class DecoderLayer:
             self.mlp_post_norm = Norm(ops, spec.norm, hidden)
 
     def receive(self, path: list[str], kind: str, tensor: Tensor) -> None:
-        """`path` is the parameter's place inside the layer: attn.q, mlp.down, attn_norm."""
-        getattr(self, path[0]).receive(path[-1], kind, tensor)
+        """`path` is the parameter's place inside the layer: attn.q, mlp.experts.3.down, attn_norm."""
+        getattr(self, path[0]).receive(".".join(path[1:]), kind, tensor)
 
     def __call__(self, stream: ResidualStream, ctx: StepContext, cache: LayerCache) -> None:
         if self._placement == "pre":
@@ -94,6 +98,7 @@ class Decoder:
     ) -> None:
         self.shard = shard = shard_of(spec, Place()) if shard is None else shard
         _check_ranks(shard, ranks, ops)
+        _check_device(spec, ops)
         self.spec = spec
         self.ops = ops
         self.max_model_len = _checked_length(spec, max_model_len)
@@ -165,6 +170,15 @@ class Decoder:
     def missing(self) -> list[str]:
         """Parameters that have not come yet, in the order of the spec."""
         return [name for name in self._shapes if name in self._missing]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the packed weights; norms and tables of rotations are small beside them."""
+        ends = {id(each): each for each in (self.embed, self.head, self.positions, self.embed_in, self.embed_out)
+                if each is not None}
+        inner = [each for layer in self.layers
+                 for each in (layer.attn.qkv, layer.attn.out, layer.mlp.up, layer.mlp.down)]
+        return sum(each.packed.nbytes for each in (*ends.values(), *inner) if each.is_loaded)
 
     def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:
         """One zeroed cache per layer, with `num_blocks[g]` blocks in those of cache group g."""
@@ -270,6 +284,16 @@ def _check_ranks(shard: Shard, ranks: TensorGroup | None, ops: Ops) -> None:
     if not shard.is_whole and ops.attention is not None:
         raise ConfigError("a model on a GPU cannot be shared by ranks yet: use tensor_parallel_size=1 and "
                           "pipeline_parallel_size=1, or device='cpu'", field="tensor_parallel_size")
+
+
+def _check_device(spec: DecoderSpec, ops: Ops) -> None:
+    """What only a CPU runs so far."""
+    if ops.attention is None:
+        return
+    for layer in spec.layers:
+        if isinstance(layer.mlp, MoeSpec) or layer.attention.sinks:
+            what = "mixtures of experts" if isinstance(layer.mlp, MoeSpec) else "attention sinks"
+            raise UnsupportedModelError(f"{spec.architecture}: {what} run on a CPU only so far: use device='cpu'")
 
 
 def _checked_length(spec: DecoderSpec, max_model_len: int | None) -> int:

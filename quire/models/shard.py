@@ -13,9 +13,10 @@ from itertools import pairwise
 
 from quire.errors import ConfigError
 from quire.kernels.kv_spec import KVSpec
-from quire.kernels.slices import Slices, rank_run
-from quire.layers.share import LayerShare
-from quire.models.spec import DecoderSpec, LayerSpec, Shape
+from quire.kernels.slices import rank_run
+from quire.layers.share import LayerShare, num_slices
+from quire.layers.spec import MoeSpec
+from quire.models.spec import DecoderSpec, Shape
 from quire.parallel.place import Place
 
 _VOCABULARY_UNIT = 64
@@ -71,6 +72,8 @@ class Shard:
         """Whether a parameter, or a part of it, belongs to this stage (a tied table belongs to both ends)."""
         place = name.split(".")
         if place[0] == "layers":
+            if place[3] == "experts" and not self.layer(int(place[1])).has_expert(int(place[4])):
+                return False
             return self.first_layer <= int(place[1]) < self.last_layer
         if place[0] in ("head", "final_norm", "embed_out"):
             return self.place.is_last
@@ -85,7 +88,9 @@ class Shard:
             return Cut(0, *self.vocabulary[self.place.tensor_rank])
         if place[0] != "layers" or place[2] not in ("attn", "mlp"):
             return None
-        return _cut_in_layer(self.layer(int(place[1])), place[3], place[4])
+        if place[3] in ("router", "choice", "experts", "shared_gate"):
+            return None  # an expert is had whole or not at all
+        return _cut_in_layer(self.layer(int(place[1])), place[-2], place[-1])
 
     @cached_property
     def parameters(self) -> Mapping[str, Shape]:
@@ -119,6 +124,8 @@ class Shard:
 
 def _cut_in_layer(share: LayerShare, part: str, kind: str) -> Cut | None:
     heads, dim = share.heads, share.attention.head_dim
+    if part == "sinks":
+        return Cut(0, heads.first, heads.last)
     if part in ("q", "out"):
         run = (heads.first * dim, heads.last * dim)
     elif part in ("k", "v"):
@@ -142,7 +149,7 @@ def shard_of(spec: DecoderSpec, place: Place) -> Shard:
         raise ConfigError(
             f"tensor_parallel_size {place.tensor_size} is more than this model can be cut into: it has "
             f"{min(layer.attention.num_heads for layer in spec.layers)} query heads and "
-            f"{min(_mlp_slices(layer) for layer in spec.layers)} slices of the MLP, and a rank has at least one of "
+            f"{min(num_slices(layer.mlp) for layer in spec.layers)} slices of the MLP, and a rank has at least one of "
             f"each; use 1 to {most}", field="tensor_parallel_size")
     if place.num_stages > spec.num_layers:
         raise ConfigError(
@@ -154,11 +161,7 @@ def shard_of(spec: DecoderSpec, place: Place) -> Shard:
 
 def most_tensor_ranks(spec: DecoderSpec) -> int:
     """Every size from 1 to this works."""
-    return min(spec.vocab_size, *(min(layer.attention.num_heads, _mlp_slices(layer)) for layer in spec.layers))
-
-
-def _mlp_slices(layer: LayerSpec) -> int:
-    return Slices.of_width(layer.mlp.intermediate).total
+    return min(spec.vocab_size, *(min(layer.attention.num_heads, num_slices(layer.mlp)) for layer in spec.layers))
 
 
 def layer_costs(spec: DecoderSpec) -> tuple[list[float], float]:
@@ -171,8 +174,14 @@ def layer_costs(spec: DecoderSpec) -> tuple[list[float], float]:
     for name, shape in spec.parameters().items():
         place = name.split(".")
         if place[0] == "layers":
-            costs[int(place[1])] += math.prod(shape)
+            costs[int(place[1])] += math.prod(shape) * (_chosen_share(spec, place) if place[3] == "experts" else 1.0)
     return costs, float(spec.vocab_size * spec.embed_dim)
+
+
+def _chosen_share(spec: DecoderSpec, place: list[str]) -> float:
+    """How much of its experts a token goes through."""
+    mlp = spec.layers[int(place[1])].mlp
+    return mlp.router.top_k / mlp.router.num_experts if isinstance(mlp, MoeSpec) else 1.0
 
 
 def stage_layers(spec: DecoderSpec, num_stages: int) -> list[Run]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.errors import ModelLoadError
+from quire.layers.spec import MoeSpec
 from quire.models.shard import Run, Shard
 from quire.models.spec import Shape
-from quire.models.weight_names import WeightNames
+from quire.models.weight_names import Merged, WeightNames
 
 if TYPE_CHECKING:  # saying what a rank holds must not cost the import of torch
     from torch import Tensor
@@ -31,6 +32,9 @@ class StoredParts:
 
         A tensor that the family does not have is left whole, so that whoever loads it says so.
         """
+        merged = self._names.merged_in(name)
+        if merged is not None:
+            return self._experts(shape, *merged)
         try:
             targets = self._names.targets(name)
         except KeyError:
@@ -56,6 +60,16 @@ class StoredParts:
                 runs.append((start + cut.start, start + cut.stop))
             start += rows
         return 1 - dim if turned else dim, tuple(runs)
+
+    def _experts(self, shape: Shape, layer: str, merged: Merged) -> Ranges | None:
+        """Of a tensor of all experts of a layer: a rank has a run of whole ones."""
+        mlp = self._shard.spec.layers[int(layer)].mlp if int(layer) < self._shard.spec.num_layers else None
+        if not isinstance(mlp, MoeSpec) or not shape or shape[0] != mlp.router.num_experts:
+            return None
+        mine = [number for number in range(shape[0]) if self._shard.owns(merged.targets(layer, number)[0])]
+        if len(mine) == shape[0]:
+            return None
+        return (0, ((mine[0], mine[-1] + 1),)) if mine else NOTHING
 
     def _check_shape(self, name: str, shape: Shape, targets: tuple[str, ...], turned: bool) -> None:
         rows = sum(self._shapes[target][0] for target in targets)

@@ -299,6 +299,13 @@ class CpuOps(Ops):
         self._act_mul(gate_up.data_ptr(), out.data_ptr(), rows, double // 2, _KINDS[kind])
         return out
 
+    def clamped_act_mul(self, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+        double = gate_up.shape[-1]
+        rows = _rows(gate_up, double)
+        out = torch.empty(rows, double // 2)
+        self._library.quire_clamped_act_mul(gate_up.data_ptr(), out.data_ptr(), rows, double // 2, limit, alpha)
+        return out
+
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -346,13 +353,14 @@ class CpuOps(Ops):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if window is not None and window < 1:
             raise EngineError(f"an attention window holds at least the token itself, not {window}")
         if type(layer) is not CpuLayerCache:
             layer = _describe(layer)
         step = self._enter(qkv, layer, ctx, group, shape, window or 0)
-        return self._read(qkv, layer, step, group, shape, scale, window, softcap)
+        return self._read(qkv, layer, step, group, shape, scale, window, softcap, sinks)
 
     def rope_attend(
         self,
@@ -373,7 +381,7 @@ class CpuOps(Ops):
             layer = _describe(layer)
         step = self._enter(qkv, layer, ctx, group, shape, window or 0)
         self._write(qkv, layer, step, group, shape, turn)
-        return self._read(qkv, layer, step, group, shape, scale, window, softcap)
+        return self._read(qkv, layer, step, group, shape, scale, window, softcap, turn.sinks)
 
     def _read(
         self,
@@ -385,11 +393,15 @@ class CpuOps(Ops):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
+        if sinks is not None and _vector(sinks) != shape.num_heads:
+            raise EngineError(f"{shape.num_heads} heads have not {sinks.shape[0]} sinks")
         out = torch.empty(step.tokens, shape.num_heads * shape.head_dim)
         failed = self._attend(
             qkv.data_ptr(), layer.k_ptr, layer.v_ptr, out.data_ptr(),
-            step.query_start, step.context_len, step.tables[group], step.strides[group], step.seqs,
+            step.query_start, step.context_len, step.tables[group],
+            None if sinks is None else sinks.data_ptr(), step.strides[group], step.seqs,
             shape.num_heads, shape.num_kv_heads, shape.group, shape.skipped, shape.head_dim, layer.block_size,
             window or 0, scale, softcap or 0.0,
         )  # fmt: skip
@@ -401,7 +413,7 @@ class CpuOps(Ops):
         heads, dim = kv.heads_of_pair()
         k = self._zeros(num_blocks, heads, dim, block_size)
         v = self._zeros(num_blocks, heads, block_size, dim)
-        return _describe(LayerCache(kv, block_size, {"k": k, "v": v}))
+        return _describe(LayerCache(kv, block_size, {"k": k, "v": v}, tokens_last=("k",)))
 
     def _zeros(self, *shape: int) -> Tensor:
         """Zeros that take memory, and time, only where they are written: a large pool costs nothing at start."""
@@ -515,7 +527,7 @@ def _describe(cache: LayerCache) -> CpuLayerCache:
         raise EngineError(f"a cache {tuple(k.shape)} does not suit {heads} kv heads of {dim} in blocks of {size}")
     if not (k.dtype is v.dtype is _F32 and _dense(k, v)):
         raise EngineError("the CPU kernels want a contiguous float32 cache; get one from allocate_cache")
-    return CpuLayerCache(cache.spec, size, cache.tensors, blocks, k.data_ptr(), v.data_ptr())
+    return CpuLayerCache(cache.spec, size, cache.tensors, blocks, k.data_ptr(), v.data_ptr(), tokens_last=("k",))
 
 
 def _check_heads(cache: CpuLayerCache, shape: HeadShape) -> None:

@@ -27,6 +27,9 @@ class PackedLinear(Protocol):
     @property
     def in_features(self) -> int: ...
 
+    @property
+    def nbytes(self) -> int: ...
+
 
 class Fusion(Enum):
     """What a device fuses across the borders of layers that norm first (x + f(norm(x))), for a step of some rows."""
@@ -109,6 +112,12 @@ class Ops(AttentionBackend):
     @abstractmethod
     def act(self, x: Tensor, kind: str) -> Tensor:
         """kind is silu, gelu_tanh, gelu or relu."""
+
+    def clamped_act_mul(self, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+        """[M, 2I] -> [M, I]: g sigmoid(alpha g) (u + 1) of g = min(gate, limit) and u = up within +-limit."""
+        gate, up = gate_up.to(torch.float64).chunk(2, -1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (gate * torch.sigmoid(gate * alpha) * (up + 1.0)).to(gate_up.dtype)
 
     def close(self) -> None:
         """Give back what is held outside torch."""

@@ -150,6 +150,7 @@ class TorchOps(Ops):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of this step's queries over their sequences' cached keys and values."""
         q, _, _ = _split_heads(qkv, shape)
@@ -166,14 +167,14 @@ class TorchOps(Ops):
                 mine = [shape.kv_head(head) for head in range(shape.num_heads)]
                 k, v = k[mine], v[mine]
             visible = _visible(queries, torch.arange(start, length, device=qkv.device), window)
-            out[lo:hi] = softmax_attention(q[lo:hi], k, v, visible, scale, softcap)
+            out[lo:hi] = softmax_attention(q[lo:hi], k, v, visible, scale, softcap, sinks)
         return out.reshape(qkv.shape[0], shape.num_heads * shape.head_dim)
 
     def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:
         heads, dim = kv.heads_of_pair()
         k = torch.zeros(num_blocks, heads, dim, block_size)
         v = torch.zeros(num_blocks, heads, block_size, dim)
-        return LayerCache(kv, block_size, {"k": k, "v": v})
+        return LayerCache(kv, block_size, {"k": k, "v": v}, tokens_last=("k",))
 
     def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
         """Block src[i] -> dst[i]; indexing gathers every source before the first target is written."""

@@ -52,6 +52,10 @@ class DeviceLinear:
     def in_features(self) -> int:
         return self.weight.shape[1]
 
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
 
 class TritonOps(Ops):
     """`quire.ops.interface.Ops` for one GPU in bf16, fp16 or fp32. Activations have the type of the weights.
@@ -234,7 +238,10 @@ class TritonOps(Ops):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        if sinks is not None:
+            raise EngineError("attention sinks are not built for GPUs yet: use device='cpu'")
         return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap)
 
     def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:
@@ -264,10 +271,10 @@ class TritonOps(Ops):
         softcap: float | None,
     ) -> Tensor:
         """`rope_and_cache` and `attend`, in one launch where the step and the heads allow it."""
-        if self.attention.turns(ctx, shape, turn):
+        if turn.sinks is None and self.attention.turns(ctx, shape, turn):
             return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap, turn)
         self.rope_and_cache(qkv, layer, ctx, group, shape, turn.rope, turn.q_norm, turn.k_norm, turn.eps)
-        return self.attend(qkv, layer, ctx, group, shape, scale, window, softcap)
+        return self.attend(qkv, layer, ctx, group, shape, scale, window, softcap, turn.sinks)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x in place; the norm of the sum."""

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quire.config import CacheConfig, parse_bytes
+from quire.config import CacheConfig
 from quire.errors import ConfigError, OutOfMemoryError
 from quire.models.shard import Shard, shard_of
 from quire.models.spec import CacheGroup, DecoderSpec
+from quire.options import parse_bytes
 from quire.parallel.place import Place
 
 _DEFAULT_POOL_BYTES = 1 << 30

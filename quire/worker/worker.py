@@ -9,6 +9,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.kernels.types import LayerCache
 from quire.models.build import build_decoder, dummy_weights, stored_parts
 from quire.models.decoder import Decoder
 from quire.models.loader.source import ModelSource, resolve_model
@@ -33,6 +34,7 @@ from quire.worker.memory import (
 from quire.worker.model_runner import ModelRunner
 from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
+from quire.worker.transfer import KVTransfer
 
 
 class Worker:
@@ -53,6 +55,7 @@ class Worker:
             source.config, _weights(source, config.model.load_format, config, shard), ops,
             max_model_len=self.pool.max_model_len, shard=shard,
             ranks=None if collectives is None else collectives.group)
+        self.weight_bytes = decoder.weight_bytes
         draft = self._draft_decoder(config, ops)
         self._cache = CacheEngine(decoder, ops, self.pool.num_blocks, config.cache.block_size,
                                   self.pool.num_host_blocks, draft=draft, draft_group=draft_group(self.spec))
@@ -91,6 +94,15 @@ class Worker:
             proposer = Drafter(model, self._table, rejection)
         return proposer if self.shard.place.tensor_size == 1 else ToldDrafter(proposer, passes)
 
+    @property
+    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
+        """The model's caches and the cache group of each, for whoever moves KV to and from other engines."""
+        return self._cache.layers, self._cache.groups
+
+    def connect(self, transfer: KVTransfer) -> None:
+        """Move blocks to and from one more tier."""
+        self._cache.connect(transfer)
+
     def execute(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode(), _one_torch_thread():
             try:
@@ -100,6 +112,12 @@ class Worker:
                 raise
             self._cache.start_transfers(plan)
             return StepResult(plan.step, self._runner.run(plan.entries), self.arrivals.take())
+
+    def touch_cache(self) -> None:
+        """Write to all of the KV pool, whose pages take memory only then: for whoever measures it."""
+        for layer in self._cache.layers:
+            for part in layer.tensors.values():
+                part.zero_()
 
     def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
         """What was drawn for a row on a later stage, the first token for `position`; before the plan that goes on from

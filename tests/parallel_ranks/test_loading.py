@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.bench.rank_memory import rank_memory
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.build import dummy_weights, stored_parts
 from quire.models.loader.gguf import GgufFile
@@ -128,6 +129,13 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(tmp_path: Path) -> Non
     with pytest.raises(ModelLoadError, match=r"gate_proj|up_proj|down_proj"):
         for _ in resolve_model(str(tmp_path)).weights(parts=parts):
             pass
+
+
+def test_a_ranks_peak_is_its_share_and_400_mb() -> None:
+    """With Python, torch and everything; the KV pool written to."""
+    for rank in rank_memory("smollm2-135m", 2, 1):
+        assert 50e6 < rank["weights"] < 60e6 and rank["kv"] == 256 * 16 * 30 * 2 * 2 * 64 * 4
+        assert rank["peak"] < rank["weights"] + rank["kv"] + 400e6, rank
 
 
 # ---- who has what

@@ -29,6 +29,7 @@ typedef struct {
     const float *qkv, *k, *v;
     float *out;
     const int32_t *query_start, *context_len, *tables;
+    const float *sinks;             /* [heads] a score beside those of the keys, without a value; NULL: none */
     int64_t table_stride, seqs, heads, kv_heads, dim, block_size, window;
     float scale, softcap;           /* softcap 0: none */
     int64_t share, parts, queries;  /* query heads of a kv head; pieces they are cut into; queries of a task */
@@ -355,6 +356,12 @@ static int64_t find_seq(const attend_job *job, int64_t task) {
     return low;
 }
 
+/* The factor of a row whose softmax has one more score, `sink`, that adds to the sum of weights and to nothing else. */
+static float beside_sink(float sink, float top, float total) {
+    float most = greater(top, sink), by = exp_v(set_v(top - most))[0];
+    return by / (total * by + exp_v(set_v(sink - most))[0]);
+}
+
 static void attend_one(void *arg, int64_t index) {
     const attend_job *job = arg;
     float q[MAX_BLOCK * MAX_DIM] __attribute__((aligned(64))), acc[MAX_BLOCK * MAX_DIM] __attribute__((aligned(64)));
@@ -379,6 +386,7 @@ static void attend_one(void *arg, int64_t index) {
     for (int64_t r = 0; r < t.rows; r++) {
         float *to = job->out + ((token + r / t.row_heads) * job->heads + head + r % t.row_heads) * dim;
         float inverse = 1.0f / t.total[r];
+        if (job->sinks) inverse = beside_sink(job->sinks[head + r % t.row_heads], t.top[r], t.total[r]);
         for (int64_t d = 0; d < dim; d++) to[d] = acc[r * t.stride + d] * inverse;
     }
 }
@@ -405,13 +413,13 @@ static void cut_tasks(const attend_job *job, int64_t most_members, int64_t *firs
 }
 
 /* out [tokens, heads * dim]: attention of the queries in qkv over the cache. `group` query heads share a kv head, the
- * first one has `skipped` that are not here. Returns 0, or 1 for want of memory. */
+ * first one has `skipped` that are not here; `sinks` are [heads] scores without a value, or NULL. Returns 0, or 1 for want of memory. */
 EXPORT int32_t quire_attend(const float *qkv, const float *k, const float *v, float *out, const int32_t *query_start,
-                     const int32_t *context_len, const int32_t *tables, int64_t table_stride, int64_t seqs,
-                     int64_t heads, int64_t kv_heads, int64_t group, int64_t skipped, int64_t dim, int64_t block_size,
+                     const int32_t *context_len, const int32_t *tables, const float *sinks, int64_t table_stride,
+                     int64_t seqs, int64_t heads, int64_t kv_heads, int64_t group, int64_t skipped, int64_t dim, int64_t block_size,
                      int64_t window, float scale, float softcap) {
     attend_job job = {.qkv = qkv, .k = k, .v = v, .out = out, .query_start = query_start, .context_len = context_len,
-                      .tables = tables, .table_stride = table_stride, .seqs = seqs, .heads = heads,
+                      .tables = tables, .sinks = sinks, .table_stride = table_stride, .seqs = seqs, .heads = heads,
                       .kv_heads = kv_heads, .dim = dim, .block_size = block_size, .window = window, .scale = scale,
                       .softcap = softcap, .share = group, .skipped = skipped, .parts = 1};
     int64_t *first = malloc((size_t)(2 * seqs + 1) * sizeof *first);

@@ -32,11 +32,13 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_layer_norm": (None, [_P, _P, _P, _P, _I, _I, _F]),
     "quire_act": (None, [_P, _P, _I, _I, _N]),
     "quire_act_mul": (None, [_P, _P, _I, _I, _N]),
+    "quire_clamped_act_mul": (None, [_P, _P, _I, _I, _F, _F]),
     "quire_rope_and_cache": (None, [_P] * 8 + [_I] * 6 + [_F]),
-    "quire_attend": (_N, [_P] * 7 + [_I] * 9 + [_F, _F]),
+    "quire_attend": (_N, [_P] * 8 + [_I] * 9 + [_F, _F]),
     "quire_check_step": (_N, [_P] * 4 + [_I] * 7),
     "quire_check_ids": (_N, [_P, _I, _I]),
     "quire_copy_blocks": (None, [_P, _P, _P, _I, _I]),
+    "quire_kv_wire": (None, [_P, _I, _P, _I, _N]),
     "quire_group_bytes": (_I, [_I, _I]),
     "quire_group_join": (None, [_P]),
     "quire_group_room": (_P, [_P, _P]),
@@ -54,7 +56,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_ring_load": (_U, [_P]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 
 def cpu_flags() -> set[str]:

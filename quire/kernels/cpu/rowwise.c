@@ -224,3 +224,31 @@ EXPORT void quire_act_mul(const float *x, float *out, int64_t rows, int64_t widt
     row_job job = {x, NULL, NULL, out, rows, width, 0, 0.0f, kind};
     share_rows(act_mul_task, &job);
 }
+
+INLINE vf clamped_gate(vf gate, vf up, vf limit, vf alpha) {
+    const vf one = set_v(1.0f);
+    gate = select_v(gate > limit, limit, gate);
+    up = select_v(up > limit, limit, select_v(up < -limit, -limit, up));
+    return gate / (one + exp_v(-(gate * alpha))) * (up + one);
+}
+
+static void clamped_task(void *arg, int64_t task) {
+    const row_job *job = arg;
+    int64_t n = job->width, end = (task + 1) * job->step < job->rows ? (task + 1) * job->step : job->rows;
+    const vf limit = set_v(job->weight[0]), alpha = set_v(job->weight[1]);
+    for (int64_t row = task * job->step; row < end; row++) {
+        const float *gate = job->x + row * n * 2, *up = gate + n;
+        float *out = job->out + row * n;
+        int64_t i = 0;
+        for (; i + VL <= n; i += VL) store_v(out + i, clamped_gate(load_v(gate + i), load_v(up + i), limit, alpha));
+        if (i < n)
+            store_tail(out + i, clamped_gate(load_tail(gate + i, n - i), load_tail(up + i, n - i), limit, alpha), n - i);
+    }
+}
+
+/* out [rows, width] = g sigmoid(alpha g) (u + 1), g = min(x[:, :width], limit), u = x[:, width:] within +-limit */
+EXPORT void quire_clamped_act_mul(const float *x, float *out, int64_t rows, int64_t width, float limit, float alpha) {
+    const float limits[2] = {limit, alpha};
+    row_job job = {x, limits, NULL, out, rows, width, 0, 0.0f, 0};
+    share_rows(clamped_task, &job);
+}

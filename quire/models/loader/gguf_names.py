@@ -51,6 +51,11 @@ def _undo_llama(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
+def _undo_shared_gate(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
+    """The converter stores the projection to one number as a vector."""
+    return tensor.reshape(1, -1) if name.endswith("shared_expert_gate.weight") else tensor
+
+
 def _undo_gemma(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
     """The converter stores norm weights as 1 + w; Hugging Face models add the 1 themselves."""
     return tensor.sub_(1.0) if name.endswith("norm.weight") else tensor
@@ -73,6 +78,16 @@ _LLAMA_BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_EXPERTS_BLOCK = _LLAMA_BLOCK | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _GEMMA_BLOCK = _LLAMA_BLOCK | {
     "post_attention_norm": "post_attention_layernorm",
@@ -131,10 +146,15 @@ def _like_llama(
 
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
-    "llama": _like_llama("LlamaForCausalLM", "llama", configs.llama_config, undo=_undo_llama),
+    "llama": _like_llama("LlamaForCausalLM", "llama", configs.llama_config, _EXPERTS_BLOCK, undo=_undo_llama),
     "mistral3": _like_llama("Ministral3ForCausalLM", "ministral3", configs.mistral3_config, undo=_undo_llama),
     "qwen2": _like_llama("Qwen2ForCausalLM", "qwen2", configs.qwen2_config),
     "qwen3": _like_llama("Qwen3ForCausalLM", "qwen3", configs.qwen3_config),
+    "qwen2moe": _like_llama(
+        "Qwen2MoeForCausalLM", "qwen2_moe", configs.qwen2moe_config, _EXPERTS_BLOCK, _undo_shared_gate
+    ),
+    "qwen3moe": _like_llama("Qwen3MoeForCausalLM", "qwen3_moe", configs.qwen3moe_config, _EXPERTS_BLOCK),
+    "olmoe": _like_llama("OlmoeForCausalLM", "olmoe", configs.olmoe_config, _EXPERTS_BLOCK),
     "smollm3": _like_llama("SmolLM3ForCausalLM", "smollm3", configs.smollm3_config, undo=_undo_llama),
     "granite": _like_llama("GraniteForCausalLM", "granite", configs.granite_config, undo=_undo_llama),
     "olmo2": _like_llama("Olmo2ForCausalLM", "olmo2", configs.olmo2_config, _OLMO2_BLOCK),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from quire.errors import ConfigError, ModelLoadError
-from quire.models.loader import safetensors
+from quire.models.loader import mxfp4, safetensors
 from quire.models.loader.catalog import CATALOG
 from quire.models.loader.gguf import GgufFile, GgufTensor
 from quire.models.loader.gguf_names import architecture_of, hf_config, hf_name
@@ -53,6 +53,10 @@ class ModelSource(ABC):
     @abstractmethod
     def generation_config(self) -> dict[str, Any]:
         """Defaults for generation: eos_token_id (a list), and what generation_config.json says."""
+
+    @abstractmethod
+    def weight_files(self) -> list[Path]:
+        """The files that hold its weights, in a fixed order."""
 
     @abstractmethod
     def _weights(
@@ -130,6 +134,9 @@ class GgufSource(ModelSource):
         eos = self._gguf_tokenizer.eos_token_ids if has_vocabulary else _as_ids(self._config["eos_token_id"])
         return {**named, "eos_token_id": list(eos)}
 
+    def weight_files(self) -> list[Path]:
+        return [self.path]
+
     def _read(
         self, tensor: GgufTensor, name: str, dtype: torch.dtype | None, ranges: Ranges | None
     ) -> torch.Tensor:
@@ -143,7 +150,8 @@ class GgufSource(ModelSource):
         else:
             dim, runs = ranges
             dim = 1 - dim if turned else dim
-            values = torch.cat([torch.from_numpy(self._file.read_range(tensor, dim, *run)) for run in runs], dim)
+            pieces = [torch.from_numpy(self._file.read_range(tensor, dim, *run)) for run in runs]
+            values = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
         values = self._arch.undo(name, values.t() if turned else values, self._config)
         return values if dtype is None else values.to(dtype)
 
@@ -214,10 +222,16 @@ class FolderSource(ModelSource):
         inner = self._config.get("text_config")
         return {**self._config, **inner} if isinstance(inner, dict) else self._config
 
+    def weight_files(self) -> list[Path]:
+        return safetensors.weight_files(self.path)
+
     def _weights(
         self, dtype: torch.dtype | None, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        return safetensors.iterate_weights(self.path, dtype, parts)
+        stored = safetensors.iterate_weights(self.path, dtype, parts)
+        quantization = self._config.get("quantization_config")
+        packed = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+        return mxfp4.joined(stored) if packed else stored
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
