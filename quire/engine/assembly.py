@@ -16,6 +16,7 @@ from quire.engine.device import ModelWorker, build_worker, draft_rows, resolve
 from quire.engine.grammar_process import start_nursery
 from quire.engine.pool_tiers import build_pool_tiers, has_pool
 from quire.engine.source import open_source
+from quire.executor.base import Executor
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.kvcache.move_cost import MoveCost
@@ -61,6 +62,15 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
     source = open_source(config, progress)
     config = resolve(config)
     worker, executor = build_worker(source, config)
+    try:
+        return _connect_rooms(config, source, worker, executor, clock, options)
+    except BaseException:
+        executor.close()  # it may have processes of its own
+        raise
+
+
+def _connect_rooms(config: EngineConfig, source: ModelSource, worker: ModelWorker, executor: Executor,
+                   clock: Callable[[], float], options: Mapping[str, Any] | None) -> Engine:
     cost = measure_move_cost(executor, config, worker.spec, worker.pool)
     cache = build_cache(config, worker.spec, worker.pool, cost)
     speculator = build_speculator(config.speculation.options, draft_rows(config))

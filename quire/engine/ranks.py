@@ -59,6 +59,11 @@ def check_parallel(config: EngineConfig) -> None:
     if config.model.device == "cuda":
         raise ConfigError("tensor_parallel_size and pipeline_parallel_size are supported on CPUs only: use "
                           "device='cpu', or 1 of each", field="tensor_parallel_size")
+    for name, value in (("kv_role", config.transfer.kv_role), ("kv_disk", config.cache.kv_disk),
+                        ("kv_pool", config.cache.kv_pool)):
+        if value is not None:
+            raise ConfigError(f"{name} is not supported where several ranks share the model: leave it out, or use "
+                              "tensor_parallel_size=1 and pipeline_parallel_size=1", field=name)
     if config.model.dummy_script is not None:
         raise ConfigError("dummy_script is played by one process: leave out the parallel sizes", field="dummy_script")
 

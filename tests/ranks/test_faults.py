@@ -155,3 +155,21 @@ async def _healthy(llm: AsyncLLM) -> bool:
     except EngineDeadError:
         return False
     return True
+
+
+@pytest.mark.parametrize("option", [{"kv_disk": "/tmp/kv:1GiB"}, {"executor": "dummy", "dummy_script": "texts.jsonl"}])
+def test_what_ranks_cannot_do_is_refused_by_name(tiny_llama: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(str(tiny_llama), tensor_parallel_size=2, device="cpu", **option)
+    assert caught.value.field in option
+
+
+def test_ranks_of_an_engine_that_cannot_be_put_together_are_ended(tiny_llama: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> None:
+        raise EngineError("no cache today")
+
+    monkeypatch.setattr("quire.engine.assembly.build_cache", broken)
+    with pytest.raises(EngineError, match="no cache today"):
+        LLM(str(tiny_llama), tensor_parallel_size=2, executor="dummy", skip_tokenizer_init=True)
+    assert not ranks_of(os.getpid())
