@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 from quire.errors import KVMismatchError, KVTransferError
@@ -31,7 +32,7 @@ class _Link:
 
 
 class KVSender:
-    """One rank's sending end, connected to the ranks of one other engine. One `send` at a time."""
+    """One rank's sending end, connected to the ranks of one other engine. Whoever calls `send` meanwhile waits."""
 
     def __init__(self, store: KVStore, addresses: Sequence[dict[str, Any]], secret: bytes, *, rank: int = 0,
                  layouts: Sequence[LayoutDescription] | None = None,
@@ -45,6 +46,7 @@ class KVSender:
         self._layouts = [store.layout] if layouts is None else list(layouts)
         self._hello = json.dumps({"rank": rank, "layouts": [each.to_data() for each in self._layouts]}).encode()
         self._links: list[_Link] = []
+        self._one_at_a_time = Lock()
         try:
             for address in addresses:
                 self._connect(address, secret, rank, transports, convert)
@@ -91,6 +93,11 @@ class KVSender:
         if the other side does not answer (this sender is of no use then), KVTransferError if it refuses.
         """
         starts, there = _read_ticket(ticket)
+        with self._one_at_a_time:
+            return self._send(ticket, tables, there, starts, start, end)
+
+    def _send(self, ticket: Ticket, tables: Tables, there: Tables, starts: tuple[int, ...], start: int,
+              end: int) -> int:
         sent = 0
         for link in self._links:
             for first, last, whole in self._cut(link, start, end):
