@@ -41,10 +41,9 @@ class KVReceiver:
     """
 
     def __init__(self, store: KVStore, secret: bytes, transports: Sequence[str] = DEFAULT_TRANSPORTS,
-                 host: str = "127.0.0.1", convert: bool = False, fingerprint: dict[str, Any] | None = None) -> None:
-        """`convert`: take KV of another element type. `fingerprint` is only shown to senders in the address."""
+                 host: str = "127.0.0.1", convert: bool = False) -> None:
+        """`convert`: take KV of another element type."""
         self._store, self._convert = store, convert
-        self._fingerprint = fingerprint
         self._transfers = OpenTransfers()
         self._receivers: dict[str, Receiver] = {}
         try:
@@ -56,7 +55,7 @@ class KVReceiver:
 
     def address(self) -> dict[str, Any]:
         """What a `KVSender` needs to reach this rank, as plain data."""
-        return {"layout": self._store.layout.to_data(), "fingerprint": self._fingerprint,
+        return {"layout": self._store.layout.to_data(),
                 "transports": {name: receiver.address for name, receiver in self._receivers.items()}}
 
     def open(self, transfer: int, epoch: int, tables: Tables, starts: Sequence[int], end: int,

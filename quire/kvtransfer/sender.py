@@ -14,7 +14,7 @@ from quire.kvtransfer.notes import Note
 from quire.kvtransfer.receiver import Ticket
 from quire.kvtransfer.runs import merged_runs
 from quire.kvtransfer.store import KVStore, Tables
-from quire.kvtransfer.transport.base import Delivery, PeerLostError, Write, Writer
+from quire.kvtransfer.transport.base import ALL_INTERFACES, Address, Delivery, PeerLostError, Write, Writer
 from quire.kvtransfer.transports import DEFAULT_TRANSPORTS, TRANSPORTS, transport
 
 _AT_ONCE = 32 << 20
@@ -36,15 +36,17 @@ class KVSender:
 
     def __init__(self, store: KVStore, addresses: Sequence[dict[str, Any]], secret: bytes, *, rank: int = 0,
                  layouts: Sequence[LayoutDescription] | None = None,
-                 transports: Sequence[str] = DEFAULT_TRANSPORTS, timeout: float = 10.0, convert: bool = False) -> None:
+                 transports: Sequence[str] = DEFAULT_TRANSPORTS, timeout: float = 10.0, convert: bool = False,
+                 host: str | None = None) -> None:
         """`addresses`: of every rank of the other side, as `KVReceiver.address` made them. `layouts`: of every rank of
-        this side, where there are several. Raises KVMismatchError where KV
+        this side, where there are several. `host`: where the other side is, if it listens on all interfaces. Raises KVMismatchError where KV
         of this side cannot be understood there, PeerLostError where nobody answers."""
         self._store = store
         self.timeout = timeout
         """Seconds for each delivery."""
         self._layouts = [store.layout] if layouts is None else list(layouts)
         self._hello = json.dumps({"rank": rank, "layouts": [each.to_data() for each in self._layouts]}).encode()
+        self._host = host
         self._links: list[_Link] = []
         self._one_at_a_time = Lock()
         try:
@@ -78,12 +80,22 @@ class KVSender:
                 problems.append(f"{name}: {missing}")
                 continue
             try:
-                return there.connect(offered[name], secret, self._hello, self.timeout)
+                return there.connect(self._placed(offered[name]), secret, self._hello, self.timeout)
             except KVMismatchError:
                 raise
             except KVTransferError as error:
                 problems.append(f"{name}: {error}")
         raise PeerLostError(f"the KV receiver cannot be reached ({'; '.join(problems) or 'no transport in common'})")
+
+    def _placed(self, address: object) -> Address:
+        """All interfaces is no place to go to."""
+        if not isinstance(address, dict):
+            raise KVTransferError("the address of a KV receiver is none")
+        if address.get("host") not in ALL_INTERFACES:
+            return address
+        if self._host is None:
+            raise KVTransferError("the KV receiver listens on all interfaces and it is not known where it is")
+        return {**address, "host": self._host}
 
     def send(self, ticket: Ticket, tables: Tables, start: int, end: int) -> int:
         """Write the KV of tokens start … end-1, which lie in the blocks `tables`, and wait until it counts there; how

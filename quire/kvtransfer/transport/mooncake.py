@@ -140,11 +140,19 @@ class MooncakeWriter(ArenaWriter):
         except (ValueError, KeyError, TypeError) as error:
             raise FrameError("a Mooncake receiver did not say where it takes bytes") from error
 
+    def warm_up(self, deadline: float) -> None:
+        """The engine's first write opens a connection of its own, and waits a minute for a receiver that stands still:
+        better now, when it has just answered."""
+        self._write(1, deadline)
+
+    def _write(self, nbytes: int, deadline: float) -> None:
+        self._engine.write(self._session_name, address_of(self.arena), self._target, nbytes,
+                           lambda: self.broken or time.monotonic() > deadline)
+
     def send(self, session: Session, delivery: Delivery, announcement: bytes, deadline: float) -> None:
         nbytes = self.fill(delivery)
         digest = xxhash.xxh3_128_digest(self.arena[:nbytes])
-        self._engine.write(self._session_name, address_of(self.arena), self._target, nbytes,
-                           lambda: self.broken or time.monotonic() > deadline)
+        self._write(nbytes, deadline)
         session.send(DELIVER, announcement, deadline)
         session.send(DIGEST, digest, deadline)
 
@@ -178,8 +186,9 @@ class MooncakeTransport(Transport):
             if engine.protocol != address.get("protocol"):
                 raise KVTransferError(f"Mooncake speaks {engine.protocol} here and {address.get('protocol')} there")
             session = open_session(sock, secret, deadline)
-            welcome = introduce(session, hello, deadline)
-            return MooncakeWriter(session, welcome, engine, engine.arena())
+            writer = MooncakeWriter(session, introduce(session, hello, deadline), engine, engine.arena())
+            writer.warm_up(deadline)
+            return writer
         except BaseException:
             sock.close()
             raise
