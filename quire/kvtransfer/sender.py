@@ -39,8 +39,8 @@ class KVSender:
                  transports: Sequence[str] = DEFAULT_TRANSPORTS, timeout: float = 10.0, convert: bool = False,
                  host: str | None = None) -> None:
         """`addresses`: of every rank of the other side, as `KVReceiver.address` made them. `layouts`: of every rank of
-        this side, where there are several. `host`: where the other side is, if it listens on all interfaces. Raises KVMismatchError where KV
-        of this side cannot be understood there, PeerLostError where nobody answers."""
+        this side, where there are several. `host`: where the other side is, if it listens on all interfaces. Raises
+        KVMismatchError where KV of this side cannot be understood there, PeerLostError where nobody answers."""
         self._store = store
         self.timeout = timeout
         """Seconds for each delivery."""
