@@ -87,6 +87,11 @@ class KVSender:
                 problems.append(f"{name}: {error}")
         raise PeerLostError(f"the KV receiver cannot be reached ({'; '.join(problems) or 'no transport in common'})")
 
+    @property
+    def writers(self) -> list[Writer]:
+        """The connections, one for each rank of the other side that gets something."""
+        return [link.writer for link in self._links]
+
     def _placed(self, address: object) -> Address:
         """All interfaces is no place to go to."""
         if not isinstance(address, dict):

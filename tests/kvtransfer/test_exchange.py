@@ -16,6 +16,7 @@ from quire.kvtransfer.receiver import KVReceiver
 from quire.kvtransfer.sender import KVSender
 from quire.kvtransfer.store import KVStore
 from quire.kvtransfer.transport.base import PeerLostError, StaleTransferError
+from quire.kvtransfer.transport.mooncake import MooncakeWriter
 from quire.kvtransfer.transports import TRANSPORTS, transport
 from tests.kvtransfer.layouts import Model, fill, make_store
 from tests.kvtransfer.test_store import cut, expected
@@ -284,3 +285,30 @@ def test_many_transfers_at_once_that_are_closed_at_any_time(name: str) -> None:
         assert problems == [] and not any(lane.is_alive() for lane in lanes)
     finally:
         receiver.stop()
+
+
+def test_what_a_stranger_writes_through_mooncake_does_not_count() -> None:
+    """Its engine lets anybody write into registered memory: the sealed digest is what decides."""
+    missing = transport("mooncake").missing()
+    if missing is not None:
+        pytest.skip(missing)
+    writer, reader = (make_store(MODEL, 4, 16, tokens_last=True) for _ in range(2))
+    fill(writer, MODEL, [[0, 1, 2], [0, 1, 2]], 12)
+    came: list[tuple[int, int]] = []
+    with engines("mooncake", [writer], [reader]) as ([sender], [receiver]):
+        ticket = receiver.open(1, 1, [[3, 4, 5], [3, 4, 5]], [0, 0], 12, lambda a, b: came.append((a, b)))
+        sender.send(ticket, [[0, 1, 2], [0, 1, 2]], 0, 12)
+        assert came.pop() == (0, 12)
+        inner = sender.writers[0]
+        assert isinstance(inner, MooncakeWriter)
+        whole = inner.write_bytes
+
+        def disturbed(nbytes: int, deadline: float) -> None:
+            whole(nbytes, deadline)
+            inner.arena[nbytes // 2] ^= 1  # a stranger's write, by the way that is open to all
+            whole(nbytes, deadline)
+
+        inner.write_bytes = disturbed  # type: ignore[method-assign]
+        with pytest.raises(PeerLostError):
+            sender.send(ticket, [[0, 1, 2], [0, 1, 2]], 0, 12)
+    assert came == []
