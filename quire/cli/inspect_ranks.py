@@ -11,9 +11,14 @@ if TYPE_CHECKING:
 
 
 def rank_facts(shard: Shard, block_size: int, num_blocks: int) -> dict[str, Any]:
-    """One rank: its runs of everything, and the bytes that they take."""
-    share = shard.layer(shard.first_layer)
-    heads = share.heads
+    """One rank: its runs of everything, and the bytes that they take. MLP and experts are those of the first of its
+    layers that has such."""
+    from quire.layers.share import dense_width, num_experts
+
+    shares = [shard.layer(index) for index in range(shard.first_layer, shard.last_layer)]
+    heads = shares[0].heads
+    dense = next((list(share.mlp_columns) for share in shares if dense_width(share.mlp)), None)
+    runs = [share.expert_run for share in shares if num_experts(share.mlp)]
     return {
         "rank": shard.place.index,
         "tensor_rank": shard.place.tensor_rank,
@@ -21,7 +26,8 @@ def rank_facts(shard: Shard, block_size: int, num_blocks: int) -> dict[str, Any]
         "layers": [shard.first_layer, shard.last_layer],
         "heads": [heads.first, heads.last],
         "kv_heads": [heads.first_kv, heads.last_kv],
-        "mlp_columns": list(share.mlp_columns),
+        "mlp_columns": dense,
+        "experts": [runs[0].border(runs[0].first), runs[0].border(runs[0].last)] if runs else None,
         "vocabulary": list(shard.vocabulary[shard.place.tensor_rank]),
         "embedding": shard.place.is_first,
         "head": shard.place.is_last,
@@ -40,8 +46,10 @@ def rank_rows(ranks: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def _line(rank: dict[str, Any]) -> str:
     ends = [name for name in ("embedding", "head") if rank[name]]
     vocabulary = f", {' and '.join(ends)} of tokens {_run(rank['vocabulary'])}" if ends else ""
+    inner = [f"{name} {_run(rank[key])}" for name, key in (("MLP columns", "mlp_columns"), ("experts", "experts"))
+             if rank[key] is not None]
     return (f"layers {_run(rank['layers'])}, heads {_run(rank['heads'])} with kv heads {_run(rank['kv_heads'])}, "
-            f"MLP columns {_run(rank['mlp_columns'])}{vocabulary}: weights {size_text(rank['weight_bytes'])}, "
+            f"{', '.join(inner)}{vocabulary}: weights {size_text(rank['weight_bytes'])}, "
             f"KV {size_text(rank['kv_bytes'])} ({rank['kv_bytes_per_token']:,} bytes per token)")
 
 

@@ -39,6 +39,10 @@ class Mlp:
         """What every row goes through."""
         return self.up, self.down
 
+    @property
+    def all_linears(self) -> tuple[Linear, ...]:
+        return self.linears
+
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         (self.down if part == "down" else self.up).receive(part, kind, tensor)
 

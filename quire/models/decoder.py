@@ -176,8 +176,7 @@ class Decoder:
         """Of the packed weights; norms and tables of rotations are small beside them."""
         ends = {id(each): each for each in (self.embed, self.head, self.positions, self.embed_in, self.embed_out)
                 if each is not None}
-        inner = [each for layer in self.layers
-                 for each in (layer.attn.qkv, layer.attn.out, layer.mlp.up, layer.mlp.down)]
+        inner = [each for layer in self.layers for each in (layer.attn.qkv, layer.attn.out, *layer.mlp.all_linears)]
         return sum(each.packed.nbytes for each in (*ends.values(), *inner) if each.is_loaded)
 
     def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:

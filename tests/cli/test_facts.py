@@ -178,3 +178,12 @@ def test_rdma_devices_are_named_with_the_state_of_their_ports(tmp_path: Path) ->
             port.mkdir(parents=True)
             (port / "state").write_text(state + "\n")
     assert rdma_devices(str(tmp_path)) == ["bare (no ports)", "mlx5_0 (1: DOWN, 4: ACTIVE)", "mlx5_1 (4: ACTIVE)"]
+
+
+def test_inspect_says_which_experts_a_rank_would_hold(tmp_path: Path, inside: Callable[..., Done]) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    words = ("inspect", str(tmp_path), "--load-format", "dummy")
+    assert facts_of(inside(*words, "--json"))["ranks"][0]["experts"][0] == 0
+    ranks = facts_of(inside(*words, "--tensor-parallel-size", "2", "--json"))["ranks"]
+    assert ranks[0]["experts"][1] == ranks[1]["experts"][0] and ranks[0]["mlp_columns"] is None
+    assert "experts" in inside(*words, "--tensor-parallel-size", "2").out
