@@ -229,11 +229,11 @@ class EngineView:
         return found
 
     def _facts(self) -> f.EngineFacts:
-        cache, limits = self._scheduler.cache, self._scheduler.limits
+        cache, limits, ranks = self._scheduler.cache, self._scheduler.limits, self._ranks()
         return f.EngineFacts(
             self._title, cache.block_size, cache.num_blocks, [group.window for group in cache.groups],
             self._host_pools()[0].num_blocks if self._host else 0, limits.max_num_seqs, limits.max_num_batched_tokens,
-            self._simulated, limits.num_stages, max(1, len(self._ranks())))
+            self._simulated, 1 + max((rank.stage for rank in ranks), default=0), max(1, len(ranks)))
 
 
 def _rank(rank: RankFacts) -> f.RankView:

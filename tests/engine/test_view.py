@@ -267,8 +267,7 @@ def test_ranks_and_the_steps_of_every_stage_are_told_once() -> None:
                           tuple((step, began + stage / 10, ended + stage / 10) for step, began, ended in times))
                 for stage in range(2) for tensor in range(2)]
 
-    limits = Limits(4, 64, 64, num_stages=2)
-    scheduler = Scheduler(limits, KVCacheManager(16, 4))
+    scheduler = Scheduler(Limits(4, 64, 64), KVCacheManager(16, 4))
     view = EngineView(scheduler, PoolSize(16, 64, 1), "two stages", clock=lambda: 0.0, ranks=ranks)
     first = json.loads(view.frame()[0])
     assert (first["facts"]["num_stages"], first["facts"]["num_ranks"]) == (2, 4)

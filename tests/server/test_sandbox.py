@@ -15,6 +15,8 @@ def test_two_steps_in_flight_keep_two_stages_busy() -> None:
         async for frame in play(SCENARIOS["two-stages"], 1000.0):
             if isinstance(frame, bytes):
                 told = json.loads(frame)
+                if "facts" in told:
+                    assert told["facts"]["num_stages"] == 2
                 for stage, _, began, ended in told.get("stages", []):
                     times.setdefault((told.get("engine", 0), stage), []).append((began, ended))
 
