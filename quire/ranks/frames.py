@@ -145,10 +145,14 @@ class FrameSocket:
             raise ConnectionLost("the connection was closed")
         return self._buffer.feed(data)
 
-    def close(self) -> None:
-        """The other side learns of it, also where another thread waits in `receive`."""
+    def cut(self) -> None:
+        """End the connection: both sides learn of it, also where a thread waits in `receive`."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
+
+    def close(self) -> None:
+        """Let go of the socket, on the thread that watches it. Idempotent."""
+        self.cut()
         self._socket.close()

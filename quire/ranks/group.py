@@ -235,7 +235,10 @@ class RankGroup(threading.Thread):
             state.silence = 0.0 if now - state.heard < 2 * _LOOK_SECONDS else state.silence + elapsed
             if state.silence < _SILENT_SECONDS:
                 continue
-            if handle.stopped() and (state.ready or handle.local):
+            ended = handle.ended(0.0)
+            if ended is not None:
+                self.lose(rank, ended)
+            elif handle.stopped() and (state.ready or handle.local):
                 self.lose(rank, f"it was stopped and has given no sign of life for {now - state.heard:.1f} seconds")
             elif state.silence > (_SILENT_BUSY_SECONDS if state.ready else _START_SILENT_SECONDS):
                 self.lose(rank, f"it has given no sign of life for {now - state.heard:.1f} seconds")

@@ -111,7 +111,7 @@ def test_everything_under_way_fails_when_a_connection_is_cut() -> None:
     rung = threading.Event()
     executor.arrivals.on_ring = rung.set
     under_way = executor.submit(StepPlan(1, transfers=[TransferStart(4, HOST, True, [BlockMove(0, 0, 0)])]))
-    executor.ranks.handles[0].link.close()
+    executor.ranks.handles[0].link.cut()
     with pytest.raises(EngineDeadError, match="rank 0 of 1"):
         under_way.result(30)
     with pytest.raises(EngineDeadError):

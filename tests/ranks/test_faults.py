@@ -57,7 +57,7 @@ def test_a_lost_rank_ends_all_and_says_which_it_was(harm: str) -> None:
     pids = [state.pid for state in executor.ranks.states]
     try:
         if harm == "cut":
-            message, seconds = noticed(executor, executor.ranks.handles[1].link.close)
+            message, seconds = noticed(executor, executor.ranks.handles[1].link.cut)
             assert "connection" in message
         else:
             number = signal.SIGKILL if harm == "kill" else signal.SIGSTOP

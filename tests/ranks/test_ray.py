@@ -87,20 +87,6 @@ def test_tensor_ranks_that_fit_no_node_are_refused(cluster: Any, tiny_llama: Pat
     assert not ray.is_initialized()
 
 
-def test_from_a_bare_ray_init_ranks_share_the_drivers_node(tiny_llama: Path) -> None:
-    def tokens(**options: Any) -> list[Any]:
-        with LLM(str(tiny_llama), skip_tokenizer_init=True, **SMALL, **options) as llm:
-            return [list(one.outputs[0].token_ids) for one in llm.generate(
-                [[5, 6, 7], [8, 9]], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True), use_tqdm=False)]
-
-    ray.init(address="local", logging_level="error", **NODE)
-    try:
-        assert tokens(tensor_parallel_size=2, distributed_executor_backend="ray") == tokens()
-        assert ray.is_initialized() and placement_groups() == []
-    finally:
-        ray.shutdown()
-
-
 def test_connections_without_the_secret_are_dropped(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else connects first, and speaks before any rank does."""
     made = socket.create_server
@@ -125,5 +111,19 @@ def test_connections_without_the_secret_are_dropped(cluster: Any, monkeypatch: p
             while intruders[0].recv(1000):  # the other side's question; then the end
                 pass
         intruders[0].close()
+    finally:
+        ray.shutdown()
+
+
+def test_from_a_bare_ray_init_ranks_share_the_drivers_node(tiny_llama: Path) -> None:
+    def tokens(**options: Any) -> list[Any]:
+        with LLM(str(tiny_llama), skip_tokenizer_init=True, **SMALL, **options) as llm:
+            return [list(one.outputs[0].token_ids) for one in llm.generate(
+                [[5, 6, 7], [8, 9]], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True), use_tqdm=False)]
+
+    ray.init(address="local", logging_level="error", **NODE)
+    try:
+        assert tokens(tensor_parallel_size=2, distributed_executor_backend="ray") == tokens()
+        assert ray.is_initialized() and placement_groups() == []
     finally:
         ray.shutdown()
