@@ -99,12 +99,14 @@ class RayLauncher:
         if self._connected:
             self._ray.init(address=address, log_to_driver=True, logging_level="warning")
         self._group: Any = None
+        self._actors: list[Any] = []
+        """Ray ends actors that nobody refers to."""
         self._memory: list[SharedMemory] = []
         self.ring: RingWriter | None = None
         self._secret = secrets.token_bytes(32)
 
     def start(self) -> list[RankHandle]:
-        actors = self._place()
+        actors = self._actors = self._place()
         found = self._ray.get([actor.whereabouts.remote() for actor in actors], timeout=_CONNECT_SECONDS)
         mine = self._ray.get_runtime_context().get_node_id() if self._use_ring else ""
         many = len({each["node"] for each in found}) > 1 or found[0]["node"] != mine
