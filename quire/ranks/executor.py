@@ -84,6 +84,8 @@ class RankExecutor(Executor):
         return launch_sound(self._guard, plan, self._launch)
 
     def _launch(self, plan: StepPlan) -> Future[StepResult]:
+        if self._ring is not None:
+            self._ring.wake()
         future: Future[StepResult] = Future()
         self._submitted += 1
         step = _Step(self._submitted, plan, future)

@@ -17,7 +17,7 @@ from quire.ranks.shared_parts import SharedParts
 from quire.ranks.start import MemoryAddress, RankStart
 from quire.ranks.workers import DUMMY
 
-SPIN_SECONDS = 0.0002
+SPIN_SECONDS = 0.0003
 """How long a rank looks for the next plan before it sleeps, where it has a processor to itself."""
 
 Agree = Callable[[list[dict[str, Any]]], dict[str, Any]]

@@ -39,6 +39,10 @@ class RingWriter:
         self._written = 0
         self._library = load()
 
+    def wake(self) -> None:
+        """A message follows: readers that sleep get up while it is made."""
+        self._library.quire_ring_wake(self._memory.address)
+
     def write(self, message: bytes | bytearray, check: Callable[[], None]) -> None:
         """Append a message. While the ring is full, `check` is called now and then; it raises to give up."""
         most = self._capacity // 4

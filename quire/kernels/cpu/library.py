@@ -51,6 +51,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_link_join": (None, [_P, _N]),
     "quire_link_move": (_N, [_P, _P, _I, _N]),
     "quire_ring_publish": (None, [_P, _U]),
+    "quire_ring_wake": (None, [_P]),
     "quire_ring_wait": (_U, [_P, _U, _I, _I]),
     "quire_ring_store": (None, [_P, _U]),
     "quire_ring_load": (_U, [_P]),

@@ -33,36 +33,46 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-EXPORT void quire_ring_publish(void *address, uint64_t written) {
-    Signal *signal = address;
-    atomic_store(&signal->written, written);
+static void wake(Signal *signal) {
     atomic_fetch_add(&signal->bell, 1);
     if (atomic_load(&signal->sleepers) > 0)
         syscall(SYS_futex, &signal->bell, FUTEX_WAKE, INT_MAX, (void *)0, (void *)0, 0);
 }
 
-/* Bytes published, once they are more than `seen`, or the same when `timeout_ns` have passed. */
+EXPORT void quire_ring_publish(void *address, uint64_t written) {
+    Signal *signal = address;
+    atomic_store(&signal->written, written);
+    wake(signal);
+}
+
+/* Something is about to be published: readers that sleep get up and spin. */
+EXPORT void quire_ring_wake(void *address) { wake(address); }
+
+/* Bytes published, once they are more than `seen`, or the same when `timeout_ns` have passed. While a reader spins it
+ * offers its core to others, of whom the writer may be one. */
 EXPORT uint64_t quire_ring_wait(void *address, uint64_t seen, int64_t spin_ns, int64_t timeout_ns) {
     Signal *signal = address;
-    uint64_t written = atomic_load(&signal->written);
-    int64_t began = now_ns(), until = began + timeout_ns;
-    for (int turn = 0; written == seen; turn++) {
-        if (turn % 64 == 63 && now_ns() - began > spin_ns) break;
-        pause_briefly();
-        written = atomic_load(&signal->written);
-    }
-    while (written == seen) {
+    int64_t until = now_ns() + timeout_ns;
+    for (;;) {
+        int64_t began = now_ns();
+        uint64_t written = atomic_load(&signal->written);
+        for (int turn = 0; written == seen; turn++) {
+            if (turn % 64 == 63) {
+                if (now_ns() - began > spin_ns) break;
+                sched_yield();
+            }
+            pause_briefly();
+            written = atomic_load(&signal->written);
+        }
         int64_t left = until - now_ns();
-        if (left <= 0) break;
+        if (written != seen || left <= 0) return written;
         struct timespec time = {left / 1000000000, left % 1000000000};
         atomic_fetch_add(&signal->sleepers, 1);
         uint32_t bell = atomic_load(&signal->bell);
-        written = atomic_load(&signal->written);
-        if (written == seen) syscall(SYS_futex, &signal->bell, FUTEX_WAIT, bell, &time, (void *)0, 0);
+        if (atomic_load(&signal->written) == seen)
+            syscall(SYS_futex, &signal->bell, FUTEX_WAIT, bell, &time, (void *)0, 0);
         atomic_fetch_sub(&signal->sleepers, 1);
-        written = atomic_load(&signal->written);
     }
-    return written;
 }
 
 /* What a reader has taken: stored after it has copied it, read by the writer before it writes there again. */
