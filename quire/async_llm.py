@@ -219,9 +219,10 @@ class AsyncLLM:
     def on_view(self, listener: Callable[[bytes, bool], None] | None) -> None:
         self._desk.on_view = listener
 
-    def watch(self, seconds: float, fresh: bool = False) -> None:
-        """Have the engine report to `on_view` for so long; `fresh`: with everything first, not only what changes."""
-        self._desk.supervisor.send(Watch(seconds, fresh))
+    def watch(self, seconds: float, fresh: bool = False, number: int = 0) -> None:
+        """Have the engine report to `on_view` for so long; `fresh`: with everything first, not only what changes;
+        `number`: what its frames say it is, among several engines."""
+        self._desk.supervisor.send(Watch(seconds, fresh, number))
 
     # ---- looking after it
 

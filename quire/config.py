@@ -214,6 +214,8 @@ class ServerConfig:
     log_format: str = option("auto", "how the log is written; auto is text on a terminal, else JSON",
                              ("auto", "text", "json"))
     log_level: str = option("info", "least severe kind of log line", ("debug", "info", "warning", "error"))
+    data_parallel_size: int = option(1, "engines behind this one port, each with the model; a request goes to the one "
+                                        "that holds most of its prompt and has least to do")
     page: bool = option(True, "the page at / with a chat and a view of the engine, and what it is fed from")
     otlp_endpoint: str | None = option(
         None, "send OpenTelemetry spans to this address, such as http://localhost:4318/v1/traces (default: none)")
@@ -236,7 +238,7 @@ class ServerConfig:
 _SERVER_RANGES: tuple[tuple[str, float, float], ...] = (
     ("port", 0, 65535), ("request_timeout", 0.001, 1e6), ("read_timeout", 0.001, 1e6), ("drain_timeout", 0.0, 1e6),
     ("max_connections", 1, 1 << 20), ("max_prompts", 1, 1 << 16), ("max_n", 1, 64), ("max_logprobs", 0, 20),
-    ("max_stops", 0, 64), ("max_tools", 0, 1024), ("max_stored_responses", 0, 1 << 20),
+    ("max_stops", 0, 64), ("max_tools", 0, 1024), ("max_stored_responses", 0, 1 << 20), ("data_parallel_size", 1, 64),
 )
 
 

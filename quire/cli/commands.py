@@ -31,6 +31,7 @@ BENCHES: dict[str, Command] = {
     "serve": Command("quire.bench.serve", "load on a server of the OpenAI API: throughput, latency, goodput"),
     "async": Command("quire.bench.async_engine", "the engine in its own process: streamed tokens per second"),
     "http": Command("quire.bench.http", "what serving costs: HTTP against the engine, an instant model, long prompts"),
+    "route": Command("quire.bench.route", "prefixes that a router finds on a trace, and what passing through it costs"),
     "view": Command("quire.bench.view", "what it costs the engine to be watched on the page"),
     "soak": Command("quire.bench.soak", "mixed requests, hang-ups, bad input, killed engines; then a look for damage"),
     "speculative": Command("quire.bench.speculative", "one stream with drafts against the same without"),

@@ -53,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
     log.set_up(config.log_format, config.log_level)
 
     async def start() -> Any:
+        if config.data_parallel_size > 1:
+            from quire.router.engines import ReplicatedLLM
+
+            return await ReplicatedLLM.start(config.data_parallel_size, **options, **guard)
         from quire.async_llm import AsyncLLM
 
         return await AsyncLLM.start(**options, **guard)

@@ -76,6 +76,8 @@ class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
 
     seconds: float
     fresh: bool = False
+    engine: int = 0
+    """Its number among those that are looked at together."""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):

@@ -170,7 +170,7 @@ class EngineServer:
         elif isinstance(message, m.Call):
             self._send_message(self._answer(message))
         elif isinstance(message, m.Watch):
-            self._watching.renew(message.seconds, message.fresh)
+            self._watching.renew(message.seconds, message.fresh, message.engine)
         elif isinstance(message, m.Shutdown):
             self._ending = True
         else:

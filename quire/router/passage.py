@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.router.asked import Asked, error_code
 from quire.router.load import Ticket
+from quire.router.prefill import Prefill
 from quire.router.replica import Replica, Role
 from quire.router.service import RouterService
 from quire.router.upstream import Answer, UpstreamError
@@ -104,9 +105,14 @@ class Passage:
     async def _try(self, replica: Replica, ticket: Ticket) -> bool:
         """Whether the client has its answer; if not, another server is to be asked."""
         self._record.facts.update(server=replica.url, tries=len(self._tried))
+        prefill = self._service.prefill.choose(self._asked) if replica.role is Role.DECODE else Prefill([], None)
         try:
-            headers = [*self._headers, *self._service.extra_headers(self._asked, replica)]
-            answer = await replica.upstream.request(self._method, self._path, headers, self._body)
+            headers = [*self._headers, *prefill.headers]
+            try:
+                answer = await replica.upstream.request(self._method, self._path, headers, self._body)
+            finally:
+                if prefill.ticket is not None:  # with the first token its part is done
+                    prefill.ticket.ended()
             with contextlib.closing(answer):
                 return await self._pass_on(answer, replica, ticket)
         except UpstreamError as error:

@@ -12,7 +12,7 @@ from typing import Any
 from quire import __version__
 from quire.router.asked import Asked, asked_of
 from quire.router.passage import Passage
-from quire.router.replica import Replica, State
+from quire.router.replica import Replica, Role, State
 from quire.router.service import RouterService
 from quire.server.answer import encode, send_json
 from quire.server.api_error import ApiError
@@ -23,7 +23,8 @@ from quire.server.routes import ROUTES as SERVER_ROUTES
 from quire.server.service import RequestRecord
 
 _METRICS_TYPE = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
-_OWN = {"/health", "/metrics", "/version", "/v1/models", "/v1/models/{model}", "/openapi.json", "/docs"}
+_OWN = {"/health", "/metrics", "/version", "/v1/models", "/v1/models/{model}", "/openapi.json", "/docs",
+        "/v1/kv/events"}
 """Paths of the servers' that the router answers itself, or not at all."""
 
 
@@ -90,7 +91,7 @@ async def _health(service: RouterService, record: RequestRecord, scope: Any, rec
     """Well while there is a server that takes requests."""
     if service.draining:
         raise ApiError(503, "the router is closing", code="closing", retry_after=1.0)
-    states = [replica.state.value for replica in service.fleet]
+    states = [replica.state.value for replica in service.fleet if replica.role is not Role.PREFILL]
     if State.UP.value not in states:
         raise ApiError(503, "no server is ready", code="no_server", retry_after=1.0)
     await send_json(send, 200, encode({"status": "ok", "servers_up": states.count("up"), "servers": len(states)}))

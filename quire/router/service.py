@@ -13,6 +13,7 @@ from quire.router.asked import Asked
 from quire.router.fleet import Fleet
 from quire.router.holders import Holders
 from quire.router.metrics import RouterMetrics
+from quire.router.prefill import PrefillChoice
 from quire.router.replica import Replica
 from quire.server.auth import ApiKeys
 from quire.server.places import Places
@@ -44,6 +45,7 @@ class RouterService:
         """Those of them that are cancelled because the router closes."""
         self.waiting = Places(fleet.config.max_waiting_requests, "too many requests wait for their first token: try "
                               "again later", "queue_full")
+        self.prefill = PrefillChoice(fleet, fleet.config.kv_secret)
         self._stored: OrderedDict[str, Replica] = OrderedDict()
         """By id of a response: the server that has it."""
 
@@ -63,10 +65,6 @@ class RouterService:
     def blocks_of(self, replica: Replica) -> int:
         """Those of them that this server holds."""
         return 0 if self.holders is None else self.holders.index.held_by(replica.number)
-
-    def extra_headers(self, asked: Asked, replica: Replica) -> list[tuple[bytes, bytes]]:
-        """What the router tells the server beside the client's own."""
-        return []
 
     def noted(self, path: str, replica: Replica, beginning: bytes) -> None:
         """The beginning of an answer, or all of it: a response is stored where it was made."""

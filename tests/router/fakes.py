@@ -39,6 +39,9 @@ class FakeServer:
         self.health = whole(b'{"status":"ok"}')
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         """All but questions about health and models."""
+        self.kv_events: bytes | None = None
+        """What it says to who asks for its KV events, before it hangs up."""
+        self.asked_events = 0
         self.connections = 0
         self.address = ""
 
@@ -68,8 +71,12 @@ class FakeServer:
             writer.write(whole(CARD))
             return True
         if path.startswith("/v1/kv/"):
-            writer.write(whole(b"{}", "404 Not Found"))
-            return True
+            self.asked_events += 1
+            if self.kv_events is None:
+                writer.write(whole(b"{}", "404 Not Found"))
+                return True
+            writer.write(stream_head() + chunk(self.kv_events))
+            return False
         self.asked.append((path, headers, body))
         return await self.say(path, headers, body, writer)
 

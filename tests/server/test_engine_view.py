@@ -110,7 +110,15 @@ def test_a_slow_reader_starts_over_instead_of_piling_up_frames() -> None:
     while watcher.take(b"change", False):
         assert len(watcher.pending) < 100
     assert not watcher.pending and not watcher.take(b"change", False)
-    assert watcher.take(b"full again", True) and list(watcher.pending) == [b"full again"]
+    assert watcher.take(b"full again", True) and list(watcher.pending) == [(0, b"full again")]
+
+
+def test_full_frames_of_one_engine_leave_those_of_another() -> None:
+    watcher = Watcher(Place(None))
+    assert watcher.take(b"full 0", True, 0) and not watcher.take(b"change 1", False, 1)
+    assert watcher.take(b"full 1", True, 1) and watcher.take(b"change 0", False, 0)
+    assert watcher.take(b"full 1 again", True, 1)
+    assert list(watcher.pending) == [(0, b"full 0"), (0, b"change 0"), (1, b"full 1 again")]
 
 
 def test_a_restarted_engine_is_watched_again_and_a_closing_server_lets_go(tiny: Path) -> None:
