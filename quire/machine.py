@@ -65,10 +65,10 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def rdma_devices() -> list[str]:
+def rdma_devices(folder: str = "/sys/class/infiniband") -> list[str]:
     """Network devices that can read and write another machine's memory, with the state of their ports."""
     found = []
-    for device in sorted(_entries("/sys/class/infiniband")):
+    for device in sorted(_entries(folder)):
         states = [_read(f"{port}/state").strip() or "unknown" for port in sorted(_entries(f"{device}/ports"))]
         found.append(f"{Path(device).name} ({', '.join(states) or 'no ports'})")
     return found

@@ -1,4 +1,4 @@
-"""The receiving process of `quire bench transfer`: takes KV into caches of its own, and plain bytes over loopback TCP."""
+"""The receiving process of `quire bench transfer`: takes KV into its caches, and plain bytes over loopback TCP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def loopback(listener: socket.socket, nbytes: int) -> None:
             left = int.from_bytes(receive_exactly(sock, 8, None), "little")
             while left:
                 wait_readable(sock, None)
-                left -= receive_some(sock, target[: min(left, 1 << 20)])
+                left -= receive_some(sock, [target[: min(left, 1 << 20)]])
             sock.sendall(b"\0")
     except PeerLostError:
         pass

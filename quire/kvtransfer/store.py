@@ -1,22 +1,25 @@
 """One rank's KV tensors as a sender and a receiver see them: gathered into the wire form, scattered out of it.
 
-The tensors may be a CPU's (keys transposed inside a block) or a GPU's. All copies of a call are made in one call of
-torch, which holds no GIL; on a GPU the wire form is put together on the device and crosses in one copy through pinned
-memory, on a stream of its own.
+The tensors may be a CPU's (keys transposed inside a block) or a GPU's. All copies of a call are made in one call of a
+kernel, or of torch, which holds no GIL: beside a thread that plans steps each call would have to wait for it. On a GPU
+the wire form is put together on the device and crosses in one copy through pinned memory, on a stream of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import CDLL
 from threading import Lock
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.errors import KVTransferError
+from quire.kernels.cpu import library
 from quire.kernels.types import LayerCache
 from quire.kvtransfer.layout import LayerLayout, LayoutDescription, PartLayout, Piece, Span
-from quire.kvtransfer.runs import token_runs
+from quire.kvtransfer.runs import TokenRun, token_runs
 
 HeadsOf = Callable[[int, str], tuple[int, int]]
 """From a layer's number and a part's name: the model's number of heads, and the first one on this rank."""
@@ -52,6 +55,7 @@ class KVStore:
                                         addressable=not self._staged)
         self._first_head = {(layer.layer, part.name): part.first_head for layer, part in self.layout.tensors()}
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._kernels = None if self._staged else library.load()
         self._bytes: dict[int, memoryview] = {}
         self._pinned: Tensor | None = None
         self._lock = Lock()
@@ -120,15 +124,48 @@ class KVStore:
             self._copy(tables, span, pieces, wire, out=False)
             self._wait()
 
-    def _copy(self, tables: Tables, span: Span, pieces: Sequence[Piece], wire: Tensor, out: bool) -> None:
-        blocks: list[Tensor] = []
-        wires: list[Tensor] = []
-        size, at = self.layout.block_size, 0
+    def _runs(self, tables: Tables, span: Span, pieces: Sequence[Piece]) -> dict[int, list[TokenRun]]:
+        """By cache group: where the span's tokens lie."""
         runs = {}
         for group in {piece.group for piece in pieces}:
-            runs[group] = token_runs(tables[group], *span.of_group(group), size)
+            runs[group] = token_runs(tables[group], *span.of_group(group), self.layout.block_size)
             if any(run.block + run.count > self.layout.num_blocks for run in runs[group]):
                 raise KVTransferError("a block table names blocks that the cache does not have")
+        return runs
+
+    def _copy(self, tables: Tables, span: Span, pieces: Sequence[Piece], wire: Tensor, out: bool) -> None:
+        """Between blocks and the wire form; on a CPU our kernel does it, other devices and conversions are torch's."""
+        runs = self._runs(tables, span, pieces)
+        if self._kernels is not None and wire.dtype is self.dtype:
+            self._copy_by_kernel(self._kernels, runs, span, pieces, wire, out)
+        else:
+            self._copy_by_torch(runs, span, pieces, wire, out)
+
+    def _copy_by_kernel(self, kernels: CDLL, runs: dict[int, list[TokenRun]], span: Span, pieces: Sequence[Piece],
+                        wire: Tensor, out: bool) -> None:
+        size, at = self.layout.element_size, wire.data_ptr()
+        first_run: dict[int, int] = {}
+        rows: list[tuple[int, ...]] = []
+        for group, found in runs.items():
+            first_run[group] = len(rows)
+            rows += [(run.block, run.count, run.offset, run.length, run.at) for run in found]
+        described = []
+        for piece in pieces:
+            start, end = span.of_group(piece.group)
+            held, tensor = self._held(piece)
+            strides = [stride * size for stride in tensor.stride()]
+            described.append((tensor.data_ptr() + held.start * strides[1], *strides, piece.num_heads, piece.width, at,
+                              first_run[piece.group], len(runs[piece.group])))
+            at += piece.nbytes(end - start, size)
+        if rows:
+            table, lines = np.array(described, np.int64), np.array(rows, np.int64)
+            kernels.quire_kv_wire(table.ctypes.data, len(described), lines.ctypes.data, size, out)
+
+    def _copy_by_torch(self, runs: dict[int, list[TokenRun]], span: Span, pieces: Sequence[Piece], wire: Tensor,
+                       out: bool) -> None:
+        blocks: list[Tensor] = []
+        wires: list[Tensor] = []
+        at = 0
         for piece in pieces:
             start, end = span.of_group(piece.group)
             held, tensor = self._held(piece)

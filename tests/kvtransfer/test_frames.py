@@ -175,7 +175,8 @@ def test_what_comes_after_its_transfer_was_closed_is_dropped() -> None:
         kind, body = session.receive(deadline)
         assert kind == REFUSED and isinstance(refused(body), StaleTransferError)
         assert all((raw == 5.0).all() for raw in reader.raw)
-        session.send(DELIVER, announce(Delivery(1, 1, b"")), deadline)
+        receiver.open(2, 2, [table], [0], 256, lambda start, end: None)
+        session.send(DELIVER, announce(Delivery(2, 2, b"")), deadline)
         session.send(4, b"", deadline)
         with pytest.raises(PeerLostError):  # a digest that is none
             session.receive(deadline)
