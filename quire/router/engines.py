@@ -46,6 +46,7 @@ class ReplicatedLLM:
         """What is held is told of one engine, and here are several: a router goes by this server's load."""
         self.kv_secret_name = None
         self._policy = policy
+        self._told = 0
         self._folder = folder
         self._loads = [Load() for _ in engines]
         self._index = KVIndex(_MAX_INDEX_BLOCKS)
@@ -134,6 +135,12 @@ class ReplicatedLLM:
     @property
     def config(self) -> EngineConfig:
         return self.engines[0].config
+
+    @property
+    def kv_listens(self) -> tuple[str, int] | None:
+        """Where other engines reach these, each in turn."""
+        self._told += 1
+        return self.engines[self._told % len(self.engines)].kv_listens
 
     @property
     def model_name(self) -> str:

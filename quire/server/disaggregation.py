@@ -26,8 +26,9 @@ _MOST_PEERS = 16
 class PrefillHeader:
     """Reads X-Quire-Prefill: addresses of prefill servers, separated by commas, to be asked in this order."""
 
-    def __init__(self, config: EngineConfig | None) -> None:
-        """None: an engine without options of ours, which asks nobody."""
+    def __init__(self, options: object) -> None:
+        """`options` of whoever answers requests; other ones than an engine's ask nobody."""
+        config = options if isinstance(options, EngineConfig) else None
         self._asks = config is not None and config.transfer.asks
         self._allowed = frozenset() if config is None else frozenset(map(_plain, config.transfer.peers))
         secret = None if config is None else config.cache.kv_secret
