@@ -105,6 +105,8 @@ class Flight:
     due: int
     lane: NetLane
     slots: list[dict[int, int]] | None = None
+    begun: bool = False
+    """A thread is reading its blocks, and is done with that a tick later, whatever becomes of its link."""
     reported: bool = False
 
 
@@ -225,9 +227,10 @@ class Net:
 
     def forget(self, lane: NetLane) -> None:
         for flight in [each for each in self.flights if each.lane is lane]:
-            if flight.slots is None:
+            if flight.slots is None and not flight.begun:
                 self.flights.remove(flight)
-            self._report(flight, "the link is closed")
+            if flight.slots is not None or not flight.begun:
+                self._report(flight, "the link is closed")
 
     def _fly(self, now: int) -> None:
         for flight in list(self.flights):
@@ -239,7 +242,10 @@ class Net:
 
     def _read(self, flight: Flight, now: int) -> None:
         job = flight.job
-        if not job.wanted():
+        if not flight.begun and job.wanted():
+            flight.begun, flight.due = True, now + 1
+            return
+        if not flight.begun:
             self.flights.remove(flight)
             self._report(flight, "nobody waits for it any more")
             return
