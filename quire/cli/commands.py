@@ -37,7 +37,7 @@ BENCHES: dict[str, Command] = {
     "speculative": Command("quire.bench.speculative", "one stream with drafts against the same without"),
     "pressure": Command("quire.bench.pressure", "KV pools too small for the load, in each mode of preemption"),
     "transfer": Command("quire.bench.transfer", "KV from one process into another's blocks, by each transport"),
-    "disaggregated": Command("quire.bench.disaggregated", "long prompts among streams: in chunks, or on another engine"),
+    "disaggregated": Command("quire.bench.disaggregated", "long prompts among streams, in chunks or elsewhere"),
     "offload": Command("quire.bench.offload", "streams that go on while a long prefix comes back from the host"),
 }
 COMMANDS: dict[str, Command] = {

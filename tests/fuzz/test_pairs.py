@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from quire.fuzz.pair_case import PairCase, random_pair_case
-from quire.fuzz.pair_net import Landing, NumberMover
+from quire.fuzz.pair_net import NumberMover
 from quire.fuzz.pair_run import PairPlay, find_pair_fault
 from quire.fuzz.pair_shrink import simpler_pair_cases
 from quire.kvcache.leases import Leases
 from quire.kvcache.manager import KVCacheManager
 from quire.peers.decode import DecodeSide
+from quire.peers.memory import Landing
 from quire.scheduler.results import Results
 
 CASES = 150
