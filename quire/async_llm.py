@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from quire.config import EngineConfig, GuardConfig
+from quire.config import EngineConfig
 from quire.engine.input import InputProcessor, Params, Prompt
 from quire.engine.kv_log import KVLog
 from quire.engine.messages import StepStats, Watch
@@ -23,6 +23,7 @@ from quire.errors import EngineDeadError, EngineError, InvalidRequestError
 from quire.kvcache.secret import secret_name
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.request import Request
+from quire.server_config import GuardConfig
 from quire.tokenizer.tokenizer import Tokenizer
 
 _LONG_TEXT = 4096

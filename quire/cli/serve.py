@@ -12,7 +12,7 @@ import signal
 from typing import Any, NoReturn
 
 from quire.cli.options import add_engine_options, add_options_of, engine_options, options_of
-from quire.config import GuardConfig, ServerConfig
+from quire.server_config import GuardConfig, ServerConfig
 
 EXAMPLES = (
     "examples:\n"

@@ -78,7 +78,8 @@ class EngineCore:
         self.times = StepTimes()
         self.self_check = SelfCheck(scheduler)
         self.stalled_for: float | None = None
-        """Seconds for which the last step found nothing to plan before KV arrives (`executor.arrivals` tells)."""
+        """Seconds for which the last step found nothing to plan before KV arrives (`executor.arrivals` tells), or a
+        grammar's process says something."""
         for tier in scheduler.cache.tiers:
             tier.wake = executor.arrivals.ring
 
@@ -119,7 +120,8 @@ class EngineCore:
     def step(self, wait_for_kv: bool = True) -> list[SequenceUpdate]:
         """Keep the executor supplied, wait for the oldest step, and return what became of its sequences.
 
-        When all that is left waits for KV, it waits too, a little while; or not, for callers who wait themselves.
+        When all that is left waits for KV or for a grammar, it waits too, a little while; or not (`wait_for_kv`), for
+        callers who wait themselves, for messages too: `stalled_for` tells them how long.
         Without anything to do it examines itself a little, so whoever has just got the last tokens does not wait.
         """
         self.times = times = StepTimes()
@@ -176,7 +178,7 @@ class EngineCore:
         """Nothing is in flight, and nothing could be planned."""
         scheduler = self.scheduler
         if scheduler.compiling.owes_masks:
-            scheduler.compiling.wait(_GRAMMAR_WAIT_S)
+            self._await_grammar(wait_for_kv)
         elif len(scheduler.waiting) or scheduler.running or scheduler.arriving:
             until = scheduler.awaits_until
             if until is None:
@@ -187,8 +189,26 @@ class EngineCore:
                 most = _GRAMMAR_WAIT_S if len(scheduler.compiling) else _ARRIVAL_WAIT_S
                 self.executor.arrivals.wait(min(self.stalled_for, most))
                 self.take_arrivals()
+            elif len(scheduler.compiling):
+                self.stalled_for = min(self.stalled_for, _GRAMMAR_WAIT_S)
         elif len(scheduler.compiling):
-            scheduler.compiling.wait(_GRAMMAR_WAIT_S)
+            self._await_grammar(wait_for_kv)
+
+    def _await_grammar(self, here: bool) -> None:
+        if here:
+            self.scheduler.compiling.wait(_GRAMMAR_WAIT_S)
+        else:
+            self.stalled_for = _GRAMMAR_WAIT_S
+
+    def warm_grammars(self) -> None:
+        """Have the first structured output not wait for libraries and the vocabulary."""
+        if self.scheduler.compiling.isolated is not None:
+            self.scheduler.compiling.isolated.warm()
+
+    def hear_grammars(self) -> None:
+        """Take in what their processes say while there is no work, in which steps would."""
+        if self.scheduler.compiling.isolated is not None:
+            self.scheduler.compiling.isolated.pump()
 
     def _submit(self, plan: StepPlan) -> None:
         """Every plan that the scheduler made gets its future, whatever happens, so the two stay in step."""
@@ -234,3 +254,4 @@ class EngineCore:
         if self.grammars is not None:
             self.grammars.close()
         self.executor.close()
+        self.scheduler.cache.close()

@@ -198,6 +198,8 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):
     since: float
     """Monotonic time at which that phase (or that very step) began."""
     steps: int
+    spent: float = 0.0
+    """Seconds that it had lasted when this was sent, but for those in which the process waited for a processor."""
 
 
 class Answer(msgspec.Struct, tag="answer", array_like=True, frozen=True):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config import GuardConfig
 from quire.engine import messages as m
 from quire.engine.admission import Admission
 from quire.engine.kv_log import KVLog
@@ -23,6 +22,7 @@ from quire.errors import EngineDeadError, EngineError, InvalidRequestError, Queu
 from quire.sampling.params import BeamSearchParams
 from quire.scheduler.limits import Limits, longest_allowed
 from quire.scheduler.request import Request
+from quire.server_config import GuardConfig
 from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("quire.desk")

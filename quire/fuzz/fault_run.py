@@ -17,6 +17,9 @@ from quire.fuzz.fault_case import END, VOCABULARY, FaultCase, FaultRequest
 from quire.kvcache.connector import KVConnector
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.parallel.place import Place
+from quire.ranks.threads import ThreadExecutor, start_threads
+from quire.ranks.workers import KV_HASH
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.policy import BATCHING_POLICIES
@@ -39,6 +42,8 @@ def find_fault(case: FaultCase) -> str | None:
         play.run()
     except Exception as error:
         return f"the engine raised {type(error).__name__}: {error}"
+    finally:
+        play.executor.close()
     return play.difference()
 
 
@@ -49,7 +54,8 @@ class Play:
         self.case = case
         self.now = 0
         self._windows = list(case.options["windows"])
-        self.executor = faulty_executor(case)
+        self.executor: FaultyExecutor | FuzzedRanks = (
+            _on_ranks(case.options) if case.options.get("ranks") else faulty_executor(case))
         scheduler = faulty_scheduler(case.options, lambda: float(self.now))
         self.core = EngineCore(scheduler, self.executor, case.options["depth"])
         self.requests: dict[str, Request] = {}
@@ -126,6 +132,8 @@ class Play:
     def _rest(self) -> None:
         """Let transfers that nobody waits for come to their end: then nothing may be held."""
         for _ in range(_STEPS_BOUND):
+            if not self.stopped:
+                self.core.take_arrivals()
             if self.quiet and not self.core.has_work:
                 break
             self.now += 1
@@ -133,6 +141,7 @@ class Play:
             if not self.stopped:
                 self.core.take_arrivals()
                 self.core.step()
+            self.executor.arrivals.wait(0.01)
         cache = self.core.scheduler.cache
         self.core.scheduler.check()
         used = [sum(pool.num_used for pool in cache.pools), *(tier.num_used for tier in cache.tiers)]
@@ -179,6 +188,21 @@ def _may_end_early(wanted: FaultRequest) -> bool:
     return wanted.abort_at is not None or bool(wanted.ends)
 
 
+class FuzzedRanks(ThreadExecutor):
+    """Ranks on which nothing goes wrong."""
+
+    hit: frozenset[int] = frozenset()
+
+
+def _on_ranks(options: dict[str, Any]) -> FuzzedRanks:
+    """The same KV dealt to `options["ranks"]`: tensor ranks, and stages."""
+    executor = FuzzedRanks(Place.all(*options["ranks"]))
+    start_threads(executor, {
+        "kind": KV_HASH, "num_blocks": options["num_blocks"], "block_size": options["block_size"],
+        "num_host_blocks": options["host_blocks"], "windows": options["windows"], "vocab_size": VOCABULARY})
+    return executor
+
+
 def faulty_executor(case: FaultCase) -> FaultyExecutor:
     options = case.options
     groups = len(options["windows"])
@@ -204,7 +228,7 @@ def faulty_scheduler(options: dict[str, Any], clock: Any) -> Scheduler:
     limits = Limits(options["max_num_seqs"], options["max_num_batched_tokens"], _LENGTH,
                     max_num_partial_prefills=options["max_num_partial_prefills"],
                     long_prefill_token_threshold=options["long_prefill_token_threshold"],
-                    fetch_timeout=float(options["fetch_timeout"]))
+                    fetch_timeout=float(options["fetch_timeout"]), num_stages=options.get("ranks", (1, 1))[1])
     speculator = None
     if options["drafts"]:
         method = SKIP_LAYERS if options["drafts_on_device"] else NGRAM

@@ -35,6 +35,7 @@ class PairPlay(Play):
         self.pair = pair
         self.net = Net(lambda: self.now, {number: RangeFault(**fault) for number, fault in pair.ranges},
                        {number: ticks for number, ticks in pair.delays})
+        assert isinstance(self.executor, FaultyExecutor)  # pairs have one rank each
         self.hub = self._join(self.core, self.executor, pair.decode.options, computes=False)
         self.others: list[tuple[EngineCore, FaultyExecutor]] = []
         for index, options in enumerate(pair.prefill):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.async_llm import AsyncLLM
-from quire.config import EngineConfig, GuardConfig
+from quire.config import EngineConfig
 from quire.engine.input import Params, Prompt
 from quire.engine.kv_log import Entry, names_of
 from quire.engine.output import RequestOutput
@@ -29,6 +29,7 @@ from quire.kvcache.secret import derived_secret
 from quire.router.index import KVIndex
 from quire.router.load import Load, Ticket
 from quire.router.policies import Candidate, Policy, make_policy
+from quire.server_config import GuardConfig
 from quire.tokenizer.tokenizer import Tokenizer
 
 MOST_ENGINES = 64

@@ -8,7 +8,6 @@ import time
 from collections import OrderedDict
 from typing import Any
 
-from quire.config import RouterConfig, ServerConfig
 from quire.router.asked import Asked
 from quire.router.fleet import Fleet
 from quire.router.holders import Holders
@@ -18,6 +17,7 @@ from quire.router.replica import Replica
 from quire.server.auth import ApiKeys
 from quire.server.places import Places
 from quire.server.tracing import Tracing
+from quire.server_config import RouterConfig, ServerConfig
 
 _RESPONSE_ID = re.compile(rb'"id":\s*"(resp[A-Za-z0-9._-]{1,128})"')
 _MOST_RESPONSES = 1 << 16

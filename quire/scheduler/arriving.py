@@ -84,6 +84,8 @@ class Arriving:
         kept = min(leader.num_computed, cache.cut(leader.kv, most))
         if kept == 0:
             request.computes = True
+            if request.num_cached_tokens is not None and not request.num_preemptions:
+                request.num_cached_tokens = 0
             error = roster.recall(request, None)
             if error is not None:
                 self._endings.finish(leader, FinishReason.ABORT, error=self._endings.note_broken(error))

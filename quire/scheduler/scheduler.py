@@ -257,7 +257,7 @@ class Scheduler:
         if transfers.drafted:
             plan.transfers = [
                 TransferStart(t.number, t.tier.name, t.out, [BlockMove(m.group, m.device, m.place) for m in t.moves])
-                for t in transfers.take_drafted(self._clock() + self.limits.fetch_timeout)]
+                for t in transfers.take_drafted(self._clock(), self.limits.fetch_timeout, self.cache.block_bytes)]
         if transfers.cancels:
             plan.cancels = transfers.take_cancels()
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from quire.config import ServerConfig
 from quire.server.answer import send_error
 from quire.server.api_error import ApiError, api_error
 from quire.server.auth import ApiKeys
@@ -23,6 +22,7 @@ from quire.server.route import Route
 from quire.server.routes import ROUTES
 from quire.server.service import RequestRecord, Service
 from quire.server.tracing import Tracing
+from quire.server_config import ServerConfig
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _CLIENT_CLOSED = 499

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.output import RequestOutput
+from quire.server.loop_lag import LoopLag
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -150,6 +151,8 @@ class ServerMetrics:
                                _SLOW)
         self.prompt_length = Histogram("quire:request_prompt_tokens", "Tokens of prompts", _TOKENS)
         self.output_length = Histogram("quire:request_generation_tokens", "Tokens generated for a request", _TOKENS)
+        self._lags = Histogram("quire:event_loop_lag_seconds", "How late the event loop was, 100 times a second", _FAST)
+        self.loop_lag = LoopLag(self._lags.observe)
         self._steps = {"plan": 0.0, "execute": 0.0, "update": 0.0}
         self._finished: dict[str, int] = {}
         self._http: dict[tuple[str, str], int] = {}
@@ -189,8 +192,10 @@ class ServerMetrics:
             family.add_metric([path, status], count)
         yield family
         for histogram in (self.first_token, self.inter_token, self.per_token, self.latency, self.queue,
-                          self.prompt_length, self.output_length):
+                          self.prompt_length, self.output_length, self._lags):
             yield histogram.family(self._labels)
+        yield self._gauge("event_loop_lag_max_seconds", "The event loop's largest lag in the last 30 to 60 seconds",
+                          self.loop_lag.largest)
         yield self._labelled("step_time_seconds", "Time of the engine's steps, by what it was spent on", "phase",
                              self._steps)
         if engine is not None:

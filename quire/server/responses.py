@@ -133,6 +133,8 @@ class ModelCard(BaseModel):
     type: Literal["model"]
     display_name: str
     created_at: str
+    max_input_tokens: int
+    max_tokens: int
     limits: dict[str, int]
     capabilities: dict[str, bool]
     tool_call_parser: str

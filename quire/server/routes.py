@@ -6,7 +6,6 @@ import asyncio
 from importlib import resources
 from typing import Any
 
-from quire import __version__
 from quire.server import responses
 from quire.server.answer import encode, send_json
 from quire.server.api_error import ApiError, refusal
@@ -27,6 +26,7 @@ from quire.server.responses_api.protocol import ResponsesBody
 from quire.server.route import Route
 from quire.server.service import LONG_TEXT, RequestRecord, Service
 from quire.server.text_process import do_text_job
+from quire.version import __version__
 
 _FRESH_SECONDS = 0.25
 _METRICS_TYPE = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
@@ -56,13 +56,21 @@ async def _responses(service: Service, record: RequestRecord, scope: Any, receiv
     await answer(scope, receive, send)
 
 
+def _response_name(path: str) -> str:
+    name = path.removeprefix("/v1/responses/")
+    if "/" in name:  # what OpenAI has below a response
+        raise ApiError(404, f"there is no {path:.200} on this server; GET /docs lists what there is",
+                       code="unknown_path")
+    return name
+
+
 async def _stored(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
-    name = scope["path"].removeprefix("/v1/responses/")
+    name = _response_name(scope["path"])
     await send_json(send, 200, encode(service.responses.get(record.tenant, name, "response_id").body))
 
 
 async def _forget(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
-    name = scope["path"].removeprefix("/v1/responses/")
+    name = _response_name(scope["path"])
     service.responses.remove(record.tenant, name)
     await send_json(send, 200, encode({"id": name, "object": "response.deleted", "deleted": True}))
 

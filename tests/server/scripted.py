@@ -9,13 +9,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from quire.config import ServerConfig
 from quire.engine.output import RequestOutput
 from quire.engine.output_processor import OutputProcessor
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import TokenLogprobs
 from quire.server.app import App
 from quire.server.run import Stops, serve
+from quire.server_config import ServerConfig
 from quire.tokenizer.tokenizer import Tokenizer
 
 

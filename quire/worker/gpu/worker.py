@@ -31,6 +31,7 @@ from quire.worker.gpu.runner import DeviceRunner
 from quire.worker.gpu.table import DeviceTable, DraftView
 from quire.worker.gpu.weights import build_on_device, random_weights
 from quire.worker.memory import PoolSize, available_memory, draft_group, groups_with_draft, size_host_tier
+from quire.worker.transfer import KVTransfer
 
 _JUDGED_ROWS = 256
 """Rows of weights that exist while some sequences' drafts are judged by rejection."""
@@ -184,6 +185,10 @@ class GpuWorker:
     def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
         """The model's caches and the cache group of each, for whoever moves KV to and from other engines."""
         return self._cache.layers, self._cache.groups
+
+    def connect(self, transfer: KVTransfer) -> None:
+        """Move blocks to and from one more tier."""
+        self._cache.connect(transfer)
 
     def _prepare(self, drafting: DraftRunner | None) -> None:
         """Capture graphs and compile kernels before anybody waits for them."""
