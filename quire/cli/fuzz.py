@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import shlex
 import sys
@@ -74,6 +75,7 @@ class _Kind:
 
 
 def run(args: argparse.Namespace) -> int:
+    logging.getLogger("quire.peers").setLevel(logging.ERROR)  # prompts that do not come are what cases are made of
     with tempfile.TemporaryDirectory(prefix="quire-fuzz-") as folder:
         kinds = _kinds(Path(folder))
         if args.replay is not None:
