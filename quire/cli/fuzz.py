@@ -75,7 +75,16 @@ class _Kind:
 
 
 def run(args: argparse.Namespace) -> int:
-    logging.getLogger("quire.peers").setLevel(logging.ERROR)  # prompts that do not come are what cases are made of
+    peers = logging.getLogger("quire.peers")
+    before = peers.level
+    peers.setLevel(logging.ERROR)  # prompts that do not come are what cases are made of
+    try:
+        return _run(args)
+    finally:
+        peers.setLevel(before)
+
+
+def _run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="quire-fuzz-") as folder:
         kinds = _kinds(Path(folder))
         if args.replay is not None:
