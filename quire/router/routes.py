@@ -12,6 +12,7 @@ from typing import Any
 from quire import __version__
 from quire.router.asked import Asked, asked_of
 from quire.router.passage import Passage
+from quire.router.registration import PATH, take_beat
 from quire.router.replica import Replica, Role, State
 from quire.router.service import RouterService
 from quire.server.answer import encode, send_json
@@ -158,6 +159,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/models", "The models that the servers have", _models),
     Route("GET", "/v1/models/{model}", "One of them", _model),
     Route("GET", "/v1/router/servers", "The servers, what they have to do, and who got what and why", _servers),
+    Route("POST", PATH, "A server says that it is there", take_beat, open=True),
     Route("GET", "/health", "200 while a server takes requests", _health, open=True),
     Route("GET", "/metrics", "Prometheus metrics", _metrics, media="text/plain"),
     Route("GET", "/version", "Quire's version", _version),
