@@ -4,7 +4,7 @@ Cases: `trace` plays a trace of conversations on servers whose steps take time, 
 prefix tokens they find; `simulated` does the same in simulated time, exactly and in seconds; `delay` measures how much
 later each token comes through the router; `dummies` and `model` compare the throughput of streams to the servers
 themselves with that through the router, in turns: with models that write 2,000 tokens a second in all, and with
-SmolLM2."""
+SmolLM2; `engines` runs case B of `quire bench cpu` on two engines of one thread and on one of two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = ("examples:\n  quire bench route --case trace --trace conversation_tr
             "  quire bench route --case trace --trace conversation_trace.jsonl --requests 1500 --rate 20\n"
             "  quire bench route --case delay --case dummies\n"
             "  quire bench route --case model --rounds 5")
-CASES = ("simulated", "trace", "delay", "dummies", "model")
+CASES = ("simulated", "trace", "delay", "dummies", "model", "engines")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +69,10 @@ def _run(case: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         # 40 streams of 50 tokens a second each are 2,000 in all.
         options = {"executor": "dummy", "dummy_step_ms": 20.0, "max_num_seqs": 128}
         return [route_cost.throughput(2, options, args.streams, 150, args.rounds)]
+    if case == "engines":
+        from quire.bench.route_engines import data_parallel
+
+        return [data_parallel(2, {"model": "smollm2-135m"}, args.rounds)]
     return [route_cost.throughput(2, {"model": "smollm2-135m", "num_threads": 1}, 8, 32, args.rounds)]
 
 

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from typing import Any
 
 from quire.config import RouterConfig, ServerConfig
+from quire.engine.quarantine import Quarantine
 from quire.router.asked import Asked
 from quire.router.fleet import Fleet
 from quire.router.holders import Holders
@@ -45,6 +46,8 @@ class RouterService:
         """Those of them that are cancelled because the router closes."""
         self.waiting = Places(fleet.config.max_waiting_requests, "too many requests wait for their first token: try "
                               "again later", "queue_full")
+        self.quarantine = Quarantine(deaths=fleet.config.max_retries + 1)
+        """Requests that were under way when servers failed, so that nobody can end them all by asking again."""
         self.prefill = PrefillChoice(fleet, fleet.config.kv_secret)
         self._stored: OrderedDict[str, Replica] = OrderedDict()
         """By id of a response: the server that has it."""

@@ -153,6 +153,11 @@ def test_a_request_that_kills_servers_does_not_kill_them_all() -> None:
         reply = post(address, PLAIN)
         assert reply.status_code == 503 and reply.json()["error"]["code"] == "too_many_failures"
         assert sum(len(server.asked) for server in servers) == 3
+        # And asking again is of no use, while others are served.
+        assert post(address, PLAIN).json()["error"]["code"] == "request_quarantined"
+        assert sum(len(server.asked) for server in servers) == 3
+        servers[5].say = servers[5].hello
+        assert post(address, {"prompt": "another"}).status_code in (200, 503)
 
 
 def test_an_error_of_the_request_itself_is_not_tried_elsewhere() -> None:
