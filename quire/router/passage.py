@@ -48,8 +48,7 @@ class Passage:
         self._method, self._body, self._asked = scope["method"], body, asked
         query = scope.get("query_string", b"")
         self._path = scope["path"] + (f"?{query.decode('latin-1')}" if query else "")
-        headers = [(name, value) for name, value in scope["headers"] if name in _PASSED_UP]
-        self._headers = [*headers, (b"x-request-id", record.request_id.encode())]
+        self._headers = [*passed_up(scope), (b"x-request-id", record.request_id.encode())]
         self._on_start = on_start
         self._content = content_digest(record, body)
         self._tried: list[Replica] = []
@@ -202,6 +201,11 @@ class Passage:
         self._service.metrics.broken_streams += 1
         await self._send({"type": "http.response.body", "body": failure_event(self._record.path, error),
                           "more_body": False})
+
+
+def passed_up(scope: Any) -> list[tuple[bytes, bytes]]:
+    """Of the client's headers those that a server sees."""
+    return [(name, value) for name, value in scope["headers"] if name in _PASSED_UP]
 
 
 def content_digest(record: RequestRecord, body: bytes) -> bytes:
