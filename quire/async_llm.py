@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from quire.config import EngineConfig, GuardConfig
+from quire.config import EngineConfig
 from quire.engine.input import InputProcessor, Params, Prompt
 from quire.engine.kv_log import KVLog
 from quire.engine.messages import StepStats, Watch
@@ -23,6 +23,7 @@ from quire.errors import EngineDeadError, EngineError, InvalidRequestError
 from quire.kvcache.secret import secret_name
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.request import Request
+from quire.server_config import GuardConfig
 from quire.tokenizer.tokenizer import Tokenizer
 
 _LONG_TEXT = 4096
@@ -105,13 +106,14 @@ class AsyncLLM:
         cache_salt: str | None = None,
         timeout: float | None = None,
         output_kind: str = "cumulative",
+        prefill: Sequence[str] | None = None,
     ) -> RequestStream:
         """An async iterator over the request's outputs; the last has `finished` set.
 
         `output_kind`: "cumulative" outputs hold everything so far and what is new (`text_delta`); "delta" ones hold
         only what is new, in `text`, `token_ids` and `logprobs` too; "final" is the whole, once. A reader that is slow
         gets fewer, larger outputs. Raises InvalidRequestError, QueueFullError, EngineDeadError or, after `timeout`
-        seconds (default: the option request_timeout), RequestTimeoutError.
+        seconds (default: the option request_timeout), RequestTimeoutError. `prefill`: as in `LLM.add_request`.
         """
         if output_kind not in OUTPUT_KINDS:
             raise InvalidRequestError(f"output_kind must be one of {', '.join(OUTPUT_KINDS)}, not {output_kind!r:.80}",
@@ -133,7 +135,8 @@ class AsyncLLM:
                                                     arrival_time=arrival)
                 return self._desk.submit(request, params if isinstance(params, BeamSearchParams) else None, text,
                                          self.tokenizer, output_kind,
-                                         self.guard.request_timeout if timeout is None else timeout)
+                                         self.guard.request_timeout if timeout is None else timeout,
+                                         None if prefill is None else list(prefill))
             except BaseException:
                 self._desk.release(name)
                 raise
@@ -169,6 +172,11 @@ class AsyncLLM:
     def max_model_len(self) -> int:
         """Most tokens of a prompt and its output; a restarted engine may have found less memory."""
         return self._desk.engine.max_model_len
+
+    @property
+    def kv_listens(self) -> tuple[str, int] | None:
+        """Where other engines reach this one; None unless it computes prompts for them."""
+        return self._desk.engine.kv_listens
 
     @property
     def state(self) -> str:

@@ -55,6 +55,14 @@ class InvariantError(EngineError):
     """The engine's bookkeeping contradicts itself; the sequences concerned are quarantined."""
 
 
+class StepError(EngineError):
+    """A step failed on every tensor rank of its stage alike: its rows are lost, the ranks are still in step."""
+
+
+class RankLostError(EngineError):
+    """A rank that shares the model has died, hangs or has failed: the step cannot be finished, nor any after it."""
+
+
 class EngineDeadError(EngineError):
     """The engine's process died, hangs, restarts or was shut down: what was in flight is lost, try again."""
 
@@ -79,3 +87,23 @@ class QueueFullError(QuireError):
 
 class RequestTimeoutError(QuireError):
     """The request was not done within its time and was given up."""
+
+
+class KVUnitError(QuireError):
+    """A unit of KV came back torn, changed or foreign. It counts as not there."""
+
+
+class KVTransferError(QuireError):
+    """KV could not be sent to or taken from another engine; it is computed here instead, or fetched again."""
+
+
+class KVMismatchError(KVTransferError):
+    """The other engine's KV cannot be understood here: another model, rope, tokenizer, layout or cache dtype."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class PeerError(QuireError):
+    """Another engine said something that it must not, cannot be reached, or refuses to talk."""

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from quire.child import child_environment, module_command
-from quire.config import ServerConfig
 from quire.errors import QuireError
+from quire.server_config import ServerConfig
 
 
 @contextlib.asynccontextmanager

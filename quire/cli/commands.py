@@ -33,9 +33,11 @@ BENCHES: dict[str, Command] = {
     "http": Command("quire.bench.http", "what serving costs: HTTP against the engine, an instant model, long prompts"),
     "route": Command("quire.bench.route", "prefixes that a router finds on a trace, and what passing through it costs"),
     "view": Command("quire.bench.view", "what it costs the engine to be watched on the page"),
+    "parallel": Command("quire.bench.parallel", "one model over several ranks: reaching them, and speed"),
     "soak": Command("quire.bench.soak", "mixed requests, hang-ups, bad input, killed engines; then a look for damage"),
     "speculative": Command("quire.bench.speculative", "one stream with drafts against the same without"),
     "pressure": Command("quire.bench.pressure", "KV pools too small for the load, in each mode of preemption"),
+    "transfer": Command("quire.bench.transfer", "KV from one process into another's blocks, by each transport"),
     "offload": Command("quire.bench.offload", "streams that go on while a long prefix comes back from the host"),
 }
 COMMANDS: dict[str, Command] = {

@@ -14,7 +14,7 @@ import signal
 from typing import Any, NoReturn
 
 from quire.cli.options import add_options_of, options_of
-from quire.config import RouterConfig, ServerConfig
+from quire.server_config import RouterConfig, ServerConfig
 
 EXAMPLES = (
     "examples:\n"

@@ -9,17 +9,19 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.config import CPU_DEFAULTS, EngineConfig, parse_bytes
+from quire.config import CPU_DEFAULTS, EngineConfig
 from quire.engine.calibration import measure_move_cost, measure_step_times
 from quire.engine.core import EngineCore
-from quire.engine.device import build_worker, draft_rows, resolve
+from quire.engine.device import ModelWorker, build_worker, draft_rows, resolve
 from quire.engine.grammar_process import start_nursery
+from quire.engine.pool_tiers import build_pool_tiers, has_pool
 from quire.engine.source import open_source
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.secret import derived_secret
 from quire.models.spec import DecoderSpec
+from quire.options import parse_bytes
 from quire.scheduler.pacing import StepPacer
 from quire.scheduler.policy import BATCHING_POLICIES
 from quire.scheduler.preemption import Preemption, PreemptionMode
@@ -34,6 +36,7 @@ from quire.worker.memory import PoolSize, groups_with_draft
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
+    from quire.peers.hub import PeerHub
 
 
 @dataclass(slots=True)
@@ -45,6 +48,8 @@ class Engine:
     spec: DecoderSpec
     pool: PoolSize
     core: EngineCore
+    peers: PeerHub | None = None
+    """Other engines, where there are any."""
 
 
 def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[], float] = time.time,
@@ -61,6 +66,8 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
     speculator = build_speculator(config.speculation.options, draft_rows(config))
     if speculator is not None and speculator.adaptive and config.model.executor != "dummy":
         measure_step_times(speculator, executor, config, worker.spec, worker.pool)
+    if has_pool(config):
+        connect_pool(config, source, worker, cache)
     scheduler = Scheduler(
         limits_of(config, worker.pool.max_model_len),
         cache,
@@ -76,7 +83,20 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
                       else isolate_grammars(config, options, worker.spec.vocab_size, source.eos_token_ids))
     if isinstance(core.grammars, IsolatedGrammars):
         scheduler.compiling.isolated = core.grammars
-    return Engine(config, source, worker.spec, worker.pool, core)
+    engine = Engine(config, source, worker.spec, worker.pool, core)
+    if config.transfer.kv_role is not None:
+        from quire.engine.peers import connect_peers
+
+        engine.peers = connect_peers(config, source, worker, core)
+    return engine
+
+
+def connect_pool(config: EngineConfig, source: ModelSource, worker: ModelWorker, cache: KVCacheManager) -> None:
+    """Give the cache its tiers beyond this engine's memory."""
+    tiers = build_pool_tiers(config, source, worker, len(cache.groups),
+                             None if cache.cost is None else cache.cost.recompute)
+    for tier in tiers:
+        cache.add_tier(tier)
 
 
 def build_grammars(config: EngineConfig, source: ModelSource, vocab_size: int) -> GrammarCompiler | None:
@@ -140,4 +160,5 @@ def limits_of(config: EngineConfig, max_model_len: int) -> Limits:
         max_num_partial_prefills=options.max_num_partial_prefills,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         fetch_timeout=config.cache.kv_fetch_timeout,
+        num_stages=config.parallel.pipeline_parallel_size,
     )

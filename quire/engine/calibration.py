@@ -25,12 +25,15 @@ _DRAFT_COUNTS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48)
 def measure_move_cost(executor: Executor, config: EngineConfig, spec: DecoderSpec, pool: PoolSize) -> MoveCost | None:
     """Rates of this machine, from steps that the executor carries out; None where nothing will be decided by them."""
     decides = config.scheduler.preemption_mode == "auto" or config.cache.offload
-    if not pool.num_host_blocks or not decides:
+    pooled = config.cache.kv_disk is not None or config.cache.kv_pool is not None
+    if not pooled and not (pool.num_host_blocks and decides):
         return None
     groups = len(groups_with_draft(spec, pool.draft_bytes_per_token))
     length = min(_PROMPT_TOKENS, pool.max_model_len, pool.num_blocks * config.cache.block_size)
     prompt = _fastest(executor, _prompt_step(length, groups, config.cache.block_size))
     executor.submit(StepPlan(0, freed_rows=[0])).result()
+    if not pool.num_host_blocks:
+        return MoveCost(tokens_per_second=length / prompt, bytes_per_second=float("inf"))
     count = min(_COPIED_BLOCKS, pool.num_blocks, pool.num_host_blocks)
     seconds = min([_moving_seconds(executor, count, groups) for _ in range(1 + _REPEATS)][1:])
     return MoveCost(tokens_per_second=length / prompt, bytes_per_second=2 * count * pool.bytes_per_block / seconds)

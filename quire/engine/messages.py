@@ -45,6 +45,8 @@ class RequestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = 0
     cache_key: bytes = b""
     tenant: str = ""
+    prefill: list[str] | None = None
+    """Engines that are asked for the prompt; None: those that are configured, if any."""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -101,6 +103,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     chunked_prefill: bool
     metrics: dict[str, int | float]
     """All counters and gauges as they begin."""
+    kv_listens: tuple[str, int] | None = None
+    """Where other engines reach this one, if it computes prompts for them."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
@@ -194,6 +198,8 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):
     since: float
     """Monotonic time at which that phase (or that very step) began."""
     steps: int
+    spent: float = 0.0
+    """Seconds that it had lasted when this was sent, but for those in which the process waited for a processor."""
 
 
 class Answer(msgspec.Struct, tag="answer", array_like=True, frozen=True):

@@ -47,7 +47,9 @@ def flat_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float]
         "copies_on_write": cache.stats.copies_on_write,
         "kv_pool_bytes": pool.num_blocks * pool.bytes_per_block,
         **_tier_metrics(scheduler, pool),
+        **{name: value for tier in cache.tiers for name, value in tier.metrics().items()},
         **({} if scheduler.speculator is None else scheduler.speculator.stats.flat()),
+        **({} if scheduler.peer_metrics is None else scheduler.peer_metrics()),
     }
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config import GuardConfig
 from quire.engine import messages as m
 from quire.engine.admission import Admission
 from quire.engine.kv_log import KVLog
@@ -23,13 +22,15 @@ from quire.errors import EngineDeadError, EngineError, InvalidRequestError, Queu
 from quire.sampling.params import BeamSearchParams
 from quire.scheduler.limits import Limits, longest_allowed
 from quire.scheduler.request import Request
+from quire.server_config import GuardConfig
 from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("quire.desk")
 
 _HELD = ("requests_running", "requests_waiting", "requests_arriving", "requests_swapped", "kv_blocks_used",
          "kv_blocks_cached", "kv_blocks_moving", "transfers_under_way", "kv_leases", "kv_reservations",
-         "kv_reservations_quarantined", "host_blocks_used", "host_blocks_cached")
+         "kv_reservations_quarantined", "host_blocks_used", "host_blocks_cached",
+         "kv_links", "kv_prefills_open", "kv_prompts_open")
 """Metrics of what an engine holds, which is nothing once it is dead."""
 
 
@@ -122,7 +123,7 @@ class RequestDesk:
         self._aborted_early.discard(request_id)
 
     def submit(self, request: Request, beams: BeamSearchParams | None, text: str | None, tokenizer: Tokenizer | None,
-               kind: str, timeout: float | None) -> Subscription:
+               kind: str, timeout: float | None, prefill: list[str] | None = None) -> Subscription:
         """Send a request whose id is reserved, or raise what keeps it from being served."""
         ready = self.engine
         longest_allowed(
@@ -143,7 +144,7 @@ class RequestDesk:
         handle = next(self._handles)
         self.supervisor.send(m.add(handle, m.RequestBody(
             request.request_id, list(request.prompt_token_ids), request.params, request.seed, request.arrival_time,
-            beams, request.bad_words, request.priority, request.cache_key, request.tenant)))
+            beams, request.bad_words, request.priority, request.cache_key, request.tenant, prefill)))
         processor = OutputProcessor(
             request.request_id, request.params, tokenizer, request.prompt_token_ids, text,
             num_sequences=None if request.beams is None else request.width, seed=request.seed,

@@ -9,6 +9,7 @@ from typing import Any
 from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.connector import Lookup
 from quire.kvcache.host_tier import HostTier
+from quire.kvcache.token_prefix import TokenPrefix
 
 FAR = "far"
 STORED, FINISHED, EVICTED = "stored", "finished", "evicted"
@@ -49,7 +50,7 @@ class FarTier(HostTier):
     def _happens(self, what: str) -> bool:
         return self._rng.random() < self._options[what]
 
-    def lookup(self, keys: Sequence[bytes], num_groups: int) -> Lookup:
+    def lookup(self, keys: Sequence[bytes], num_groups: int, prefix: TokenPrefix | None = None) -> Lookup:
         if not self._happens("late"):
             return super().lookup(keys, num_groups)
         lookup = Lookup(keys, num_groups, self.wake)

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK
+from quire.kvcache.token_prefix import BlockRange, TokenPrefix
 
 log = logging.getLogger("quire.kvcache")
 Answer = TypeVar("Answer")
@@ -60,6 +61,10 @@ class Lookup:
             return NO_BLOCK
         return self._blocks[group][index]
 
+    @property
+    def found_any(self) -> bool:
+        return any(block != NO_BLOCK for blocks in self._blocks or () for block in blocks)
+
     def forget_from(self, group: int, index: int) -> None:
         """The tier does not have key `index` any more: neither that nor what follows it counts as found."""
         if self._blocks is not None:
@@ -83,6 +88,8 @@ class KVConnector(ABC):
     """It takes swapped groups."""
     num_blocks: int
     """Of every cache group."""
+    unit_tokens: int | None = None
+    """It keeps units of so many tokens, and is told by `grown` when one is complete on the device."""
     lookup_timeout: float = 0.005
     """Seconds that a request waits for an answer which does not come at once."""
     wake: Callable[[], None] | None = None
@@ -91,8 +98,12 @@ class KVConnector(ABC):
     # ---- prefixes: what is there
 
     @abstractmethod
-    def lookup(self, keys: Sequence[bytes], num_groups: int) -> Lookup:
-        """Which of these prefixes are here. Must return at once; the answer may come later. Takes no hold."""
+    def lookup(self, keys: Sequence[bytes], num_groups: int, prefix: TokenPrefix | None = None) -> Lookup:
+        """Which of these prefixes are here. Must return at once; the answer may come later. Takes no hold.
+
+        `prefix` has the tokens that the keys stand for, and at most a block's worth more; a tier that names KV by the
+        engine's own keys needs none.
+        """
 
     @abstractmethod
     def hold(self, group: int, block: int, key: bytes | None = None) -> bool:
@@ -112,6 +123,12 @@ class KVConnector(ABC):
         """A sequence has ended that holds these prefixes: where to copy each, or NO_BLOCK; [] for none."""
         return []
 
+    def grown(self, prefix: TokenPrefix, first: int) -> list[BlockRange]:
+        """Units from number `first` on are complete on the device (only where `unit_tokens`): which blocks to copy.
+
+        Each range is copied whole; where the device lacks one of its blocks, all of it is settled as not made."""
+        return []
+
     @abstractmethod
     def evicted(self, group: int, key: bytes) -> int:
         """The device gives up the block of prefix `key`: where to copy it first, or NO_BLOCK."""
@@ -129,6 +146,19 @@ class KVConnector(ABC):
     def allocate(self, group: int) -> int:
         """A block that is the caller's until `give_back`."""
         raise NotImplementedError(f"the tier {self.name!r} takes no swapped groups")
+
+    # ---- what it costs
+
+    def fetch_seconds(self, num_bytes: int) -> float | None:
+        """What fetching so much takes, as measured; None: as long as a copy between device and host."""
+        return None
+
+    def patience(self, num_bytes: int) -> float | None:
+        """Seconds after which a transfer of so much counts as late; None: the engine's `kv_fetch_timeout`."""
+        return None
+
+    def late(self) -> None:  # noqa: B027 (most need not know)
+        """A fetch was not made in time."""
 
     # ---- keeping house
 
@@ -153,6 +183,13 @@ class KVConnector(ABC):
     @abstractmethod
     def check(self, held: list[list[int]]) -> None:
         """Raise InvariantError unless the holders are `held` (by cache group, once for each)."""
+
+    def metrics(self) -> dict[str, int | float]:
+        """Counters and gauges of its own, by name."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 (some have nothing to let go of)
+        """The engine ends. Idempotent."""
 
     def examination(self, held: list[list[int]]) -> Iterator[None]:
         """`check` in parts of at most a fraction of a millisecond; a tier whose check takes longer says how."""

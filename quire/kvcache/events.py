@@ -11,7 +11,8 @@ from typing import Protocol
 
 from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.connector import KVConnector, unless_it_breaks
-from quire.kvcache.table import SequenceKV
+from quire.kvcache.table import BlockTable, SequenceKV
+from quire.kvcache.token_prefix import BlockRange, TokenPrefix
 from quire.kvcache.transfers import Move, TransferLedger
 
 
@@ -44,13 +45,25 @@ class OffloadStats:
 
 class KVEvents:
     def __init__(self, tiers: Sequence[KVConnector], transfers: TransferLedger,
-                 fork: Callable[[SequenceKV, int], SequenceKV], block_bytes: Sequence[int]) -> None:
-        self._tiers = [tier for tier in tiers if tier.offload]
+                 fork: Callable[[SequenceKV, int], SequenceKV], take_cached: Callable[[int, bytes], int],
+                 block_bytes: Sequence[int]) -> None:
+        """`fork` holds the first blocks of a sequence once more, `take_cached` a block that the prefix cache has."""
+        self._tiers: list[KVConnector] = []
+        self._unit_tokens: int | None = None
+        for tier in tiers:
+            self.add_tier(tier)
         self._transfers = transfers
         self._fork = fork
+        self._take_cached = take_cached
         self._block_bytes = block_bytes
         self.observers: list[KVObserver] = []
         self.stats = OffloadStats()
+
+    def add_tier(self, tier: KVConnector) -> None:
+        """One that keeps prefixes is told from now on."""
+        if tier.offload:
+            self._tiers.append(tier)
+            self._unit_tokens = self._unit_tokens or tier.unit_tokens
 
     def stored(self, kv: SequenceKV, fresh: list[tuple[int, int]]) -> None:
         """Entries (group, index) of the sequence's tables were registered."""
@@ -61,6 +74,42 @@ class KVEvents:
         for tier in self._tiers:
             self._copy(tier, kv, [(group, i, unless_it_breaks(tier, NO_BLOCK, tier.stored, group, hashes[i]))
                                   for group, i in fresh])
+
+    def grown(self, kv: SequenceKV, tokens: Sequence[int], num_tokens: int) -> None:
+        """The first `num_tokens` of a sequence are registered: tiers of units are offered those that are complete."""
+        if self._unit_tokens is None or num_tokens // self._unit_tokens <= kv.num_offered:
+            return
+        first, kv.num_offered = kv.num_offered, num_tokens // self._unit_tokens
+        prefix = TokenPrefix(kv.key, tokens, num_tokens, kv.unit_keys)
+        for tier in self._tiers:
+            if tier.unit_tokens is not None:
+                none: list[BlockRange] = []
+                self._copy_ranges(tier, kv, unless_it_breaks(tier, none, tier.grown, prefix, first))
+
+    def _copy_ranges(self, tier: KVConnector, kv: SequenceKV, ranges: list[BlockRange]) -> None:
+        """Blocks that have left a window are taken from the prefix cache, if it still has them."""
+        moves: list[Move] = []
+        extra = SequenceKV(tables=[BlockTable() for _ in kv.tables])
+        for wanted in ranges:
+            table, taken = kv.tables[wanted.group], extra.tables[wanted.group].blocks
+            mine: list[Move] = []
+            for i, place in enumerate(wanted.places, wanted.first):
+                block = table.blocks[i] if i >= table.first_live else NO_BLOCK
+                if block == NO_BLOCK:
+                    block = self._take_cached(wanted.group, kv.hashes[i])
+                    if block == NO_BLOCK:
+                        break
+                    taken.append(block)
+                mine.append(Move(wanted.group, block, place, kv.hashes[i]))
+            if len(mine) == len(wanted.places):
+                moves += mine
+            else:
+                for i, place in enumerate(wanted.places, wanted.first):
+                    tier.settled(wanted.group, place, kv.hashes[i], False)
+        if moves or any(table.blocks for table in extra.tables):
+            chains = [self._fork(kv, kv.num_registered), extra]
+            self._transfers.start(tier, True, moves, chains=chains, stores=True)
+            self._count(moves)
 
     def finished(self, kv: SequenceKV) -> None:
         """A sequence ends; it still holds its blocks."""

@@ -9,6 +9,7 @@ from quire.kvcache.block_pool import NO_BLOCK, BlockPool
 from quire.kvcache.connector import KVConnector, Lookup
 from quire.kvcache.eviction import LRU
 from quire.kvcache.examination import count_blocks, finish, parts, zeros
+from quire.kvcache.token_prefix import TokenPrefix
 
 
 class HostTier(KVConnector):
@@ -27,7 +28,7 @@ class HostTier(KVConnector):
 
     # ---- prefixes
 
-    def lookup(self, keys: Sequence[bytes], num_groups: int) -> Lookup:
+    def lookup(self, keys: Sequence[bytes], num_groups: int, prefix: TokenPrefix | None = None) -> Lookup:
         found = Lookup(keys, num_groups)
         found.answer([[pool.lookup(key) for key in keys] for pool in self.pools])
         return found

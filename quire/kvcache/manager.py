@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from quire.errors import InvariantError
@@ -16,31 +15,17 @@ from quire.kvcache.block_pool import NO_BLOCK, BlockPool
 from quire.kvcache.connector import KVConnector, Lookup, unless_it_breaks
 from quire.kvcache.events import KVEvents
 from quire.kvcache.eviction import EVICTION_POLICIES
-from quire.kvcache.examination import count_blocks, finish, parts, zeros
+from quire.kvcache.examination import compare_counts, count_blocks, finish, zeros
 from quire.kvcache.leases import Leases
 from quire.kvcache.matching import CacheGroup as CacheGroup
 from quire.kvcache.matching import longest_match, valid_in_windows
 from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.prefix import HashChain
 from quire.kvcache.reservations import Reservation, Reservations
+from quire.kvcache.stats import CacheStats
 from quire.kvcache.table import BlockTable, PrefixMatch, SequenceKV, outside, tier_and_block
+from quire.kvcache.token_prefix import TokenPrefix
 from quire.kvcache.transfers import Fetch, Move, TransferLedger
-
-
-@dataclass(slots=True)
-class CacheStats:
-    """Running totals that the metrics report."""
-
-    prefix_queries: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    copies_on_write: int = 0
-    blocks_deduplicated: int = 0
-    tier_hits: int = 0
-    """Blocks of admitted requests that another tier was asked to bring back."""
-    tier_hit_tokens: int = 0
-    bytes_fetched: int = 0
-
 
 Copy = tuple[int, int, int]
 """Group, source block, target block."""
@@ -83,7 +68,7 @@ class KVCacheManager:
         self.transfers = TransferLedger(self._give_back, self._left, self.free)
         self.leases = Leases(self.free)
         self.reservations = Reservations(self.free)
-        self.events = KVEvents(self.tiers, self.transfers, self.fork, self.block_bytes)
+        self.events = KVEvents(self.tiers, self.transfers, self.fork, self._take_cached, self.block_bytes)
         self.pools = self._empty_pools()
         self.chain = HashChain(block_size, secret)
         self.stats = CacheStats()
@@ -97,6 +82,11 @@ class KVCacheManager:
         for index, pool in enumerate(pools):
             pool.on_evict = partial(self.events.evicted, index)
         return pools
+
+    def add_tier(self, tier: KVConnector) -> None:
+        """One more, farther than those that are there; before the first request."""
+        self.tiers.append(tier)
+        self.events.add_tier(tier)
 
     @property
     def swap_tier(self) -> KVConnector | None:
@@ -128,6 +118,18 @@ class KVCacheManager:
         if not lookups or here.num_tokens == len(hashes) * self.block_size:
             return here
 
+        best, most_saved = here, 0.0
+        for depth, lookup in enumerate(lookups, 1):
+            if lookup.found_any:
+                found = self._match_in(hashes, lookups[:depth])
+                found.outside_tokens = found.num_tokens - here.num_tokens
+                saved = self._seconds_saved(found)
+                if saved > most_saved:
+                    best, most_saved = found, saved
+        return best
+
+    def _match_in(self, hashes: list[bytes], lookups: Sequence[Lookup]) -> PrefixMatch:
+        """The longest prefix on the device and in the nearest tiers."""
         def find(group: int, i: int, key: bytes) -> int:
             block = self.pools[group].lookup(key)
             if block != NO_BLOCK:
@@ -139,9 +141,8 @@ class KVCacheManager:
             return NO_BLOCK
 
         found = longest_match(self.groups, self.block_size, hashes, find)
-        found.outside_tokens = found.num_tokens - here.num_tokens
         found.lookups = lookups
-        return found if self._worth_fetching(found) else here
+        return found
 
     def ask(self, kv: SequenceKV, tokens: list[int]) -> list[Lookup]:
         """Ask every tier, in their order, what it has of these tokens; [] if the device has all that can be used."""
@@ -152,9 +153,10 @@ class KVCacheManager:
         if here.num_tokens == len(hashes) * self.block_size:
             return []
         found = []
+        prefix = TokenPrefix(kv.key, tokens, len(tokens), kv.unit_keys)
         for tier in self.tiers:
             asked = hashes if tier.offload else [], len(self.groups)
-            found.append(unless_it_breaks(tier, Lookup.failed(*asked), tier.lookup, *asked))
+            found.append(unless_it_breaks(tier, Lookup.failed(*asked), tier.lookup, *asked, prefix))
         return found
 
     def _hashes(self, kv: SequenceKV, tokens: list[int]) -> list[bytes]:
@@ -163,13 +165,21 @@ class KVCacheManager:
     def _find_here(self, group: int, i: int, key: bytes) -> int:
         return self.pools[group].lookup(key)
 
-    def _worth_fetching(self, match: PrefixMatch) -> bool:
-        if self.cost is None or not match.num_outside:
-            return match.outside_tokens > 0
-        return self.cost.move(self._outside_bytes(match)) < self.cost.recompute(match.outside_tokens)
+    def _seconds_saved(self, match: PrefixMatch) -> float:
+        """Computing what the device lacks, less fetching it from where it is; negative where fetching takes longer."""
+        if self.cost is None:
+            return float(match.outside_tokens)
+        seconds = self.cost.recompute(match.outside_tokens)
+        for index, tier in enumerate(self.tiers[: len(match.lookups)]):
+            num_bytes = self._bytes_in(match, index)
+            if num_bytes:
+                measured = tier.fetch_seconds(num_bytes)
+                seconds -= self.cost.move(num_bytes) if measured is None else measured
+        return seconds
 
-    def _outside_bytes(self, match: PrefixMatch) -> int:
-        return sum(size * sum(b < NO_BLOCK for b in held)
+    def _bytes_in(self, match: PrefixMatch, tier: int) -> int:
+        """What a match takes from one tier."""
+        return sum(size * sum(b < NO_BLOCK and tier_and_block(b)[0] == tier for b in held)
                    for size, held in zip(self.block_bytes, match.blocks, strict=True))
 
     def no_match(self) -> PrefixMatch:
@@ -286,21 +296,38 @@ class KVCacheManager:
 
     # ---- writers from outside
 
-    def reserve(self, kv: SequenceKV, match: PrefixMatch, num_tokens: int, deadline: float) -> Reservation | None:
+    def reserve(self, kv: SequenceKV, match: PrefixMatch, num_tokens: int, deadline: float,
+                position: int | None = None) -> Reservation | None:
         """Blocks for tokens up to `num_tokens`, of which those after the device's `match` are written from outside.
 
-        The sequence shares them with the reservation. None, and no change, when there is no room for that now.
+        The sequence goes on at `position`, by default where the written tokens end: window groups get blocks only for
+        what a token there can see. The sequence shares them with the reservation. None, and no change, when there is no
+        room for that now.
         """
         if match.num_outside:
             raise InvariantError("what is reserved for a writer is not fetched from a tier")
-        if not self.fits(num_tokens, match, num_tokens - match.num_tokens):
+        seen = self._seen_from(match, num_tokens if position is None else position)
+        wanted = self.blocks_for(num_tokens)
+        for pool, blocks in zip(self.pools, seen.blocks, strict=True):
+            idle = sum(1 for b in blocks if b > NO_BLOCK and pool.references(b) == 0)
+            if wanted - len(blocks) > pool.num_available + pool.num_leaving - idle:
+                return None
+        if self.open(kv, seen, num_tokens - match.num_tokens) is None:
             return None
-        if self.open(kv, match, num_tokens - match.num_tokens) is None:
-            return None
-        if not self.extend(kv, num_tokens, match.num_tokens):
+        for group, table in zip(self.groups, kv.tables, strict=True):
+            table.first_live = self.first_needed(group, num_tokens if position is None else position)
+        if not self._grow(kv, wanted, wanted):
             raise InvariantError("the cache promised room for a reservation and then had none")
         own = self.fork(kv)
         return self.reservations.open(own, match.num_tokens, num_tokens, self.block_size, deadline)
+
+    def _seen_from(self, match: PrefixMatch, position: int) -> PrefixMatch:
+        """The same match without what the windows of a token at `position` have passed, up to there at least."""
+        blocks = []
+        for group, held in zip(self.groups, match.blocks, strict=True):
+            first = self.first_needed(group, position)
+            blocks.append([NO_BLOCK] * first + held[first:])
+        return PrefixMatch(match.num_tokens, blocks)
 
     def count_query(self, num_tokens: int, match: PrefixMatch) -> None:
         """Record one request's look-up, once, when it is admitted."""
@@ -389,11 +416,12 @@ class KVCacheManager:
             table.blocks[table.first_live : end] = [NO_BLOCK] * (end - table.first_live)
             table.first_live = end
 
-    def publish(self, kv: SequenceKV, tokens: list[int], num_confirmed: int) -> None:
+    def publish(self, kv: SequenceKV, tokens: list[int], num_confirmed: int, awaited: bool = False) -> None:
         """Register the full blocks among the first `num_confirmed` tokens, whose KV is known to be written.
 
         Where another block already caches the same prefix the sequence changes over to that one and gives its
-        own back: memory is saved, and whoever holds a cached block holds its registered parent too.
+        own back: memory is saved, and whoever holds a cached block holds its registered parent too. `awaited`: a
+        reservation holds the same blocks, so none may be exchanged; what follows such a block is published later.
         """
         full = num_confirmed // self.block_size
         if not self.prefix_caching or full <= kv.num_registered:
@@ -401,6 +429,9 @@ class KVCacheManager:
         hashes = self.chain.extend(kv, tokens, num_confirmed)
         fresh: list[tuple[int, int]] = []
         for i in range(kv.num_registered, full):
+            if awaited and self._cached_elsewhere(kv, i, hashes[i]):
+                full = i
+                break
             for index, (pool, table) in enumerate(zip(self.pools, kv.tables, strict=True)):
                 block = table.blocks[i]
                 if block == NO_BLOCK:
@@ -418,6 +449,20 @@ class KVCacheManager:
         kv.num_registered = full
         if fresh:
             self.events.stored(kv, fresh)
+        self.events.grown(kv, tokens, full * self.block_size)
+
+    def _take_cached(self, group: int, key: bytes) -> int:
+        """One more holder of the block that caches a prefix in a group of windows; NO_BLOCK if there is none."""
+        pool = self.pools[group]
+        block = NO_BLOCK if pool.chained else pool.lookup(key)
+        if block != NO_BLOCK:
+            pool.acquire(block)
+        return block
+
+    def _cached_elsewhere(self, kv: SequenceKV, i: int, key: bytes) -> bool:
+        """Does another block than the sequence's own cache the prefix that ends with entry `i`?"""
+        return any(table.blocks[i] != NO_BLOCK and pool.lookup(key) not in (NO_BLOCK, table.blocks[i])
+                   for pool, table in zip(self.pools, kv.tables, strict=True))
 
     def fork(self, kv: SequenceKV, num_blocks: int | None = None) -> SequenceKV:
         """A second sequence over the same blocks, or the first `num_blocks`; whoever writes a shared one first gets a
@@ -428,7 +473,8 @@ class KVCacheManager:
                 pool.share(block)
             tables.append(BlockTable(table.blocks[:num_blocks], first_live=table.first_live))
         # The two may differ from the first token that is not computed yet: hashes beyond it are not shared.
-        return SequenceKV(kv.key, tables, kv.hashes[: kv.num_registered], kv.num_registered)
+        return SequenceKV(kv.key, tables, kv.hashes[: kv.num_registered], kv.num_registered,
+                          kv.unit_keys[: kv.num_offered], kv.num_offered)
 
     # ---- giving back
 
@@ -461,8 +507,9 @@ class KVCacheManager:
 
     @property
     def room_is_coming(self) -> bool:
-        """Blocks will come free by themselves, once plans in flight are done or copies to a tier are made."""
-        return bool(self._limbo) or self.transfers.frees_blocks
+        """Blocks will come free by themselves: when plans in flight are done, copies to a tier are made, or somebody
+        outside has let go of them."""
+        return bool(self._limbo) or self.transfers.frees_blocks or self.held_outside
 
     def expire(self, now: float) -> None:
         """Stop waiting for what is late: transfers, writers of reservations, those who were granted leases."""
@@ -475,6 +522,16 @@ class KVCacheManager:
         """When `expire` will have something to do."""
         ends = [self.reservations.next_end, self.leases.next_end, *self.transfers.deadlines]
         return min((end for end in ends if end is not None), default=None)
+
+    @property
+    def held_outside(self) -> bool:
+        """Blocks will come free once somebody outside has said that it reads, or writes, them no more."""
+        return self.leases.num_read > 0 or self.reservations.num_quarantined > 0
+
+    def close(self) -> None:
+        """The engine ends."""
+        for tier in self.tiers:
+            tier.close()
 
     def drop_cached(self) -> int:
         """Forget every prefix that nobody uses."""
@@ -531,9 +588,4 @@ class KVCacheManager:
             yield from count_blocks(counts, held)
             yield from count_blocks(counts, (blocks for _, group, blocks in self._limbo if group == index))
             yield from count_blocks(counts, [list(self.transfers.held_on_device(index))])
-            for part in parts(pool.num_blocks):
-                for block in part:
-                    if counts[block] != pool.counts[block]:
-                        raise InvariantError(f"KV block {block} of group {index} counts {pool.counts[block]} "
-                                             f"holders and has {counts[block]}")
-                yield
+            yield from compare_counts(counts, pool.counts, f"group {index}")

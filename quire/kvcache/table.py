@@ -39,6 +39,10 @@ class SequenceKV:
     """Chain over the full blocks of known tokens, extended lazily."""
     num_registered: int = 0
     """Leading blocks that have been offered to the prefix index."""
+    unit_keys: list[bytes] = field(default_factory=list)
+    """Keys of the pool's units over known tokens, where a tier has asked for them."""
+    num_offered: int = 0
+    """Leading units that have been offered to tiers of units."""
     num_copies: int = 0
     """Copies on write since somebody last counted them."""
 

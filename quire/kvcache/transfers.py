@@ -6,7 +6,7 @@ that asked for it. So a late write can only land in a block that nobody else was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quire.kvcache.connector import KVConnector
@@ -36,11 +36,15 @@ class Fetch:
     num_bytes: int = 0
     awaited: bool = False
     """Somebody outside writes it, into blocks that were reserved for that."""
+    token_due: bool = False
+    """Whoever writes it also draws the first token, which has not come."""
+    until: float | None = None
+    """When to look again at a token that is due."""
 
     @property
     def over(self) -> bool:
         """All that will come has come."""
-        return (not self.open and not self.awaited) or self.error is not None
+        return not (self.open or self.awaited or self.token_due) or self.error is not None
 
     def missing_from(self, kv: SequenceKV) -> int:
         """The first entry of its tables whose block has not arrived; their length if all have."""
@@ -127,11 +131,13 @@ class TransferLedger:
                 return
         self.start(tier, True, [move], stores=True, leaves=True)
 
-    def take_drafted(self, deadline: float) -> list[Transfer]:
-        """For a plan that is submitted now; they have until `deadline`."""
+    def take_drafted(self, now: float, timeout: float, block_bytes: Sequence[int] = ()) -> list[Transfer]:
+        """For a plan that is submitted now; they have `timeout` seconds, or less where their tier has less patience."""
         taken, self.drafted = self.drafted, []
         for transfer in taken:
-            transfer.deadline = deadline
+            num_bytes = sum(block_bytes[move.group] for move in transfer.moves) if block_bytes else 0
+            patience = None if transfer.out else transfer.tier.patience(num_bytes)
+            transfer.deadline = now + (timeout if patience is None else min(timeout, patience))
             self.under_way[transfer.number] = transfer
         self.stats.started += len(taken)
         return taken
@@ -217,6 +223,7 @@ class TransferLedger:
             self.stats.timed_out += 1
             self.cancels.append(transfer.number)
             if transfer.fetch is not None:
+                transfer.tier.late()
                 transfer.fetch.error = transfer.fetch.error or "its KV did not arrive in time"
             if transfer.out:
                 self._abandon(transfer)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from quire.config import RouterConfig, ServerConfig, replica_key_of_environment
 from quire.router.fleet import Fleet
 from quire.router.holders import Holders, start_holders
 from quire.router.policies import make_policy
@@ -17,6 +16,7 @@ from quire.server.app import App
 from quire.server.auth import ApiKeys
 from quire.server.page_routes import file_routes
 from quire.server.tracing import Tracing
+from quire.server_config import RouterConfig, ServerConfig, replica_key_of_environment
 
 _SHARED_FILES = ("api.js", "key.js", "theme.js", "style.css", "icon.svg")
 """Of the server's page, which the router's uses too."""

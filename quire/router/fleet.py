@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from quire.config import RouterConfig
 from quire.errors import ConfigError
 from quire.router.asked import Asked, error_of
 from quire.router.policies import Candidate, Policy
@@ -19,6 +18,7 @@ from quire.router.replica import Replica, Role, State
 from quire.router.upstream import Headers, Upstream, UpstreamError
 from quire.server.api_error import ApiError
 from quire.server.log import LOGGER, event
+from quire.server_config import RouterConfig
 
 _MAX_SERVERS = 1024
 _REMEMBERED = 64

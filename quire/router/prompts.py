@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from quire.config import ServerConfig
 from quire.errors import QuireError
 from quire.kvcache.prefix import cache_key
 from quire.server.chat_protocol import ChatBody
@@ -29,6 +28,7 @@ from quire.server.service import LONG_TEXT, salt_of
 from quire.server.text_process import start_text_process
 from quire.server.text_work import TextWork
 from quire.server.tool_choice import tool_use
+from quire.server_config import ServerConfig
 from quire.tokenizer.tokenizer import Tokenizer
 
 _CHARACTERS_PER_TOKEN = 8

@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from quire.config import ServerConfig
 from quire.errors import ConfigError
 from quire.kvcache.secret import derived_secret
 from quire.router.replica import Role
@@ -29,6 +28,7 @@ from quire.server.body import read_json
 from quire.server.hosts import is_loopback
 from quire.server.log import event
 from quire.server.service import RequestRecord
+from quire.server_config import ServerConfig
 
 PATH = "/v1/router/servers"
 SIGNATURE = b"x-quire-signature"

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from quire.config import ServerConfig
 from quire.server.answer import send_error
 from quire.server.api_error import ApiError, api_error
 from quire.server.auth import ApiKeys
+from quire.server.disaggregation import PrefillHeader
 from quire.server.generation import ClientGone
 from quire.server.hosts import AllowedHosts
 from quire.server.log import LOGGER, event
@@ -22,6 +22,7 @@ from quire.server.route import Route
 from quire.server.routes import ROUTES
 from quire.server.service import RequestRecord, Service
 from quire.server.tracing import Tracing
+from quire.server_config import ServerConfig
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _CLIENT_CLOSED = 499
@@ -52,6 +53,7 @@ class App:
 
     def __init__(self, service: Any, routes: Iterable[Route]) -> None:
         self.service = service
+        self._prefill = PrefillHeader(service.engine_config)
         self._hosts = AllowedHosts(service.config, has_keys=len(service.keys) > 0)
         self._exact: dict[str, dict[str, Route]] = {}
         for route in routes:
@@ -91,6 +93,8 @@ class App:
             if route.works and self.service.draining:
                 raise ApiError(503, "the server is closing and takes no new requests", code="closing",
                                retry_after=5.0)
+            if route.works:
+                record.prefill = self._prefill.named(scope["headers"])
             await route.handler(self.service, record, scope, receive, send_noted)
         except ClientGone:
             record.status = _CLIENT_CLOSED

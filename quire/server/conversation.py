@@ -65,7 +65,7 @@ async def converse(service: Service, record: RequestRecord, body: ChatBody, kind
     params = engine_params(body, wishes, service.config)
     work = Work(f"{kind}-{record.unique_id}", [tokens], params, body.priority or 0, record.tenant,
                 salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout),
-                None if shape is None else shape[0], bool(body.stream), prompt_field)
+                None if shape is None else shape[0], bool(body.stream), prompt_field, record.prefill)
     return Conversation(work, tools, form, keeps or body.skip_special_tokens is False)
 
 

@@ -25,7 +25,7 @@ def check(cache: KVCacheManager, *holders: SequenceKV) -> None:
 def carry_out(cache: KVCacheManager, failed: bool = False) -> None:
     """Make all transfers of the draft, or none of them; then the next draft begins."""
     cache.begin_draft(0)
-    for transfer in cache.transfers.take_drafted(deadline=99.0):
+    for transfer in cache.transfers.take_drafted(0.0, 99.0):
         cache.transfers.report(transfer.number, 0 if failed else len(transfer.moves), True, "gone" if failed else None)
 
 
@@ -100,7 +100,7 @@ def test_a_copy_out_that_is_late_gives_its_blocks_back_and_is_not_trusted() -> N
     kv = SequenceKV()
     match = cache.match(kv, list(range(50, 58)))
     assert cache.open(kv, match, 8) is None
-    (transfer,) = cache.transfers.take_drafted(deadline=5.0)
+    (transfer,) = cache.transfers.take_drafted(0.0, 5.0)
     cache.expire(4.9)
     cache.begin_draft(0)
     assert cache.open(kv, match, 8) is None

@@ -160,7 +160,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def start(self) -> None:
         self.cache.begin_draft(len(self.lives))
-        self.moving += [Moving(transfer) for transfer in self.cache.transfers.take_drafted(self.now + TIMEOUT)]
+        self.moving += [Moving(transfer) for transfer in self.cache.transfers.take_drafted(self.now, TIMEOUT)]
         cancelled = self.cache.transfers.take_cancels()
         for moving in self.moving:
             moving.cancelled |= moving.transfer.number in cancelled

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from quire.config import RouterConfig, ServerConfig
 from quire.router.app import build_router, start_router
 from quire.router.replica import Role
 from quire.server.run import Stops, serve
+from quire.server_config import RouterConfig, ServerConfig
 
 Say = Callable[[str, dict[str, str], bytes, asyncio.StreamWriter], Awaitable[bool]]
 """Gets path, headers, body and where to write; true if the connection can be used again."""

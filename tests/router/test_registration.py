@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.config import ServerConfig
 from quire.errors import ConfigError
 from quire.router import registration
 from quire.router.registration import SIGNATURE, Heartbeat, check_registration
 from quire.router.replica import State
+from quire.server_config import ServerConfig
 from tests.router.fakes import FakeServer, fakes, routed
 from tests.router.test_passage import PLAIN, post
 from tests.server.conftest import tiny as tiny

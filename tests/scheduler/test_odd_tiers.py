@@ -10,6 +10,7 @@ from quire.engine.core import EngineCore
 from quire.errors import InvalidRequestError
 from quire.kvcache.connector import Lookup
 from quire.kvcache.host_tier import HostTier
+from quire.kvcache.token_prefix import TokenPrefix
 from quire.scheduler.plan import TransferReport
 from quire.scheduler.preemption import PreemptionReason
 from quire.scheduler.request import Request, Status
@@ -92,7 +93,7 @@ class Breaking(HostTier):
         if self.what == name:
             raise OSError("the index is gone")
 
-    def lookup(self, keys: Sequence[bytes], num_groups: int) -> Lookup:
+    def lookup(self, keys: Sequence[bytes], num_groups: int, prefix: TokenPrefix | None = None) -> Lookup:
         self._may_break("lookup")
         return super().lookup(keys, num_groups)
 

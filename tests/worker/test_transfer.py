@@ -18,6 +18,7 @@ from quire.kernels.types import LayerCache, pair_cache
 from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.connector import KVConnector, Lookup
 from quire.kvcache.manager import KVCacheManager
+from quire.kvcache.token_prefix import TokenPrefix
 from quire.scheduler.plan import BlockMove
 from quire.worker.transfer import HostTransfer, ThreadedTransfer, parts_of
 from tests.checkpoints import make_checkpoint
@@ -39,7 +40,7 @@ class FilesOfPrefixes(KVConnector):
         self._names = iter(range(self.num_blocks))
         self.num_asked = 0
 
-    def lookup(self, keys: Sequence[bytes], num_groups: int) -> Lookup:
+    def lookup(self, keys: Sequence[bytes], num_groups: int, prefix: TokenPrefix | None = None) -> Lookup:
         asked = Lookup(keys, num_groups, self.wake)
         self.num_asked += 1
         found = [[self.known.get((group, key), NO_BLOCK) for key in keys] for group in range(num_groups)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.config import GPU_DEFAULTS, CacheConfig
 from quire.errors import ConfigError, QuireError
+from quire.kernels.types import LayerCache
 from quire.models.decoder import Decoder
 from quire.models.registry import read_spec
 from quire.ops.interface import Ops
@@ -30,6 +31,7 @@ from quire.worker.gpu.runner import DeviceRunner
 from quire.worker.gpu.table import DeviceTable, DraftView
 from quire.worker.gpu.weights import build_on_device, random_weights
 from quire.worker.memory import PoolSize, available_memory, draft_group, groups_with_draft, size_host_tier
+from quire.worker.transfer import KVTransfer
 
 _JUDGED_ROWS = 256
 """Rows of weights that exist while some sequences' drafts are judged by rejection."""
@@ -178,6 +180,15 @@ class GpuWorker:
         if drafting is not None:
             self._connect(drafting, cache)
         self._prepare(drafting)
+
+    @property
+    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
+        """The model's caches and the cache group of each, for whoever moves KV to and from other engines."""
+        return self._cache.layers, self._cache.groups
+
+    def connect(self, transfer: KVTransfer) -> None:
+        """Move blocks to and from one more tier."""
+        self._cache.connect(transfer)
 
     def _prepare(self, drafting: DraftRunner | None) -> None:
         """Capture graphs and compile kernels before anybody waits for them."""

@@ -1,0 +1,137 @@
+"""What must be equal for KV of one engine to be understood by another: model, weights, rope, tokenizer, layout, dtype.
+
+Nothing here reads a model whole or imports torch: of a file of weights it takes the size, the beginning (where names,
+shapes and types stand) and bytes from all over it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from quire.errors import KVMismatchError, KVTransferError, ModelLoadError
+from quire.kvtransfer.layout import LAYOUT_VERSION
+from quire.models.loader.source import ModelSource
+from quire.models.registry import read_spec
+from quire.models.spec import DecoderSpec, RopeSpec
+from quire.tokenizer.tokenizer import Tokenizer
+
+_HEAD_BYTES: Final = 1 << 20
+_SAMPLES: Final = 256
+_SAMPLE_BYTES: Final = 4096
+_DIGEST: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Digests in hex, so that a difference can be named without telling what the other side has."""
+
+    model: str
+    """The architecture's numbers: layers, heads, norms, windows."""
+    weights: str
+    rope: str
+    """Every rotation, and which factors of a longrope are used: those depend on `max_model_len`."""
+    tokenizer: str
+    layout: int
+    """Version of the wire form."""
+    dtype: str
+    """Element type of the cache."""
+
+    def to_data(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_data(cls, data: object) -> Fingerprint:
+        if not isinstance(data, Mapping):
+            raise KVTransferError("a fingerprint must be an object")
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            value = data.get(field.name)
+            wanted = int if field.name == "layout" else str
+            if not isinstance(value, wanted) or isinstance(value, bool) or len(str(value)) > 128:
+                raise KVTransferError(f"a fingerprint without a proper {field.name!r}")
+            values[field.name] = value
+        return cls(**values)
+
+    def check(self, theirs: Fingerprint, convert: bool = False) -> None:
+        """Raise KVMismatchError, which names the first field that differs. `convert`: another cache dtype will do."""
+        for name, words in _DIFFERENCES.items():
+            mine, other = getattr(self, name), getattr(theirs, name)
+            if mine != other and not (name == "dtype" and convert):
+                raise KVMismatchError(f"{words}: the other engine has {other}, this one {mine}", name)
+
+    @property
+    def digest(self) -> bytes:
+        """All of it in 16 bytes, for keys of a pool."""
+        return _hash(repr(self.to_data())).digest()
+
+
+_DIFFERENCES: Final = {
+    "layout": "another version of the KV layout",
+    "model": "another model",
+    "weights": "another model, or other weights of it",
+    "rope": "another rope",
+    "tokenizer": "another tokenizer",
+    "dtype": "another cache dtype",
+}
+
+
+def fingerprint(spec: DecoderSpec, max_model_len: int, weights: str, tokenizer: str, dtype: str) -> Fingerprint:
+    """`weights` is from `weights_digest` or `dummy_digest`, `tokenizer` from `tokenizer_digest`; `dtype` is the
+    cache's (`KVStore.layout.dtype`)."""
+    model = _hash(repr(replace(spec, ropes=()))).hexdigest()
+    rope = _hash(repr([_rope_in_use(each, max_model_len) for each in spec.ropes])).hexdigest()
+    return Fingerprint(model, weights, rope, tokenizer, LAYOUT_VERSION, dtype)
+
+
+def fingerprint_of(source: ModelSource, max_model_len: int, dtype: str, seed: int = 0) -> Fingerprint:
+    """Of a model as an engine has it. `seed` is that of dummy weights."""
+    weights = dummy_digest(seed) if source.is_dummy else weights_digest(source.weight_files())
+    try:
+        tokenizer = tokenizer_digest(source.tokenizer())
+    except ModelLoadError:
+        tokenizer = "none"
+    return fingerprint(read_spec(source.config), max_model_len, weights, tokenizer, dtype)
+
+
+def _rope_in_use(rope: RopeSpec, max_model_len: int) -> RopeSpec:
+    """A longrope turns all keys by its short factors or all by its long ones (`layers/rotary.py`): the others do not
+    matter."""
+    if rope.kind != "longrope":
+        return rope
+    if max_model_len > rope.original_max_positions:
+        return replace(rope, short_factors=())
+    return replace(rope, long_factors=())
+
+
+def dummy_digest(seed: int) -> str:
+    return f"dummy-{seed}"
+
+
+def weights_digest(files: Iterable[Path]) -> str:
+    """Of files of weights in their order: sizes, beginnings, and samples from all over them."""
+    digest = _hash("weights")
+    for path in files:
+        try:
+            size = path.stat().st_size
+            with open(path, "rb") as file:
+                digest.update(f"{size};".encode() + file.read(_HEAD_BYTES))
+                step = max(_SAMPLE_BYTES, size // _SAMPLES)
+                for offset in range(_HEAD_BYTES, size, step):
+                    file.seek(offset)
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    return digest.hexdigest()
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Of everything that turns text into ids."""
+    return _hash(tokenizer.backend.to_str()).hexdigest()
+
+
+def _hash(text: str) -> hashlib.blake2b:
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST)
