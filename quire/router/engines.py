@@ -49,7 +49,6 @@ class ReplicatedLLM:
         self.kv_listens = None
         """Nobody asks it to compute prompts for others."""
         self._policy = policy
-        self._told = 0
         self._folder = folder
         self._loads = [Load() for _ in engines]
         self._index = KVIndex(_MAX_INDEX_BLOCKS)
@@ -143,12 +142,6 @@ class ReplicatedLLM:
     @property
     def config(self) -> EngineConfig:
         return self.engines[0].config
-
-    @property
-    def kv_listens(self) -> tuple[str, int] | None:
-        """Where other engines reach these, each in turn."""
-        self._told += 1
-        return self.engines[self._told % len(self.engines)].kv_listens
 
     @property
     def model_name(self) -> str:
