@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import shlex
 import sys
@@ -74,6 +75,16 @@ class _Kind:
 
 
 def run(args: argparse.Namespace) -> int:
+    peers = logging.getLogger("quire.peers")
+    before = peers.level
+    peers.setLevel(logging.ERROR)  # prompts that do not come are what cases are made of
+    try:
+        return _run(args)
+    finally:
+        peers.setLevel(before)
+
+
+def _run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="quire-fuzz-") as folder:
         kinds = _kinds(Path(folder))
         if args.replay is not None:

@@ -133,7 +133,8 @@ def _works(llm: LLM) -> bool:
 
 @pytest.mark.parametrize("options", [
     {"kv_role": "prefill"}, {"kv_transfer": {"role": "maybe"}},
-    {"kv_transfer": {"role": "decode", "listen": "nowhere"}}, {"kv_peers": "kv://127.0.0.1:1"}, {"kv_transfer": {"role": "decode", "lease": 0.0}}, {"kv_transfer": 3}])
+    {"kv_transfer": {"role": "decode", "listen": "nowhere"}}, {"kv_peers": "kv://127.0.0.1:1"},
+    {"kv_transfer": {"role": "decode", "lease": 0.0}}, {"kv_transfer": 3}])
 def test_options_that_cannot_be_are_refused(model: str, options: dict[str, Any],
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     if options != {"kv_role": "prefill"}:
