@@ -121,6 +121,17 @@ def test_short_prompts_and_requests_that_name_nobody_are_computed_here(models: A
         assert llm.metrics()["kv_prompts_asked"] == 0
 
 
+@pytest.mark.parametrize("priority", [1 << 40, -(1 << 40)])
+def test_a_priority_beyond_what_a_message_holds_does_not_cost_the_link(models: Any, priority: int) -> None:
+    with pair(models("llama"), {**OPTIONS}, {**OPTIONS}) as (_, llm):
+        llm.add_request("first", PROMPTS[0], SamplingParams(max_tokens=2, ignore_eos=True), priority=priority)
+        llm.add_request("other", PROMPTS[3], SamplingParams(max_tokens=2, ignore_eos=True))
+        while llm.has_unfinished_requests():
+            llm.step()
+        found = llm.metrics()
+        assert found["kv_prompts_arrived"] == 2 and found["kv_links_lost"] == 0
+
+
 def test_another_model_is_refused_by_name_and_the_prompt_is_computed_here(
         models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_checkpoint(tmp_path, "llama", seed=1)

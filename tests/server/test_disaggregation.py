@@ -76,7 +76,8 @@ def test_a_header_that_names_whom_it_may_not_is_refused(headers: list[tuple[byte
     from quire.server.api_error import ApiError
 
     header = PrefillHeader(EngineConfig.create(model="m", kv_role="decode", kv_peers="http://a:1"))
-    assert header.named([(b"x-quire-prefill", b"HTTP://A:1/")]) == ("HTTP://A:1/",)
+    for spelling in (b"HTTP://A:1/", b"http://a:1//", b" http://a:1 ,"):
+        assert header.named([(b"x-quire-prefill", spelling)]) == ("http://a:1",), "one link, however it is spelled"
     with pytest.raises(ApiError, match=reason) as caught:
         header.named(headers)
     assert caught.value.status == 400 and caught.value.code == "prefill_not_allowed"
