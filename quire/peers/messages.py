@@ -67,7 +67,8 @@ class Prefill:
             _transfer(data), tokens, _flag(data, "first_token"), _params(data.get("params")),
             _integer(data, "seed", 0, (1 << 64) - 1), _integers(data, "eos", 1024), _words(data.get("bad_words")),
             _bytes(data, "cache_key"), _integer(data, "priority", -_MOST_PRIORITY, _MOST_PRIORITY),
-            _text(data, "tenant", 256), _integer(data, "start", 0, end), _integers(data, "starts", _MOST_GROUPS), end, _mapping(data, "ticket"))
+            _text(data, "tenant", 256), _integer(data, "start", 0, end),
+            _integers(data, "starts", _MOST_GROUPS), end, _mapping(data, "ticket"))
 
 
 @dataclass(frozen=True, slots=True)
