@@ -2,8 +2,8 @@
 
 Prints a table for networks, prompt lengths and a model, from the bytes of its KV and the cost of its prefill, and marks
 where the pool loses. The cost of prefill is measured here, or given for another machine (--prefill-rate). --measure
-compares some cells with real runs: a prompt computed, and the same prompt after a restart with its prefix from disk, and
-from a peer's memory over TCP.
+compares some cells with real runs: a prompt computed, and the same prompt after a restart with its prefix from disk,
+and from a peer's memory over TCP.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import random
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -144,18 +145,18 @@ def _real(model: str, tokens: int, where: str, per_token: int) -> dict[str, Any]
 
     options: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": tokens + 16, "kv_pool_policy": "all",
                                "kv_lookup_timeout": 1000.0}
-    with tempfile.TemporaryDirectory() as folder, _pool(where, Path(folder)) as pool:
-        with LLM(model, **options, **pool) as first:
-            _first_token(first, UNIT_TOKENS, seed=1)
-            computed, _ = _first_token(first, tokens, seed=2)
-            _wait_until_written(first, tokens // UNIT_TOKENS)
-            if where == "disk":
-                first.close()
-            with LLM(model, **options, **pool) as second:
-                # Kernels and files are warm in both, as in an engine that has run for a while.
-                _first_token(second, UNIT_TOKENS, seed=1)
-                fetched, cached = _first_token(second, tokens, seed=2)
-                metrics = second.metrics()
+    with tempfile.TemporaryDirectory() as folder, _pool(where, Path(folder)) as pool, ExitStack() as engines:
+        first = engines.enter_context(LLM(model, **options, **pool))
+        _first_token(first, UNIT_TOKENS, seed=1)
+        computed, _ = _first_token(first, tokens, seed=2)
+        _wait_until_written(first, tokens // UNIT_TOKENS)
+        if where == "disk":
+            first.close()
+        second = engines.enter_context(LLM(model, **options, **pool))
+        # Kernels and files are warm in both, as in an engine that has run for a while.
+        _first_token(second, UNIT_TOKENS, seed=1)
+        fetched, cached = _first_token(second, tokens, seed=2)
+        metrics = second.metrics()
     bandwidth = metrics["kv_disk_bandwidth" if where == "disk" else "kv_pool_bandwidth"]
     expected = cached * per_token / bandwidth + (tokens - cached) * computed / tokens
     return {"tokens": tokens, "from": where, "computed_s": round(computed, 4), "fetched_s": round(fetched, 4),
