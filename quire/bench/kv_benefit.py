@@ -17,6 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from quire.bench.drawing import check_drawable
+from quire.bench.kv_benefit_plot import benefit_plot
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kvpool.benefit import LATENCIES, Benefit, KVShape, Network, benefit, break_even
@@ -46,11 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--efficiency", type=float, default=1.0, help="share of the line rate reached (default: 1)")
     parser.add_argument("--measure", type=int, nargs="*", metavar="N",
                         help="compare with real runs of prompts of N tokens (default of N: 512 2048)")
+    parser.add_argument("--plot", metavar="FILE", help="draw which network is fast enough: .svg or .png")
     parser.add_argument("--json", action="store_true", help="one JSON line per cell instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
+    check_drawable(args.plot)
     if args.shape is not None:
         per_token, rate, what = KVShape(*args.shape).bytes_per_token, float(args.prefill_rate), "the given shape"
     else:
@@ -64,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
         networks = [Network(gbits, kind, args.efficiency) for gbits in args.gbits]
         rows = [[benefit(tokens, per_token, rate, network) for network in networks] for tokens in args.tokens]
         _print(args, networks, rows)
+    if args.plot is not None:
+        shapes = {what: per_token, "32 KV heads": KVShape(32, 32, 128, 2).bytes_per_token,
+                  "8 KV heads": KVShape(32, 8, 128, 2).bytes_per_token}
+        benefit_plot(shapes, args.gbits).save(args.plot)
     if args.measure is not None:
         _measure(args, per_token)
     return 0
