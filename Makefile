@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml setup.py build_backend.py requirements/constraints.txt $(wildcard quire/kernels/cpu/*.[ch])
 
-.PHONY: demo serve test browser agents test-gpu lint bench fuzz clean help
+.PHONY: demo serve test browser agents mooncake test-gpu lint bench fuzz clean help
 
 help:
 	@echo "make demo   set up everything and answer three prompts"
@@ -13,6 +13,7 @@ help:
 	@echo "make test   set up what tests need and run them all"
 	@echo "make test-gpu  the suite of a GPU, where there is one"
 	@echo "make browser  a Chromium for the tests of the page, where there is none"
+	@echo "make mooncake  Mooncake's transfer engine for the tests, where there is none"
 	@echo "make agents  the coding agents that the tests play sessions with (1.6 GB, from npm and PyPI)"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  cases A to D on the CPU, Quire against transformers in one run"
@@ -42,7 +43,7 @@ demo: $(VENV)/.ready
 serve: $(VENV)/.ready-serve
 	@$(BIN)/quire serve
 
-test: $(VENV)/.ready-test browser agents
+test: $(VENV)/.ready-test browser agents mooncake
 	$(BIN)/python -m pytest -n auto
 
 # Without one, the tests of the page are skipped and say so.
@@ -51,6 +52,17 @@ browser: $(VENV)/.ready-test
 	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1 \
 	  || timeout 300 $(BIN)/playwright install chromium > /dev/null 2>&1 \
 	  || echo "no Chromium could be had: the tests of the page will be skipped"
+
+# Without it, the tests of KV through Mooncake are skipped and say so. Its library needs some of the system's.
+MOONCAKE := mooncake-transfer-engine-non-cuda
+MOONCAKE_LIBRARIES := libibverbs1 libnuma1 librdmacm1 libcurl4
+mooncake: $(VENV)/.ready-test
+	@$(BIN)/python -c 'import mooncake.engine' 2> /dev/null || { \
+	  $(PIP) install -q -c requirements/constraints.txt $(MOONCAKE) > /dev/null 2>&1; \
+	  $(BIN)/python -c 'import mooncake.engine' 2> /dev/null \
+	    || { apt-get update -qq && apt-get install -qq -y --no-install-recommends $(MOONCAKE_LIBRARIES); } > /dev/null 2>&1; \
+	  $(BIN)/python -c 'import mooncake.engine' 2> /dev/null \
+	    || echo "Mooncake's transfer engine could not be installed: the tests with it will be skipped"; }
 
 # Kept in the user's cache folder, so that they are fetched once for a machine; at most three minutes are spent on it.
 # Without them, the sessions with agents are skipped and say so. OpenCode has a folder of its own, since the step after its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import platform
 import subprocess
@@ -64,13 +65,23 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def rdma_devices() -> list[str]:
+def rdma_devices(folder: str = "/sys/class/infiniband") -> list[str]:
     """Network devices that can read and write another machine's memory, with the state of their ports."""
     found = []
-    for device in sorted(_entries("/sys/class/infiniband")):
+    for device in sorted(_entries(folder)):
         states = [_read(f"{port}/state").strip() or "unknown" for port in sorted(_entries(f"{device}/ports"))]
         found.append(f"{Path(device).name} ({', '.join(states) or 'no ports'})")
     return found
+
+
+def rdma_report() -> str:
+    """The RDMA devices of this machine, or what is missing."""
+    found = rdma_devices()
+    if found:
+        return ", ".join(found)
+    if ctypes.util.find_library("ibverbs") is None:
+        return "none: no device in /sys/class/infiniband, and no libibverbs (apt-get install libibverbs1 librdmacm1)"
+    return "none: no device in /sys/class/infiniband (libibverbs is there)"
 
 
 def _entries(folder: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Prints what Quire runs on: versions, processor, memory, compiled kernels, folders, GPU."""
+"""Prints what Quire runs on: versions, processor, memory, compiled kernels, folders, GPU, RDMA, KV transports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire import __version__
 from quire.cli.terminal import size_text
 from quire.config import default_cache_dir
 from quire.errors import KernelBuildError
-from quire.machine import describe_machine
+from quire.machine import describe_machine, rdma_report
 
 EXAMPLES = "examples:\n  quire env\n  quire env --json"
 _PACKAGES = (
@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         "packages": ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
         "memory": f"{size_text(memory['total'])}, {size_text(memory['available'])} available",
         "gpus": ", ".join(facts["gpus"]) or "none",
+        "kv_transports": "; ".join(f"{name}: {state}" for name, state in facts["kv_transports"].items()),
     }
     width = max(map(len, shown))
     for name, value in shown.items():
@@ -67,6 +68,8 @@ def gather() -> dict[str, Any]:
         "kernels": _kernels(),
         "cache_folder": str(default_cache_dir()),
         "gpus": _gpus(),
+        "rdma": rdma_report(),
+        "kv_transports": _transports(),
     }
 
 
@@ -78,6 +81,13 @@ def _packages() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "missing"
     return found
+
+
+def _transports() -> dict[str, str]:
+    """By what KV can travel to another engine here, and what is missing for the rest."""
+    from quire.kvtransfer.transports import TRANSPORTS, transport
+
+    return {name: transport(name).missing() or "usable" for name in TRANSPORTS}
 
 
 def _total_memory() -> int:

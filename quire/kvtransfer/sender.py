@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 from quire.errors import KVMismatchError, KVTransferError
@@ -13,7 +14,7 @@ from quire.kvtransfer.notes import Note
 from quire.kvtransfer.receiver import Ticket
 from quire.kvtransfer.runs import merged_runs
 from quire.kvtransfer.store import KVStore, Tables
-from quire.kvtransfer.transport.base import Delivery, PeerLostError, Write, Writer
+from quire.kvtransfer.transport.base import ALL_INTERFACES, Address, Delivery, PeerLostError, Write, Writer
 from quire.kvtransfer.transports import DEFAULT_TRANSPORTS, TRANSPORTS, transport
 
 _AT_ONCE = 32 << 20
@@ -31,18 +32,23 @@ class _Link:
 
 
 class KVSender:
-    """One rank's sending end, connected to the ranks of one other engine. One `send` at a time."""
+    """One rank's sending end, connected to the ranks of one other engine. Whoever calls `send` meanwhile waits."""
 
     def __init__(self, store: KVStore, addresses: Sequence[dict[str, Any]], secret: bytes, *, rank: int = 0,
                  layouts: Sequence[LayoutDescription] | None = None,
-                 transports: Sequence[str] = DEFAULT_TRANSPORTS, timeout: float = 10.0, convert: bool = False) -> None:
+                 transports: Sequence[str] = DEFAULT_TRANSPORTS, timeout: float = 10.0, convert: bool = False,
+                 host: str | None = None) -> None:
         """`addresses`: of every rank of the other side, as `KVReceiver.address` made them. `layouts`: of every rank of
-        this side, where there are several. `timeout`: seconds for each delivery. Raises KVMismatchError where KV
-        of this side cannot be understood there, PeerLostError where nobody answers."""
-        self._store, self._timeout = store, timeout
+        this side, where there are several. `host`: where the other side is, if it listens on all interfaces. Raises
+        KVMismatchError where KV of this side cannot be understood there, PeerLostError where nobody answers."""
+        self._store = store
+        self.timeout = timeout
+        """Seconds for each delivery."""
         self._layouts = [store.layout] if layouts is None else list(layouts)
         self._hello = json.dumps({"rank": rank, "layouts": [each.to_data() for each in self._layouts]}).encode()
+        self._host = host
         self._links: list[_Link] = []
+        self._one_at_a_time = Lock()
         try:
             for address in addresses:
                 self._connect(address, secret, rank, transports, convert)
@@ -74,31 +80,54 @@ class KVSender:
                 problems.append(f"{name}: {missing}")
                 continue
             try:
-                return there.connect(offered[name], secret, self._hello, self._timeout)
+                return there.connect(self._placed(offered[name]), secret, self._hello, self.timeout)
             except KVMismatchError:
                 raise
             except KVTransferError as error:
                 problems.append(f"{name}: {error}")
         raise PeerLostError(f"the KV receiver cannot be reached ({'; '.join(problems) or 'no transport in common'})")
 
-    def send(self, ticket: Ticket, tables: Tables, start: int, end: int) -> None:
-        """Write the KV of tokens start … end-1, which lie in the blocks `tables`, and wait until it counts there.
+    @property
+    def writers(self) -> list[Writer]:
+        """The connections, one for each rank of the other side that gets something."""
+        return [link.writer for link in self._links]
+
+    def _placed(self, address: object) -> Address:
+        """All interfaces is no place to go to."""
+        if not isinstance(address, dict):
+            raise KVTransferError("the address of a KV receiver is none")
+        if address.get("host") not in ALL_INTERFACES:
+            return address
+        if self._host is None:
+            raise KVTransferError("the KV receiver listens on all interfaces and it is not known where it is")
+        return {**address, "host": self._host}
+
+    def send(self, ticket: Ticket, tables: Tables, start: int, end: int) -> int:
+        """Write the KV of tokens start … end-1, which lie in the blocks `tables`, and wait until it counts there; how
+        many bytes that were.
 
         Ranges may come in any order and overlap. Raises StaleTransferError if the transfer was closed, PeerLostError
         if the other side does not answer (this sender is of no use then), KVTransferError if it refuses.
         """
         starts, there = _read_ticket(ticket)
+        with self._one_at_a_time:
+            return self._send(ticket, tables, there, starts, start, end)
+
+    def _send(self, ticket: Ticket, tables: Tables, there: Tables, starts: tuple[int, ...], start: int,
+              end: int) -> int:
+        sent = 0
         for link in self._links:
             for first, last, whole in self._cut(link, start, end):
                 if whole:
-                    self._send_straight(link, ticket, tables, there, Span(first, last, starts))
+                    sent += self._send_straight(link, ticket, tables, there, Span(first, last, starts))
                     continue
                 limit = min(_AT_ONCE, link.writer.most_bytes)
                 for span in spans(first, last, starts, link.pieces, self._store.layout.element_size, limit,
                                   link.layout.block_size):
                     payload = link.writer.buffer(span.nbytes(link.pieces, self._store.layout.element_size))
                     self._store.gather(tables, span, link.pieces, payload)
-                    self._deliver(link, ticket, Note(span.start, span.end, True), payload=payload)
+                    sent += self._deliver(link, ticket, Note(span.start, span.end, True), payload=payload)
+        return sent
 
     def _cut(self, link: _Link, start: int, end: int) -> list[tuple[int, int, bool]]:
         """Whole blocks of equal layouts are written straight; a block that is filled in part travels by token."""
@@ -109,15 +138,17 @@ class KVSender:
         cut = [(start, first, False), (first, last, True), (last, end, False)]
         return [each for each in cut if each[0] < each[1]]
 
-    def _send_straight(self, link: _Link, ticket: Ticket, tables: Tables, there: Tables, span: Span) -> None:
+    def _send_straight(self, link: _Link, ticket: Ticket, tables: Tables, there: Tables, span: Span) -> int:
         layout = self._store.layout
         size = layout.block_size
         biggest = max(layout.block_bytes(part) for _, part in layout.tensors()) * len(link.pieces)
         blocks = max(1, min(_AT_ONCE, link.writer.most_bytes) // biggest)
+        sent = 0
         for at in range(span.start, span.end, blocks * size):
             piece = Span(at, min(span.end, at + blocks * size), span.starts)
-            self._deliver(link, ticket, Note(piece.start, piece.end, False),
-                          writes=self._writes(link, tables, there, piece))
+            sent += self._deliver(link, ticket, Note(piece.start, piece.end, False),
+                                  writes=self._writes(link, tables, there, piece))
+        return sent
 
     def _writes(self, link: _Link, tables: Tables, there: Tables, span: Span) -> list[Write]:
         """One for each run of neighbouring blocks and tensor."""
@@ -143,9 +174,10 @@ class KVSender:
         return writes
 
     def _deliver(self, link: _Link, ticket: Ticket, note: Note, writes: Sequence[Write] = (),
-                 payload: memoryview | None = None) -> None:
+                 payload: memoryview | None = None) -> int:
         delivery = Delivery(ticket["transfer"], ticket["epoch"], note.to_bytes(), writes, payload)
-        link.writer.deliver(delivery, self._timeout)
+        link.writer.deliver(delivery, self.timeout)
+        return delivery.nbytes
 
     def abort(self) -> None:
         """From any thread: a `send` that is under way fails at once, and this sender is of no use any more."""

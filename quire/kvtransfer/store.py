@@ -1,22 +1,25 @@
 """One rank's KV tensors as a sender and a receiver see them: gathered into the wire form, scattered out of it.
 
-The tensors may be a CPU's (keys transposed inside a block) or a GPU's. All copies of a call are made in one call of
-torch, which holds no GIL; on a GPU the wire form is put together on the device and crosses in one copy through pinned
-memory, on a stream of its own.
+The tensors may be a CPU's (keys transposed inside a block) or a GPU's. All copies of a call are made in one call of a
+kernel, or of torch, which holds no GIL: beside a thread that plans steps each call would have to wait for it. On a GPU
+the wire form is put together on the device and crosses in one copy through pinned memory, on a stream of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import CDLL
 from threading import Lock
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.errors import KVTransferError
+from quire.kernels.cpu import library
 from quire.kernels.types import LayerCache
 from quire.kvtransfer.layout import LayerLayout, LayoutDescription, PartLayout, Piece, Span
-from quire.kvtransfer.runs import token_runs
+from quire.kvtransfer.runs import TokenRun, token_runs
 
 HeadsOf = Callable[[int, str], tuple[int, int]]
 """From a layer's number and a part's name: the model's number of heads, and the first one on this rank."""
@@ -52,9 +55,11 @@ class KVStore:
                                         addressable=not self._staged)
         self._first_head = {(layer.layer, part.name): part.first_head for layer, part in self.layout.tensors()}
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._kernels = None if self._staged else library.load()
         self._bytes: dict[int, memoryview] = {}
         self._pinned: Tensor | None = None
-        self._lock = Lock()
+        self._staging = Lock()
+        """Of whoever uses the pinned memory."""
 
     def _add(self, layer: LayerCache, number: int, name: str, heads: HeadsOf | None) -> PartLayout:
         tensor = layer.tensors[name]
@@ -86,10 +91,10 @@ class KVStore:
         """The wire form of a span, written to the beginning of `out`; how many bytes."""
         nbytes = span.nbytes(pieces, self.layout.element_size)
         host = wire_tensor(out, nbytes, self.dtype)
-        with self._lock, torch.inference_mode():
-            if not self._staged:
-                self._copy(tables, span, pieces, host, out=True)
-                return nbytes
+        if not self._staged:
+            self._copy(tables, span, pieces, host, out=True)
+            return nbytes
+        with self._staging, torch.inference_mode():
             wire = torch.empty(host.shape, dtype=self.dtype, device=self.device)
             pinned = self._pinned_bytes(nbytes).view(self.dtype)
             with torch.cuda.stream(self._stream):
@@ -111,24 +116,61 @@ class KVStore:
         if len(data) != expected:
             raise KVTransferError(f"{len(data)} bytes of KV came where {expected} belong")
         wire = wire_tensor(data, expected, theirs)
-        with self._lock, torch.inference_mode(), torch.cuda.stream(self._stream):
-            if self._staged:
-                pinned = self._pinned_bytes(expected).view(theirs)
-                wire = pinned.copy_(wire).to(self.device, non_blocking=True, copy=True)
-            if scale != self.layout.scale:
-                wire = wire.to(torch.float32) * (scale / self.layout.scale)
-            self._copy(tables, span, pieces, wire, out=False)
+        if not self._staged:
+            self._copy(tables, span, pieces, self._rescaled(wire, scale), out=False)
+            return
+        with self._staging, torch.inference_mode(), torch.cuda.stream(self._stream):
+            pinned = self._pinned_bytes(expected).view(theirs)
+            there = pinned.copy_(wire).to(self.device, non_blocking=True, copy=True)
+            self._copy(tables, span, pieces, self._rescaled(there, scale), out=False)
             self._wait()
 
-    def _copy(self, tables: Tables, span: Span, pieces: Sequence[Piece], wire: Tensor, out: bool) -> None:
-        blocks: list[Tensor] = []
-        wires: list[Tensor] = []
-        size, at = self.layout.block_size, 0
+    def _rescaled(self, wire: Tensor, scale: float) -> Tensor:
+        """Numbers stored with another scale, as this cache stores them."""
+        return wire if scale == self.layout.scale else wire.to(torch.float32) * (scale / self.layout.scale)
+
+    def _runs(self, tables: Tables, span: Span, pieces: Sequence[Piece]) -> dict[int, list[TokenRun]]:
+        """By cache group: where the span's tokens lie."""
         runs = {}
         for group in {piece.group for piece in pieces}:
-            runs[group] = token_runs(tables[group], *span.of_group(group), size)
+            runs[group] = token_runs(tables[group], *span.of_group(group), self.layout.block_size)
             if any(run.block + run.count > self.layout.num_blocks for run in runs[group]):
                 raise KVTransferError("a block table names blocks that the cache does not have")
+        return runs
+
+    def _copy(self, tables: Tables, span: Span, pieces: Sequence[Piece], wire: Tensor, out: bool) -> None:
+        """Between blocks and the wire form; on a CPU our kernel does it, other devices and conversions are torch's."""
+        runs = self._runs(tables, span, pieces)
+        if self._kernels is not None and wire.dtype is self.dtype:
+            self._copy_by_kernel(self._kernels, runs, span, pieces, wire, out)
+        else:
+            self._copy_by_torch(runs, span, pieces, wire, out)
+
+    def _copy_by_kernel(self, kernels: CDLL, runs: dict[int, list[TokenRun]], span: Span, pieces: Sequence[Piece],
+                        wire: Tensor, out: bool) -> None:
+        size, at = self.layout.element_size, wire.data_ptr()
+        first_run: dict[int, int] = {}
+        rows: list[tuple[int, ...]] = []
+        for group, found in runs.items():
+            first_run[group] = len(rows)
+            rows += [(run.block, run.count, run.offset, run.length, run.at) for run in found]
+        described = []
+        for piece in pieces:
+            start, end = span.of_group(piece.group)
+            held, tensor = self._held(piece)
+            strides = [stride * size for stride in tensor.stride()]
+            described.append((tensor.data_ptr() + held.start * strides[1], *strides, piece.num_heads, piece.width, at,
+                              first_run[piece.group], len(runs[piece.group])))
+            at += piece.nbytes(end - start, size)
+        if rows:
+            table, lines = np.array(described, np.int64), np.array(rows, np.int64)
+            kernels.quire_kv_wire(table.ctypes.data, len(described), lines.ctypes.data, size, out)
+
+    def _copy_by_torch(self, runs: dict[int, list[TokenRun]], span: Span, pieces: Sequence[Piece], wire: Tensor,
+                       out: bool) -> None:
+        blocks: list[Tensor] = []
+        wires: list[Tensor] = []
+        at = 0
         for piece in pieces:
             start, end = span.of_group(piece.group)
             held, tensor = self._held(piece)

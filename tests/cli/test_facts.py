@@ -142,5 +142,20 @@ def test_env_names_what_a_bug_report_needs(inside: Callable[..., Done]) -> None:
     assert facts["packages"]["torch"] == torch.__version__
     assert facts["cores"] >= 1 and facts["memory"]["total"] > facts["memory"]["available"] > 0
     assert facts["kernels"].startswith("libquire_cpu-")
+    assert facts["rdma"] and set(facts["kv_transports"]) == {"shm", "mooncake", "tcp"}
+    assert facts["kv_transports"]["tcp"] == "usable"
     page = inside("env").out
     assert all(name in page for name in facts)
+
+
+def test_rdma_devices_are_named_with_the_state_of_their_ports(tmp_path: Path) -> None:
+    from quire.machine import rdma_devices
+
+    assert rdma_devices(str(tmp_path / "none")) == []
+    for device, states in {"mlx5_1": ["4: ACTIVE"], "mlx5_0": ["1: DOWN", "4: ACTIVE"], "bare": []}.items():
+        (tmp_path / device).mkdir()
+        for number, state in enumerate(states, 1):
+            port = tmp_path / device / "ports" / str(number)
+            port.mkdir(parents=True)
+            (port / "state").write_text(state + "\n")
+    assert rdma_devices(str(tmp_path)) == ["bare (no ports)", "mlx5_0 (1: DOWN, 4: ACTIVE)", "mlx5_1 (4: ACTIVE)"]

@@ -35,6 +35,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_check_step": (_N, [_P] * 4 + [_I] * 7),
     "quire_check_ids": (_N, [_P, _I, _I]),
     "quire_copy_blocks": (None, [_P, _P, _P, _I, _I]),
+    "quire_kv_wire": (None, [_P, _I, _P, _I, _N]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
 ABI_VERSION = 4

@@ -13,6 +13,8 @@ from quire.kvtransfer.transport.base import Delivery
 from quire.kvtransfer.transport.session import Announced, Session
 from quire.kvtransfer.transport.stream import Connection, StreamReceiver, StreamWriter
 
+_LITTLE = 64 << 10
+
 
 class ArenaConnection(Connection):
     """A writer and the memory that it writes into."""
@@ -27,16 +29,16 @@ class ArenaReceiver(StreamReceiver):
 
     def take(self, connection: Connection, delivery: Announced) -> None:
         assert isinstance(connection, ArenaConnection)
-        self.check(connection, delivery)
-        at = 0
+        data, at = self.received(connection, delivery), 0
         with self.transfers.entered(delivery.transfer, delivery.epoch) as landing:
             for region, offset, nbytes in delivery.writes:
-                copy_bytes(landing.place(region, offset, nbytes), connection.arena[at : at + nbytes])
+                copy_bytes(landing.place(region, offset, nbytes), data[at : at + nbytes])
                 at += nbytes
-            landing.arrived(connection.peer, delivery.note, connection.arena[at : at + delivery.payload])
+            landing.arrived(connection.peer, delivery.note, data[at : at + delivery.payload])
 
-    def check(self, connection: ArenaConnection, delivery: Announced) -> None:
-        """Whether the bytes are those that were sent; between processes that share them they are."""
+    def received(self, connection: ArenaConnection, delivery: Announced) -> memoryview:
+        """The bytes of a delivery, as they were sent: between processes that share them, as they lie there."""
+        return connection.arena
 
 
 class ArenaWriter(StreamWriter):
@@ -53,14 +55,15 @@ class ArenaWriter(StreamWriter):
     def fill(self, delivery: Delivery) -> int:
         """Put the bytes of a delivery at the beginning of the arena; how many there are."""
         at = 0
+        for write in delivery.writes:
+            copy_bytes(self.arena[at : at + write.data.nbytes], write.data)
+            at += write.data.nbytes
         payload = delivery.payload
-        pieces = [write.data for write in delivery.writes] if payload is None else [
-            *(write.data for write in delivery.writes), payload]
-        for data in pieces:
-            target = self.arena[at : at + data.nbytes]
-            if address_of(target) != address_of(data):
-                copy_bytes(target, data)
-            at += data.nbytes
+        if payload is not None:
+            target = self.arena[at : at + payload.nbytes]
+            if address_of(target) != address_of(payload):
+                copy_bytes(target, payload)
+            at += payload.nbytes
         return at
 
     @abstractmethod
@@ -68,8 +71,12 @@ class ArenaWriter(StreamWriter):
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """As fast as memory allows, without the GIL. They may be the same memory."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    """As fast as memory allows; much of it without the GIL, a little without asking for it back. They may be the same
+    memory."""
+    if target.nbytes <= _LITTLE:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def address_of(memory: memoryview) -> int:

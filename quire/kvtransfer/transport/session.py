@@ -136,10 +136,11 @@ def send_all(sock: socket.socket, buffers: Sequence[memoryview], deadline: float
             left[first] = left[first][count:]
 
 
-def receive_some(sock: socket.socket, into: memoryview) -> int:
-    """What has come already, without waiting; 0 if nothing. PeerLostError at the end of the stream."""
+def receive_some(sock: socket.socket, into: Sequence[memoryview]) -> int:
+    """What has come already, without waiting, one buffer after the other; 0 if nothing. PeerLostError at the end of
+    the stream."""
     try:
-        count = sock.recv_into(into, into.nbytes, socket.MSG_DONTWAIT)
+        count = sock.recvmsg_into(into, 0, socket.MSG_DONTWAIT)[0]
     except BlockingIOError:
         return 0
     except OSError as error:
@@ -154,7 +155,7 @@ def receive_exactly(sock: socket.socket, count: int, deadline: float | None) -> 
     view = memoryview(data)
     while view.nbytes:
         wait_readable(sock, deadline)
-        view = view[receive_some(sock, view) :]
+        view = view[receive_some(sock, [view]) :]
     return bytes(data)
 
 

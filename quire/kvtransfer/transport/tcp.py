@@ -37,8 +37,9 @@ from quire.kvtransfer.transport.stream import (
 
 MOST_BYTES: Final = 256 << 20
 _AT_ONCE: Final = 1 << 20
-"""Bytes read between two looks at the epoch: what closing a transfer may have to wait for."""
-_SOCKET_BUFFER: Final = 4 << 20
+"""Bytes of a payload read by one call."""
+_PLACES_AT_ONCE: Final = 256
+"""Places filled by one call, with what has come already: what closing a transfer may have to wait for."""
 
 
 class TcpReceiver(StreamReceiver):
@@ -60,12 +61,7 @@ class TcpReceiver(StreamReceiver):
     def take(self, connection: Connection, delivery: Announced) -> None:
         assert isinstance(connection, _TcpConnection)
         digest = xxhash.xxh3_128()
-        problem: KVTransferError | None = None
-        for write in delivery.writes:
-            if problem is None:
-                problem = self._straight(connection, delivery, write, digest)
-            else:
-                connection.drain(write[2])
+        problem = self._straight(connection, delivery, digest)
         payload = connection.payload(delivery.payload)
         connection.read(payload, digest)
         kind, sent = connection.session.receive()
@@ -76,19 +72,25 @@ class TcpReceiver(StreamReceiver):
         with self.transfers.entered(delivery.transfer, delivery.epoch) as landing:
             landing.arrived(connection.peer, delivery.note, payload)
 
-    def _straight(self, connection: _TcpConnection, delivery: Announced, write: tuple[int, int, int],
+    def _straight(self, connection: _TcpConnection, delivery: Announced,
                   digest: xxhash.xxh3_128) -> KVTransferError | None:
-        """Read one write into its place. Where it may not go there (any more), its bytes are dropped."""
-        sock, left = connection.session.socket, write[2]
+        """Read the writes into their places. Where they may not go there (any more), their bytes are dropped."""
+        sock, left = connection.session.socket, sum(write[2] for write in delivery.writes)
         try:
             with self.transfers.entered(delivery.transfer, delivery.epoch) as landing:
-                place = landing.place(*write)
+                places = [landing.place(*write) for write in delivery.writes]
+            first = 0
             while left:
-                wait_readable(sock, None)
                 with self.transfers.entered(delivery.transfer, delivery.epoch):
-                    count = receive_some(sock, place[:_AT_ONCE])
-                    digest.update(place[:count])
-                place, left = place[count:], left - count
+                    count = receive_some(sock, places[first : first + _PLACES_AT_ONCE])
+                    left -= count
+                    while count:
+                        got = places[first][:count]
+                        digest.update(got)
+                        places[first], count = places[first][got.nbytes :], count - got.nbytes
+                        first += not places[first].nbytes
+                if left:
+                    wait_readable(sock, None)
         except PeerLostError:
             raise
         except KVTransferError as error:
@@ -111,7 +113,7 @@ class _TcpConnection(Connection):
     def read(self, into: memoryview, digest: xxhash.xxh3_128) -> None:
         while into.nbytes:
             wait_readable(self.session.socket, None)
-            count = receive_some(self.session.socket, into[:_AT_ONCE])
+            count = receive_some(self.session.socket, [into[:_AT_ONCE]])
             digest.update(into[:count])
             into = into[count:]
 
@@ -119,7 +121,7 @@ class _TcpConnection(Connection):
         """Read bytes that go nowhere."""
         while nbytes:
             wait_readable(self.session.socket, None)
-            nbytes -= receive_some(self.session.socket, self._scratch[:nbytes])
+            nbytes -= receive_some(self.session.socket, [self._scratch[:nbytes]])
 
 
 class TcpWriter(StreamWriter):
@@ -163,7 +165,6 @@ class TcpTransport(Transport):
         try:
             sock.settimeout(None)
             tune(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
             session = open_session(sock, secret, deadline)
             return TcpWriter(session, introduce(session, hello, deadline))
         except BaseException:
