@@ -34,8 +34,9 @@ _PATIENCE = 8.0
 class Publisher(Protocol):
     """Who decides which units are worth keeping."""
 
-    def wanted(self, key: bytes, num_bytes: int, rate: StoreRate) -> bool:
-        """A sequence holds the unit on the device; is it likely that somebody asks for it again?"""
+    def wanted(self, key: bytes, num_bytes: int, rate: StoreRate, full: bool = False) -> bool:
+        """A sequence holds the unit on the device; is it likely that somebody asks for it again? `full`: another unit
+        would have to make room."""
         ...
 
 
@@ -172,7 +173,8 @@ class UnitTier(KVConnector):
         keys = self._keys.extend(prefix)
         for unit in range(first, prefix.num_tokens // UNIT_TOKENS):
             key, size = keys[unit], sum(self._decides_by or self.unit_bytes)
-            if self.breaker.open or not self._publisher.wanted(key, size, self.rate):
+            full = self.store.stats.units_evicted > 0
+            if self.breaker.open or not self._publisher.wanted(key, size, self.rate, full):
                 continue
             for group, group_bytes in enumerate(self.unit_bytes):
                 name = unit_name(key, group)
