@@ -124,8 +124,8 @@ def a_failed_transfer_ends_its_whole_step(patch: pytest.MonkeyPatch) -> None:
 
 BUGS: list[Callable[[pytest.MonkeyPatch], None]] = [
     orphaned_siblings, kv_is_trusted_before_it_arrives, kv_is_trusted_that_never_arrived,
-    swapped_kv_is_trusted_that_never_left, stores_are_trusted_that_were_not_made, units_are_kept_of_which_a_block_was_not_copied, lost_rows_go_on,
-    a_failed_transfer_ends_its_whole_step]
+    swapped_kv_is_trusted_that_never_left, stores_are_trusted_that_were_not_made, lost_rows_go_on,
+    a_failed_transfer_ends_its_whole_step, units_are_kept_of_which_a_block_was_not_copied]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
