@@ -68,21 +68,27 @@ mooncake: $(VENV)/.ready-test
 # Without them, the sessions with agents are skipped and say so. OpenCode has a folder of its own, since the step after its
 # installation fails on some machines and would take the others with it.
 AGENTS := $(or $(QUIRE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quire)/agents
-AGENT_PACKAGES := @openai/codex@0.166.0 @anthropic-ai/claude-code@2.1.197
-OPENCODE := $(AGENTS)/opencode/node_modules
+CODEX := 0.166.0
+CLAUDE := 2.1.197
+OPENCODE := 1.18.33
+AIDER := 0.86.2
+# Is a package of npm there, in this version? A changed pin installs the new one over the old.
+has = { test -x $(AGENTS)/$(1)/.bin/$(2) && grep -qs '"version": "$(4)"' $(AGENTS)/$(1)/$(3)/package.json; }
 NPM_INSTALL := npm install --silent --no-audit --no-fund --fetch-retries=1
 agents:
 	-@mkdir -p $(AGENTS)
-	@test -x $(AGENTS)/node_modules/.bin/codex -a -x $(AGENTS)/node_modules/.bin/claude || { \
-	  timeout 170 $(NPM_INSTALL) --prefix $(AGENTS) $(AGENT_PACKAGES) > $(AGENTS)/npm.log 2>&1 \
+	@{ $(call has,node_modules,codex,@openai/codex,$(CODEX)) \
+	  && $(call has,node_modules,claude,@anthropic-ai/claude-code,$(CLAUDE)); } || { \
+	  timeout 170 $(NPM_INSTALL) --prefix $(AGENTS) @openai/codex@$(CODEX) @anthropic-ai/claude-code@$(CLAUDE) \
+	    > $(AGENTS)/npm.log 2>&1 \
 	  || echo "codex and claude-code could not be installed: the sessions with them will be skipped"; } & \
-	test -x $(OPENCODE)/.bin/opencode || { \
-	  { timeout 130 $(NPM_INSTALL) --ignore-scripts --prefix $(AGENTS)/opencode opencode-ai@1.18.33 \
-	    && timeout 40 node $(OPENCODE)/opencode-ai/postinstall.mjs; } > $(AGENTS)/opencode.log 2>&1 \
+	$(call has,opencode/node_modules,opencode,opencode-ai,$(OPENCODE)) || { \
+	  { timeout 130 $(NPM_INSTALL) --ignore-scripts --prefix $(AGENTS)/opencode opencode-ai@$(OPENCODE) \
+	    && timeout 40 node $(AGENTS)/opencode/node_modules/opencode-ai/postinstall.mjs; } > $(AGENTS)/opencode.log 2>&1 \
 	  || { rm -rf $(AGENTS)/opencode; echo "opencode could not be installed: the session with it will be skipped"; }; } & \
-	test -x $(AGENTS)/aider/bin/aider || { \
+	ls -d $(AGENTS)/aider/lib/python*/site-packages/aider_chat-$(AIDER).dist-info > /dev/null 2>&1 || { \
 	  $(PYTHON) -m venv $(AGENTS)/aider && timeout 170 $(AGENTS)/aider/bin/python -m pip install --quiet --no-compile \
-	    --disable-pip-version-check aider-chat==0.86.2 > $(AGENTS)/aider.log 2>&1 \
+	    --disable-pip-version-check aider-chat==$(AIDER) > $(AGENTS)/aider.log 2>&1 \
 	  || echo "aider could not be installed: the session with it will be skipped"; }; wait
 
 lint: $(VENV)/.ready-test

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from quire.version import __version__
+
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig
@@ -12,8 +14,6 @@ if TYPE_CHECKING:
     from quire.llm import LLM
     from quire.sampling.params import BeamSearchParams, SamplingParams
     from quire.structured.spec import StructuredOutputs
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

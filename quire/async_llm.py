@@ -6,21 +6,24 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from quire.config import EngineConfig, GuardConfig
+from quire.config import EngineConfig
 from quire.engine.input import InputProcessor, Params, Prompt
+from quire.engine.kv_log import KVLog
 from quire.engine.messages import StepStats, Watch
 from quire.engine.request_desk import RequestDesk
 from quire.engine.request_stream import RequestStream
 from quire.engine.subscription import OUTPUT_KINDS, Subscription
 from quire.errors import EngineDeadError, EngineError, InvalidRequestError
+from quire.kvcache.secret import secret_name
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.request import Request
+from quire.server_config import GuardConfig
 from quire.tokenizer.tokenizer import Tokenizer
 
 _LONG_TEXT = 4096
@@ -37,6 +40,9 @@ class AsyncLLM:
         self.options = options
         """The engine options that were given."""
         self.tokenizer: Tokenizer | None = None
+        secret = config.cache.kv_secret if config.cache.enable_prefix_caching else None
+        self.kv_secret_name = None if secret is None else secret_name(secret)
+        """Of the secret that names of prefixes are made with, where it is shared."""
         self._desk = RequestDesk(options, guard)
         self._inputs: InputProcessor | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="quire-tokenize")
@@ -100,13 +106,14 @@ class AsyncLLM:
         cache_salt: str | None = None,
         timeout: float | None = None,
         output_kind: str = "cumulative",
+        prefill: Sequence[str] | None = None,
     ) -> RequestStream:
         """An async iterator over the request's outputs; the last has `finished` set.
 
         `output_kind`: "cumulative" outputs hold everything so far and what is new (`text_delta`); "delta" ones hold
         only what is new, in `text`, `token_ids` and `logprobs` too; "final" is the whole, once. A reader that is slow
         gets fewer, larger outputs. Raises InvalidRequestError, QueueFullError, EngineDeadError or, after `timeout`
-        seconds (default: the option request_timeout), RequestTimeoutError.
+        seconds (default: the option request_timeout), RequestTimeoutError. `prefill`: as in `LLM.add_request`.
         """
         if output_kind not in OUTPUT_KINDS:
             raise InvalidRequestError(f"output_kind must be one of {', '.join(OUTPUT_KINDS)}, not {output_kind!r:.80}",
@@ -128,7 +135,8 @@ class AsyncLLM:
                                                     arrival_time=arrival)
                 return self._desk.submit(request, params if isinstance(params, BeamSearchParams) else None, text,
                                          self.tokenizer, output_kind,
-                                         self.guard.request_timeout if timeout is None else timeout)
+                                         self.guard.request_timeout if timeout is None else timeout,
+                                         None if prefill is None else list(prefill))
             except BaseException:
                 self._desk.release(name)
                 raise
@@ -166,6 +174,11 @@ class AsyncLLM:
         return self._desk.engine.max_model_len
 
     @property
+    def kv_listens(self) -> tuple[str, int] | None:
+        """Where other engines reach this one; None unless it computes prompts for them."""
+        return self._desk.engine.kv_listens
+
+    @property
     def state(self) -> str:
         """starting, ready, restarting, failed or closed."""
         return self._desk.supervisor.state.value
@@ -178,6 +191,16 @@ class AsyncLLM:
     def num_in_flight(self) -> int:
         """Requests that have not ended."""
         return self._desk.num_in_flight
+
+    @property
+    def kv_log(self) -> KVLog | None:
+        """What the engine's device holds, by name; None where it shares no secret or caches no prefixes."""
+        return None if self.kv_secret_name is None else self._desk.kv_log
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self._desk.engine.block_size
 
     @property
     def on_step_stats(self) -> Callable[[StepStats], None] | None:
@@ -197,9 +220,10 @@ class AsyncLLM:
     def on_view(self, listener: Callable[[bytes, bool], None] | None) -> None:
         self._desk.on_view = listener
 
-    def watch(self, seconds: float, fresh: bool = False) -> None:
-        """Have the engine report to `on_view` for so long; `fresh`: with everything first, not only what changes."""
-        self._desk.supervisor.send(Watch(seconds, fresh))
+    def watch(self, seconds: float, fresh: bool = False, number: int = 0) -> None:
+        """Have the engine report to `on_view` for so long; `fresh`: with everything first, not only what changes;
+        `number`: what its frames say it is, among several engines."""
+        self._desk.supervisor.send(Watch(seconds, fresh, number))
 
     # ---- looking after it
 

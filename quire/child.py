@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 
@@ -32,6 +33,18 @@ def child_environment(**changes: str) -> dict[str, str]:
         # An empty entry, as `PYTHONPATH=$PYTHONPATH:/more` leaves it, stands for the current directory.
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path.split(os.pathsep)))
     return environment | changes
+
+
+def explain_exit(code: int) -> str:
+    """What ended a child, from its exit code."""
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (out of memory, perhaps)" if name == "SIGKILL" else ""
+    return f"its process was ended by {name}{hint}"
 
 
 def leave_current_directory() -> None:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.options import check_type, option, parse_bytes, read_kv_secret
 from quire.speculation.options import SpeculationOptions
-
-
-def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that carries the one description of an option."""
-    return field(default=default, metadata={"help": help, "choices": choices})
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,101 +158,6 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GuardConfig:
-    """How `AsyncLLM` guards an engine in its own process: who may wait, how long, and when it counts as dead."""
-
-    max_waiting_requests: int = option(256, "most requests that wait for their turn; more are refused (429)")
-    max_waiting_tokens: int = option(1 << 19, "most prompt tokens that wait; a prompt longer than that waits alone")
-    request_timeout: float | None = option(None, "seconds after which a request is given up (default: never)")
-    heartbeat_timeout: float = option(10.0, "seconds without a sign of life after which the engine is restarted")
-    step_timeout: float = option(300.0, "seconds that one step may take before the engine counts as stuck")
-    start_timeout: float = option(900.0, "seconds that the engine may take to load its model")
-    max_restarts: int = option(8, "restarts in a row, with no request served between, before the engine is given up; "
-                                  "`quire serve` then exits with code 1")
-    keep_restarting: bool = option(False, "never give the engine up: after max_restarts in vain try again every 30 s")
-
-    @classmethod
-    def split(cls, options: Mapping[str, Any]) -> tuple[GuardConfig, dict[str, Any]]:
-        """Take its own options out of flat keywords, checked; the rest is the engine's."""
-        names = {f.name for f in dataclasses.fields(cls)}
-        guard = cls(**{name: value for name, value in options.items() if name in names})
-        for f in dataclasses.fields(cls):
-            _check_type(f, getattr(guard, f.name))
-        for name, low in (("max_waiting_requests", 0), ("max_waiting_tokens", 0), ("max_restarts", 0)):
-            if getattr(guard, name) < low:
-                raise ConfigError(f"{name} must be at least {low}, not {getattr(guard, name)}", field=name)
-        for name in ("request_timeout", "heartbeat_timeout", "step_timeout", "start_timeout"):
-            value = getattr(guard, name)
-            if value is not None and not 0.0 < value <= 1e9:
-                raise ConfigError(f"{name} must be above 0 seconds, not {value}", field=name)
-        return guard, {name: value for name, value in options.items() if name not in names}
-
-
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """`quire serve`: where it listens, whom it lets in, how much it takes on."""
-
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is all of them")
-    port: int = option(8000, "port to listen on (0: any free one)")
-    served_model_name: str | None = option(None, "name of the model in requests (default: the one it was started with)")
-    api_key_file: str | None = option(
-        None, "file with API keys, one per line, each optionally after a name of its own (default: the keys in "
-              "$QUIRE_API_KEYS, separated by commas; none: everybody may ask)")
-    allowed_origins: str | None = option(
-        None, "web origins whose pages may call this server, separated by commas (default: none)")
-    allowed_hosts: str | None = option(
-        None, "names that a request may give as Host beside those of the loopback, separated by commas; * is any "
-              "(default: none on a loopback address without API keys, else any)")
-    request_timeout: float = option(600.0, "seconds that a request may take, from its arrival to its last token")
-    read_timeout: float = option(30.0, "seconds that a client may take to send a request")
-    drain_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
-    max_connections: int = option(1024, "most connections open at once")
-    max_body_size: int | str = option("4MiB", "largest body of a request")
-    max_prompts: int = option(128, "most prompts in one request to /v1/completions")
-    max_n: int = option(16, "largest n and best_of of a request, and widest beam")
-    max_logprobs: int = option(20, "largest logprobs and top_logprobs of a request")
-    max_stops: int = option(16, "most stop strings of a request")
-    max_schema_size: int | str = option("64KiB", "largest JSON schema, grammar or regular expression of a request")
-    max_tools: int = option(128, "most tools of a request")
-    tool_call_parser: str = option("auto", "how the model writes tool calls; auto looks at its chat template",
-                                   ("auto", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm45", "granite",
-                                    "harmony", "hermes", "kimi_k2", "llama3", "mistral", "mistral_v11", "phi4",
-                                    "pythonic", "qwen3_coder"))
-    reasoning_parser: str = option("auto", "how the model marks its thoughts, which are told from the answer: think is "
-                                           "<think></think>; auto looks at its chat template",
-                                   ("auto", "think", "mistral", "granite", "harmony", "none"))
-    max_stored_responses: int = option(1000, "most responses of /v1/responses that are kept for previous_response_id")
-    stored_responses_memory: int | str = option("64MiB", "bytes for the responses that are kept; the oldest make room")
-    log_format: str = option("auto", "how the log is written; auto is text on a terminal, else JSON",
-                             ("auto", "text", "json"))
-    log_level: str = option("info", "least severe kind of log line", ("debug", "info", "warning", "error"))
-    page: bool = option(True, "the page at / with a chat and a view of the engine, and what it is fed from")
-    otlp_endpoint: str | None = option(
-        None, "send OpenTelemetry spans to this address, such as http://localhost:4318/v1/traces (default: none)")
-
-    @classmethod
-    def create(cls, **options: Any) -> ServerConfig:
-        config = cls(**options)
-        for f in dataclasses.fields(cls):
-            _check_type(f, getattr(config, f.name))
-        for name, low, high in _SERVER_RANGES:
-            value = getattr(config, name)
-            if not low <= value <= high:
-                raise ConfigError(f"{name} must be between {low:g} and {high:g}, not {value}", field=name)
-        parse_bytes(config.max_body_size, "max_body_size")
-        parse_bytes(config.max_schema_size, "max_schema_size")
-        parse_bytes(config.stored_responses_memory, "stored_responses_memory")
-        return config
-
-
-_SERVER_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("port", 0, 65535), ("request_timeout", 0.001, 1e6), ("read_timeout", 0.001, 1e6), ("drain_timeout", 0.0, 1e6),
-    ("max_connections", 1, 1 << 20), ("max_prompts", 1, 1 << 16), ("max_n", 1, 64), ("max_logprobs", 0, 20),
-    ("max_stops", 0, 64), ("max_tools", 0, 1024), ("max_stored_responses", 0, 1 << 20),
-)
-
-
-@dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """Whether tokens are guessed ahead and checked several at once."""
 
@@ -275,7 +175,7 @@ class SpeculationConfig:
 class StructuredConfig:
     """What compiling the grammars of structured outputs may take, and how many of them are kept."""
 
-    grammar_timeout: float = option(30.0, "most seconds that compiling the grammar of a structured output may take")
+    grammar_timeout: float = option(30.0, "most seconds of computing that compiling a grammar may take")
     grammar_cache_memory: int | str = option("256MiB", "bytes for compiled grammars, or a text such as 1GiB")
     grammar_threads: int = option(2, "grammars compiled at once")
     grammar_token_ms: float = option(250.0, "most milliseconds of computing that a grammar may take for one token "
@@ -283,10 +183,87 @@ class StructuredConfig:
     grammar_request_timeout: float = option(30.0, "the same in seconds for all tokens of a request")
     grammar_memory: int | str = option("1GiB", "most memory that a grammar may take while it is compiled or followed "
                                                "(`quire serve`)")
+    grammar_warm_start: bool = option(True, "start the process that compiles grammars soon after the engine, at the "
+                                            "lowest priority, not when the first is asked for (`quire serve`)")
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransferConfig:
+    """Prompts that one engine computes and another goes on with: which part this one plays, and with whom."""
+
+    kv_role: str | None = option(
+        None, "prefill: compute prompts for other engines; decode: let others compute prompts for this one; both "
+              "(default: neither)", ("prefill", "decode", "both"))
+    kv_listen: str = option("127.0.0.1:0", "address and port on which other engines reach this one (port 0: any)")
+    kv_peers: str | None = option(
+        None, "prefill servers that may be asked, separated by commas: http://host:port of a server, or kv://host:port "
+              "of an engine; a request that names none asks these in turn")
+    kv_lease: float = option(5.0, "seconds without a sign of life after which another engine counts as dead: then its "
+                                  "blocks are given back, and its prompts are computed elsewhere")
+    kv_transports: str = option("shm,tcp", "ways in which KV may travel, separated by commas: shm, tcp, mooncake")
+    kv_least_tokens: int = option(32, "prompts of which fewer tokens are missing are computed here")
+    kv_convert_dtype: bool = option(False, "take KV of another element type than this engine's, and convert it")
+
+    @property
+    def computes(self) -> bool:
+        """Prompts for others."""
+        return self.kv_role in ("prefill", "both")
+
+    @property
+    def asks(self) -> bool:
+        """Others for prompts."""
+        return self.kv_role in ("decode", "both")
+
+    @property
+    def peers(self) -> list[str]:
+        return [each.strip() for each in (self.kv_peers or "").split(",") if each.strip()]
+
+    @property
+    def transports(self) -> list[str]:
+        return [each.strip() for each in self.kv_transports.split(",") if each.strip()]
+
+    @property
+    def listen(self) -> tuple[str, int]:
+        host, _, port = self.kv_listen.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise ConfigError(f"kv_listen must be an address and a port, as in 127.0.0.1:9000, not {self.kv_listen!r}",
+                              field="kv_listen")
+        return host.strip("[]"), int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """One model over several ranks: how it is cut, and what runs the ranks."""
+
+    tensor_parallel_size: int = option(1, "ranks that share every layer: each has some of its heads and of its width")
+    pipeline_parallel_size: int = option(1, "stages that share the layers: each has a run of them")
+    distributed_executor_backend: str = option(
+        "auto", "who runs the ranks: processes of this machine, or actors of a Ray cluster; auto is processes, or Ray "
+                "where ray_address is given", ("auto", "mp", "ray"))
+    ray_address: str | None = option(
+        None, "a running Ray cluster for the ranks, as `ray start` names it; auto is the one of this machine "
+              "(default: one that the engine starts for itself)")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def backend(self) -> str:
+        """"mp" or "ray"."""
+        if self.distributed_executor_backend != "auto":
+            return self.distributed_executor_backend
+        return "mp" if self.ray_address is None else "ray"
+
+    @property
+    def distributed(self) -> bool:
+        """Ranks have processes of their own; else the engine's own process runs the model."""
+        return self.num_ranks > 1 or self.distributed_executor_backend != "auto" or self.ray_address is not None
 
 
 _SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig,
-                              "speculation": SpeculationConfig, "structured": StructuredConfig}
+                              "speculation": SpeculationConfig, "structured": StructuredConfig,
+                              "transfer": KVTransferConfig, "parallel": ParallelConfig}
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,10 +275,16 @@ class EngineConfig:
     scheduler: SchedulerConfig
     speculation: SpeculationConfig = SpeculationConfig()
     structured: StructuredConfig = StructuredConfig()
+    transfer: KVTransferConfig = KVTransferConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @classmethod
     def create(cls, **options: Any) -> EngineConfig:
-        """Sort flat keywords into sections; an unknown one raises with the nearest known name."""
+        """Sort flat keywords into sections; an unknown one raises with the nearest known name.
+
+        `kv_transfer={"role": …, "peers": …}` is short for `kv_role`, `kv_peers` and so on.
+        """
+        options = _spread_kv_transfer(options)
         sections: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
         owner = {f.name: name for name, section in _SECTIONS.items() for f in dataclasses.fields(section)}
         for key, value in options.items():
@@ -314,34 +297,33 @@ class EngineConfig:
         config.validate()
         return config
 
+    def to_options(self) -> dict[str, Any]:
+        """Flat keywords of which `create` makes an equal configuration; plain data."""
+        return {f.name: getattr(getattr(self, name), f.name) for name, f in option_fields()}
+
     def validate(self) -> None:
-        for section in (self.model, self.cache, self.scheduler, self.speculation, self.structured):
+        for name in _SECTIONS:
+            section = getattr(self, name)
             for f in dataclasses.fields(section):
-                _check_type(f, getattr(section, f.name))
+                check_type(f, getattr(section, f.name))
         _check_ranges(self)
+
+
+def _spread_kv_transfer(options: dict[str, Any]) -> dict[str, Any]:
+    given = options.get("kv_transfer")
+    if given is None:
+        return {name: value for name, value in options.items() if name != "kv_transfer"}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"kv_transfer must be a dict such as {{'role': 'decode'}}, not {given!r:.80}",
+                          field="kv_transfer")
+    spread = {f"kv_{name}": ",".join(value) if isinstance(value, list | tuple) else value
+              for name, value in given.items()}
+    return {**{name: value for name, value in options.items() if name != "kv_transfer"}, **spread}
 
 
 def option_fields() -> list[tuple[str, dataclasses.Field[Any]]]:
     """(section name, field) of every option, for the command line and the docs."""
     return [(name, f) for name, section in _SECTIONS.items() for f in dataclasses.fields(section)]
-
-
-_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int),
-                                       "dict[str, object]": (dict,)}
-
-
-def _check_type(f: dataclasses.Field[Any], value: Any) -> None:
-    names = [part.strip() for part in str(f.type).split("|")]
-    if value is None:
-        if "None" not in names:
-            raise ConfigError(f"{f.name} may not be None", field=f.name)
-        return
-    allowed = tuple(t for n in names if n != "None" for t in _TYPES[n])
-    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-        raise ConfigError(f"{f.name} must be {f.type}, not {type(value).__name__} {value!r}", field=f.name)
-    choices = f.metadata.get("choices")
-    if choices and value not in choices:
-        raise ConfigError(f"{f.name} must be one of {', '.join(choices)}, not {value!r}", field=f.name)
 
 
 def _check_ranges(config: EngineConfig) -> None:
@@ -355,6 +337,8 @@ def _check_ranges(config: EngineConfig) -> None:
         ("max_num_partial_prefills", config.scheduler.max_num_partial_prefills, 1, 1 << 16),
         ("long_prefill_token_threshold", config.scheduler.long_prefill_token_threshold, 0, 1 << 24),
         ("max_steps_in_flight", config.scheduler.max_steps_in_flight, 1, 16),
+        ("tensor_parallel_size", config.parallel.tensor_parallel_size, 1, MOST_RANKS),
+        ("pipeline_parallel_size", config.parallel.pipeline_parallel_size, 1, MOST_RANKS),
     ]
     for name, value, low, high in lows:
         if value is not None and not low <= value <= high:
@@ -371,6 +355,8 @@ def _check_ranges(config: EngineConfig) -> None:
     _check_slo(config.scheduler)
     _check_swap(config)
     _check_structured(config.structured)
+    _check_transfer(config)
+    _check_parallel(config.parallel)
     share = config.cache.gpu_memory_utilization
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}",
@@ -381,6 +367,22 @@ def _check_ranges(config: EngineConfig) -> None:
         parse_bytes(config.cache.kv_cache_memory, "kv_cache_memory")
     _ = config.cache.kv_secret
     _check_pool(config)
+
+
+def _check_transfer(config: EngineConfig) -> None:
+    transfer = config.transfer
+    _ = transfer.listen
+    if not 0.05 <= transfer.kv_lease <= 3600.0:
+        raise ConfigError(f"kv_lease must be between 0.05 and 3600 seconds, not {transfer.kv_lease}", field="kv_lease")
+    if not 1 <= transfer.kv_least_tokens <= 1 << 24:
+        raise ConfigError(f"kv_least_tokens must be between 1 and {1 << 24}, not {transfer.kv_least_tokens}",
+                          field="kv_least_tokens")
+    if transfer.kv_peers is not None and not transfer.asks:
+        raise ConfigError("kv_peers names engines to ask for prompts, which needs kv_role 'decode' or 'both'",
+                          field="kv_peers")
+    if transfer.kv_role is not None and config.cache.kv_secret is None:
+        raise ConfigError("kv_role needs a secret that the engines share: set $QUIRE_KV_SECRET or kv_secret_file",
+                          field="kv_role")
 
 
 def _check_swap(config: EngineConfig) -> None:
@@ -445,6 +447,18 @@ def _check_structured(options: StructuredConfig) -> None:
     parse_bytes(options.grammar_memory, "grammar_memory")
 
 
+MOST_RANKS = 64
+"""Of one engine."""
+
+
+def _check_parallel(options: ParallelConfig) -> None:
+    if options.num_ranks > MOST_RANKS:
+        raise ConfigError(f"tensor_parallel_size x pipeline_parallel_size is {options.num_ranks} ranks; an engine has "
+                          f"at most {MOST_RANKS}: lower one of them", field="tensor_parallel_size")
+    if options.ray_address is not None and options.backend == "mp":
+        raise ConfigError("ray_address is for distributed_executor_backend 'ray', not 'mp'", field="ray_address")
+
+
 def _check_slo(options: SchedulerConfig) -> None:
     bound = options.itl_slo_ms
     if bound is None:
@@ -456,29 +470,9 @@ def _check_slo(options: SchedulerConfig) -> None:
                           "batching_policy 'decode-first' and enable_chunked_prefill", field="itl_slo_ms")
 
 
-_MIN_SECRET_BYTES = 16
 _POOL_SCHEMES = ("mooncake", "redis", "rediss", "http", "https")
 _UNIT_TOKENS = 256
 """Of a pool (`kvpool/keys.py`)."""
-_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
-          "t": 10**12, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-
-
-def parse_bytes(value: int | str, name: str) -> int:
-    """`1500000`, `"512MiB"` or `"2GB"` as a number of bytes."""
-    if isinstance(value, int):
-        size = value
-    else:
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
-        if match is None or match[2].lower() not in _UNITS:
-            raise ConfigError(
-                f"{name} must be a number of bytes or a text like 512MiB or 2GB, not {value!r}", field=name)
-        size = int(min(float(match[1]) * _UNITS[match[2].lower()], 1 << 63))
-    if not 0 < size < 1 << 63:
-        raise ConfigError(f"{name} must be between 1 and 2**63 - 1 bytes, not {value!r:.40}", field=name)
-    return size
-
-
 def parse_disk(value: str) -> tuple[Path, int]:
     """`/path/of/a/directory:20GiB` as the directory and a number of bytes."""
     path, colon, size = value.rpartition(":")
@@ -494,32 +488,3 @@ def default_cache_dir() -> Path:
         return Path(override).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "quire"
-
-
-def api_keys_of_environment() -> str:
-    """What $QUIRE_API_KEYS holds: API keys of `quire serve`, separated by commas."""
-    return os.environ.get("QUIRE_API_KEYS", "")
-
-
-def read_kv_secret(path: str | None) -> bytes | None:
-    """The secret in a file, or in $QUIRE_KV_SECRET where no file is named."""
-    if path is None:
-        text, where = os.environ.get("QUIRE_KV_SECRET", ""), "$QUIRE_KV_SECRET"
-        if not text.strip():
-            return None
-    else:
-        where = f"kv_secret_file {path}"
-        try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where} cannot be read: {error}", field="kv_secret_file") from error
-    secret = text.strip().encode()
-    if len(secret) < _MIN_SECRET_BYTES:
-        raise ConfigError(f"{where} holds {len(secret)} characters, too few for a secret: take at least "
-                          f"{_MIN_SECRET_BYTES}, as from `openssl rand -hex 32`", field="kv_secret_file")
-    return secret
-
-
-def default_api_key() -> str | None:
-    """The key that commands send to servers, unless told another: $OPENAI_API_KEY, as the field's clients do."""
-    return os.environ.get("OPENAI_API_KEY") or None

@@ -55,6 +55,14 @@ class InvariantError(EngineError):
     """The engine's bookkeeping contradicts itself; the sequences concerned are quarantined."""
 
 
+class StepError(EngineError):
+    """A step failed on every tensor rank of its stage alike: its rows are lost, the ranks are still in step."""
+
+
+class RankLostError(EngineError):
+    """A rank that shares the model has died, hangs or has failed: the step cannot be finished, nor any after it."""
+
+
 class EngineDeadError(EngineError):
     """The engine's process died, hangs, restarts or was shut down: what was in flight is lost, try again."""
 
@@ -95,3 +103,7 @@ class KVMismatchError(KVTransferError):
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+class PeerError(QuireError):
+    """Another engine said something that it must not, cannot be reached, or refuses to talk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
@@ -22,7 +23,7 @@ from quire.engine.streams import News, OutputStreams
 from quire.engine.trace import StepTrace
 from quire.errors import EngineError, InvalidRequestError
 from quire.sampling.params import BeamSearchParams, SamplingParams
-from quire.scheduler.request import FinishReason
+from quire.scheduler.request import FinishReason, Request
 
 Message = Mapping[str, Any]
 
@@ -160,8 +161,12 @@ class LLM:
         cache_salt: str | None = None,
         tenant: str | None = None,
         arrival_time: float | None = None,
+        prefill: Sequence[str] | None = None,
     ) -> None:
         """Queue a request; `step` brings its outputs. Refused requests raise and leave no trace.
+
+        `prefill`: addresses of engines that are asked for the prompt, in this order (`kv_role` "decode"); [] computes
+        it here, and without a word those of `kv_peers` are asked.
 
         A lower `priority` goes first where scheduling_policy is "priority", and is preempted last under any policy;
         `tenant` is whom scheduling_policy "fair" is fair to.
@@ -172,8 +177,17 @@ class LLM:
         request, text = self._inputs.request(request_id, prompt, params, priority=priority, cache_salt=cache_salt,
                                              tenant=tenant, arrival_time=arrival_time)
         self._check_shape(request.params)
+        self._ask_others(request, prefill)
         self._core.add(request)
         self._streams.add(request, text)
+
+    def _ask_others(self, request: Request, prefill: Sequence[str] | None) -> None:
+        peers = self._running_engine.peers
+        if peers is not None:
+            peers.prepare(request, prefill)
+        elif prefill:
+            raise InvalidRequestError("prefill names engines to ask for the prompt, which needs kv_role 'decode' or "
+                                      "'both'", field="prefill")
 
     def _check_shape(self, params: SamplingParams) -> None:
         """Whoever asks for a grammar that is none learns it here; compiling goes on beside the steps."""
@@ -201,6 +215,25 @@ class LLM:
             raise InvalidRequestError("abort takes a request id or a list of them", field="request_id")
         for name in names:
             self._core.abort(name)
+
+    # ---- for other engines
+
+    @property
+    def kv_address(self) -> str | None:
+        """Where other engines reach this one, for their `prefill` or `kv_peers`; None unless it computes for others."""
+        peers = self._running_engine.peers
+        if peers is None or peers.listener is None:
+            return None
+        host, port = peers.listener.address
+        return f"kv://[{host}]:{port}" if ":" in host else f"kv://{host}:{port}"
+
+    def serve_peers(self, until: threading.Event) -> None:
+        """Compute prompts for other engines until the event is set, on this thread, as `quire serve` does by itself."""
+        core = self._core
+        while not until.is_set():
+            self._held_back += [news.output() for news in self._step() if news.presentable]
+            if not core.has_work:
+                core.executor.arrivals.wait(0.05)
 
     def has_unfinished_requests(self) -> bool:
         return self._core.has_work or bool(self._held_back)
@@ -315,7 +348,7 @@ class LLM:
     def _withdraw(self, ids: list[str]) -> None:
         """Abort requests whose caller is gone; news of others is kept for theirs."""
         self.abort(ids)
-        for news in self._streams.process(self._core.scheduler.take_updates()):
+        for news in self._streams.process(self._core.take_updates()):
             if news.processor.request_id not in ids and news.presentable:
                 self._held_back.append(news.output())
 

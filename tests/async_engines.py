@@ -20,7 +20,8 @@ def run(job: Callable[[AsyncLLM], Awaitable[T]], model: str | Path, **options: A
     """Start an engine, do a job with it, shut it down; a hang is a failure."""
 
     async def everything() -> T:
-        llm = await AsyncLLM.start(str(model), num_threads=1, device="cpu", **options)
+        fixed: dict[str, Any] = {"num_threads": 1, "device": "cpu", "grammar_warm_start": False}
+        llm = await AsyncLLM.start(str(model), **{**fixed, **options})
         try:
             return await job(llm)
         finally:

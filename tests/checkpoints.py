@@ -71,6 +71,7 @@ GROWING: dict[str, Any] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
 }
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
 _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", SMALL),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**SMALL, "sliding_window": 24}),
@@ -121,10 +122,32 @@ _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Starcoder2ForCausalLM",
         {**SMALL, "sliding_window": 24, "tie_word_embeddings": True},
     ),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**SMALL, **_EXPERTS, "num_experts": 10, "shared_expert_intermediate_size": 96},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**SMALL, **_EXPERTS, "num_experts": 12, "head_dim": 16}),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**SMALL, "num_experts": 9, "num_experts_per_tok": 3}),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {**SMALL, **_ALTERNATING, "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {**SMALL, **_EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "head_dim": 16}
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_shared_experts": 3},
+    ),
     "opt": ("OPTConfig", "OPTForCausalLM", _SMALL_OPT),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _SMALL_GPT2),
 }
 FAMILY_NAMES = tuple(_BASE)
+EXPERT_NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe")
+DENSE_NAMES = tuple(name for name in FAMILY_NAMES if name not in EXPERT_NAMES)
+"""What runs on a GPU too."""
 
 
 def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
@@ -141,12 +164,18 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() == 2:
+            if weight.dim() == 3:  # experts; gpt-oss stores [experts, in, out]
+                fan_in = weight.shape[1 if family == "gpt_oss" else 2]
+                weight.normal_(0.0, 1.3 / fan_in**0.5, generator=generator)
+            elif weight.dim() == 2 and not name.endswith("bias"):
                 weight.normal_(0.0, 1.3 / weight.shape[1] ** 0.5, generator=generator)
-            elif name.endswith("bias") or family.startswith("gemma"):
+            elif name.endswith(("bias", "sinks")) or family.startswith("gemma"):
                 weight.normal_(0.0, 0.3, generator=generator)
             else:
                 weight.normal_(1.0, 0.3, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3, generator=generator)
     return model
 
 
@@ -167,10 +196,29 @@ def config_of(model: Any) -> dict[str, Any]:
     return config
 
 
-def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that a checkpoint of the model holds, a tied one once."""
+def weights_of(model: Any, merged: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a checkpoint of the model holds, a tied one once; experts one by one, or `merged`."""
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    return [(name, tensor.detach()) for name, tensor in model.state_dict().items() if name not in tied]
+    found = [(name, tensor.detach()) for name, tensor in model.state_dict().items() if name not in tied]
+    if merged or type(model).__name__ == "GptOssForCausalLM":  # which are stored merged
+        return found
+    return [part for name, tensor in found for part in _by_expert(name, tensor, type(model).__name__)]
+
+
+def _by_expert(name: str, tensor: torch.Tensor, architecture: str) -> list[tuple[str, torch.Tensor]]:
+    mixtral = architecture == "MixtralForCausalLM"
+    if mixtral:
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if ".experts." not in name or tensor.dim() != 3:
+        return [(name, tensor)]
+    stem, _, part = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+    spelled = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if mixtral else {}
+    return [
+        (f"{stem}.{number}.{spelled.get(each, each)}.weight", piece)
+        for number, expert in enumerate(tensor)
+        for each, piece in zip(parts, expert.chunk(len(parts)), strict=True)
+    ]
 
 
 def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:

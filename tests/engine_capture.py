@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -18,27 +17,20 @@ def record_logits(llm: LLM) -> Bits:
     worker = llm._core.executor._worker  # type: ignore[attr-defined]
     runner = worker._runner
     bits: Bits = {}
-    draw, logits = runner._draw, runner._decoder.logits
-    seen: list[torch.Tensor] = []
+    draw = runner._draw
 
-    def recording_logits(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
-        seen.append(logits(hidden, *args))
-        return seen[-1]
-
-    def recording_draw(entries: Sequence[PlanEntry], ends: list[int], hidden: torch.Tensor,
-                       results: list[EntryResult], guesses: dict[int, torch.Tensor]) -> None:
-        seeds = [runner._table.sampling(entry.row).seed if entry.sample else 0 for entry in entries]
-        seen.clear()
-        draw(entries, ends, hidden, results, guesses)
-        rows = iter(seen[0] if seen else [])
-        for entry, seed, result in zip(entries, seeds, results, strict=True):
-            for place in range(1 + len(entry.drafts) if entry.sample else 0):
-                found = next(rows).numpy().tobytes()
-                key = seed, entry.start + entry.num_tokens - len(entry.drafts) + place
+    def recording_draw(entries: Sequence[PlanEntry], drawing: list[int], results: list[EntryResult],
+                       guesses: dict[int, torch.Tensor], logits: torch.Tensor) -> None:
+        rows = iter([row.numpy().tobytes() for row in logits])
+        draw(entries, drawing, results, guesses, logits)
+        for entry, result in ((entries[i], results[i]) for i in drawing):
+            seed = runner._table.sampling(entry.row).seed
+            for place in range(1 + len(entry.drafts)):
+                found = next(rows)
+                key = seed, entry.drawn_at + place
                 # Behind a refused draft the logits are of another text.
                 if place < len(result.tokens):
                     assert bits.setdefault(key, found) == found, f"two draws of {key} saw different logits"
 
-    runner._decoder.logits = recording_logits
     runner._draw = recording_draw
     return bits

@@ -184,10 +184,9 @@ def test_a_slow_reader_gets_fewer_and_larger_outputs_and_slows_nobody(smollm2: s
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(smollm2: str) -> None:
     async def job(llm: AsyncLLM) -> None:
-        streams = [llm.generate([1], greedy(100)) for _ in range(5)]
+        streams = [llm.generate([1], greedy(300)) for _ in range(5)]
         for stream in streams:
             await stream.start()
-        await until(lambda: asyncio.sleep(0.1, True))
         with pytest.raises(QueueFullError) as caught:
             await llm.generate([1], greedy(100)).start()
         assert 1.0 <= caught.value.retry_after <= 60.0

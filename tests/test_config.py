@@ -14,13 +14,13 @@ from quire.config import (
     GPU_DEFAULTS,
     CacheConfig,
     EngineConfig,
-    GuardConfig,
     SchedulerConfig,
     default_cache_dir,
     option_fields,
-    parse_bytes,
 )
 from quire.errors import ConfigError
+from quire.options import parse_bytes
+from quire.server_config import GuardConfig
 
 
 def refused(**options: object) -> ConfigError:

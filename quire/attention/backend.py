@@ -60,8 +60,10 @@ class AttentionBackend(ABC):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """[T, Hq*hd]: causal attention over the cache; a window of w is the last w keys, itself included."""
+        """[T, Hq*hd]: causal attention over the cache; a window of w is the last w keys, itself included. `sinks`
+        [Hq] are scores beside those of the keys, without a value."""
 
     def rope_attend(
         self,
@@ -77,7 +79,7 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """`rope_and_cache`, then `attend`; a backend may do both in one launch. qkv is used up."""
         self.rope_and_cache(qkv, layer, ctx, group, shape, turn.rope, turn.q_norm, turn.k_norm, turn.eps)
-        return self.attend(qkv, layer, ctx, group, shape, scale, window, softcap)
+        return self.attend(qkv, layer, ctx, group, shape, scale, window, softcap, turn.sinks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def _slices(model: str, machine: dict[str, Any]) -> int:
 
 def _case(case: str, args: argparse.Namespace, shape: dict[str, int], ceilings: Ceilings) -> dict[str, Any]:
     work = workload(case, shape["vocab_size"])
-    mine = _contest("quire", case, args)
+    mine = contest("quire", case, args.model, args.repeat)
     limit = limit_seconds(work, shape, ceilings)
     seconds = statistics.median(mine["seconds"])
     extra = mine["peak_bytes"] - shape["weight_bytes"] - mine["kv_pool_bytes"]
@@ -66,7 +66,7 @@ def _case(case: str, args: argparse.Namespace, shape: dict[str, int], ceilings: 
         "peak_MB": round(mine["peak_bytes"] / 1e6), "peak_over_weights_and_pool_MB": round(extra / 1e6),
     }
     if not args.no_rival:
-        rival = _contest("transformers", case, args)
+        rival = contest("transformers", case, args.model, args.repeat)
         rival_seconds = statistics.median(rival["seconds"])
         line |= {"transformers": _figure(case, work, rival_seconds), "ratio": round(rival_seconds / seconds, 2),
                  "transformers_seconds": [round(s, 3) for s in rival["seconds"]],
@@ -114,8 +114,9 @@ def _shape(model: str) -> dict[str, int]:
     }
 
 
-def _contest(engine: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
-    command = module_command("quire.bench.cpu_contestant", engine, case, args.model, str(args.repeat))
+def contest(engine: str, case: str, model: str, repeat: int, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Seconds of each repetition and more of that kind, from a process of its own."""
+    command = module_command("quire.bench.cpu_contestant", engine, case, model, str(repeat), json.dumps(options or {}))
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment())
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -17,10 +17,10 @@ from quire.machine import peak_memory_bytes
 _STATIC_BATCH = 8
 
 
-def run_quire(case: str, model: str, repeat: int) -> dict[str, Any]:
+def run_quire(case: str, model: str, repeat: int, options: dict[str, Any]) -> dict[str, Any]:
     from quire import LLM, SamplingParams
 
-    with LLM(model, max_model_len=4096) as llm:
+    with LLM(model, **{"max_model_len": 4096, **options}) as llm:
         work = workload(case, llm.vocab_size)
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in work.outputs]
         llm.generate([work.prompts[0][:8]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
@@ -37,7 +37,7 @@ def run_quire(case: str, model: str, repeat: int) -> dict[str, Any]:
             "tokens": [list(output.outputs[0].token_ids) for output in outputs]}
 
 
-def run_transformers(case: str, model: str, repeat: int) -> dict[str, Any]:
+def run_transformers(case: str, model: str, repeat: int, options: dict[str, Any]) -> dict[str, Any]:
     from quire.bench.transformers_model import load_in_transformers
 
     network, vocab_size = load_in_transformers(model)
@@ -71,7 +71,7 @@ def _generate_static(network: Any, work: Workload) -> list[list[int]]:
 def main() -> None:
     engine, case, model, repeat = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
     run = {"quire": run_quire, "transformers": run_transformers}[engine]
-    print(json.dumps(run(case, model, repeat)))
+    print(json.dumps(run(case, model, repeat, json.loads(sys.argv[5]))))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.errors import ConfigError
 from quire.kernels.slices import Slices
-from quire.models.spec import LayerSpec
+from quire.models.spec import LayerSpec, MoeSpec
 from quire.ops.cpu import CpuOps, PanelLinear
 
 ROWS = (1, 3, 32, 512)
@@ -25,9 +26,12 @@ def slice_costs(layer: LayerSpec, hidden: int, seconds: float = _SECONDS) -> Ite
     """For each number of rows, the shortest time of each GEMM in microseconds; for those with slices, both ways."""
     ops = CpuOps(num_threads=1)
     heads, kv_heads, dim = layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim
-    up = layer.mlp.intermediate * (2 if layer.mlp.gated else 1)
+    mlp = layer.mlp
+    if isinstance(mlp, MoeSpec):
+        raise ConfigError("this bench times a dense MLP: name a model without experts", field="model")
+    up = mlp.intermediate * (2 if mlp.gated else 1)
     plain = {"qkv": ((heads + 2 * kv_heads) * dim, hidden), "up": (up, hidden)}
-    sliced = {"out": Slices.of_heads(heads, dim), "down": Slices.of_width(layer.mlp.intermediate)}
+    sliced = {"out": Slices.of_heads(heads, dim), "down": Slices.of_width(mlp.intermediate)}
     weights = {name: [ops.pack_linear(_weight(n, k))] for name, (n, k) in plain.items()}
     for name, slices in sliced.items():
         weight = _weight(hidden, slices.width)

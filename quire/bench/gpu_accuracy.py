@@ -164,8 +164,9 @@ class RoundedOps(TorchOps):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return self._round(super().attend(qkv, layer, ctx, group, shape, scale, window, softcap))
+        return self._round(super().attend(qkv, layer, ctx, group, shape, scale, window, softcap, sinks))
 
 
 EMULATED: dict[str, tuple[torch.dtype, torch.dtype | None]] = {

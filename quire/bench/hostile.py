@@ -1,9 +1,10 @@
 """`quire bench soak --hostile`: What ordinary clients notice while others attack the server and its engine is killed.
 
 First the ordinary load runs alone, then beside hostile clients of another key. Reported for the ordinary load: requests
-that failed (but for those in a killed engine), the longest wait with and without attack, the slowest answer of /health,
-and the server's memory before and after. Seconds around kills do not count for the waits; how many those were is
-reported, too. Exit code 1 where a request failed or memory grew."""
+that failed (but for those in a killed engine), the longest wait with and without attack, the largest lag of the
+server's event loop (from /metrics), the slowest answer of /health, and the server's memory before and after. Seconds
+around kills do not count for the waits; how many those were is reported, too. Exit code 1 where a request failed or
+memory grew."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ _EXCUSED = ("engine_dead", "engine_restarting")
 _ALLOWED_GROWTH = 64 << 20
 _CLIENTS = 4
 _PATIENCE = 120.0
+_LAG_SECONDS = 10.0
+"""Between two questions for the largest lag, which covers at least the last 30 seconds."""
 
 
 @dataclass(slots=True)
@@ -40,6 +43,8 @@ class Ordinary:
     failed: Counter[str] = field(default_factory=Counter)
     longest: float = 0.0
     slowest_health: float = 0.0
+    largest_lag: float = 0.0
+    """Of the server's event loop, as the server measured it."""
 
 
 @dataclass(slots=True)
@@ -92,6 +97,7 @@ def _report(alone: Ordinary, attacked: Ordinary, killings: Killings, done: dict[
         "failed": sum(attacked.failed.values()),
         "longest_wait_s": [round(alone.longest, 3), round(attacked.longest, 3)],
         "longest_wait_above_undisturbed_s": round(max(0.0, attacked.longest - alone.longest), 3),
+        "largest_loop_lag_s": [round(alone.largest_lag, 3), round(attacked.largest_lag, 3)],
         "slowest_health_s": [round(alone.slowest_health, 3), round(attacked.slowest_health, 3)],
         "memory_mb": [round(each / 1e6, 1) for each in memory], "wrong": wrong[:20]}
 
@@ -120,7 +126,12 @@ async def _load(address: str, found: Ordinary, killings: Killings, seconds: floa
                 found.slowest_health = max(found.slowest_health, took)
             await asyncio.sleep(0.02)
 
-    await asyncio.gather(probe(), *map(client, range(_CLIENTS)))
+    async def lags() -> None:
+        while time.monotonic() < ends:
+            await asyncio.sleep(min(_LAG_SECONDS, max(0.0, ends - time.monotonic())))
+            found.largest_lag = max(found.largest_lag, await _loop_lag(address))
+
+    await asyncio.gather(probe(), lags(), *map(client, range(_CLIENTS)))
 
 
 async def _one(address: str, text: str, kind: int, found: Ordinary, killings: Killings) -> None:
@@ -163,6 +174,16 @@ async def _health(address: str) -> tuple[int, float]:
     except (OSError, TimeoutError, asyncio.IncompleteReadError):
         status = 0
     return status, time.monotonic() - began
+
+
+async def _loop_lag(address: str) -> float:
+    """The largest of late, as /metrics tells it; 0 where it cannot be asked."""
+    with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+        reply = await ask(address, "/metrics", key=_ORDINARY, timeout=_PATIENCE)
+        for line in reply.body.decode().splitlines():
+            if line.startswith("quire:event_loop_lag_max_seconds"):
+                return float(line.rpartition(" ")[2])
+    return 0.0
 
 
 async def _kill(address: str, pid: int, kills: int, seconds: float, killings: Killings) -> None:

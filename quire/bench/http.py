@@ -1,8 +1,9 @@
-"""`quire bench http`: What serving costs: HTTP against the engine itself, an instant model under wrk, chunked prefill.
+"""`quire bench http`: What serving costs: HTTP, an instant model under wrk, chunked prefill, structured output.
 
 Cases: `throughput` runs the same requests through `LLM.generate` and through HTTP with as many streams, in turns;
 `instant` lets wrk drive a model that answers at once; `prefill-gap` looks for the longest pause in eight streams while
-a long prompt is computed, with chunks and without."""
+a long prompt is computed, with chunks and without; `structured` runs streams under a JSON schema and without, in
+turns."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from quire.errors import QuireError
 
 EXAMPLES = ("examples:\n  quire bench http\n  quire bench http --case instant --connections 32\n"
             "  quire bench http --case prefill-gap --prompt-tokens 4096")
-CASES = ("throughput", "instant", "prefill-gap")
+CASES = ("throughput", "instant", "prefill-gap", "structured")
 _WORDS = "The quick brown fox jumps over the lazy dog while the river runs slowly to the sea. "
 
 
@@ -33,10 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group("cases")
     own.add_argument("--case", choices=CASES, action="append", help="may be given several times (default: all)")
     own.add_argument("--streams", type=integer, default=16, metavar="N",
-                     help="requests at once of throughput (default: %(default)s)")
+                     help="requests at once of throughput and structured (default: %(default)s)")
     own.add_argument("--output-tokens", type=integer, default=64, metavar="N",
                      help="tokens of each of them (default: %(default)s)")
-    own.add_argument("--rounds", type=integer, default=5, metavar="N", help="of throughput (default: %(default)s)")
+    own.add_argument("--rounds", type=integer, default=5, metavar="N",
+                     help="of throughput and structured (default: %(default)s)")
     own.add_argument("--connections", type=integer, default=32, metavar="N", help="of wrk (default: %(default)s)")
     own.add_argument("--seconds", type=integer, default=10, metavar="N", help="of wrk (default: %(default)s)")
     own.add_argument("--prompt-tokens", type=integer, default=4096, metavar="N",
@@ -54,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
             found = throughput(options, args.streams, args.output_tokens, args.rounds)
         elif case == "instant":
             found = instant(options, args.connections, args.seconds)
+        elif case == "structured":
+            found = asyncio.run(structured(options, args.streams, args.output_tokens, args.rounds))
         else:
             found = prefill_gap(options, args.prompt_tokens)
         print(json.dumps({"bench": "http", "case": case, **found, **machine}), flush=True)
@@ -92,8 +96,8 @@ async def _in_turns(options: dict[str, Any], streams: int, tokens: int, rounds: 
     return found
 
 
-async def _stream_all(address: str, prompts: list[str], tokens: int) -> None:
-    body = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "stream": True}
+async def _stream_all(address: str, prompts: list[str], tokens: int, **fields: Any) -> None:
+    body = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "stream": True, **fields}
     _check(await asyncio.gather(*[ask(address, "/v1/completions", {**body, "prompt": prompt}, timeout=3600.0)
                                   for prompt in prompts]))
 
@@ -102,6 +106,33 @@ def _check(replies: list[Reply]) -> None:
     for reply in replies:
         if reply.status != 200 or not reply.complete:
             raise QuireError(f"a request failed with status {reply.status}: {reply.body[-300:]!r}")
+
+
+# ---- structured output
+
+
+async def structured(options: dict[str, Any], streams: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Output tokens per second of plain streams and of streams under a schema, in turns: medians, and the median of
+    each round's ratio."""
+    person = {"type": "object", "properties": {
+        "name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}}}, "required": ["name", "age", "tags"]}
+    shape = {"json": {"type": "array", "items": person, "minItems": tokens}}  # it goes on to the last token
+    found = []
+    async with served({}, options) as (address, _, _engine):
+        for turn in range(-1, rounds):
+            prompts = [f"{turn}/{number}. A list of people as JSON:" for number in range(streams)]
+            count = tokens if turn >= 0 else 2  # the first one warms up
+            began = time.perf_counter()
+            await _stream_all(address, prompts, count)
+            middle = time.perf_counter()
+            await _stream_all(address, prompts, count, structured_outputs=shape)
+            ended = time.perf_counter()
+            if turn >= 0:
+                found.append((streams * tokens / (middle - began), streams * tokens / (ended - middle)))
+    return {"streams": streams, "plain_tok_s": round(statistics.median(plain for plain, _ in found), 1),
+            "structured_tok_s": round(statistics.median(shaped for _, shaped in found), 1),
+            "ratio": round(statistics.median(shaped / plain for plain, shaped in found), 3), "rounds": rounds}
 
 
 # ---- an instant model under wrk

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from quire.child import child_environment, module_command
-from quire.config import ServerConfig
 from quire.errors import QuireError
+from quire.server_config import ServerConfig
 
 
 @contextlib.asynccontextmanager
@@ -48,14 +48,16 @@ def serve_process(options: dict[str, Any], flags: Sequence[str] = ()) -> Iterato
 
 
 @contextlib.contextmanager
-def serving_process(options: dict[str, Any], flags: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
-    """The same with the process's id."""
-    words = module_command("quire", "serve", "--port", "0", "--log-format", "json", *flags)
+def serving_process(options: dict[str, Any], flags: Sequence[str] = (), *, command: str = "serve",
+                    environment: dict[str, str] | None = None) -> Iterator[tuple[str, int]]:
+    """The same with the process's id; `command` may also be "route"."""
+    words = module_command("quire", command, "--port", "0", "--log-format", "json", *flags)
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         words += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, str(value)]
     # The log is a line per request: read on, so that the pipe is never full.
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, env=child_environment(PYTHONUNBUFFERED="1"))
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, 
+                               env=child_environment(PYTHONUNBUFFERED="1", **(environment or {})))
     assert process.stderr is not None
     try:
         address, said = "", b""
@@ -65,7 +67,7 @@ def serving_process(options: dict[str, Any], flags: Sequence[str] = ()) -> Itera
                 address = json.loads(line)["url"]
                 break
         if not address:
-            raise QuireError(f"quire serve did not start: {said.decode(errors='replace').strip()}")
+            raise QuireError(f"quire {command} did not start: {said.decode(errors='replace').strip()}")
         reader = asyncio.new_event_loop()
         drained = reader.run_in_executor(None, process.stderr.read)
         yield address, process.pid

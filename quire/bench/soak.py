@@ -59,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="ordinary load beside clients that attack the server, for --seconds")
     parser.add_argument("--seconds", type=integer, default=60, metavar="N",
                         help="with --hostile: how long (default: %(default)s)")
+    parser.add_argument("--disaggregated", action="store_true",
+                        help="engines that compute prompts for others and engines that continue them, of both of which "
+                             "some are killed or stopped (--kills 200 takes half an hour)")
     parser.add_argument("--soak-seed", type=integer, default=0, metavar="N", help="another seed, another mix")
     add_engine_options(parser)
 
@@ -68,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
         from quire.bench.hostile import run_hostile
 
         return run_hostile(args.seconds, args.kills, args.soak_seed, engine_options(args))
+    if args.disaggregated:
+        from quire.bench.soak_pairs import run_disaggregated
+
+        return run_disaggregated(args.requests, args.kills, args.soak_seed, engine_options(args))
     found = asyncio.run(soak(args.requests, args.kills, args.at_once, args.soak_seed, engine_options(args)))
     print(json.dumps({
         "bench": "soak", "requests": args.requests, "seconds": round(found.seconds, 1), "hung_up": found.hung_up,

@@ -16,7 +16,8 @@ SAMPLING_PREFIX = "sampling:"
 """Parsed values go by these names in the namespace, so that the two seeds do not meet."""
 
 _GROUP_TITLES = {"model": "model", "cache": "KV cache", "scheduler": "scheduling",
-                 "speculation": "speculation", "structured": "structured output"}
+                 "speculation": "speculation", "structured": "structured output",
+                 "parallel": "parallelism"}
 
 SAMPLING_HELP = {
     "n": "answers for each prompt",

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.cli.options import SAMPLING_PREFIX
 from quire.client.endpoint import DEFAULT_URL, Endpoint, EndpointError
-from quire.config import default_api_key
+from quire.server_config import default_api_key
 
 NOT_REMOTE = ("best_of", "n", "logprobs", "prompt_logprobs", "detokenize")
 """Of SamplingParams, what these commands have no place to show."""

@@ -122,9 +122,10 @@ async def _local(options: dict[str, Any], concurrency: int) -> AsyncIterator[Ask
 
     from quire.async_llm import AsyncLLM
     from quire.cli.engine import fetch
-    from quire.config import EngineConfig, ServerConfig
+    from quire.config import EngineConfig
     from quire.server.app import build_app
     from quire.server.auth import ApiKeys
+    from quire.server_config import ServerConfig
 
     engine = EngineConfig.create(**options)
     fetch(engine.model.model, engine.model.cache_dir)

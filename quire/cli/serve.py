@@ -12,7 +12,7 @@ import signal
 from typing import Any, NoReturn
 
 from quire.cli.options import add_engine_options, add_options_of, engine_options, options_of
-from quire.config import GuardConfig, ServerConfig
+from quire.server_config import GuardConfig, ServerConfig
 
 EXAMPLES = (
     "examples:\n"
@@ -53,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
     log.set_up(config.log_format, config.log_level)
 
     async def start() -> Any:
+        if config.data_parallel_size > 1:
+            from quire.router.engines import ReplicatedLLM
+
+            return await ReplicatedLLM.start(config.data_parallel_size, **options, **guard)
         from quire.async_llm import AsyncLLM
 
         return await AsyncLLM.start(**options, **guard)

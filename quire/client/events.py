@@ -10,6 +10,11 @@ class EventParser:
         self._rest = b""
         self._data: list[bytes] = []
 
+    @property
+    def pending(self) -> int:
+        """Bytes of an event that is not complete."""
+        return len(self._rest) + sum(map(len, self._data))
+
     def feed(self, piece: bytes) -> list[bytes]:
         events: list[bytes] = []
         *lines, self._rest = (self._rest + piece).split(b"\n")

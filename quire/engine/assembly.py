@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.config import CPU_DEFAULTS, EngineConfig, parse_bytes
+from quire.config import CPU_DEFAULTS, EngineConfig
 from quire.engine.calibration import measure_move_cost, measure_step_times
 from quire.engine.core import EngineCore
 from quire.engine.device import ModelWorker, build_worker, draft_rows, resolve
@@ -21,6 +21,7 @@ from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.secret import derived_secret
 from quire.models.spec import DecoderSpec
+from quire.options import parse_bytes
 from quire.scheduler.pacing import StepPacer
 from quire.scheduler.policy import BATCHING_POLICIES
 from quire.scheduler.preemption import Preemption, PreemptionMode
@@ -35,6 +36,7 @@ from quire.worker.memory import PoolSize, groups_with_draft
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
+    from quire.peers.hub import PeerHub
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class Engine:
     spec: DecoderSpec
     pool: PoolSize
     core: EngineCore
+    peers: PeerHub | None = None
+    """Other engines, where there are any."""
 
 
 def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[], float] = time.time,
@@ -79,7 +83,12 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
                       else isolate_grammars(config, options, worker.spec.vocab_size, source.eos_token_ids))
     if isinstance(core.grammars, IsolatedGrammars):
         scheduler.compiling.isolated = core.grammars
-    return Engine(config, source, worker.spec, worker.pool, core)
+    engine = Engine(config, source, worker.spec, worker.pool, core)
+    if config.transfer.kv_role is not None:
+        from quire.engine.peers import connect_peers
+
+        engine.peers = connect_peers(config, source, worker, core)
+    return engine
 
 
 def connect_pool(config: EngineConfig, source: ModelSource, worker: ModelWorker, cache: KVCacheManager) -> None:
@@ -151,4 +160,5 @@ def limits_of(config: EngineConfig, max_model_len: int) -> Limits:
         max_num_partial_prefills=options.max_num_partial_prefills,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         fetch_timeout=config.cache.kv_fetch_timeout,
+        num_stages=config.parallel.pipeline_parallel_size,
     )

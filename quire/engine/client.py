@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from quire.child import child_environment, module_command
+from quire.child import child_environment, explain_exit, module_command
 from quire.engine import messages as m
 from quire.errors import EngineError
 
@@ -174,18 +173,7 @@ class EngineClient:
         self.close()
         self.exited.set()
         # Told also when it was abandoned: whoever did that knows already.
-        self._on_exit(self._said or _explain(code))
-
-
-def _explain(code: int) -> str:
-    if code >= 0:
-        return f"its process ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    hint = " (out of memory, perhaps)" if name == "SIGKILL" else ""
-    return f"its process was ended by {name}{hint}"
+        self._on_exit(self._said or explain_exit(code))
 
 
 def check_socket_path(folder: Path) -> None:

@@ -29,6 +29,20 @@ _GRAMMAR_WAIT_S = 0.02
 """How long a step waits for a grammar when there is nothing else to do: others may come meanwhile."""
 
 
+class Peers(Protocol):
+    """Other engines that this one works for, or that work for it; their news is looked at between steps."""
+
+    def tick(self) -> bool:
+        """Look at their news; true if that may have changed what can be planned."""
+        ...
+
+    def claim(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+        """Take out what concerns requests of theirs."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class StepObserver(Protocol):
     """Somebody who wants to know when steps begin and end."""
 
@@ -62,10 +76,12 @@ class EngineCore:
         self._depth = max_steps_in_flight
         self._futures: deque[Future[StepResult]] = deque()
         self.trace: StepObserver | None = None
+        self.peers: Peers | None = None
         self.times = StepTimes()
         self.self_check = SelfCheck(scheduler)
         self.stalled_for: float | None = None
-        """Seconds for which the last step found nothing to plan before KV arrives (`executor.arrivals` tells)."""
+        """Seconds for which the last step found nothing to plan before KV arrives (`executor.arrivals` tells), or a
+        grammar's process says something."""
         for tier in scheduler.cache.tiers:
             tier.wake = executor.arrivals.ring
 
@@ -106,7 +122,8 @@ class EngineCore:
     def step(self, wait_for_kv: bool = True) -> list[SequenceUpdate]:
         """Keep the executor supplied, wait for the oldest step, and return what became of its sequences.
 
-        When all that is left waits for KV, it waits too, a little while; or not, for callers who wait themselves.
+        When all that is left waits for KV or for a grammar, it waits too, a little while; or not (`wait_for_kv`), for
+        callers who wait themselves, for messages too: `stalled_for` tells them how long.
         Without anything to do it examines itself a little, so whoever has just got the last tokens does not wait.
         """
         self.times = times = StepTimes()
@@ -116,9 +133,12 @@ class EngineCore:
             self.self_check.slice()
             return []
         self.self_check.disturb()
+        stirred = False
         while len(self._futures) < self._depth:
             began = time.perf_counter()
             plan = self.scheduler.schedule()
+            if self.peers is not None:
+                stirred = self.peers.tick()  # who is to compute a prompt for this engine begins while the step runs
             planned = time.perf_counter()
             times.plan += planned - began
             if plan is None:
@@ -127,19 +147,30 @@ class EngineCore:
             times.execute += time.perf_counter() - planned
         if self._futures:
             self._collect()
-        else:
+        elif not stirred:
             self._rest(wait_for_kv)
-        updates = self.scheduler.take_updates()
+        if self.peers is not None:
+            self.peers.tick()
+        updates = self.take_updates()
         if self.trace is not None and not self.scheduler.has_work:
             self.trace.idle()
         return updates
 
+    def take_updates(self) -> list[SequenceUpdate]:
+        """News of this engine's own requests since the last call, in order."""
+        updates = self.scheduler.take_updates()
+        if self.peers is None:
+            return updates
+        return self.peers.claim(updates)
+
     def take_arrivals(self) -> None:
-        """What transfers have reported besides the results of steps, and leases that have ended."""
+        """What transfers have reported besides the results of steps, other engines' news, leases that have ended."""
         reports = self.executor.arrivals.take()
         if reports:
             self.self_check.disturb()
             self.scheduler.arrived(reports)
+        if self.peers is not None:
+            self.peers.tick()
         ends = self.scheduler.cache.leases.next_end
         if ends is not None and self.scheduler.clock() >= ends:
             self.self_check.disturb()
@@ -149,7 +180,7 @@ class EngineCore:
         """Nothing is in flight, and nothing could be planned."""
         scheduler = self.scheduler
         if scheduler.compiling.owes_masks:
-            scheduler.compiling.wait(_GRAMMAR_WAIT_S)
+            self._await_grammar(wait_for_kv)
         elif len(scheduler.waiting) or scheduler.running or scheduler.arriving:
             until = scheduler.awaits_until
             if until is None:
@@ -160,8 +191,26 @@ class EngineCore:
                 most = _GRAMMAR_WAIT_S if len(scheduler.compiling) else _ARRIVAL_WAIT_S
                 self.executor.arrivals.wait(min(self.stalled_for, most))
                 self.take_arrivals()
+            elif len(scheduler.compiling):
+                self.stalled_for = min(self.stalled_for, _GRAMMAR_WAIT_S)
         elif len(scheduler.compiling):
-            scheduler.compiling.wait(_GRAMMAR_WAIT_S)
+            self._await_grammar(wait_for_kv)
+
+    def _await_grammar(self, here: bool) -> None:
+        if here:
+            self.scheduler.compiling.wait(_GRAMMAR_WAIT_S)
+        else:
+            self.stalled_for = _GRAMMAR_WAIT_S
+
+    def warm_grammars(self) -> None:
+        """Have the first structured output not wait for libraries and the vocabulary."""
+        if self.scheduler.compiling.isolated is not None:
+            self.scheduler.compiling.isolated.warm()
+
+    def hear_grammars(self) -> None:
+        """Take in what their processes say while there is no work, in which steps would."""
+        if self.scheduler.compiling.isolated is not None:
+            self.scheduler.compiling.isolated.pump()
 
     def _submit(self, plan: StepPlan) -> None:
         """Every plan that the scheduler made gets its future, whatever happens, so the two stay in step."""
@@ -218,6 +267,8 @@ class EngineCore:
         for future in self._futures:
             future.cancel()
         self._futures.clear()
+        if self.peers is not None:
+            self.peers.close()
         if self.grammars is not None:
             self.grammars.close()
         self.executor.close()

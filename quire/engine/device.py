@@ -6,11 +6,12 @@ import dataclasses
 import importlib.util
 from typing import TYPE_CHECKING, Protocol
 
-from quire.config import GPU_DEFAULTS, EngineConfig
+from quire.config import GPU_DEFAULTS, EngineConfig, SchedulerConfig
 from quire.errors import ConfigError, InvariantError
 from quire.executor.base import Executor
 
 if TYPE_CHECKING:
+    from quire.kernels.types import LayerCache
     from quire.models.loader.source import ModelSource
     from quire.models.spec import DecoderSpec
     from quire.worker.gpu.worker import Speculation
@@ -26,6 +27,10 @@ class ModelWorker(Protocol):
 
     spec: DecoderSpec
     pool: PoolSize
+
+    @property
+    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
+        """The caches and the cache group of each; none where nobody computes."""
 
     def connect(self, transfer: KVTransfer) -> None:
         """Move blocks to and from one more tier."""
@@ -45,8 +50,16 @@ def resolve(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu"),
-        scheduler=config.scheduler.resolved(gpu),
+        scheduler=_with_a_step_for_every_stage(config).resolved(gpu),
     )
+
+
+def _with_a_step_for_every_stage(config: EngineConfig) -> SchedulerConfig:
+    """A pipeline computes as many steps at once as it has stages."""
+    stages, options = config.parallel.pipeline_parallel_size, config.scheduler
+    if stages == 1 or options.max_steps_in_flight is not None:
+        return options
+    return dataclasses.replace(options, max_steps_in_flight=stages)
 
 
 def draft_rows(config: EngineConfig) -> int:
@@ -70,6 +83,11 @@ def _missing_for_gpu() -> str | None:
 
 def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
     """The worker of a resolved configuration, and who runs plans on it."""
+    if config.parallel.distributed:
+        from quire.engine.ranks import build_ranks
+
+        spec, pool, executor = build_ranks(source, config)
+        return _NoWorker(spec, pool), executor
     if config.model.executor == "dummy":
         return _no_worker(source, config)
     if config.model.device == "cuda":
@@ -86,6 +104,10 @@ def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker
 class _NoWorker:
     spec: DecoderSpec
     pool: PoolSize
+
+    @property
+    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
+        return [], []
 
     def connect(self, transfer: KVTransfer) -> None:
         raise InvariantError("without a model there is no KV to move")

@@ -1,4 +1,4 @@
-"""What an engine's loop waits for when it has nothing to do: a message, or KV that arrives."""
+"""What an engine's loop waits for when it has nothing to do: a message, KV that arrives, news of a grammar."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import socket
 import zmq
 
 from quire.scheduler.arrivals import ArrivalBox
+from quire.structured.isolated import IsolatedGrammars
 
 
 class Doorbell:
-    """Waits for the inbox and for `arrivals` at once: threads that report there write into a socket that is polled."""
+    """Waits for the inbox and for `arrivals` at once: threads that report there write into a socket that is polled.
+    Where grammars have processes of their own, what these say ends the wait, too."""
 
-    def __init__(self, inbox: zmq.Socket[bytes], arrivals: ArrivalBox) -> None:
+    def __init__(self, inbox: zmq.Socket[bytes], arrivals: ArrivalBox, grammars: IsolatedGrammars | None = None
+                 ) -> None:
         self._inbox = inbox
         self._heard, self._rung = socket.socketpair()
         self._heard.setblocking(False)
@@ -20,6 +23,8 @@ class Doorbell:
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(self._heard.fileno(), zmq.POLLIN)
+        if grammars is not None:
+            self._poller.register(grammars.hub.fileno(), zmq.POLLIN)
         arrivals.on_ring = self._ring
 
     def _ring(self) -> None:

@@ -21,10 +21,11 @@ from quire.structured.packets import CellLimits
 from quire.structured.vocabulary import Vocabulary, import_xgrammar, read_vocabulary
 
 
-def start_nursery(settings: Mapping[str, Any], theirs: socket.socket) -> None:
-    """In a process of its own, with the other end of the engine's link."""
+def start_nursery(settings: Mapping[str, Any], theirs: socket.socket, hurry: bool = True) -> None:
+    """In a process of its own, with the other end of the engine's link. Unless it is to hurry, it gets ready after all
+    other work."""
     subprocess.Popen(
-        module_command("quire.engine.grammar_process", str(theirs.fileno()), json.dumps(settings)),
+        module_command("quire.engine.grammar_process", str(theirs.fileno()), json.dumps({**settings, "hurry": hurry})),
         stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()],
         # One thread: a process with several cannot be forked safely.
         env=child_environment(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1"))
@@ -45,7 +46,8 @@ def main(argv: list[str]) -> NoReturn:
         source = open_source(EngineConfig.create(**settings["options"]), progress=False)
         return read_vocabulary(source.tokenizer(), settings["vocab_size"], settings["eos_token_ids"])
 
-    nursery(socket.socket(fileno=int(argv[0])), read, CellLimits(**settings["limits"]))
+    nursery(socket.socket(fileno=int(argv[0])), read, CellLimits(**settings["limits"]),
+            settings["hurry"])
 
 
 if __name__ == "__main__":

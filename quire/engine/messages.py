@@ -45,6 +45,8 @@ class RequestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = 0
     cache_key: bytes = b""
     tenant: str = ""
+    prefill: list[str] | None = None
+    """Engines that are asked for the prompt; None: those that are configured, if any."""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -74,6 +76,8 @@ class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
 
     seconds: float
     fresh: bool = False
+    engine: int = 0
+    """Its number among those that are looked at together."""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
@@ -99,6 +103,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     chunked_prefill: bool
     metrics: dict[str, int | float]
     """All counters and gauges as they begin."""
+    kv_listens: tuple[str, int] | None = None
+    """Where other engines reach this one, if it computes prompts for them."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
@@ -192,6 +198,8 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):
     since: float
     """Monotonic time at which that phase (or that very step) began."""
     steps: int
+    spent: float = 0.0
+    """Seconds that it had lasted when this was sent, but for those in which the process waited for a processor."""
 
 
 class Answer(msgspec.Struct, tag="answer", array_like=True, frozen=True):
@@ -210,7 +218,17 @@ class ViewFrame(msgspec.Struct, tag="view", array_like=True, frozen=True):
     """It tells everything, so it can be understood without those before."""
 
 
-FromEngine = Ready | Failed | Refused | StepOutputs | Heartbeat | Answer | ViewFrame
+class KVChanges(msgspec.Struct, tag="kv", array_like=True, frozen=True):
+    """Prefixes that the device holds since the last such message, and those that it does not hold any more: their
+    names, 16 bytes each, one after the other. Sent by engines that share a secret (`kv_secret_file`)."""
+
+    stored: bytes
+    evicted: bytes
+    cleared: bool
+    """What was held before is forgotten."""
+
+
+FromEngine = Ready | Failed | Refused | StepOutputs | Heartbeat | Answer | ViewFrame | KVChanges
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

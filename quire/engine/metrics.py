@@ -49,6 +49,7 @@ def flat_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float]
         **_tier_metrics(scheduler, pool),
         **{name: value for tier in cache.tiers for name, value in tier.metrics().items()},
         **({} if scheduler.speculator is None else scheduler.speculator.stats.flat()),
+        **({} if scheduler.peer_metrics is None else scheduler.peer_metrics()),
     }
 
 

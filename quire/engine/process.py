@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
-import shutil
+import math
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,51 +25,24 @@ from quire.engine.assembly import Engine, build_engine
 from quire.engine.doorbell import Doorbell
 from quire.engine.metrics import flat_metrics
 from quire.engine.news import SequenceNews
+from quire.engine.pulse import Pulse
 from quire.engine.watching import Watching
 from quire.errors import EngineError, InvalidRequestError, QuireError
+from quire.kvcache.held_names import HeldNames
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.request import FinishReason, Request
 from quire.scheduler.scheduler import SequenceUpdate
 
 log = logging.getLogger("quire.engine")
 
-HEARTBEAT_SECONDS = 0.5
 _SNAPSHOT_SECONDS = 0.5
 _START_SECONDS = 60
 """How long a parent may take to say what to build."""
 _REST_MS = 1000
+_WARM_SECONDS = 2.0
+"""After so long an engine is not one that starts to do one thing and end: what may be wanted later is made ready."""
 _TAKE_IN_SECONDS = 0.005
 """How long a burst of messages may hold up the next step."""
-
-
-class Pulse(threading.Thread):
-    """Signs of life from a thread of its own, also while a step runs; ends the process when its parent has gone."""
-
-    def __init__(self, context: zmq.Context[Any], endpoint: str, parent: int) -> None:
-        super().__init__(name="quire-pulse", daemon=True)
-        self.state = ("starting", time.monotonic(), 0)
-        """Phase, since when, and steps so far."""
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(endpoint)
-        self._parent = parent
-        self._folder = os.path.dirname(endpoint.removeprefix("ipc://"))
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        while not self._ended.wait(HEARTBEAT_SECONDS):
-            if os.getppid() != self._parent:
-                shutil.rmtree(self._folder, ignore_errors=True)  # nobody else is left to do it
-                os._exit(1)
-            try:
-                self._socket.send(m.encode(m.Heartbeat(*self.state)), zmq.NOBLOCK)
-            except zmq.Again:
-                pass
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
-        self._socket.close()
 
 
 class EngineServer:
@@ -95,25 +66,38 @@ class EngineServer:
         """Something has changed that no step will report."""
         self._snapshot_at = 0.0
         self._doorbell = doorbell
+        self._warm_at = math.inf
+        """When the process for grammars is started, if nobody has asked for one before."""
         self._watching = Watching(engine)
+        cache = engine.config.cache
+        self._held = (HeldNames(self._scheduler.cache)
+                      if cache.kv_secret is not None and cache.enable_prefix_caching else None)
+        """What to publish; None where nobody could make use of it."""
 
     def ready(self) -> m.Ready:
-        limits = self._scheduler.limits
+        limits, peers = self._scheduler.limits, self._engine.peers
         return m.Ready(
             self._engine.source.name, self._engine.spec.vocab_size, self._engine.pool.max_model_len, sorted(self._eos),
             self._scheduler.cache.num_blocks, self._scheduler.cache.block_size, limits.max_num_seqs,
-            limits.max_num_batched_tokens, limits.chunked_prefill, flat_metrics(self._scheduler, self._engine.pool))
+            limits.max_num_batched_tokens, limits.chunked_prefill, flat_metrics(self._scheduler, self._engine.pool),
+            None if peers is None or peers.listener is None else peers.listener.address)
 
     def run(self) -> None:
         """Until told to stop."""
         self._pulse.state = ("idle", time.monotonic(), 0)
+        if self._engine.config.structured.grammar_warm_start:
+            self._warm_at = time.monotonic() + _WARM_SECONDS
         while not self._ending:
             self._take_in()
+            if time.monotonic() > self._warm_at:
+                self._warm_at = math.inf
+                self._core.warm_grammars()
             if self._core.has_work:
                 self._step()
             elif self._news_due:
                 self._send([], None)
             self._show()
+            self._publish()
 
     # ---- what comes in
 
@@ -123,11 +107,18 @@ class EngineServer:
         if not self._core.has_work and not self._news_due:
             self._pulse.state = ("idle", time.monotonic(), self._scheduler.stats.steps)
             while not self._wait(0 if self._core.self_check.due else self._watching.patience_ms(_REST_MS)):
+                self._check_executor()
                 self._core.take_arrivals()
+                self._core.hear_grammars()
+                if self._core.has_work:
+                    break  # another engine has asked for something
                 self._core.self_check.slice()
                 self._show()
+                self._publish()
+                if time.monotonic() > self._warm_at:
+                    return
         elif self._core.stalled_for is not None and not self._news_due:
-            # All that is left waits for KV: whatever comes first, that or a message, goes on.
+            # All that is left waits for KV or a grammar: whatever comes first, one of these or a message, goes on.
             self._wait(min(self._watching.patience_ms(_REST_MS), 1 + int(1e3 * self._core.stalled_for)))
         while True:
             try:
@@ -160,7 +151,7 @@ class EngineServer:
         elif isinstance(message, m.Call):
             self._send_message(self._answer(message))
         elif isinstance(message, m.Watch):
-            self._watching.renew(message.seconds, message.fresh)
+            self._watching.renew(message.seconds, message.fresh, message.engine)
         elif isinstance(message, m.Shutdown):
             self._ending = True
         else:
@@ -188,7 +179,7 @@ class EngineServer:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._engine.spec.vocab_size:
             raise InvalidRequestError("the prompt has a token id outside the vocabulary", field="prompt")
         body.params.validate_for_vocab(self._engine.spec.vocab_size)
-        return Request(
+        request = Request(
             request_id=body.request_id,
             prompt_token_ids=tokens,
             params=body.params,
@@ -201,6 +192,12 @@ class EngineServer:
             tenant=body.tenant,
             beams=None if body.beams is None else BeamSearch(body.beams, self._eos),
         )
+        if self._engine.peers is not None:
+            self._engine.peers.prepare(request, body.prefill)
+        elif body.prefill:
+            raise InvalidRequestError("prefill names engines to ask for the prompt, which needs kv_role 'decode' or "
+                                      "'both'", field="prefill")
+        return request
 
     def _abort(self, handle: int) -> None:
         request = self._requests.get(handle)
@@ -245,6 +242,7 @@ class EngineServer:
         began = time.monotonic()
         self._pulse.state = ("stepping", began, stats.steps)
         updates = self._core.step(wait_for_kv=False)
+        self._check_executor()
         if stats.steps == before[0] and not updates and not self._news_due:
             return
         times, scheduler = self._core.times, self._scheduler
@@ -253,6 +251,12 @@ class EngineServer:
             stats.steps, began, times.plan, times.execute, times.update, stats.prompt_tokens - before[1],
             stats.output_tokens - before[2], stats.preemptions - before[3], len(scheduler.running),
             len(scheduler.waiting), sum(p.num_used for p in pools) / sum(p.num_blocks for p in pools)))
+
+    def _check_executor(self) -> None:
+        """Without its ranks an engine can do nothing: it ends, and whoever watches it starts another."""
+        failure = self._core.executor.failure
+        if failure is not None:
+            raise failure
 
     def _send(self, updates: list[SequenceUpdate], stats: m.StepStats | None) -> None:
         handles, tokens, news, ended = [], [], [], []
@@ -293,6 +297,12 @@ class EngineServer:
         if frame is not None:
             self._send_message(m.ViewFrame(*frame))
 
+    def _publish(self) -> None:
+        """What the device holds, for those who choose among engines."""
+        changes = None if self._held is None else self._held.take()
+        if changes is not None:
+            self._send_message(m.KVChanges(*changes))
+
     def _newly_started(self) -> list[m.Started]:
         found = [m.Started(handle, request.first_scheduled_time, request.num_cached_tokens or 0)
                  for handle, request in self._unstarted.items() if request.first_scheduled_time is not None]
@@ -322,12 +332,15 @@ def serve(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> 
             raise EngineError(f"the first message must say what to start, not {type(start).__name__}")
         engine = build_engine(EngineConfig.create(**start.options), progress=False, clock=time.monotonic,
                               options=start.options)
-        server = EngineServer(engine, inbox, outbox, pulse, Doorbell(inbox, engine.core.executor.arrivals))
+        server = EngineServer(engine, inbox, outbox, pulse, Doorbell(
+            inbox, engine.core.executor.arrivals, engine.core.scheduler.compiling.isolated))
         outbox.send(m.encode(server.ready()))
         gc.collect()
         gc.freeze()  # the model is not garbage to be searched for ever
-        server.run()
-        engine.core.close()
+        try:
+            server.run()
+        finally:
+            engine.core.close()
         return 0
     except Exception as error:
         known = isinstance(error, QuireError)

@@ -63,7 +63,8 @@ class Quarantine:
 
 
 def _content(request: Request) -> bytes:
-    """The same for two requests of one key that ask for the same; ids, times and seeds that were drawn do not count."""
+    """The same for two requests of one key that ask for the same; ids, times and seeds do not count."""
     beams = None if request.beams is None else repr(request.beams.params)
-    text = repr((request.tenant, request.prompt_token_ids, request.params.to_dict(), beams))
+    params = {name: value for name, value in request.params.to_dict().items() if name != "seed"}
+    text = repr((request.tenant, request.prompt_token_ids, params, beams))
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config import GuardConfig
 from quire.engine import messages as m
 from quire.engine.admission import Admission
+from quire.engine.kv_log import KVLog
 from quire.engine.output_processor import OutputProcessor
 from quire.engine.quarantine import Quarantine
 from quire.engine.subscription import Subscription
@@ -22,13 +22,15 @@ from quire.errors import EngineDeadError, EngineError, InvalidRequestError, Queu
 from quire.sampling.params import BeamSearchParams
 from quire.scheduler.limits import Limits, longest_allowed
 from quire.scheduler.request import Request
+from quire.server_config import GuardConfig
 from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("quire.desk")
 
 _HELD = ("requests_running", "requests_waiting", "requests_arriving", "requests_swapped", "kv_blocks_used",
          "kv_blocks_cached", "kv_blocks_moving", "transfers_under_way", "kv_leases", "kv_reservations",
-         "kv_reservations_quarantined", "host_blocks_used", "host_blocks_cached")
+         "kv_reservations_quarantined", "host_blocks_used", "host_blocks_cached",
+         "kv_links", "kv_prefills_open", "kv_prompts_open")
 """Metrics of what an engine holds, which is nothing once it is dead."""
 
 
@@ -67,6 +69,8 @@ class RequestDesk:
         """The engine's last report."""
         self.on_step_stats: Callable[[m.StepStats], None] | None = None
         self.on_view: Callable[[bytes, bool], None] | None = None
+        self.kv_log = KVLog()
+        """What the engine holds, where it says so."""
         self.closing = False
         self.idle = asyncio.Event()
         """Nobody waits for anything."""
@@ -119,7 +123,7 @@ class RequestDesk:
         self._aborted_early.discard(request_id)
 
     def submit(self, request: Request, beams: BeamSearchParams | None, text: str | None, tokenizer: Tokenizer | None,
-               kind: str, timeout: float | None) -> Subscription:
+               kind: str, timeout: float | None, prefill: list[str] | None = None) -> Subscription:
         """Send a request whose id is reserved, or raise what keeps it from being served."""
         ready = self.engine
         longest_allowed(
@@ -139,7 +143,7 @@ class RequestDesk:
         handle = next(self._handles)
         self.supervisor.send(m.add(handle, m.RequestBody(
             request.request_id, list(request.prompt_token_ids), request.params, request.seed, request.arrival_time,
-            beams, request.bad_words, request.priority, request.cache_key, request.tenant)))
+            beams, request.bad_words, request.priority, request.cache_key, request.tenant, prefill)))
         processor = OutputProcessor(
             request.request_id, request.params, tokenizer, request.prompt_token_ids, text,
             num_sequences=None if request.beams is None else request.width, seed=request.seed,
@@ -229,6 +233,7 @@ class RequestDesk:
         running = [s.request for s in self._subscriptions.values() if s.running]
         self._quarantine.died_with(running or [s.request for s in self._subscriptions.values()])
         self.engine_metrics = {name: 0 if name in _HELD else value for name, value in self.engine_metrics.items()}
+        self.kv_log.start_over()
         self.fail_all(error)
 
     def paused(self) -> None:
@@ -250,6 +255,8 @@ class RequestDesk:
             self._take_answer(message)
         elif isinstance(message, m.ViewFrame) and self.on_view is not None:
             self.on_view(message.body, message.full)
+        elif isinstance(message, m.KVChanges):
+            self.kv_log.take(message)
 
     # ---- what the engine says
 

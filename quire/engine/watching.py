@@ -25,12 +25,12 @@ class Watching:
     def active(self) -> bool:
         return self._view is not None
 
-    def renew(self, seconds: float, fresh: bool) -> None:
-        """Somebody watches for so long from now on."""
+    def renew(self, seconds: float, fresh: bool, number: int = 0) -> None:
+        """Somebody watches for so long from now on; `number` is that of this engine among several."""
         self._until = time.monotonic() + min(max(0.0, seconds), _LONGEST)
         core = self._engine.core
         if self._view is None and seconds > 0 and core.trace is None:
-            self._view = EngineView(core.scheduler, self._engine.pool, self._engine.source.name)
+            self._view = EngineView(core.scheduler, self._engine.pool, self._engine.source.name, engine=number)
             core.trace = self._view
             self._told_rest = False
         elif fresh and self._view is not None:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from functools import cached_property
 
+from quire.errors import EngineDeadError
 from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import StepPlan, StepResult
 
@@ -28,6 +29,12 @@ class Executor(ABC):
     @abstractmethod
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Queue a plan; may run it before returning."""
+
+    @property
+    def failure(self) -> EngineDeadError | None:
+        """Why no plan can be carried out any more: processes that it needs are lost. `arrivals` rings when that
+        happens."""
+        return None
 
     def close(self) -> None:  # noqa: B027 (most have nothing to let go of)
         """Let go of threads, processes and memory. Idempotent."""

@@ -32,6 +32,18 @@ def _mixed(value: int) -> int:
     return value ^ value >> 31
 
 
+def total(parts: Sequence[int]) -> int:
+    """The sum of what several ranks hold."""
+    return sum(parts) % _PRIME
+
+
+def content_part(token: int, position: int, rank: int, num_ranks: int) -> int:
+    """What the slot of a token holds on one of several ranks. Only all of them together have its content."""
+    whole = content(token, position)
+    others = [_mixed(whole + (other + 1) * 0xBF58476D1CE4E5B9) % _PRIME for other in range(num_ranks - 1)]
+    return others[rank] if rank < num_ranks - 1 else (whole - sum(others)) % _PRIME
+
+
 def content(token: int, position: int) -> int:
     """What the slot of a token holds."""
     return _mixed(token * 0x9E3779B97F4A7C15 + position * 0xD6E8FEB86659FD93 + 1) % _PRIME

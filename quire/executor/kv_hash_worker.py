@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from quire.errors import InvariantError
 from quire.executor.dummy import allowed_token
@@ -22,6 +23,30 @@ from quire.executor.kv_hash import (
 from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, TokenLogprobs
 
 
+class KVPart(Protocol):
+    """The part of every slot that this worker holds, where several ranks share them."""
+
+    draws: bool
+    """It has what all ranks read, and so draws the tokens."""
+
+    def content(self, token: int, position: int) -> int: ...
+
+    def total(self, sums: list[int]) -> list[int]:
+        """From what this rank has read to what all have."""
+
+
+class _Whole:
+    """One worker that holds everything."""
+
+    draws = True
+
+    def content(self, token: int, position: int) -> int:
+        return content(token, position)
+
+    def total(self, sums: list[int]) -> list[int]:
+        return sums
+
+
 @dataclass(slots=True)
 class _Row:
     """A row of the table. A new owner finds the tokens and tables of the one before, until a plan brings its own."""
@@ -35,12 +60,15 @@ class KVHashWorker:
     """Carries out plans on blocks of numbers."""
 
     def __init__(self, num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,),
-                 vocab_size: int = 1000) -> None:
+                 vocab_size: int = 1000, part: KVPart | None = None) -> None:
+        self._part = _Whole() if part is None else part
         self.vocab_size = vocab_size
         self.device = [BlockStore(num_blocks, block_size) for _ in windows]
         self._windows = list(windows)
         self._block_size = block_size
         self._rows: dict[int, _Row] = {}
+        self._states: dict[tuple[int, int], int] = {}
+        """Of this step, by row and end: what is read there."""
 
     def apply(self, plan: StepPlan) -> None:
         """Rows, tables and copies of a plan: all that comes before its forward pass."""
@@ -58,10 +86,16 @@ class KVHashWorker:
             self.device[copy.group].put(copy.target, self.device[copy.group].read(copy.source))
 
     def run(self, entries: Sequence[PlanEntry]) -> list[EntryResult]:
-        """The forward pass: everybody writes, then everybody reads."""
+        """The forward pass: everybody writes, then everybody reads. No results where another rank draws."""
         for entry in entries:
             self._write(entry)
-        return [self._draw(entry) for entry in entries]
+        wanted = list(dict.fromkeys(place for entry in entries for place in self._places_read(entry)))
+        self._states = dict(zip(wanted, self._read(wanted), strict=True))
+        return [self._draw(entry) for entry in entries] if self._part.draws else []
+
+    def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
+        """Tokens that another rank has drawn."""
+        _put(self._row(row).tokens, position, tokens)
 
     def owner(self, row: int) -> RowStart | None:
         """Who has the row now."""
@@ -84,18 +118,41 @@ class KVHashWorker:
 
     def _write_slot(self, row: _Row, position: int) -> None:
         index, offset = divmod(position, self._block_size)
-        value = content(row.tokens[position] if position < len(row.tokens) else 0, position)
+        value = self._part.content(row.tokens[position] if position < len(row.tokens) else 0, position)
         for store, table in zip(self.device, row.tables, strict=True):
             store.write(table[index] if index < len(table) else 0, offset, value)
 
     # ---- reading
 
-    def _state(self, row: _Row, end: int) -> int:
+    def _places_read(self, entry: PlanEntry) -> list[tuple[int, int]]:
+        """Row and end of all that the results of an entry need. What the worker drafts itself it reads on its way."""
+        row, end = self._row(entry.row), entry.start + entry.num_tokens
+        if row.start is None:
+            raise InvariantError(f"row {entry.row} of the request table is empty")
+        if entry.device_drafts:
+            return []
+        if entry.drafts:
+            return [(entry.row, end - place) for place in range(len(entry.drafts) + 1)]
+        places = [(entry.row if entry.shares is None else entry.shares, end)]
+        if entry.prompt_logprobs_from is not None:
+            last = min(end, row.start.num_prompt_tokens - 1)
+            places += [(entry.row, position + 1) for position in range(entry.prompt_logprobs_from, last)]
+        return places
+
+    def _read(self, places: Sequence[tuple[int, int]]) -> list[int]:
+        """What the queries before these ends read, in all ranks together."""
+        sums: list[int] = []
+        for number, end in places:
+            tables, blocks = self._row(number).tables, -(-end // self._block_size)
+            sums += [store.sum([*table, *[0] * (blocks - len(table))], visible_from(window, end), end)
+                     for store, table, window in zip(self.device, tables, self._windows, strict=True)]
+        whole, size = self._part.total(sums), len(self._windows)
+        return [combined(whole[at : at + size]) for at in range(0, len(whole), size)]
+
+    def _state(self, row: int, end: int) -> int:
         """What the query at `end - 1` reads."""
-        blocks = -(-end // self._block_size)
-        return combined([
-            store.sum([*table, *[0] * (blocks - len(table))], visible_from(window, end), end)
-            for store, table, window in zip(self.device, row.tables, self._windows, strict=True)])
+        known = self._states.get((row, end))
+        return self._read([(row, end)])[0] if known is None else known
 
     def _draw(self, entry: PlanEntry) -> EntryResult:
         row, end = self._row(entry.row), entry.start + entry.num_tokens
@@ -103,8 +160,7 @@ class KVHashWorker:
             raise InvariantError(f"row {entry.row} of the request table is empty")
         if entry.num_drafts:
             return self._judge(entry, row, row.start)
-        reader = row if entry.shares is None else self._row(entry.shares)
-        state = self._state(reader, end)
+        state = self._state(entry.row if entry.shares is None else entry.shares, end)
         if entry.candidates:
             return EntryResult(candidates=ranked_candidates(state, entry.candidates, self.vocab_size))
         result = EntryResult()
@@ -128,7 +184,7 @@ class KVHashWorker:
 
     def _prompt_logprobs(self, entry: PlanEntry, row: _Row, start: RowStart) -> list[TokenLogprobs]:
         last = min(entry.start + entry.num_tokens, start.num_prompt_tokens - 1)
-        return [self._described(self._state(row, position + 1), row.tokens[position + 1])
+        return [self._described(self._state(entry.row, position + 1), row.tokens[position + 1])
                 for position in range(entry.prompt_logprobs_from or 0, last)]
 
     def _judge(self, entry: PlanEntry, row: _Row, start: RowStart) -> EntryResult:
@@ -139,7 +195,7 @@ class KVHashWorker:
         true = True
         for place in range(entry.num_drafts + 1):
             masks = entry.masks[place * size : (place + 1) * size]
-            drawn = self._drawn(self._state(row, known + place), start, known + place, masks)
+            drawn = self._drawn(self._state(entry.row, known + place), start, known + place, masks)
             if drawn.error is not None:
                 return kept if kept.tokens else drawn
             if true:

@@ -110,6 +110,15 @@ def random_fault_case(seed: int) -> FaultCase:
     return case
 
 
+def on_ranks(case: FaultCase, tensor_size: int, num_stages: int) -> FaultCase:
+    """The same requests on several ranks, without what only one worker can do wrong on demand."""
+    options = {**case.options, "ranks": [tensor_size, num_stages]}
+    options.pop("far", None)
+    if num_stages > 1:  # drafts that the worker makes itself are known to the last stage only
+        options["drafts_on_device"] = False
+    return dataclasses.replace(case, options=options, lost_steps=[], transfers=[])
+
+
 def _prompt(rng: random.Random, texts: list[list[int]]) -> list[int]:
     """One of the texts, the beginning of one with an end of its own, or something new."""
     kind, text = rng.random(), rng.choice(texts)

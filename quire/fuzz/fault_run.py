@@ -18,6 +18,9 @@ from quire.fuzz.unit_tier import NUM_PLACES, UNITS, SmallUnits
 from quire.kvcache.connector import KVConnector
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.parallel.place import Place
+from quire.ranks.threads import ThreadExecutor, start_threads
+from quire.ranks.workers import KV_HASH
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.policy import BATCHING_POLICIES
@@ -35,36 +38,42 @@ _EOS = frozenset({END})
 
 def find_fault(case: FaultCase) -> str | None:
     """None when every request got what it must get, else the first that did not."""
-    play = _Play(case)
+    play = Play(case)
     try:
         play.run()
     except Exception as error:
         return f"the engine raised {type(error).__name__}: {error}"
+    finally:
+        play.executor.close()
     return play.difference()
 
 
-class _Play:
+class Play:
     """One engine and the requests of one case."""
 
     def __init__(self, case: FaultCase) -> None:
-        self._case = case
-        self._now = 0
+        self.case = case
+        self.now = 0
         self._windows = list(case.options["windows"])
-        self.executor = _executor(case)
-        self.core = EngineCore(_scheduler(case.options, lambda: float(self._now)), self.executor, case.options["depth"])
-        self._requests: dict[str, Request] = {}
+        self.executor: FaultyExecutor | FuzzedRanks = (
+            _on_ranks(case.options) if case.options.get("ranks") else faulty_executor(case))
+        scheduler = faulty_scheduler(case.options, lambda: float(self.now))
+        self.core = EngineCore(scheduler, self.executor, case.options["depth"])
+        self.requests: dict[str, Request] = {}
         self._logprobs: dict[str, list[float]] = {}
         self._due: dict[tuple[str, int], int] = {}
         """By request and sequence: the step at which it is ended from outside."""
 
     def run(self) -> None:
-        arrivals = sorted(self._case.requests, key=lambda r: r.at_step)
-        while self._now < _STEPS_BOUND:
-            self._now += 1
-            while arrivals and arrivals[0].at_step < self._now:
+        arrivals = sorted(self.case.requests, key=lambda r: r.at_step)
+        while self.now < _STEPS_BOUND:
+            self.now += 1
+            while arrivals and arrivals[0].at_step < self.now:
                 self._add(arrivals.pop(0))
             self._from_outside()
-            self._tick()
+            self.beside()
+            if self.stopped:
+                continue
             for update in self.core.step():
                 found = self._logprobs.setdefault(update.request.request_id, [])
                 found += [each.logprob for each in update.prompt_logprobs or ()]
@@ -79,29 +88,44 @@ class _Play:
         beams = None if wanted.beam is None else BeamSearch(BeamSearchParams(**wanted.beam), _EOS)
         params = SamplingParams(max_tokens=wanted.max_tokens, temperature=wanted.temperature, n=wanted.n,
                                 ignore_eos=wanted.ignore_eos, prompt_logprobs=0 if wanted.prompt_logprobs else None)
-        request = Request(wanted.name, wanted.prompt, params, wanted.seed, float(self._now), _EOS,
+        request = Request(wanted.name, wanted.prompt, params, wanted.seed, float(self.now), _EOS,
                           priority=wanted.priority, cache_key=wanted.salt.encode(), tenant=wanted.tenant, beams=beams)
+        self.prepare(request)
         self.core.add(request)
-        self._requests[wanted.name] = request
+        self.requests[wanted.name] = request
 
     def _from_outside(self) -> None:
         """Aborts, ends and an emptied cache, as a front door sends them between two steps."""
-        if self._now in self._case.clears:
+        if self.now in self.case.clears:
             self.core.clear_prefix_cache()
-        for wanted in self._case.requests:
-            request = self._requests.get(wanted.name)
+        for wanted in self.case.requests:
+            request = self.requests.get(wanted.name)
             if request is None or request.finished:
                 continue
-            if wanted.abort_at is not None and self._now >= wanted.abort_at:
+            if wanted.abort_at is not None and self.now >= wanted.abort_at:
                 self.core.abort(wanted.name)
             for index, tokens, later in wanted.ends:
                 seq = request.sequences[index]
                 if seq.num_output_tokens >= tokens:
-                    due = self._due.setdefault((wanted.name, index), self._now + later)
-                    if self._now >= due:
+                    due = self._due.setdefault((wanted.name, index), self.now + later)
+                    if self.now >= due:
                         self.core.finish(seq, FinishReason.STOP, "the end")
 
-    def _tick(self) -> None:
+    def prepare(self, request: Request) -> None:
+        """Before it is added."""
+
+    @property
+    def stopped(self) -> bool:
+        """The engine does not get to run now."""
+        return False
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is under way that no request waits for."""
+        return self.executor.quiet
+
+    def beside(self) -> None:
+        """What happens beside the engine before each of its steps."""
         for tier in self.core.scheduler.cache.tiers:
             if isinstance(tier, FarTier):
                 tier.tick()
@@ -109,11 +133,16 @@ class _Play:
     def _rest(self) -> None:
         """Let transfers that nobody waits for come to their end: then nothing may be held."""
         for _ in range(_STEPS_BOUND):
-            if self.executor.quiet and not self.core.has_work:
+            if not self.stopped:
+                self.core.take_arrivals()
+            if self.quiet and not self.core.has_work:
                 break
-            self._now += 1
-            self.core.take_arrivals()
-            self.core.step()
+            self.now += 1
+            self.beside()
+            if not self.stopped:
+                self.core.take_arrivals()
+                self.core.step()
+            self.executor.arrivals.wait(0.01)
         cache = self.core.scheduler.cache
         self.core.scheduler.check()
         used = [sum(pool.num_used for pool in cache.pools), *(tier.num_used for tier in cache.tiers)]
@@ -123,8 +152,8 @@ class _Play:
     # ---- what must have come of it
 
     def difference(self) -> str | None:
-        for wanted in self._case.requests:
-            found = self._difference(wanted, self._requests[wanted.name])
+        for wanted in self.case.requests:
+            found = self._difference(wanted, self.requests[wanted.name])
             if found is not None:
                 return f"request {wanted.name}: {found}"
         if self.core.scheduler.stats.invariant_errors:
@@ -160,7 +189,22 @@ def _may_end_early(wanted: FaultRequest) -> bool:
     return wanted.abort_at is not None or bool(wanted.ends)
 
 
-def _executor(case: FaultCase) -> FaultyExecutor:
+class FuzzedRanks(ThreadExecutor):
+    """Ranks on which nothing goes wrong."""
+
+    hit: frozenset[int] = frozenset()
+
+
+def _on_ranks(options: dict[str, Any]) -> FuzzedRanks:
+    """The same KV dealt to `options["ranks"]`: tensor ranks, and stages."""
+    executor = FuzzedRanks(Place.all(*options["ranks"]))
+    start_threads(executor, {
+        "kind": KV_HASH, "num_blocks": options["num_blocks"], "block_size": options["block_size"],
+        "num_host_blocks": options["host_blocks"], "windows": options["windows"], "vocab_size": VOCABULARY})
+    return executor
+
+
+def faulty_executor(case: FaultCase) -> FaultyExecutor:
     options = case.options
     groups = len(options["windows"])
     worker = KVHashWorker(options["num_blocks"], options["block_size"], options["windows"], VOCABULARY)
@@ -175,7 +219,7 @@ def _executor(case: FaultCase) -> FaultyExecutor:
     return FaultyExecutor(worker, tiers, faults)
 
 
-def _scheduler(options: dict[str, Any], clock: Any) -> Scheduler:
+def faulty_scheduler(options: dict[str, Any], clock: Any) -> Scheduler:
     groups = tuple(CacheGroup(window) for window in options["windows"])
     tiers: list[KVConnector] = []
     if options["host_blocks"]:
@@ -190,7 +234,7 @@ def _scheduler(options: dict[str, Any], clock: Any) -> Scheduler:
     limits = Limits(options["max_num_seqs"], options["max_num_batched_tokens"], _LENGTH,
                     max_num_partial_prefills=options["max_num_partial_prefills"],
                     long_prefill_token_threshold=options["long_prefill_token_threshold"],
-                    fetch_timeout=float(options["fetch_timeout"]))
+                    fetch_timeout=float(options["fetch_timeout"]), num_stages=options.get("ranks", (1, 1))[1])
     speculator = None
     if options["drafts"]:
         method = SKIP_LAYERS if options["drafts_on_device"] else NGRAM

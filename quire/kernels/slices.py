@@ -58,6 +58,12 @@ class Slices:
         return cls(width, UNIT, count, 0, count)
 
     @classmethod
+    def of_experts(cls, num_experts: int) -> Self:
+        """Eight ranges of a layer's experts (one each where there are fewer): a "column" is an expert."""
+        count = min(MLP_RANGES, num_experts)
+        return cls(num_experts, 1, count, 0, count)
+
+    @classmethod
     def single(cls, width: int) -> Self:
         """All columns in one slice: no tree."""
         return cls(width, width, 1, 0, 1)
@@ -116,26 +122,11 @@ class Slices:
         Sums lie on a stack. A slice's sum is pushed; then, so many times, the two on top are replaced by their sum.
         What is left in the end are the values of `nodes()`, in that order.
         """
-        stack: list[Node] = []
-        counts = []
-        for index in range(self.first, self.last):
-            stack.append((index, index + 1))
-            before = len(stack)
-            while len(stack) > 1 and is_node(stack[-2][0], stack[-1][1], self.total):
-                (low, _), (_, high) = stack[-2:]
-                stack[-2:] = [(low, high)]
-            counts.append(before - len(stack))
-        return counts
+        return merges_of([(index, index + 1) for index in range(self.first, self.last)], self.total)
 
     def nodes(self) -> list[Node]:
         """The largest nodes of the tree that lie within the run, in order: what a rank has to tell the others."""
-        left = []
-        at, end = self.first, self.last
-        while at < end:
-            last = max(high for high in range(at + 1, end + 1) if is_node(at, high, self.total))
-            left.append((at, last))
-            at = last
-        return left
+        return nodes_within(self.first, self.last, self.total)
 
 
 def is_node(first: int, last: int, total: int) -> bool:
@@ -144,6 +135,57 @@ def is_node(first: int, last: int, total: int) -> bool:
     while first + size < last:
         size *= 2
     return first % size == 0 and last == min(first + size, total)
+
+
+def nodes_within(first: int, last: int, total: int) -> list[Node]:
+    """The largest nodes of the tree over `total` slices that lie within the run [first, last), in order."""
+    found = []
+    while first < last:
+        high = max(high for high in range(first + 1, last + 1) if is_node(first, high, total))
+        found.append((first, high))
+        first = high
+    return found
+
+
+def merges_of(nodes: Sequence[Node], total: int) -> list[int]:
+    """For each of some neighbouring nodes, how many additions follow it on the stack of sums."""
+    stack: list[Node] = []
+    counts = []
+    for node in nodes:
+        stack.append(node)
+        before = len(stack)
+        while len(stack) > 1 and is_node(stack[-2][0], stack[-1][1], total):
+            (low, _), (_, high) = stack[-2:]
+            stack[-2:] = [(low, high)]
+        counts.append(before - len(stack))
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class RankTree:
+    """The tree over `total` slices whose ranks own the runs `runs`, one after the other."""
+
+    total: int
+    runs: tuple[Node, ...]
+
+    @classmethod
+    def even(cls, total: int, size: int) -> Self:
+        return cls(total, tuple(rank_run(total, rank, size) for rank in range(size)))
+
+    def nodes(self, rank: int) -> list[Node]:
+        """What a rank has to tell the others: the largest nodes within its run."""
+        return nodes_within(*self.runs[rank], self.total)
+
+    @property
+    def most_nodes(self) -> int:
+        """Of any rank."""
+        return max(len(self.nodes(rank)) for rank in range(len(self.runs)))
+
+    def steps(self) -> list[tuple[int, int, int]]:
+        """How to finish the tree on a stack: (rank, which of its nodes, additions that follow), slice by slice."""
+        owned = [(rank, index, node) for rank in range(len(self.runs)) for index, node in enumerate(self.nodes(rank))]
+        merges = merges_of([node for _, _, node in owned], self.total)
+        return [(rank, index, count) for (rank, index, _), count in zip(owned, merges, strict=True)]
 
 
 def rank_run(count: int, rank: int, size: int) -> Node:

@@ -40,6 +40,26 @@ class HeadShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    group: int = 0
+    """Query heads that share a kv head, where these are some of a layer's heads only; 0: as the numbers say."""
+    skipped: int = 0
+    """Query heads of the first kv head that come before these: another rank has them."""
+
+    def __post_init__(self) -> None:
+        if self.group == 0:
+            object.__setattr__(self, "group", self.num_heads // max(1, self.num_kv_heads))
+        first, last = self.kv_head(0), self.kv_head(self.num_heads - 1)
+        if self.num_kv_heads < 1 or first != 0 or last != self.num_kv_heads - 1:
+            raise ValueError(f"query heads that do not match their kv heads: {self}")
+
+    def kv_head(self, head: int) -> int:
+        """The kv head that a query head reads."""
+        return (self.skipped + head) // self.group
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every kv head is read by as many query heads as any other."""
+        return self.group * self.num_kv_heads == self.num_heads
 
     @property
     def width(self) -> int:
@@ -54,13 +74,15 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class HeadTurn:
-    """What a layer does to each head of q and k before it attends: norm, then rotation by position."""
+    """What a layer does to each head of q and k before it attends: norm, then rotation by position; and its sinks."""
 
     rope: Tensor | None
     """float32 [positions, rotated features]: cosines, then sines."""
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+    sinks: Tensor | None = None
+    """float32 [query heads]: a score of each head that takes part in the softmax and has no value."""
 
 
 @dataclass(slots=True)

@@ -29,6 +29,10 @@ class KVObserver(Protocol):
         """A sequence has ended whose prefixes these are, shortest first."""
         ...
 
+    def cleared(self) -> None:
+        """Many blocks were given up at once without being told of: only what the pools hold now is held."""
+        ...
+
 
 @dataclass(slots=True)
 class OffloadStats:
@@ -140,6 +144,11 @@ class KVEvents:
                 self._count([move])
                 return True
         return False
+
+    def cleared(self) -> None:
+        """Blocks were given up without `evicted`; the pools are as they will be."""
+        for observer in self.observers:
+            observer.cleared()
 
     def _count(self, moves: list[Move]) -> None:
         self.stats.blocks += len(moves)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from quire.errors import InvariantError
+
 PART_BLOCKS = 512
 """Blocks that one part looks at: about 0.2 ms."""
 
@@ -31,6 +33,16 @@ def count_blocks(counts: memoryview, holders: Iterable[Sequence[int]]) -> Iterat
             if todo <= 0:
                 todo = PART_BLOCKS
                 yield
+
+
+def compare_counts(held: memoryview, counted: Sequence[int], where: str) -> Iterator[None]:
+    """InvariantError for the first block whose holders are not as many as its pool counts."""
+    for part in parts(len(held)):
+        for block in part:
+            if held[block] != counted[block]:
+                raise InvariantError(f"KV block {block} of {where} counts {counted[block]} holders and has "
+                                     f"{held[block]}")
+        yield
 
 
 def finish(examination: Iterator[None]) -> None:

@@ -16,6 +16,8 @@ class Lease:
     num_tokens: int
     """Tokens whose KV is known to be in them."""
     until: float
+    readers: int = 0
+    """Threads that read the blocks right now. While there are any, the blocks stay, whatever the time."""
 
 
 class Leases:
@@ -49,6 +51,10 @@ class Leases:
             lease.until = max(lease.until, until)
         return lease is not None
 
+    def hold(self, number: int) -> None:
+        """A thread begins to read the blocks; who reads them releases the lease."""
+        self._leases[number].readers += 1
+
     def release(self, number: int) -> bool:
         """The blocks were taken, or nobody wants them; false if the lease had ended."""
         lease = self._leases.pop(number, None)
@@ -57,13 +63,18 @@ class Leases:
         return lease is not None
 
     def expire(self, now: float) -> None:
-        for lease in [lease for lease in self._leases.values() if now >= lease.until]:
+        for lease in [lease for lease in self._leases.values() if now >= lease.until and not lease.readers]:
             self.num_expired += 1
             self.release(lease.number)
 
     @property
     def next_end(self) -> float | None:
-        return min((lease.until for lease in self._leases.values()), default=None)
+        return min((lease.until for lease in self._leases.values() if not lease.readers), default=None)
+
+    @property
+    def num_read(self) -> int:
+        """Leases whose blocks are being read."""
+        return sum(lease.readers > 0 for lease in self._leases.values())
 
     @property
     def holders(self) -> list[SequenceKV]:

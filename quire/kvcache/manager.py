@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from quire.errors import InvariantError
@@ -16,32 +15,17 @@ from quire.kvcache.block_pool import NO_BLOCK, BlockPool
 from quire.kvcache.connector import KVConnector, Lookup, unless_it_breaks
 from quire.kvcache.events import KVEvents
 from quire.kvcache.eviction import EVICTION_POLICIES
-from quire.kvcache.examination import count_blocks, finish, parts, zeros
+from quire.kvcache.examination import compare_counts, count_blocks, finish, zeros
 from quire.kvcache.leases import Leases
 from quire.kvcache.matching import CacheGroup as CacheGroup
 from quire.kvcache.matching import longest_match, valid_in_windows
 from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.prefix import HashChain
 from quire.kvcache.reservations import Reservation, Reservations
+from quire.kvcache.stats import CacheStats
 from quire.kvcache.table import BlockTable, PrefixMatch, SequenceKV, outside, tier_and_block
 from quire.kvcache.token_prefix import TokenPrefix
 from quire.kvcache.transfers import Fetch, Move, TransferLedger
-
-
-@dataclass(slots=True)
-class CacheStats:
-    """Running totals that the metrics report."""
-
-    prefix_queries: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    copies_on_write: int = 0
-    blocks_deduplicated: int = 0
-    tier_hits: int = 0
-    """Blocks of admitted requests that another tier was asked to bring back."""
-    tier_hit_tokens: int = 0
-    bytes_fetched: int = 0
-
 
 Copy = tuple[int, int, int]
 """Group, source block, target block."""
@@ -312,21 +296,38 @@ class KVCacheManager:
 
     # ---- writers from outside
 
-    def reserve(self, kv: SequenceKV, match: PrefixMatch, num_tokens: int, deadline: float) -> Reservation | None:
+    def reserve(self, kv: SequenceKV, match: PrefixMatch, num_tokens: int, deadline: float,
+                position: int | None = None) -> Reservation | None:
         """Blocks for tokens up to `num_tokens`, of which those after the device's `match` are written from outside.
 
-        The sequence shares them with the reservation. None, and no change, when there is no room for that now.
+        The sequence goes on at `position`, by default where the written tokens end: window groups get blocks only for
+        what a token there can see. The sequence shares them with the reservation. None, and no change, when there is no
+        room for that now.
         """
         if match.num_outside:
             raise InvariantError("what is reserved for a writer is not fetched from a tier")
-        if not self.fits(num_tokens, match, num_tokens - match.num_tokens):
+        seen = self._seen_from(match, num_tokens if position is None else position)
+        wanted = self.blocks_for(num_tokens)
+        for pool, blocks in zip(self.pools, seen.blocks, strict=True):
+            idle = sum(1 for b in blocks if b > NO_BLOCK and pool.references(b) == 0)
+            if wanted - len(blocks) > pool.num_available + pool.num_leaving - idle:
+                return None
+        if self.open(kv, seen, num_tokens - match.num_tokens) is None:
             return None
-        if self.open(kv, match, num_tokens - match.num_tokens) is None:
-            return None
-        if not self.extend(kv, num_tokens, match.num_tokens):
+        for group, table in zip(self.groups, kv.tables, strict=True):
+            table.first_live = self.first_needed(group, num_tokens if position is None else position)
+        if not self._grow(kv, wanted, wanted):
             raise InvariantError("the cache promised room for a reservation and then had none")
         own = self.fork(kv)
         return self.reservations.open(own, match.num_tokens, num_tokens, self.block_size, deadline)
+
+    def _seen_from(self, match: PrefixMatch, position: int) -> PrefixMatch:
+        """The same match without what the windows of a token at `position` have passed, up to there at least."""
+        blocks = []
+        for group, held in zip(self.groups, match.blocks, strict=True):
+            first = self.first_needed(group, position)
+            blocks.append([NO_BLOCK] * first + held[first:])
+        return PrefixMatch(match.num_tokens, blocks)
 
     def count_query(self, num_tokens: int, match: PrefixMatch) -> None:
         """Record one request's look-up, once, when it is admitted."""
@@ -415,11 +416,12 @@ class KVCacheManager:
             table.blocks[table.first_live : end] = [NO_BLOCK] * (end - table.first_live)
             table.first_live = end
 
-    def publish(self, kv: SequenceKV, tokens: list[int], num_confirmed: int) -> None:
+    def publish(self, kv: SequenceKV, tokens: list[int], num_confirmed: int, awaited: bool = False) -> None:
         """Register the full blocks among the first `num_confirmed` tokens, whose KV is known to be written.
 
         Where another block already caches the same prefix the sequence changes over to that one and gives its
-        own back: memory is saved, and whoever holds a cached block holds its registered parent too.
+        own back: memory is saved, and whoever holds a cached block holds its registered parent too. `awaited`: a
+        reservation holds the same blocks, so none may be exchanged; what follows such a block is published later.
         """
         full = num_confirmed // self.block_size
         if not self.prefix_caching or full <= kv.num_registered:
@@ -427,6 +429,9 @@ class KVCacheManager:
         hashes = self.chain.extend(kv, tokens, num_confirmed)
         fresh: list[tuple[int, int]] = []
         for i in range(kv.num_registered, full):
+            if awaited and self._cached_elsewhere(kv, i, hashes[i]):
+                full = i
+                break
             for index, (pool, table) in enumerate(zip(self.pools, kv.tables, strict=True)):
                 block = table.blocks[i]
                 if block == NO_BLOCK:
@@ -453,6 +458,11 @@ class KVCacheManager:
         if block != NO_BLOCK:
             pool.acquire(block)
         return block
+
+    def _cached_elsewhere(self, kv: SequenceKV, i: int, key: bytes) -> bool:
+        """Does another block than the sequence's own cache the prefix that ends with entry `i`?"""
+        return any(table.blocks[i] != NO_BLOCK and pool.lookup(key) not in (NO_BLOCK, table.blocks[i])
+                   for pool, table in zip(self.pools, kv.tables, strict=True))
 
     def fork(self, kv: SequenceKV, num_blocks: int | None = None) -> SequenceKV:
         """A second sequence over the same blocks, or the first `num_blocks`; whoever writes a shared one first gets a
@@ -497,8 +507,9 @@ class KVCacheManager:
 
     @property
     def room_is_coming(self) -> bool:
-        """Blocks will come free by themselves, once plans in flight are done or copies to a tier are made."""
-        return bool(self._limbo) or self.transfers.frees_blocks
+        """Blocks will come free by themselves: when plans in flight are done, copies to a tier are made, or somebody
+        outside has let go of them."""
+        return bool(self._limbo) or self.transfers.frees_blocks or self.held_outside
 
     def expire(self, now: float) -> None:
         """Stop waiting for what is late: transfers, writers of reservations, those who were granted leases."""
@@ -512,6 +523,11 @@ class KVCacheManager:
         ends = [self.reservations.next_end, self.leases.next_end, *self.transfers.deadlines]
         return min((end for end in ends if end is not None), default=None)
 
+    @property
+    def held_outside(self) -> bool:
+        """Blocks will come free once somebody outside has said that it reads, or writes, them no more."""
+        return self.leases.num_read > 0 or self.reservations.num_quarantined > 0
+
     def close(self) -> None:
         """The engine ends."""
         for tier in self.tiers:
@@ -519,7 +535,9 @@ class KVCacheManager:
 
     def drop_cached(self) -> int:
         """Forget every prefix that nobody uses."""
-        return sum(tier.drop_cached() for tier in self.tiers) + sum(pool.drop_cached() for pool in self.pools)
+        dropped = sum(tier.drop_cached() for tier in self.tiers) + sum(pool.drop_cached() for pool in self.pools)
+        self.events.cleared()
+        return dropped
 
     @property
     def resettable(self) -> bool:
@@ -539,6 +557,7 @@ class KVCacheManager:
         self.leases.clear()
         for tier in self.tiers:
             tier.reset()
+        self.events.cleared()
 
     # ---- arithmetic
 
@@ -569,9 +588,4 @@ class KVCacheManager:
             yield from count_blocks(counts, held)
             yield from count_blocks(counts, (blocks for _, group, blocks in self._limbo if group == index))
             yield from count_blocks(counts, [list(self.transfers.held_on_device(index))])
-            for part in parts(pool.num_blocks):
-                for block in part:
-                    if counts[block] != pool.counts[block]:
-                        raise InvariantError(f"KV block {block} of group {index} counts {pool.counts[block]} "
-                                             f"holders and has {counts[block]}")
-                yield
+            yield from compare_counts(counts, pool.counts, f"group {index}")

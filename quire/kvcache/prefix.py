@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from quire.kvcache.table import SequenceKV
 
@@ -34,11 +34,20 @@ class HashChain:
         if len(hashes) < full:
             parent = hashes[-1] if hashes else kv.key
             for i in range(len(hashes), full):
-                content = array("q", tokens[i * size : (i + 1) * size]).tobytes()
-                digest = hashlib.blake2b(parent + content, digest_size=_DIGEST_BYTES, key=self._secret)
-                parent = digest.digest()
+                parent = self._name(parent, tokens[i * size : (i + 1) * size])
                 hashes.append(parent)
         return hashes
+
+    def names(self, key: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
+        """The names of the full blocks of `tokens` one by one; `key` is the root of the chain (`cache_key`)."""
+        size, parent = self.block_size, key
+        for end in range(size, len(tokens) + 1, size):
+            parent = self._name(parent, tokens[end - size : end])
+            yield parent
+
+    def _name(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        content = array("q", tokens).tobytes()
+        return hashlib.blake2b(parent + content, digest_size=_DIGEST_BYTES, key=self._secret).digest()
 
 
 def cache_key(parts: Iterable[str]) -> bytes:

@@ -84,8 +84,8 @@ class Reservations:
         """Take over a hold on blocks for tokens up to `num_tokens`; closed at once if none are to be written."""
         self._number += 1
         first = start // block_size
-        pending = {(group, block) for group, table in enumerate(kv.tables) for block in table.blocks[first:]
-                   if block >= 0}
+        pending = {(group, block) for group, table in enumerate(kv.tables)
+                   for block in table.blocks[max(first, table.first_live):]}
         made = Reservation(self._number, kv, start, num_tokens, block_size, Fetch(pending, awaited=True), deadline)
         self._reservations[made.number] = made
         if made.complete:
@@ -95,6 +95,12 @@ class Reservations:
 
     def get(self, number: int) -> Reservation | None:
         return self._reservations.get(number)
+
+    def renew(self, number: int, deadline: float) -> None:
+        """Its writer has given a sign of life: wait for it until then."""
+        reservation = self._reservations.get(number)
+        if reservation is not None:
+            reservation.deadline = max(reservation.deadline, deadline)
 
     def arrived(self, number: int, start: int, end: int) -> bool:
         """KV of tokens start … end-1 was written; false if the reservation takes no more: the range counts for nothing.

@@ -36,11 +36,15 @@ class Fetch:
     num_bytes: int = 0
     awaited: bool = False
     """Somebody outside writes it, into blocks that were reserved for that."""
+    token_due: bool = False
+    """Whoever writes it also draws the first token, which has not come."""
+    until: float | None = None
+    """When to look again at a token that is due."""
 
     @property
     def over(self) -> bool:
         """All that will come has come."""
-        return (not self.open and not self.awaited) or self.error is not None
+        return not (self.open or self.awaited or self.token_due) or self.error is not None
 
     def missing_from(self, kv: SequenceKV) -> int:
         """The first entry of its tables whose block has not arrived; their length if all have."""

@@ -14,10 +14,10 @@ from threading import Event, Thread
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from quire.config import parse_bytes
 from quire.errors import ConfigError, KVTransferError
 from quire.kvpool.mooncake_probe import master_answers
 from quire.kvpool.store import StoreStats, UnitStore
+from quire.options import parse_bytes
 
 _NO_SPACE = -200
 _NOT_FOUND = -704

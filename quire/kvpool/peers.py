@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from quire.config import parse_bytes
 from quire.errors import ConfigError, KVTransferError
 from quire.kvcache.secret import derived_secret
 from quire.kvpool.index import HttpIndex, UnitIndex
 from quire.kvpool.memory import MemoryStore
 from quire.kvpool.peer_server import LENGTH, MOST_BYTES, PeerServer, connect, receive, receive_into
 from quire.kvpool.store import StoreStats, UnitStore
+from quire.options import parse_bytes
 
 log = logging.getLogger("quire.kvpool")
 _TIMEOUT = 5.0

@@ -9,16 +9,21 @@ from torch import Tensor
 
 from quire.kernels.slices import Slices
 from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, SharedLinear
 from quire.layers.norm import Norm
+from quire.layers.share import HeadShare, LayerShare
 from quire.layers.spec import AttentionSpec
 from quire.layers.stream import ResidualStream, Rows
 from quire.ops.interface import Ops
+from quire.parallel.collectives import TensorGroup
 
 
 class Attention:
     """One layer's attention; `rope` is the shared table of its rotation, `growth` that of its queries' factors, `group`
-    its cache group."""
+    its cache group.
+
+    Where ranks share it, each has a run of whole query heads with the kv heads that they read.
+    """
 
     def __init__(
         self,
@@ -28,23 +33,31 @@ class Attention:
         group: int,
         dtype: torch.dtype,
         growth: Tensor | None = None,
+        share: LayerShare | None = None,
+        ranks: TensorGroup | None = None,
     ) -> None:
         self._ops = ops
         self._spec = spec
         self._rope = rope
         self._growth = growth
         self._group = group
-        self.shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._ranks = ranks
         self.qkv = Linear(ops, ("q", "k", "v"), spec.qkv_bias, dtype)
-        self.out = Linear(ops, ("out",), spec.out_bias, dtype, Slices.of_heads(spec.num_heads, spec.head_dim))
+        if share is None or ranks is None:
+            self.shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+            self.out = Linear(ops, ("out",), spec.out_bias, dtype, Slices.of_heads(spec.num_heads, spec.head_dim))
+        else:
+            self.shape = share.heads.shape(spec)
+            self.out = SharedLinear(ops, "out", spec.out_bias, dtype, share.heads.slices(spec), share.head_tree, ranks)
         self._same_for_all = spec.qk_norm_over == "head"
-        self.q_norm = self._norm(spec.num_heads)
-        self.k_norm = self._norm(spec.num_kv_heads)
+        self.q_norm = self._norm(self.shape.num_heads)
+        self.k_norm = self._norm(self.shape.num_kv_heads)
         self._unweighted = (
             Norm(ops, replace(spec.qk_norm, affine=False), spec.head_dim)
             if spec.qk_norm is not None and spec.qk_norm_over == "each"
             else None
         )
+        self._sinks: Tensor | None = None
         self._turn = self._head_turn()
 
     def _norm(self, heads: int) -> Norm | None:
@@ -56,14 +69,16 @@ class Attention:
     def _head_turn(self) -> HeadTurn:
         """What every head goes through in the same way; a norm that differs between heads has been before."""
         if self.q_norm is None or self.k_norm is None or not self._same_for_all:
-            return HeadTurn(self._rope)
-        return HeadTurn(self._rope, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            return HeadTurn(self._rope, sinks=self._sinks)
+        return HeadTurn(self._rope, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self._sinks)
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         if part == "q_norm" and self.q_norm is not None:
             self.q_norm.receive(part, kind, tensor.reshape(-1))
         elif part == "k_norm" and self.k_norm is not None:
             self.k_norm.receive(part, kind, tensor.reshape(-1))
+        elif part == "sinks":
+            self._sinks = tensor.to(torch.float32).contiguous()
         else:
             (self.out if part == "out" else self.qkv).receive(part, kind, tensor)
             return
@@ -86,10 +101,25 @@ class Attention:
             if self._unweighted is not None:
                 self._norm_each_head(qkv, self._unweighted, self.q_norm.weight, self.k_norm.weight)
             elif not self._same_for_all:
-                self._ops.norm_all_heads(qkv, shape, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+                self._norm_all_heads(qkv, self.q_norm, self.k_norm)
         return self._ops.rope_attend(
             qkv, cache, ctx, self._group, shape, self._turn, s.scale, s.window, s.softcap
         )
+
+    def _norm_all_heads(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> None:
+        """In place on qkv: one norm over all query heads, one over all kv heads, those of the other ranks included."""
+        if self._ranks is None:
+            self._ops.norm_all_heads(qkv, self.shape, q_norm.weight, k_norm.weight, q_norm.eps)
+            return
+        spec, tokens = self._spec, qkv.shape[0]
+        queries, keys = qkv.new_empty(tokens, spec.num_heads), qkv.new_empty(tokens, spec.num_kv_heads)
+        for rank, squares in enumerate(self._ranks.exchange(self._ops.head_squares(qkv, self.shape))):
+            share = HeadShare.of(spec, rank, self._ranks.size)
+            heads = share.last - share.first
+            theirs = squares.view(tokens, -1)
+            queries[:, share.first : share.last] = theirs[:, :heads]
+            keys[:, share.first_kv : share.last_kv] = theirs[:, heads:]
+        self._ops.norm_some_heads(qkv, self.shape, (queries, keys), (q_norm.weight, k_norm.weight), q_norm.eps)
 
     def _norm_each_head(self, qkv: Tensor, unweighted: Norm, q_weight: Tensor, k_weight: Tensor) -> None:
         """In place on qkv: each head of q and k by itself, then its own weight."""

@@ -1,4 +1,8 @@
-"""Linear layers: each owns its weight's format, and is put together from the parts a checkpoint stores."""
+"""Linear layers: each owns its weight's format, and is put together from the parts a checkpoint stores.
+
+Where ranks share a layer, some projections are cut by their output (`Linear` with fewer rows: nobody has to talk), some
+by their input (`SharedLinear`: ranks exchange sums), the vocabulary by its rows (`SharedEmbedding`, `VocabularyHead`).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.errors import InvariantError
-from quire.kernels.slices import Slices
+from quire.errors import EngineError, InvariantError
+from quire.kernels.slices import RankTree, Slices
 from quire.kernels.types import StepContext
 from quire.layers.stream import ResidualStream, Rows, Unnormed
 from quire.ops.interface import Ops, PackedLinear
+from quire.parallel.collectives import TensorGroup
 
 
 class Linear:
@@ -45,7 +50,10 @@ class Linear:
         if len(self._waiting) == len(self._parts) * (2 if self._bias else 1):
             weight = self._joined("weight")
             bias = self._joined("bias") if self._bias else None
-            self._packed = self._ops.pack_linear(weight, bias, self._slices)
+            self._pack(weight, bias)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._packed = self._ops.pack_linear(weight, bias, self._slices)
 
     def _joined(self, kind: str) -> Tensor:
         parts = [self._waiting.pop((part, kind)) for part in self._parts]
@@ -71,11 +79,60 @@ class Linear:
         return self._ops.act_mul(self._ops.linear(x, self.packed), activation)
 
     def add_to(self, stream: ResidualStream, x: Tensor, ctx: StepContext | None) -> None:
-        """stream += x W^T (+ bias). Here ranks that hold a part of K each will add up their results."""
+        """stream += x W^T (+ bias)."""
         if stream.owes:
             stream.owe(self._ops.linear(x, self.packed))
         else:
             stream.rows = self._ops.linear(x, self.packed, stream.rows)
+
+
+class SharedLinear(Linear):
+    """A projection whose input ranks share: each has the columns of its run of the sum's slices, and the whole bias.
+
+    Ranks exchange the nodes of the sum's tree that lie within their runs, in float32. Each finishes the tree, then adds
+    the bias, then the residual: the additions of one rank that has it all, in the same order.
+    """
+
+    def __init__(
+        self, ops: Ops, part: str, bias: bool, dtype: torch.dtype, slices: Slices, tree: RankTree, ranks: TensorGroup
+    ) -> None:
+        super().__init__(ops, (part,), bias, dtype, slices)
+        self._tree = tree
+        self._ranks = ranks
+        self._num_nodes = len(slices.nodes())
+        self._added: Tensor | None = None
+        """The bias: it is added once, after the tree."""
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._packed = self._ops.pack_linear(weight, None, self._slices)
+        self._added = None if bias is None else bias.to(torch.float32)
+
+    def __call__(self, x: Rows, ctx: StepContext | None, out: Tensor | None = None) -> Tensor:
+        found = self._summed(x.normed() if isinstance(x, Unnormed) else x, None)
+        return found if out is None else out.copy_(found)
+
+    def gated(self, x: Rows, ctx: StepContext | None, activation: str) -> Tensor:
+        return self._ops.act_mul(self(x, ctx), activation)
+
+    def add_to(self, stream: ResidualStream, x: Tensor, ctx: StepContext | None) -> None:
+        if stream.owes:
+            stream.owe(self._summed(x, None))
+        else:
+            stream.rows = self._summed(x, stream.rows)
+
+    def _summed(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        rows, width = x.shape[0], self.packed.out_features
+        most = self._ranks.rows_at_once(4 * width * self._tree.most_nodes)
+        if rows <= most:
+            return self._sum_some(x, residual)
+        pieces = [slice(start, start + most) for start in range(0, rows, most)]
+        return torch.cat([self._sum_some(x[piece], None if residual is None else residual[piece]) for piece in pieces])
+
+    def _sum_some(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        rows, width = x.shape[0], self.packed.out_features
+        room = self._ranks.room(self._num_nodes * rows, width)
+        nodes = self._ops.linear_nodes(x, self.packed, None if room is None else room.view(-1, rows, width))
+        return self._ranks.sum_nodes(nodes, self._tree, self._added, residual)
 
 
 class Embedding(Linear):
@@ -86,3 +143,48 @@ class Embedding(Linear):
 
     def rows(self, ids: Tensor) -> Tensor:
         return self._ops.embed(ids, self.packed)
+
+
+class SharedEmbedding(Embedding):
+    """A table of which each rank has a run of rows; `runs` are those of all ranks."""
+
+    def __init__(
+        self, ops: Ops, dtype: torch.dtype, runs: Sequence[tuple[int, int]], ranks: TensorGroup
+    ) -> None:
+        super().__init__(ops, dtype)
+        self._runs = runs
+        self._ranks = ranks
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Each rank looks up the ids that it has. Rows are handed round, not summed with zeros, so -0.0 stays -0.0."""
+        mine = [(ids >= first) & (ids < last) for first, last in self._runs]
+        own = super().rows(ids[mine[self._ranks.rank]] - self._runs[self._ranks.rank][0])
+        found = own.new_empty(ids.shape[0], self.packed.in_features)
+        covered = 0
+        for where, part in zip(mine, self._ranks.exchange(own), strict=True):
+            theirs = part.view(-1, self.packed.in_features)
+            found[where] = theirs
+            covered += theirs.shape[0]
+        if covered != ids.shape[0]:
+            raise EngineError(f"a token id lies outside 0..{self._runs[-1][1] - 1}")
+        return found
+
+
+class VocabularyHead:
+    """The head whose vocabulary rows ranks share: logits of all of them, on the rank that draws."""
+
+    def __init__(self, table: Linear, runs: Sequence[tuple[int, int]], ranks: TensorGroup) -> None:
+        self._table = table
+        self._widths = [last - first for first, last in runs]
+        self._ranks = ranks
+
+    def logits(self, x: Tensor, ctx: StepContext | None) -> Tensor | None:
+        """[rows, vocabulary] on rank 0, None on the others."""
+        rows, ranks = x.shape[0], self._ranks
+        out = torch.empty(rows, sum(self._widths)) if ranks.rank == 0 else None
+        most = ranks.rows_at_once(4 * max(self._widths))
+        for start in range(0, rows, most):
+            some = x[start : start + most]
+            part = self._table(some, ctx, ranks.room(some.shape[0], self._widths[ranks.rank]))
+            ranks.gather(part, self._widths, None if out is None else out[start : start + most])
+        return out

@@ -7,21 +7,37 @@ from torch import Tensor
 
 from quire.kernels.slices import Slices
 from quire.kernels.types import StepContext
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, SharedLinear
+from quire.layers.share import LayerShare
 from quire.layers.spec import MlpSpec
 from quire.layers.stream import ResidualStream, Rows
 from quire.ops.interface import Ops
+from quire.parallel.collectives import TensorGroup
 
 
 class Mlp:
-    """down(act(gate) * up) or down(act(up)); gate and up are one projection."""
+    """down(act(gate) * up) or down(act(up)); gate and up are one projection.
 
-    def __init__(self, ops: Ops, spec: MlpSpec, dtype: torch.dtype) -> None:
+    Where ranks share it, each has a run of the width's slices: of gate and up the rows, of down the columns.
+    """
+
+    def __init__(
+        self, ops: Ops, spec: MlpSpec, dtype: torch.dtype, share: LayerShare | None = None,
+        ranks: TensorGroup | None = None,
+    ) -> None:
         self._ops = ops
         self._gated = spec.gated
         self._activation = spec.activation
         self.up = Linear(ops, ("gate", "up") if spec.gated else ("up",), spec.bias, dtype)
-        self.down = Linear(ops, ("down",), spec.bias, dtype, Slices.of_width(spec.intermediate))
+        if share is None or ranks is None:
+            self.down = Linear(ops, ("down",), spec.bias, dtype, Slices.of_width(spec.intermediate))
+        else:
+            self.down = SharedLinear(ops, "down", spec.bias, dtype, share.mlp_slices, share.mlp_tree, ranks)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """What every row goes through."""
+        return self.up, self.down
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         (self.down if part == "down" else self.up).receive(part, kind, tensor)

@@ -80,6 +80,16 @@ class AttentionSpec:
     """How many keys a query sees, itself included; None: all of them."""
     softcap: float | None = None
     growth: QueryGrowth | None = None
+    sinks: bool = False
+    """Each head has a learned score that takes part in the softmax and has no value (gpt-oss)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """A clamped SwiGLU (gpt-oss): gate at most `limit`, up within +-limit; gate * sigmoid(alpha gate) * (up + 1)."""
+
+    limit: float
+    alpha: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +100,42 @@ class MlpSpec:
     activation: Activation
     gated: bool = True
     bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """Which experts a token goes to, and with what weights."""
+
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalised: bool = True
+    """The weights of the chosen experts are divided by their sum."""
+    scale: float = 1.0
+    """Multiplies the weights."""
+    bias: bool = False
+    """Of the router's projection."""
+    choice_bias: bool = False
+    """Added to the scores for the choice only, not for the weights."""
+    groups: int = 1
+    """Experts stand in so many equal groups; only the `chosen_groups` best ones may be chosen from."""
+    chosen_groups: int = 1
+    group_score: Literal["best", "best two"] = "best"
+    """What a group counts: its best expert's score, or the sum of its best two."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """One layer's feed-forward part as a mixture of experts: some of many gated MLPs, chosen for each token, and maybe
+    one more that every token goes through."""
+
+    router: RouterSpec
+    intermediate: int
+    """Of each expert."""
+    activation: Activation
+    bias: bool = False
+    clamp: Clamp | None = None
+    shared: MlpSpec | None = None
+    """Runs beside the experts for every token."""
+    shared_gate: bool = False
+    """What the shared one gives is multiplied by the sigmoid of a projection to one number."""

@@ -13,11 +13,16 @@ from quire.errors import ModelLoadError
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of, read_spec
 from quire.models.rotary_rows import half_split
+from quire.models.shard import Shard
 from quire.models.spec import Shape
+from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
 from quire.models.weight_names import WeightNames
 from quire.ops.interface import Ops
+from quire.parallel.collectives import TensorGroup
 
 _NAMED_IN_MESSAGE = 4
+_RANDOM_AT_ONCE = 1 << 22
+"""Numbers of a random matrix that exist at once, beside those that are wanted."""
 
 
 def build_decoder(
@@ -26,29 +31,18 @@ def build_decoder(
     ops: Ops,
     *,
     max_model_len: int | None = None,
-    first_layer: int = 0,
-    last_layer: int | None = None,
-    rank: int = 0,
-    size: int = 1,
+    shard: Shard | None = None,
+    ranks: TensorGroup | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """A ready decoder; `weights` yields (name as Hugging Face spells it, tensor).
+    """A ready decoder; `weights` yields (name as Hugging Face spells it, tensor), of a shard its `stored_parts`.
 
     Each tensor is let go of as soon as its layer has packed it.
     """
     names = family_of(config).names
     spec = read_spec(config)
-    decoder = Decoder(
-        spec,
-        ops,
-        max_model_len=max_model_len,
-        first_layer=first_layer,
-        last_layer=last_layer,
-        rank=rank,
-        size=size,
-        dtype=dtype,
-    )
-    shapes = spec.parameters()
+    decoder = Decoder(spec, ops, max_model_len=max_model_len, shard=shard, ranks=ranks, dtype=dtype)
+    shapes = {**spec.parameters(), **decoder.shard.parameters}
     extra: list[str] = []
     for source, tensor in weights:
         if not _load_stored(decoder, names, source, tensor, shapes):
@@ -63,7 +57,7 @@ def _load_stored(
 ) -> bool:
     """Hand one stored tensor to the decoder; False if the family has no such tensor."""
     try:
-        parts = list(names.split(source, tensor, shapes))
+        parts = list(names.split(source, tensor, shapes, decoder.shard.parameters))
     except KeyError:
         return False
     for name, part in parts:
@@ -75,20 +69,57 @@ def _load_stored(
     return True
 
 
-def dummy_weights(config: Mapping[str, Any], seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+def stored_parts(config: Mapping[str, Any], shard: Shard) -> StoredParts:
+    """What the loaders have to read for a shard of this model."""
+    return StoredParts(family_of(config).names, shard)
+
+
+def dummy_weights(
+    config: Mapping[str, Any], seed: int = 0, parts: StoredParts | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Random weights for a config, under checkpoint names: cheap, the same for a seed, of a scale that keeps
-    activations near one (so that logits are neither flat nor infinite)."""
+    activations near one (so that logits are neither flat nor infinite). With `parts`: of the same weights those."""
     spec, names = read_spec(config), family_of(config).names
     generator = torch.Generator().manual_seed(seed)
     offset = -spec.layers[0].norm.weight_offset
     for name, shape in names.stored(spec).items():
-        if len(shape) == 2 and not name.endswith("norm.weight"):
-            bound = math.sqrt(3.0 / shape[1])
-            yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
-        elif name.endswith(".bias"):
-            yield name, torch.zeros(shape)
+        wanted = None if parts is None else parts.ranges(name, shape)
+        if len(shape) == 3:
+            found = _random_experts(shape, generator, wanted)
+        elif len(shape) == 2 and not name.endswith(("norm.weight", "bias")):
+            found = _random(shape, generator, wanted)
         else:
-            yield name, torch.ones(shape) + offset
+            found = torch.zeros(shape) if name.endswith(("bias", "sinks")) else torch.ones(shape) + offset
+            found = found if wanted in (None, NOTHING) else take(found, wanted)
+        if wanted != NOTHING:
+            yield name, found
+
+
+def _random(shape: Shape, generator: torch.Generator, wanted: Ranges | None) -> Tensor:
+    """A uniform matrix, or the wanted part of it: then it is made a few rows at a time, and what nobody wants dropped.
+    (torch draws number after number, so that pieces are those of the whole; a test holds it to that.)"""
+    bound = math.sqrt(3.0 / shape[1])
+    if wanted is None:
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    dim, runs = wanted
+    kept: list[list[Tensor]] = [[] for _ in runs]
+    step = max(1, _RANDOM_AT_ONCE // shape[1])
+    for first in range(0, shape[0], step):
+        rows = torch.empty(min(step, shape[0] - first), shape[1]).uniform_(-bound, bound, generator=generator)
+        for pieces, (start, stop) in zip(kept, runs, strict=True):
+            if dim == 1:
+                pieces.append(rows[:, start:stop].clone())
+            elif start < first + len(rows) and stop > first:
+                pieces.append(rows[max(0, start - first) : stop - first].clone())
+    return torch.cat([torch.cat(pieces) for pieces in kept], dim) if runs else torch.empty(0)
+
+
+def _random_experts(shape: Shape, generator: torch.Generator, wanted: Ranges | None) -> Tensor:
+    """The same for a tensor of merged experts, of which a rank wants whole ones."""
+    experts, rows, columns = shape
+    if wanted is not None:
+        wanted = (0, tuple((start * rows, stop * rows) for start, stop in wanted[1]))
+    return _random((experts * rows, columns), generator, wanted).view(-1, rows, columns)
 
 
 def _check_complete(decoder: Decoder, missing: list[str], extra: list[str]) -> None:

@@ -7,17 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.errors import ConfigError, ModelLoadError
+from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
-from quire.layers.linear import Embedding, Linear
+from quire.layers.experts import Moe
+from quire.layers.linear import Embedding, Linear, SharedEmbedding, VocabularyHead
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
 from quire.layers.rotary import growth_table, rope_table
-from quire.layers.spec import QueryGrowth
-from quire.layers.stream import ResidualStream, Rows
+from quire.layers.share import LayerShare
+from quire.layers.spec import MoeSpec, QueryGrowth
+from quire.layers.stream import ResidualStream, Rows, Unnormed
+from quire.models.shard import Shard, shard_of
 from quire.models.spec import DecoderSpec, LayerSpec
 from quire.ops.interface import Ops
+from quire.parallel.collectives import TensorGroup
+from quire.parallel.place import Place
 
 
 class DecoderLayer:
@@ -32,10 +37,15 @@ class DecoderLayer:
         group: int,
         dtype: torch.dtype,
         growth: Tensor | None = None,
+        share: LayerShare | None = None,
+        ranks: TensorGroup | None = None,
     ) -> None:
         self._placement = spec.placement
-        self.attn = Attention(ops, spec.attention, rope, group, dtype, growth)
-        self.mlp = Mlp(ops, spec.mlp, dtype)
+        self.attn = Attention(ops, spec.attention, rope, group, dtype, growth, share, ranks)
+        self.mlp = (
+            Moe(ops, spec.mlp, dtype, share, ranks) if isinstance(spec.mlp, MoeSpec)
+            else Mlp(ops, spec.mlp, dtype, share, ranks)
+        )
         self.attn_norm = Norm(ops, spec.norm, hidden)
         if spec.placement != "parallel":
             self.mlp_norm = Norm(ops, spec.norm, hidden)
@@ -44,8 +54,8 @@ class DecoderLayer:
             self.mlp_post_norm = Norm(ops, spec.norm, hidden)
 
     def receive(self, path: list[str], kind: str, tensor: Tensor) -> None:
-        """`path` is the parameter's place inside the layer: attn.q, mlp.down, attn_norm."""
-        getattr(self, path[0]).receive(path[-1], kind, tensor)
+        """`path` is the parameter's place inside the layer: attn.q, mlp.experts.3.down, attn_norm."""
+        getattr(self, path[0]).receive(".".join(path[1:]), kind, tensor)
 
     def __call__(self, stream: ResidualStream, ctx: StepContext, cache: LayerCache) -> None:
         if self._placement == "pre":
@@ -69,10 +79,11 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A decoder, or the layers [first_layer, last_layer) of one.
+    """A decoder, or one rank's share of one.
 
-    Built empty; `load` brings the weights one tensor at a time under the names of `spec.parameters()`, and
-    `finish_loading` says what is missing. The first stage owns the embeddings, the last one the head.
+    Built empty; `load` brings the weights one tensor at a time under the names of `shard.parameters`, and `missing`
+    says what has not come. The first stage owns the embeddings, the last one the head. Tensor ranks of a stage make the
+    same calls with the same tokens, and talk to each other in them.
     """
 
     def __init__(
@@ -81,22 +92,21 @@ class Decoder:
         ops: Ops,
         *,
         max_model_len: int | None = None,
-        first_layer: int = 0,
-        last_layer: int | None = None,
-        rank: int = 0,
-        size: int = 1,
+        shard: Shard | None = None,
+        ranks: TensorGroup | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        last_layer = spec.num_layers if last_layer is None else last_layer
-        _check_shard(spec, first_layer, last_layer, rank, size)
+        self.shard = shard = shard_of(spec, Place()) if shard is None else shard
+        _check_ranks(shard, ranks, ops)
+        _check_device(spec, ops)
         self.spec = spec
         self.ops = ops
         self.max_model_len = _checked_length(spec, max_model_len)
-        self.first_layer, self.last_layer = first_layer, last_layer
+        self.first_layer, self.last_layer = shard.first_layer, shard.last_layer
         self._dtype = dtype
-        parameters = spec.parameters()
-        self._shapes = {name: shape for name, shape in parameters.items() if self._owns(name)}
-        self._of_other_stages = parameters.keys() - self._shapes.keys()
+        self._ranks = ranks
+        self._shapes = shard.parameters
+        self._of_other_stages = spec.parameters().keys() - self._shapes.keys()
         self._missing = set(self._shapes)
         # Every norm reads the stream before a part of a layer, or before the head, and is one that kernels can fuse.
         self._fusable = all(layer.placement == "pre" and layer.norm.kind == "rms" for layer in spec.layers) and (
@@ -107,14 +117,16 @@ class Decoder:
         self._growths: dict[QueryGrowth, Tensor] = {}
         groups = spec.group_of_layer()
         self.layers = [
-            self._build_layer(index, ropes, groups[index]) for index in range(first_layer, last_layer)
+            self._build_layer(index, ropes, groups[index]) for index in range(self.first_layer, self.last_layer)
         ]
 
     def _build_ends(self) -> None:
-        spec, ops, dtype = self.spec, self.ops, self._dtype
+        spec, ops, dtype, ranks = self.spec, self.ops, self._dtype, self._ranks
         projected = spec.embed_dim != spec.hidden_size
-        self.embed = Embedding(ops, dtype)
+        runs = self.shard.vocabulary
+        self.embed = Embedding(ops, dtype) if ranks is None else SharedEmbedding(ops, dtype, runs, ranks)
         self.head: Linear = self.embed if spec.tied_head else Linear(ops, ("",), False, dtype)
+        self._shared_head = None if ranks is None else VocabularyHead(self.head, runs, ranks)
         self.positions = Embedding(ops, dtype) if spec.positions else None
         self.embed_in = Linear(ops, ("",), False, dtype) if projected else None
         self.embed_out = Linear(ops, ("",), False, dtype) if projected else None
@@ -127,24 +139,10 @@ class Decoder:
         if growth is not None and growth not in self._growths:
             self._growths[growth] = growth_table(growth, self.max_model_len)
         factors = None if growth is None else self._growths[growth]
-        return DecoderLayer(self.ops, layer, self.spec.hidden_size, rope, group, self._dtype, factors)
-
-    @property
-    def is_first(self) -> bool:
-        return self.first_layer == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.last_layer == self.spec.num_layers
-
-    def _owns(self, name: str) -> bool:
-        """Whether a parameter belongs to this range of layers (a tied table belongs to both ends)."""
-        place = name.split(".")
-        if place[0] == "layers":
-            return self.first_layer <= int(place[1]) < self.last_layer
-        if place[0] in ("head", "final_norm", "embed_out"):
-            return self.is_last
-        return self.is_first or (place[0] == "embed" and self.spec.tied_head and self.is_last)
+        share = None if self._ranks is None else self.shard.layer(index)
+        return DecoderLayer(
+            self.ops, layer, self.spec.hidden_size, rope, group, self._dtype, factors, share, self._ranks
+        )
 
     def load(self, name: str, tensor: Tensor, source: str | None = None) -> None:
         """Take one tensor; `source` is its name in the checkpoint, for messages."""
@@ -175,11 +173,10 @@ class Decoder:
 
     def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:
         """One zeroed cache per layer, with `num_blocks[g]` blocks in those of cache group g."""
-        layers = self.spec.layers[self.first_layer : self.last_layer]
-        groups = self.spec.group_of_layer()[self.first_layer : self.last_layer]
+        groups = self.spec.group_of_layer()
         return [
-            self.ops.allocate_cache(layer.kv, num_blocks[group], block_size)
-            for layer, group in zip(layers, groups, strict=True)
+            self.ops.allocate_cache(self.shard.kv(index), num_blocks[groups[index]], block_size)
+            for index in range(self.first_layer, self.last_layer)
         ]
 
     def forward(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> ResidualStream:
@@ -215,9 +212,10 @@ class Decoder:
     def forward_some(
         self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache], kept: Sequence[int]
     ) -> ResidualStream:
-        """As `forward`, through only the layers `kept`: a rough guess at what all of them would give."""
+        """As `forward`, through only the layers `kept`: a rough guess at what all of them would give. Those of other
+        stages are left to these."""
         stream = self._stream(x, ctx)
-        for index in kept:
+        for index in (index for index in kept if self.first_layer <= index < self.last_layer):
             self.layers[index - self.first_layer](stream, ctx, caches[index - self.first_layer])
         return stream
 
@@ -229,19 +227,35 @@ class Decoder:
     def logits(
         self, hidden: ResidualStream, ctx: StepContext | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """[R, vocab] of rows that came out of the last layer, which are used up; into `out` if given."""
-        rows: Rows = hidden.settled() if self.final_norm is None else hidden.normed(self.final_norm)
-        if self.embed_out is not None:
-            rows = self.embed_out(rows, ctx)
-        cap = self.spec.logit_softcap
-        if cap is None:
+        """[R, vocab] of rows that came out of the last layer, which are used up; into `out` if given. Of a decoder that
+        is one tensor rank's share: `gathered_logits`."""
+        rows = self._before_head(hidden, ctx)
+        if self.spec.logit_softcap is None:
             return self.head(rows, ctx, out)
-        # float64, because a vectorised float32 tanh may round differently at another place of the batch
-        capped = (torch.tanh(self.head(rows, ctx).to(torch.float64) / cap) * cap).to(torch.float32)
+        capped = self._capped(self.head(rows, ctx))
         return capped if out is None else out.copy_(capped)
 
+    def gathered_logits(self, hidden: ResidualStream, ctx: StepContext | None = None) -> Tensor | None:
+        """As `logits`; where tensor ranks share the vocabulary, on the first of them, and None on the others."""
+        if self._shared_head is None:
+            return self.logits(hidden, ctx)
+        rows = self._before_head(hidden, ctx)
+        found = self._shared_head.logits(rows.normed() if isinstance(rows, Unnormed) else rows, ctx)
+        return found if found is None else self._capped(found)
+
+    def _before_head(self, hidden: ResidualStream, ctx: StepContext | None) -> Rows:
+        rows: Rows = hidden.settled() if self.final_norm is None else hidden.normed(self.final_norm)
+        return rows if self.embed_out is None else self.embed_out(rows, ctx)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.spec.logit_softcap
+        if cap is None:
+            return logits
+        # float64, because a vectorised float32 tanh may round differently at another place of the batch
+        return (torch.tanh(logits.to(torch.float64) / cap) * cap).to(torch.float32)
+
     def _stream(self, x: Tensor, ctx: StepContext) -> ResidualStream:
-        return ResidualStream(self.ops, self._embed(x, ctx) if self.is_first else x, self._fusable)
+        return ResidualStream(self.ops, self._embed(x, ctx) if self.shard.place.is_first else x, self._fusable)
 
     def _embed(self, ids: Tensor, ctx: StepContext) -> Tensor:
         hidden = self.embed.rows(ids)
@@ -254,11 +268,23 @@ class Decoder:
         return hidden
 
 
-def _check_shard(spec: DecoderSpec, first: int, last: int, rank: int, size: int) -> None:
-    if size != 1 or rank != 0:
-        raise ConfigError(f"tensor parallel shards are not built yet: rank {rank} of {size}; use size 1")
-    if not 0 <= first < last <= spec.num_layers:
-        raise ConfigError(f"layers [{first}, {last}) are not a range of the model's {spec.num_layers} layers")
+def _check_ranks(shard: Shard, ranks: TensorGroup | None, ops: Ops) -> None:
+    size = 1 if ranks is None else ranks.size
+    if size != shard.place.tensor_size or (ranks is not None and ranks.rank != shard.place.tensor_rank):
+        raise ConfigError(f"a decoder at {shard.place} needs a group of as many tensor ranks")
+    if not shard.is_whole and ops.attention is not None:
+        raise ConfigError("a model on a GPU cannot be shared by ranks yet: use tensor_parallel_size=1 and "
+                          "pipeline_parallel_size=1, or device='cpu'", field="tensor_parallel_size")
+
+
+def _check_device(spec: DecoderSpec, ops: Ops) -> None:
+    """What only a CPU runs so far."""
+    if ops.attention is None:
+        return
+    for layer in spec.layers:
+        if isinstance(layer.mlp, MoeSpec) or layer.attention.sinks:
+            what = "mixtures of experts" if isinstance(layer.mlp, MoeSpec) else "attention sinks"
+            raise UnsupportedModelError(f"{spec.architecture}: {what} run on a CPU only so far: use device='cpu'")
 
 
 def _checked_length(spec: DecoderSpec, max_model_len: int | None) -> int:

@@ -6,8 +6,8 @@ _STATE = (
     "some or all of its layers keep a recurrent state instead of keys and values (Mamba, linear attention, short "
     "convolutions), and Quire has attention layers only"
 )
-_EXPERTS = "it is a mixture of experts, and Quire runs dense models only"
-_LATENT = "it has latent attention (MLA) and experts, and Quire runs dense models with plain attention only"
+_EXPERTS = "it is a mixture of experts of a kind that Quire does not know"
+_LATENT = "it has latent attention (MLA), and Quire has attention over keys and values only"
 
 _HUGGING_FACE: dict[str, tuple[str, ...]] = {
     _STATE: (
@@ -20,8 +20,7 @@ _HUGGING_FACE: dict[str, tuple[str, ...]] = {
         "xLSTMForCausalLM",
     ),
     _EXPERTS: (
-        *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"),
-        *("FlexOlmoForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM", "GraniteMoeForCausalLM"),
+        *("FlexOlmoForCausalLM", "GraniteMoeForCausalLM"),
         *("GraniteMoeSharedForCausalLM", "PhimoeForCausalLM", "DbrxForCausalLM", "JetMoeForCausalLM"),
         *("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "Ernie4_5_MoeForCausalLM"),
         *("HunYuanMoEV1ForCausalLM", "MiniMaxM2ForCausalLM", "Dots1ForCausalLM", "Cohere2MoeForCausalLM"),
@@ -39,7 +38,7 @@ _GGUF: dict[str, tuple[str, ...]] = {
         "arwkv7",
     ),
     _EXPERTS: (
-        *("qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "glm4moe", "granitemoe", "phimoe", "dbrx", "llama4", "grok"),
+        *("gpt-oss", "glm4moe", "granitemoe", "phimoe", "dbrx", "llama4", "grok"),
         *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "dots1", "bailingmoe", "bailingmoe2", "arctic", "deepseek"),
         *("afmoe", "exaone-moe", "grovemoe", "mimo2", "smallthinker"),
     ),

@@ -13,18 +13,24 @@ from quire.models.families import (
     gemma2,
     gemma3,
     glm4,
+    glm4_moe,
     gpt2,
+    gpt_oss,
     granite,
     llama,
     ministral,
     ministral3,
     mistral,
+    mixtral,
     olmo2,
     olmo3,
+    olmoe,
     opt,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     smollm3,
     starcoder2,
 )
@@ -35,6 +41,7 @@ from quire.models.spec import DecoderSpec
 _FILES = (
     *(llama, mistral, ministral, ministral3, qwen2, qwen3, smollm3, phi3, glm4, granite, olmo2, olmo3, cohere, cohere2),
     *(gemma2, gemma3, starcoder2, opt, gpt2),
+    *(mixtral, qwen2_moe, qwen3_moe, olmoe, gpt_oss, glm4_moe),
 )
 FAMILIES: dict[str, Family] = {file.FAMILY.architecture: file.FAMILY for file in _FILES}
 

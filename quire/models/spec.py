@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.kernels.kv_spec import KVSpec
-from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec, RopeSpec
+from quire.layers.spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
 
 __all__ = [
     "AttentionSpec",
@@ -16,6 +16,7 @@ __all__ = [
     "KVSpec",
     "LayerSpec",
     "MlpSpec",
+    "MoeSpec",
     "NormSpec",
     "PositionSpec",
     "RopeSpec",
@@ -45,7 +46,7 @@ class LayerSpec:
     """
 
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | MoeSpec
     norm: NormSpec
     placement: NormPlacement = "pre"
 
@@ -149,21 +150,20 @@ class DecoderSpec:
 
 
 def _layer_parameters(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
-    a, m = layer.attention, layer.mlp
+    a = layer.attention
     q_width, kv_width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     shapes = {
         **_linear_parameters("attn.q", q_width, hidden, a.qkv_bias),
         **_linear_parameters("attn.k", kv_width, hidden, a.qkv_bias),
         **_linear_parameters("attn.v", kv_width, hidden, a.qkv_bias),
         **_linear_parameters("attn.out", hidden, q_width, a.out_bias),
-        **_linear_parameters("mlp.up", m.intermediate, hidden, m.bias),
-        **_linear_parameters("mlp.down", hidden, m.intermediate, m.bias),
+        **_mlp_parameters(layer.mlp, hidden),
         **_norm_parameters("attn_norm", layer.norm, hidden),
     }
     if layer.placement != "parallel":
         shapes |= _norm_parameters("mlp_norm", layer.norm, hidden)
-    if m.gated:
-        shapes |= _linear_parameters("mlp.gate", m.intermediate, hidden, m.bias)
+    if a.sinks:
+        shapes["attn.sinks.weight"] = (a.num_heads,)
     if a.qk_norm is not None:
         for name, heads in (("attn.q_norm", a.num_heads), ("attn.k_norm", a.num_kv_heads)):
             of = {"head": (a.head_dim,), "each": (heads, a.head_dim), "all": (heads * a.head_dim,)}
@@ -172,6 +172,31 @@ def _layer_parameters(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
         shapes |= _norm_parameters("attn_post_norm", layer.norm, hidden)
         shapes |= _norm_parameters("mlp_post_norm", layer.norm, hidden)
     return shapes
+
+
+def _mlp_parameters(mlp: MlpSpec | MoeSpec, hidden: int) -> dict[str, Shape]:
+    if isinstance(mlp, MlpSpec):
+        return _gated_parameters("mlp", mlp, hidden)
+    router = mlp.router
+    shapes = _linear_parameters("mlp.router", router.num_experts, hidden, router.bias)
+    if router.choice_bias:
+        shapes["mlp.choice.bias"] = (router.num_experts,)
+    expert = MlpSpec(mlp.intermediate, mlp.activation, bias=mlp.bias)
+    for index in range(router.num_experts):
+        shapes |= _gated_parameters(f"mlp.experts.{index}", expert, hidden)
+    if mlp.shared is not None:
+        shapes |= _gated_parameters("mlp.shared", mlp.shared, hidden)
+    if mlp.shared_gate:
+        shapes |= _linear_parameters("mlp.shared_gate", 1, hidden, False)
+    return shapes
+
+
+def _gated_parameters(name: str, mlp: MlpSpec, hidden: int) -> dict[str, Shape]:
+    return {
+        **_linear_parameters(f"{name}.up", mlp.intermediate, hidden, mlp.bias),
+        **_linear_parameters(f"{name}.down", hidden, mlp.intermediate, mlp.bias),
+        **(_linear_parameters(f"{name}.gate", mlp.intermediate, hidden, mlp.bias) if mlp.gated else {}),
+    }
 
 
 def _linear_parameters(name: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import itertools
+import re
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.errors import ModelLoadError
+from quire.layers.spec import MoeSpec
 from quire.models.spec import DecoderSpec, Shape
 
 if TYPE_CHECKING:  # reading a spec must not cost the import of torch
     from torch import Tensor
+
+
+_NUMBER = re.compile(r"\.\d+\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """One tensor that holds a part of every expert of a layer: [experts, out, in], or [experts, out] for a bias.
+
+    `parts` are the decoder's names, `{}` for the expert's number; several lie one below the other along the output
+    dimension, or row by row in turns where `interleaved`.
+    """
+
+    parts: tuple[str, ...]
+    kind: str = "weight"
+    transposed: bool = False
+    """Stored as [experts, in, out]."""
+    interleaved: bool = False
+
+    def targets(self, layer: str, expert: int) -> tuple[str, ...]:
+        return tuple(f"layers.{layer}.{part.format(expert)}.{self.kind}" for part in self.parts)
+
+    def split(self, tensor: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The parts of one expert after the other."""
+        turned = tensor.transpose(1, 2) if self.transposed and tensor.dim() == 3 else tensor
+        for expert in turned:
+            if self.interleaved:
+                yield tuple(expert[first :: len(self.parts)] for first in range(len(self.parts)))
+            else:
+                yield expert.chunk(len(self.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +52,7 @@ class WeightNames:
 
     `top` and `layer` map a checkpoint's module name (without `.weight` or `.bias`) to the decoder's; where
     it is a tuple, the checkpoint stores these stacked in one tensor, in that order, along the output
-    dimension.
+    dimension. `{}` in a name of `layer` stands for an expert's number.
     """
 
     top: Mapping[str, str]
@@ -31,6 +64,10 @@ class WeightNames:
     """Decoder modules of a layer whose weights the checkpoint stores as [in, out]."""
     ignored: tuple[str, ...] = ()
     """Endings of tensors that are stored but not needed: constants that are recomputed."""
+    alone: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of a layer whose names end in neither `.weight` nor `.bias`, and the decoder's parameters."""
+    merged: Mapping[str, Merged] = field(default_factory=dict)
+    """Tensors of a layer, by their whole name in it, that hold a part of all its experts."""
 
     def targets(self, name: str) -> tuple[str, ...]:
         """The decoder's parameters stored in tensor `name`: none if it is not needed; KeyError if unknown."""
@@ -41,19 +78,41 @@ class WeightNames:
             if module in self.top:
                 return (f"{self.top[module]}.{kind}",)
             if spelling.startswith(self.layers_prefix):
-                index, _, inner = module.removeprefix(self.layers_prefix).partition(".")
-                if index.isdecimal() and str(int(index)) == index and inner in self.layer:
-                    found = self.layer[inner]
-                    parts = (found,) if isinstance(found, str) else found
-                    return tuple(f"layers.{index}.{part}.{kind}" for part in parts)
+                index, _, whole = spelling.removeprefix(self.layers_prefix).partition(".")
+                if not index.isdecimal() or str(int(index)) != index:
+                    continue
+                if whole in self.alone:
+                    return (f"layers.{index}.{self.alone[whole]}",)
+                found, number = self._in_layer(whole.rpartition(".")[0])
+                if found:
+                    return tuple(f"layers.{index}.{part.format(number)}.{kind}" for part in found)
         raise KeyError(name)
 
+    def _in_layer(self, inner: str) -> tuple[tuple[str, ...], str]:
+        """The decoder's modules that a module of a layer holds, and the expert's number where it has one."""
+        numbered = _NUMBER.search(inner)
+        found = self.layer.get(inner) or self.layer.get(_NUMBER.sub(".{}.", inner, count=1), ())
+        return (found,) if isinstance(found, str) else found, numbered[0].strip(".") if numbered else ""
+
+    def merged_in(self, name: str) -> tuple[str, Merged] | None:
+        """The layer's number and what a tensor holds of all its experts; None where it is no such tensor."""
+        if not self.merged or not name.startswith(self.layers_prefix):
+            return None
+        index, _, inner = name.removeprefix(self.layers_prefix).partition(".")
+        found = self.merged.get(inner) or self.merged.get(inner.removesuffix(".weight"))
+        return (index, found) if found is not None and index.isdecimal() else None
+
     def split(
-        self, name: str, tensor: Tensor, spec_shapes: Mapping[str, Shape]
+        self, name: str, tensor: Tensor, spec_shapes: Mapping[str, Shape], held: Container[str] = ()
     ) -> Iterator[tuple[str, Tensor]]:
-        """The decoder's parameters stored in one tensor, as views of it."""
+        """The decoder's parameters stored in one tensor, as views of it. `held` are those of a rank's shard: a tensor
+        of merged experts may have these alone."""
+        merged = self.merged_in(name)
+        if merged is not None:
+            yield from self._split_experts(name, tensor, spec_shapes, held, *merged)
+            return
         targets = self.targets(name)
-        if targets and self._is_transposed(targets[0]) and tensor.dim() == 2:
+        if targets and self.is_transposed(targets[0]) and tensor.dim() == 2:
             tensor = tensor.t()
         if len(targets) <= 1:
             yield from ((target, tensor) for target in targets)
@@ -65,16 +124,36 @@ class WeightNames:
             )
         yield from zip(targets, tensor.split(rows), strict=True)  # type: ignore[no-untyped-call]
 
+    def _split_experts(
+        self, name: str, tensor: Tensor, shapes: Mapping[str, Shape], held: Container[str], layer: str, merged: Merged
+    ) -> Iterator[tuple[str, Tensor]]:
+        count = next(number for number in itertools.count() if merged.targets(layer, number)[0] not in shapes)
+        experts = list(range(count))
+        if not count:
+            raise KeyError(name)
+        if tensor.dim() and tensor.shape[0] != count:
+            experts = [number for number in experts if merged.targets(layer, number)[0] in held]
+        if tensor.dim() < 2 or tensor.shape[0] != len(experts):
+            raise ModelLoadError(
+                f"tensor {name!r} has shape {tuple(tensor.shape)}, but the config asks for {count} experts"
+            )
+        for number, parts in zip(experts, merged.split(tensor), strict=True):
+            yield from zip(merged.targets(layer, number), parts, strict=True)
+
     def stored(self, spec: DecoderSpec) -> dict[str, Shape]:
         """Name and shape of every tensor a checkpoint of this model must hold."""
         shapes: dict[str, Shape] = {}
         for target, shape in spec.parameters().items():
             name = self.stored_name(target)
+            merged = self.merged_in(name)
+            if merged is not None:
+                shapes[name] = _merged_shape(merged[1], spec, int(merged[0]), shape)
+                continue
             rows = shape[0] + (
-                shapes[name][-1 if self._is_transposed(target) else 0] if name in shapes else 0
+                shapes[name][-1 if self.is_transposed(target) else 0] if name in shapes else 0
             )
             whole = (rows, *shape[1:])
-            shapes[name] = whole[::-1] if self._is_transposed(target) else whole
+            shapes[name] = whole[::-1] if self.is_transposed(target) else whole
         return shapes
 
     def stored_name(self, target: str) -> str:
@@ -83,9 +162,24 @@ class WeightNames:
         if not module.startswith("layers."):
             return f"{_key_of(self.top, module)}.{kind}"
         _, index, inner = module.split(".", 2)
-        return f"{self.layers_prefix}{index}.{_key_of(self.layer, inner)}.{kind}"
+        for key, value in self.alone.items():
+            if value == f"{inner}.{kind}":
+                return f"{self.layers_prefix}{index}.{key}"
+        numbered = _NUMBER.search(inner)
+        pattern = _NUMBER.sub(".{}.", inner, count=1)
+        try:
+            key = _key_of(self.layer, pattern if numbered else inner)
+        except KeyError:
+            return f"{self.layers_prefix}{index}.{self._merged_key(pattern, kind)}"
+        return f"{self.layers_prefix}{index}.{key.format(numbered[0].strip('.') if numbered else '')}.{kind}"
 
-    def _is_transposed(self, target: str) -> bool:
+    def _merged_key(self, pattern: str, kind: str) -> str:
+        for key, merged in self.merged.items():
+            if pattern in merged.parts and merged.kind == kind:
+                return key
+        raise KeyError(pattern)
+
+    def is_transposed(self, target: str) -> bool:
         """Whether a parameter (a weight, not a bias) is stored as [in, out]."""
         module, _, kind = target.rpartition(".")
         return (
@@ -98,3 +192,10 @@ def _key_of(names: Mapping[str, str] | Mapping[str, str | tuple[str, ...]], want
         if value == wanted or (isinstance(value, tuple) and wanted in value):
             return key
     raise KeyError(wanted)
+
+
+def _merged_shape(merged: Merged, spec: DecoderSpec, layer: int, part: Shape) -> Shape:
+    mlp = spec.layers[layer].mlp
+    experts = mlp.router.num_experts if isinstance(mlp, MoeSpec) else 0
+    whole = (part[0] * len(merged.parts), *part[1:])
+    return (experts, *(whole[::-1] if merged.transposed else whole))

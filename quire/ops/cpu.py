@@ -56,6 +56,8 @@ class PanelLinear:
     """int64 [slices, 2]: where each slice ends, and how many additions follow it."""
     slices_ptr: int | None
     num_slices: int
+    num_nodes: int
+    """Sums that are left of the run of slices; 1 where it is all of them."""
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +158,7 @@ class CpuOps(Ops):
             slice_ends=ends,
             slices_ptr=None if ends is None else ends.data_ptr(),
             num_slices=0 if slices is None else slices.count,
+            num_nodes=1 if slices is None else len(slices.nodes()),
         )
 
     def linear(
@@ -177,11 +180,14 @@ class CpuOps(Ops):
         )  # fmt: skip
         return out
 
-    def linear_nodes(self, x: Tensor, w: PanelLinear) -> Tensor:
+    def linear_nodes(self, x: Tensor, w: PanelLinear, out: Tensor | None = None) -> Tensor:
         if w.slices is None:
             raise EngineError("a weight without slices has no tree of sums: use linear")
         rows = _rows(x, w.in_features)
-        out = torch.empty(len(w.slices.nodes()), rows, w.out_features)
+        if out is None:
+            out = torch.empty(w.num_nodes, rows, w.out_features)
+        elif out.shape != (w.num_nodes, rows, w.out_features) or out.dtype is not _F32 or not _dense(out):
+            raise EngineError(f"the nodes' buffer is {tuple(out.shape)} for {w.num_nodes} nodes of {rows} rows")
         self._linear(
             x.data_ptr(), w.panels_ptr, w.format_code, None, None, out.data_ptr(),
             rows, w.out_features, w.in_features, w.slices_ptr, w.num_slices,
@@ -227,6 +233,28 @@ class CpuOps(Ops):
             shape.head_dim, eps,
         )  # fmt: skip
 
+    def head_squares(self, qkv: Tensor, shape: HeadShape) -> Tensor:
+        rows, heads = _rows(qkv, shape.width), shape.num_heads + shape.num_kv_heads
+        out = torch.empty(rows, heads)
+        self._library.quire_head_squares(
+            qkv.data_ptr(), out.data_ptr(), rows, shape.width, heads, shape.head_dim
+        )
+        return out
+
+    def norm_some_heads(
+        self, qkv: Tensor, shape: HeadShape, squares: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], eps: float
+    ) -> None:
+        rows, start = _rows(qkv, shape.width), 0
+        for all_heads, norm, heads in zip(squares, norms, (shape.num_heads, shape.num_kv_heads), strict=True):
+            total = all_heads.shape[1]
+            if _vector(norm) != heads * shape.head_dim or _rows(all_heads, total) != rows:
+                raise EngineError(f"a norm of {heads} heads of {shape.head_dim} has not {norm.shape[0]} weights")
+            self._library.quire_norm_some_heads(
+                qkv.data_ptr() + 4 * start, norm.data_ptr(), all_heads.data_ptr(), rows, shape.width, heads, total,
+                shape.head_dim, eps,
+            )  # fmt: skip
+            start += heads * shape.head_dim
+
     def act(self, x: Tensor, kind: str) -> Tensor:
         width = x.shape[-1]
         out = torch.empty(_rows(x, width), width)
@@ -240,6 +268,13 @@ class CpuOps(Ops):
             raise EngineError(f"gate and up make an even number of columns, not {double}")
         out = torch.empty(rows, double // 2)
         self._act_mul(gate_up.data_ptr(), out.data_ptr(), rows, double // 2, _KINDS[kind])
+        return out
+
+    def clamped_act_mul(self, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+        double = gate_up.shape[-1]
+        rows = _rows(gate_up, double)
+        out = torch.empty(rows, double // 2)
+        self._library.quire_clamped_act_mul(gate_up.data_ptr(), out.data_ptr(), rows, double // 2, limit, alpha)
         return out
 
     def rope_and_cache(
@@ -289,13 +324,14 @@ class CpuOps(Ops):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if window is not None and window < 1:
             raise EngineError(f"an attention window holds at least the token itself, not {window}")
         if type(layer) is not CpuLayerCache:
             layer = _describe(layer)
         step = self._enter(qkv, layer, ctx, group, shape, window or 0)
-        return self._read(qkv, layer, step, group, shape, scale, window, softcap)
+        return self._read(qkv, layer, step, group, shape, scale, window, softcap, sinks)
 
     def rope_attend(
         self,
@@ -316,7 +352,7 @@ class CpuOps(Ops):
             layer = _describe(layer)
         step = self._enter(qkv, layer, ctx, group, shape, window or 0)
         self._write(qkv, layer, step, group, shape, turn)
-        return self._read(qkv, layer, step, group, shape, scale, window, softcap)
+        return self._read(qkv, layer, step, group, shape, scale, window, softcap, turn.sinks)
 
     def _read(
         self,
@@ -328,13 +364,17 @@ class CpuOps(Ops):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
+        if sinks is not None and _vector(sinks) != shape.num_heads:
+            raise EngineError(f"{shape.num_heads} heads have not {sinks.shape[0]} sinks")
         out = torch.empty(step.tokens, shape.num_heads * shape.head_dim)
         failed = self._attend(
             qkv.data_ptr(), layer.k_ptr, layer.v_ptr, out.data_ptr(),
-            step.query_start, step.context_len, step.tables[group], step.strides[group], step.seqs,
-            shape.num_heads, shape.num_kv_heads, shape.head_dim, layer.block_size, window or 0,
-            scale, softcap or 0.0,
+            step.query_start, step.context_len, step.tables[group],
+            None if sinks is None else sinks.data_ptr(), step.strides[group], step.seqs,
+            shape.num_heads, shape.num_kv_heads, shape.group, shape.skipped, shape.head_dim, layer.block_size,
+            window or 0, scale, softcap or 0.0,
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the attention's task list")
@@ -466,8 +506,6 @@ def _check_heads(cache: CpuLayerCache, shape: HeadShape) -> None:
     if cache.spec.heads_of_pair() != (shape.num_kv_heads, shape.head_dim):
         heads, dim = cache.spec.heads_of_pair()
         raise EngineError(f"the cache was made for {heads} kv heads of {dim}, not for {shape}")
-    if shape.num_heads % shape.num_kv_heads:
-        raise EngineError(f"{shape}: kv heads must divide the query heads")
     cache.shape = shape
 
 

@@ -67,9 +67,10 @@ class Ops(AttentionBackend):
         """[M, N] = x W^T (+ bias) (+ residual), in that order; into `out` if given."""
 
     @abstractmethod
-    def linear_nodes(self, x: Tensor, w: Any) -> Tensor:
+    def linear_nodes(self, x: Tensor, w: Any, out: Tensor | None = None) -> Tensor:
         """[nodes, M, N] float32: what a weight packed with a run of a sum's slices adds to each of `slices.nodes()`,
-        without bias and residual. With the nodes of the other runs, `finish_tree` gives the bits of the whole."""
+        without bias and residual; into `out` if given. With the nodes of the other runs, `finish_tree` gives the bits
+        of the whole."""
 
     @abstractmethod
     def embed(self, ids: Tensor, w: Any) -> Tensor:
@@ -90,12 +91,29 @@ class Ops(AttentionBackend):
         """
 
     @abstractmethod
+    def head_squares(self, qkv: Tensor, shape: HeadShape) -> Tensor:
+        """float32 [T, heads + kv heads]: the sum of squares of each head of q and of k."""
+
+    @abstractmethod
+    def norm_some_heads(
+        self, qkv: Tensor, shape: HeadShape, squares: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], eps: float
+    ) -> None:
+        """As `norm_all_heads`, in place on qkv, where these are some of the layer's heads: `squares` are those of all
+        query heads [T, all of them] and of all kv heads; `norms` have the weights of these heads alone."""
+
+    @abstractmethod
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         """[M, 2I] -> [M, I]: act(first half) * second half; kind is silu, gelu_tanh or gelu."""
 
     @abstractmethod
     def act(self, x: Tensor, kind: str) -> Tensor:
         """kind is silu, gelu_tanh, gelu or relu."""
+
+    def clamped_act_mul(self, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+        """[M, 2I] -> [M, I]: g sigmoid(alpha g) (u + 1) of g = min(gate, limit) and u = up within +-limit."""
+        gate, up = gate_up.to(torch.float64).chunk(2, -1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (gate * torch.sigmoid(gate * alpha) * (up + 1.0)).to(gate_up.dtype)
 
     def close(self) -> None:
         """Give back what is held outside torch."""

@@ -70,7 +70,7 @@ class TorchOps(Ops):
         found = found if residual is None else found + residual
         return found if out is None else out.copy_(found)
 
-    def linear_nodes(self, x: Tensor, w: PlainLinear) -> Tensor:
+    def linear_nodes(self, x: Tensor, w: PlainLinear, out: Tensor | None = None) -> Tensor:
         slices = w.slices
         if slices is None:
             raise EngineError("a weight without slices has no tree of sums: use linear")
@@ -79,7 +79,8 @@ class TorchOps(Ops):
             columns = slices.columns(index, index + 1)
             return F.linear(x[:, columns], w.weight[:, columns])
 
-        return torch.stack([add_in_tree([summed(i) for i in range(*node)]) for node in slices.nodes()])
+        found = torch.stack([add_in_tree([summed(i) for i in range(*node)]) for node in slices.nodes()])
+        return found if out is None else out.copy_(found)
 
     def embed(self, ids: Tensor, w: PlainLinear) -> Tensor:
         return w.weight[ids.long()]
@@ -92,6 +93,18 @@ class TorchOps(Ops):
 
     def norm_all_heads(self, qkv: Tensor, shape: HeadShape, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
         torch_norm.norm_all_heads(qkv, shape.num_heads, shape.num_kv_heads, q_norm, k_norm, eps)
+
+    def head_squares(self, qkv: Tensor, shape: HeadShape) -> Tensor:
+        return torch_norm.head_squares(qkv, shape.num_heads + shape.num_kv_heads, shape.head_dim)
+
+    def norm_some_heads(
+        self, qkv: Tensor, shape: HeadShape, squares: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], eps: float
+    ) -> None:
+        start = 0
+        for all_heads, norm in zip(squares, norms, strict=True):
+            part = qkv[:, start : start + norm.shape[0]]
+            torch_norm.norm_some_heads(part, all_heads, norm, shape.head_dim, eps)
+            start += norm.shape[0]
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         return _ACTIVATIONS[kind](x)
@@ -137,6 +150,7 @@ class TorchOps(Ops):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of this step's queries over their sequences' cached keys and values."""
         q, _, _ = _split_heads(qkv, shape)
@@ -149,8 +163,11 @@ class TorchOps(Ops):
             queries = torch.arange(length - (hi - lo), length, device=qkv.device)
             first = 0 if window is None else max(0, length - (hi - lo) - window + 1)
             k, v, start = _gather(layer, ctx.block_tables[group][s], first, length)
+            if not shape.is_even:
+                mine = [shape.kv_head(head) for head in range(shape.num_heads)]
+                k, v = k[mine], v[mine]
             visible = _visible(queries, torch.arange(start, length, device=qkv.device), window)
-            out[lo:hi] = softmax_attention(q[lo:hi], k, v, visible, scale, softcap)
+            out[lo:hi] = softmax_attention(q[lo:hi], k, v, visible, scale, softcap, sinks)
         return out.reshape(qkv.shape[0], shape.num_heads * shape.head_dim)
 
     def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:

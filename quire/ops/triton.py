@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.attention.triton import TritonAttention
 from quire.errors import EngineError
-from quire.kernels import cublas
+from quire.kernels import cublas, torch_norm
 from quire.kernels.kv_spec import KVSpec
 from quire.kernels.slices import Slices
 from quire.kernels.triton import (
@@ -123,10 +123,11 @@ class TritonOps(Ops):
             return linear_fixed.linear_fixed(x, w.weight, w.bias, residual, w.slices)
         return self._product(choices.product(x.shape[0], w.out_features, w.in_features, x.dtype), x, w, residual, out)
 
-    def linear_nodes(self, x: Tensor, w: DeviceLinear) -> Tensor:
+    def linear_nodes(self, x: Tensor, w: DeviceLinear, out: Tensor | None = None) -> Tensor:
         if w.slices is None:
             raise EngineError("a weight without slices has no tree of sums: use linear")
-        return linear_fixed.linear_fixed_nodes(x, w.weight, w.slices)
+        found = linear_fixed.linear_fixed_nodes(x, w.weight, w.slices)
+        return found if out is None else out.copy_(found)
 
     def _product(
         self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
@@ -181,6 +182,18 @@ class TritonOps(Ops):
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         return activation.act_mul(gate_up, kind, pdl=self._early(gate_up.shape[0]))
 
+    def head_squares(self, qkv: Tensor, shape: HeadShape) -> Tensor:
+        return torch_norm.head_squares(qkv, shape.num_heads + shape.num_kv_heads, shape.head_dim)
+
+    def norm_some_heads(
+        self, qkv: Tensor, shape: HeadShape, squares: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], eps: float
+    ) -> None:
+        start = 0
+        for all_heads, weight in zip(squares, norms, strict=True):
+            part = qkv[:, start : start + weight.shape[0]]
+            torch_norm.norm_some_heads(part, all_heads, weight, shape.head_dim, eps)
+            start += weight.shape[0]
+
     def act(self, x: Tensor, kind: str) -> Tensor:
         return activation.act(x, kind)
 
@@ -221,7 +234,10 @@ class TritonOps(Ops):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        if sinks is not None:
+            raise EngineError("attention sinks are not built for GPUs yet: use device='cpu'")
         return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap)
 
     def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:
@@ -251,10 +267,10 @@ class TritonOps(Ops):
         softcap: float | None,
     ) -> Tensor:
         """`rope_and_cache` and `attend`, in one launch where the step and the heads allow it."""
-        if self.attention.turns(ctx, shape, turn):
+        if turn.sinks is None and self.attention.turns(ctx, shape, turn):
             return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap, turn)
         self.rope_and_cache(qkv, layer, ctx, group, shape, turn.rope, turn.q_norm, turn.k_norm, turn.eps)
-        return self.attend(qkv, layer, ctx, group, shape, scale, window, softcap)
+        return self.attend(qkv, layer, ctx, group, shape, scale, window, softcap, turn.sinks)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x in place; the norm of the sum."""

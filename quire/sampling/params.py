@@ -93,8 +93,10 @@ def _strings(field: str, value: Any, most: int) -> tuple[str, ...]:
 
 def _token_ids(field: str, value: Any) -> tuple[int, ...]:
     items = _items(field, value, MAX_TOKEN_IDS)
-    if {*map(type, items)} == {int} and min(items) >= 0 and max(items) <= _INT_MAX:
-        return tuple(dict.fromkeys(items))  # there may be hundreds of thousands: one by one they hold others up
+    if {*map(type, items)} == {int}:  # there may be hundreds of thousands: one by one they hold others up
+        distinct = tuple(dict.fromkeys(items))
+        if min(distinct) >= 0 and max(distinct) <= _INT_MAX:
+            return distinct
     return tuple(dict.fromkeys(_integer(field, item, 0, _INT_MAX) for item in items))
 
 

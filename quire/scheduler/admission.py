@@ -37,7 +37,9 @@ class Admissions:
             request = state.waiting.peek()
             if request in draft.made_way or blocks_queue(request):
                 break
-            if not state.roster.has_rows_for(request):
+            if self._asks_another_engine(request):
+                came = self._reserve(request)
+            elif not state.roster.has_rows_for(request):
                 came = Admission.NO_ROOM
             elif request.swapped is not None:
                 came = self._swap_in(draft, request)
@@ -66,7 +68,9 @@ class Admissions:
             if lookups is None:
                 self._state.roster.arrive(request)
                 return Admission.DONE
-            match = cache.match(seq.kv, seq.tokens[:known], lookups)
+            # A prefix that is cached must have brought the windows that somebody else is to get.
+            most = known if request.windows_kept_at is None else min(known, request.windows_kept_at + 1)
+            match = cache.match(seq.kv, seq.tokens[:most], lookups)
         # One slot more than is known: who cannot even hold the next token would be preempted at once.
         length = min(len(seq.tokens) + 1, request.max_len)
         if match.num_outside:
@@ -142,6 +146,42 @@ class Admissions:
             again += sum(other.num_output_tokens for other in request.live[1:])
             self._state.stats.recomputed_tokens += again
             request.counts.recomputed_tokens += again
+
+    # ---- from a prompt that another engine computes
+
+    def _asks_another_engine(self, request: Request) -> bool:
+        """It does so when it has its turn, and needs no row meanwhile; there are no more such requests than rows."""
+        remote, seq = request.remote, request.live[0]
+        if remote is None or remote.given_up or seq.num_output_tokens or request.swapped is not None:
+            return False
+        return len(self._state.roster.arriving) < self._state.limits.max_num_seqs
+
+    def _reserve(self, request: Request) -> Admission:
+        """Reserve blocks for what the device lacks of a prompt. Who asks the other engine finds it in `asking`."""
+        state, seq, remote = self._state, request.live[0], request.remote
+        if remote is None:
+            return Admission.LATER
+        match = state.cache.match(seq.kv, seq.tokens) if not seq.lacks_prompt_logprobs else state.cache.no_match()
+        end = seq.num_prompt_tokens - (not remote.first_token)
+        if end - match.num_tokens < max(1, remote.least_tokens):
+            remote.given_up = True
+            return Admission.AGAIN
+        try:
+            reservation = state.cache.reserve(seq.kv, match, end, state.clock() + state.limits.fetch_timeout,
+                                              position=seq.num_prompt_tokens - 1)
+        except InvariantError as error:
+            self._endings.quarantine(seq, error)
+            return Admission.DONE
+        if reservation is None:
+            return Admission.LATER if state.cache.room_is_coming else Admission.NO_ROOM
+        request.reservation = reservation.number
+        reservation.fetch.token_due = remote.first_token
+        reservation.fetch.until = reservation.deadline
+        self._count(request, seq, match)
+        seq.num_computed = seq.num_prompt_tokens - 1
+        self._arriving.begin(request, reservation.fetch)
+        state.asking.append((request, reservation))
+        return Admission.DONE
 
     # ---- with the KV that it had
 

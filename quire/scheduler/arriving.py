@@ -50,7 +50,7 @@ class Arriving:
             for seq in request.live:
                 if seq.kv.tables:
                     self._confirm(seq, fetch)
-            if fetch.error is not None and fetch.pending:
+            if fetch.error is not None and (fetch.pending or fetch.token_due):
                 self._go_without(request, fetch)
         except InvariantError as error:
             self._endings.quarantine(request.live[0], error)
@@ -60,7 +60,8 @@ class Arriving:
         arrived = min(seq.num_computed, self._arrived_tokens(seq, fetch))
         if arrived > seq.num_confirmed:
             seq.num_confirmed = arrived
-        self._state.cache.publish(seq.kv, seq.tokens, seq.num_confirmed)
+        awaited = self._state.cache.reservations.get(seq.request.reservation or -1) is not None
+        self._state.cache.publish(seq.kv, seq.tokens, seq.num_confirmed, awaited)
 
     def _arrived_tokens(self, seq: Sequence, fetch: Fetch) -> int:
         return fetch.missing_from(seq.kv) * self._state.cache.block_size
@@ -71,7 +72,8 @@ class Arriving:
         self._state.stats.fetches_failed += 1
         cache.transfers.cancel(fetch)
         leader, *others = [seq for seq in request.live if seq.kv.tables]
-        most = fetch.missing_from(leader.kv)
+        # Log-probabilities of the prompt need the logits of every token of it, so nothing of it can be kept.
+        most = 0 if leader.lacks_prompt_logprobs else fetch.missing_from(leader.kv)
         if others:
             # The leader goes on from what it has of the prompt, and the others fork from it where that ends.
             most = min(most, leader.num_prompt_tokens // cache.block_size)
@@ -98,3 +100,4 @@ class Arriving:
         if len(request.live) > 1 and leader.num_output_tokens:
             leader.held_at = leader.num_prompt_tokens
         fetch.pending.clear()
+        fetch.token_due = False

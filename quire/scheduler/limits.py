@@ -36,6 +36,10 @@ class Limits:
     long_prefill_token_threshold: int = 0
     fetch_timeout: float = 30.0
     """Seconds that a request waits for KV from another tier before it computes the rest."""
+    num_stages: int = 1
+    """Stages of a pipeline, each of which computes another step. Stages but the last learn drawn tokens from the next
+    plan, so a sequence whose token is in flight is not planned; and a step takes a stage's share of those that decode,
+    so that there is something for every stage."""
 
 
 def longest_allowed(request: Request, limits: Limits, cache: PoolShape) -> int:

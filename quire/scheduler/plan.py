@@ -116,6 +116,11 @@ class PlanEntry:
     def num_drafts(self) -> int:
         return len(self.drafts) or self.device_drafts
 
+    @property
+    def drawn_at(self) -> int:
+        """The position of the first token that is drawn."""
+        return self.start + self.num_tokens - self.num_drafts
+
 
 @dataclass(slots=True)
 class StepPlan:

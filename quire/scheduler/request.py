@@ -19,6 +19,7 @@ from quire.kvcache.table import SequenceKV
 from quire.kvcache.transfers import Fetch
 from quire.sampling.params import SamplingParams
 from quire.scheduler.beam import BeamSearch
+from quire.scheduler.remote import RemotePrefill
 
 if TYPE_CHECKING:
     from quire.structured.compiler import PendingGrammar
@@ -180,6 +181,10 @@ class Request:
     """KV that it waits for."""
     reservation: int | None = None
     """Number of the reservation into which somebody outside writes its KV."""
+    remote: RemotePrefill | None = None
+    """Another engine is asked to compute its prompt."""
+    windows_kept_at: int | None = None
+    """Blocks of sliding windows are kept that a token at this position sees: somebody else is to get them."""
     computes: bool = False
     """Its KV did not come: it computes what the device lacks, and asks no tier again before it has run."""
     lease_seconds: float | None = None

@@ -6,6 +6,7 @@ from quire.errors import InvariantError
 from quire.scheduler.endings import Endings
 from quire.scheduler.forks import Forks
 from quire.scheduler.plan import EntryResult, PlanEntry
+from quire.scheduler.remote import FirstToken
 from quire.scheduler.request import FinishReason, Sequence
 from quire.scheduler.state import SchedulerState
 from quire.scheduler.updates import SequenceUpdate, cut_at_stop
@@ -50,6 +51,17 @@ class Results:
         elif entry.candidates and seq.request.beams is not None:
             self._forks.report(seq, result)
 
+    def take_first_token(self, seq: Sequence, first: FirstToken) -> None:
+        """The engine that computes the prompt has drawn the first token. It stands whatever becomes of the KV."""
+        seq.tokens.append(first.token)
+        seq.num_computed = seq.num_prompt_tokens
+        self._state.stats.output_tokens += 1
+        if first.prompt_logprobs:
+            seq.request.prompt_logprobs_done = seq.num_prompt_tokens - 1
+        self._endings.updates.append(
+            SequenceUpdate(seq.request, seq, [first.token], first.logprobs, first.prompt_logprobs))
+        self._stop_if_done(seq)
+
     def _publish(self, seq: Sequence, end: int) -> bool:
         cache = self._state.cache
         try:
@@ -58,7 +70,8 @@ class Results:
             if cache.has_windows:
                 # Drafts in flight may be refused: what the token after them can see begins earlier.
                 ahead = min(seq.num_computed, seq.num_tokens - 1) if seq.num_pending else seq.num_computed
-                cache.leave_window(seq.kv, ahead)
+                kept_at = seq.request.windows_kept_at
+                cache.leave_window(seq.kv, ahead if kept_at is None else min(ahead, kept_at))
         except InvariantError as error:
             self._endings.quarantine(seq, error)
             return False

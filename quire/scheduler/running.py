@@ -24,14 +24,21 @@ class RunningPlanner:
 
     def sort(self, draft: Draft) -> None:
         """Who runs and lacks one token, and who lacks more."""
+        stages = self._state.limits.num_stages
+        in_flight = 0
         for request in self._state.roster.running.values():
             for seq in request.sequences:
                 known = seq.held_at or len(seq.tokens) + seq.num_pending
                 todo = known - seq.num_computed
                 # Without a row it is finished; it may have to wait for its tokens in flight, or for its mask.
-                if seq.row < 0 or todo < 1 or (seq.num_pending and request.needs_values(known)) or not mask_ready(seq):
+                if (seq.row < 0 or todo < 1 or (seq.num_pending and (stages > 1 or request.needs_values(known)))
+                        or not mask_ready(seq)):
+                    in_flight += seq.row >= 0
                     continue
                 (draft.decoding if todo == 1 else draft.prefilling).append(seq)
+        if stages > 1:
+            # All that decode, dealt evenly to the stages: those in flight are the share of others.
+            del draft.decoding[-(-(len(draft.decoding) + in_flight) // stages) :]
         speculator = self._state.speculator
         if speculator is not None and draft.decoding:
             draft.take_choice(speculator.choose(draft.decoding, draft.budget - len(draft.decoding)))

@@ -28,6 +28,7 @@ from quire.scheduler.plan import BlockCopy, BlockMove, StepPlan, StepResult, Tra
 from quire.scheduler.policy import BatchingPolicy, DecodeFirst, Phase
 from quire.scheduler.preemption import Preemption, PreemptionReason
 from quire.scheduler.queue import FCFSQueue, WaitingQueue
+from quire.scheduler.remote import FirstToken
 from quire.scheduler.request import FinishReason, Request, Sequence, Status
 from quire.scheduler.results import Results
 from quire.scheduler.roster import Roster
@@ -38,6 +39,9 @@ from quire.scheduler.step_cost import StepLoad
 from quire.scheduler.updates import SequenceUpdate as SequenceUpdate
 from quire.speculation.speculator import Speculator
 from quire.structured.gate import GRAMMAR_END, add_masks
+
+_OUTSIDE_SECONDS = 1.0
+"""How long to wait for blocks that somebody outside still reads or may write, before looking again."""
 
 
 class Scheduler:
@@ -65,6 +69,8 @@ class Scheduler:
         self.running, self.compiling = self._roster.running, self._roster.compiling
         self.arriving = self._roster.arriving
         """Requests whose KV is on its way."""
+        self.peer_metrics: Callable[[], dict[str, int | float]] | None = None
+        """What is counted of work for and by other engines, where there are any."""
         self._clock = clock
         self._pacer = pacer
         self._state = state = SchedulerState(
@@ -119,6 +125,29 @@ class Scheduler:
         seq.num_computed = len(seq.tokens) - 1
         self._arrivals.wait_for(request, reservation.fetch)
         return reservation
+
+    def take_asking(self) -> list[tuple[Request, Reservation]]:
+        """Requests whose prompt another engine is to compute, since the last call."""
+        asking, self._state.asking = self._state.asking, []
+        return asking
+
+    def take_first_token(self, request: Request, first: FirstToken) -> bool:
+        """The engine that computes an arriving request's prompt has drawn its first token; false if none is due."""
+        if request.status is not Status.ARRIVING or request.fetch is None or not request.fetch.token_due:
+            return False
+        request.fetch.token_due = False
+        self._results.take_first_token(request.live[0], first)
+        return True
+
+    def go_without(self, request: Request, reason: str) -> None:
+        """No other engine computes its prompt, or not all of it: the request goes on with what has come of it."""
+        if request.remote is not None:
+            request.remote.given_up = True
+        if request.reservation is not None:
+            self.cache.reservations.cancel(request.reservation, reason)
+        if request.status is Status.ARRIVING and request.fetch is not None:
+            request.fetch.error = request.fetch.error or reason
+            self._arrivals.look()
 
     def abort(self, request_id: str) -> bool:
         """Stop a request wherever it is and free all it holds; false if there is no such request."""
@@ -260,6 +289,10 @@ class Scheduler:
         """By the scheduler's clock, when it will stop waiting for something from outside, if it waits for anything."""
         ends = [lookup.deadline for request in self.arriving.values() for lookup in request.lookups or ()
                 if not lookup.settled]
+        if self.cache.held_outside:
+            ends.append(self._clock() + _OUTSIDE_SECONDS)
+        ends += [request.fetch.until for request in self.arriving.values()
+                 if request.fetch is not None and request.fetch.token_due]
         return min((end for end in (*ends, self.cache.next_end) if end is not None), default=None)
 
     @property

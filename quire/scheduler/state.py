@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.kvcache.manager import KVCacheManager
+from quire.kvcache.reservations import Reservation
 from quire.scheduler.chunks import ChunkSizes
 from quire.scheduler.limits import Limits
 from quire.scheduler.pacing import StepPacer
 from quire.scheduler.policy import BatchingPolicy
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.request import Request
 from quire.scheduler.roster import Roster
 from quire.scheduler.stats import SchedulerStats
 from quire.speculation.speculator import Speculator
@@ -30,6 +32,8 @@ class SchedulerState:
     chunks: ChunkSizes
     pacer: StepPacer | None = None
     speculator: Speculator | None = None
+    asking: list[tuple[Request, Reservation]] = field(default_factory=list)
+    """Requests whose prompt another engine is to compute, and the blocks reserved for it: for whoever asks it."""
     short: bool = False
     """A running sequence found no memory in the last draft: what comes free is for those who run."""
     gave_way: bool = False

@@ -21,7 +21,7 @@ from quire.server.service import RequestRecord, Service
 
 encode = msgspec.json.Encoder().encode
 _JSON = [(b"content-type", b"application/json")]
-_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
            (b"x-accel-buffering", b"no")]
 _READING_SECONDS = 30.0
 """Beyond its time limit, a request may wait so long for a client to read."""
@@ -142,7 +142,7 @@ class Answer(ABC):
             self.usage.note(place, output)
             body = await _beside(_num_logprobs(output), functools.partial(self.events, place, output))
             if not self._started:
-                await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
                 self._started = True
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})

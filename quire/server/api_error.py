@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import EngineError, InvalidRequestError, QuireError
@@ -11,7 +11,7 @@ from quire.errors import EngineError, InvalidRequestError, QuireError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -22,17 +22,31 @@ _CODES = {"QueueFullError": "queue_full", "EngineDeadError": "engine_dead", "Req
           "QuarantinedError": "request_quarantined"}
 
 
+@dataclass(frozen=True, slots=True)
+class ContextExceeded:
+    """The numbers of a request that is longer than the model's context."""
+
+    prompt: str
+    """Its tokens, or at least how many."""
+    prompt_alone: bool
+    """There would be no room for a single token of output."""
+    output: int
+    limit: int
+
+
 class ApiError(QuireError):
     """An answer that is an error."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
-                 retry_after: float | None = None, allow: str | None = None) -> None:
+                 retry_after: float | None = None, allow: str | None = None,
+                 context: ContextExceeded | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.retry_after = retry_after
         self.allow = allow
+        self.context = context
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error")
@@ -72,15 +86,10 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
 
 
-def validation_error(error: ValidationError, body: bytes) -> ApiError:
-    """What pydantic found, told as one sentence about one field."""
-    found = error.errors(include_url=False, include_input=False)  # the input may be large
+def validation_error(found: Sequence[ErrorDetails], data: Any) -> ApiError:
+    """What pydantic found in a body, told as one sentence about one field."""
     if found[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {found[0]['ctx'].get('error', '')}", code="invalid_json")
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
-        data = None
     # Of a union every member complains; the one that got furthest into the data is the one that was meant.
     placed = [(_path(each["loc"], data, each["type"]), each) for each in found]
     path, first = max(placed, key=lambda item: len(item[0]))

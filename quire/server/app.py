@@ -7,13 +7,13 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from quire.config import ServerConfig
 from quire.server.answer import send_error
 from quire.server.api_error import ApiError, api_error
 from quire.server.auth import ApiKeys
+from quire.server.disaggregation import PrefillHeader
 from quire.server.generation import ClientGone
 from quire.server.hosts import AllowedHosts
 from quire.server.log import LOGGER, event
@@ -22,6 +22,7 @@ from quire.server.route import Route
 from quire.server.routes import ROUTES
 from quire.server.service import RequestRecord, Service
 from quire.server.tracing import Tracing
+from quire.server_config import ServerConfig
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _CLIENT_CLOSED = 499
@@ -31,7 +32,8 @@ _CLIENT_CLOSED = 499
 def build_app(engine: Any, config: ServerConfig, *, keys: ApiKeys | None = None,
               tracing: Tracing | None = None) -> App:
     """The application around an engine; with `allowed_origins`, wrap it in `with_cors`."""
-    return App(Service(engine, config, ApiKeys.of(config) if keys is None else keys, tracing))
+    service = Service(engine, config, ApiKeys.of(config) if keys is None else keys, tracing)
+    return App(service, (*ROUTES, *(page_routes(service) if config.page else ())))
 
 
 def with_cors(app: App, origins: str | None) -> Any:
@@ -47,11 +49,14 @@ def with_cors(app: App, origins: str | None) -> Any:
 
 
 class App:
-    def __init__(self, service: Service) -> None:
+    """The routes of a service: the server's, or the router's (`quire.router`)."""
+
+    def __init__(self, service: Any, routes: Iterable[Route]) -> None:
         self.service = service
+        self._prefill = PrefillHeader(service.engine.config)
         self._hosts = AllowedHosts(service.config, has_keys=len(service.keys) > 0)
         self._exact: dict[str, dict[str, Route]] = {}
-        for route in (*ROUTES, *(page_routes(service) if service.config.page else ())):
+        for route in routes:
             self._exact.setdefault(route.path, {})[route.method] = route
         self._folders = {path[:path.index("{")]: methods for path, methods in self._exact.items() if "{" in path}
 
@@ -88,6 +93,8 @@ class App:
             if route.works and self.service.draining:
                 raise ApiError(503, "the server is closing and takes no new requests", code="closing",
                                retry_after=5.0)
+            if route.works:
+                record.prefill = self._prefill.named(scope["headers"])
             await route.handler(self.service, record, scope, receive, send_noted)
         except ClientGone:
             record.status = _CLIENT_CLOSED

@@ -7,8 +7,8 @@ import hmac
 from collections.abc import Iterable
 from pathlib import Path
 
-from quire.config import ServerConfig, api_keys_of_environment
 from quire.errors import ConfigError
+from quire.server_config import ServerConfig, api_keys_of_environment
 
 MIN_KEY_LENGTH = 8
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -10,14 +11,17 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from quire.config import ServerConfig, parse_bytes
+from quire.options import parse_bytes
 from quire.server.api_error import ApiError, validation_error
 from quire.server.generation import ClientGone
+from quire.server_config import ServerConfig
 
 _Body = TypeVar("_Body", bound=BaseModel)
 MAX_ELEMENTS = 1 << 18
 _SLICE_SECONDS = 0.005
-_TEXT = re.compile(rb'(?:[^"\\]+|\\.){0,4096}', re.DOTALL)
+_LARGE = 1 << 15
+"""Bytes of a body from which on others have a turn between the steps of reading it."""
+_TEXT = re.compile(rb'(?:[^"\\]{1,512}|\\.){0,1024}', re.DOTALL)
 """A piece of a JSON text, up to its end or a bounded length."""
 _DRAINED = 8
 """So many times the largest body are read, and dropped, to be heard by whoever sends too much."""
@@ -25,6 +29,21 @@ _DRAINED = 8
 
 async def read_body(scope: Any, receive: Any, kind: type[_Body], config: ServerConfig) -> _Body:
     """The body as what it should be; ApiError where it is not, is too large, or does not come."""
+    data = await read_json(scope, receive, config)
+    await _let_others(data)
+    try:
+        body = kind.model_validate_json(data)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)  # the input may be large
+    else:
+        await _let_others(data)
+        return body
+    await _let_others(data)
+    raise validation_error(found, _plain(data)) from None
+
+
+async def read_json(scope: Any, receive: Any, config: ServerConfig) -> bytes:
+    """The bytes of a body that says it is JSON and that can be read in a bounded time."""
     headers = dict(scope["headers"])
     media = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if media != b"application/json":
@@ -42,16 +61,28 @@ async def read_body(scope: Any, receive: Any, kind: type[_Body], config: ServerC
         raise ApiError(408, f"the body did not come within {config.read_timeout:g} seconds",
                        code="read_timeout") from None
     await _check_elements(data)
+    return data
+
+
+async def _let_others(data: bytes) -> None:
+    """Each step of reading a large body takes milliseconds; the event loop serves others between two of them."""
+    if len(data) >= _LARGE:
+        await asyncio.sleep(0)  # the loop looks for news now, and queues them behind this task
+        await asyncio.sleep(0)  # they are served
+
+
+def _plain(data: bytes) -> Any:
     try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        raise validation_error(error, data) from None
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
 
 
 async def _check_elements(data: bytes) -> None:
     """Refuse what would take long to check: reading JSON takes a time by its elements, and nobody else has a turn."""
     if len(data) < MAX_ELEMENTS // 16 or most_weight(data) <= MAX_ELEMENTS:
         return
+    await _let_others(data)
     since = time.perf_counter()
     for found in weights(data):
         if found > MAX_ELEMENTS:

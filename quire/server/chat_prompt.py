@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -37,18 +38,34 @@ def render(tokenizer: Tokenizer, messages: list[Message], *, tools: list[dict[st
             raise refusal("chat_template_kwargs", f"may not hold {name!r:.80}")
     _check_arguments(messages)
     plain = [_plain(message, place) for place, message in enumerate(messages)]
-    template = tokenizer.chat_template
-    if not knows(template, "tools") and not _has_tool_template(tokenizer):
+    if tokenizer.tool_template is None:
         plain, tools = _without_tools(plain, tools), None
-    try:
+
+    def apply(plain: list[dict[str, Any]]) -> str:
         return tokenizer.apply_chat_template(plain, tools=tools, add_generation_prompt=add_generation_prompt,
                                              **(variables or {}))
+
+    try:
+        return apply(plain)
     except InvalidRequestError as error:
+        if _wants_text(error) and any("tool_calls" in message for message in plain):
+            with contextlib.suppress(InvalidRequestError):
+                return apply([_with_text_arguments(message) for message in plain])
         raise ApiError(400, str(error), param=error.field or "messages") from error
 
 
-def _has_tool_template(tokenizer: Tokenizer) -> bool:
-    return len(tokenizer._templates) > 1 and "tool_use" in tokenizer._templates
+def _wants_text(error: InvalidRequestError) -> bool:
+    """Has the template put arguments between texts? Some families' templates take them as JSON text."""
+    return "can only concatenate str" in str(error)
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"],
+                                                                         ensure_ascii=False)}}
+        for call in message["tool_calls"]]}
 
 
 def _plain(message: Message, place: int) -> dict[str, Any]:

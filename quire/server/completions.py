@@ -36,7 +36,8 @@ async def completion(service: Service, record: RequestRecord, body: CompletionBo
         service.check_length(len(tokens), max_tokens, "prompt")
     field = None if shape is None else shape[0]
     work = Work(f"cmpl-{record.unique_id}", prompts, params, body.priority or 0, record.tenant,
-                salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout), field, bool(body.stream))
+                salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout), field, bool(body.stream),
+                prefill=record.prefill)
     return CompletionAnswer(service, record, work, body, texts, shows_output=max_tokens > 0)
 
 

@@ -7,13 +7,17 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from quire.config import ServerConfig
+from quire.server_config import ServerConfig
 
 _MAX_HEADER_BYTES = 64 * 1024
 _MAX_UNPARSED = 64 * 1024
 """Bytes that may come without completing anything: the headers, a piece of the body, or the message."""
 _MAX_PIPELINED = 16
 """Requests that may wait on a connection for the answer to the one before. One read can hold thousands."""
+_FREE_PIECES = 1024
+_PIECE_BYTES = 64
+"""A body may come in so many chunks, and in one more for so many bytes: each costs the event loop some microseconds,
+and one read can hold 40,000 of a byte."""
 _LINGER_SECONDS = 1.0
 _LINGER_BYTES = 4 << 20
 """A refused client is listened to for so long, and so much of it is dropped: with a connection that is reset at once
@@ -42,118 +46,127 @@ class _UntilClosed(int):
         return self
 
 
-def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
-    """The protocol class for a server with these limits."""
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. uvicorn makes it, so the limits come with the class: see `bounded_protocol`."""
 
-    class BoundedProtocol(HttpToolsProtocol):
-        _header_bytes = 0
-        _unparsed = 0
-        _dropped = 0
-        _refused = False
-        _in_headers = True
-        _deadline: Any = None
+    limits: ServerConfig
+    _header_bytes = 0
+    _unparsed = 0
+    _dropped = 0
+    _pieces = 0
+    _body_bytes = 0
+    _refused = False
+    _in_headers = True
+    _deadline: Any = None
 
-        def connection_made(self, transport: Any) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > config.max_connections:
-                self._refuse(b"503 Service Unavailable", _BUSY, b"retry-after: 1\r\n")
-                return
-            self._await_headers()
+    def connection_made(self, transport: Any) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self._refuse(b"503 Service Unavailable", _BUSY, b"retry-after: 1\r\n")
+            return
+        self._await_headers()
 
-        def data_received(self, data: bytes) -> None:
-            if self._refused:
-                self._dropped += len(data)
-                if self._dropped > _LINGER_BYTES:
-                    self.transport.close()
-            elif not self.transport.is_closing():
-                # The parser tells of a header when it is complete, and keeps what there is of it until then.
-                self._unparsed += len(data)
-                super().data_received(data)
-                if self._unparsed > _MAX_UNPARSED:
-                    self._refuse(b"431 Request Header Fields Too Large", _LONG)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._headers_came()
-            super().connection_lost(exc)
-
-        def on_message_begin(self) -> None:
-            if self._refused or len(self.pipeline) >= _MAX_PIPELINED:
-                raise ValueError("what follows is not parsed")  # the parser stops here, and the connection is closed
-            super().on_message_begin()
-            self._header_bytes = 0
-            self._in_headers = True
-            self._await_headers()
-
-        def on_url(self, url: bytes) -> None:
-            super().on_url(url)
-            self._count(len(url))
-
-        def on_header(self, name: bytes, value: bytes) -> None:
-            if self._in_headers:  # what comes after the body (a trailer) is none: it could bring a key or a Host
-                super().on_header(name, value)
-            self._count(len(name) + len(value))
-
-        def on_headers_complete(self) -> None:
-            self._headers_came()
-            self._unparsed, self._in_headers = 0, False
-            refusal = None if self._refused else _unacceptable(
-                self.parser.get_http_version(), self.url, self.headers)
-            if refusal is not None:
-                self._refuse(*refusal)
-            if not self._refused and not self.transport.is_closing():
-                super().on_headers_complete()
-                if self.cycle is not None and self.parser.get_http_version() == "1.0":
-                    # It knows no chunks: a stream ends with its connection, which is closed in any case.
-                    self.cycle.chunked_encoding = False
-                    self.cycle.expected_content_length = _UntilClosed()
-
-        def on_body(self, body: bytes) -> None:
-            self._unparsed = 0
-            if self.cycle is not None and not self._refused:
-                super().on_body(body)
-
-        def on_message_complete(self) -> None:
-            self._unparsed = 0
-            if self.cycle is not None and not self._refused:
-                super().on_message_complete()
-
-        def send_400_response(self, msg: str) -> None:
-            self._refuse(b"400 Bad Request", _UNREADABLE)
-
-        def _await_headers(self) -> None:
-            """A client that opens a connection and says nothing does not keep it."""
-            self._headers_came()
-            self._deadline = self.loop.call_later(config.read_timeout, self.transport.close)
-
-        def _headers_came(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-        def _count(self, size: int) -> None:
-            self._header_bytes += size
-            if self._header_bytes > _MAX_HEADER_BYTES:
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            self._dropped += len(data)
+            if self._dropped > _LINGER_BYTES:
+                self.transport.close()
+        elif not self.transport.is_closing():
+            # The parser tells of a header when it is complete, and keeps what there is of it until then.
+            self._unparsed += len(data)
+            super().data_received(data)
+            if self._unparsed > _MAX_UNPARSED:
                 self._refuse(b"431 Request Header Fields Too Large", _LONG)
 
-        def _refuse(self, status: bytes, body: bytes, extra: bytes = b"") -> None:
-            if self._refused or self.transport.is_closing():
-                return
-            self._refused = True
-            self._headers_came()
-            answering = self.cycle is not None and not self.cycle.response_complete
-            if answering:  # bytes of another answer are on their way: this one would be taken for a part of it
-                self.transport.close()
-                return
-            self.transport.write(
-                b"HTTP/1.1 " + status + b"\r\ncontent-type: application/json\r\nconnection: close\r\n" + extra
-                + b"content-length: " + str(len(body)).encode() + b"\r\n\r\n" + body)
-            if extra:  # one connection too many is not kept open to be polite
-                self.transport.close()
-            else:
-                self.transport.write_eof()
-                self._deadline = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._headers_came()
+        super().connection_lost(exc)
 
-    return BoundedProtocol
+    def on_message_begin(self) -> None:
+        if self._refused or len(self.pipeline) >= _MAX_PIPELINED:
+            raise ValueError("what follows is not parsed")  # the parser stops here, and the connection is closed
+        super().on_message_begin()
+        self._header_bytes = self._pieces = self._body_bytes = 0
+        self._in_headers = True
+        self._await_headers()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # what comes after the body (a trailer) is none: it could bring a key or a Host
+            super().on_header(name, value)
+        self._count(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        self._headers_came()
+        self._unparsed, self._in_headers = 0, False
+        refusal = None if self._refused else _unacceptable(
+            self.parser.get_http_version(), self.url, self.headers)
+        if refusal is not None:
+            self._refuse(*refusal)
+        if not self._refused and not self.transport.is_closing():
+            super().on_headers_complete()
+            if self.cycle is not None and self.parser.get_http_version() == "1.0":
+                # It knows no chunks: a stream ends with its connection, which is closed in any case.
+                self.cycle.chunked_encoding = False
+                self.cycle.expected_content_length = _UntilClosed()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed = 0
+        self._pieces += 1
+        self._body_bytes += len(body)
+        if self._pieces > _FREE_PIECES + self._body_bytes // _PIECE_BYTES:
+            raise ValueError("what follows is not parsed")  # the parser stops here, and the connection is closed
+        if self.cycle is not None and not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unparsed = 0
+        if self.cycle is not None and not self._refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request", _UNREADABLE)
+
+    def _await_headers(self) -> None:
+        """A client that opens a connection and says nothing does not keep it."""
+        self._headers_came()
+        self._deadline = self.loop.call_later(self.limits.read_timeout, self.transport.close)
+
+    def _headers_came(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _count(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > _MAX_HEADER_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large", _LONG)
+
+    def _refuse(self, status: bytes, body: bytes, extra: bytes = b"") -> None:
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        self._headers_came()
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering:  # bytes of another answer are on their way: this one would be taken for a part of it
+            self.transport.close()
+            return
+        self.transport.write(
+            b"HTTP/1.1 " + status + b"\r\ncontent-type: application/json\r\nconnection: close\r\n" + extra
+            + b"content-length: " + str(len(body)).encode() + b"\r\n\r\n" + body)
+        if extra:  # one connection too many is not kept open to be polite
+            self.transport.close()
+        else:
+            self.transport.write_eof()
+            self._deadline = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+
+
+def bounded_protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
+    """The protocol class for a server with these limits."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": config})
 
 
 def _unacceptable(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[bytes, bytes] | None:

@@ -65,7 +65,7 @@ async def converse(service: Service, record: RequestRecord, body: ChatBody, kind
     params = engine_params(body, wishes, service.config)
     work = Work(f"{kind}-{record.unique_id}", [tokens], params, body.priority or 0, record.tenant,
                 salt_of(record.tenant, body.cache_salt), service.timeout(body.timeout),
-                None if shape is None else shape[0], bool(body.stream), prompt_field)
+                None if shape is None else shape[0], bool(body.stream), prompt_field, record.prefill)
     return Conversation(work, tools, form, keeps or body.skip_special_tokens is False)
 
 
@@ -87,12 +87,12 @@ async def _prompt(service: Service, tokenizer: Tokenizer, body: ChatBody, tools:
             raise refusal("prompt_token_ids", "stands in place of messages: leave these out")
         tokens = body.prompt_token_ids
         return tokens, tokenizer.decode(tokens[-_PROMPT_END:], skip_special_tokens=False)
-    text = await prompt_text(service, tokenizer, body, tools)
+    text = await prompt_text(tokenizer, body, tools)
     tokens = await service.encode_prompt(text, "messages", add_special_tokens=False, tenant=tenant)
     return tokens, text[-256:]
 
 
-async def prompt_text(service: Service, tokenizer: Tokenizer, body: ChatBody, tools: ToolUse) -> str:
+async def prompt_text(tokenizer: Tokenizer, body: ChatBody, tools: ToolUse) -> str:
     """The conversation as the model's chat template writes it."""
     messages = body.messages
     if messages is None:

@@ -35,9 +35,12 @@ class Watcher:
     """One reader of frames."""
 
     def __init__(self, place: Place) -> None:
-        self.pending: deque[bytes] = deque()
+        self.pending: deque[tuple[int, bytes]] = deque()
+        """Frames that wait for it, each with the number of its engine."""
         self.behind = True
-        """It has missed something, so it waits for a full frame."""
+        """It has missed something, so it waits for full frames."""
+        self._seen: set[int] = set()
+        """Engines of which it has a full frame and all since."""
         self.news = asyncio.Event()
         self._place = place
         place.on_lost = self.news.set
@@ -47,17 +50,19 @@ class Watcher:
         """A key with fewer watchers has taken its place."""
         return self._place.lost
 
-    def take(self, body: bytes, full: bool) -> bool:
+    def take(self, body: bytes, full: bool, engine: int = 0) -> bool:
         """False where it has fallen behind and needs a full frame."""
         if full:
-            self.pending.clear()
+            self.pending = deque(each for each in self.pending if each[0] != engine)
+            self._seen.add(engine)
             self.behind = False
         elif len(self.pending) >= _MAX_PENDING:
             self.pending.clear()
+            self._seen.clear()
             self.behind = True
-        if self.behind:
+        if engine not in self._seen:
             return False
-        self.pending.append(body)
+        self.pending.append((engine, body))
         self.news.set()
         return True
 
@@ -85,9 +90,9 @@ class Lookout:
             finally:
                 self._watchers.discard(watcher)
 
-    def _take(self, body: bytes, full: bool) -> None:
+    def _take(self, body: bytes, full: bool, engine: int = 0) -> None:
         for watcher in self._watchers:
-            watcher.take(body, full)
+            watcher.take(body, full, engine)
 
     async def _renew(self) -> None:
         """Also after the engine was restarted: the new one begins with a full frame by itself."""
@@ -131,7 +136,7 @@ class EngineView:
             elif not watcher.pending:
                 yield b": nothing new\n\n"
             while watcher.pending:
-                yield b"data: " + watcher.pending.popleft() + b"\n\n"
+                yield b"data: " + watcher.pending.popleft()[1] + b"\n\n"
 
     async def snapshot(self, service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
         """One full frame."""
@@ -144,7 +149,7 @@ class EngineView:
             if not watcher.pending:
                 raise ApiError(429, "another key has taken this place: try again later", code="too_many_watchers",
                                retry_after=5.0)
-            await send_json(send, 200, watcher.pending[0])
+            await send_json(send, 200, watcher.pending[0][1])
 
     async def scenarios(self, service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
         await send_json(send, 200, encode({"data": [scenario.card() for scenario in SCENARIOS.values()]}))

@@ -28,7 +28,7 @@ def told_in(words: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise in_words(validation_error(error, b"null"), words) from None
+        raise in_words(validation_error(error.errors(include_url=False, include_input=False), None), words) from None
     except ApiError as error:
         raise in_words(error, words) from error
 
@@ -41,7 +41,7 @@ def in_words(error: ApiError, words: Mapping[str, str]) -> ApiError:
         return pattern.sub(lambda found: words[found[1]], text)
 
     return ApiError(error.status, own(str(error)), param=None if error.param is None else own(error.param),
-                    code=error.code, retry_after=error.retry_after, allow=error.allow)
+                    code=error.code, retry_after=error.retry_after, allow=error.allow, context=error.context)
 
 
 class Turns:

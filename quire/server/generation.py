@@ -76,6 +76,8 @@ class Work:
     pieces: bool = False
     """What is new, as it comes; else each prompt's output once, whole."""
     prompt_field: str = "prompt"
+    prefill: tuple[str, ...] | None = None
+    """Engines that are asked for the prompts."""
 
     def client_name(self, field: str | None) -> str | None:
         """What the client calls a field of the engine's."""
@@ -101,7 +103,7 @@ async def _one(service: Service, work: Work, place: int) -> AsyncGenerator[Reque
     stream = service.engine.generate(
         {"prompt_token_ids": work.prompts[place]}, work.params, request_id=name, priority=work.priority,
         tenant=work.tenant, cache_salt=work.cache_salt, timeout=work.timeout,
-        output_kind="delta" if work.pieces else "final")
+        output_kind="delta" if work.pieces else "final", prefill=work.prefill)
     watch = Stopwatch(service.metrics)
     note = watch.note if work.pieces else watch.note_whole
     reason = "abort"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from quire.config import ServerConfig
+from quire.server_config import ServerConfig
 
 _NAME_AND_PORT = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]*)?")
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.output import RequestOutput
+from quire.server.loop_lag import LoopLag
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -150,6 +151,8 @@ class ServerMetrics:
                                _SLOW)
         self.prompt_length = Histogram("quire:request_prompt_tokens", "Tokens of prompts", _TOKENS)
         self.output_length = Histogram("quire:request_generation_tokens", "Tokens generated for a request", _TOKENS)
+        self._lags = Histogram("quire:event_loop_lag_seconds", "How late the event loop was, 100 times a second", _FAST)
+        self.loop_lag = LoopLag(self._lags.observe)
         self._steps = {"plan": 0.0, "execute": 0.0, "update": 0.0}
         self._finished: dict[str, int] = {}
         self._http: dict[tuple[str, str], int] = {}
@@ -169,11 +172,7 @@ class ServerMetrics:
 
     def render(self, engine: Mapping[str, Any] | None) -> bytes:
         """The text of /metrics; `engine` is None where it cannot be asked."""
-        from prometheus_client import CollectorRegistry, generate_latest
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Once(list(self._families(engine))))
-        return generate_latest(registry)
+        return exposition(self._families(engine))
 
     def _families(self, engine: Mapping[str, Any] | None) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily
@@ -193,8 +192,10 @@ class ServerMetrics:
             family.add_metric([path, status], count)
         yield family
         for histogram in (self.first_token, self.inter_token, self.per_token, self.latency, self.queue,
-                          self.prompt_length, self.output_length):
+                          self.prompt_length, self.output_length, self._lags):
             yield histogram.family(self._labels)
+        yield self._gauge("event_loop_lag_max_seconds", "The event loop's largest lag in the last 30 to 60 seconds",
+                          self.loop_lag.largest)
         yield self._labelled("step_time_seconds", "Time of the engine's steps, by what it was spent on", "phase",
                              self._steps)
         if engine is not None:
@@ -253,6 +254,11 @@ _ENGINE_GAUGES = (
     ("spec_tokens_per_step", "Tokens from one computation of a decoding sequence, on average since the start",
      "spec_tokens_per_step"),
     ("spec_acceptance_rate", "Share of the judged drafts that was accepted since the start", "spec_acceptance_rate"),
+    ("kv_leases", "Leases on KV blocks of finished prompts that others take", "kv_leases"),
+    ("kv_reservations", "Reservations of KV blocks for prompts that others compute", "kv_reservations"),
+    ("kv_links", "Other engines that this one is connected to", "kv_links"),
+    ("kv_prefills_open", "Prompts being computed for other engines", "kv_prefills_open"),
+    ("kv_prompts_open", "Prompts that other engines are computing", "kv_prompts_open"),
 )
 _ENGINE_COUNTERS = (
     ("engine_steps", "Steps of the engine", "steps"),
@@ -271,6 +277,16 @@ _ENGINE_COUNTERS = (
     ("spec_verifications", "Times that a sequence was computed with drafts", "spec_verifications"),
     ("spec_draft_tokens", "Drafts judged", "spec_draft_tokens"),
     ("spec_accepted_tokens", "Drafts accepted", "spec_accepted_tokens"),
+    ("kv_prefills", "Prompts computed for other engines", "kv_prefills_done"),
+    ("kv_prefills_failed", "Prompts for other engines that failed here", "kv_prefills_failed"),
+    ("kv_prefills_cancelled", "Prompts for other engines that were called off", "kv_prefills_cancelled"),
+    ("kv_tokens_sent", "Tokens whose KV was sent to other engines", "kv_tokens_sent"),
+    ("kv_bytes_sent", "Bytes of KV sent to other engines", "kv_bytes_sent"),
+    ("kv_prompts_arrived", "Prompts that other engines computed", "kv_prompts_arrived"),
+    ("kv_prompts_failed", "Times that another engine was asked for a prompt in vain", "kv_prompts_failed"),
+    ("kv_prompts_computed_here", "Prompts for which nobody was left to ask", "kv_prompts_computed_here"),
+    ("kv_tokens_received", "Tokens whose KV came from other engines", "kv_tokens_received"),
+    ("kv_leases_expired", "Leases that nobody released", "kv_leases_expired"),
 )
 _ENGINE_BY_POSITION = (
     ("spec_draft_tokens_by_position", "Drafts judged, by place in the draft", "spec_draft_tokens_at_"),
@@ -290,6 +306,15 @@ _ENGINE_LABELLED = (
     ("num_preemptions", "Preemptions, by reason", "reason",
      {"memory": "preemptions_for_memory", "priority": "preemptions_for_priority", "loss": "preemptions_for_loss"}),
 )
+
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """Metrics as Prometheus reads them."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Once(list(families)))
+    return generate_latest(registry)
 
 
 class _Once:

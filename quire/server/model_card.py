@@ -6,7 +6,7 @@ import importlib.util
 from datetime import UTC, datetime
 from typing import Any
 
-from quire.config import parse_bytes
+from quire.options import parse_bytes
 from quire.server.service import Service
 
 
@@ -18,6 +18,7 @@ def model_card(service: Service) -> dict[str, Any]:
         "id": service.model_name, "object": "model", "created": service.created, "owned_by": "quire",
         "max_model_len": longest,
         "type": "model", "display_name": service.model_name, "created_at": created,
+        "max_input_tokens": longest, "max_tokens": longest,
         "limits": {"max_model_len": longest, "max_prompts": config.max_prompts, "max_n": config.max_n,
                    "max_logprobs": config.max_logprobs, "max_stops": config.max_stops, "max_tools": config.max_tools,
                    "max_body_size": parse_bytes(config.max_body_size, "max_body_size"),

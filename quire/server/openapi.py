@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from quire import __version__
 from quire.server.responses import AnthropicError, ErrorBody
 from quire.server.route import Route
+from quire.version import __version__
 
 _REFERENCE = "#/components/schemas/{model}"
 _ERRORS = {

@@ -7,14 +7,18 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config import ServerConfig, parse_bytes
+import msgspec
+
 from quire.engine.input import Params
 from quire.errors import InvalidRequestError
+from quire.options import parse_bytes
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.server.api_error import ApiError, refusal
 from quire.server.protocol import GenerationBody, ResponseFormatJsonObject, ResponseFormatJsonSchema
+from quire.server_config import ServerConfig
 from quire.structured.spec import StructuredOutputs
 
+_JSON = json.JSONEncoder()
 _SAME_NAME = ("frequency_penalty", "presence_penalty", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens",
               "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "bad_words", "allowed_token_ids",
               "skip_special_tokens")
@@ -129,9 +133,17 @@ def shape_of(body: GenerationBody, config: ServerConfig) -> tuple[str, Structure
 
 def check_size(field: str, constraint: Any, config: ServerConfig) -> None:
     most = parse_bytes(config.max_schema_size, "max_schema_size")
-    size = len(json.dumps(constraint, ensure_ascii=False).encode("utf-8", "surrogatepass"))
-    if size > most:
-        raise refusal(field, f"is {size} bytes long; this server takes at most {most}", code="schema_too_large")
+    if _longer_than(most, constraint):
+        raise refusal(field, f"is longer than the {most} bytes that this server takes", code="schema_too_large")
+
+
+def _longer_than(most: int, constraint: Any) -> bool:
+    """Whether its JSON has more bytes. Written quickly, or up to the bound: others wait meanwhile."""
+    try:
+        return len(msgspec.json.encode(constraint)) > most
+    except (OverflowError, TypeError, ValueError):  # numbers or texts that only Python's encoder can write
+        size = 0
+        return any((size := size + len(piece)) > most for piece in _JSON.iterencode(constraint))
 
 
 def structured(field: str, constraint: dict[str, Any]) -> StructuredOutputs:

@@ -133,6 +133,8 @@ class ModelCard(BaseModel):
     type: Literal["model"]
     display_name: str
     created_at: str
+    max_input_tokens: int
+    max_tokens: int
     limits: dict[str, int]
     capabilities: dict[str, bool]
     tool_call_parser: str
@@ -160,6 +162,11 @@ class Detokenized(BaseModel):
 
 class Health(BaseModel):
     status: Literal["ok"]
+
+
+class Bootstrap(BaseModel):
+    host: str
+    port: int
 
 
 class Version(BaseModel):

@@ -9,10 +9,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from quire.server.api_error import ApiError
-from quire.server.service import RequestRecord, Service
+from quire.server.service import RequestRecord
 
-Handler = Callable[[Service, RequestRecord, Any, Any, Any], Awaitable[None]]
-"""Gets the service, the request's record, and what ASGI gives: scope, receive, send."""
+Handler = Callable[[Any, RequestRecord, Any, Any, Any], Awaitable[None]]
+"""Gets the service that the application was made for, the request's record, and what ASGI gives: scope, receive,
+send."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import asyncio
 from importlib import resources
 from typing import Any
 
-from quire import __version__
 from quire.server import responses
 from quire.server.answer import encode, send_json
 from quire.server.api_error import ApiError, refusal
@@ -15,7 +14,9 @@ from quire.server.chat import chat_completion
 from quire.server.chat_prompt import render
 from quire.server.chat_protocol import ChatBody, TokenizeBody
 from quire.server.completions import completion
+from quire.server.disaggregation import kv_bootstrap
 from quire.server.generation import until_disconnect
+from quire.server.kv_events import kv_events
 from quire.server.messages_api.answer import count_tokens, error_body, message
 from quire.server.messages_api.protocol import CountBody, MessagesBody
 from quire.server.model_card import model_card
@@ -25,6 +26,7 @@ from quire.server.responses_api.protocol import ResponsesBody
 from quire.server.route import Route
 from quire.server.service import LONG_TEXT, RequestRecord, Service
 from quire.server.text_process import do_text_job
+from quire.version import __version__
 
 _FRESH_SECONDS = 0.25
 _METRICS_TYPE = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
@@ -54,13 +56,21 @@ async def _responses(service: Service, record: RequestRecord, scope: Any, receiv
     await answer(scope, receive, send)
 
 
+def _response_name(path: str) -> str:
+    name = path.removeprefix("/v1/responses/")
+    if "/" in name:  # what OpenAI has below a response
+        raise ApiError(404, f"there is no {path:.200} on this server; GET /docs lists what there is",
+                       code="unknown_path")
+    return name
+
+
 async def _stored(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
-    name = scope["path"].removeprefix("/v1/responses/")
+    name = _response_name(scope["path"])
     await send_json(send, 200, encode(service.responses.get(record.tenant, name, "response_id").body))
 
 
 async def _forget(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
-    name = scope["path"].removeprefix("/v1/responses/")
+    name = _response_name(scope["path"])
     service.responses.remove(record.tenant, name)
     await send_json(send, 200, encode({"id": name, "object": "response.deleted", "deleted": True}))
 
@@ -201,7 +211,11 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/models/{model}", "The served model", _model, None, responses.ModelCard),
     Route("POST", "/tokenize", "From text or messages to tokens", _tokenize, TokenizeBody, responses.Tokens),
     Route("POST", "/detokenize", "From tokens to text", _detokenize, DetokenizeBody, responses.Detokenized),
+    Route("GET", "/v1/kv/events", "Which prefixes the engine holds, and each change", kv_events,
+          media="text/event-stream"),
     Route("GET", "/health", "200 while the engine makes steps, 503 when it is dead", _health, None, responses.Health,
+          open=True),
+    Route("GET", "/v1/kv/bootstrap", "Where other engines reach this one", kv_bootstrap, None, responses.Bootstrap,
           open=True),
     Route("GET", "/metrics", "Prometheus metrics", _metrics, media="text/plain"),
     Route("GET", "/version", "Quire's version", _version, None, responses.Version),

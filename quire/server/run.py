@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
@@ -15,7 +16,6 @@ from typing import Any
 
 import uvicorn
 
-from quire.config import ServerConfig
 from quire.errors import ConfigError
 from quire.server.app import App, build_app, with_cors
 from quire.server.auth import ApiKeys
@@ -23,21 +23,32 @@ from quire.server.connection import bounded_protocol
 from quire.server.hosts import is_loopback
 from quire.server.log import event
 from quire.server.tracing import Tracing
+from quire.server_config import ServerConfig
 
 _BACKLOG = 2048
 StartEngine = Callable[[], Coroutine[Any, Any, Any]]
+Ready = Callable[[str, App], None]
+BuildApp = Callable[..., App]
+"""Makes the application around what was started, as `build_app` does."""
 
 
-def run(config: ServerConfig, start_engine: StartEngine) -> int:
+def run(config: ServerConfig, start_engine: StartEngine, *, build: BuildApp = build_app,
+        ready: Ready | None = None) -> int:
     """Serve until told to stop; the exit code."""
     import uvloop
 
+    async def start() -> Any:
+        engine = await start_engine()
+        gc.collect()
+        gc.freeze()  # else each full collection searches all that was imported, for a tenth of a second
+        return engine
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config, start_engine))
+        return runner.run(serve(config, start, ready, build=build))
 
 
-async def serve(config: ServerConfig, start_engine: StartEngine,
-                ready: Callable[[str, App], None] | None = None, stops: Stops | None = None) -> int:
+async def serve(config: ServerConfig, start_engine: StartEngine, ready: Ready | None = None,
+                stops: Stops | None = None, build: BuildApp = build_app) -> int:
     """`ready` is told the address when requests are taken; `stops` says when to end, beside the signals."""
     began = time.monotonic()
     keys, tracing = ApiKeys.of(config), Tracing.to(config.otlp_endpoint)
@@ -49,14 +60,18 @@ async def serve(config: ServerConfig, start_engine: StartEngine,
         engine = await stops.unless_stopped(start_engine())
         if engine is None:
             return 0
-        app = build_app(engine, config, keys=keys, tracing=tracing)
+        app = build(engine, config, keys=keys, tracing=tracing)
         try:
             address = _address(listener)
-            listener.listen(_BACKLOG)  # who reads that it is ready may connect at once
+            try:
+                listener.listen(_BACKLOG)  # who reads that it is ready may connect at once
+            except OSError as error:  # somebody else has begun to listen there meanwhile
+                raise _cannot_listen(config, error) from error
             event(logging.INFO, "ready", url=address, model=app.service.model_name, api_keys=len(keys),
                   seconds=round(time.monotonic() - began, 2))
             if ready is not None:
                 ready(address, app)
+            app.service.metrics.loop_lag.start()
             given_up = await _serve_until_stopped(app, config, listener, stops)
         finally:
             app.service.close()
@@ -149,13 +164,19 @@ def _listen(config: ServerConfig) -> socket.socket:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, proto, _, address = found[0]
         listener = socket.socket(family, kind, proto)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if config.port:
+            # For a port of its choice the kernel would take one that another server is bound to and loads a model for.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}; choose "
-                          f"another with --port", field="port") from error
+        raise _cannot_listen(config, error) from error
     listener.set_inheritable(False)
     return listener
+
+
+def _cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}; choose another "
+                       "with --port", field="port")
 
 
 def _address(listener: socket.socket) -> str:

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.config import ServerConfig, parse_bytes
-from quire.server.api_error import ApiError
+from quire.options import parse_bytes
+from quire.server.api_error import ApiError, ContextExceeded
 from quire.server.auth import ApiKeys
 from quire.server.metrics import ServerMetrics
 from quire.server.parsers.registry import call_format_of, thought_format_of
+from quire.server.places import Places
 from quire.server.responses_api.store import ResponseStore
 from quire.server.text_process import start_text_process
 from quire.server.text_work import TextWork
 from quire.server.tracing import Tracing
+from quire.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from quire.tokenizer.tokenizer import Tokenizer
@@ -42,6 +44,8 @@ class RequestRecord:
     status: int = 0
     started: float = field(default_factory=time.perf_counter)
     facts: dict[str, Any] = field(default_factory=dict)
+    prefill: tuple[str, ...] | None = None
+    """Engines that it asks for the prompt, where it names some."""
     suffix: str = ""
     """What makes the engine's name for it unique, where the client has chosen its id."""
 
@@ -63,6 +67,7 @@ class Service:
         self.text_work = (None if engine.options is None or engine.tokenizer is None
                           else TextWork(functools.partial(start_text_process, engine.options)))
         """Who works on long texts; None where the engine cannot say how to read its tokenizer in another process."""
+        self.kv_readers = Places(32, "too many read this server's KV events: try again later", "too_many_readers")
         self.created = int(time.time())
         self.draining = False
         self.document: bytes | None = None
@@ -76,7 +81,10 @@ class Service:
         template = None if self.tokenizer is None else self.tokenizer.chat_template
         self.responses = ResponseStore(config.max_stored_responses,
                                        parse_bytes(config.stored_responses_memory, "stored_responses_memory"))
-        self.call_format = call_format_of(template) if config.tool_call_parser == "auto" else config.tool_call_parser
+        # A template that knows no tools says nothing of calls: the model is asked for Hermes', whatever its family.
+        tool_template = None if self.tokenizer is None else self.tokenizer.tool_template
+        self.call_format = (call_format_of(tool_template) if config.tool_call_parser == "auto"
+                            else config.tool_call_parser)
         self.thought_format = (thought_format_of(template) if config.reasoning_parser == "auto"
                                else config.reasoning_parser)
 
@@ -109,7 +117,7 @@ class Service:
                 break
             count = len(await self.encode(text[:characters], add_special_tokens, tenant))
             if count > longest + _CUT_TOKENS:
-                raise self._too_long(f"more than {count - _CUT_TOKENS}", "at least 1", param)
+                raise self._too_long(f"more than {count - _CUT_TOKENS}", True, None, param)
         return await self.encode(text, add_special_tokens, tenant)
 
     async def encode_prompts(self, texts: list[str], param: str, add_special_tokens: bool = True,
@@ -140,6 +148,7 @@ class Service:
         return data.decode()
 
     def close(self) -> None:
+        self.metrics.loop_lag.close()
         if self.text_work is not None:
             self.text_work.close()
 
@@ -148,13 +157,15 @@ class Service:
         longest = self.engine.max_model_len
         wanted = num_prompt + (1 if max_tokens is None else max(max_tokens, 1))
         if wanted > longest:
-            raise self._too_long(str(num_prompt), "at least 1" if max_tokens is None else str(max_tokens), param)
+            raise self._too_long(str(num_prompt), num_prompt >= longest, max_tokens, param)
 
-    def _too_long(self, has: str, asked: str, param: str) -> ApiError:
+    def _too_long(self, has: str, alone: bool, max_tokens: int | None, param: str) -> ApiError:
+        longest = self.engine.max_model_len
+        asked = "at least 1" if max_tokens is None else str(max_tokens)
         return ApiError(
-            400, f"this model's context is {self.engine.max_model_len} tokens, and the request asks for {has} in "
+            400, f"this model's context is {longest} tokens, and the request asks for {has} in "
                  f"{param} and {asked} to generate: shorten {param} or lower max_tokens", param=param,
-            code="context_length_exceeded")
+            code="context_length_exceeded", context=ContextExceeded(has, alone, max_tokens or 1, longest))
 
     def timeout(self, wanted: float | None) -> float:
         return self.config.request_timeout if wanted is None else min(wanted, self.config.request_timeout)

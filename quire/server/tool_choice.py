@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config import ServerConfig
 from quire.server.api_error import refusal
 from quire.server.chat_protocol import ChatBody, NamedTool, Tool
 from quire.server.parsers.grammar import ToolShape
+from quire.server_config import ServerConfig
 
 
 @dataclass(frozen=True, slots=True)

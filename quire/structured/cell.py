@@ -1,12 +1,14 @@
 """What runs in the processes of grammars: the nursery, a process for each grammar, and cells with matchers.
 
 The nursery reads the vocabulary once. It forks a process for each grammar, which compiles it and then forks cells, in
-which matchers follow the outputs of sequences. A cell that computes for too long at one token is ended by the kernel
-(its profiling timer), one that wants too much memory by its limit. Packets are JSON, or queries and masks as bytes.
+which matchers follow the outputs of sequences. Who computes for longer than most goes after the engine's own work. A
+cell that computes for too long at one token is ended by the kernel (its profiling timer), one that wants too much
+memory by its limit. Packets are JSON, or queries and masks as bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -14,6 +16,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 import time
 from array import array
 from collections.abc import Callable
@@ -23,23 +26,67 @@ from typing import Any, NoReturn
 from quire.errors import QuireError
 from quire.structured.compiler import as_refusal, parse_grammar
 from quire.structured.matcher import CompiledGrammar, SequenceGrammar
-from quire.structured.packets import ANSWER, LAST, OVER, PACKET_BYTES, QUERY, SPENT, CellLimits
+from quire.structured.packets import ANSWER, LAST, OVER, PACKET_BYTES, QUERY, SLOW, SPENT, CellLimits
 from quire.structured.spec import StructuredOutputs
 from quire.structured.vocabulary import Vocabulary, import_xgrammar
 
+_SMALL_STACK = 256 << 10
+_LOW_NICE, _LOWEST_NICE = 10, 19
+"""Beside one thread of the engine, such a one gets 10 % of a core, or 1.5 %."""
+_LONG_SECONDS = 1.0
 
-def nursery(control: socket.socket, read: Callable[[], Vocabulary], limits: CellLimits) -> NoReturn:
+
+class _Aside(threading.Thread):
+    """Work on a thread whose priority can be lowered; that of the process, and of what it forks later, stays."""
+
+    def __init__(self, work: Callable[[], Any], nice: int = 0) -> None:
+        """`nice`: with which it begins."""
+        super().__init__(daemon=True)
+        self._work, self._nice = work, nice
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        _lower(self.native_id, self._nice)
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self, quick_seconds: float) -> Any:
+        """Of the work, or its error. What is not quick goes after others, what is long after all others."""
+        self.start()
+        for seconds, nice in ((quick_seconds, _LOW_NICE), (_LONG_SECONDS, _LOWEST_NICE)):
+            self.join(seconds)
+            if self.is_alive():
+                _lower(self.native_id, nice)
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def _lower(thread: int | None, nice: int) -> None:
+    """The priority of a thread (0 or a process: its main one). Only who has privileges could raise it again."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread or 0, max(nice, os.getpriority(os.PRIO_PROCESS, thread or 0)))
+
+
+def nursery(control: socket.socket, read: Callable[[], Vocabulary], limits: CellLimits, hurry: bool = True
+            ) -> NoReturn:
     """Fork a process for each grammar that is asked for, until the other side closes."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
+    _tell(control, pid=os.getpid())
     vocabulary: Vocabulary | None = None
     compiler, problem = None, "the vocabulary could not be read"
     try:
-        vocabulary = read()
+        vocabulary = _Aside(read, 0 if hurry else _LOWEST_NICE).result(limits.compile_seconds)
         compiler = import_xgrammar().GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
     except Exception as error:
         problem = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
     gc.collect()
     gc.freeze()
+    _tell(control, ready=vocabulary is not None)
     while True:
         data, fds, _, _ = socket.recv_fds(control, PACKET_BYTES, 1)
         if not data:
@@ -71,12 +118,17 @@ def _tell(link: socket.socket, **fields: Any) -> None:
 def _grammar(link: socket.socket, data: bytes, compiler: Any, vocabulary: Vocabulary, limits: CellLimits) -> None:
     """Compile, and fork cells for as long as anybody may want them."""
     _tell(link, pid=os.getpid())
-    _limit_memory(limits.memory_bytes)
     cpu = int(time.process_time() + limits.compile_seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, resource.RLIM_INFINITY))
-    spec = StructuredOutputs.from_dict(json.loads(data))
+    order = json.loads(data)
+    spec = StructuredOutputs.from_dict(order["spec"])
+
+    def work() -> CompiledGrammar:
+        _limit_memory(limits.memory_bytes)
+        return CompiledGrammar(compiler.compile_grammar(parse_grammar(spec)), vocabulary, spec.named_tokens)
+
     try:
-        compiled = CompiledGrammar(compiler.compile_grammar(parse_grammar(spec)), vocabulary, spec.named_tokens)
+        compiled = _Aside(work, _LOW_NICE if order["low"] else 0).result(limits.compile_quick_seconds)
     except (Exception, RecursionError) as error:
         _tell(link, error=str(as_refusal(error, spec)))
         return
@@ -111,6 +163,26 @@ class _Followed:
     """Tokens of it that the matcher has seen."""
 
 
+class _StepDown(threading.Thread):
+    """Lowers the process's priority when the kernel's timer says that it has computed for too long at one mask. The
+    signal is written to a pipe at once; a handler in Python would wait for the mask."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.signal(signal.SIGVTALRM, lambda number, frame: None)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self.done = False
+        threading.stack_size(_SMALL_STACK)
+        self.start()
+
+    def run(self) -> None:
+        os.read(self._reader, 1)
+        _lower(os.getpid(), _LOWEST_NICE)
+        self.done = True
+
+
 class _Cell:
     """Answers queries in the order in which they come."""
 
@@ -122,6 +194,7 @@ class _Cell:
 
     def run(self) -> None:
         _tell(self._link, pid=os.getpid())
+        self._step_down = _StepDown()
         while data := self._link.recv(PACKET_BYTES):
             if data[:1] == b"{":
                 self._manage(json.loads(data))
@@ -147,11 +220,15 @@ class _Cell:
         again = len(followed.output) - followed.num_followed  # many after a move to this cell
         followed.num_followed = len(followed.output)
         signal.setitimer(signal.ITIMER_PROF, self._limits.token_seconds * (1 + num_drafts + again / 64))
+        if not self._step_down.done:
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._limits.mask_quick_seconds)
         masks = followed.grammar.masks(followed.output, tokens[num_tokens:])
         over = len(masks) == 1 and not any(masks[0]) and followed.grammar.over(followed.output)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         self._spent[followed.request] = spent = self._spent[followed.request] + time.process_time() - began
         flags = (OVER if over else 0) | (SPENT if spent > self._limits.request_seconds else 0)
+        flags |= SLOW if self._step_down.done else 0
         for place, mask in enumerate(masks):
             last = LAST if place == len(masks) - 1 else 0
             self._link.send(ANSWER.pack(b"M", serial, place, flags | last) + mask)

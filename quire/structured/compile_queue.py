@@ -1,7 +1,7 @@
 """Whose grammar is compiled now: those that have taken least time so far, and of one tenant no more than its share.
 
 So nobody waits behind a large grammar but other large ones: what has had its turn is paused for who has had none. The
-time limit counts the time that a grammar was worked on, not the time that it waited.
+time limit counts what a grammar's process has computed, not the time that it waited, for its turn or a processor.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from quire.structured.link import Link
 
 _TURN_SECONDS = 0.25
-_LONG_SECONDS = 1.0
-"""What takes longer goes after the engine's own work."""
 _MOST_STARTED = 16
 """Each of them has memory: of more than that, the one that has taken longest is given up."""
 
@@ -24,17 +22,18 @@ _MOST_STARTED = 16
 @dataclass(slots=True, eq=False)
 class CompileJob:
     tenant: str
-    begin: Callable[[], Link]
-    """Starts the process that does it."""
+    begin: Callable[[bool], Link]
+    """Starts the process that does it; after the engine's own work from the first moment (True), or once it shows that
+    it takes longer than most."""
     give_up: Callable[[str], None]
     """Called with the reason where the queue ends it."""
     link: Link | None = None
-    running_since: float | None = None
-    spent: float = 0.0
-    slowed: bool = False
+    running: bool = False
 
-    def total(self, now: float) -> float:
-        return self.spent + (0.0 if self.running_since is None else now - self.running_since)
+    @property
+    def spent(self) -> float:
+        """Seconds that it has computed so far."""
+        return 0.0 if self.link is None else self.link.cpu_seconds
 
 
 class CompileQueue:
@@ -64,41 +63,40 @@ class CompileQueue:
         if not self._jobs or (not now and clock < self._next_look):
             return
         self._next_look = clock + _TURN_SECONDS / 4
-        self._drop_slowest(clock)
-        chosen = self._choose(clock)
+        self._drop_slowest()
+        chosen = self._choose()
         for job in self._jobs:
-            if job.running_since is not None and job not in chosen:
-                job.spent, job.running_since = job.total(clock), None
+            if job.running and job not in chosen:
+                job.running = False
                 if job.link is not None:
                     job.link.pause()
         for job in chosen:
-            if job.link is not None and job.total(clock) > _LONG_SECONDS and not job.slowed:
-                job.slowed = True
-                job.link.slow_down()
-            if job.running_since is None:
-                job.running_since = clock
+            if not job.running:
+                job.running = True
                 if job.link is None:
-                    job.link = job.begin()
+                    # One at a time: who asks for many at once does not get the processors for all of them.
+                    job.link = job.begin(any(other.tenant == job.tenant and other.link is not None
+                                             for other in self._jobs))
                 else:
                     job.link.resume()
 
-    def _choose(self, clock: float) -> list[CompileJob]:
+    def _choose(self) -> list[CompileJob]:
         left, taken = list(self._jobs), Counter[str]()
         chosen: list[CompileJob] = []
         while left and len(chosen) < self._at_once:
-            best = min(left, key=lambda job: (taken[job.tenant], _level(job.total(clock)), job.running_since is None))
+            best = min(left, key=lambda job: (taken[job.tenant], _level(job.spent), not job.running))
             left.remove(best)
             chosen.append(best)
             taken[best.tenant] += 1
         return chosen
 
-    def _drop_slowest(self, clock: float) -> None:
-        for job in [job for job in self._jobs if job.total(clock) > self._timeout]:
+    def _drop_slowest(self) -> None:
+        for job in [job for job in self._jobs if job.spent > self._timeout]:
             self._give_up(job, f"took longer than {self._timeout:g} s to compile: simplify it, or raise "
                                "grammar_timeout")
         started = [job for job in self._jobs if job.link is not None]
         if len(started) > _MOST_STARTED:
-            slowest = max(started, key=lambda job: job.total(clock))
+            slowest = max(started, key=lambda job: job.spent)
             self._give_up(slowest, "is slow to compile, and too many other grammars wait: simplify it, or try again "
                                    "later")
 

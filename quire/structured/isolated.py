@@ -7,6 +7,7 @@ alone in a process that goes after all others; who exceeds what a token or a req
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import time
@@ -18,13 +19,11 @@ from typing import Any, Final
 from quire.errors import InvalidRequestError, InvariantError
 from quire.structured.compile_queue import CompileJob, CompileQueue
 from quire.structured.link import Hub, Link
-from quire.structured.packets import ANSWER, LAST, OVER, QUERY, SPENT, CellLimits
+from quire.structured.packets import ANSWER, LAST, OVER, QUERY, SLOW, SPENT, CellLimits
 from quire.structured.spec import StructuredOutputs
 
 PATIENCE_S: Final = 0.01
 """So long a step waits for masks, unless they are of grammars that are known to be slow."""
-_SLOW_CPU_S: Final = 0.005
-"""Who has computed for so long at one mask is slow."""
 _SLOW_AT_ONCE: Final = 2
 _MOST_GRAMMARS: Final = 64
 """That are kept, each in a process or two."""
@@ -32,9 +31,10 @@ _TOKENS_IN_PACKET: Final = 16384
 
 
 class IsolatedGrammars:
-    """What the engine asks for; `start` starts a nursery that speaks at the other end of the socket given."""
+    """What the engine asks for; `start` starts a nursery that speaks at the other end of the socket given, and that
+    hurries, or goes after all others, until it is ready."""
 
-    def __init__(self, start: Callable[[Any], None], limits: CellLimits, cache_bytes: int, at_once: int) -> None:
+    def __init__(self, start: Callable[[Any, bool], None], limits: CellLimits, cache_bytes: int, at_once: int) -> None:
         self.limits = limits
         self.hub = Hub()
         self.queue = CompileQueue(at_once, limits.compile_seconds)
@@ -45,6 +45,7 @@ class IsolatedGrammars:
         self._start = start
         self.cache_bytes = cache_bytes
         self._nursery: Link | None = None
+        self._nursery_hurries = self._nursery_ready = False
         self._homes: OrderedDict[tuple[str, bytes], _Home] = OrderedDict()
         self._slow: list[_Cell] = []
         """Cells that are known to be slow and compute; all but the first few are paused."""
@@ -95,14 +96,34 @@ class IsolatedGrammars:
 
     # ---- for the processes
 
-    def begin_grammar(self, home: _Home) -> Link:
-        if self._nursery is None or self._nursery.closed:
-            self._nursery, theirs = self.hub.pair(lambda data: None, lambda: None)
-            with theirs:
-                self._start(theirs)
+    def warm(self) -> None:
+        """Have the nursery started before anybody asks for a grammar, after all other work."""
+        if self._nursery is None and importlib.util.find_spec("xgrammar") is not None:
+            self._begin_nursery(hurry=False)
+
+    def begin_grammar(self, home: _Home, low: bool) -> Link:
+        if self._nursery is None or self._nursery.closed or not (self._nursery_ready or self._nursery_hurries):
+            nursery = self._begin_nursery(hurry=True)
+        else:
+            nursery = self._nursery
         link, theirs = self.hub.pair(home.take, home.gone)
-        self._nursery.send(json.dumps(home.spec.to_dict(), ensure_ascii=False).encode(), theirs)
+        order = {"spec": home.spec.to_dict(), "low": low}
+        nursery.send(json.dumps(order, ensure_ascii=False).encode(), theirs)
         return link
+
+    def _begin_nursery(self, hurry: bool) -> Link:
+        """In place of one that does not hurry and is not ready, if there is one."""
+        if self._nursery is not None:
+            self._nursery.close()
+        self._nursery_hurries, self._nursery_ready = hurry, False
+        self._nursery, theirs = self.hub.pair(self._take_nursery, lambda: None)
+        with theirs:
+            self._start(theirs, hurry)
+        return self._nursery
+
+    def _take_nursery(self, data: bytes) -> None:
+        """It says one thing: that it is ready."""
+        self._nursery_ready = True
 
     def forget(self, home: _Home) -> None:
         self._homes.pop(home.key, None)
@@ -118,8 +139,7 @@ class IsolatedGrammars:
                 self.forget(home)
 
     def note_slow(self, cell: _Cell) -> None:
-        """It computes after everybody else, and only some such cells at once."""
-        cell.link.slow_down()
+        """Only some such cells compute at once."""
         self._slow.append(cell)
         self._share_slow()
 
@@ -152,7 +172,7 @@ class _Home:
         self.num_bytes = 0
         self.ready = False
         self._cell: _Cell | None = None
-        self._job = CompileJob(tenant, lambda: grammars.begin_grammar(self), self._fail)
+        self._job = CompileJob(tenant, lambda low: grammars.begin_grammar(self, low), self._fail)
         grammars.queue.add(self._job)
 
     def add(self, claim: RequestGrammar) -> None:
@@ -278,21 +298,29 @@ class _Cell:
             self._cpu = self.link.cpu_seconds if self._asked else 0.0
             if not self._asked:
                 self.home.grammars.answered(self)
+        if flags & SLOW and not self.slow:
+            self._set_apart(seq.claim)
         if seq.number in self._members:
             seq.take(serial, data[ANSWER.size :], flags)
 
     def judge(self) -> None:
         """Has it computed for too long at one mask to have company?"""
-        if self.slow or not self._asked or self.link.cpu_seconds - self._cpu < _SLOW_CPU_S:
+        limit = self.home.grammars.limits.mask_quick_seconds
+        if self.slow or not self._asked or self.link.cpu_seconds - self._cpu < limit:
             return
         slow = self._asked[0][1].claim
         if not slow.running:  # its request has gone
             self._end()
             self._move_others(None)
             return
+        self._set_apart(slow)
+
+    def _set_apart(self, slow: RequestGrammar) -> None:
+        """One request has it to itself from now on."""
         self.slow = True
         self._move_others(slow)
-        self.home.grammars.note_slow(self)
+        if self._asked:
+            self.home.grammars.note_slow(self)
 
     def gone(self) -> None:
         """The kernel has ended it, for what it computed when it ended."""

@@ -1,4 +1,4 @@
-"""Processes of grammars as the engine sees them: packets to and from each, and a way to stop, slow down or end it."""
+"""Processes of grammars as the engine sees them: packets to and from each, and a way to stop or end it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from typing import Any
 
 from quire.structured.packets import PACKET_BYTES
 
-_SLOW_NICE = 10
-
 
 class Hub:
     """All of them: waits for what any of them says."""
@@ -34,6 +32,10 @@ class Hub:
         self.links[ours.fileno()] = link
         self._poll.register(ours.fileno(), select.EPOLLIN)
         return link, theirs
+
+    def fileno(self) -> int:
+        """Readable when `pump` would find something."""
+        return self._poll.fileno()
 
     def pump(self, seconds: float) -> bool:
         """Take in what has come, or comes within so long; false if nothing did."""
@@ -142,12 +144,6 @@ class Link:
             return time.clock_gettime((~self._pid << 3) | 2)  # the clock of another process's processor time
         except OSError:
             return 0.0
-
-    def slow_down(self) -> None:
-        """It goes after everybody else from now on."""
-        if self._pid > 0:
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, self._pid, _SLOW_NICE)
 
     def pause(self) -> None:
         if not self._paused:

@@ -15,6 +15,8 @@ LAST: Final = 1
 OVER: Final = 2
 SPENT: Final = 4
 """The request has used up what all its tokens may take."""
+SLOW: Final = 8
+"""The process has computed for so long at one mask that it goes after all others from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +29,6 @@ class CellLimits:
     """The same for all tokens of a request."""
     memory_bytes: int = 1 << 30
     compile_seconds: float = 30.0
+    mask_quick_seconds: float = 0.005
+    """What computes for longer at one mask, or at compiling, goes after the engine's own work."""
+    compile_quick_seconds: float = 0.03

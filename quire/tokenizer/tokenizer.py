@@ -134,6 +134,12 @@ class Tokenizer:
         """The template that `apply_chat_template` uses for messages without tools."""
         return self._templates.get("default") or next(iter(self._templates.values()), None)
 
+    @property
+    def tool_template(self) -> str | None:
+        """The template that `apply_chat_template` uses for messages with tools; None where none speaks of tools."""
+        template = self._templates.get(TOOL_TEMPLATE) or self.chat_template
+        return template if template is not None and "tools" in template else None
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

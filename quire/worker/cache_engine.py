@@ -24,6 +24,8 @@ class CacheEngine:
         self._ops = ops
         groups = decoder.spec.group_of_layer()[decoder.first_layer : decoder.last_layer]
         self.layers: list[LayerCache] = decoder.allocate_caches([num_blocks] * (max(groups) + 1), block_size)
+        self.groups = list(groups)
+        """Of each layer."""
         self.draft_layers: list[LayerCache] = []
         """Of a draft model: a part of the blocks of `draft_group`."""
         if draft is not None:

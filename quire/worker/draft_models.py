@@ -13,6 +13,8 @@ from quire.kernels.types import LayerCache
 from quire.models.decoder import Decoder
 from quire.models.spec import DecoderSpec
 from quire.scheduler.plan import DEVICE, BlockCopy, PlanEntry, TransferStart
+from quire.worker.drafter import NoKV
+from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
 
@@ -117,7 +119,7 @@ class SmallerModel:
         return self._decoder.logits(hidden[ctx.query_start[1:].long() - 1])
 
 
-class SkippedLayers:
+class SkippedLayers(NoKV):
     """The target without some of its layers, over the target's own KV.
 
     What it writes for its drafts is overwritten by the target, which judges them in the same step; of all
@@ -125,34 +127,16 @@ class SkippedLayers:
     """
 
     def __init__(self, decoder: Decoder, caches: list[LayerCache], table: RequestTable,
-                 skipped: Sequence[int] | None) -> None:
-        self._decoder = decoder
+                 skipped: Sequence[int] | None, passes: Passes | None = None) -> None:
+        """`passes`: those of a decoder that ranks share, who all run them."""
+        self._passes = Passes(decoder) if passes is None else passes
         self._caches = caches
         self._table = table
         self._kept = kept_layers(decoder.spec.num_layers, skipped)
 
-    def copied(self, copies: Sequence[BlockCopy]) -> None:
-        pass
-
-    def moved(self, transfers: Sequence[TransferStart]) -> None:
-        pass
-
-    def written(self, entries: Sequence[PlanEntry]) -> None:
-        pass
-
-    def restart(self, row: int) -> None:
-        pass
-
-    def kept(self, row: int, num_tokens: int) -> None:
-        pass
-
-    def catch_up(self, entry: PlanEntry) -> tuple[int, int]:
-        return entry.start, 1
-
-    def logits(self, passes: Sequence[PlanEntry]) -> Tensor:
+    def logits(self, passes: Sequence[PlanEntry]) -> Tensor | None:
         ids, ctx = step_inputs(self._table, passes)
-        hidden = self._decoder.forward_some(ids, ctx, self._caches, self._kept)
-        return self._decoder.logits(hidden)
+        return self._passes.logits(self._passes.forward(ids, ctx, self._caches, self._kept))
 
 
 def kept_layers(num_layers: int, skipped: Sequence[int] | None) -> list[int]:

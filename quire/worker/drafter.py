@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from quire.sampling.philox import Purpose
 from quire.sampling.sampler import OK, draw_weights, sample
 from quire.scheduler.plan import BlockCopy, PlanEntry, TransferStart
 from quire.speculation.verify import NoiseKeys, pick
+from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
 
 
@@ -40,8 +41,8 @@ class DraftModel(Protocol):
         """(start, tokens) that it has to compute before it can say what follows `entry.start`, that one included."""
         ...
 
-    def logits(self, passes: Sequence[PlanEntry]) -> Tensor:
-        """Compute these, and give what may follow the last token of each."""
+    def logits(self, passes: Sequence[PlanEntry]) -> Tensor | None:
+        """Compute these, and give what may follow the last token of each; None on a rank that does not draw."""
         ...
 
     def kept(self, row: int, num_tokens: int) -> None:
@@ -49,8 +50,21 @@ class DraftModel(Protocol):
         ...
 
 
+class Proposer(Protocol):
+    """Who fills in the drafts of a step's entries."""
+
+    @property
+    def model(self) -> DraftModel: ...
+
+    def propose(self, entries: Sequence[PlanEntry]) -> tuple[list[PlanEntry], dict[int, Tensor]]:
+        """The entries with the values of their drafts (perhaps fewer than asked for, and then fewer tokens), and by
+        place of the entry the integer weights [drafts, vocabulary] that its drafts were drawn with."""
+        ...
+
+
 MOST_AT_ONCE = 512
 """Tokens of a row that a draft model catches up with in one step; while it is behind it proposes nothing."""
+_NO_TOKEN = -1
 
 
 class Drafter:
@@ -60,15 +74,14 @@ class Drafter:
     which makes them agree where the two distributions do; under rejection it has noise of its own.
     """
 
-    def __init__(self, model: DraftModel, table: RequestTable, rejection: bool) -> None:
+    def __init__(self, model: DraftModel, table: RequestTable, rejection: bool, passes: Passes | None = None) -> None:
+        """`passes`: those of a model that ranks share; then what one of them draws all are told."""
         self.model = model
         self._table = table
         self._rejection = rejection
+        self._passes = passes
 
     def propose(self, entries: Sequence[PlanEntry]) -> tuple[list[PlanEntry], dict[int, Tensor]]:
-        """The entries with the values of their drafts (perhaps fewer than asked for, and then fewer tokens), and by
-        place of the entry the integer weights [drafts, vocabulary] that its drafts were drawn with."""
-        filled = list(entries)
         drafts: dict[int, list[int]] = {}
         weights: dict[int, list[Tensor]] = {}
         passes: dict[int, PlanEntry] = {}
@@ -80,10 +93,8 @@ class Drafter:
         states = {i: _without_logprobs(self._table.sampling(entries[i].row)) for i in passes}
         while passes:
             self._advance(entries, passes, states, drafts, weights)
-        for i, tokens in drafts.items():
-            filled[i] = replace(entries[i], drafts=tuple(tokens), num_tokens=1 + len(tokens), device_drafts=0)
         stacked = {i: torch.stack(rows) for i, rows in weights.items() if rows}
-        return filled, stacked
+        return with_drafts(entries, drafts), stacked
 
     def _advance(self, entries: Sequence[PlanEntry], passes: dict[int, PlanEntry], states: dict[int, SamplingRow],
                  drafts: dict[int, list[int]], weights: dict[int, list[Tensor]]) -> None:
@@ -91,8 +102,13 @@ class Drafter:
         going = [i for i, one in passes.items() if one.sample]
         logits = self.model.logits(list(passes.values()))
         places = list(passes)
-        tokens = self._draw(logits[[places.index(i) for i in going]], [states[i] for i in going],
-                            [weights[i] for i in going]) if going else []
+        tokens: list[int | None] = []
+        if going and logits is not None:
+            tokens = self._draw(logits[[places.index(i) for i in going]], [states[i] for i in going],
+                                [weights[i] for i in going])
+        if going and self._passes is not None:
+            mine = None if logits is None else [[_NO_TOKEN if token is None else token for token in tokens]]
+            tokens = [None if token == _NO_TOKEN else token for token in self._passes.tell_all(mine)[0]]
         passes_done = dict(passes)
         passes.clear()
         for i, token in zip(going, tokens, strict=True):
@@ -120,6 +136,58 @@ class Drafter:
             kept.append(mine)
             found.append(int(pick(mine[None], NoiseKeys.of([row]).noise(Purpose.DRAFT))))
         return found
+
+
+class ToldDrafter:
+    """Drafts that the first tensor rank of a stage has a model for: it proposes, the others are told."""
+
+    def __init__(self, proposer: Drafter | None, passes: Passes) -> None:
+        """`proposer`: on the rank that has the model."""
+        self._proposer = proposer
+        self._passes = passes
+        self.model: DraftModel = NoKV() if proposer is None else proposer.model
+
+    def propose(self, entries: Sequence[PlanEntry]) -> tuple[list[PlanEntry], dict[int, Tensor]]:
+        asking = [i for i, entry in enumerate(entries) if entry.device_drafts]
+        if self._proposer is None:
+            found = self._passes.tell_group(None)
+            return with_drafts(entries, dict(zip(asking, found, strict=True))), {}
+        filled, guesses = self._proposer.propose(entries)
+        self._passes.tell_group([filled[i].drafts for i in asking])
+        return filled, guesses
+
+
+class NoKV:
+    """The bookkeeping of a draft model that keeps nothing of its own: there is none."""
+
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        pass
+
+    def moved(self, transfers: Sequence[TransferStart]) -> None:
+        pass
+
+    def written(self, entries: Sequence[PlanEntry]) -> None:
+        pass
+
+    def restart(self, row: int) -> None:
+        pass
+
+    def kept(self, row: int, num_tokens: int) -> None:
+        pass
+
+    def catch_up(self, entry: PlanEntry) -> tuple[int, int]:
+        return entry.start, 1
+
+    def logits(self, passes: Sequence[PlanEntry]) -> Tensor | None:
+        return None
+
+
+def with_drafts(entries: Sequence[PlanEntry], drafts: Mapping[int, Sequence[int]]) -> list[PlanEntry]:
+    """The entries with the drafts of some of them, by place."""
+    filled = list(entries)
+    for i, tokens in drafts.items():
+        filled[i] = replace(entries[i], drafts=tuple(tokens), num_tokens=1 + len(tokens), device_drafts=0)
+    return filled
 
 
 def _without_logprobs(row: SamplingRow) -> SamplingRow:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quire.config import CacheConfig, parse_bytes
+from quire.config import CacheConfig
 from quire.errors import ConfigError, OutOfMemoryError
+from quire.models.shard import Shard, shard_of
 from quire.models.spec import CacheGroup, DecoderSpec
+from quire.options import parse_bytes
+from quire.parallel.place import Place
 
 _DEFAULT_POOL_BYTES = 1 << 30
 _DEFAULT_POOL_SHARE = 0.4
@@ -25,6 +29,7 @@ class PoolSize:
     num_blocks: int
     max_model_len: int
     bytes_per_block: int
+    """On all ranks together."""
     num_host_blocks: int = 0
     """Blocks of the host tier."""
     draft_bytes_per_token: int = 0
@@ -63,26 +68,51 @@ def available_memory() -> int:
     return free
 
 
-def check_weights_fit(spec: DecoderSpec, packed: bool, free: int | None = None) -> None:
-    """Refuse a model whose weights cannot be held, before the first is read. `packed`: they stay quantized."""
+def check_weights_fit(num_parameters: int, packed: bool, free: int | None = None) -> None:
+    """Refuse a model, or a rank's share of one, whose weights cannot be held, before the first is read. `packed`: they
+    stay quantized."""
     free = available_memory() if free is None else free
-    needed = int(spec.num_parameters * (_LEAST_PACKED_BYTES if packed else 4))
+    needed = int(num_parameters * (_LEAST_PACKED_BYTES if packed else 4))
     if needed > free:
         raise OutOfMemoryError(
-            f"the model's {spec.num_parameters:,} parameters take at least {_gib(needed)}, but {_gib(free)} are free: "
+            f"the model's {num_parameters:,} parameters take at least {_gib(needed)}, but {_gib(free)} are free: "
             "choose a smaller model, or check the shapes in its config")
 
 
+@dataclass(frozen=True, slots=True)
+class BlockBytes:
+    """What one block takes: on this rank, and on all of them."""
+
+    own: int
+    all: int
+
+
+def block_bytes(shard: Shard, block_size: int, draft_bytes_per_token: int = 0) -> BlockBytes:
+    """A draft model is on the first tensor rank of every stage."""
+
+    def of(place: Place) -> int:
+        draft = draft_bytes_per_token * block_size if place.tensor_rank == 0 else 0
+        return shard_of(shard.spec, place).kv_bytes_per_block(block_size) + draft
+
+    place = shard.place
+    return BlockBytes(of(place), sum(of(each) for each in Place.all(place.tensor_size, place.num_stages)))
+
+
 def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, max_num_seqs: int,
-              free: int | None = None, draft_bytes_per_token: int = 0) -> PoolSize:
-    """Blocks from num_kv_blocks, kv_cache_memory or a share of free memory; the length they and the model allow."""
+              free: int | None = None, draft_bytes_per_token: int = 0, shard: Shard | None = None) -> PoolSize:
+    """Blocks from num_kv_blocks, kv_cache_memory or a share of free memory; the length they and the model allow.
+
+    With a `shard` the blocks that its rank can hold of `free`, which is what this rank may take; the memory that the
+    options name is that of all ranks together, so that every number of ranks has as many blocks.
+    """
     free = available_memory() if free is None else free
-    per_block = spec.kv_bytes_per_block(cache.block_size) + draft_bytes_per_token * cache.block_size
+    shard = shard_of(spec, Place()) if shard is None else shard
+    block = block_bytes(shard, cache.block_size, draft_bytes_per_token)
     wanted_len = _model_length(spec, max_model_len)
-    num_blocks = _num_blocks(cache, per_block, free, wanted_len, max_num_seqs)
-    if num_blocks * per_block > free:
+    num_blocks = _num_blocks(cache, block, free, wanted_len, max_num_seqs)
+    if num_blocks * block.own > free:
         raise OutOfMemoryError(
-            f"a KV pool of {num_blocks} blocks takes {_gib(num_blocks * per_block)}, but {_gib(free)} are free: "
+            f"a KV pool of {num_blocks} blocks takes {_gib(num_blocks * block.own)}, but {_gib(free)} are free: "
             "lower num_kv_blocks or kv_cache_memory")
     capacity = num_blocks * cache.block_size
     if max_model_len is not None and max_model_len > capacity:
@@ -90,16 +120,25 @@ def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, 
             f"max_model_len {max_model_len} does not fit the KV pool, which holds {capacity} tokens ({num_blocks} "
             f"blocks of {cache.block_size}): lower max_model_len or raise num_kv_blocks or kv_cache_memory",
             field="max_model_len")
-    num_host_blocks = size_host_tier(cache, per_block, free - num_blocks * per_block)
-    return PoolSize(num_blocks, min(wanted_len, capacity), per_block, num_host_blocks, draft_bytes_per_token)
+    num_host_blocks = size_host_tier(cache, block.all, free - num_blocks * block.own, block.own)
+    return PoolSize(num_blocks, min(wanted_len, capacity), block.all, num_host_blocks, draft_bytes_per_token)
 
 
-def size_host_tier(cache: CacheConfig, per_block: int, free: int) -> int:
-    """Blocks that swap_space holds; refuses more than the machine has."""
+def smallest_pool(pools: Sequence[PoolSize]) -> PoolSize:
+    """The pool that every rank can hold: there is one block table for all of them."""
+    return replace(pools[0], num_blocks=min(pool.num_blocks for pool in pools),
+                   max_model_len=min(pool.max_model_len for pool in pools),
+                   num_host_blocks=min(pool.num_host_blocks for pool in pools))
+
+
+def size_host_tier(cache: CacheConfig, per_block: int, free: int, own: int | None = None) -> int:
+    """Blocks that swap_space holds; refuses more than the machine has. `own`: bytes of a block on this rank, of whose
+    memory `free` are free."""
     wanted = int(cache.swap_space * 2**30)
-    if wanted > free:
+    needed = wanted if own is None else wanted // per_block * own
+    if needed > free:
         raise OutOfMemoryError(
-            f"swap_space takes {_gib(wanted)}, but {_gib(max(0, free))} are free beside the KV pool: lower it")
+            f"swap_space takes {_gib(needed)}, but {_gib(max(0, free))} are free beside the KV pool: lower it")
     if wanted and wanted < per_block:
         raise ConfigError(f"swap_space {cache.swap_space} GiB does not hold one block of {per_block} bytes: raise it",
                           field="swap_space")
@@ -116,7 +155,8 @@ def _model_length(spec: DecoderSpec, max_model_len: int | None) -> int:
     return max_model_len
 
 
-def _num_blocks(cache: CacheConfig, per_block: int, free: int, wanted_len: int, max_num_seqs: int) -> int:
+def _num_blocks(cache: CacheConfig, block: BlockBytes, free: int, wanted_len: int, max_num_seqs: int) -> int:
+    per_block = block.all
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks
     if cache.kv_cache_memory is not None:
@@ -126,7 +166,8 @@ def _num_blocks(cache: CacheConfig, per_block: int, free: int, wanted_len: int, 
                               field="kv_cache_memory")
         return memory // per_block
     one_sequence = -(-wanted_len // cache.block_size)
-    affordable = int(min(max(_DEFAULT_POOL_BYTES, one_sequence * per_block), free * _DEFAULT_POOL_SHARE)) // per_block
+    affordable = min(max(_DEFAULT_POOL_BYTES, one_sequence * per_block) // per_block,
+                     int(free * _DEFAULT_POOL_SHARE) // block.own)
     # A tiny model's blocks are tiny: more than all sequences at full length, twice, would only slow the start.
     return max(1, min(affordable, 2 * max_num_seqs * one_sequence))
 

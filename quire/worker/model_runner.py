@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
+from quire.parallel.collectives import Collectives
 from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.logprobs import batch_logprobs, rank_candidates, token_logprobs
 from quire.sampling.sampler import sample
 from quire.scheduler.plan import EntryResult, PlanEntry, TokenLogprobs
 from quire.speculation.verify import RejectionDraw, put_in_place, rows_along
 from quire.worker.cache_engine import CacheEngine
-from quire.worker.drafter import Drafter
+from quire.worker.drafter import Proposer
 from quire.worker.outcomes import along_drafts, drawn_result, reported, take_candidates
+from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
 
@@ -25,12 +27,20 @@ _PROMPT_LOGITS_ROWS = 64
 """Prompt positions whose logits exist at once: a vocabulary wide, they would outgrow the model otherwise."""
 
 
-class ModelRunner:
-    """Executes plan entries and decides nothing."""
+LogitsUse = tuple[Tensor | slice | None, Callable[[Tensor], None]]
+"""Rows of a step whose logits are wanted (None: all of them), and what is done with them where tokens are drawn."""
 
-    def __init__(self, decoder: Decoder, cache: CacheEngine, table: RequestTable,
-                 drafter: Drafter | None = None, rejection: bool = False) -> None:
-        self._decoder = decoder
+
+class ModelRunner:
+    """Executes plan entries and decides nothing.
+
+    Where ranks share the model, every rank runs every step. One of them draws (`Place.is_sampler`) and has the results;
+    the tensor ranks of its stage are told what was drawn, those of earlier stages by `learn`.
+    """
+
+    def __init__(self, decoder: Decoder, cache: CacheEngine, table: RequestTable, drafter: Proposer | None = None,
+                 rejection: bool = False, collectives: Collectives | None = None) -> None:
+        self._passes = Passes(decoder, collectives)
         self._cache = cache
         self._table = table
         self.drafter = drafter
@@ -38,6 +48,7 @@ class ModelRunner:
         """Judge drafts by rejection; else a draft is kept if it is what the target draws."""
 
     def run(self, entries: Sequence[PlanEntry]) -> list[EntryResult]:
+        """Results in the order of the entries; on ranks that do not draw there are none."""
         if not entries:
             return []
         guesses: dict[int, Tensor] = {}
@@ -48,32 +59,67 @@ class ModelRunner:
         # Who shares another's logits computes nothing.
         computing = [entry for entry in entries if entry.num_tokens]
         ids, ctx = step_inputs(self._table, computing)
-        hidden = self._decoder.forward(ids, ctx, self._cache.layers)
+        hidden = self._passes.forward(ids, ctx, self._cache.layers)
+        if not self._passes.place.is_last:
+            return []
         row_ends = dict(zip((entry.row for entry in computing), ctx.query_start.tolist()[1:], strict=True))
         ends = [row_ends[entry.row if entry.shares is None else entry.shares] for entry in entries]
         results = [EntryResult() for _ in entries]
+        failure: Exception | None = None
+        uses = list(self._uses(entries, ends, results, guesses))
+        for rows, use in uses:
+            logits = self._passes.logits(hidden if rows is None else hidden[rows])
+            if logits is None or failure is not None:
+                continue
+            try:
+                use(logits)
+            except Exception as error:
+                if self._passes.alone:
+                    raise
+                failure = error  # the other ranks go on to the end of the step, and so must this one
+        if uses:
+            self._agree(entries, results, failure)
+        return results if self._passes.place.is_sampler else []
+
+    def _agree(self, entries: Sequence[PlanEntry], results: list[EntryResult], failure: Exception | None) -> None:
+        """The rows take over the tokens that were drawn, on every tensor rank of this stage."""
+        mine = [result.tokens for result in results] if self._passes.place.is_sampler else None
+        for entry, tokens in zip(entries, self._passes.tell_group(mine, failure), strict=True):
+            self.learn(entry.row, entry.drawn_at, tokens)
+
+    def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
+        """These tokens were drawn for a row, the first of them for `position`. A row that is empty is left alone."""
+        if not tokens or self._table.is_empty(row):
+            return
+        for place, token in enumerate(tokens):
+            self._table.append(row, position + place, token)
+        if self.drafter is not None:
+            self.drafter.model.kept(row, position + len(tokens) - 1)
+
+    def _uses(self, entries: Sequence[PlanEntry], ends: list[int], results: list[EntryResult],
+              guesses: dict[int, Tensor]) -> Iterator[LogitsUse]:
+        """Everything for which logits are wanted, the same on all tensor ranks."""
         for entry, end, result in zip(entries, ends, results, strict=True):
             if entry.prompt_logprobs_from is not None:
-                self._prompt_logprobs(entry, hidden, end - entry.num_tokens, result)
-        self._draw(entries, ends, hidden, results, guesses)
-        self._rank_candidates(entries, ends, hidden, results)
-        return results
-
-    def _draw(self, entries: Sequence[PlanEntry], ends: list[int], hidden: ResidualStream, results: list[EntryResult],
-              guesses: dict[int, Tensor]) -> None:
-        """Tokens for the entries that reach the end of what their sequence knows, drafts judged on the way."""
+                yield from self._prompt_logprobs(entry, end - entry.num_tokens, result)
         drawing = [i for i, entry in enumerate(entries) if entry.sample]
-        if not drawing:
-            return
-        last: list[int] = []
+        if drawing:
+            rows = [row for i in drawing for row in range(ends[i] - 1 - len(entries[i].drafts), ends[i])]
+            everything = rows == list(range(max(ends)))
+            yield None if everything else torch.tensor(rows), partial(self._draw, entries, drawing, results, guesses)
+        asking = [i for i, entry in enumerate(entries) if entry.candidates]
+        for at in range(0, len(asking), _PROMPT_LOGITS_ROWS):
+            part = asking[at : at + _PROMPT_LOGITS_ROWS]
+            yield torch.tensor([ends[i] - 1 for i in part]), partial(self._rank_candidates, entries, part, results)
+
+    def _draw(self, entries: Sequence[PlanEntry], drawing: list[int], results: list[EntryResult],
+              guesses: dict[int, Tensor], logits: Tensor) -> None:
+        """Tokens for the entries that reach the end of what their sequence knows, drafts judged on the way."""
         rows: list[SamplingRow] = []
         firsts: list[int] = []
         for i in drawing:
             firsts.append(len(rows))
             rows += rows_along(self._table.sampling(entries[i].row), entries[i].drafts, entries[i].masks)
-            last += range(ends[i] - 1 - len(entries[i].drafts), ends[i])
-        everything = last == list(range(len(hidden)))
-        logits = self._decoder.logits(hidden if everything else hidden[torch.tensor(last)])
         batch = SamplingBatch.build(rows, logits.shape[1])
         output = sample(logits, batch)
         drawn, status, logprobs = output.token_ids.tolist(), output.status.tolist(), output.logprobs
@@ -93,29 +139,18 @@ class ModelRunner:
         for i, first in zip(drawing, firsts, strict=True):
             # What follows the first refused draft was not drawn by rejection.
             count = 1 + judged.get(first, len(entries[i].drafts))
-            self._keep(entries[i], along_drafts(entries[i].drafts, places[first : first + count]), results[i])
+            kept = along_drafts(entries[i].drafts, places[first : first + count])
+            # Into the result that is there already: it may have prompt log-probabilities.
+            results[i].tokens, results[i].logprobs, results[i].error = kept.tokens, kept.logprobs, kept.error
+            results[i].num_drafts = kept.num_drafts
 
-    def _keep(self, entry: PlanEntry, judged: EntryResult, result: EntryResult) -> None:
-        """The row takes over the tokens up to the first that is not what was proposed."""
-        known = entry.start + entry.num_tokens - len(entry.drafts)
-        result.tokens, result.logprobs, result.error = judged.tokens, judged.logprobs, judged.error
-        result.num_drafts = judged.num_drafts
-        for place, token in enumerate(judged.tokens):
-            self._table.append(entry.row, known + place, token)
-        if self.drafter is not None and judged.tokens:
-            self.drafter.model.kept(entry.row, known + len(judged.tokens) - 1)
-
-    def _rank_candidates(self, entries: Sequence[PlanEntry], ends: list[int], hidden: ResidualStream,
-                         results: list[EntryResult]) -> None:
+    def _rank_candidates(self, entries: Sequence[PlanEntry], part: list[int], results: list[EntryResult],
+                         logits: Tensor) -> None:
         """The likeliest next tokens of the entries that ask for them instead of a draw."""
-        asking = [i for i, entry in enumerate(entries) if entry.candidates]
-        for at in range(0, len(asking), _PROMPT_LOGITS_ROWS):
-            part = asking[at : at + _PROMPT_LOGITS_ROWS]
-            logits = self._decoder.logits(hidden[torch.tensor([ends[i] - 1 for i in part])])
-            temperatures = [self._table.sampling(entries[i].row).params.temperature or 1.0 for i in part]
-            take_candidates(part, rank_candidates(logits, [entries[i].candidates for i in part], temperatures), results)
+        temperatures = [self._table.sampling(entries[i].row).params.temperature or 1.0 for i in part]
+        take_candidates(part, rank_candidates(logits, [entries[i].candidates for i in part], temperatures), results)
 
-    def _prompt_logprobs(self, entry: PlanEntry, hidden: ResidualStream, first_row: int, result: EntryResult) -> None:
+    def _prompt_logprobs(self, entry: PlanEntry, first_row: int, result: EntryResult) -> Iterator[LogitsUse]:
         """Of the prompt tokens that follow the positions of this chunk."""
         state = self._table.sampling(entry.row)
         num_prompt = state.position - state.num_output
@@ -124,7 +159,10 @@ class ModelRunner:
         result.prompt_logprobs = []
         for at in range(begin, end, _PROMPT_LOGITS_ROWS):
             stop = min(at + _PROMPT_LOGITS_ROWS, end)
-            logits = self._decoder.logits(hidden[first_row + at - entry.start : first_row + stop - entry.start])
-            targets = torch.from_numpy(self._table.tokens[entry.row, at + 1 : stop + 1].astype(np.int64))
-            found = token_logprobs(logits, targets, state.params.prompt_logprobs or 0)
-            result.prompt_logprobs.extend(reported(found))
+            rows = slice(first_row + at - entry.start, first_row + stop - entry.start)
+            yield rows, partial(self._score_prompt, entry.row, at, stop, result)
+
+    def _score_prompt(self, row: int, at: int, stop: int, result: EntryResult, logits: Tensor) -> None:
+        targets = torch.from_numpy(self._table.tokens[row, at + 1 : stop + 1].astype(np.int64))
+        wanted = self._table.sampling(row).params.prompt_logprobs or 0
+        result.prompt_logprobs = (result.prompt_logprobs or []) + reported(token_logprobs(logits, targets, wanted))

@@ -36,6 +36,9 @@ class RequestTable:
         for diff in plan.diffs:
             self.tables[diff.group][diff.row, diff.start : diff.start + len(diff.blocks)] = diff.blocks
 
+    def is_empty(self, row: int) -> bool:
+        return self._sampling[row] is None
+
     def sampling(self, row: int) -> SamplingRow:
         state = self._sampling[row]
         if state is None:

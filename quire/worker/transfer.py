@@ -129,19 +129,19 @@ class HostTransfer(ThreadedTransfer):
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
         self._num_blocks = num_blocks
-        self._parts: list[list[tuple[Tensor, Tensor]]] = []
+        self._parts: dict[int, list[tuple[Tensor, Tensor]]] = {}
         """By cache group: the tensors of the device and those of the host, whose first dimension is the block."""
         self._streams: dict[bool, torch.cuda.Stream] = {}
         self._device: torch.device | None = None
 
     def register(self, layers: Sequence[LayerCache], group_of_layer: Sequence[int]) -> None:
-        self._parts = [[] for _ in range(max(group_of_layer) + 1)]
+        self._parts = {}
         for layer, group in zip(layers, group_of_layer, strict=True):
             for part in parts_of(layer):
                 pinned = part.device.type == "cuda"
                 # Pages that were never written cost nothing, so all of it is reserved at once.
                 host = torch.zeros((self._num_blocks, *part.shape[1:]), dtype=part.dtype, pin_memory=pinned)
-                self._parts[group].append((part, host))
+                self._parts.setdefault(group, []).append((part, host))
                 if pinned:
                     self._device = part.device
         if self._device is not None:
@@ -177,7 +177,8 @@ class HostTransfer(ThreadedTransfer):
         there: list[Tensor] = []
         for run in runs(moves):
             first, count = run[0], len(run)
-            for device, host in self._parts[first.group]:
+            # A pipeline stage may have no layer of a group.
+            for device, host in self._parts.get(first.group, ()):
                 here.append(device[first.device : first.device + count])
                 there.append(host[first.tier : first.tier + count])
         if out:
@@ -187,7 +188,7 @@ class HostTransfer(ThreadedTransfer):
 
     def close(self) -> None:
         super().close()
-        self._parts = []
+        self._parts = {}
 
 
 def parts_of(layer: LayerCache) -> list[Tensor]:

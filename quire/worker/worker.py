@@ -2,69 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.models.build import build_decoder, dummy_weights
+from quire.kernels.types import LayerCache
+from quire.models.build import build_decoder, dummy_weights, stored_parts
+from quire.models.decoder import Decoder
 from quire.models.loader.source import ModelSource, resolve_model
 from quire.models.registry import read_spec
+from quire.models.shard import Shard, shard_of
 from quire.ops.cpu import CpuOps
+from quire.parallel.collectives import Collectives
+from quire.parallel.place import Place
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.speculation.options import REJECTION, SKIP_LAYERS, SpeculationOptions
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.draft_models import SkippedLayers, SmallerModel, check_same_vocabulary, reading_draft_model
-from quire.worker.drafter import Drafter, DraftModel
-from quire.worker.memory import PoolSize, check_weights_fit, draft_group, groups_with_draft, size_pool
+from quire.worker.drafter import Drafter, Proposer, ToldDrafter
+from quire.worker.memory import (
+    PoolSize,
+    available_memory,
+    check_weights_fit,
+    draft_group,
+    groups_with_draft,
+    size_pool,
+)
 from quire.worker.model_runner import ModelRunner
+from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
 from quire.worker.transfer import KVTransfer
 
 
 class Worker:
-    """Plans in, results out. Built from a model source; sizes its own memory before it loads a weight."""
+    """Plans in, results out. Built from a model source; sizes its own memory before it loads a weight.
 
-    def __init__(self, source: ModelSource, config: EngineConfig) -> None:
+    With a `shard` it is one rank of several: each gets every plan, holds its share of weights and KV, and talks to the
+    others through `collectives`. `pool` is what all of them have agreed on (`size_shard_pool`, `smallest_pool`).
+    """
+
+    def __init__(self, source: ModelSource, config: EngineConfig, shard: Shard | None = None,
+                 collectives: Collectives | None = None, pool: PoolSize | None = None) -> None:
         check_device(config)
-        seqs = config.scheduler.num_seqs(gpu=False)
         self.spec = read_spec(source.config)
-        speculation = config.speculation.options
-        name = None if speculation is None else speculation.model
-        with reading_draft_model(name):
-            draft = _draft_source(speculation, config)
-            draft_spec = None if draft is None else read_spec(draft.config)
-        if draft_spec is not None:
-            check_same_vocabulary(self.spec, draft_spec)
-        self.pool: PoolSize = size_pool(
-            self.spec, config.cache, config.model.max_model_len, seqs,
-            draft_bytes_per_token=0 if draft_spec is None else draft_spec.kv_bytes_per_token)
-        dummy = config.model.load_format == "dummy"
-        check_weights_fit(self.spec, packed=source.path.suffix == ".gguf" and not dummy)
+        self.shard = shard = shard_of(self.spec, Place()) if shard is None else shard
+        self.pool: PoolSize = size_shard_pool(source, config, shard) if pool is None else pool
         ops = CpuOps(num_threads=config.model.num_threads)
-        weights = _weights(source, config.model.load_format, config)
-        decoder = build_decoder(source.config, weights, ops, max_model_len=self.pool.max_model_len)
-        group = draft_group(self.spec)
-        with reading_draft_model(name):
-            draft_decoder = None if draft is None or speculation is None else build_decoder(
-                draft.config, _weights(draft, speculation.load_format, config), ops,
-                max_model_len=self.pool.max_model_len)
+        decoder = build_decoder(
+            source.config, _weights(source, config.model.load_format, config, shard), ops,
+            max_model_len=self.pool.max_model_len, shard=shard,
+            ranks=None if collectives is None else collectives.group)
+        draft = self._draft_decoder(config, ops)
         self._cache = CacheEngine(decoder, ops, self.pool.num_blocks, config.cache.block_size,
-                                  self.pool.num_host_blocks, draft=draft_decoder, draft_group=group)
+                                  self.pool.num_host_blocks, draft=draft, draft_group=draft_group(self.spec))
         self.arrivals = self._cache.arrivals
-        self._table = RequestTable(seqs, self.pool.max_model_len, config.cache.block_size,
+        self._table = RequestTable(config.scheduler.num_seqs(gpu=False), self.pool.max_model_len,
+                                   config.cache.block_size,
                                    len(groups_with_draft(self.spec, self.pool.draft_bytes_per_token)))
+        speculation = config.speculation.options
         rejection = speculation is not None and speculation.verifier == REJECTION
-        model: DraftModel | None = None
-        if draft_decoder is not None:
-            model = SmallerModel(draft_decoder, self._cache.draft_layers, self._table, group, self.pool.num_blocks,
-                                 self.pool.num_host_blocks)
-        elif speculation is not None and speculation.method == SKIP_LAYERS:
-            model = SkippedLayers(decoder, self._cache.layers, self._table, speculation.skipped_layers)
-        drafter = None if model is None else Drafter(model, self._table, rejection)
-        self._runner = ModelRunner(decoder, self._cache, self._table, drafter, rejection)
+        drafter = None if speculation is None else self._drafter(
+            speculation, rejection, decoder, draft, Passes(decoder, collectives))
+        self._runner = ModelRunner(decoder, self._cache, self._table, drafter, rejection, collectives)
+
+    def _draft_decoder(self, config: EngineConfig, ops: CpuOps) -> Decoder | None:
+        """A draft model is whole, on the first tensor rank of every stage."""
+        speculation = config.speculation.options
+        if speculation is None or speculation.model is None or self.shard.place.tensor_rank != 0:
+            return None
+        with reading_draft_model(speculation.model):
+            source = _draft_source(speculation, config)
+            return build_decoder(source.config, _weights(source, speculation.load_format, config), ops,
+                                 max_model_len=self.pool.max_model_len)
+
+    def _drafter(self, speculation: SpeculationOptions, rejection: bool, decoder: Decoder, draft: Decoder | None,
+                 passes: Passes) -> Proposer | None:
+        if speculation.method == SKIP_LAYERS:
+            shared = None if passes.alone else passes
+            skipped = SkippedLayers(decoder, self._cache.layers, self._table, speculation.skipped_layers, passes)
+            return Drafter(skipped, self._table, rejection, shared)
+        if speculation.model is None:
+            return None
+        proposer: Drafter | None = None
+        if draft is not None:
+            model = SmallerModel(draft, self._cache.draft_layers, self._table, draft_group(self.spec),
+                                 self.pool.num_blocks, self.pool.num_host_blocks)
+            proposer = Drafter(model, self._table, rejection)
+        return proposer if self.shard.place.tensor_size == 1 else ToldDrafter(proposer, passes)
+
+    @property
+    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
+        """The model's caches and the cache group of each, for whoever moves KV to and from other engines."""
+        return self._cache.layers, self._cache.groups
 
     def connect(self, transfer: KVTransfer) -> None:
         """Move blocks to and from one more tier."""
@@ -79,6 +111,11 @@ class Worker:
                 raise
             self._cache.start_transfers(plan)
             return StepResult(plan.step, self._runner.run(plan.entries), self.arrivals.take())
+
+    def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
+        """What was drawn for a row on a later stage, the first token for `position`; before the plan that goes on from
+        there. A row that is empty is left alone."""
+        self._runner.learn(row, position, tokens)
 
     def _prepare(self, plan: StepPlan) -> None:
         self._table.apply(plan)
@@ -98,14 +135,35 @@ class Worker:
             self.__dict__.pop(name, None)
 
 
-def _draft_source(speculation: SpeculationOptions | None, config: EngineConfig) -> ModelSource | None:
-    if speculation is None or speculation.model is None:
-        return None
-    return resolve_model(speculation.model, load_format=speculation.load_format, cache_dir=config.model.cache_dir)
+def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ranks_here: int = 1) -> PoolSize:
+    """The KV pool that the rank of this shard can hold; `ranks_here` ranks share this machine's memory. Refuses a share
+    whose weights do not fit. Loads nothing."""
+    spec = shard.spec
+    speculation = config.speculation.options
+    draft_bytes = 0
+    if speculation is not None and speculation.model is not None:
+        with reading_draft_model(speculation.model):
+            draft = read_spec(_draft_source(speculation, config).config)
+        check_same_vocabulary(spec, draft)
+        draft_bytes = draft.kv_bytes_per_token
+    free = available_memory() // ranks_here
+    pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False), free,
+                     draft_bytes_per_token=draft_bytes, shard=shard)
+    dummy = config.model.load_format == "dummy"
+    check_weights_fit(shard.num_parameters, packed=source.path.suffix == ".gguf" and not dummy, free=free)
+    return pool
 
 
-def _weights(source: ModelSource, load_format: str, config: EngineConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    return dummy_weights(source.config, config.model.seed) if load_format == "dummy" else source.weights()
+def _draft_source(speculation: SpeculationOptions, config: EngineConfig) -> ModelSource:
+    return resolve_model(speculation.model or "", load_format=speculation.load_format, cache_dir=config.model.cache_dir)
+
+
+def _weights(source: ModelSource, load_format: str, config: EngineConfig,
+             shard: Shard | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    parts = None if shard is None or shard.is_whole else stored_parts(source.config, shard)
+    if load_format == "dummy":
+        return dummy_weights(source.config, config.model.seed, parts)
+    return source.weights(parts=parts)
 
 
 @contextmanager

@@ -161,9 +161,9 @@ def test_a_server_of_known_times_is_measured_right(
     assert (found["completed"], found["failed"], found["good_requests"]) == (6, 0, 6)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (42, 24)
     assert found["peak_concurrency"] == 3
-    assert found["median_ttft_ms"] == pytest.approx(200, rel=0.4)
-    assert found["median_tpot_ms"] == pytest.approx(100, rel=0.4)
-    assert found["median_itl_ms"] == pytest.approx(100, rel=0.4)
+    # A busy machine makes them longer, nothing makes them shorter.
+    assert 190 < found["median_ttft_ms"] < 2000
+    assert 90 < found["median_tpot_ms"] < 1000 and 90 < found["median_itl_ms"] < 1000
     assert stub.bodies[-1]["model"] == "stub-model"
     assert stub.bodies[-1]["ignore_eos"] is True and stub.bodies[-1]["stream_options"] == {"include_usage": True}
     assert len(json.loads((tmp_path / "run.json").read_text())["requests"]) == 6

@@ -42,12 +42,12 @@ def test_it_hears_both_and_tells_them_apart(sockets: tuple[Any, Any]) -> None:
     assert not bell.wait(1)
     threading.Timer(0.05, box.put, [TransferReport(1, 1, True)]).start()
     began = time.monotonic()
-    assert not bell.wait(5000) and time.monotonic() - began < 2.0
+    assert not bell.wait(60_000) and time.monotonic() - began < 30.0
     assert [report.number for report in box.take()] == [1]
     began = time.monotonic()
     assert not bell.wait(30) and time.monotonic() - began > 0.02, "an old ring is heard twice"
     push.send(b"news")
-    assert bell.wait(5000)
+    assert bell.wait(60_000)
     for number in range(100_000):  # nobody listens: rings are dropped, not waited for
         box.put(TransferReport(number, 0))
     assert len(box.take()) == 100_000

@@ -18,6 +18,7 @@ import pytest
 from quire import AsyncLLM, SamplingParams
 from quire.engine.client import EngineClient
 from quire.engine.messages import Heartbeat
+from quire.engine.pulse import PhaseClock, ProcessorWait
 from quire.errors import ConfigError, EngineDeadError, ModelLoadError
 from tests.async_engines import greedy, last, run, until
 
@@ -70,7 +71,7 @@ def test_a_killed_engine_fails_what_is_in_flight_at_once_and_comes_back(smollm2:
             tasks = await in_flight(llm, 5)
             assert llm.engine_pid is not None
             os.kill(llm.engine_pid, signal.SIGKILL)
-            errors = await all_lost(tasks, within=5.0)
+            errors = await all_lost(tasks, within=30.0)
             assert "SIGKILL" in str(errors[0])
             with pytest.raises(EngineDeadError, match="restarting") as caught:
                 await llm.check_health()
@@ -272,3 +273,41 @@ def test_a_heartbeat_of_the_start_that_comes_late_does_not_hide_a_silent_engine(
         assert "no sign of life" in str((await all_lost([task], within=20.0))[0])
 
     run(job, smollm2, heartbeat_timeout=1.0, **SLOW)
+
+
+def test_a_step_is_stuck_by_the_engine_s_own_word_not_because_that_is_old(smollm2: str) -> None:
+    async def job(llm: AsyncLLM) -> None:
+        supervisor = llm._desk.supervisor
+        client = supervisor._client
+        assert client is not None
+        now = time.monotonic()
+        # Its next heartbeat is held up, or lies unread: steps go on meanwhile.
+        client.heartbeat = Heartbeat("stepping", now - 100.0, 7, 0.4)
+        assert supervisor._complaint(client) is None
+        supervisor.check()
+        client.heartbeat = Heartbeat("stepping", now - 100.0, 7, 3.0)
+        assert "a step has been running for 3 seconds" in str(supervisor._complaint(client))
+        with pytest.raises(EngineDeadError, match="no progress"):
+            supervisor.check()
+        client.heartbeat = Heartbeat("idle", now - 100.0, 7, 100.0)
+        assert supervisor._complaint(client) is None
+
+    run(job, smollm2, step_timeout=2.0, **SLOW)
+
+
+def test_waiting_for_a_processor_is_no_part_of_a_step(tmp_path: Path) -> None:
+    def threads(**waited: float) -> None:
+        for name, seconds in waited.items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "schedstat").write_text(f"123 {int(seconds * 1e9)} 4\n")
+
+    threads(a=1.0, b=5.0)
+    clock = PhaseClock(ProcessorWait(tmp_path))
+    assert clock.spent(10.0, 10.5) == 0.5
+    threads(a=1.25, b=5.5)  # side by side: half a second passed without a processor
+    assert clock.spent(10.0, 11.5) == 1.0
+    threads(a=2.0)
+    assert clock.spent(10.0, 12.5) == 1.25
+    assert clock.spent(12.4, 12.6) == pytest.approx(0.2), "another step begins anew"
+    assert clock.spent(12.4, 72.4) == pytest.approx(60.0), "who sleeps does not wait for a processor"
+    assert PhaseClock(ProcessorWait(tmp_path / "none")).spent(1.0, 3.0) == 2.0

@@ -24,7 +24,7 @@ from quire.scheduler.scheduler import Scheduler
 
 CASES_THAT_FAILED = Path(__file__).parent / "cases"
 CASES = 400
-RARE = (10146, 383)
+RARE = (10146, 128, 82, 73, 77, 383)
 """Seeds of cases that reach what few do: a leader that is ended while its siblings wait for it; a unit whose copy fails
 in the middle, and that is asked for again."""
 """Within so many cases each of the bugs below is found."""

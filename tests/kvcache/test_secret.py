@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import EngineConfig, read_kv_secret
+from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kvcache.prefix import HashChain
 from quire.kvcache.secret import derived_secret, secret_name
 from quire.kvcache.table import SequenceKV
+from quire.options import read_kv_secret
 
 
 def names(secret: bytes) -> list[bytes]:

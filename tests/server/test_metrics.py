@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from pathlib import Path
 
 import httpx
 
 from quire import AsyncLLM
+from quire.server.loop_lag import LoopLag
 from quire.server.metrics import Histogram
 from tests.server.scripted import running
 
@@ -70,6 +73,29 @@ def test_metrics_are_right_against_a_counted_workload(tiny: Path) -> None:
     spent = [found[f'quire:step_time_seconds_total{{phase="{phase}"}}'] for phase in ("plan", "execute", "update")]
     assert all(seconds > 0 for seconds in spent)
     assert sum(spent) <= found["quire:e2e_request_latency_seconds_sum"] * 1.5
+    assert found["quire:event_loop_lag_seconds_count"] > 0 and found["quire:event_loop_lag_max_seconds"] >= 0.0
+
+
+def test_who_holds_the_event_loop_shows_in_its_lag_for_a_while() -> None:
+    ahead, lags = 0.0, []
+
+    async def job() -> None:
+        nonlocal ahead
+        lag = LoopLag(lags.append, lambda: time.monotonic() + ahead)
+        lag.start()
+        await asyncio.sleep(0.03)
+        time.sleep(0.2)
+        while not lags or max(lags) < 0.15:
+            await asyncio.sleep(0.01)
+        assert lag.largest == max(lags) >= 0.15
+        lag.close()
+        count = len(lags)
+        await asyncio.sleep(0.03)
+        assert len(lags) == count
+        for ahead in (31.0, 62.0):
+            assert (lag.largest > 0.0) == (ahead == 31.0), "one window later it is known, two later it is not"
+
+    asyncio.run(job())
 
 
 def test_a_value_on_a_bound_is_in_its_bucket() -> None:

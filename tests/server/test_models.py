@@ -17,7 +17,7 @@ def test_limits_and_capabilities_are_told(server: Served) -> None:
 
 
 def test_parsers_are_told_by_the_template_or_by_name(serve: Serve) -> None:
-    (card,) = serve(template="[TOOL_CALLS] [/THINK]").http.get("/v1/models").json()["data"]
+    (card,) = serve(template="{{ tools }} [TOOL_CALLS] [/THINK]").http.get("/v1/models").json()["data"]
     assert (card["tool_call_parser"], card["reasoning_parser"]) == ("mistral", "mistral")
     (card,) = serve(tool_call_parser="kimi_k2", reasoning_parser="think").http.get("/v1/models").json()["data"]
     assert (card["tool_call_parser"], card["reasoning_parser"]) == ("kimi_k2", "think")

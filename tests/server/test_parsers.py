@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.config import ServerConfig
 from quire.server.parsers.pieces import CallDelta, Content, Piece, Thought
 from quire.server.parsers.registry import (
     CALL_FORMATS,
@@ -22,6 +21,7 @@ from quire.server.parsers.registry import (
     call_format_of,
     thought_format_of,
 )
+from quire.server_config import ServerConfig
 
 ARGS: dict[str, Any] = {"city": "Zürich \"x\" {[ </tool", "days": [1, {"a": None}], "f": -1.5e3}
 SCHEMA = {"type": "object", "properties": {
@@ -219,6 +219,10 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      "</tool_call>", "", [("weather", {"code": "  x = 1\n\n  y = 2"})]),
     ("pythonic", "[weather(city='Oslo', days=[1, 2], f=true)]", "",
      [("weather", {"city": "Oslo", "days": [1, 2], "f": True})]),
+    ("qwen3_coder", '<function=weather>{"city": "</function>"}</function>\n<function=time>{}</function>', "",
+     [("weather", {"city": "</function>"}), ("time", {})]),
+    ("deepseek_v32", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="time">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>', "",
+     [("time", {})]),
     ("pythonic", "[1, 2, 3]", "[1, 2, 3]", []),
     ("pythonic", "[weather(city=open('x'))]", "[weather(city=open('x'))]", []),
     ("harmony", "No channels here.", "No channels here.", []),

@@ -22,7 +22,7 @@ from quire.structured.compiler import GrammarCompiler
 from quire.structured.isolated import IsolatedGrammars, RequestGrammar
 from quire.structured.packets import CellLimits
 from quire.structured.vocabulary import read_vocabulary
-from tests.async_engines import last, run
+from tests.async_engines import last, run, until
 from tests.structured.tiny import tiny_llm, tokenizer_of
 
 RULES = "\n".join(["root ::= a0", *(f"a{i} ::= a{i + 1} a{i + 1} | a{i + 1}" for i in range(40)), 'a40 ::= "a" | "b"'])
@@ -108,17 +108,16 @@ def test_who_takes_too_long_at_a_token_or_in_all_fails_and_is_told(tiny_folder: 
 class _Link:
     """Notes what is done to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, low: bool) -> None:
+        self.low = low
         self.runs = True
+        self.cpu_seconds = 0.0
 
     def pause(self) -> None:
         self.runs = False
 
     def resume(self) -> None:
         self.runs = True
-
-    def slow_down(self) -> None:
-        self.slowed = True
 
 
 def _jobs(queue: CompileQueue, *tenants: str) -> tuple[list[CompileJob], list[str]]:
@@ -129,23 +128,31 @@ def _jobs(queue: CompileQueue, *tenants: str) -> tuple[list[CompileJob], list[st
     return jobs, given_up
 
 
+def _compute(queue: CompileQueue, now: list[float], jobs: list[CompileJob], times: int, speed: float = 1.0) -> None:
+    """A tenth of a second passes so often, in which those that are not paused compute, at some speed."""
+    for _ in range(times):
+        now[0] += 0.1
+        for job in jobs:
+            if job.link is not None and job.link.runs:  # type: ignore[attr-defined]
+                job.link.cpu_seconds += 0.1 * speed  # type: ignore[misc]
+        queue.turn()
+
+
 def test_a_small_grammar_does_not_wait_behind_large_ones_and_waiting_takes_no_time() -> None:
     now = [0.0]
     queue = CompileQueue(2, 30.0, lambda: now[0])
     large, given_up = _jobs(queue, *["a"] * 4)
     assert [job.link is not None for job in large] == [True, True, False, False]
-    for _ in range(200):
-        now[0] += 0.1
-        queue.turn()
+    _compute(queue, now, large, 200)
     assert all(job.link is not None for job in large), "each has had turns"
     assert not given_up, "20 s on two places are 10 s for each of four"
     (small,), _ = _jobs(queue, "a")
     assert small.link is not None and small.link.runs  # type: ignore[attr-defined]
     assert sum(job.link.runs for job in (*large, small)) == 2  # type: ignore[union-attr]
     queue.remove(small)
-    for _ in range(500):
-        now[0] += 0.1
-        queue.turn()
+    _compute(queue, now, large, 10_000, speed=0.001)
+    assert not given_up, "1,000 s in which others had the processors are no time of theirs"
+    _compute(queue, now, large, 500)
     assert len(given_up) == 4 and all("took longer than 30 s" in reason for reason in given_up) and not len(queue)
 
 
@@ -155,13 +162,10 @@ def test_one_tenant_cannot_take_all_compilers() -> None:
     many, given_up = _jobs(queue, *["greedy"] * 12)
     (one,), _ = _jobs(queue, "modest")
     for _ in range(100):
-        now[0] += 0.1
-        queue.turn()
-        assert one.running_since is not None, "it has a place of its own all the time"
+        _compute(queue, now, [*many, one], 1)
+        assert one.running, "it has a place of its own all the time"
     more, dropped = _jobs(queue, *["greedy"] * 12)
-    for _ in range(100):
-        now[0] += 0.1
-        queue.turn()
+    _compute(queue, now, [*many, *more, one], 100)
     assert sum(job.link is not None for job in (*many, *more, one)) >= 16
     assert given_up + dropped and all("try again" in reason for reason in given_up + dropped)
 
@@ -208,18 +212,20 @@ def test_no_grammar_adds_50_ms_to_another_s_step_and_it_ends_with_its_client(smo
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             await last(llm.generate("Hello", SamplingParams(max_tokens=8, ignore_eos=True)))
-        return max(plans)
+        return sorted(plans)[-3]  # each bomb comes several times; what other programs do comes once
 
     async def job(llm: AsyncLLM) -> None:
         llm.on_step_stats = lambda stats: plans.append(stats.plan_seconds)
         assert (await _ask(llm, {"choice": ["yes", "no"]})).outputs[0].text in ("yes", "no")
-        for attempt in range(3):  # the machine may be busy with others
+        seen = []
+        for _ in range(5):  # the machine may be busy with others
             undisturbed = await longest_plan(llm, 2.0)
             bombs = [asyncio.create_task(_ask(llm, bomb)) for bomb in BOMBS]
             disturbed = await longest_plan(llm, 3.0)
-            if disturbed < undisturbed + 0.05 or attempt == 2:
-                assert disturbed < undisturbed + 0.05
+            seen.append((undisturbed, disturbed))
+            if disturbed < undisturbed + 0.05:
                 break
+        assert seen[-1][1] < seen[-1][0] + 0.05, seen
         for found in await asyncio.gather(*bombs, return_exceptions=True):
             assert isinstance(found, InvalidRequestError) and "of computing for one token" in str(found)
         # Beside bombs others get their shapes; and what is abandoned is not worked on.
@@ -228,11 +234,14 @@ def test_no_grammar_adds_50_ms_to_another_s_step_and_it_ends_with_its_client(smo
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        await asyncio.sleep(0.3)
         assert llm.engine_pid is not None
-        before = _busy_seconds(llm.engine_pid)
-        await asyncio.sleep(1.0)
-        assert _busy_seconds(llm.engine_pid) - before < 0.1
+
+        async def rests(pid: int) -> bool:
+            before = _busy_seconds(pid)
+            await asyncio.sleep(1.0)
+            return _busy_seconds(pid) - before < 0.1
+
+        await until(lambda: rests(llm.engine_pid))
         assert (await last(llm.generate("x", SamplingParams(max_tokens=3)))).error is None
 
     run(job, smollm2, executor="dummy", step_timeout=20.0)

@@ -248,7 +248,7 @@ def test_a_template_cannot_run_or_grow_without_end(source: str, monkeypatch: pyt
         assert tracemalloc.get_traced_memory()[1] < 256 << 20
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 60
 
 
 def test_a_template_has_a_longest_length() -> None:

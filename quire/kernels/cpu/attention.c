@@ -29,9 +29,11 @@ typedef struct {
     const float *qkv, *k, *v;
     float *out;
     const int32_t *query_start, *context_len, *tables;
+    const float *sinks;             /* [heads] a score beside those of the keys, without a value; NULL: none */
     int64_t table_stride, seqs, heads, kv_heads, dim, block_size, window;
     float scale, softcap;           /* softcap 0: none */
     int64_t share, parts, queries;  /* query heads of a kv head; pieces they are cut into; queries of a task */
+    int64_t skipped;                /* query heads of the first kv head that another rank has */
     const int64_t *first_task;      /* [seqs + 1] */
     const int64_t *members;         /* [seqs] sequences that go with this one, itself included; 0: goes with another */
 } attend_job;
@@ -328,16 +330,20 @@ static void task_rows(const attend_job *job, int64_t seq, int64_t index, attend_
     int64_t blocks = (count + job->queries - 1) / job->queries;
     int64_t block = blocks - 1 - rest / job->kv_heads; /* the longest first, so that threads end together */
     int64_t from = block * job->queries, to = from + job->queries < count ? from + job->queries : count;
-    int64_t first = job->share * part / job->parts;
     t->kv_head = rest % job->kv_heads;
-    t->row_heads = job->share * (part + 1) / job->parts - first;
+    /* The first and the last kv head may have fewer of these query heads than the others. */
+    int64_t begin = t->kv_head * job->share - job->skipped, end = begin + job->share;
+    if (begin < 0) begin = 0;
+    if (end > job->heads) end = job->heads;
+    int64_t first = begin + (end - begin) * part / job->parts;
+    t->row_heads = begin + (end - begin) * (part + 1) / job->parts - first;
     t->seq = seq;
     t->members = job->members[seq];
     t->rows = (t->members > 1 ? t->members : to - from) * t->row_heads;
     t->first_key = job->context_len[seq] - count + from;
     use_table(t, 0);
     *token = start + from;
-    *head = t->kv_head * job->share + first;
+    *head = first;
 }
 
 static int64_t find_seq(const attend_job *job, int64_t task) {
@@ -350,6 +356,12 @@ static int64_t find_seq(const attend_job *job, int64_t task) {
     return low;
 }
 
+/* The factor of a row whose softmax has one more score, `sink`, that adds to the sum of weights and to nothing else. */
+static float beside_sink(float sink, float top, float total) {
+    float most = greater(top, sink), by = exp_v(set_v(top - most))[0];
+    return by / (total * by + exp_v(set_v(sink - most))[0]);
+}
+
 static void attend_one(void *arg, int64_t index) {
     const attend_job *job = arg;
     float q[MAX_BLOCK * MAX_DIM] __attribute__((aligned(64))), acc[MAX_BLOCK * MAX_DIM] __attribute__((aligned(64)));
@@ -357,6 +369,7 @@ static void attend_one(void *arg, int64_t index) {
     attend_task t = {.job = job, .q = q, .acc = acc, .k_step = job->block_size};
     int64_t seq = find_seq(job, index), token, head, dim = job->dim;
     task_rows(job, seq, index - job->first_task[seq], &t, &token, &head);
+    if (t.rows == 0) return; /* fewer heads than pieces */
     t.stride = (dim + VL - 1) / VL * VL;
     if (job->block_size % VL) t.k_packed = k_packed, t.k_step = TILE;
     if (dim % VL) t.v_packed = v_packed;
@@ -373,6 +386,7 @@ static void attend_one(void *arg, int64_t index) {
     for (int64_t r = 0; r < t.rows; r++) {
         float *to = job->out + ((token + r / t.row_heads) * job->heads + head + r % t.row_heads) * dim;
         float inverse = 1.0f / t.total[r];
+        if (job->sinks) inverse = beside_sink(job->sinks[head + r % t.row_heads], t.top[r], t.total[r]);
         for (int64_t d = 0; d < dim; d++) to[d] = acc[r * t.stride + d] * inverse;
     }
 }
@@ -398,15 +412,16 @@ static void cut_tasks(const attend_job *job, int64_t most_members, int64_t *firs
     }
 }
 
-/* out [tokens, heads * dim]: attention of the queries in qkv over the cache. Returns 0, or 1 for want of memory. */
+/* out [tokens, heads * dim]: attention of the queries in qkv over the cache. `group` query heads share a kv head, the
+ * first one has `skipped` that are not here; `sinks` are [heads] scores without a value, or NULL. Returns 0, or 1 for want of memory. */
 EXPORT int32_t quire_attend(const float *qkv, const float *k, const float *v, float *out, const int32_t *query_start,
-                     const int32_t *context_len, const int32_t *tables, int64_t table_stride, int64_t seqs,
-                     int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t window, float scale,
-                     float softcap) {
+                     const int32_t *context_len, const int32_t *tables, const float *sinks, int64_t table_stride,
+                     int64_t seqs, int64_t heads, int64_t kv_heads, int64_t group, int64_t skipped, int64_t dim, int64_t block_size,
+                     int64_t window, float scale, float softcap) {
     attend_job job = {.qkv = qkv, .k = k, .v = v, .out = out, .query_start = query_start, .context_len = context_len,
-                      .tables = tables, .table_stride = table_stride, .seqs = seqs, .heads = heads,
+                      .tables = tables, .sinks = sinks, .table_stride = table_stride, .seqs = seqs, .heads = heads,
                       .kv_heads = kv_heads, .dim = dim, .block_size = block_size, .window = window, .scale = scale,
-                      .softcap = softcap, .share = heads / kv_heads, .parts = 1};
+                      .softcap = softcap, .share = group, .skipped = skipped, .parts = 1};
     int64_t *first = malloc((size_t)(2 * seqs + 1) * sizeof *first);
     if (!first) return 1;
     int64_t threads = quire_get_num_threads(), tokens = query_start[seqs] - query_start[0];

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 from quire.errors import KernelBuildError
@@ -15,7 +15,7 @@ _NEEDS = {
     "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"},
     "x86-64-v2": {"sse4_1", "sse4_2", "ssse3", "popcnt"},
 }
-_P, _I, _N, _F = c_void_p, c_int64, c_int32, c_float
+_P, _I, _U, _N, _F = c_void_p, c_int64, c_uint64, c_int32, c_float
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_abi_version": (_N, []),
     "quire_set_num_threads": (None, [_N]),
@@ -27,18 +27,34 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_embed": (None, [_P, _P, _N, _P, _I, _I]),
     "quire_rms_norm": (None, [_P, _P, _P, _I, _I, _F]),
     "quire_norm_all_heads": (None, [_P] * 3 + [_I] * 4 + [_F]),
+    "quire_head_squares": (None, [_P, _P] + [_I] * 4),
+    "quire_norm_some_heads": (None, [_P] * 3 + [_I] * 5 + [_F]),
     "quire_layer_norm": (None, [_P, _P, _P, _P, _I, _I, _F]),
     "quire_act": (None, [_P, _P, _I, _I, _N]),
     "quire_act_mul": (None, [_P, _P, _I, _I, _N]),
+    "quire_clamped_act_mul": (None, [_P, _P, _I, _I, _F, _F]),
     "quire_rope_and_cache": (None, [_P] * 8 + [_I] * 6 + [_F]),
-    "quire_attend": (_N, [_P] * 7 + [_I] * 7 + [_F, _F]),
+    "quire_attend": (_N, [_P] * 8 + [_I] * 9 + [_F, _F]),
     "quire_check_step": (_N, [_P] * 4 + [_I] * 7),
     "quire_check_ids": (_N, [_P, _I, _I]),
     "quire_copy_blocks": (None, [_P, _P, _P, _I, _I]),
     "quire_kv_wire": (None, [_P, _I, _P, _I, _N]),
+    "quire_group_bytes": (_I, [_I, _I]),
+    "quire_group_join": (None, [_P]),
+    "quire_group_room": (_P, [_P, _P]),
+    "quire_group_exchange": (_N, [_P, _I, _P, _P]),
+    "quire_group_sum": (_N, [_P, _I, _P, _I, _I, _I, _P, _P, _P]),
+    "quire_group_gather": (_N, [_P, _I, _P, _I, _P]),
+    "quire_link_bytes": (_I, [_I]),
+    "quire_link_join": (None, [_P, _N]),
+    "quire_link_move": (_N, [_P, _P, _I, _N]),
+    "quire_ring_publish": (None, [_P, _U]),
+    "quire_ring_wait": (_U, [_P, _U, _I, _I]),
+    "quire_ring_store": (None, [_P, _U]),
+    "quire_ring_load": (_U, [_P]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 4
+ABI_VERSION = 7
 
 
 def cpu_flags() -> set[str]:

@@ -108,20 +108,24 @@ typedef struct {
     float eps;
 } heads_job;
 
-/* RMS norm of `heads` heads as one vector. Squares are summed inside each head, then over the heads in a fixed binary
- * tree: neighbours first, an odd one is carried up. Sums wait in `waiting` until a neighbour of their size is there. */
-static void norm_heads(float *x, const float *weight, int64_t heads, int64_t dim, float eps) {
+/* The factor of an RMS norm of `heads` heads as one vector. Squares are summed inside each head (or come as `squares`),
+ * then over the heads in a fixed binary tree: neighbours first, an odd one is carried up. Sums wait in `waiting` until a
+ * neighbour of their size is there. */
+static float heads_scale(const float *x, const float *squares, int64_t heads, int64_t dim, float eps) {
     float waiting[64];
     int depth = 0;
     for (int64_t h = 0; h < heads; h++) {
-        float sum = square_sum(x + h * dim, dim, 0.0f);
+        float sum = squares ? squares[h] : square_sum(x + h * dim, dim, 0.0f);
         for (int64_t full = h + 1; full % 2 == 0; full /= 2) sum = waiting[--depth] + sum;
         waiting[depth++] = sum;
     }
     float total = waiting[--depth];
     while (depth > 0) total = waiting[--depth] + total;
-    float scale = 1.0f / sqrtf(total / (float)(heads * dim) + eps);
-    scale_row(x, weight, NULL, x, heads * dim, 0.0f, scale);
+    return 1.0f / sqrtf(total / (float)(heads * dim) + eps);
+}
+
+static void norm_heads(float *x, const float *weight, int64_t heads, int64_t dim, float eps) {
+    scale_row(x, weight, NULL, x, heads * dim, 0.0f, heads_scale(x, NULL, heads, dim, eps));
 }
 
 static void norm_heads_task(void *arg, int64_t task) {
@@ -142,6 +146,22 @@ EXPORT void quire_norm_all_heads(float *qkv, const float *q_norm, const float *k
     job.step = ROWS_WORTH_SHARING / (width > 0 ? width : 1);
     if (job.step < 1) job.step = 1;
     quire_parallel(norm_heads_task, &job, (tokens + job.step - 1) / job.step);
+}
+
+/* out [tokens, heads]: the sum of squares of each of the first `heads` heads of rows of `width` floats. */
+EXPORT void quire_head_squares(const float *qkv, float *out, int64_t tokens, int64_t width, int64_t heads, int64_t dim) {
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t h = 0; h < heads; h++) out[t * heads + h] = square_sum(qkv + t * width + h * dim, dim, 0.0f);
+}
+
+/* In place on `heads` heads at x, in rows of `width` floats: their part of an RMS norm over `all` heads as one vector,
+ * whose squares are given [tokens, all]. */
+EXPORT void quire_norm_some_heads(float *x, const float *weight, const float *squares, int64_t tokens, int64_t width,
+                                  int64_t heads, int64_t all, int64_t dim, float eps) {
+    for (int64_t t = 0; t < tokens; t++) {
+        float scale = heads_scale(NULL, squares + t * all, all, dim, eps);
+        scale_row(x + t * width, weight, NULL, x + t * width, heads * dim, 0.0f, scale);
+    }
 }
 
 INLINE vf activate(vf x, int32_t kind) {
@@ -203,4 +223,32 @@ EXPORT void quire_act(const float *x, float *out, int64_t rows, int64_t width, i
 EXPORT void quire_act_mul(const float *x, float *out, int64_t rows, int64_t width, int32_t kind) {
     row_job job = {x, NULL, NULL, out, rows, width, 0, 0.0f, kind};
     share_rows(act_mul_task, &job);
+}
+
+INLINE vf clamped_gate(vf gate, vf up, vf limit, vf alpha) {
+    const vf one = set_v(1.0f);
+    gate = select_v(gate > limit, limit, gate);
+    up = select_v(up > limit, limit, select_v(up < -limit, -limit, up));
+    return gate / (one + exp_v(-(gate * alpha))) * (up + one);
+}
+
+static void clamped_task(void *arg, int64_t task) {
+    const row_job *job = arg;
+    int64_t n = job->width, end = (task + 1) * job->step < job->rows ? (task + 1) * job->step : job->rows;
+    const vf limit = set_v(job->weight[0]), alpha = set_v(job->weight[1]);
+    for (int64_t row = task * job->step; row < end; row++) {
+        const float *gate = job->x + row * n * 2, *up = gate + n;
+        float *out = job->out + row * n;
+        int64_t i = 0;
+        for (; i + VL <= n; i += VL) store_v(out + i, clamped_gate(load_v(gate + i), load_v(up + i), limit, alpha));
+        if (i < n)
+            store_tail(out + i, clamped_gate(load_tail(gate + i, n - i), load_tail(up + i, n - i), limit, alpha), n - i);
+    }
+}
+
+/* out [rows, width] = g sigmoid(alpha g) (u + 1), g = min(x[:, :width], limit), u = x[:, width:] within +-limit */
+EXPORT void quire_clamped_act_mul(const float *x, float *out, int64_t rows, int64_t width, float limit, float alpha) {
+    const float limits[2] = {limit, alpha};
+    row_job job = {x, limits, NULL, out, rows, width, 0, 0.0f, 0};
+    share_rows(clamped_task, &job);
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from quire.layers.spec import AttentionSpec, MlpSpec, NormSpec, RopeSpec
+from quire.layers.spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
 from quire.models.config_reader import MAX_HIDDEN, MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.models.family import Family
 from quire.models.rope_config import reach, rope_of
@@ -40,11 +40,13 @@ def llama_like(
     windows: Sequence[int | None] | None = None,
     rotated: Sequence[bool] | None = None,
     ropes_of: Callable[[int], tuple[RopeSpec, ...]] | None = None,
+    sinks: bool = False,
     eps: float = 1e-6,
     tied: bool = False,
     placement: NormPlacement = "pre",
+    mlp_of: Callable[[int], MlpSpec | MoeSpec] | None = None,
 ) -> DecoderSpec:
-    """RMS norms, gated MLP; `windows` and `rotated` have one entry per layer.
+    """RMS norms, gated MLP or what `mlp_of` gives a layer; `windows` and `rotated` have one entry per layer.
 
     `qk_norm` says whether q and k are normed, and over what. `ropes_of` a head size gives the rotation, or the full
     layers' and the window layers'. `head_dim`, `eps` and `tied` are what a config that does not say means.
@@ -53,7 +55,9 @@ def llama_like(
     heads, kv_heads, dim = c.heads(hidden, head_dim)
     norm = NormSpec("rms", c.number("rms_norm_eps", eps))
     count = c.size("num_hidden_layers", most=MAX_LAYERS)
-    mlp = MlpSpec(c.size("intermediate_size"), c.activation("hidden_act", "silu", gated=True), bias=mlp_bias)
+    if mlp_of is None:
+        dense = MlpSpec(c.size("intermediate_size"), c.activation("hidden_act", "silu", gated=True), bias=mlp_bias)
+    mlps = [dense if mlp_of is None else mlp_of(index) for index in range(count)]
     ropes = (rope_of(c, dim),) if ropes_of is None else ropes_of(dim)
     layers = tuple(
         LayerSpec(
@@ -68,12 +72,13 @@ def llama_like(
                 qk_norm_over=qk_norm or "head",
                 rope=None if not turns else 0 if window is None else len(ropes) - 1,
                 window=window,
+                sinks=sinks,
             ),
             mlp,
             norm,
             placement,
         )
-        for window, turns in zip(windows or [None] * count, rotated or [True] * count, strict=True)
+        for window, turns, mlp in zip(windows or [None] * count, rotated or [True] * count, mlps, strict=True)
     )
     return DecoderSpec(
         c.architecture,

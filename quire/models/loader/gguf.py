@@ -277,6 +277,32 @@ class GgufFile:
         """Dequantize `tensor` into `out`, a flat C-contiguous float32 array, through small file reads."""
         dequantize_into(tensor.format, self._reader(tensor), out)
 
+    def read_range(self, tensor: GgufTensor, dim: int, start: int, stop: int) -> np.ndarray:
+        """[start, stop) along dimension `dim` of a matrix, or of a vector: nothing else is read but the rest of the
+        blocks at the borders."""
+        quant, columns = tensor.format, tensor.shape[-1]
+        rows = tensor.nbytes // (columns // quant.block_elements * quant.block_bytes)
+        by_row = dim < len(tensor.shape) - 1
+        first_row, last_row, low, high = (start, stop, 0, columns) if by_row else (0, rows, start, stop)
+        first, last = low // quant.block_elements, -(-high // quant.block_elements)
+        out = np.empty((last_row - first_row, (last - first) * quant.block_elements), np.float32)
+        read_at = self._reader(tensor)
+        stored, kept = columns // quant.block_elements * quant.block_bytes, (last - first) * quant.block_bytes
+
+        def read_rows(offset: int, into: memoryview) -> None:
+            """From the bytes of the wanted blocks alone, as if they lay side by side."""
+            done = 0
+            while done < len(into):
+                row, within = divmod(offset + done, kept)
+                count = len(into) - done if kept == stored else min(kept - within, len(into) - done)
+                place = (first_row + row) * stored + first * quant.block_bytes + within
+                read_at(place, into[done : done + count])
+                done += count
+
+        dequantize_into(quant, read_rows, out.reshape(-1))
+        kept_columns = out[:, low - first * quant.block_elements : high - first * quant.block_elements]
+        return kept_columns if len(tensor.shape) > 1 else kept_columns[0]
+
     def _reader(self, tensor: GgufTensor) -> Callable[[int, memoryview], None]:
         descriptor = self._file.fileno()
 

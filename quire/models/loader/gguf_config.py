@@ -51,10 +51,11 @@ def llama_config(file: GgufFile, arch: str, config: Config) -> None:
     gated_config(file, arch, config)
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    if int_value(file.metadata, f"{arch}.expert_count", 0):
-        raise UnsupportedModelError(f"{file.path}: mixture-of-experts models are not supported")
     window = int_value(file.metadata, f"{arch}.attention.sliding_window", 0)
-    if window:
+    if int_value(file.metadata, f"{arch}.expert_count", 0):
+        experts_config(file, arch, config, "num_local_experts")
+        config.update(architectures=["MixtralForCausalLM"], model_type="mixtral", sliding_window=window or None)
+    elif window:
         config.update(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=window)
 
 
@@ -85,6 +86,36 @@ def qwen2_config(file: GgufFile, arch: str, config: Config) -> None:
 def qwen3_config(file: GgufFile, arch: str, config: Config) -> None:
     qwen2_config(file, arch, config)
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+
+
+def experts_config(file: GgufFile, arch: str, config: Config, field: str = "num_experts") -> None:
+    """How many experts there are, how many a token goes to, how wide they are."""
+    config[field] = positive_value(file, f"{arch}.expert_count")
+    config["num_experts_per_tok"] = positive_value(file, f"{arch}.expert_used_count")
+    width = f"{arch}.expert_feed_forward_length"
+    if width in file.metadata:
+        config["moe_intermediate_size"] = positive_value(file, width)
+
+
+def qwen2moe_config(file: GgufFile, arch: str, config: Config) -> None:
+    qwen2_config(file, arch, config)
+    experts_config(file, arch, config)
+    shared = tensor_named(file, "blk.0.ffn_up_shexp.weight")
+    config.setdefault("moe_intermediate_size", tensor_named(file, "blk.0.ffn_up_exps.weight").shape[-2])
+    config.update(shared_expert_intermediate_size=shared.shape[0], norm_topk_prob=False)
+
+
+def qwen3moe_config(file: GgufFile, arch: str, config: Config) -> None:
+    qwen3_config(file, arch, config)
+    experts_config(file, arch, config)
+    config["norm_topk_prob"] = True  # of the architecture: the format has no key for it
+
+
+def olmoe_config(file: GgufFile, arch: str, config: Config) -> None:
+    gated_config(file, arch, config)
+    experts_config(file, arch, config)
+    config.pop("moe_intermediate_size", None)
+    config["norm_topk_prob"] = False
 
 
 def gemma3_config(file: GgufFile, arch: str, config: Config) -> None:

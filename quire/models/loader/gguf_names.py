@@ -29,6 +29,11 @@ class GgufArchitecture:
     block_prefix: str
     undo: Callable[[str, torch.Tensor, Config], torch.Tensor]
     config: Callable[[GgufFile, str, Config], None]
+    transposed: str = ""
+    """Pattern of the end of tensors (by their Hugging Face names) that the converter has transposed."""
+
+    def is_transposed(self, name: str) -> bool:
+        return bool(self.transposed) and re.search(self.transposed, name) is not None
 
 
 def _keep(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
@@ -36,27 +41,24 @@ def _keep(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
 
 
 def _undo_llama(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
-    """Back from interleaved rotary pairs to the two halves that Hugging Face checkpoints use."""
-    if ".q_proj." in name:
-        heads = config["num_attention_heads"]
-    elif ".k_proj." in name:
-        heads = config["num_key_value_heads"]
-    else:
+    """Back from interleaved rotary pairs to the two halves that Hugging Face checkpoints use; of any run of heads."""
+    if ".q_proj." not in name and ".k_proj." not in name:
         return tensor
-    if tensor.shape[0] % (2 * heads):
-        raise ModelLoadError(f"{name} has {tensor.shape[0]} rows, which {heads} heads cannot share")
-    pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if dim % 2 or tensor.shape[0] % dim:
+        raise ModelLoadError(f"{name} has {tensor.shape[0]} rows, which heads of {dim} cannot share")
+    pairs = tensor.reshape(-1, dim // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _undo_shared_gate(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
+    """The converter stores the projection to one number as a vector."""
+    return tensor.reshape(1, -1) if name.endswith("shared_expert_gate.weight") else tensor
 
 
 def _undo_gemma(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
     """The converter stores norm weights as 1 + w; Hugging Face models add the 1 themselves."""
     return tensor.sub_(1.0) if name.endswith("norm.weight") else tensor
-
-
-def _undo_gpt2(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
-    """GPT-2's Conv1D layers keep [in, out]; the converter transposes them."""
-    return tensor.t() if re.search(r"\.c_(attn|proj|fc)\.weight$", name) else tensor
 
 
 _LLAMA_TOP = {
@@ -76,6 +78,16 @@ _LLAMA_BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_EXPERTS_BLOCK = _LLAMA_BLOCK | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _GEMMA_BLOCK = _LLAMA_BLOCK | {
     "post_attention_norm": "post_attention_layernorm",
@@ -134,10 +146,15 @@ def _like_llama(
 
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
-    "llama": _like_llama("LlamaForCausalLM", "llama", configs.llama_config, undo=_undo_llama),
+    "llama": _like_llama("LlamaForCausalLM", "llama", configs.llama_config, _EXPERTS_BLOCK, undo=_undo_llama),
     "mistral3": _like_llama("Ministral3ForCausalLM", "ministral3", configs.mistral3_config, undo=_undo_llama),
     "qwen2": _like_llama("Qwen2ForCausalLM", "qwen2", configs.qwen2_config),
     "qwen3": _like_llama("Qwen3ForCausalLM", "qwen3", configs.qwen3_config),
+    "qwen2moe": _like_llama(
+        "Qwen2MoeForCausalLM", "qwen2_moe", configs.qwen2moe_config, _EXPERTS_BLOCK, _undo_shared_gate
+    ),
+    "qwen3moe": _like_llama("Qwen3MoeForCausalLM", "qwen3_moe", configs.qwen3moe_config, _EXPERTS_BLOCK),
+    "olmoe": _like_llama("OlmoeForCausalLM", "olmoe", configs.olmoe_config, _EXPERTS_BLOCK),
     "smollm3": _like_llama("SmolLM3ForCausalLM", "smollm3", configs.smollm3_config, undo=_undo_llama),
     "granite": _like_llama("GraniteForCausalLM", "granite", configs.granite_config, undo=_undo_llama),
     "olmo2": _like_llama("Olmo2ForCausalLM", "olmo2", configs.olmo2_config, _OLMO2_BLOCK),
@@ -151,7 +168,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gemma2": _like_llama("Gemma2ForCausalLM", "gemma2", configs.gemma2_config, _GEMMA_BLOCK, _undo_gemma),
     "gemma3": _like_llama("Gemma3ForCausalLM", "gemma3_text", configs.gemma3_config, _GEMMA_BLOCK, _undo_gemma),
     "gpt2": GgufArchitecture(
-        "GPT2LMHeadModel", "gpt2", _GPT2_TOP, _GPT2_BLOCK, "transformer.h", _undo_gpt2, configs.gpt2_config
+        "GPT2LMHeadModel", "gpt2", _GPT2_TOP, _GPT2_BLOCK, "transformer.h", _keep, configs.gpt2_config,
+        transposed=r"\.c_(attn|proj|fc)\.weight$",  # GPT-2's Conv1D layers keep [in, out]
     ),
 }
 

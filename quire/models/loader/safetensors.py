@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import ModelLoadError
 from quire.models.loader.json_file import read_json_object
+from quire.models.stored_parts import NOTHING, Ranges, StoredParts
 
 if TYPE_CHECKING:
     import torch
@@ -65,20 +66,23 @@ def _names_by_file(folder: Path) -> dict[str, set[str]] | None:
     return wanted
 
 
-def iterate_weights(folder: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) pairs, one in memory at a time, cast to `dtype` (None keeps the stored type)."""
+def iterate_weights(
+    folder: Path, dtype: torch.dtype | None, parts: StoredParts | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) pairs, one in memory at a time, cast to `dtype` (None keeps the stored type); with `parts` only
+    those parts of them are read."""
     from safetensors import SafetensorError
 
     wanted = _names_by_file(folder)
     for path in weight_files(folder):
         try:
-            yield from _read_file(path, None if wanted is None else wanted[path.name], dtype)
+            yield from _read_file(path, None if wanted is None else wanted[path.name], dtype, parts)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise ModelLoadError(f"{path} is truncated or corrupted ({error}); download it again") from error
 
 
 def _read_file(
-    path: Path, wanted: set[str] | None, dtype: torch.dtype | None
+    path: Path, wanted: set[str] | None, dtype: torch.dtype | None, parts: StoredParts | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
@@ -93,9 +97,20 @@ def _read_file(
             read = 0
             while names and read < REOPEN_BYTES:
                 name = names.popleft()
-                tensor = shard.get_tensor(name)
+                stored = shard.get_slice(name)
+                ranges = None if parts is None else parts.ranges(name, tuple(stored.get_shape()))
+                if ranges == NOTHING:
+                    continue
+                tensor = shard.get_tensor(name) if ranges is None else _read_ranges(stored, ranges)
                 read += tensor.nbytes
                 yield name, _cast(name, tensor, dtype, path)
+
+
+def _read_ranges(stored: Any, ranges: Ranges) -> torch.Tensor:
+    import torch
+
+    dim, runs = ranges
+    return torch.cat([stored[start:stop] if dim == 0 else stored[:, start:stop] for start, stop in runs], dim)
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, path: Path) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from quire.errors import ConfigError, ModelLoadError
-from quire.models.loader import safetensors
+from quire.models.loader import mxfp4, safetensors
 from quire.models.loader.catalog import CATALOG
 from quire.models.loader.gguf import GgufFile, GgufTensor
 from quire.models.loader.gguf_names import architecture_of, hf_config, hf_name
@@ -20,6 +20,7 @@ from quire.models.loader.gguf_rope import CONFIG_TENSORS
 from quire.models.loader.hub import fetch_from_hub, looks_like_hub_id
 from quire.models.loader.json_file import read_json_object
 from quire.models.loader.pull import pull
+from quire.models.stored_parts import NOTHING, Ranges, StoredParts
 from quire.tokenizer.from_folder import has_tokenizer, tokenizer_from_folder
 from quire.tokenizer.from_gguf import tokenizer_from_gguf
 from quire.tokenizer.tokenizer import Tokenizer
@@ -58,17 +59,19 @@ class ModelSource(ABC):
         """The files that hold its weights, in a fixed order."""
 
     @abstractmethod
-    def _weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def _weights(
+        self, dtype: torch.dtype | None, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor]]: ...
 
     @abstractmethod
     def _own_tokenizer(self) -> Tokenizer: ...
 
     def weights(
-        self, dtype: torch.dtype | Literal["float32"] | None = "float32"
+        self, dtype: torch.dtype | Literal["float32"] | None = "float32", parts: StoredParts | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, tensor) one after the other; each is the caller's, to keep or to change.
 
-        `dtype` None keeps what the file stores (float32 for a quantized one).
+        `dtype` None keeps what the file stores (float32 for a quantized one). With `parts` nothing else is read.
         """
         import torch
 
@@ -76,7 +79,7 @@ class ModelSource(ABC):
             raise ModelLoadError(
                 f"{self.name} was opened with load_format='dummy': it has no weights to read"
             )
-        return self._weights(torch.float32 if dtype == "float32" else dtype)
+        return self._weights(torch.float32 if dtype == "float32" else dtype, parts)
 
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer (or the one asked for instead); ModelLoadError where there is none."""
@@ -134,23 +137,42 @@ class GgufSource(ModelSource):
     def weight_files(self) -> list[Path]:
         return [self.path]
 
-    def _read(self, tensor: GgufTensor, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+    def _read(
+        self, tensor: GgufTensor, name: str, dtype: torch.dtype | None, ranges: Ranges | None
+    ) -> torch.Tensor:
+        """`ranges` are those of the tensor as Hugging Face stores it; heads are never cut apart."""
         import torch
 
-        values = torch.empty(tensor.shape, dtype=torch.float32)
-        self._file.read(tensor, values.view(-1).numpy())
-        values = self._arch.undo(name, values, self._config)
+        turned = self._arch.is_transposed(name)
+        if ranges is None:
+            values = torch.empty(tensor.shape, dtype=torch.float32)
+            self._file.read(tensor, values.view(-1).numpy())
+        else:
+            dim, runs = ranges
+            dim = 1 - dim if turned else dim
+            values = torch.cat([torch.from_numpy(self._file.read_range(tensor, dim, *run)) for run in runs], dim)
+        values = self._arch.undo(name, values.t() if turned else values, self._config)
         return values if dtype is None else values.to(dtype)
 
-    def _weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _wanted(self, parts: StoredParts | None) -> Iterator[tuple[str, GgufTensor, Ranges | None]]:
         layers = int(self._config.get("num_hidden_layers") or self._config["n_layer"])
         tensors = [tensor for name, tensor in self._file.tensors.items() if name not in CONFIG_TENSORS]
-        named = [(hf_name(tensor.name, self._arch, layers), tensor) for tensor in tensors]
+        for tensor in tensors:
+            name = hf_name(tensor.name, self._arch, layers)
+            shape = tensor.shape[::-1] if self._arch.is_transposed(name) else tensor.shape
+            ranges = None if parts is None else parts.ranges(name, shape)
+            if ranges != NOTHING:
+                yield name, tensor, ranges
+
+    def _weights(
+        self, dtype: torch.dtype | None, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        wanted = list(self._wanted(parts))
         pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="quire-load")
         ahead: deque[tuple[str, Future[torch.Tensor]]] = deque()
         try:
-            for name, tensor in named:
-                ahead.append((name, pool.submit(self._read, tensor, name, dtype)))
+            for name, tensor, ranges in wanted:
+                ahead.append((name, pool.submit(self._read, tensor, name, dtype, ranges)))
                 if len(ahead) > READ_AHEAD:
                     ready, future = ahead.popleft()
                     yield ready, future.result()
@@ -202,8 +224,13 @@ class FolderSource(ModelSource):
     def weight_files(self) -> list[Path]:
         return safetensors.weight_files(self.path)
 
-    def _weights(self, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-        return safetensors.iterate_weights(self.path, dtype)
+    def _weights(
+        self, dtype: torch.dtype | None, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        stored = safetensors.iterate_weights(self.path, dtype, parts)
+        quantization = self._config.get("quantization_config")
+        packed = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+        return mxfp4.joined(stored) if packed else stored
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

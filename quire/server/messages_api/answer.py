@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.engine.output import CompletionOutput, RequestOutput
 from quire.server.answer import Answer, finish_reason, named_sse
-from quire.server.api_error import ApiError
+from quire.server.api_error import ApiError, ContextExceeded
 from quire.server.conversation import ChoiceText, Conversation, converse, prompt_text
 from quire.server.face import in_words, told_in
 from quire.server.messages_api.blocks import ContentBlocks, Event
@@ -22,7 +22,16 @@ _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "perm
 
 def error_body(error: ApiError) -> dict[str, Any]:
     """An error in Anthropic's form."""
-    return {"type": "error", "error": {"type": _ERRORS.get(error.status, "api_error"), "message": str(error)}}
+    text = str(error) if error.context is None else _too_long(error.context)
+    return {"type": "error", "error": {"type": _ERRORS.get(error.status, "api_error"), "message": text}}
+
+
+def _too_long(context: ContextExceeded) -> str:
+    """In the words by which this API's clients know it: they shorten the conversation, or ask for less output."""
+    if context.prompt_alone:
+        return f"prompt is too long: {context.prompt} tokens > {context.limit} maximum"
+    return (f"input length and `max_tokens` exceed context limit: {context.prompt} + {context.output} > "
+            f"{context.limit}, decrease input length or `max_tokens` and try again")
 
 
 async def message(service: Service, record: RequestRecord, body: MessagesBody) -> Answer:
@@ -39,7 +48,7 @@ async def count_tokens(service: Service, tenant: str | None, body: CountBody) ->
     tokenizer = service.needs_tokenizer("messages")
     with told_in(WORDS):
         chat = chat_of(body, tokenizer.chat_template)
-        text = await prompt_text(service, tokenizer, chat, tool_use(chat, service.config))
+        text = await prompt_text(tokenizer, chat, tool_use(chat, service.config))
     return len(await service.encode(text, False, tenant))
 
 

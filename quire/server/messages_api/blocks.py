@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.server.parsers.pieces import CallDelta, Piece, Thought, json_value
+from quire.server.messages_api.tool_input import ToolInput
+from quire.server.parsers.pieces import CallDelta, Piece, Thought
 
 Event = dict[str, Any]
 
@@ -15,7 +16,7 @@ class ContentBlocks:
     def __init__(self, shows_thoughts: bool) -> None:
         self._shows_thoughts = shows_thoughts
         self._blocks: list[dict[str, Any]] = []
-        self._arguments = ""
+        self._input = ToolInput()
         self._open = ""
         """The type of the block that is being written."""
 
@@ -41,7 +42,8 @@ class ContentBlocks:
         kind, self._open = self._open, ""
         events: list[Event] = []
         if kind == "tool_use":
-            self._blocks[-1]["input"] = _object(self._arguments)
+            self._blocks[-1]["input"] = self._input.value
+            events = self._input_delta(self._input.end())
         elif kind == "thinking":
             events = [self._delta({"type": "signature_delta", "signature": ""})]
         return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
@@ -64,20 +66,12 @@ class ContentBlocks:
         events: list[Event] = []
         if piece.id is not None:
             events = self._begin("tool_use", {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
-            self._arguments = ""
-        if piece.arguments:
-            self._arguments += piece.arguments
-            events.append(self._delta({"type": "input_json_delta", "partial_json": piece.arguments}))
-        return events
+            self._input = ToolInput()
+        return events + self._input_delta(self._input.push(piece.arguments))
+
+    def _input_delta(self, text: str) -> list[Event]:
+        return [self._delta({"type": "input_json_delta", "partial_json": text})] if text else []
 
     def _delta(self, delta: dict[str, Any]) -> Event:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
-
-def _object(arguments: str) -> dict[str, Any]:
-    """A call that was cut off has no input that could be told: the stop reason says so."""
-    try:
-        found = json_value(arguments or "{}")
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

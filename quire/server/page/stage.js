@@ -70,7 +70,11 @@ class Stage {
         const response = await call("/v1/engine/events", { signal: stream.signal });
         this.#say("connected");
         if (!this.listed) this.#list();
-        for await (const frame of events(response)) this.panels[0].take(frame);
+        for await (const frame of events(response)) {
+          const engine = frame.engine ?? 0;
+          while (this.panels.length <= engine) this.panels.push(new EnginePanel(byId("engines")));
+          this.panels[engine].take(frame);
+        }
       } catch (error) {
         if (stream.signal.aborted) return;
         if (error.status === 401) {

@@ -21,7 +21,7 @@ def read_list(reader: Reader, known_only: bool) -> Steps[None]:
     yield from reader.skip("[")
     before = reader.num_calls
     while True:
-        call = yield from _call(reader)
+        call = yield from _call(reader, reader.num_calls > before)
         if call is None or (known_only and reader.num_calls == before and call[0] not in reader.tools):
             break
         reader.call(call[0])
@@ -33,21 +33,30 @@ def read_list(reader: Reader, known_only: bool) -> Steps[None]:
         reader.give_back()
 
 
-def _call(reader: Reader) -> Steps[tuple[str, str] | None]:
+def _call(reader: Reader, follows: bool) -> Steps[tuple[str, str] | None]:
     """Name and arguments (JSON) of the next call, when it is complete; None where none follows. What is none is read
-    only when it is one by its brackets."""
+    only when it is one by its brackets. `follows`: there was a call before, so that one that is cut off is no text."""
     while not (head := _HEAD.match(reader.rest)):
-        if not _MAYBE_HEAD.fullmatch(reader.rest) or not (yield from reader.more()):
+        if not _MAYBE_HEAD.fullmatch(reader.rest):
+            return None
+        if not (yield from reader.more()):
+            _cut_off(reader, follows)
             return None
     extent, seen = _Brackets(), head.end() - 1
     while not extent.closed:
         seen += extent.push(reader.rest[seen:])
         if not extent.closed and not (yield from reader.more()):
+            _cut_off(reader, follows)
             return None
     text = reader.rest[:seen]
     yield from reader.skip(text)
     arguments = _arguments(text[head.end(1):].strip())
     return None if arguments is None else (head[1], arguments)
+
+
+def _cut_off(reader: Reader, follows: bool) -> None:
+    if follows:
+        reader.drop_rest()
 
 
 class _Brackets:

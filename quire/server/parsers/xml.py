@@ -29,7 +29,13 @@ def read_qwen_coder(reader: Reader) -> Steps[None]:
         if not name or not name.strip():
             reader.give_back()
             continue
-        yield from _arguments(reader, name.strip(), _qwen_argument)
+        yield from reader.skip_any()
+        if (yield from reader.looks_at("{")):  # Functionary's: the arguments are one object
+            reader.call(name.strip())
+            yield from reader.json_arguments()
+            yield from reader.skip_any()
+        else:
+            yield from _arguments(reader, name.strip(), _qwen_argument)
         yield from reader.skip("</function>")
         yield from reader.skip_any()
         yield from reader.skip(CLOSE)
@@ -46,7 +52,8 @@ def read_glm(reader: Reader) -> Steps[None]:
 
 
 def read_deepseek_v32(reader: Reader) -> Steps[None]:
-    while (yield from reader.text_until(f"<{DSML}function_calls>", f"<{DSML}invoke ")) is not None:
+    """V4 writes tool_calls around them, V3.2 function_calls."""
+    while (yield from reader.text_until(*(f"<{DSML}{mark}" for mark in ("function_calls>", "tool_calls>", "invoke ")))):
         yield from reader.skip_any()
         yield from reader.skip(f"<{DSML}invoke ")
         head = yield from reader.take_until(">")
@@ -58,6 +65,7 @@ def read_deepseek_v32(reader: Reader) -> Steps[None]:
         yield from reader.skip(f"</{DSML}invoke>")
         yield from reader.skip_any()
         yield from reader.skip(f"</{DSML}function_calls>")
+        yield from reader.skip(f"</{DSML}tool_calls>")
 
 
 def _attribute(head: str | None, name: str) -> str:

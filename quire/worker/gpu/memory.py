@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from quire.config import CacheConfig, parse_bytes
+from quire.config import CacheConfig
 from quire.errors import ConfigError, OutOfMemoryError
 from quire.models.spec import DecoderSpec
+from quire.options import parse_bytes
 from quire.worker.memory import PoolSize
 
 _RESERVE = 1 << 30

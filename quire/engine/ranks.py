@@ -1,0 +1,68 @@
+"""Puts the ranks of an engine together from its configuration: which there are, what each runs, who starts them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.executor.base import Executor
+from quire.models.registry import read_spec
+from quire.models.shard import shard_of
+from quire.models.spec import DecoderSpec
+from quire.parallel.place import Place
+from quire.ranks.executor import RankExecutor
+from quire.ranks.local import same_for_all, start_local
+from quire.ranks.workers import DUMMY, MODEL
+from quire.worker.memory import PoolSize, size_pool, smallest_pool
+
+if TYPE_CHECKING:
+    from quire.models.loader.source import ModelSource
+
+
+def build_ranks(source: ModelSource, config: EngineConfig) -> tuple[DecoderSpec, PoolSize, Executor]:
+    """Ranks that wait for plans, and the KV pool that all of them have."""
+    spec = read_spec(source.config)
+    check_parallel(config)
+    parallel = config.parallel
+    places = Place.all(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    if config.model.executor == "dummy":
+        pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False))
+        executor, _ = _start(config, places, {"kind": DUMMY, "vocab_size": spec.vocab_size,
+                                              "step_seconds": config.model.dummy_step_ms / 1e3}, same_for_all)
+        return spec, pool, executor
+    for place in places:
+        shard_of(spec, place)  # refuses sizes that cannot work before any process is started
+    executor, agreed = _start(config, places, {"kind": MODEL, "options": _rank_options(config)}, _smallest)
+    return spec, PoolSize(**agreed), executor
+
+
+def _start(config: EngineConfig, places: list[Place], worker: dict[str, Any],
+           agree: Any) -> tuple[RankExecutor, dict[str, Any]]:
+    return start_local(places, worker, agree)
+
+
+def check_parallel(config: EngineConfig) -> None:
+    """Refuse what ranks cannot do."""
+    if config.model.device == "cuda":
+        raise ConfigError("tensor_parallel_size and pipeline_parallel_size are supported on CPUs only: use "
+                          "device='cpu', or 1 of each", field="tensor_parallel_size")
+    if config.model.dummy_script is not None:
+        raise ConfigError("dummy_script is played by one process: leave out the parallel sizes", field="dummy_script")
+
+
+def _rank_options(config: EngineConfig) -> dict[str, Any]:
+    """What every rank is told. The threads of this machine are dealt to the ranks unless the user said how many each
+    has."""
+    threads = config.model.num_threads
+    if threads is None:
+        threads = max(1, len(os.sched_getaffinity(0)) // config.parallel.num_ranks)
+    model = dataclasses.replace(config.model, num_threads=threads)
+    return dataclasses.replace(config, model=model).to_options()
+
+
+def _smallest(sizes: list[dict[str, Any]]) -> dict[str, Any]:
+    """The pool that every rank can hold."""
+    return dataclasses.asdict(smallest_pool([PoolSize(**size) for size in sizes]))

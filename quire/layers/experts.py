@@ -1,0 +1,162 @@
+"""The feed-forward part of a layer as a mixture of experts: a router and the experts, which ranks share.
+
+The bits of a token do not depend on its batch: its experts are added in ascending order within eight fixed ranges of
+experts, the ranges in the tree of `quire.kernels.slices`. A rank that shares the layer has a run of whole ranges.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.slices import Slices, merges_of
+from quire.kernels.types import StepContext
+from quire.layers.linear import Linear
+from quire.layers.mlp import Mlp
+from quire.layers.share import LayerShare
+from quire.layers.spec import MoeSpec, RouterSpec
+from quire.layers.stream import ResidualStream, Rows, Unnormed
+from quire.ops.interface import Ops
+from quire.parallel.collectives import TensorGroup
+
+
+def choose_experts(logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The experts [T, top_k] of each row, best first, and their weights in float32.
+
+    In float64: a vectorised float32 function may round differently at another place of the batch. Of equal scores the
+    lower expert wins.
+    """
+    raw = logits.to(torch.float64)
+    scores = raw.softmax(-1) if spec.score == "softmax" else raw.sigmoid()
+    ranked = scores if choice_bias is None else scores + choice_bias.to(torch.float64)
+    if spec.groups > 1:
+        ranked = _in_best_groups(ranked, spec)
+    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
+    weights = scores.gather(-1, chosen)
+    if spec.renormalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return chosen, (weights * spec.scale).to(torch.float32)
+
+
+def _in_best_groups(ranked: Tensor, spec: RouterSpec) -> Tensor:
+    """The scores, with those of experts outside the best groups below all others."""
+    grouped = ranked.view(ranked.shape[0], spec.groups, -1)
+    best = grouped.sort(dim=-1, descending=True, stable=True).values
+    count = best[..., 0] if spec.group_score == "best" else best[..., :2].sum(-1)
+    kept = count.sort(dim=-1, descending=True, stable=True).indices[:, : spec.chosen_groups]
+    open_ = torch.zeros_like(count, dtype=torch.bool).scatter_(-1, kept, True)
+    return grouped.masked_fill(~open_.unsqueeze(-1), float("-inf")).view(ranked.shape)
+
+
+class Expert:
+    """One gated MLP among many. It is never cut: a rank has it whole or not at all."""
+
+    def __init__(self, ops: Ops, spec: MoeSpec, dtype: torch.dtype) -> None:
+        self._ops = ops
+        self._spec = spec
+        self._up = Linear(ops, ("gate", "up"), spec.bias, dtype)
+        self._down = Linear(ops, ("down",), spec.bias, dtype)
+
+    def receive(self, part: str, kind: str, tensor: Tensor) -> None:
+        (self._down if part == "down" else self._up).receive(part, kind, tensor)
+
+    def __call__(self, x: Tensor, ctx: StepContext) -> Tensor:
+        if self._spec.clamp is None:
+            return self._down(self._up.gated(x, ctx, self._spec.activation), ctx)
+        clamp = self._spec.clamp
+        return self._down(self._ops.clamped_act_mul(self._up(x, ctx), clamp.limit, clamp.alpha), ctx)
+
+
+class Moe:
+    """The experts of a layer, seen as `Mlp` is: rows in, rows out, or added to the stream."""
+
+    def __init__(
+        self, ops: Ops, spec: MoeSpec, dtype: torch.dtype, share: LayerShare | None = None,
+        ranks: TensorGroup | None = None,
+    ) -> None:
+        self._spec = spec
+        self._ranks = ranks if share is not None else None
+        self._tree = None if share is None else share.expert_tree
+        self._run = Slices.of_experts(spec.router.num_experts) if share is None else share.expert_run
+        self.router = Linear(ops, ("router",), spec.router.bias, dtype)
+        self._choice_bias: Tensor | None = None
+        first, last = self._run.border(self._run.first), self._run.border(self._run.last)
+        self._experts = {index: Expert(ops, spec, dtype) for index in range(first, last)}
+        self._shared = None if spec.shared is None else Mlp(ops, spec.shared, dtype, share, ranks)
+        self._shared_gate = Linear(ops, ("shared_gate",), False, dtype) if spec.shared_gate else None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """What every row goes through."""
+        return (self.router, *(() if self._shared is None else self._shared.linears))
+
+    def receive(self, part: str, kind: str, tensor: Tensor) -> None:
+        """`part` is the parameter's place in the layer's feed-forward part: router, experts.3.up, shared.down."""
+        place = part.split(".")
+        if place[0] == "experts":
+            self._experts[int(place[1])].receive(place[2], kind, tensor)
+        elif place[0] == "shared" and self._shared is not None:
+            self._shared.receive(place[1], kind, tensor)
+        elif place[0] == "shared_gate" and self._shared_gate is not None:
+            self._shared_gate.receive(part, kind, tensor)
+        elif place[0] == "choice":
+            self._choice_bias = tensor.to(torch.float32)
+        else:
+            self.router.receive(part, kind, tensor)
+
+    def __call__(self, x: Rows, ctx: StepContext) -> Tensor:
+        rows = x.normed() if isinstance(x, Unnormed) else x
+        chosen, weights = choose_experts(self.router(rows, ctx), self._spec.router, self._choice_bias)
+        found = self._routed(rows, ctx, chosen, weights)
+        if self._shared is None:
+            return found
+        beside = self._shared(rows, ctx)
+        if self._shared_gate is not None:
+            beside = beside * self._shared_gate(rows, ctx).to(torch.float64).sigmoid().to(beside.dtype)
+        return found + beside
+
+    def add_to(self, stream: ResidualStream, x: Rows, ctx: StepContext) -> None:
+        """stream += self(x)."""
+        stream.add(self(x, ctx))
+
+    def _routed(self, x: Tensor, ctx: StepContext, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The sum of each row's experts, of all ranks."""
+        if self._ranks is None or self._tree is None:
+            return self._nodes(x, ctx, chosen, weights)[0]
+        most = self._ranks.rows_at_once(4 * x.shape[1] * self._tree.most_nodes)
+        parts = [
+            self._ranks.sum_nodes(
+                torch.stack(self._nodes(x[some], ctx, chosen[some], weights[some])), self._tree, None, None
+            )
+            for some in (slice(start, start + most) for start in range(0, x.shape[0], most))
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _nodes(self, x: Tensor, ctx: StepContext, chosen: Tensor, weights: Tensor) -> list[Tensor]:
+        """What this rank's experts add to each node of the tree over the ranges. Only chosen experts are read, each
+        once for all rows that want it."""
+        rows_of, weight_of = _by_expert(chosen, weights, self._spec.router.num_experts)
+        ranges = [(index, index + 1) for index in range(self._run.first, self._run.last)]
+        stack: list[Tensor] = []
+        for (index, _), merges in zip(ranges, merges_of(ranges, self._run.total), strict=True):
+            total = torch.zeros_like(x)
+            for expert in range(self._run.border(index), self._run.border(index + 1)):
+                rows = rows_of[expert]
+                if rows.numel():
+                    found = self._experts[expert](x[rows], ctx)
+                    total.index_add_(0, rows, found * weight_of[expert].unsqueeze(1))
+            stack.append(total)
+            for _ in range(merges):
+                right = stack.pop()
+                stack[-1] = stack[-1] + right
+        return stack
+
+
+def _by_expert(chosen: Tensor, weights: Tensor, num_experts: int) -> tuple[list[Tensor], list[Tensor]]:
+    """For every expert, the rows that chose it, in their order, and its weight for each."""
+    flat = chosen.reshape(-1)
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=num_experts).tolist()
+    rows = (order // chosen.shape[1]).split(counts)  # type: ignore[no-untyped-call]
+    shares = weights.reshape(-1)[order].split(counts)  # type: ignore[no-untyped-call]
+    return list(rows), list(shares)

@@ -1,0 +1,61 @@
+"""GLM-4.5 and 4.6: experts chosen by sigmoid scores and a bias for the choice, after some dense layers."""
+
+from __future__ import annotations
+
+from quire.layers.spec import MlpSpec, MoeSpec, RouterSpec
+from quire.models.config_reader import MAX_LAYERS, ConfigReader
+from quire.models.families import moe
+from quire.models.families.llama import llama_like
+from quire.models.family import Family
+from quire.models.rope_config import rope_of
+from quire.models.spec import DecoderSpec
+
+SHARED = {
+    "mlp.shared_experts.gate_proj": "mlp.shared.gate",
+    "mlp.shared_experts.up_proj": "mlp.shared.up",
+    "mlp.shared_experts.down_proj": "mlp.shared.down",
+}
+NAMES = moe.names(SHARED, alone={"mlp.gate.e_score_correction_bias": "mlp.choice.bias"})
+
+
+def deepseek_experts(c: ConfigReader) -> MoeSpec:
+    """Sigmoid scores, a bias for the choice, groups of experts, a shared MLP as wide as so many experts."""
+    activation = c.activation("hidden_act", "silu", gated=True)
+    count = moe.count_of_experts(c, "n_routed_experts")
+    groups, chosen = c.size("n_group", 1, most=4096), c.size("topk_group", 1, most=4096)
+    if count % groups or chosen > groups:
+        c.fail("n_group", f"must divide the {count} experts, and be at least topk_group: {groups} and {chosen}")
+    width, shared = c.size("moe_intermediate_size"), c.get("n_shared_experts")
+    router = RouterSpec(
+        count, c.size("num_experts_per_tok"), "sigmoid", c.flag("norm_topk_prob", True),
+        c.number("routed_scaling_factor", 1.0), choice_bias=True, groups=groups, chosen_groups=chosen,
+        group_score="best two",
+    )
+    beside = MlpSpec(width * c.size("n_shared_experts", most=4096), activation) if shared else None
+    return MoeSpec(router, width, activation, shared=beside)
+
+
+def first_dense(c: ConfigReader, default: int) -> int:
+    """How many layers at the beginning are dense."""
+    count = c.get("first_k_dense_replace")
+    count = default if count is None else count
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_LAYERS:
+        c.fail("first_k_dense_replace", f"must be an integer from 0, not {count!r}")
+    return count
+
+
+def read(c: ConfigReader) -> DecoderSpec:
+    dense = first_dense(c, 1)
+    return llama_like(
+        c,
+        qkv_bias=c.flag("attention_bias", False),
+        out_bias=False,
+        qk_norm="head" if c.flag("use_qk_norm", False) else None,
+        head_dim=128,
+        ropes_of=lambda dim: (rope_of(c, dim, partial=0.5),),
+        eps=1e-5,
+        mlp_of=moe.mlp_of(c, deepseek_experts(c), lambda index: index < dense),
+    )
+
+
+FAMILY = Family("Glm4MoeForCausalLM", read, NAMES, handles=("n_routed_experts", "partial_rotary_factor"))

@@ -1,0 +1,133 @@
+"""What a rank says to the others inside a step: to the tensor ranks of its own stage, and to the neighbouring stages.
+
+Every rank of a group makes the same calls in the same order. Nothing here is summed in an order that depends on timing:
+ranks exchange values, and each makes the same additions as one rank alone would (`quire.kernels.slices`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.slices import Node, RankTree, finish_tree
+
+UNLIMITED = 1 << 62
+
+
+class TensorGroup(ABC):
+    """The tensor ranks of one stage, seen from one of them.
+
+    `exchange` is all that an implementation must have; the rest is made of it, and overridden where it can be faster.
+    Tensors are contiguous and on the CPU.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.waited_ns = 0
+        """Nanoseconds spent waiting for other ranks so far."""
+
+    @abstractmethod
+    def exchange(self, mine: Tensor) -> list[Tensor]:
+        """What every rank gave, flat, in the order of the ranks. Lengths may differ, the type may not."""
+
+    def room(self, rows: int, columns: int) -> Tensor | None:
+        """Float32 [rows, columns] memory from which `sum_nodes` and `gather` pass values on without a copy, or None.
+
+        Valid for the next of these calls only.
+        """
+        return None
+
+    def rows_at_once(self, row_bytes: int) -> int:
+        """Most rows of so many bytes (on the rank that has most) that one `sum_nodes` or `gather` takes."""
+        return UNLIMITED
+
+    def sum_nodes(self, nodes: Tensor, tree: RankTree, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """[rows, columns]: the sum over the tree, of which each rank brings nodes [its nodes, rows, columns]; then the
+        bias, then the residual. Every rank has it."""
+        _, rows, columns = nodes.shape
+        values: dict[Node, Tensor] = {}
+        for rank, theirs in enumerate(self.exchange(nodes)):
+            own = tree.nodes(rank)
+            values.update(zip(own, theirs.view(len(own), rows, columns), strict=True))
+        found: Tensor = finish_tree(tree.total, values)
+        found = found if bias is None else found + bias
+        return found if residual is None else found + residual
+
+    def gather(self, mine: Tensor, widths: Sequence[int], out: Tensor | None) -> None:
+        """Into `out` [rows, sum of widths], which rank 0 has: each rank's columns [rows, widths[rank]] side by side."""
+        parts = self.exchange(mine)
+        if out is not None:
+            start = 0
+            for part, width in zip(parts, widths, strict=True):
+                out[:, start : start + width] = part.view(-1, width)
+                start += width
+
+    def maximum(self, mine: Tensor) -> Tensor:
+        """The largest of the ranks' values, element by element: an activation scale that all must agree on."""
+        return torch.stack(self.exchange(mine)).amax(0).view(mine.shape)
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        """What rank 0 says, to everybody; the others pass None."""
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
+        return self.exchange(mine)[0].numpy().tobytes()
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to let go of)
+        """Let go of memory and connections. Idempotent."""
+
+
+class Link(ABC):
+    """One direction between two ranks of neighbouring stages: bytes arrive in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self.waited_ns = 0
+        """Nanoseconds spent waiting for the other side so far."""
+
+    @abstractmethod
+    def send(self, data: memoryview) -> None:
+        """Blocks until all of it is on its way. RankLostError where the other side is gone."""
+
+    @abstractmethod
+    def receive(self, into: memoryview) -> None:
+        """Blocks until `into` is full."""
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to let go of)
+        """Let go of memory and connections. Idempotent."""
+
+
+@dataclass(slots=True)
+class Collectives:
+    """Everybody whom a rank talks to. Stages form a ring for each tensor rank: the last one sends to the first."""
+
+    group: TensorGroup | None
+    """The tensor ranks of this stage; None where there is one."""
+    before: Link | None = None
+    """From the stage before; on the first stage from the last. None where there is one stage."""
+    after: Link | None = None
+    """To the stage after; on the last stage to the first."""
+
+    @property
+    def waited_ns(self) -> int:
+        return sum(each.waited_ns for each in (self.group, self.before, self.after) if each is not None)
+
+    def close(self) -> None:
+        for each in (self.group, self.before, self.after):
+            if each is not None:
+                each.close()
+
+
+def send_tensor(link: Link, tensor: Tensor) -> None:
+    """The bytes of a contiguous tensor; the other side knows its shape and type."""
+    if tensor.numel():
+        link.send(tensor.contiguous().view(-1).numpy().data.cast("B"))
+
+
+def receive_tensor(link: Link, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    tensor = torch.empty(*shape, dtype=dtype)
+    if tensor.numel():
+        link.receive(tensor.view(-1).numpy().data.cast("B"))
+    return tensor

@@ -1,0 +1,229 @@
+"""Ranks of one machine: groups and links in memory that their processes share, moved by C (`kernels/cpu/collective.c`).
+
+Whoever starts the processes makes the memory, all zero, and hands it to each: nothing here has a name that could be
+left behind. A wait ends with RankLostError when the other process is gone, when `abort` was called on the memory, or
+after the timeout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import EngineError, RankLostError
+from quire.kernels.cpu.library import load
+from quire.kernels.slices import RankTree
+from quire.parallel.collectives import Link, TensorGroup
+
+SLOT_BYTES = 2 << 20
+"""Of a slot, of which every rank of a group has two: larger sums go in several exchanges."""
+LINK_BYTES = 4 << 20
+TIMEOUT = 300.0
+"""Seconds that a rank waits for one that lives and does not come."""
+_SPIN_NS = 200_000
+"""How long a wait spins before it sleeps, where there is a core for every rank."""
+_MOST_STACK = 32  # MAX_STACK of collective.c
+_WORD = struct.Struct("I")
+_REASONS = {1: "the group was told to stop", 2: "it did not come in time", 3: "its process is gone"}
+
+
+class _Group(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), *((name, ctypes.c_int64) for name in (
+        "rank", "size", "slot_bytes", "spin_ns", "timeout_ns", "waited")))
+
+
+class _LinkEnd(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), *((name, ctypes.c_int64) for name in (
+        "capacity", "spin_ns", "timeout_ns", "waited")))
+
+
+def shared_group_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """Memory of a group of `size` tensor ranks."""
+    return int(load().quire_group_bytes(size, slot_bytes))
+
+
+def shared_link_bytes(capacity: int = LINK_BYTES) -> int:
+    """Memory of a link that holds `capacity` bytes on their way; longer messages pass through it in pieces."""
+    return int(load().quire_link_bytes(capacity))
+
+
+def abort(memory: Any) -> None:
+    """End every wait on a group's or a link's memory, those to come too."""
+    _WORD.pack_into(memory, 0, 1)
+
+
+def _address(memory: Any, needed: int) -> tuple[int, Any]:
+    """Of a writable buffer; and what keeps it alive."""
+    view = memoryview(memory).cast("B")
+    if view.readonly or view.nbytes < needed:
+        raise EngineError(f"shared memory of {view.nbytes} bytes (read-only: {view.readonly}), where {needed} that can "
+                          "be written are needed")
+    held = (ctypes.c_char * view.nbytes).from_buffer(view)
+    if ctypes.addressof(held) % 64:
+        raise EngineError("shared memory must begin at a multiple of 64")
+    return ctypes.addressof(held), held
+
+
+def _spin_ns(processes: int) -> int:
+    """With fewer cores than ranks whoever spins keeps the others from coming."""
+    return _SPIN_NS if len(os.sched_getaffinity(0)) >= processes else 0
+
+
+class SharedGroup(TensorGroup):
+    """One rank's side of a group of processes, or of threads."""
+
+    def __init__(self, memory: Any, rank: int, size: int, timeout: float = TIMEOUT,
+                 slot_bytes: int = SLOT_BYTES) -> None:
+        super().__init__(rank, size)
+        self._library = library = load()
+        address, self._held = _address(memory, library.quire_group_bytes(size, slot_bytes))
+        self._slot_bytes = slot_bytes
+        self._group = _Group(address, rank, size, slot_bytes, _spin_ns(size), int(timeout * 1e9), 0)
+        self._at = ctypes.addressof(self._group)
+        self._state = ctypes.c_int32()
+        self._parts, self._lengths = (ctypes.c_void_p * size)(), (ctypes.c_int64 * size)()
+        self._trees: dict[RankTree, Tensor] = {}
+        self._widths: dict[tuple[int, ...], Tensor] = {}
+        self._slots: dict[int, Tensor] = {}
+        """By address: this rank's slots as flat tensors."""
+        self._make_room = library.quire_group_room
+        self._sum = library.quire_group_sum
+        library.quire_group_join(self._at)
+
+    @property
+    def waited_ns(self) -> int:  # type: ignore[override]
+        return int(self._group.waited)
+
+    @waited_ns.setter
+    def waited_ns(self, value: int) -> None:
+        pass  # counted in C
+
+    def _slot(self) -> Tensor:
+        """Where this rank's next values go, as floats; waits until the others have read what was there."""
+        address = self._make_room(self._at, ctypes.byref(self._state))
+        if not address:
+            self._check(self._state.value)
+        slot = self._slots.get(address)
+        if slot is None:
+            memory = (ctypes.c_char * self._slot_bytes).from_address(address)
+            slot = self._slots[address] = torch.frombuffer(memory, dtype=torch.float32)
+        return slot
+
+    def _check(self, state: int) -> None:
+        if state:
+            raise RankLostError(f"tensor rank {self.rank} of {self.size} waited for another: {_REASONS[state]}")
+
+    def rows_at_once(self, row_bytes: int) -> int:
+        if row_bytes > self._slot_bytes:
+            raise EngineError(f"a row of {row_bytes} bytes is more than the {self._slot_bytes} that ranks exchange at "
+                              "once")
+        return self._slot_bytes // row_bytes
+
+    def room(self, rows: int, columns: int) -> Tensor:
+        return self._slot()[: rows * columns].view(rows, columns)
+
+    def _give(self, mine: Tensor) -> int:
+        """Bytes of `mine` in this rank's slot; they are there already if `mine` is from `room`."""
+        if mine.data_ptr() not in self._slots:
+            self._slot()[: mine.numel()].view(mine.shape).copy_(mine)
+        return mine.numel() * 4
+
+    def exchange(self, mine: Tensor) -> list[Tensor]:
+        """In as many rounds as the longest needs; each round brings the bytes that are left to come."""
+        data = mine.reshape(-1).view(torch.uint8)
+        most = self._slot_bytes - 8
+        found: list[list[Tensor]] = [[] for _ in range(self.size)]
+        done, more = 0, True
+        while more:
+            slot = self._slot().view(torch.uint8)
+            piece = data[done : done + most]
+            slot[:8] = torch.tensor([data.numel()], dtype=torch.int64).view(torch.uint8)
+            slot[8 : 8 + piece.numel()] = piece
+            done += piece.numel()
+            self._check(self._library.quire_group_exchange(self._at, 8 + piece.numel(), self._parts, self._lengths))
+            more = False
+            for parts, address, length in zip(found, self._parts, self._lengths, strict=True):
+                bytes_there = (ctypes.c_char * length).from_address(address)
+                there = torch.frombuffer(bytes_there, dtype=torch.uint8)
+                parts.append(there[8:].clone())
+                more |= int(there[:8].view(torch.int64)) > sum(part.numel() for part in parts)
+        return [(parts[0] if len(parts) == 1 else torch.cat(parts)).view(mine.dtype) for parts in found]
+
+    def sum_nodes(self, nodes: Tensor, tree: RankTree, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        _, rows, columns = nodes.shape
+        out = torch.empty(rows, columns)
+        steps = self._steps(tree)
+        self._check(self._sum(
+            self._at, self._give(nodes), steps.data_ptr(), steps.shape[0], rows, columns,
+            None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(),
+            out.data_ptr()))
+        return out
+
+    def _steps(self, tree: RankTree) -> Tensor:
+        steps = self._trees.get(tree)
+        if steps is None:
+            found = tree.steps()
+            depth = deepest = 0
+            for _, _, merges in found:
+                deepest, depth = max(deepest, depth + 1), depth + 1 - merges
+            if deepest > _MOST_STACK:
+                raise EngineError(f"the tree over {tree} needs {deepest} sums at once; the kernels hold {_MOST_STACK}")
+            steps = self._trees[tree] = torch.tensor(found, dtype=torch.int64)
+        return steps
+
+    def gather(self, mine: Tensor, widths: Sequence[int], out: Tensor | None) -> None:
+        key = tuple(widths)
+        if key not in self._widths:
+            self._widths[key] = torch.tensor(key, dtype=torch.int64)
+        self._check(self._library.quire_group_gather(
+            self._at, self._give(mine), self._widths[key].data_ptr(), mine.shape[0],
+            None if out is None else out.data_ptr()))
+
+
+class SharedLink(Link):
+    """One side of a link: the one that `sends`, or the other."""
+
+    def __init__(self, memory: Any, sends: bool, timeout: float = TIMEOUT, ranks: int = 2) -> None:
+        """`memory` has `shared_link_bytes`; `ranks` are those of the machine, which may be more than its cores."""
+        super().__init__()
+        self._library = library = load()
+        capacity = memoryview(memory).nbytes - library.quire_link_bytes(0)
+        if capacity < 64:
+            raise EngineError("the memory of a link is too small: use shared_link_bytes")
+        address, self._held = _address(memory, library.quire_link_bytes(capacity))
+        self._sends = sends
+        self._end = _LinkEnd(address, capacity, _spin_ns(ranks), int(timeout * 1e9), 0)
+        library.quire_link_join(ctypes.addressof(self._end), sends)
+
+    @property
+    def waited_ns(self) -> int:  # type: ignore[override]
+        return int(self._end.waited)
+
+    @waited_ns.setter
+    def waited_ns(self, value: int) -> None:
+        pass  # counted in C
+
+    def send(self, data: memoryview) -> None:
+        if not self._sends:
+            raise EngineError("this side of the link receives")
+        held = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else None
+        if held is not None:
+            self._move(held)
+
+    def receive(self, into: memoryview) -> None:
+        if self._sends:
+            raise EngineError("this side of the link sends")
+        if into.nbytes:
+            self._move(torch.frombuffer(into, dtype=torch.uint8))
+
+    def _move(self, data: Tensor) -> None:
+        state = self._library.quire_link_move(
+            ctypes.addressof(self._end), data.data_ptr(), data.numel(), self._sends)
+        if state:
+            raise RankLostError(f"a pipeline stage waited for its neighbour: {_REASONS[state]}")

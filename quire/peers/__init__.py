@@ -1,0 +1,1 @@
+"""Engines that work for one another: one computes a prompt, the other goes on with its KV."""

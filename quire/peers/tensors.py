@@ -1,0 +1,57 @@
+"""Moves KV of a model's tensors between engines: what this room asks for, done by `kvtransfer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quire.errors import KVMismatchError, KVTransferError
+from quire.kvtransfer.fingerprint import Fingerprint
+from quire.kvtransfer.layout import LayoutDescription, check_compatible
+from quire.kvtransfer.receiver import KVReceiver
+from quire.kvtransfer.sender import KVSender
+from quire.kvtransfer.store import KVStore
+from quire.peers.mover import Arrived, Data, Tables
+
+
+class TensorMover:
+    """Both halves for an engine of one rank."""
+
+    def __init__(self, store: KVStore, secret: bytes, fingerprint: Fingerprint, transports: Sequence[str], host: str, *,
+                 receives: bool, convert: bool, timeout: float) -> None:
+        self._store, self._secret, self._fingerprint = store, secret, fingerprint
+        self._transports, self._convert, self._timeout = list(transports), convert, timeout
+        self._receiver = KVReceiver(store, secret, transports, host, convert) if receives else None
+
+    def describe(self) -> Data:
+        addresses = [] if self._receiver is None else [self._receiver.address()]
+        return {"fingerprint": self._fingerprint.to_data(), "layouts": [self._store.layout.to_data()],
+                "addresses": addresses}
+
+    def check(self, theirs: Data) -> None:
+        self._fingerprint.check(Fingerprint.from_data(theirs.get("fingerprint")), self._convert)
+        layouts = theirs.get("layouts")
+        if not isinstance(layouts, list) or not layouts:
+            raise KVMismatchError("the other engine does not say how its KV lies", "layout")
+        for layout in layouts:
+            check_compatible(self._store.layout, LayoutDescription.from_data(layout), self._convert)
+
+    def open(self, transfer: int, theirs: Data, tables: Tables, starts: Sequence[int], end: int, arrived: Arrived,
+             failed: Callable[[str], None]) -> Data:
+        if self._receiver is None:
+            raise KVTransferError("this engine takes no KV of others")
+        return self._receiver.open(transfer, transfer, tables, starts, end, arrived, failed)
+
+    def shut(self, transfer: int) -> None:
+        if self._receiver is not None:
+            self._receiver.close(transfer)
+
+    def sender(self, theirs: Data) -> KVSender:
+        addresses = theirs.get("addresses")
+        if not isinstance(addresses, list) or not addresses or not all(isinstance(each, dict) for each in addresses):
+            raise KVTransferError("the other engine does not say where its KV is to go")
+        return KVSender(self._store, addresses, self._secret, transports=self._transports, timeout=self._timeout,
+                        convert=self._convert)
+
+    def close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.stop()

@@ -1,0 +1,177 @@
+"""A rank: builds its worker, carries out plans as they come, and tells the engine what came of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quire.errors import QuireError, StepError
+from quire.ranks.connections import open_collectives, open_memory
+from quire.ranks.frames import ConnectionLost, FrameSocket, Kind
+from quire.ranks.plan_codec import PlanDecoder
+from quire.ranks.result_codec import encode_reports, encode_result
+from quire.ranks.ring import RingReader
+from quire.ranks.start import RankStart
+from quire.ranks.workers import RankWorker, build_rank_worker
+
+if TYPE_CHECKING:
+    from quire.parallel.collectives import Collectives
+
+PULSE_SECONDS = 0.25
+_WAIT_SECONDS = 1.0
+_STEPS_SHOWN = 512
+"""Steps whose times go with one pulse."""
+
+
+class PlanSource(Protocol):
+    def read(self, seconds: float) -> bytes | None: ...
+
+
+class _Messages:
+    """Plans that come through the connection."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[bytes] = SimpleQueue()
+        self.put = self._queue.put
+
+    def read(self, seconds: float) -> bytes | None:
+        return self._queue.get()
+
+
+class Pulse(threading.Thread):
+    """Signs of life from a thread of its own, with what the rank has done so far."""
+
+    def __init__(self, link: FrameSocket, leave: Callable[[], None]) -> None:
+        super().__init__(name="quire-pulse", daemon=True)
+        self._link, self._leave = link, leave
+        self.steps = 0
+        self.busy_ns = 0
+        self.waited_ns = 0
+        self.recent: deque[tuple[int, float, float]] = deque(maxlen=_STEPS_SHOWN)
+        """Number, begin and end of steps that were not told yet."""
+
+    def run(self) -> None:
+        while True:
+            time.sleep(PULSE_SECONDS)
+            try:
+                self._link.tell(Kind.PULSE, self._content())
+            except ConnectionLost:
+                self._leave()
+                return
+
+    def _content(self) -> dict[str, Any]:
+        times = []
+        while self.recent:
+            times.append(self.recent.popleft())
+        return {"steps": self.steps, "busy_ns": self.busy_ns, "waited_ns": self.waited_ns, "memory": _resident_bytes(),
+                "times": times}
+
+
+class Rank:
+    """Runs on the main thread; a second one listens to the engine and ends the process when that has gone."""
+
+    def __init__(self, link: FrameSocket, leave: Callable[[], None] | None = None) -> None:
+        """`leave`: what to do when the engine has gone; by default the process ends, whatever it is doing."""
+        self._link = link
+        self._answers: SimpleQueue[bytes] = SimpleQueue()
+        self._messages = _Messages()
+        self._leave = self._leave_process if leave is None else leave
+        self._pulse = Pulse(link, self._leave)
+
+    def _leave_process(self) -> None:
+        os._exit(0)
+
+    def run(self) -> int:
+        """Until the engine closes the connection, or the rank cannot start; the exit code."""
+        kind, data = self._link.receive()
+        if kind is not Kind.START:
+            return 1
+        threading.Thread(target=self._listen, name="quire-listen", daemon=True).start()
+        self._pulse.start()
+        start = RankStart.from_json(data)
+        try:
+            collectives = open_collectives(start)
+            worker = build_rank_worker(start, collectives, self._agree)
+        except BaseException as error:  # also KeyboardInterrupt: somebody waits for an answer
+            self._link.tell(Kind.FAILED, _described(error))
+            return 1
+        source: PlanSource = self._messages
+        if start.ring is not None:
+            source = RingReader(open_memory(start.ring), start.reader, start.num_readers, start.spin_seconds)
+        worker.arrivals.on_ring = lambda: self._report(worker)
+        self._link.send(Kind.READY)
+        self._carry_out(source, start, worker, collectives)
+        return 0
+
+    def _carry_out(self, source: PlanSource, start: RankStart, worker: RankWorker,
+                   collectives: Collectives | None) -> None:
+        decoder, pulse, number = PlanDecoder(), self._pulse, 0
+        learns = not start.place.is_last
+        while True:
+            data = source.read(_WAIT_SECONDS)
+            if data is None:
+                continue
+            if not data:
+                return
+            number += 1
+            began = time.monotonic_ns()
+            try:
+                plan, learned = decoder.decode(data)
+                for each in learned if learns else ():
+                    worker.learn(each.row, each.position, each.tokens)
+                began = time.monotonic_ns()
+                result = worker.execute(plan)
+            except Exception as error:
+                self._link.tell(Kind.STEP_FAILED, {"number": number, **_described(error)})
+                continue
+            finally:
+                ended = time.monotonic_ns()
+                pulse.steps, pulse.waited_ns = number, 0 if collectives is None else collectives.waited_ns
+                pulse.busy_ns += ended - began
+                pulse.recent.append((number, began / 1e9, ended / 1e9))
+            if start.place.is_sampler:
+                self._link.send(Kind.RESULT, encode_result(result))
+            elif result.arrivals:
+                self._link.send(Kind.REPORTS, encode_reports(result.arrivals))
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                kind, data = self._link.receive()
+                if kind is Kind.PLAN:
+                    self._messages.put(data)
+                elif kind is Kind.AGREED:
+                    self._answers.put(data)
+        except ConnectionLost:
+            self._leave()
+
+    def _agree(self, mine: dict[str, Any]) -> dict[str, Any]:
+        self._link.tell(Kind.SIZED, mine)
+        agreed: dict[str, Any] = json.loads(self._answers.get())
+        return agreed
+
+    def _report(self, worker: RankWorker) -> None:
+        reports = worker.arrivals.take()
+        if reports:
+            self._link.send(Kind.REPORTS, encode_reports(reports))
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    """An error for the engine, which raises it there as what it was."""
+    known = isinstance(error, QuireError)
+    return {"kind": type(error).__name__ if known else "", "field": getattr(error, "field", None),
+            "message": str(error) if known else f"{type(error).__name__}: {error}",
+            "in_step": isinstance(error, StepError),
+            "trace": "" if known else "".join(traceback.format_exception(error))}
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

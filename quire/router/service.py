@@ -1,0 +1,84 @@
+"""What all routes of the router share: the servers, who may ask, limits, counters, and who stored which response."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import OrderedDict
+from typing import Any
+
+from quire.router.asked import Asked
+from quire.router.fleet import Fleet
+from quire.router.holders import Holders
+from quire.router.metrics import RouterMetrics
+from quire.router.prefill import PrefillChoice
+from quire.router.replica import Replica
+from quire.server.auth import ApiKeys
+from quire.server.places import Places
+from quire.server.tracing import Tracing
+from quire.server_config import RouterConfig, ServerConfig
+
+_RESPONSE_ID = re.compile(rb'"id":\s*"(resp[A-Za-z0-9._-]{1,128})"')
+_MOST_RESPONSES = 1 << 16
+
+
+class RouterService:
+    """`engine` is the fleet: what `quire.server.run` starts and stops."""
+
+    model_name = "router"
+
+    def __init__(self, fleet: Fleet, config: ServerConfig, keys: ApiKeys, tracing: Tracing | None = None,
+                 holders: Holders | None = None) -> None:
+        self.engine = self.fleet = fleet
+        self.holders = holders
+        """Who finds who holds a prompt; None where the policy does not ask."""
+        self.router: RouterConfig = fleet.config
+        self.config = config
+        self.keys = keys
+        self.tracing = Tracing() if tracing is None else tracing
+        self.metrics = RouterMetrics()
+        self.draining = False
+        self.active: set[asyncio.Task[Any]] = set()
+        """Tasks that pass requests on now."""
+        self.ending: set[asyncio.Task[Any]] = set()
+        """Those of them that are cancelled because the router closes."""
+        self.waiting = Places(fleet.config.max_waiting_requests, "too many requests wait for their first token: try "
+                              "again later", "queue_full")
+        self.prefill = PrefillChoice(fleet, fleet.config.kv_secret)
+        self._stored: OrderedDict[str, Replica] = OrderedDict()
+        """By id of a response: the server that has it."""
+
+    async def look(self, path: str, body: bytes, tenant: str | None, asked: Asked) -> None:
+        """Find out how long the prompt is and who holds how much of it, where the policy goes by that."""
+        if self.holders is None:
+            return
+        began = time.perf_counter()
+        await self.holders.look(path, body, tenant, asked)
+        self.metrics.choosing.observe(time.perf_counter() - began)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that the index knows of."""
+        return 0 if self.holders is None else self.holders.index.num_blocks
+
+    def blocks_of(self, replica: Replica) -> int:
+        """Those of them that this server holds."""
+        return 0 if self.holders is None else self.holders.index.held_by(replica.number)
+
+    def noted(self, path: str, replica: Replica, beginning: bytes) -> None:
+        """The beginning of an answer, or all of it: a response is stored where it was made."""
+        if not path.startswith("/v1/responses"):
+            return
+        found = _RESPONSE_ID.search(beginning[:65536])
+        if found is not None:
+            self._stored[found[1].decode()] = replica
+            while len(self._stored) > _MOST_RESPONSES:
+                self._stored.popitem(last=False)
+
+    def who_stored(self, response: str) -> Replica | None:
+        return self._stored.get(response)
+
+    def close(self) -> None:
+        if self.holders is not None:
+            self.holders.close()

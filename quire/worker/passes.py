@@ -1,0 +1,123 @@
+"""Passes through a decoder that ranks share: what stages hand on to each other, and what the drawing rank tells all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import EngineError, StepError
+from quire.kernels.types import LayerCache, StepContext
+from quire.layers.stream import ResidualStream
+from quire.models.decoder import Decoder
+from quire.parallel.collectives import Collectives, Link, receive_tensor, send_tensor
+
+_FAILED = -1
+Lists = Sequence[Sequence[int]]
+"""A list of tokens for each of several entries."""
+
+
+class Passes:
+    """This rank's part of each pass. With one rank it is the decoder's forward, and nobody is told anything."""
+
+    def __init__(self, decoder: Decoder, collectives: Collectives | None = None) -> None:
+        self._decoder = decoder
+        self.place = decoder.shard.place
+        self._group = None if collectives is None else collectives.group
+        self._before = None if collectives is None else collectives.before
+        self._after = None if collectives is None else collectives.after
+
+    @property
+    def alone(self) -> bool:
+        return self.place.num_ranks == 1
+
+    def forward(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
+                kept: Sequence[int] | None = None) -> ResidualStream:
+        """The stream after this stage's layers, or after those of them that are `kept`."""
+        place = self.place
+        x = ids if place.is_first else self._take_over(_known(self._before), ids)
+        stream = self._decoder.forward(x, ctx, caches) if kept is None else self._decoder.forward_some(
+            x, ctx, caches, kept)
+        if not place.is_last:
+            after = _known(self._after)
+            send_tensor(after, torch.cat((torch.tensor([ids.numel()]), ids)))
+            send_tensor(after, stream.settled())
+        return stream
+
+    def _take_over(self, before: Link, ids: Tensor) -> Tensor:
+        """The rows of the stage before, once it is sure that both speak of the same tokens."""
+        count = int(receive_tensor(before, (1,), torch.int64))
+        theirs = receive_tensor(before, (count,), torch.int64)
+        if not torch.equal(theirs, ids):
+            raise EngineError(f"stage {self.place.stage} was handed a step of {count} tokens that are not the "
+                              f"{ids.numel()} of its own plan: ranks have lost step with each other")
+        return receive_tensor(before, (count, self._decoder.spec.hidden_size))
+
+    def logits(self, hidden: ResidualStream) -> Tensor | None:
+        """On the rank that draws; None on the others. Every tensor rank of the last stage has to ask."""
+        return self._decoder.gathered_logits(hidden) if self.place.is_last else None
+
+    # ---- what was drawn
+
+    def tell_group(self, lists: Lists | None, failure: Exception | None = None) -> Lists:
+        """What the first tensor rank of this stage says, on all of them; a StepError where it says that it failed."""
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"
+        if self._group is None:
+            if text is not None:
+                raise StepError(text) from failure
+            return lists or ()
+        message: bytes | None = None
+        if text is not None:
+            message = np.array([_FAILED], np.int32).tobytes() + text.encode()
+        elif lists is not None:
+            message = _packed(lists)
+        found = self._group.broadcast(message)
+        if np.frombuffer(found[:4], np.int32)[0] == _FAILED:
+            raise StepError(found[4:].decode(errors="replace")) from failure
+        return _unpacked(found)
+
+    def tell_all(self, lists: Lists | None) -> Lists:
+        """What the drawing rank says, on every rank of every stage: to the group, then round the ring of stages."""
+        if self.place.is_last:
+            found = self.tell_group(lists)
+            if self.place.num_stages > 1:
+                _send_lists(_known(self._after), found)
+            return found
+        found = _receive_lists(_known(self._before))
+        if self.place.stage < self.place.num_stages - 2:
+            _send_lists(_known(self._after), found)
+        return found
+
+
+def _known(link: Link | None) -> Link:
+    if link is None:
+        raise EngineError("a stage without links to its neighbours")
+    return link
+
+
+def _packed(lists: Lists) -> bytes:
+    """Their number, their lengths, their values."""
+    lengths = [len(one) for one in lists]
+    return np.array([len(lists), *lengths, *(value for one in lists for value in one)], np.int32).tobytes()
+
+
+def _unpacked(message: bytes) -> Lists:
+    count, *rest = np.frombuffer(message, np.int32).tolist()
+    lists, at = [], count
+    for length in rest[:count]:
+        lists.append(rest[at : at + length])
+        at += length
+    return lists
+
+
+def _send_lists(link: Link, lists: Lists) -> None:
+    message = _packed(lists)
+    send_tensor(link, torch.tensor([len(message)]))
+    link.send(memoryview(message))
+
+
+def _receive_lists(link: Link) -> Lists:
+    message = receive_tensor(link, (int(receive_tensor(link, (1,), torch.int64)),), torch.uint8)
+    return _unpacked(message.numpy().tobytes())

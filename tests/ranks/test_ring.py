@@ -1,0 +1,99 @@
+"""A ring in shared memory: every reader gets every message whole and in order, whatever their sizes and speeds."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import EngineDeadError
+from quire.ranks.ring import RingReader, RingWriter, ring_bytes
+from quire.ranks.shared_memory import SharedMemory
+
+
+def ring(num_readers: int, capacity: int) -> tuple[RingWriter, list[RingReader], SharedMemory]:
+    memory = SharedMemory.create("test", ring_bytes(num_readers, capacity))
+    readers = [RingReader(memory, i, num_readers, spin_seconds=0.0) for i in range(num_readers)]
+    return RingWriter(memory, num_readers), readers, memory
+
+
+def nothing() -> None:
+    pass
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(max_size=40), max_size=60), st.integers(1, 3))
+def test_messages_around_the_end_of_the_ring_arrive_whole(messages: list[bytes], num_readers: int) -> None:
+    writer, readers, memory = ring(num_readers, 192)
+    for message in messages:
+        writer.write(message, nothing)
+        assert [reader.read(1.0) for reader in readers] == [message] * num_readers
+    assert readers[0].read(0.0) is None
+    memory.close()
+
+
+def test_readers_of_different_speed_get_everything_and_the_writer_waits_for_the_slowest() -> None:
+    writer, readers, memory = ring(3, 4096)
+    rng = random.Random(3)
+    sent = [rng.randbytes(rng.choice([0, 1, 30, 900, 5000, 70_000])) for _ in range(200)]
+    got: list[list[bytes]] = [[] for _ in readers]
+
+    def read(index: int) -> None:
+        while len(got[index]) < len(sent):
+            message = readers[index].read(5.0)
+            assert message is not None
+            got[index].append(message)
+            if index == 2 and len(message) == 30:
+                time.sleep(0.001)
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for message in sent:
+        writer.write(message, nothing)
+    for thread in threads:
+        thread.join(60)
+    assert got == [sent] * 3
+    memory.close()
+
+
+def test_a_writer_whose_reader_has_gone_gives_up_when_told() -> None:
+    writer, _, memory = ring(1, 256)
+
+    def check() -> None:
+        raise EngineDeadError("rank 0 has gone")
+
+    with pytest.raises(EngineDeadError, match="rank 0"):
+        for _ in range(100):
+            writer.write(b"x" * 20, check)
+    memory.close()
+
+
+def test_another_process_reads_what_is_written_after_it_fell_asleep() -> None:
+    writer, (reader,), memory = ring(1, 4096)
+    back, out = os.pipe()
+    child = os.fork()
+    if child == 0:
+        ready = reader.read(30.0)
+        os.write(out, ready or b"nothing")
+        os._exit(0)
+    time.sleep(0.05)
+    writer.write(b"good morning", nothing)
+    assert os.read(back, 100) == b"good morning"
+    os.waitpid(child, 0)
+    for fd in (back, out):
+        os.close(fd)
+    memory.close()
+
+
+def test_a_reader_without_messages_uses_no_processor() -> None:
+    _, (reader,), memory = ring(1, 4096)
+    began = time.thread_time()
+    assert reader.read(0.3) is None
+    assert time.thread_time() - began < 0.03
+    memory.close()
