@@ -103,12 +103,12 @@ def _connect(name: str, store: UnitStore, keys: UnitKeys, config: EngineConfig,
 
 
 def _fingerprint(config: EngineConfig, source: ModelSource, worker: PoolWorker) -> bytes:
-    """All that KV depends on besides the tokens. Kernels of another version or processor may round otherwise."""
+    """All that KV depends on besides the tokens. Kernels of another processor may round otherwise."""
     from quire.kvtransfer.fingerprint import fingerprint
     from quire.models.loader.digest import weights_digest
 
     model = config.model
     device = "cuda" if model.device == "cuda" else f"cpu {platform.machine()}"
-    dtype = f"{model.dtype} {config.cache.kv_cache_dtype} {device} {model.executor} quire {__version__}"
+    dtype = f"{model.dtype} {config.cache.kv_cache_dtype} {device} {model.executor}"
     # Units are named by token ids, so it does not matter where those come from.
     return fingerprint(worker.spec, worker.pool.max_model_len, weights_digest(source, model.seed), "", dtype).digest

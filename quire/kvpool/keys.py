@@ -11,7 +11,8 @@ from quire.kvcache.token_prefix import TokenPrefix
 UNIT_TOKENS = 256
 """Tokens of a unit, whatever the block size of the engine that wrote it."""
 UNIT_VERSION = 1
-"""Of names and of content; units of another version have other names, so they are not found."""
+"""Of names and of content, and of the bits that kernels compute: raised when any of these changes. Units of another
+version have other names, so they are not found."""
 KEY_BYTES = 32
 
 

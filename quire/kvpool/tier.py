@@ -48,19 +48,22 @@ class UnitTier(KVConnector):
 
     def __init__(self, name: str, store: UnitStore, keys: UnitKeys, block_size: int, unit_bytes: Sequence[int],
                  staging: Staging, publisher: Publisher, lookup_timeout: float = 0.005, rate: StoreRate | None = None,
-                 always: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        """`unit_bytes`: content of a unit, by cache group. `always`: what is there is fetched, whatever it costs."""
+                 always: bool = False, clock: Callable[[], float] = time.monotonic,
+                 writer: UnitWriter | None = None, decides_by: Sequence[int] | None = None) -> None:
+        """`unit_bytes`: content of a unit, by cache group; `decides_by` where units only pretend to weigh that.
+        `always`: what is there is fetched, whatever it costs."""
         if UNIT_TOKENS % block_size:
             raise ConfigError(f"a KV pool has units of {UNIT_TOKENS} tokens: block_size must divide that, and "
                               f"{block_size} does not", field="block_size")
         self.name, self.store, self.lookup_timeout = name, store, lookup_timeout
         self.unit_bytes = list(unit_bytes)
+        self._decides_by = decides_by
         self.numbers = UnitNumbers(UNIT_TOKENS // block_size)
         self.staging = staging
         self.rate = StoreRate() if rate is None else rate
         self.breaker = CircuitBreaker(clock)
         self._keys, self._publisher, self._always, self._clock = keys, publisher, always, clock
-        self._writer = UnitWriter(store, staging, keys.check_seed, self.rate, self.breaker.failed)
+        self._writer = writer or UnitWriter(store, staging, keys.check_seed, self.rate, self.breaker.failed)
         self._storing: dict[bytes, list[bool]] = {}
         """Units being copied: what became of their blocks so far."""
         self._questions: SimpleQueue[tuple[Lookup, list[bytes]] | None] = SimpleQueue()
@@ -168,7 +171,7 @@ class UnitTier(KVConnector):
         wanted: list[BlockRange] = []
         keys = self._keys.extend(prefix)
         for unit in range(first, prefix.num_tokens // UNIT_TOKENS):
-            key, size = keys[unit], sum(self.unit_bytes)
+            key, size = keys[unit], sum(self._decides_by or self.unit_bytes)
             if self.breaker.open or not self._publisher.wanted(key, size, self.rate):
                 continue
             for group, group_bytes in enumerate(self.unit_bytes):

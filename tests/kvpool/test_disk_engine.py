@@ -82,6 +82,16 @@ def test_samples_and_outputs_share_what_comes_from_disk(models: Any, tmp_path: P
         assert ask(llm, [*PROMPT[:400], *plain[0][0], 5]).num_cached_tokens == 512
 
 
+def test_what_the_last_step_has_computed_is_kept_too(models: Any, tmp_path: Path) -> None:
+    """A request of one step left nothing: no other step came that could have started the copy."""
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    with open_engine(models("llama"), tmp_path) as llm:
+        ask(llm, PROMPT[:512], one)
+    assert len(units(tmp_path)) == 2
+    with open_engine(models("llama"), tmp_path) as llm:
+        assert ask(llm, PROMPT[:512], one).num_cached_tokens == 496  # the last token is always computed, with its block
+
+
 @pytest.mark.parametrize("how", ["flip", "cut", "swap", "gone", "empty", "foreign"])
 def test_damaged_units_cost_the_hit_and_nothing_else(how: str, reference: Any, models: Any, tmp_path: Path) -> None:
     with open_engine(models("llama"), tmp_path) as llm:
