@@ -14,7 +14,6 @@ from quire.kvpool.publishing import BenefitPublisher
 from quire.kvpool.staging import Staging
 from quire.kvpool.store import UnitStore
 from quire.kvpool.tier import UnitTier
-from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource

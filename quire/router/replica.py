@@ -73,6 +73,8 @@ class Replica:
     """How its requests ended: ok, refused, retried, broken."""
     events: str = "none"
     """Whether it tells what it holds: none, another secret, or following."""
+    looks: int = 0
+    """Questions about its health that it has answered."""
     block_size: int = 0
     """Tokens of one of its KV blocks, while its events are followed."""
     _misses: int = 0

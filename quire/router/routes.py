@@ -11,7 +11,8 @@ from typing import Any
 
 from quire import __version__
 from quire.router.asked import Asked, asked_of
-from quire.router.passage import Passage
+from quire.router.passage import Passage, passed_up
+from quire.router.registration import PATH, take_beat
 from quire.router.replica import Replica, Role, State
 from quire.router.service import RouterService
 from quire.server.answer import encode, send_json
@@ -23,8 +24,8 @@ from quire.server.routes import ROUTES as SERVER_ROUTES
 from quire.server.service import RequestRecord
 
 _METRICS_TYPE = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
-_OWN = {"/health", "/metrics", "/version", "/v1/models", "/v1/models/{model}", "/openapi.json", "/docs",
-        "/v1/kv/events"}
+_OWN = {"/health", "/metrics", "/version", "/v1/models", "/v1/models/{model}", "/openapi.json",
+        "/docs", "/v1/kv/events"}
 """Paths of the servers' that the router answers itself, or not at all."""
 
 
@@ -46,9 +47,9 @@ async def _work(service: RouterService, record: RequestRecord, scope: Any, recei
     """A request with a body: any server may answer it."""
     body = await read_json(scope, receive, service.config)
     asked = asked_of(body)
-    only = _owner(service, asked.after)
     with contextlib.ExitStack() as waiting, _displaceable(service, record.tenant, waiting):
         async with _passing(service, receive):
+            only = await _owner(service, asked.after, scope)
             await service.look(record.path, body, record.tenant, asked)
             passage = Passage(service, record, scope, send, body, asked, on_start=waiting.close)
             await passage.run(service.config.request_timeout, only)
@@ -79,12 +80,14 @@ async def _stored(service: RouterService, record: RequestRecord, scope: Any, rec
     """A question about a stored response, which goes to the server that has it."""
     name = scope["path"].removeprefix("/v1/responses/")
     async with _passing(service, receive):
+        only = await _owner(service, name, scope)
         passage = Passage(service, record, scope, send, b"", Asked(1))
-        await passage.run(service.config.request_timeout, _owner(service, name))
+        await passage.run(service.config.request_timeout, only)
 
 
-def _owner(service: RouterService, response: str | None) -> Replica | None:
-    return None if response is None else service.who_stored(response)
+async def _owner(service: RouterService, response: str | None, scope: Any) -> Replica | None:
+    """The server that stored a response; None where none is asked for, or nobody has it."""
+    return None if response is None else await service.who_stored(response, passed_up(scope))
 
 
 async def _health(service: RouterService, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
@@ -142,6 +145,12 @@ async def _servers(service: RouterService, record: RequestRecord, scope: Any, re
     await send_json(send, 200, encode(_servers_view(service)))
 
 
+async def _openapi(service: RouterService, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    from quire.server.openapi import document
+
+    await send_json(send, 200, encode(document(ROUTES, needs_key=len(service.keys) > 0)))
+
+
 def _passed_on() -> list[Route]:
     """The servers' own routes, with the router's way of answering them."""
     found = []
@@ -158,7 +167,10 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/models", "The models that the servers have", _models),
     Route("GET", "/v1/models/{model}", "One of them", _model),
     Route("GET", "/v1/router/servers", "The servers, what they have to do, and who got what and why", _servers),
+    Route("POST", PATH, "A server says that it is there", take_beat, open=True),
     Route("GET", "/health", "200 while a server takes requests", _health, open=True),
     Route("GET", "/metrics", "Prometheus metrics", _metrics, media="text/plain"),
     Route("GET", "/version", "Quire's version", _version),
+    Route("GET", "/openapi.json", "This document", _openapi),
+    *(route for route in SERVER_ROUTES if route.path == "/docs"),
 )

@@ -75,6 +75,8 @@ def test_real_servers_answer_through_it_as_they_do_alone() -> None:
         assert httpx.get(f"{address}/v1/models/scripted").json()["id"] == "scripted"
         assert httpx.get(f"{address}/v1/models/other").status_code == 404
         assert httpx.get(f"{address}/health").json()["servers_up"] == 2
+        assert "/v1/router/servers" in httpx.get(f"{address}/openapi.json").json()["paths"]
+        assert httpx.get(f"{address}/docs").status_code == 200
         assert b"quire:router_server_up" in httpx.get(f"{address}/metrics").content
 
 
@@ -153,6 +155,11 @@ def test_a_request_that_kills_servers_does_not_kill_them_all() -> None:
         reply = post(address, PLAIN)
         assert reply.status_code == 503 and reply.json()["error"]["code"] == "too_many_failures"
         assert sum(len(server.asked) for server in servers) == 3
+        # And asking again is of no use, while others are served.
+        assert post(address, PLAIN).json()["error"]["code"] == "request_quarantined"
+        assert sum(len(server.asked) for server in servers) == 3
+        servers[5].say = servers[5].hello
+        assert post(address, {"prompt": "another"}).status_code in (200, 503)
 
 
 def test_an_error_of_the_request_itself_is_not_tried_elsewhere() -> None:
@@ -245,6 +252,10 @@ def test_a_response_is_asked_of_the_server_that_stored_it() -> None:
                 next_one = post(address, {"input": "and?", "previous_response_id": name}, "/v1/responses")
                 assert next_one.status_code == 200, next_one.text
         assert httpx.get(f"{address}/v1/responses/resp_unknown").status_code == 404
+        with routed([a, b, c]) as (another, _service):  # a router that has not seen it being made
+            assert httpx.get(f"{another}/v1/responses/{name}").json()["id"] == name
+            assert httpx.delete(f"{another}/v1/responses/{name}").json()["deleted"]
+            assert httpx.get(f"{address}/v1/responses/{name}").status_code == 404
 
 
 def test_no_server_at_all_is_said_clearly() -> None:
