@@ -74,16 +74,16 @@ def run(args: argparse.Namespace) -> int:
         from quire.bench.hostile import run_hostile
 
         return run_hostile(args.seconds, args.kills, args.soak_seed, engine_options(args))
-    if args.disaggregated:
-        from quire.bench.soak_pairs import run_disaggregated
-
-        return run_disaggregated(args.requests, args.kills, args.soak_seed, engine_options(args))
     if args.router:
         from quire.bench.soak_router import soak_router
 
         hurt = soak_router(args.requests, args.kills, args.at_once, args.soak_seed, engine_options(args))
         print(json.dumps(hurt.summary()))
         return 1 if hurt.wrong else 0
+    if args.disaggregated:
+        from quire.bench.soak_pairs import run_disaggregated
+
+        return run_disaggregated(args.requests, args.kills, args.soak_seed, engine_options(args))
     found = asyncio.run(soak(args.requests, args.kills, args.at_once, args.soak_seed, engine_options(args)))
     print(json.dumps({
         "bench": "soak", "requests": args.requests, "seconds": round(found.seconds, 1), "hung_up": found.hung_up,

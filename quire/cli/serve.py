@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     def ready(address: str, app: Any) -> None:
         if config.register is not None:
-            beat = heartbeat_of(config, address, engine.cache.kv_secret)
+            beat = heartbeat_of(config, address, engine.cache.kv_secret, engine.transfer.kv_role or "both")
             beats.append(asyncio.create_task(beat.run(lambda: app.service.draining), name="quire-heartbeat"))
 
     return serve(config, start, ready=ready)

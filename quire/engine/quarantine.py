@@ -63,7 +63,7 @@ class Quarantine:
 
 
 def content_of(request: Request) -> bytes:
-    """The same for two requests of one key that ask for the same; ids, times and seeds that were drawn do not count."""
+    """The same for two requests of one key that ask for the same; ids, times and seeds do not count."""
     beams = None if request.beams is None else repr(request.beams.params)
     params = {name: value for name, value in request.params.to_dict().items() if name != "seed"}
     text = repr((request.tenant, request.prompt_token_ids, params, beams))

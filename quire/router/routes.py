@@ -9,7 +9,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from quire import __version__
+from quire.kvpool.index import ROUTES as UNIT_PATHS
+from quire.kvpool.index import SIGNATURE as UNIT_SIGNATURE
 from quire.router.asked import Asked, asked_of
 from quire.router.passage import Passage, passed_up
 from quire.router.registration import PATH, take_beat
@@ -22,10 +23,11 @@ from quire.server.generation import until_disconnect
 from quire.server.route import Route
 from quire.server.routes import ROUTES as SERVER_ROUTES
 from quire.server.service import RequestRecord
+from quire.version import __version__
 
 _METRICS_TYPE = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
 _OWN = {"/health", "/metrics", "/version", "/v1/models", "/v1/models/{model}", "/openapi.json",
-        "/docs", "/v1/kv/events"}
+        "/docs", "/v1/kv/events", "/v1/kv/bootstrap"}
 """Paths of the servers' that the router answers itself, or not at all."""
 
 
@@ -136,6 +138,7 @@ def _servers_view(service: RouterService) -> dict[str, Any]:
                      "blocks": service.blocks_of(each), "block_size": each.block_size,
                      "registered": each.leased_until is not None}
                     for each in service.fleet],
+        "pool": service.units.owners,
         "decisions": [{"ago": round(now - each.at, 1), "server": each.number, "why": each.why, "tokens": each.tokens,
                        "held": each.held, "role": each.role} for each in reversed(service.fleet.decisions)],
     }
@@ -149,6 +152,17 @@ async def _openapi(service: RouterService, record: RequestRecord, scope: Any, re
     from quire.server.openapi import document
 
     await send_json(send, 200, encode(document(ROUTES, needs_key=len(service.keys) > 0)))
+
+
+async def _units(service: RouterService, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    """The index of a KV pool, for engines that share the router's secret."""
+    if service.unit_routes is None:
+        raise ApiError(403, "this router keeps no index: it needs the engines' secret (QUIRE_KV_SECRET)",
+                       code="no_kv_secret")
+    body = await read_json(scope, receive, service.config)
+    signature = next((value.decode("latin-1") for name, value in scope["headers"]
+                      if name == UNIT_SIGNATURE.lower().encode()), None)
+    await send_json(send, *service.unit_routes.handle(scope["path"], body, signature))
 
 
 def _passed_on() -> list[Route]:
@@ -167,6 +181,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/models", "The models that the servers have", _models),
     Route("GET", "/v1/models/{model}", "One of them", _model),
     Route("GET", "/v1/router/servers", "The servers, what they have to do, and who got what and why", _servers),
+    *(Route("POST", path, "The index of a KV pool, for engines", _units, open=True) for path in UNIT_PATHS),
     Route("POST", PATH, "A server says that it is there", take_beat, open=True),
     Route("GET", "/health", "200 while a server takes requests", _health, open=True),
     Route("GET", "/metrics", "Prometheus metrics", _metrics, media="text/plain"),

@@ -9,6 +9,8 @@ from collections import OrderedDict
 from typing import Any
 
 from quire.engine.quarantine import Quarantine
+from quire.kvcache.secret import derived_secret
+from quire.kvpool.index import IndexRoutes, MemoryIndex
 from quire.router.asked import Asked
 from quire.router.fleet import Fleet
 from quire.router.holders import Holders
@@ -31,6 +33,8 @@ class RouterService:
     """`engine` is the fleet: what `quire.server.run` starts and stops."""
 
     model_name = "router"
+    engine_config = None
+    """It has no engine of its own."""
 
     def __init__(self, fleet: Fleet, config: ServerConfig, keys: ApiKeys, tracing: Tracing | None = None,
                  holders: Holders | None = None) -> None:
@@ -51,7 +55,11 @@ class RouterService:
                               "again later", "queue_full")
         self.quarantine = Quarantine(deaths=fleet.config.max_retries + 1)
         """Requests that were under way when servers failed, so that nobody can end them all by asking again."""
-        self.prefill = PrefillChoice(fleet, fleet.config.kv_secret)
+        secret = fleet.config.kv_secret
+        self.prefill = PrefillChoice(fleet, secret)
+        self.units = MemoryIndex()
+        """Which engine's host memory holds which units of the KV pool, for engines with `--kv-pool http://ROUTER`."""
+        self.unit_routes = None if secret is None else IndexRoutes(self.units, derived_secret(secret, "kv-index"))
         self._stored: OrderedDict[str, Replica] = OrderedDict()
         """By id of a response: the server that has it."""
 

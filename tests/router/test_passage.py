@@ -210,12 +210,14 @@ def test_a_server_that_hangs_is_left_and_its_requests_go_elsewhere() -> None:
 def test_what_is_passed_on_and_what_is_not() -> None:
     server = FakeServer()
     with fakes(server) as urls, routed(urls) as (address, _):
-        post(address, PLAIN, headers={"x-quire-prefill": "http://evil", "authorization": "Bearer secret-key",
+        refused = post(address, PLAIN, headers={"x-quire-prefill": "http://evil"})
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "prefill_not_allowed"
+        post(address, PLAIN, headers={"x-quire-anything": "else", "authorization": "Bearer secret-key",
                                       "cookie": "c", "x-request-id": "mine", "traceparent": "00-1-2-01"})
         path, headers, body = server.asked[0]
         assert path == "/v1/completions" and json.loads(body) == PLAIN
         assert headers["authorization"] == "Bearer secret-key" and headers["x-request-id"] == "mine"
-        assert "x-quire-prefill" not in headers and "cookie" not in headers and headers["traceparent"] == "00-1-2-01"
+        assert "x-quire-anything" not in headers and "cookie" not in headers and headers["traceparent"] == "00-1-2-01"
         assert headers["host"] == urls[0].removeprefix("http://")
 
 
