@@ -115,5 +115,6 @@ class RouterService:
             self._stored.popitem(last=False)
 
     def close(self) -> None:
+        self.metrics.loop_lag.close()
         if self.holders is not None:
             self.holders.close()
