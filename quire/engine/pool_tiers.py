@@ -47,14 +47,16 @@ def build_pool_tiers(config: EngineConfig, source: ModelSource, worker: PoolWork
         prefill_seconds = None
     fingerprint = _fingerprint(config, source, worker)
     tiers: list[UnitTier] = []
-    for name, store, secret in _stores(config):
-        try:
+    stores: list[UnitStore] = []
+    try:
+        for name, store, secret in _stores(config):
+            stores.append(store)
             keys = UnitKeys(secret, fingerprint)
             tiers.append(_connect(name, store, keys, config, worker, num_groups, prefill_seconds))
-        except BaseException:
-            for open_store in [store, *(tier.store for tier in tiers)]:
-                open_store.close()
-            raise
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
     return tiers
 
 
@@ -64,7 +66,12 @@ def _stores(config: EngineConfig) -> Iterator[tuple[str, UnitStore, bytes]]:
     secret, disk = cache.kv_secret, cache.disk
     if disk is not None:
         store = DiskStore(*disk)
-        yield "disk", store, secret_in(store.path) if secret is None else secret
+        try:
+            its_secret = secret_in(store.path) if secret is None else secret
+        except BaseException:
+            store.close()
+            raise
+        yield "disk", store, its_secret
     if cache.kv_pool is not None and secret is not None:
         yield "pool", _pool_store(cache.kv_pool, secret), secret
 

@@ -197,3 +197,12 @@ def test_smollm2_answers_from_disk_what_it_would_have_computed(smollm2: str, tmp
         with LLM(smollm2, num_kv_blocks=64, **options) as llm:
             answers.append(llm.generate([prompt], params, use_tqdm=False)[0])
     assert said(answers[0]) == said(answers[1]) == said(answers[2]) and answers[2].num_cached_tokens == 256
+
+
+def test_an_engine_that_cannot_start_lets_go_of_its_disk(models: Any, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"s" * 32)
+    with pytest.raises(ConfigError, match="kv_pool: cannot listen"):
+        open_engine(models("llama"), tmp_path / "kv", kv_pool="redis://127.0.0.1:1/0?listen=203.0.113.1:1",
+                    kv_secret_file=str(tmp_path / "secret"))
+    with open_engine(models("llama"), tmp_path / "kv") as llm:
+        ask(llm)
