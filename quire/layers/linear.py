@@ -28,8 +28,9 @@ class Linear:
     """
 
     def __init__(
-        self, ops: Ops, parts: Sequence[str], bias: bool, dtype: torch.dtype, slices: Slices | None = None
+        self, ops: Ops, parts: Sequence[str], bias: bool, dtype: torch.dtype | None, slices: Slices | None = None
     ) -> None:
+        """`dtype` None: weights are handed to be packed in the type they are stored in."""
         self._ops = ops
         self._parts = tuple(parts)
         self._bias = bias
