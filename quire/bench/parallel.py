@@ -14,6 +14,9 @@ from typing import Any
 
 from quire.bench.cpu import contest
 from quire.bench.cpu_cases import CASES
+from quire.bench.exchange import exchange_times
+from quire.bench.layer_times import layer_times
+from quire.bench.rank_memory import rank_memory
 from quire.cli.options import integer
 from quire.machine import describe_machine
 from quire.parallel.place import Place
@@ -39,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="cases of `bench cpu` (default: A B C; none: leave that part out)")
     parser.add_argument("--sizes", nargs="+", default=["2x1", "1x2"], metavar="TxP",
                         help="tensor ranks x stages to compare with one process (default: 2x1 1x2)")
+    parser.add_argument("--memory", nargs="+", default=[], metavar="TxP",
+                        help="also measure what each rank of such a size takes at most while it loads")
+    parser.add_argument("--layer-times", type=integer, nargs="+", default=[], metavar="ROWS",
+                        help="also measure what layers and head take in steps of so many sequences")
     parser.add_argument("--model", default="smollm2-135m", help="model of the cases (default: %(default)s)")
     parser.add_argument("--load-format", default="auto", help="dummy: the model's shapes with random weights")
     parser.add_argument("--repeat", type=integer, default=3, metavar="N",
@@ -49,6 +56,14 @@ def run(args: argparse.Namespace) -> int:
     machine = describe_machine()
     for count in args.ranks:
         print(json.dumps({**control_plane(count, args.sequences, args.steps), **machine}), flush=True)
+        if count > 1:
+            print(json.dumps({**exchange_times(count), **machine}), flush=True)
+    for size in args.memory:
+        tensor, stages = map(int, size.split("x"))
+        for line in rank_memory(args.model, tensor, stages, args.load_format):
+            print(json.dumps({**line, **machine}), flush=True)
+    for rows in args.layer_times:
+        print(json.dumps({**layer_times(args.model, args.load_format, rows), **machine}), flush=True)
     for case in args.cases:
         for line in speeds(case, args.model, args.load_format, args.sizes, args.repeat):
             print(json.dumps({**line, **machine}), flush=True)

@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.engine import fetch
+from quire.cli.inspect_ranks import rank_facts, rank_rows
 from quire.cli.options import add_engine_options, engine_options
 from quire.cli.terminal import size_text
 from quire.config import EngineConfig, option_fields
@@ -24,11 +25,12 @@ EXAMPLES = (
     "examples:\n"
     "  quire inspect smollm2-135m\n"
     "  quire inspect ./model.gguf --kv-cache-memory 4GiB\n"
+    "  quire inspect ./folder --tensor-parallel-size 8 --pipeline-parallel-size 2\n"
     "  quire inspect ./folder --load-format dummy --json"
 )
 _LENGTHS = (512, 2048, 8192, 32768)
-_SETTINGS = ("tokenizer", "load_format", "cache_dir", "max_model_len")
-"""Options of the model section that change what this command says."""
+_SETTINGS = ("tokenizer", "load_format", "cache_dir", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size")
+"""Options beside those of the cache that change what this command says."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,17 +141,26 @@ def _shape(spec: DecoderSpec) -> dict[str, Any]:
 
 def _memory(spec: DecoderSpec, config: EngineConfig) -> dict[str, Any]:
     """What an engine started now with these options would have."""
-    from quire.worker.memory import available_memory, size_pool
+    from quire.models.shard import shard_of
+    from quire.parallel.place import Place
+    from quire.worker.memory import available_memory, size_pool, smallest_pool
 
-    free, weights = available_memory(), 4 * spec.num_parameters
-    facts: dict[str, Any] = {"available_memory": free, "fits": False, "pool": None, "sequences": {}}
+    sizes = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
+    shards = [shard_of(spec, place) for place in Place.all(*sizes)]
+    free = available_memory()
+    facts: dict[str, Any] = {"available_memory": free, "fits": False, "pool": None, "sequences": {}, "ranks": []}
+    facts["ranks"] = [rank_facts(shard, config.cache.block_size, 0) for shard in shards]
     try:
-        pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False), free)
+        pool = smallest_pool([
+            size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False),
+                      free // len(shards), shard=shard)
+            for shard in shards
+        ])
     except OutOfMemoryError as error:
         return {**facts, "reason": str(error)}
     block = config.cache.block_size
-    total = weights + pool.num_blocks * pool.bytes_per_block
-    facts["fits"] = total <= free
+    facts["ranks"] = ranks = [rank_facts(shard, block, pool.num_blocks) for shard in shards]
+    facts["fits"] = sum(rank["weight_bytes"] + rank["kv_bytes"] for rank in ranks) <= free
     facts["pool"] = {
         "blocks": pool.num_blocks,
         "block_size": block,
@@ -214,11 +225,13 @@ def _group(group: dict[str, Any]) -> str:
 def _fit_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     free = f"{size_text(facts['available_memory'])} of memory available"
     pool = facts["pool"]
+    ranks = rank_rows(facts["ranks"]) if len(facts["ranks"]) > 1 else []
     if pool is None:
-        return [("this machine", f"{free}: does not fit, {facts['reason']}")]
-    total = facts["weight_bytes"] + pool["bytes"]
+        return [*ranks, ("this machine", f"{free}: does not fit, {facts['reason']}")]
+    total = sum(rank["weight_bytes"] + rank["kv_bytes"] for rank in facts["ranks"])
     verdict = "fits" if facts["fits"] else "does NOT fit: take a smaller model or lower --kv-cache-memory"
     return [
+        *ranks,
         ("this machine", f"{free}; weights and KV pool take {size_text(total)}: {verdict}"),
         (
             "KV pool",

@@ -41,7 +41,12 @@ def build_ranks(source: ModelSource, config: EngineConfig) -> tuple[DecoderSpec,
 
 def _start(config: EngineConfig, places: list[Place], worker: dict[str, Any],
            agree: Any) -> tuple[RankExecutor, dict[str, Any]]:
-    return start_local(places, worker, agree)
+    parallel = config.parallel
+    if parallel.backend == "mp":
+        return start_local(places, worker, agree)
+    from quire.ranks.ray_launch import start_ray
+
+    return start_ray(places, worker, agree, parallel.ray_address, config.model.num_threads or 1)
 
 
 def check_parallel(config: EngineConfig) -> None:
@@ -54,10 +59,12 @@ def check_parallel(config: EngineConfig) -> None:
 
 
 def _rank_options(config: EngineConfig) -> dict[str, Any]:
-    """What every rank is told. The threads of this machine are dealt to the ranks unless the user said how many each
-    has."""
+    """What every rank is told. Unless the user said how many threads each has, the cores of this machine are dealt to
+    the ranks; an actor of Ray has one."""
     threads = config.model.num_threads
-    if threads is None:
+    if threads is None and config.parallel.backend == "ray":
+        threads = 1
+    elif threads is None:
         threads = max(1, len(os.sched_getaffinity(0)) // config.parallel.num_ranks)
     model = dataclasses.replace(config.model, num_threads=threads)
     return dataclasses.replace(config, model=model).to_options()

@@ -51,11 +51,15 @@ def _in_best_groups(ranked: Tensor, spec: RouterSpec) -> Tensor:
 class Expert:
     """One gated MLP among many. It is never cut: a rank has it whole or not at all."""
 
-    def __init__(self, ops: Ops, spec: MoeSpec, dtype: torch.dtype) -> None:
+    def __init__(self, ops: Ops, spec: MoeSpec, dtype: torch.dtype | None) -> None:
         self._ops = ops
         self._spec = spec
         self._up = Linear(ops, ("gate", "up"), spec.bias, dtype)
         self._down = Linear(ops, ("down",), spec.bias, dtype)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self._up, self._down
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         (self._down if part == "down" else self._up).receive(part, kind, tensor)
@@ -71,7 +75,7 @@ class Moe:
     """The experts of a layer, seen as `Mlp` is: rows in, rows out, or added to the stream."""
 
     def __init__(
-        self, ops: Ops, spec: MoeSpec, dtype: torch.dtype, share: LayerShare | None = None,
+        self, ops: Ops, spec: MoeSpec, dtype: torch.dtype | None, share: LayerShare | None = None,
         ranks: TensorGroup | None = None,
     ) -> None:
         self._spec = spec
@@ -89,6 +93,12 @@ class Moe:
     def linears(self) -> tuple[Linear, ...]:
         """What every row goes through."""
         return (self.router, *(() if self._shared is None else self._shared.linears))
+
+    @property
+    def all_linears(self) -> tuple[Linear, ...]:
+        """Those of the experts too, of which a row goes through some."""
+        gate = () if self._shared_gate is None else (self._shared_gate,)
+        return (*self.linears, *gate, *(each for expert in self._experts.values() for each in expert.linears))
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         """`part` is the parameter's place in the layer's feed-forward part: router, experts.3.up, shared.down."""

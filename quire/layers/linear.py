@@ -28,8 +28,9 @@ class Linear:
     """
 
     def __init__(
-        self, ops: Ops, parts: Sequence[str], bias: bool, dtype: torch.dtype, slices: Slices | None = None
+        self, ops: Ops, parts: Sequence[str], bias: bool, dtype: torch.dtype | None, slices: Slices | None = None
     ) -> None:
+        """`dtype` None: weights are handed to be packed in the type they are stored in."""
         self._ops = ops
         self._parts = tuple(parts)
         self._bias = bias
@@ -37,6 +38,11 @@ class Linear:
         self._slices = slices
         self._waiting: dict[tuple[str, str], Tensor] = {}
         self._packed: PackedLinear | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Not so where its weights belong to another stage."""
+        return self._packed is not None
 
     @property
     def packed(self) -> PackedLinear:
@@ -57,9 +63,11 @@ class Linear:
 
     def _joined(self, kind: str) -> Tensor:
         parts = [self._waiting.pop((part, kind)) for part in self._parts]
+        stored = {part.dtype for part in parts}
+        dtype = self._dtype or (stored.pop() if len(stored) == 1 else torch.float32)
         if len(parts) == 1:
-            return parts[0].to(self._dtype).contiguous()
-        joined = torch.empty(sum(part.shape[0] for part in parts), *parts[0].shape[1:], dtype=self._dtype)
+            return parts[0].to(dtype).contiguous()
+        joined = torch.empty(sum(part.shape[0] for part in parts), *parts[0].shape[1:], dtype=dtype)
         start = 0
         for part in parts:
             joined[start : start + part.shape[0]].copy_(part)
@@ -94,12 +102,19 @@ class SharedLinear(Linear):
     """
 
     def __init__(
-        self, ops: Ops, part: str, bias: bool, dtype: torch.dtype, slices: Slices, tree: RankTree, ranks: TensorGroup
+        self,
+        ops: Ops,
+        part: str,
+        bias: bool,
+        dtype: torch.dtype | None,
+        slices: Slices,
+        tree: RankTree,
+        ranks: TensorGroup,
     ) -> None:
         super().__init__(ops, (part,), bias, dtype, slices)
         self._tree = tree
+        self._most_nodes = tree.most_nodes
         self._ranks = ranks
-        self._num_nodes = len(slices.nodes())
         self._added: Tensor | None = None
         """The bias: it is added once, after the tree."""
 
@@ -122,23 +137,20 @@ class SharedLinear(Linear):
 
     def _summed(self, x: Tensor, residual: Tensor | None) -> Tensor:
         rows, width = x.shape[0], self.packed.out_features
-        most = self._ranks.rows_at_once(4 * width * self._tree.most_nodes)
+        most = self._ranks.rows_at_once(4 * width * self._most_nodes)
         if rows <= most:
             return self._sum_some(x, residual)
         pieces = [slice(start, start + most) for start in range(0, rows, most)]
         return torch.cat([self._sum_some(x[piece], None if residual is None else residual[piece]) for piece in pieces])
 
     def _sum_some(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        rows, width = x.shape[0], self.packed.out_features
-        room = self._ranks.room(self._num_nodes * rows, width)
-        nodes = self._ops.linear_nodes(x, self.packed, None if room is None else room.view(-1, rows, width))
-        return self._ranks.sum_nodes(nodes, self._tree, self._added, residual)
+        return self._ops.linear_over_ranks(x, self.packed, self._ranks, self._tree, self._added, residual)
 
 
 class Embedding(Linear):
     """A table of rows: token or position embeddings. A tied head projects on the same packed table."""
 
-    def __init__(self, ops: Ops, dtype: torch.dtype) -> None:
+    def __init__(self, ops: Ops, dtype: torch.dtype | None) -> None:
         super().__init__(ops, ("",), False, dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -149,25 +161,21 @@ class SharedEmbedding(Embedding):
     """A table of which each rank has a run of rows; `runs` are those of all ranks."""
 
     def __init__(
-        self, ops: Ops, dtype: torch.dtype, runs: Sequence[tuple[int, int]], ranks: TensorGroup
+        self, ops: Ops, dtype: torch.dtype | None, runs: Sequence[tuple[int, int]], ranks: TensorGroup
     ) -> None:
         super().__init__(ops, dtype)
         self._runs = runs
+        self._ends = torch.tensor([last for _, last in runs])
         self._ranks = ranks
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Each rank looks up the ids that it has. Rows are handed round, not summed with zeros, so -0.0 stays -0.0."""
-        mine = [(ids >= first) & (ids < last) for first, last in self._runs]
-        own = super().rows(ids[mine[self._ranks.rank]] - self._runs[self._ranks.rank][0])
-        found = own.new_empty(ids.shape[0], self.packed.in_features)
-        covered = 0
-        for where, part in zip(mine, self._ranks.exchange(own), strict=True):
-            theirs = part.view(-1, self.packed.in_features)
-            found[where] = theirs
-            covered += theirs.shape[0]
-        if covered != ids.shape[0]:
+        """Each rank looks up the ids that it has (and some row for the others: nobody reads it). Rows are handed round,
+        not summed with zeros, so that -0.0 stays -0.0."""
+        owners = torch.searchsorted(self._ends, ids, right=True)
+        if ids.numel() and (int(owners.max()) >= len(self._runs) or int(ids.min()) < 0):
             raise EngineError(f"a token id lies outside 0..{self._runs[-1][1] - 1}")
-        return found
+        first, last = self._runs[self._ranks.rank]
+        return self._ranks.pick(super().rows((ids - first).clamp_(0, last - first - 1)), owners)
 
 
 class VocabularyHead:

@@ -22,7 +22,7 @@ class Mlp:
     """
 
     def __init__(
-        self, ops: Ops, spec: MlpSpec, dtype: torch.dtype, share: LayerShare | None = None,
+        self, ops: Ops, spec: MlpSpec, dtype: torch.dtype | None, share: LayerShare | None = None,
         ranks: TensorGroup | None = None,
     ) -> None:
         self._ops = ops
@@ -38,6 +38,10 @@ class Mlp:
     def linears(self) -> tuple[Linear, ...]:
         """What every row goes through."""
         return self.up, self.down
+
+    @property
+    def all_linears(self) -> tuple[Linear, ...]:
+        return self.linears
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         (self.down if part == "down" else self.up).receive(part, kind, tensor)

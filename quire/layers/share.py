@@ -42,7 +42,7 @@ class HeadShare:
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """What tensor rank `rank` of `size` has of a layer. It follows from the spec: nobody has to ask."""
+    """What tensor rank `rank` of `size` has of a layer. It follows from the spec, so ranks need not tell each other."""
 
     attention: AttentionSpec
     mlp: MlpSpec | MoeSpec

@@ -33,9 +33,10 @@ def build_decoder(
     max_model_len: int | None = None,
     shard: Shard | None = None,
     ranks: TensorGroup | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
 ) -> Decoder:
-    """A ready decoder; `weights` yields (name as Hugging Face spells it, tensor), of a shard its `stored_parts`.
+    """A ready decoder; `weights` yields (name as Hugging Face spells it, tensor), of a shard its `stored_parts`. They
+    are packed as `dtype`, or (None) as they are stored.
 
     Each tensor is let go of as soon as its layer has packed it.
     """
@@ -102,16 +103,21 @@ def _random(shape: Shape, generator: torch.Generator, wanted: Ranges | None) -> 
     if wanted is None:
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     dim, runs = wanted
-    kept: list[list[Tensor]] = [[] for _ in runs]
+    size = [*shape]
+    size[dim] = sum(stop - start for start, stop in runs)
+    kept = torch.empty(size)
     step = max(1, _RANDOM_AT_ONCE // shape[1])
     for first in range(0, shape[0], step):
         rows = torch.empty(min(step, shape[0] - first), shape[1]).uniform_(-bound, bound, generator=generator)
-        for pieces, (start, stop) in zip(kept, runs, strict=True):
+        place = 0
+        for start, stop in runs:
             if dim == 1:
-                pieces.append(rows[:, start:stop].clone())
+                kept[first : first + len(rows), place : place + stop - start] = rows[:, start:stop]
             elif start < first + len(rows) and stop > first:
-                pieces.append(rows[max(0, start - first) : stop - first].clone())
-    return torch.cat([torch.cat(pieces) for pieces in kept], dim) if runs else torch.empty(0)
+                low, high = max(start, first), min(stop, first + len(rows))
+                kept[place + low - start : place + high - start] = rows[low - first : high - first]
+            place += stop - start
+    return kept
 
 
 def _random_experts(shape: Shape, generator: torch.Generator, wanted: Ranges | None) -> Tensor:

@@ -35,7 +35,7 @@ class DecoderLayer:
         hidden: int,
         rope: Tensor | None,
         group: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         growth: Tensor | None = None,
         share: LayerShare | None = None,
         ranks: TensorGroup | None = None,
@@ -94,7 +94,7 @@ class Decoder:
         max_model_len: int | None = None,
         shard: Shard | None = None,
         ranks: TensorGroup | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
     ) -> None:
         self.shard = shard = shard_of(spec, Place()) if shard is None else shard
         _check_ranks(shard, ranks, ops)
@@ -170,6 +170,14 @@ class Decoder:
     def missing(self) -> list[str]:
         """Parameters that have not come yet, in the order of the spec."""
         return [name for name in self._shapes if name in self._missing]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the packed weights; norms and tables of rotations are small beside them."""
+        ends = {id(each): each for each in (self.embed, self.head, self.positions, self.embed_in, self.embed_out)
+                if each is not None}
+        inner = [each for layer in self.layers for each in (layer.attn.qkv, layer.attn.out, *layer.mlp.all_linears)]
+        return sum(each.packed.nbytes for each in (*ends.values(), *inner) if each.is_loaded)
 
     def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:
         """One zeroed cache per layer, with `num_blocks[g]` blocks in those of cache group g."""

@@ -16,9 +16,10 @@ from quire.errors import EngineError
 from quire.kernels.cpu.build import SOURCE_DIR
 from quire.kernels.cpu.library import load
 from quire.kernels.kv_spec import KVSpec
-from quire.kernels.slices import UNIT, Slices
+from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
 from quire.ops.interface import Ops
+from quire.parallel.collectives import TensorGroup
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 MAX_HEAD_DIM = 512  # MAX_DIM of attention.c
@@ -26,6 +27,7 @@ MAX_HEAD_DIM = 512  # MAX_DIM of attention.c
 _FORMATS = {"scaled4": 3, "scaled8": 2, "bfloat16": 1, "float32": 0}
 _GROUPED = ("scaled4", "scaled8")  # formats that keep UNIT columns together
 _MAX_STACK = 16  # MAX_STACK of linear.c
+_ROWS_AT_ONCE = 2048  # of a weight that is packed from another type: whole panels of every variant
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _NO_TABLE = -1  # in place of a window: this operation writes to slots and follows no block table
 _STEP_FAULTS = {
@@ -113,6 +115,7 @@ class CpuOps(Ops):
         self._library = library
         self.narrow_weights = narrow_weights
         self._linear = library.quire_linear
+        self._group_linear = library.quire_group_linear
         self._rms_norm = library.quire_rms_norm
         self._act_mul = library.quire_act_mul
         self._rope_and_cache = library.quire_rope_and_cache
@@ -133,7 +136,6 @@ class CpuOps(Ops):
             raise EngineError(f"a linear weight is [N, K] with a bias [N], not {tuple(weight.shape)}")
         n, k = weight.shape
         ends = None if slices is None else _slice_ends(slices, k)
-        source = weight.detach().to(_F32).contiguous()
         kept = None if bias is None else bias.detach().to(_F32, copy=True).contiguous()
         for name in _FORMATS if self.narrow_weights else ("float32",):
             code = _FORMATS[name]
@@ -143,7 +145,7 @@ class CpuOps(Ops):
             if panels.nbytes == 0 and n * k > 0:
                 continue
             self._library.quire_advise_huge_pages(panels.data_ptr(), panels.nbytes)
-            if self._library.quire_pack(source.data_ptr(), panels.data_ptr(), n, k, code):
+            if self._pack(weight.detach(), panels, code):
                 break
         return PanelLinear(
             panels=panels,
@@ -160,6 +162,17 @@ class CpuOps(Ops):
             num_slices=0 if slices is None else slices.count,
             num_nodes=1 if slices is None else len(slices.nodes()),
         )
+
+    def _pack(self, weight: Tensor, panels: Tensor, code: int) -> bool:
+        """Whether every weight comes back bit for bit. A weight that is not float32 becomes so a few rows at a time."""
+        n, k = weight.shape
+        step = n if weight.dtype is _F32 and weight.is_contiguous() else _ROWS_AT_ONCE
+        for start in range(0, n, max(1, step)):
+            rows = weight[start : start + step].to(_F32).contiguous()
+            place = panels.data_ptr() + self._library.quire_packed_bytes(code, start, k)
+            if not self._library.quire_pack(rows.data_ptr(), place, rows.shape[0], k, code):
+                return False
+        return True
 
     def linear(
         self, x: Tensor, w: PanelLinear, residual: Tensor | None = None, out: Tensor | None = None
@@ -192,6 +205,33 @@ class CpuOps(Ops):
             x.data_ptr(), w.panels_ptr, w.format_code, None, None, out.data_ptr(),
             rows, w.out_features, w.in_features, w.slices_ptr, w.num_slices,
         )  # fmt: skip
+        return out
+
+    def linear_over_ranks(
+        self,
+        x: Tensor,
+        w: PanelLinear,
+        ranks: TensorGroup,
+        tree: RankTree,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """In one call where ranks share memory: the sums are written where the others read them."""
+        shared = ranks.shared_memory(tree)
+        if shared is None:
+            return super().linear_over_ranks(x, w, ranks, tree, bias, residual)
+        rows = _rows(x, w.in_features)
+        if residual is not None and _rows(residual, w.out_features) != rows:
+            raise EngineError(f"the residual has {residual.shape[0]} rows, the input {rows}")
+        if bias is not None and _vector(bias) != w.out_features:
+            raise EngineError(f"a bias of {bias.shape[0]} elements for {w.out_features} features")
+        out = torch.empty(rows, w.out_features)
+        shared.check(self._group_linear(
+            shared.group, x.data_ptr(), w.panels_ptr, w.format_code, rows, w.out_features, w.in_features, w.slices_ptr,
+            w.num_slices, w.num_nodes, shared.steps, shared.num_steps,
+            None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+        ))  # fmt: skip
         return out
 
     def embed(self, ids: Tensor, w: PanelLinear) -> Tensor:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
-from quire.kernels.slices import Slices
+from quire.kernels.slices import RankTree, Slices
 from quire.kernels.types import HeadShape
+from quire.parallel.collectives import TensorGroup
 
 if TYPE_CHECKING:  # Triton need not be installed
     from quire.attention.triton import TritonAttention
@@ -25,6 +26,9 @@ class PackedLinear(Protocol):
 
     @property
     def in_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Fusion(Enum):
@@ -132,6 +136,14 @@ class Ops(AttentionBackend):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x in place; the norm of the sum."""
         return self.rms_norm(residual.add_(x), weight, eps)
+
+    def linear_over_ranks(
+        self, x: Tensor, w: Any, ranks: TensorGroup, tree: RankTree, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        """`linear` of a weight of which every rank has a run of the sum's slices: the same on all of them."""
+        room = ranks.room(len(tree.nodes(ranks.rank)) * x.shape[0], w.out_features)
+        nodes = self.linear_nodes(x, w, None if room is None else room.view(-1, x.shape[0], w.out_features))
+        return ranks.sum_nodes(nodes, tree, bias, residual)
 
     def norm_linear(
         self, x: Tensor, gain: Tensor, eps: float, w: Any, gated: str | None = None, out: Tensor | None = None

@@ -52,6 +52,10 @@ class DeviceLinear:
     def in_features(self) -> int:
         return self.weight.shape[1]
 
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
 
 class TritonOps(Ops):
     """`quire.ops.interface.Ops` for one GPU in bf16, fp16 or fp32. Activations have the type of the weights.

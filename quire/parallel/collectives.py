@@ -7,7 +7,7 @@ ranks exchange values, and each makes the same additions as one rank alone would
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,17 @@ from torch import Tensor
 from quire.kernels.slices import Node, RankTree, finish_tree
 
 UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTree:
+    """Where a kernel of the CPU's library finds the group and the steps that finish a tree."""
+
+    group: int
+    steps: int
+    num_steps: int
+    check: Callable[[int], None]
+    """Raises unless what the kernel returned is 0."""
 
 
 class TensorGroup(ABC):
@@ -66,6 +77,15 @@ class TensorGroup(ABC):
             for part, width in zip(parts, widths, strict=True):
                 out[:, start : start + width] = part.view(-1, width)
                 start += width
+
+    def pick(self, mine: Tensor, owners: Tensor) -> Tensor:
+        """[rows, columns] whose row i is that of rank owners[i] (int64); every rank gives as many rows."""
+        everybody = torch.stack([part.view(mine.shape) for part in self.exchange(mine)])
+        return everybody[owners, torch.arange(mine.shape[0])]
+
+    def shared_memory(self, tree: RankTree) -> SharedTree | None:
+        """For kernels that exchange by themselves, where the ranks share memory."""
+        return None
 
     def maximum(self, mine: Tensor) -> Tensor:
         """The largest of the ranks' values, element by element: an activation scale that all must agree on."""

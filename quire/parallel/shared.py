@@ -13,34 +13,37 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.errors import EngineError, RankLostError
 from quire.kernels.cpu.library import load
 from quire.kernels.slices import RankTree
-from quire.parallel.collectives import Link, TensorGroup
+from quire.parallel.collectives import Link, SharedTree, TensorGroup
 
 SLOT_BYTES = 2 << 20
 """Of a slot, of which every rank of a group has two: larger sums go in several exchanges."""
 LINK_BYTES = 4 << 20
 TIMEOUT = 300.0
 """Seconds that a rank waits for one that lives and does not come."""
-_SPIN_NS = 200_000
-"""How long a wait spins before it sleeps, where there is a core for every rank."""
+_SPIN_NS = 1_000_000
+"""How long a wait spins at most before it sleeps, where there is a core for every rank; in vain, less the next time."""
 _MOST_STACK = 32  # MAX_STACK of collective.c
 _WORD = struct.Struct("I")
 _REASONS = {1: "the group was told to stop", 2: "it did not come in time", 3: "its process is gone"}
 
 
+_PATIENCE = ("most_ns", "spin_ns", "timeout_ns", "waited_ns")
+
+
 class _Group(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), *((name, ctypes.c_int64) for name in (
-        "rank", "size", "slot_bytes", "spin_ns", "timeout_ns", "waited")))
+        "rank", "size", "slot_bytes", *_PATIENCE)))
 
 
 class _LinkEnd(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), *((name, ctypes.c_int64) for name in (
-        "capacity", "spin_ns", "timeout_ns", "waited")))
+    _fields_ = (("base", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("capacity", *_PATIENCE)))
 
 
 def shared_group_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
@@ -84,7 +87,7 @@ class SharedGroup(TensorGroup):
         self._library = library = load()
         address, self._held = _address(memory, library.quire_group_bytes(size, slot_bytes))
         self._slot_bytes = slot_bytes
-        self._group = _Group(address, rank, size, slot_bytes, _spin_ns(size), int(timeout * 1e9), 0)
+        self._group = _Group(address, rank, size, slot_bytes, _spin_ns(size), _spin_ns(size), int(timeout * 1e9), 0)
         self._at = ctypes.addressof(self._group)
         self._state = ctypes.c_int32()
         self._parts, self._lengths = (ctypes.c_void_p * size)(), (ctypes.c_int64 * size)()
@@ -98,7 +101,7 @@ class SharedGroup(TensorGroup):
 
     @property
     def waited_ns(self) -> int:  # type: ignore[override]
-        return int(self._group.waited)
+        return int(self._group.waited_ns)
 
     @waited_ns.setter
     def waited_ns(self, value: int) -> None:
@@ -135,25 +138,38 @@ class SharedGroup(TensorGroup):
         return mine.numel() * 4
 
     def exchange(self, mine: Tensor) -> list[Tensor]:
-        """In as many rounds as the longest needs; each round brings the bytes that are left to come."""
-        data = mine.reshape(-1).view(torch.uint8)
-        most = self._slot_bytes - 8
-        found: list[list[Tensor]] = [[] for _ in range(self.size)]
+        """In as many rounds as the longest needs."""
+        flat = mine.reshape(-1).contiguous()
+        total, most = flat.numel() * flat.itemsize, self._slot_bytes
+        found: list[Tensor] = []
         done, more = 0, True
         while more:
-            slot = self._slot().view(torch.uint8)
-            piece = data[done : done + most]
-            slot[:8] = torch.tensor([data.numel()], dtype=torch.int64).view(torch.uint8)
-            slot[8 : 8 + piece.numel()] = piece
-            done += piece.numel()
-            self._check(self._library.quire_group_exchange(self._at, 8 + piece.numel(), self._parts, self._lengths))
-            more = False
-            for parts, address, length in zip(found, self._parts, self._lengths, strict=True):
-                bytes_there = (ctypes.c_char * length).from_address(address)
-                there = torch.frombuffer(bytes_there, dtype=torch.uint8)
-                parts.append(there[8:].clone())
-                more |= int(there[:8].view(torch.int64)) > sum(part.numel() for part in parts)
-        return [(parts[0] if len(parts) == 1 else torch.cat(parts)).view(mine.dtype) for parts in found]
+            room = self._slot().data_ptr()
+            ctypes.memmove(room, flat.data_ptr() + min(done, total), min(max(0, total - done), most))
+            self._check(self._library.quire_group_exchange(
+                self._at, max(0, total - done), self._parts, self._lengths))
+            lengths = list(self._lengths)
+            found = found or [torch.empty(length // flat.itemsize, dtype=flat.dtype) for length in lengths]
+            for out, part, length in zip(found, self._parts, lengths, strict=True):
+                if length:
+                    ctypes.memmove(out.data_ptr() + done, part, min(length, most))
+            done, more = done + most, max(lengths) > most
+        return found
+
+    def pick(self, mine: Tensor, owners: Tensor) -> Tensor:
+        rows, width = mine.shape
+        most = self.rows_at_once(4 * width)
+        out = torch.empty(rows, width)
+        for start in range(0, rows, most):
+            some, whose = mine[start : start + most], owners[start : start + most]
+            self._give(some)
+            self._check(self._library.quire_group_pick(
+                self._at, whose.data_ptr(), some.shape[0], width, out[start:].data_ptr()))
+        return out
+
+    def shared_memory(self, tree: RankTree) -> SharedTree:
+        steps = self._steps(tree)
+        return SharedTree(self._at, steps.data_ptr(), steps.shape[0], self._check)
 
     def sum_nodes(self, nodes: Tensor, tree: RankTree, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         _, rows, columns = nodes.shape
@@ -198,12 +214,12 @@ class SharedLink(Link):
             raise EngineError("the memory of a link is too small: use shared_link_bytes")
         address, self._held = _address(memory, library.quire_link_bytes(capacity))
         self._sends = sends
-        self._end = _LinkEnd(address, capacity, _spin_ns(ranks), int(timeout * 1e9), 0)
+        self._end = _LinkEnd(address, capacity, _spin_ns(ranks), _spin_ns(ranks), int(timeout * 1e9), 0)
         library.quire_link_join(ctypes.addressof(self._end), sends)
 
     @property
     def waited_ns(self) -> int:  # type: ignore[override]
-        return int(self._end.waited)
+        return int(self._end.waited_ns)
 
     @waited_ns.setter
     def waited_ns(self, value: int) -> None:
@@ -212,18 +228,15 @@ class SharedLink(Link):
     def send(self, data: memoryview) -> None:
         if not self._sends:
             raise EngineError("this side of the link receives")
-        held = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else None
-        if held is not None:
-            self._move(held)
+        self._move(data)
 
     def receive(self, into: memoryview) -> None:
         if self._sends:
             raise EngineError("this side of the link sends")
-        if into.nbytes:
-            self._move(torch.frombuffer(into, dtype=torch.uint8))
+        self._move(into)
 
-    def _move(self, data: Tensor) -> None:
-        state = self._library.quire_link_move(
-            ctypes.addressof(self._end), data.data_ptr(), data.numel(), self._sends)
+    def _move(self, data: memoryview) -> None:
+        held = np.frombuffer(data, np.uint8)
+        state = self._library.quire_link_move(ctypes.addressof(self._end), held.ctypes.data, held.size, self._sends)
         if state:
             raise RankLostError(f"a pipeline stage waited for its neighbour: {_REASONS[state]}")

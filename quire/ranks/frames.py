@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import socket
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -121,10 +123,13 @@ class FrameSocket:
     def tell(self, kind: Kind, content: Mapping[str, Any]) -> None:
         self.send(kind, json.dumps(content).encode())
 
-    def receive(self) -> Frame:
-        """The next message; waits for it."""
+    def receive(self, seconds: float = math.inf) -> Frame:
+        """The next message; waits for it, but no longer than that (where the socket has a timeout)."""
+        until = time.monotonic() + seconds
         while not self._ready:
             self._ready = self.take()
+            if not self._ready and time.monotonic() > until:
+                raise ConnectionLost(f"no answer came within {seconds:.0f} seconds")
         return self._ready.pop(0)
 
     def take(self) -> list[Frame]:

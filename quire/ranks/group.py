@@ -235,7 +235,7 @@ class RankGroup(threading.Thread):
             state.silence = 0.0 if now - state.heard < 2 * _LOOK_SECONDS else state.silence + elapsed
             if state.silence < _SILENT_SECONDS:
                 continue
-            if handle.stopped():
+            if handle.stopped() and (state.ready or handle.local):
                 self.lose(rank, f"it was stopped and has given no sign of life for {now - state.heard:.1f} seconds")
             elif state.silence > (_SILENT_BUSY_SECONDS if state.ready else _START_SILENT_SECONDS):
                 self.lose(rank, f"it has given no sign of life for {now - state.heard:.1f} seconds")
@@ -249,9 +249,8 @@ class RankGroup(threading.Thread):
             handle.kill()
 
     def _end(self) -> None:
-        """Kindly first: a rank whose connection is closed ends by itself."""
         for handle in self.handles:
-            handle.link.close()
+            handle.end()
         until = time.monotonic() + _CLOSE_SECONDS
         for handle in self.handles:
             if self.failure is None:

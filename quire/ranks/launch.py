@@ -31,6 +31,9 @@ class RankHandle(Protocol):
     def stopped(self) -> bool:
         """Has somebody stopped it (SIGSTOP), or is nothing known that speaks against that?"""
 
+    def end(self) -> None:
+        """Tell it that it is not needed any more."""
+
     def kill(self) -> None:
         """End it, whatever it does."""
 
@@ -71,6 +74,9 @@ class RankProcess:
         except OSError:
             return True
         return status.rpartition(")")[2].split()[0] in "TtZX"
+
+    def end(self) -> None:
+        self.link.close()
 
     def kill(self) -> None:
         self.link.close()

@@ -13,6 +13,7 @@ from quire.ranks.group import RankGroup
 from quire.ranks.launch import RankHandle, RankProcess
 from quire.ranks.ring import RingWriter, ring_bytes
 from quire.ranks.shared_memory import SharedMemory
+from quire.ranks.shared_parts import SharedParts
 from quire.ranks.start import MemoryAddress, RankStart
 from quire.ranks.workers import DUMMY
 
@@ -38,21 +39,23 @@ class LocalLauncher:
         self._shared: SharedMemory | None = None
 
     def start(self) -> list[RankHandle]:
-        parts = self._share()
-        stages = self.places[0].num_stages
+        parts = None
+        if len(self.places) > 1 and self._worker["kind"] != DUMMY:  # else nobody talks to anybody
+            parts = SharedParts(self.places)
+            self._shared = SharedMemory.create("ranks", parts.size)
         cores = len(os.sched_getaffinity(0))
         handles: list[RankHandle] = []
         try:
             for place in self.places:
                 handles.append(self._rank())
-                to, here = (place.stage + 1) % stages, place.stage
-                handles[-1].link.send(Kind.START, RankStart(
+                start = RankStart(
                     place, self._worker, ranks_here=len(self.places),
                     spin_seconds=SPIN_SECONDS if len(self.places) <= cores else 0.0,
                     ring=MemoryAddress(os.getpid(), self._ring_memory.fd), reader=place.index,
-                    num_readers=len(self.places), group=parts.get(("group", here, 0)),
-                    before=parts.get(("link", here, place.tensor_rank)),
-                    after=parts.get(("link", to, place.tensor_rank))).to_json())
+                    num_readers=len(self.places))
+                if parts is not None and self._shared is not None:
+                    start = parts.give(start, os.getpid(), self._shared.fd)
+                handles[-1].link.send(Kind.START, start.to_json())
         except BaseException:
             for handle in handles:
                 handle.kill()
@@ -61,27 +64,6 @@ class LocalLauncher:
 
     def _rank(self) -> RankHandle:
         return RankProcess()
-
-    def _share(self) -> dict[tuple[str, int, int], MemoryAddress]:
-        """One piece of memory for all groups and links. The link of a stage and tensor rank leads to it."""
-        size, stages = self.places[0].tensor_size, self.places[0].num_stages
-        if size * stages == 1 or self._worker["kind"] == DUMMY:  # nobody talks to anybody
-            return {}
-        from quire.parallel.shared import shared_group_bytes, shared_link_bytes
-
-        sizes: dict[tuple[str, int, int], int] = {}
-        for stage in range(stages):
-            if size > 1:
-                sizes[("group", stage, 0)] = shared_group_bytes(size)
-            if stages > 1:
-                sizes |= {("link", stage, rank): shared_link_bytes() for rank in range(size)}
-        offsets, at = {}, 0
-        for name, count in sizes.items():
-            offsets[name] = at
-            at += -(-count // 4096) * 4096
-        self._shared = SharedMemory.create("ranks", at)
-        return {name: MemoryAddress(os.getpid(), self._shared.fd, offsets[name], count)
-                for name, count in sizes.items()}
 
     def close(self) -> None:
         for memory in (self._ring_memory, self._shared):

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.errors import QuireError, StepError
-from quire.ranks.connections import open_collectives, open_memory
+from quire.ranks.connections import MadeForOthers, open_collectives, open_memory
 from quire.ranks.frames import ConnectionLost, FrameSocket, Kind
 from quire.ranks.plan_codec import PlanDecoder
 from quire.ranks.result_codec import encode_reports, encode_result
@@ -90,14 +90,18 @@ class Rank:
 
     def run(self) -> int:
         """Until the engine closes the connection, or the rank cannot start; the exit code."""
+        made = MadeForOthers()
         kind, data = self._link.receive()
+        while kind is Kind.MAKE:
+            self._link.tell(Kind.MADE, made.make(json.loads(data)))
+            kind, data = self._link.receive()
         if kind is not Kind.START:
             return 1
         threading.Thread(target=self._listen, name="quire-listen", daemon=True).start()
         self._pulse.start()
         start = RankStart.from_json(data)
         try:
-            collectives = open_collectives(start)
+            collectives = open_collectives(start, made)
             worker = build_rank_worker(start, collectives, self._agree)
         except BaseException as error:  # also KeyboardInterrupt: somebody waits for an answer
             self._link.tell(Kind.FAILED, _described(error))
@@ -107,7 +111,10 @@ class Rank:
             source = RingReader(open_memory(start.ring), start.reader, start.num_readers, start.spin_seconds)
         worker.arrivals.on_ring = lambda: self._report(worker)
         self._link.send(Kind.READY)
-        self._carry_out(source, start, worker, collectives)
+        try:
+            self._carry_out(source, start, worker, collectives)
+        except ConnectionLost:
+            self._leave()
         return 0
 
     def _carry_out(self, source: PlanSource, start: RankStart, worker: RankWorker,

@@ -36,6 +36,9 @@ class _RankThread:
     def stopped(self) -> bool:
         return False
 
+    def end(self) -> None:
+        self.link.close()
+
     def kill(self) -> None:
         self.link.close()
         self._thread.join(_JOIN_SECONDS)

@@ -54,7 +54,8 @@ class Worker:
         decoder = build_decoder(
             source.config, _weights(source, config.model.load_format, config, shard), ops,
             max_model_len=self.pool.max_model_len, shard=shard,
-            ranks=None if collectives is None else collectives.group)
+            ranks=None if collectives is None else collectives.group, dtype=None)
+        self.weight_bytes = decoder.weight_bytes
         draft = self._draft_decoder(config, ops)
         self._cache = CacheEngine(decoder, ops, self.pool.num_blocks, config.cache.block_size,
                                   self.pool.num_host_blocks, draft=draft, draft_group=draft_group(self.spec))
@@ -76,7 +77,7 @@ class Worker:
         with reading_draft_model(speculation.model):
             source = _draft_source(speculation, config)
             return build_decoder(source.config, _weights(source, speculation.load_format, config), ops,
-                                 max_model_len=self.pool.max_model_len)
+                                 max_model_len=self.pool.max_model_len, dtype=None)
 
     def _drafter(self, speculation: SpeculationOptions, rejection: bool, decoder: Decoder, draft: Decoder | None,
                  passes: Passes) -> Proposer | None:
@@ -111,6 +112,12 @@ class Worker:
                 raise
             self._cache.start_transfers(plan)
             return StepResult(plan.step, self._runner.run(plan.entries), self.arrivals.take())
+
+    def touch_cache(self) -> None:
+        """Write to all of the KV pool, whose pages take memory only then: for whoever measures it."""
+        for layer in self._cache.layers:
+            for part in layer.tensors.values():
+                part.zero_()
 
     def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
         """What was drawn for a row on a later stage, the first token for `position`; before the plan that goes on from
@@ -163,7 +170,7 @@ def _weights(source: ModelSource, load_format: str, config: EngineConfig,
     parts = None if shard is None or shard.is_whole else stored_parts(source.config, shard)
     if load_format == "dummy":
         return dummy_weights(source.config, config.model.seed, parts)
-    return source.weights(parts=parts)
+    return source.weights(None, parts)  # packed from the type they are stored in: less memory at once
 
 
 @contextmanager

@@ -148,6 +148,25 @@ def test_env_names_what_a_bug_report_needs(inside: Callable[..., Done]) -> None:
     assert all(name in page for name in facts)
 
 
+def test_inspect_says_what_each_rank_would_hold(tmp_path: Path, inside: Callable[..., Done]) -> None:
+    model = make_checkpoint(tmp_path, "llama", intermediate_size=272)
+    words = ("inspect", str(tmp_path), "--tensor-parallel-size", "2", "--pipeline-parallel-size", "3")
+    facts = facts_of(inside(*words, "--json"))
+    ranks = facts["ranks"]
+    assert [(rank["stage"], rank["tensor_rank"]) for rank in ranks] == [(s, t) for s in range(3) for t in range(2)]
+    assert [rank["layers"] for rank in ranks[::2]] == [[0, 1], [1, 2], [2, 3]]
+    assert [rank["heads"] for rank in ranks[:2]] == [[0, 3], [3, 6]]
+    assert sum(rank["kv_bytes"] for rank in ranks) == facts["pool"]["bytes"]
+    norms = sum(weight.numel() for name, weight in model.named_parameters() if "norm" in name)
+    assert sum(rank["parameters"] for rank in ranks) == facts["parameters"] + norms
+    page = inside(*words).out
+    assert "rank 5" in page and "head of tokens" in page and "kv heads 1" in page
+    one = facts_of(inside("inspect", str(tmp_path), "--json"))
+    assert one["pool"]["blocks"] == facts["pool"]["blocks"] and len(one["ranks"]) == 1
+    refused = inside("inspect", str(tmp_path), "--tensor-parallel-size", "7")
+    assert refused.code != 0 and "use 1 to 6" in refused.err
+
+
 def test_rdma_devices_are_named_with_the_state_of_their_ports(tmp_path: Path) -> None:
     from quire.machine import rdma_devices
 
@@ -159,3 +178,12 @@ def test_rdma_devices_are_named_with_the_state_of_their_ports(tmp_path: Path) ->
             port.mkdir(parents=True)
             (port / "state").write_text(state + "\n")
     assert rdma_devices(str(tmp_path)) == ["bare (no ports)", "mlx5_0 (1: DOWN, 4: ACTIVE)", "mlx5_1 (4: ACTIVE)"]
+
+
+def test_inspect_says_which_experts_a_rank_would_hold(tmp_path: Path, inside: Callable[..., Done]) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    words = ("inspect", str(tmp_path), "--load-format", "dummy")
+    assert facts_of(inside(*words, "--json"))["ranks"][0]["experts"][0] == 0
+    ranks = facts_of(inside(*words, "--tensor-parallel-size", "2", "--json"))["ranks"]
+    assert ranks[0]["experts"][1] == ranks[1]["experts"][0] and ranks[0]["mlp_columns"] is None
+    assert "experts" in inside(*words, "--tensor-parallel-size", "2").out

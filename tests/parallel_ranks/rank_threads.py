@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def side_by_side(calls: Sequence[Callable[[], T]], give_up: Callable[[], None] = lambda: None) -> list[T]:
-    """Run each in a thread of its own. If one raises, `give_up` ends the others' waiting, and it is raised here."""
+    """Run each in a thread of its own. If one raises, `give_up` ends the others' waiting; then it is raised here."""
     found: list[Any] = [None] * len(calls)
     errors: list[BaseException] = []
 
@@ -69,10 +69,10 @@ class RankDecoder:
         return torch.zeros(len(hidden), self.spec.vocab_size) if found is None else found
 
 
-def rank_decoders(config: dict[str, Any], weights: Sequence[tuple[str, Tensor]], tensor_size: int,
-                  num_stages: int) -> list[RankDecoder]:
+def rank_decoders(config: dict[str, Any], weights: Sequence[tuple[str, Tensor]], tensor_size: int, num_stages: int,
+                  collectives: Sequence[Collectives] | None = None) -> list[RankDecoder]:
     spec = read_spec(config)
-    groups = thread_collectives(tensor_size, num_stages)
+    groups = thread_collectives(tensor_size, num_stages) if collectives is None else collectives
     return [RankDecoder(config, weights, shard_of(spec, place), collectives)
             for place, collectives in zip(Place.all(tensor_size, num_stages), groups, strict=True)]
 

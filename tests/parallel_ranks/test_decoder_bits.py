@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +13,17 @@ import torch
 from torch import Tensor
 
 from quire.models.build import build_decoder
+from quire.models.loader.source import resolve_model
 from quire.ops.cpu import CpuOps
+from quire.parallel.collectives import Collectives
+from quire.parallel.place import Place
+from quire.parallel.shared import SharedGroup, SharedLink, shared_group_bytes, shared_link_bytes
 from tests.checkpoints import FAMILY_NAMES, config_of, make_model, weights_of
+from tests.models.loader.tiny_gguf import tiny_model, write_gguf
 from tests.paged_driver import PagedDriver
 from tests.parallel_ranks.rank_threads import rank_decoders, side_by_side
 
-TOKENS = random.Random(0).choices(range(97), k=44)
+TOKENS = random.Random(0).choices(range(96), k=44)
 CHUNKS = [17, 22, 1, 1, 1, 2]
 WIDE: dict[str, dict[str, Any]] = {"gpt2": {"n_inner": 272}, "opt": {"ffn_dim": 272}}
 """Eight slices of the MLP, the last of them shorter: so that all sizes up to eight can be."""
@@ -37,10 +44,11 @@ def one_rank(family: str, **more: Any) -> tuple[dict[str, Any], list[tuple[str, 
     return config, weights, PagedDriver(decoder, num_blocks=16).run(0, TOKENS, CHUNKS)
 
 
-def of_ranks(config: dict[str, Any], weights: list[tuple[str, Tensor]], tensor_size: int, num_stages: int) -> Tensor:
+def of_ranks(config: dict[str, Any], weights: list[tuple[str, Tensor]], tensor_size: int, num_stages: int,
+             collectives: list[Collectives] | None = None) -> Tensor:
     """Logits of the same sequence, from the rank that draws."""
     drivers = [PagedDriver(decoder, num_blocks=16)  # type: ignore[arg-type]
-               for decoder in rank_decoders(config, weights, tensor_size, num_stages)]
+               for decoder in rank_decoders(config, weights, tensor_size, num_stages, collectives)]
     found = side_by_side([lambda driver=driver: driver.run(0, TOKENS, CHUNKS) for driver in drivers])
     return found[(num_stages - 1) * tensor_size]
 
@@ -67,3 +75,43 @@ def test_tied_or_not_the_vocabulary_is_shared(family: str, tied: bool) -> None:
     config, weights, expected = one_rank(family, tie_word_embeddings=tied)
     for tensor_size, num_stages in ((3, 1), (2, 3)):
         assert torch.equal(of_ranks(config, weights, tensor_size, num_stages), expected)
+
+
+def in_shared_memory(tensor_size: int, num_stages: int) -> list[Collectives]:
+    """As between processes, with slots so small that most exchanges take several rounds."""
+    slot, capacity = 2048, 1000
+    groups = [mmap.mmap(-1, shared_group_bytes(tensor_size, slot)) for _ in range(num_stages)]
+    links = [[mmap.mmap(-1, shared_link_bytes(capacity)) for _ in range(tensor_size)] for _ in range(num_stages)]
+    found = []
+    for place in Place.all(tensor_size, num_stages):
+        group = SharedGroup(groups[place.stage], place.tensor_rank, tensor_size, 60.0, slot)
+        after = links[(place.stage + 1) % num_stages][place.tensor_rank]
+        found.append(Collectives(group if tensor_size > 1 else None,
+                                 SharedLink(links[place.stage][place.tensor_rank], sends=False, timeout=60.0),
+                                 SharedLink(after, sends=True, timeout=60.0)))
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "opt"])
+def test_through_shared_memory_too(family: str) -> None:
+    config, weights, expected = one_rank(family)
+    for tensor_size, num_stages in ((2, 1), (3, 1), (2, 2)):
+        peers = in_shared_memory(tensor_size, num_stages)
+        assert torch.equal(of_ranks(config, weights, tensor_size, num_stages, peers), expected)
+        assert all(each.waited_ns > 0 for each in peers)
+
+
+@pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_packed_weights_are_cut_at_the_borders_of_slices(quant: str, tmp_path: Path) -> None:
+    """Heads of 32 columns, so that every projection is packed; a rank's part may be packed in another way."""
+    model = tiny_model("llama", head_dim=32, intermediate_size=256)
+    source = resolve_model(str(write_gguf(tmp_path / "m.gguf", "llama", model, quant)))
+    weights = list(source.weights())
+    decoder = build_decoder(source.config, [(name, tensor.clone()) for name, tensor in weights], CpuOps(num_threads=1),
+                            max_model_len=128)
+    layer = decoder.layers[0]
+    packed = {each.packed.format for each in (layer.attn.qkv, layer.attn.out, layer.mlp.up, layer.mlp.down)}
+    assert packed == {"BF16": {"bfloat16"}, "Q4_1": {"scaled4"}, "Q8_0": {"scaled8"}}.get(quant, packed)
+    expected = PagedDriver(decoder, num_blocks=16).run(0, TOKENS, CHUNKS)
+    for tensor_size, num_stages in ((3, 1), (2, 2)):
+        assert torch.equal(of_ranks(source.config, weights, tensor_size, num_stages), expected)

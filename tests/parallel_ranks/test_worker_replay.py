@@ -31,7 +31,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(folder, "llama", shards=3, intermediate_size=272)
     # A draft that agrees now and then: the target's embeddings and head, and its first layer.
     config = json.loads((folder / "config.json").read_text())
-    weights = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    files = sorted(folder.glob("*.safetensors"))
+    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
     (folder / "draft").mkdir()
     (folder / "draft" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     save_file({name: tensor for name, tensor in weights.items() if ".layers." not in name or ".layers.0." in name},
@@ -49,11 +50,12 @@ def params(index: int) -> SamplingParams:
     return SamplingParams(seed=1000 + index, max_tokens=10, ignore_eos=True, **kinds[index % 4])
 
 
-def recorded(
-    folder: Path, options: dict[str, Any], beams: bool = False
-) -> tuple[Any, list[tuple[StepPlan, StepResult]]]:
+Steps = list[tuple[StepPlan, StepResult]]
+
+
+def recorded(folder: Path, options: dict[str, Any], beams: bool = False) -> tuple[Any, Steps]:
     """The pool of an engine of one rank, and every plan that it carried out with what came of it."""
-    steps: list[tuple[StepPlan, StepResult]] = []
+    steps: Steps = []
     with LLM(str(folder), **options) as llm:
         worker = llm._core.executor._worker  # type: ignore[attr-defined]
         execute = worker.execute

@@ -6,8 +6,9 @@
  *
  * A link: a ring of bytes with one writer and one reader.
  *
- * All zero is the state at the start. Waiting spins for a moment, as long as there are cores for all, then sleeps on a
- * futex and looks every few milliseconds whether somebody asked to stop or the other process is gone. */
+ * All zero is the state at the start. Waiting spins for a moment, then sleeps on a futex and looks every few
+ * milliseconds whether somebody asked to stop or the other process is gone. How long it spins is learned: where spinning
+ * was in vain, because the other rank has no core just now, the next wait spins half as long. */
 #define _GNU_SOURCE
 #include "export.h"
 #include "pool.h"
@@ -22,10 +23,14 @@
 #include <time.h>
 #include <unistd.h>
 
+void quire_linear(const float *x, const void *w, int32_t format, const float *bias, const float *residual, float *out,
+                  int64_t rows, int64_t n, int64_t k, const void *slices, int64_t num_slices);
+
 enum { OK = 0, ABORTED = 1, LATE = 2, LOST = 3 };
 
 #define LINE 64
 #define LOOK_NS 20000000L /* between two looks at what could end the waiting, while asleep */
+#define LEAST_SPIN_NS 5000
 #define BLOCK 512         /* floats of a row that are summed at once */
 #define MAX_STACK 32      /* sums at once; Python refuses trees that need more */
 
@@ -47,16 +52,16 @@ typedef struct {
     char unused[LINE - 4];
 } header;
 
-/* How a rank waits; `waited` is added to. */
+/* How a rank waits: `most_ns` is how long it spins at most, `spin_ns` how long just now. */
 typedef struct {
-    int64_t spin_ns, timeout_ns;
-    int64_t *waited;
+    int64_t most_ns, spin_ns, timeout_ns, waited_ns;
 } patience;
 
 /* A group as one of its ranks sees it. */
 typedef struct {
     char *base;
-    int64_t rank, size, slot_bytes, spin_ns, timeout_ns, waited;
+    int64_t rank, size, slot_bytes;
+    patience patience;
 } group;
 
 static inline void relax(void) {
@@ -96,7 +101,7 @@ static void sleep_on(bell *b, uint32_t target) {
 }
 
 /* Until the bell has reached `target`, or there is no use in waiting. */
-static int await(bell *b, uint32_t target, _Atomic uint32_t *abort, _Atomic int32_t *process, const patience *p) {
+static int await(bell *b, uint32_t target, _Atomic uint32_t *abort, _Atomic int32_t *process, patience *p) {
     if (atomic_load_explicit(abort, memory_order_relaxed)) return ABORTED;
     if (reached(b, target)) return OK;
     int64_t began = now_ns(), now = began;
@@ -106,6 +111,8 @@ static int await(bell *b, uint32_t target, _Atomic uint32_t *abort, _Atomic int3
             if (reached(b, target)) state = OK;
         now = now_ns();
     }
+    if (state == OK) p->spin_ns = p->spin_ns * 2 < p->most_ns ? p->spin_ns * 2 : p->most_ns;
+    else if (p->spin_ns / 2 >= LEAST_SPIN_NS) p->spin_ns /= 2;
     while (state < 0) {
         sleep_on(b, target);
         if (reached(b, target)) state = OK;
@@ -113,7 +120,7 @@ static int await(bell *b, uint32_t target, _Atomic uint32_t *abort, _Atomic int3
         else if (is_gone(process)) state = reached(b, target) ? OK : LOST;
         else if (now_ns() - began > p->timeout_ns) state = LATE;
     }
-    *p->waited += now_ns() - began;
+    p->waited_ns += now_ns() - began;
     return state;
 }
 
@@ -129,11 +136,10 @@ static uint32_t own_count(const group *g) { return atomic_load_explicit(&cell_of
 
 /* Until every other rank has arrived `target` times. */
 static int await_all(group *g, uint32_t target) {
-    patience p = {g->spin_ns, g->timeout_ns, &g->waited};
     for (int64_t r = 0; r < g->size; r++) {
         cell *theirs = cell_of(g, r);
         if (r == g->rank) continue;
-        int state = await(&theirs->arrived, target, &((header *)g->base)->abort, &theirs->process, &p);
+        int state = await(&theirs->arrived, target, &((header *)g->base)->abort, &theirs->process, &g->patience);
         if (state != OK) return state;
     }
     return OK;
@@ -162,7 +168,8 @@ static void arrive(group *g, int64_t bytes) {
     ring_bell(&mine->arrived, count + 1);
 }
 
-/* Arrive, and wait for all; then `parts` [size] say where each rank's values lie and `lengths` [size] how many bytes. */
+/* Arrive, and wait for all; then `parts` [size] say where each rank's values lie and `lengths` [size] how many bytes it
+ * said: what does not fit a slot comes with the next exchanges. */
 EXPORT int32_t quire_group_exchange(group *g, int64_t bytes, const void **parts, int64_t *lengths) {
     uint32_t number = own_count(g);
     arrive(g, bytes);
@@ -245,6 +252,27 @@ EXPORT int32_t quire_group_gather(group *g, int64_t bytes, const int64_t *widths
     return OK;
 }
 
+/* A linear layer whose input ranks share: this rank's nodes [nodes, rows, n] of the sums, then those of all ranks. */
+EXPORT int32_t quire_group_linear(group *g, const float *x, const void *w, int32_t format, int64_t rows, int64_t n, int64_t k,
+                                  const void *slices, int64_t num_slices, int64_t nodes, const tree_step *steps,
+                                  int64_t num_steps, const float *bias, const float *residual, float *out) {
+    int32_t state;
+    float *room = quire_group_room(g, &state);
+    if (!room) return state;
+    quire_linear(x, w, format, NULL, NULL, room, rows, n, k, slices, num_slices);
+    return quire_group_sum(g, nodes * rows * n * (int64_t)sizeof(float), steps, num_steps, rows, n, bias, residual, out);
+}
+
+/* Each rank's slot has `rows` rows; row i of out is the one of rank owners[i]. */
+EXPORT int32_t quire_group_pick(group *g, const int64_t *owners, int64_t rows, int64_t width, float *out) {
+    uint32_t number = own_count(g);
+    arrive(g, rows * width * (int64_t)sizeof(float));
+    int state = await_all(g, number + 1);
+    for (int64_t i = 0; state == OK && i < rows; i++)
+        memcpy(out + i * width, (float *)slot_of(g, owners[i], number) + i * width, (size_t)width * sizeof(float));
+    return state;
+}
+
 /* ---- a link */
 
 typedef struct {
@@ -262,7 +290,8 @@ typedef struct {
 /* A link as one of its sides sees it. */
 typedef struct {
     char *base;
-    int64_t capacity, spin_ns, timeout_ns, waited;
+    int64_t capacity;
+    patience patience;
 } link_end;
 
 EXPORT int64_t quire_link_bytes(int64_t capacity) { return (int64_t)sizeof(link_head) + capacity; }
@@ -277,7 +306,6 @@ EXPORT int32_t quire_link_move(link_end *e, char *data, int64_t bytes, int32_t w
     link_head *h = (link_head *)e->base;
     char *ring = e->base + sizeof(link_head);
     bell *theirs = writes ? &h->read : &h->written, *mine = writes ? &h->written : &h->read;
-    patience p = {e->spin_ns, e->timeout_ns, &e->waited};
     int64_t most = e->capacity / 8 > 4096 ? e->capacity / 8 : e->capacity;
     while (bytes > 0) {
         uint32_t rung = atomic_load(&theirs->value);
@@ -285,7 +313,7 @@ EXPORT int32_t quire_link_move(link_end *e, char *data, int64_t bytes, int32_t w
         int64_t count = writes ? e->capacity - (int64_t)(head - tail) : (int64_t)(head - tail);
         int64_t straight = e->capacity - (int64_t)(at % (uint64_t)e->capacity);
         if (count == 0) {
-            int state = await(theirs, rung + 1, &h->abort, writes ? &h->reader : &h->writer, &p);
+            int state = await(theirs, rung + 1, &h->abort, writes ? &h->reader : &h->writer, &e->patience);
             if (state != OK) return state;
             continue;
         }

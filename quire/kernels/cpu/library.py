@@ -45,6 +45,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_group_exchange": (_N, [_P, _I, _P, _P]),
     "quire_group_sum": (_N, [_P, _I, _P, _I, _I, _I, _P, _P, _P]),
     "quire_group_gather": (_N, [_P, _I, _P, _I, _P]),
+    "quire_group_linear": (_N, [_P, _P, _P, _N, _I, _I, _I, _P, _I, _I, _P, _I, _P, _P, _P]),
+    "quire_group_pick": (_N, [_P, _P, _I, _I, _P]),
     "quire_link_bytes": (_I, [_I]),
     "quire_link_join": (None, [_P, _N]),
     "quire_link_move": (_N, [_P, _P, _I, _N]),
@@ -54,7 +56,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_ring_load": (_U, [_P]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 7
+ABI_VERSION = 9
 
 
 def cpu_flags() -> set[str]:

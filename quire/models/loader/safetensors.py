@@ -110,7 +110,8 @@ def _read_ranges(stored: Any, ranges: Ranges) -> torch.Tensor:
     import torch
 
     dim, runs = ranges
-    return torch.cat([stored[start:stop] if dim == 0 else stored[:, start:stop] for start, stop in runs], dim)
+    parts = [stored[start:stop] if dim == 0 else stored[:, start:stop] for start, stop in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, path: Path) -> torch.Tensor:

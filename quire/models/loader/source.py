@@ -150,7 +150,8 @@ class GgufSource(ModelSource):
         else:
             dim, runs = ranges
             dim = 1 - dim if turned else dim
-            values = torch.cat([torch.from_numpy(self._file.read_range(tensor, dim, *run)) for run in runs], dim)
+            pieces = [torch.from_numpy(self._file.read_range(tensor, dim, *run)) for run in runs]
+            values = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
         values = self._arch.undo(name, values.t() if turned else values, self._config)
         return values if dtype is None else values.to(dtype)
 

@@ -1,0 +1,198 @@
+"""What a rank loads is its part of what one rank alone would load, and it reads nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from quire.bench.rank_memory import rank_memory
+from quire.errors import ConfigError, ModelLoadError
+from quire.models.build import dummy_weights, stored_parts
+from quire.models.loader.gguf import GgufFile
+from quire.models.loader.gguf_quants import QUANT_FORMATS
+from quire.models.loader.source import ModelSource, resolve_model
+from quire.models.registry import read_spec
+from quire.models.shard import even_runs, shard_of, stage_layers
+from quire.models.stored_parts import NOTHING, take
+from quire.parallel.place import Place
+from tests.checkpoints import FAMILY_NAMES, config_of, make_checkpoint, make_model
+from tests.models.loader.tiny_gguf import CONFIGS, tiny_model, write_gguf
+
+
+def check_parts(source: ModelSource, sizes: tuple[int, int]) -> None:
+    spec, whole = read_spec(source.config), dict(source.weights())
+    seen: set[str] = set()
+    for place in Place.all(*sizes):
+        parts = stored_parts(source.config, shard_of(spec, place))
+        found = dict(source.weights(parts=parts))
+        for name, tensor in whole.items():
+            ranges = parts.ranges(name, tuple(tensor.shape))
+            if ranges == NOTHING:
+                assert name not in found
+            else:
+                assert torch.equal(found[name], tensor if ranges is None else take(tensor, ranges)), (place, name)
+        seen |= found.keys()
+    assert seen == whole.keys()
+
+
+@pytest.mark.parametrize("arch", CONFIGS)
+def test_parts_of_a_gguf(arch: str, tmp_path: Path) -> None:
+    check_parts(resolve_model(str(write_gguf(tmp_path / "m.gguf", arch, tiny_model(arch)))), (2, 2))
+
+
+@pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_parts_of_quantized_weights(arch: str, quant: str, tmp_path: Path) -> None:
+    check_parts(resolve_model(str(write_gguf(tmp_path / "m.gguf", arch, tiny_model(arch), quant))), (2, 1))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "gemma3"])
+def test_parts_of_several_safetensors(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family, shards=3)
+    check_parts(resolve_model(str(tmp_path)), (2, 2))
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_random_weights_are_the_same_at_every_size(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.models.build._RANDOM_AT_ONCE", 777)  # so that matrices are made in many pieces
+    config = config_of(make_model(family))
+    spec, whole = read_spec(config), dict(dummy_weights(config, 5))
+    for place in Place.all(2, 2):
+        parts = stored_parts(config, shard_of(spec, place))
+        for name, tensor in dummy_weights(config, 5, parts):
+            ranges = parts.ranges(name, tuple(whole[name].shape))
+            assert torch.equal(tensor, whole[name] if ranges is None else take(whole[name], ranges))
+
+
+@pytest.mark.parametrize("kind", QUANT_FORMATS)
+def test_any_range_of_a_matrix_in_any_format(kind: int, tmp_path: Path) -> None:
+    """Borders need not be those of a format's blocks."""
+    quant, draw = QUANT_FORMATS[kind], random.Random(kind)
+    rows, columns = 7, 3 * max(quant.block_elements, 16)
+    stored = np.frombuffer(draw.randbytes(rows * columns // quant.block_elements * quant.block_bytes), np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("m", stored.reshape(rows, -1), raw_dtype=gguf.GGMLQuantizationType(kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with GgufFile(tmp_path / "m.gguf") as file:
+        tensor = file.tensors["m"]
+        assert tensor.shape == (rows, columns)
+        whole = np.empty(rows * columns, np.float32)
+        file.read(tensor, whole)
+        whole = whole.reshape(rows, columns)
+        for start, stop in ((0, 3), (2, 7)):
+            assert np.array_equal(file.read_range(tensor, 0, start, stop), whole[start:stop], equal_nan=True)
+        for start, stop in ((0, columns), (0, 16), (16, columns), (5, columns - 3)):
+            assert np.array_equal(file.read_range(tensor, 1, start, stop), whole[:, start:stop], equal_nan=True)
+
+
+def test_a_rank_reads_its_share_of_the_file_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = resolve_model(str(write_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), "Q8_0")))
+    spec, read = read_spec(source.config), [0]
+    preadv = os.preadv
+
+    def counting(fd: int, buffers: Any, offset: int) -> int:
+        count = preadv(fd, buffers, offset)
+        read[0] += count
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+
+    def bytes_of(parts: Any) -> int:
+        read[0] = 0
+        for _ in source.weights(parts=parts):
+            pass
+        return read[0]
+
+    whole = bytes_of(None)
+    shares = [bytes_of(stored_parts(source.config, shard_of(spec, place))) for place in Place.all(2, 1)]
+    norms = sum(tensor.nbytes for name, tensor in source._file.tensors.items()  # type: ignore[attr-defined]
+                if "norm" in name)
+    # Of every matrix each rank reads its part; the tiny model's key heads are as many as its ranks.
+    assert sum(shares) == whole + norms
+    assert max(shares) < 0.6 * whole
+
+
+def test_a_checkpoint_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama")
+    config = config_of(model) | {"intermediate_size": 96}
+    parts = stored_parts(config, shard_of(read_spec(config), Place(0, 2, 0, 1)))
+    with pytest.raises(ModelLoadError, match=r"gate_proj|up_proj|down_proj"):
+        for _ in resolve_model(str(tmp_path)).weights(parts=parts):
+            pass
+
+
+def test_a_ranks_peak_is_its_share_and_400_mb() -> None:
+    """With Python, torch and everything; the KV pool written to."""
+    for rank in rank_memory("smollm2-135m", 2, 1):
+        assert 50e6 < rank["weights"] < 60e6 and rank["kv"] == 256 * 16 * 30 * 2 * 2 * 64 * 4
+        assert rank["peak"] < rank["weights"] + rank["kv"] + 400e6, rank
+
+
+# ---- who has what
+
+
+def test_runs_cover_everything_once_and_differ_by_one() -> None:
+    spec = read_spec(config_of(make_model("llama", num_attention_heads=6, intermediate_size=272)))
+    for size in range(1, 7):
+        shards = [shard_of(spec, place) for place in Place.all(size, 1)]
+        heads = [shard.layer(0).heads for shard in shards]
+        assert [h.first for h in heads] == [0, *[h.last for h in heads[:-1]]] and heads[-1].last == 6
+        assert max(h.last - h.first for h in heads) - min(h.last - h.first for h in heads) <= 1
+        for h in heads:
+            assert (h.first_kv, h.last_kv) == (h.first // 3, (h.last - 1) // 3 + 1)
+        columns = [shard.layer(0).mlp_columns for shard in shards]
+        assert columns[0][0] == 0 and columns[-1][1] == 272
+        assert [low for low, _ in columns[1:]] == [high for _, high in columns[:-1]]
+        runs = shards[0].vocabulary
+        assert runs[0][0] == 0 and runs[-1][1] == 97 and all(low < high for low, high in runs)
+
+
+def test_sizes_that_cannot_be_are_refused_with_those_that_can() -> None:
+    spec = read_spec(config_of(make_model("llama")))  # 80 columns: three slices
+    with pytest.raises(ConfigError, match="use 1 to 3") as caught:
+        shard_of(spec, Place(0, 4, 0, 1))
+    assert caught.value.field == "tensor_parallel_size"
+    with pytest.raises(ConfigError, match="use 1 to 3") as caught:
+        shard_of(spec, Place(0, 1, 0, 4))
+    assert caught.value.field == "pipeline_parallel_size"
+    with pytest.raises(ValueError, match="place"):
+        Place(2, 2, 0, 1)
+
+
+def test_stages_are_dealt_by_cost() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        costs = [draw.choice([1.0, 2.0, 7.0]) for _ in range(draw.randrange(1, 9))]
+        count = draw.randrange(1, len(costs) + 1)
+        runs = even_runs(costs, count)
+        assert [low for low, _ in runs] == [0, *[high for _, high in runs[:-1]]] and runs[-1][1] == len(costs)
+        assert all(low < high for low, high in runs)
+        dearest = max(sum(costs[low:high]) for low, high in runs)
+        assert dearest == best(costs, count)
+
+
+def best(costs: list[float], count: int) -> float:
+    """By trying every way."""
+    if count == 1:
+        return sum(costs)
+    return min(max(sum(costs[:cut]), best(costs[cut:], count - 1)) for cut in range(1, len(costs) - count + 2))
+
+
+def test_the_head_counts_as_what_it_weighs() -> None:
+    """With a vocabulary as dear as two layers the last of two stages has two layers fewer."""
+    layers = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8}
+    spec = read_spec(config_of(make_model("llama", **layers)))
+    layer = sum(np.prod(shape) for name, shape in spec.parameters().items() if name.startswith("layers.0."))
+    wide = read_spec(config_of(make_model("llama", **layers, vocab_size=round(2 * int(layer) / 48))))
+    assert stage_layers(spec, 2) == [(0, 4), (4, 8)]
+    assert stage_layers(wide, 2) == [(0, 5), (5, 8)]
