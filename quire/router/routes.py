@@ -186,7 +186,7 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/router/servers", "The servers, what they have to do, and who got what and why", _servers),
     *(Route("POST", path, "The index of a KV pool, for engines", _units, open=True) for path in UNIT_PATHS),
     Route("POST", PATH, "A server says that it is there", take_beat, open=True),
-    Route("GET", "/health", "200 while a server takes requests", _health, open=True),
+    Route("GET", "/health", "200 while a server takes requests", _health, open=True, also=("503",)),
     Route("GET", "/metrics", "Prometheus metrics", _metrics, media="text/plain"),
     Route("GET", "/version", "Quire's version", _version),
     Route("GET", "/openapi.json", "This document", _openapi),

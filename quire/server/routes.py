@@ -212,7 +212,7 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/tokenize", "From text or messages to tokens", _tokenize, TokenizeBody, responses.Tokens),
     Route("POST", "/detokenize", "From tokens to text", _detokenize, DetokenizeBody, responses.Detokenized),
     Route("GET", "/v1/kv/events", "Which prefixes the engine holds, and each change", kv_events,
-          media="text/event-stream"),
+          media="text/event-stream", also=("404",)),
     Route("GET", "/health", "200 while the engine makes steps, 503 when it is dead", _health, None, responses.Health,
           open=True, also=("503",)),
     Route("GET", "/v1/kv/bootstrap", "Where other engines reach this one", kv_bootstrap, None, responses.Bootstrap,
