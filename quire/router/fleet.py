@@ -72,7 +72,7 @@ class Fleet:
                 event(logging.WARNING, "server_not_ready", url=replica.url, why=replica.why)
 
     def add(self, url: str, role: Role) -> Replica:
-        url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        url = _plain(url)
         if url in self._replicas:
             raise ConfigError(f"{url:.200} is listed twice", field="replicas")
         if len(self._replicas) >= _MAX_SERVERS:
@@ -87,7 +87,7 @@ class Fleet:
 
     def registered(self, url: str, role: Role, seconds: float) -> Replica:
         """A server says that it is there, and will say so again within `seconds`."""
-        replica = self._replicas.get(url.rstrip("/"))
+        replica = self._replicas.get(_plain(url))
         if replica is None:
             replica = self.add(url, role)
             event(logging.INFO, "server_registered", url=url, role=role.value)
@@ -98,7 +98,7 @@ class Fleet:
 
     def leaves(self, url: str) -> None:
         """A registered server closes: it finishes what it has."""
-        replica = self._replicas.get(url.rstrip("/"))
+        replica = self._replicas.get(_plain(url))
         if replica is not None and replica.leased_until is not None:
             replica.state, replica.why = State.DRAINING, "it says that it is closing"
 
@@ -193,3 +193,7 @@ class Fleet:
         for replica in self:
             replica.upstream.cut("the router is closing")
 
+
+def _plain(url: str) -> str:
+    """The one way to write the address of a server."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 from quire.router.asked import Asked, error_code
 from quire.router.load import Ticket
@@ -35,6 +36,7 @@ _TRY_ELSEWHERE = frozenset({429, 500, 502, 503, 504})
 """A full queue, an engine that died, a server that closes: another may be well. No other answer is doubted."""
 _FINAL = frozenset({"request_quarantined", "request_timeout"})
 """Errors that are the request's own, though their status says otherwise."""
+_IN_QUERY = "!$%&'()*+,;=:@/?[]"
 _MOST_WHOLE = 256 << 20
 """Bytes of an answer that is not streamed."""
 _MOST_EVENT = 8 << 20
@@ -47,7 +49,8 @@ class Passage:
         self._service, self._record, self._send = service, record, send
         self._method, self._body, self._asked = scope["method"], body, asked
         query = scope.get("query_string", b"")
-        self._path = scope["path"] + (f"?{query.decode('latin-1')}" if query else "")
+        # The path comes decoded: as it is, a line end in it would be one of the request to the server.
+        self._path = quote(scope["path"], safe="/") + (f"?{quote(query, safe=_IN_QUERY)}" if query else "")
         self._headers = [*passed_up(scope), (b"x-request-id", record.request_id.encode())]
         self._on_start = on_start
         self._content = content_digest(record, body)
@@ -118,7 +121,7 @@ class Passage:
             with contextlib.closing(answer):
                 return await self._pass_on(answer, replica, ticket)
         except UpstreamError as error:
-            self._suspect(error.reached)
+            self._suspect(replica, error.reached)
             replica.failed(str(error))
             replica.outcomes["broken" if self._started else "retried"] += 1
             LOGGER.warning("server_failed", extra={"fields": {
@@ -130,11 +133,13 @@ class Passage:
                                            retry_after=1.0))
             return True
 
-    def _suspect(self, reached: bool) -> None:
-        """A server failed that may have begun with this request, whose fault it may be."""
+    def _suspect(self, replica: Replica, reached: bool) -> None:
+        """A server failed that may have begun with this request, whose fault it may be. Many of the same content that
+        were there together saw one failure."""
         if reached:
             self._reached += 1
-            self._service.quarantine.died_with([self._content])
+            if replica.accuse(self._content):
+                self._service.quarantine.died_with([self._content])
 
     def _innocent(self, replica: Replica) -> None:
         replica.breaker.succeeded()
@@ -151,7 +156,7 @@ class Passage:
         code = error_code(body) if answer.status in _TRY_ELSEWHERE else None
         if answer.status in _TRY_ELSEWHERE and code not in _FINAL:
             replica.refused(code, answer.status)
-            self._suspect(answer.status != 429 and code != "closing")
+            self._suspect(replica, answer.status != 429 and code != "closing")
             self._refusal = (answer, body)
             return False
         self._innocent(replica)
@@ -168,13 +173,18 @@ class Passage:
 
     async def _stream(self, answer: Answer, replica: Replica, ticket: Ticket) -> None:
         """Whole events only: where it breaks off, what follows must not stand in the middle of one."""
-        first, kept = await answer.read(), b""
+        piece, kept = await answer.read(), b""
+        while piece and b"\n\n" not in piece and len(piece) <= _MOST_EVENT:  # with half an event nothing is sent yet
+            more = await answer.read()
+            piece += more
+            if not more:
+                break
+        first = piece
         ticket.started()
         self._service.metrics.first_byte.observe(time.perf_counter() - self._record.started)
         self._service.noted(self._record.path, replica, first)
         self._start()
         await self._send({"type": "http.response.start", "status": 200, "headers": self._headers_down(answer)})
-        piece = first
         while piece:
             if not piece.endswith(b"\n\n") or kept:
                 piece = kept + piece

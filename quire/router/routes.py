@@ -81,6 +81,9 @@ def _displaceable(service: RouterService, tenant: str | None, waiting: contextli
 async def _stored(service: RouterService, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
     """A question about a stored response, which goes to the server that has it."""
     name = scope["path"].removeprefix("/v1/responses/")
+    if "/" in name or name in (".", ".."):  # what OpenAI has below a response, or another path in disguise
+        raise ApiError(404, f"there is no {scope['path']:.200} on this server; GET /docs lists what there is",
+                       code="unknown_path")
     async with _passing(service, receive):
         only = await _owner(service, name, scope)
         passage = Passage(service, record, scope, send, b"", Asked(1))

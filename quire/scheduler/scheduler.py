@@ -172,6 +172,10 @@ class Scheduler:
             self._giving_way.requeue(request, PreemptionReason.LOST, may_move=False)
 
     @property
+    def has_requests(self) -> bool:
+        return bool(self._roster.requests) or bool(self._in_flight)
+
+    @property
     def has_work(self) -> bool:
         return (bool(self._roster.requests) or bool(self._in_flight) or bool(self._endings.updates)
                 or bool(self.cache.transfers.drafted))

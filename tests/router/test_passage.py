@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import pytest
@@ -310,3 +313,53 @@ def test_waiting_places_are_shared_fairly(tmp_path: Path) -> None:
             thread.join(60)
         assert sorted(found["alice-key-123"]) == [200, 200, 200, 429] and found["bob-key-12345"] == [200]
         assert not service.active
+
+
+@pytest.mark.parametrize("name", ["a%20HTTP/1.1%0d%0aHost:x%0d%0a%0d%0aGET%20/evil", "a%0d%0aX-Evil:%20y", "a%20b",
+                                  "%E2%82%AC", "a%00b", "x%3Fq=1", "..%2f..%2fmetrics", ".."])
+def test_nothing_in_a_path_becomes_a_request_of_its_own(name: str) -> None:
+    server = FakeServer()
+    with fakes(server) as servers, routed(servers) as (address, _):
+        host, _, port = address.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=60) as client:
+            client.sendall(f"GET /v1/responses/{name} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            status = client.makefile("rb").readline().split()[1]
+        for path, headers, _ in server.asked:
+            assert path.count("/") == 3 and path.startswith("/v1/responses/") and "evil" not in headers.get("host", "")
+            assert unquote(path) == f"/v1/responses/{unquote(name)}" and "x-evil" not in headers
+        assert status == (b"404" if not server.asked else b"200") and len(server.asked) <= 1
+
+
+@pytest.mark.parametrize("half", [b'data: {"te', b"data:"])
+def test_half_of_the_first_event_is_no_token(half: bytes) -> None:
+    dies = FakeServer(breaks(stream_head() + chunk(half)))
+    with fakes(dies, FakeServer()) as servers, routed(servers) as (address, _):
+        for _ in range(2):
+            answer = post(address, STREAM)
+            assert answer.status_code == 200 and answer.text == 'data: {"text":"a"}\n\ndata: [DONE]\n\n'
+
+
+def test_many_of_one_content_at_a_server_that_dies_are_not_to_blame() -> None:
+    """One failure that six equal requests saw is one, so the seventh is not refused while they are tried elsewhere."""
+    there, go = [], threading.Event()
+
+    async def dies(path: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter) -> bool:
+        there.append(writer)
+        while len(there) < 6:
+            await asyncio.sleep(0.01)
+        return False
+
+    async def waits(path: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter) -> bool:
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+        writer.write(whole(b'{"text":"a"}'))
+        return True
+
+    bad, good = FakeServer(dies), FakeServer(waits)
+    with fakes(bad, good) as servers, routed(servers) as (address, _), ThreadPoolExecutor(16) as pool:
+        first = [pool.submit(post, address, PLAIN) for _ in range(12)]
+        until(lambda: len(good.asked) == 12)
+        last = pool.submit(post, address, PLAIN)
+        until(lambda: len(good.asked) == 13 or last.done())
+        go.set()
+        assert [each.result().status_code for each in (*first, last)] == [200] * 13

@@ -15,6 +15,7 @@ from quire.errors import ConfigError
 from quire.router import registration
 from quire.router.registration import SIGNATURE, Heartbeat, check_registration
 from quire.router.replica import State
+from quire.router.upstream import Upstream
 from quire.server_config import ServerConfig
 from tests.router.fakes import FakeServer, fakes, routed
 from tests.router.test_passage import PLAIN, post
@@ -104,3 +105,22 @@ def test_a_server_that_cannot_say_where_it_is_is_refused() -> None:
         check_registration(ServerConfig.create(host="0.0.0.0", register="http://router:8000"))
     assert error.value.field == "advertise"
     check_registration(ServerConfig.create(host="0.0.0.0", register="http://r:8000", advertise="http://me:8000"))
+
+
+def test_an_address_is_the_same_server_however_it_is_written(secret: str) -> None:
+    server = FakeServer()
+    with fakes(server) as (url,), routed([], kv_secret_file=secret) as (router, service):
+        for written in (url, f"{url}/v1", f"{url}/", f"{url}/v1/"):
+            beat(router, written)
+            leased = [each.leased_until for each in service.fleet]
+            assert len(leased) == 1
+            time.sleep(0.01)
+            beat(router, written)
+            assert [each.leased_until for each in service.fleet] > leased
+
+
+@pytest.mark.parametrize("url", ["http://host:99999", "http://host:x", "http://[::1", "http://a b", "http://ho\x7fst",
+                                 "ftp://host", "http://", "http://u@host", "host:8000", "http://h/a b"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no address of a server"):
+        Upstream(url)
