@@ -226,7 +226,7 @@ class UnitTier(KVConnector):
     def metrics(self) -> dict[str, int | float]:
         stats = self.store.stats
         found = {"connected": int(self.store.connected), "units": self.store.num_units,
-                 "bytes": self.store.num_bytes, "units_written": stats.units_written,
+                 "bytes_held": self.store.num_bytes, "units_written": stats.units_written,
                  "units_read": stats.units_read, "units_bad": stats.units_bad, "units_evicted": stats.units_evicted,
                  "bytes_written": stats.bytes_written, "bytes_read": stats.bytes_read,
                  "writes_failed": stats.writes_failed, "lookups_failed": stats.lookups_failed,
