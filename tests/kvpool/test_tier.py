@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, InvariantError
@@ -167,6 +167,7 @@ def test_a_breaker_opens_after_three_failures_and_lets_one_try() -> None:
     assert breaker.may_ask() and breaker.may_ask() and not breaker.open
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=200))
 def test_numbers_of_units_that_are_held_are_never_forgotten(steps: list[tuple[int, bool]]) -> None:
     numbers = UnitNumbers(4, remembered=8)
