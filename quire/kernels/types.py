@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quire.kernels.kv_spec import KVSpec
+
+if TYPE_CHECKING:  # what a model is, and what a rank holds of it, can be said without the import of torch
+    from torch import Tensor
 
 
 @dataclass(slots=True)

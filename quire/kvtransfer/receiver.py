@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import KVMismatchError, KVTransferError
+from quire.kvtransfer.joined import JoinedRanges
 from quire.kvtransfer.layout import LayoutDescription, PartLayout, Piece, Span, check_compatible, shares
 from quire.kvtransfer.notes import Note
-from quire.kvtransfer.runs import merged_range
 from quire.kvtransfer.store import KVStore, Tables
 from quire.kvtransfer.transport.base import OpenTransfers, Receiver
 from quire.kvtransfer.transports import DEFAULT_TRANSPORTS, usable
@@ -41,10 +41,9 @@ class KVReceiver:
     """
 
     def __init__(self, store: KVStore, secret: bytes, transports: Sequence[str] = DEFAULT_TRANSPORTS,
-                 host: str = "127.0.0.1", convert: bool = False, fingerprint: dict[str, Any] | None = None) -> None:
-        """`convert`: take KV of another element type. `fingerprint` is only shown to senders in the address."""
+                 host: str = "127.0.0.1", convert: bool = False) -> None:
+        """`convert`: take KV of another element type."""
         self._store, self._convert = store, convert
-        self._fingerprint = fingerprint
         self._transfers = OpenTransfers()
         self._receivers: dict[str, Receiver] = {}
         try:
@@ -56,7 +55,7 @@ class KVReceiver:
 
     def address(self) -> dict[str, Any]:
         """What a `KVSender` needs to reach this rank, as plain data."""
-        return {"layout": self._store.layout.to_data(), "fingerprint": self._fingerprint,
+        return {"layout": self._store.layout.to_data(),
                 "transports": {name: receiver.address for name, receiver in self._receivers.items()}}
 
     def open(self, transfer: int, epoch: int, tables: Tables, starts: Sequence[int], end: int,
@@ -108,8 +107,8 @@ class _Landing:
     end: int
     on_arrival: Arrived
     on_error: Callable[[str], None] | None
-    _came: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """By the sender's rank: ranges of tokens that it has delivered."""
+    _came: JoinedRanges = field(default_factory=JoinedRanges)
+    """Tokens that the sender's ranks have delivered."""
 
     def __post_init__(self) -> None:
         layout = self.store.layout
@@ -150,14 +149,5 @@ class _Landing:
             span = Span(said.start, said.end, self.starts)
             layout = peer.layout
             self.store.scatter(self.tables, span, peer.pieces, payload, layout.dtype, layout.scale)
-        self._came[peer.rank] = merged_range(self._came.get(peer.rank, []), said.start, said.end)
-        for start, end in self._complete(peer.writers, said.start, said.end):
+        for start, end in self._came.add(peer.rank, said.start, said.end, peer.writers):
             self.on_arrival(start, end)
-
-    def _complete(self, writers: frozenset[int], start: int, end: int) -> list[tuple[int, int]]:
-        """Which tokens of start … end-1 have come from every rank that sends us something."""
-        found = [(start, end)]
-        for rank in writers:
-            came = self._came.get(rank, [])
-            found = [(max(a, c), min(b, d)) for a, b in found for c, d in came if max(a, c) < min(b, d)]
-        return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 from quire.errors import KVMismatchError, KVTransferError
@@ -13,7 +14,7 @@ from quire.kvtransfer.notes import Note
 from quire.kvtransfer.receiver import Ticket
 from quire.kvtransfer.runs import merged_runs
 from quire.kvtransfer.store import KVStore, Tables
-from quire.kvtransfer.transport.base import Delivery, PeerLostError, Write, Writer
+from quire.kvtransfer.transport.base import ALL_INTERFACES, Address, Delivery, PeerLostError, Write, Writer
 from quire.kvtransfer.transports import DEFAULT_TRANSPORTS, TRANSPORTS, transport
 
 _AT_ONCE = 32 << 20
@@ -31,20 +32,23 @@ class _Link:
 
 
 class KVSender:
-    """One rank's sending end, connected to the ranks of one other engine. One `send` at a time."""
+    """One rank's sending end, connected to the ranks of one other engine. Whoever calls `send` meanwhile waits."""
 
     def __init__(self, store: KVStore, addresses: Sequence[dict[str, Any]], secret: bytes, *, rank: int = 0,
                  layouts: Sequence[LayoutDescription] | None = None,
-                 transports: Sequence[str] = DEFAULT_TRANSPORTS, timeout: float = 10.0, convert: bool = False) -> None:
+                 transports: Sequence[str] = DEFAULT_TRANSPORTS, timeout: float = 10.0, convert: bool = False,
+                 host: str | None = None) -> None:
         """`addresses`: of every rank of the other side, as `KVReceiver.address` made them. `layouts`: of every rank of
-        this side, where there are several. Raises KVMismatchError where KV
-        of this side cannot be understood there, PeerLostError where nobody answers."""
+        this side, where there are several. `host`: where the other side is, if it listens on all interfaces. Raises
+        KVMismatchError where KV of this side cannot be understood there, PeerLostError where nobody answers."""
         self._store = store
         self.timeout = timeout
         """Seconds for each delivery."""
         self._layouts = [store.layout] if layouts is None else list(layouts)
         self._hello = json.dumps({"rank": rank, "layouts": [each.to_data() for each in self._layouts]}).encode()
+        self._host = host
         self._links: list[_Link] = []
+        self._one_at_a_time = Lock()
         try:
             for address in addresses:
                 self._connect(address, secret, rank, transports, convert)
@@ -76,12 +80,27 @@ class KVSender:
                 problems.append(f"{name}: {missing}")
                 continue
             try:
-                return there.connect(offered[name], secret, self._hello, self.timeout)
+                return there.connect(self._placed(offered[name]), secret, self._hello, self.timeout)
             except KVMismatchError:
                 raise
             except KVTransferError as error:
                 problems.append(f"{name}: {error}")
         raise PeerLostError(f"the KV receiver cannot be reached ({'; '.join(problems) or 'no transport in common'})")
+
+    @property
+    def writers(self) -> list[Writer]:
+        """The connections, one for each rank of the other side that gets something."""
+        return [link.writer for link in self._links]
+
+    def _placed(self, address: object) -> Address:
+        """All interfaces is no place to go to."""
+        if not isinstance(address, dict):
+            raise KVTransferError("the address of a KV receiver is none")
+        if address.get("host") not in ALL_INTERFACES:
+            return address
+        if self._host is None:
+            raise KVTransferError("the KV receiver listens on all interfaces and it is not known where it is")
+        return {**address, "host": self._host}
 
     def send(self, ticket: Ticket, tables: Tables, start: int, end: int) -> int:
         """Write the KV of tokens start … end-1, which lie in the blocks `tables`, and wait until it counts there; how
@@ -91,6 +110,11 @@ class KVSender:
         if the other side does not answer (this sender is of no use then), KVTransferError if it refuses.
         """
         starts, there = _read_ticket(ticket)
+        with self._one_at_a_time:
+            return self._send(ticket, tables, there, starts, start, end)
+
+    def _send(self, ticket: Ticket, tables: Tables, there: Tables, starts: tuple[int, ...], start: int,
+              end: int) -> int:
         sent = 0
         for link in self._links:
             for first, last, whole in self._cut(link, start, end):

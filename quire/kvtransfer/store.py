@@ -58,7 +58,8 @@ class KVStore:
         self._kernels = None if self._staged else library.load()
         self._bytes: dict[int, memoryview] = {}
         self._pinned: Tensor | None = None
-        self._lock = Lock()
+        self._staging = Lock()
+        """Of whoever uses the pinned memory."""
 
     def _add(self, layer: LayerCache, number: int, name: str, heads: HeadsOf | None) -> PartLayout:
         tensor = layer.tensors[name]
@@ -90,10 +91,10 @@ class KVStore:
         """The wire form of a span, written to the beginning of `out`; how many bytes."""
         nbytes = span.nbytes(pieces, self.layout.element_size)
         host = wire_tensor(out, nbytes, self.dtype)
-        with self._lock, torch.inference_mode():
-            if not self._staged:
-                self._copy(tables, span, pieces, host, out=True)
-                return nbytes
+        if not self._staged:
+            self._copy(tables, span, pieces, host, out=True)
+            return nbytes
+        with self._staging, torch.inference_mode():
             wire = torch.empty(host.shape, dtype=self.dtype, device=self.device)
             pinned = self._pinned_bytes(nbytes).view(self.dtype)
             with torch.cuda.stream(self._stream):
@@ -115,14 +116,18 @@ class KVStore:
         if len(data) != expected:
             raise KVTransferError(f"{len(data)} bytes of KV came where {expected} belong")
         wire = wire_tensor(data, expected, theirs)
-        with self._lock, torch.inference_mode(), torch.cuda.stream(self._stream):
-            if self._staged:
-                pinned = self._pinned_bytes(expected).view(theirs)
-                wire = pinned.copy_(wire).to(self.device, non_blocking=True, copy=True)
-            if scale != self.layout.scale:
-                wire = wire.to(torch.float32) * (scale / self.layout.scale)
-            self._copy(tables, span, pieces, wire, out=False)
+        if not self._staged:
+            self._copy(tables, span, pieces, self._rescaled(wire, scale), out=False)
+            return
+        with self._staging, torch.inference_mode(), torch.cuda.stream(self._stream):
+            pinned = self._pinned_bytes(expected).view(theirs)
+            there = pinned.copy_(wire).to(self.device, non_blocking=True, copy=True)
+            self._copy(tables, span, pieces, self._rescaled(there, scale), out=False)
             self._wait()
+
+    def _rescaled(self, wire: Tensor, scale: float) -> Tensor:
+        """Numbers stored with another scale, as this cache stores them."""
+        return wire if scale == self.layout.scale else wire.to(torch.float32) * (scale / self.layout.scale)
 
     def _runs(self, tables: Tables, span: Span, pieces: Sequence[Piece]) -> dict[int, list[TokenRun]]:
         """By cache group: where the span's tokens lie."""

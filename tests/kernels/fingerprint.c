@@ -17,7 +17,9 @@ void quire_act(const float *, float *, int64_t, int64_t, int32_t);
 void quire_rope_and_cache(float *, float *, float *, const float *, const float *, const float *, const int64_t *,
                           const int64_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float);
 int32_t quire_attend(const float *, const float *, const float *, float *, const int32_t *, const int32_t *,
-                     const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
+                     const int32_t *, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                     int64_t, float, float);
+void quire_clamped_act_mul(const float *, float *, int64_t, int64_t, float, float);
 
 static uint32_t state = 1;
 
@@ -104,7 +106,7 @@ static void rows(void) {
     }
 }
 
-static void attention(int64_t dim, int64_t block, int64_t window, float cap) {
+static void attention(int64_t dim, int64_t block, int64_t window, float cap, int with_sinks) {
     enum { TOKENS = 150, HEADS = 6, KV = 2 };
     int64_t blocks = (TOKENS + block - 1) / block, width = (HEADS + 2 * KV) * dim;
     float *qkv = array((size_t)(TOKENS * width), 1.0f), *rope = array((size_t)(TOKENS * dim), 1.0f);
@@ -115,8 +117,13 @@ static void attention(int64_t dim, int64_t block, int64_t window, float cap) {
     for (int64_t i = 0; i < blocks; i++) table[i] = (int32_t)(blocks - 1 - i);
     for (int64_t i = 0; i < TOKENS; i++) at[i] = i, slots[i] = table[i / block] * block + i % block;
     quire_rope_and_cache(qkv, k, v, rope, norm, norm, at, slots, TOKENS, HEADS, KV, dim, block, dim, 1e-6f);
-    quire_attend(qkv, k, v, out, starts, length, table, blocks, 1, HEADS, KV, dim, block, window, 0.125f, cap);
+    float *sinks = with_sinks ? array(HEADS, 2.0f) : NULL;
+    quire_attend(qkv, k, v, out, starts, length, table, sinks, blocks, 1, HEADS, KV, HEADS / KV, 0, dim, block, window,
+                 0.125f, cap);
     report("attend", out, (size_t)(TOKENS * HEADS * dim));
+    if (!with_sinks) return;
+    quire_clamped_act_mul(qkv, out, TOKENS, dim, 0.5f, 1.702f);
+    report("clamped", out, (size_t)(TOKENS * dim));
 }
 
 int main(void) {
@@ -126,8 +133,9 @@ int main(void) {
         for (int32_t format = 0; format < 4; format++) products(format, 77, 160);
         products(0, 33, 333);
         rows();
-        attention(64, 16, 0, 0.0f);
-        attention(20, 5, 40, 3.0f);
+        attention(64, 16, 0, 0.0f, 0);
+        attention(20, 5, 40, 3.0f, 0);
+        attention(20, 16, 40, 0.0f, 1);
     }
     return 0;
 }

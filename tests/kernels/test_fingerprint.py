@@ -17,7 +17,7 @@ import pytest
 from quire.kernels.cpu import build, library
 
 SOURCE = Path(__file__).parent / "fingerprint.c"
-EXPECTED = "26cab2e459d4cfe644731d737eda9b03c5fdc590f8b50a5cc5a7835b1ed8ffb0"
+EXPECTED = "7ae50cbdc15c2ca5795e43aec2f1f93fcb9162699bdc36b352811eab4a5432cb"
 
 
 @pytest.mark.parametrize("variant", [name for name in library.supported_variants() if name != "x86-64-v2"])

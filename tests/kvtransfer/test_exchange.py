@@ -10,12 +10,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from quire.errors import KVMismatchError, KVTransferError
+from quire.errors import ConfigError, KVMismatchError, KVTransferError
 from quire.kvtransfer.layout import Span, first_read
 from quire.kvtransfer.receiver import KVReceiver
 from quire.kvtransfer.sender import KVSender
 from quire.kvtransfer.store import KVStore
 from quire.kvtransfer.transport.base import PeerLostError, StaleTransferError
+from quire.kvtransfer.transport.mooncake import MooncakeWriter
 from quire.kvtransfer.transports import TRANSPORTS, transport
 from tests.kvtransfer.layouts import Model, fill, make_store
 from tests.kvtransfer.test_store import cut, expected
@@ -208,3 +209,106 @@ def test_a_blocked_send_can_be_aborted(name: str) -> None:
         assert [type(error) for error in failed] == [PeerLostError]
         with pytest.raises(PeerLostError):
             sender.send(ticket, tables, 0, 12)
+
+
+def test_who_listens_everywhere_is_reached_where_it_is() -> None:
+    store = make_store(MODEL, 4, 8, tokens_last=True)
+    receiver = KVReceiver(store, SECRET, ["tcp"], host="0.0.0.0")
+    try:
+        with pytest.raises(PeerLostError, match="listens on all interfaces"):
+            KVSender(store, [receiver.address()], SECRET, transports=["tcp"])
+        KVSender(store, [receiver.address()], SECRET, transports=["tcp"], host="127.0.0.1").close()
+    finally:
+        receiver.stop()
+    with pytest.raises(ConfigError, match="no KV transport can be used here"):
+        KVReceiver(store, SECRET, [])
+    with pytest.raises(KVTransferError, match="a secret"):
+        KVReceiver(store, b"", ["tcp"])
+
+
+def test_many_transfers_at_once_that_are_closed_at_any_time(name: str) -> None:
+    """Every token that is said to have arrived is right; whoever gets the blocks of a closed transfer keeps them."""
+    writer = make_store(MODEL, 4, 16, tokens_last=True)
+    reader = make_store(MODEL, 4, 4 * 16, tokens_last=True)
+    here = [list(range(10)), list(range(10))]
+    fill(writer, MODEL, here, 38)
+    problems: list[str] = []
+    receiver = KVReceiver(reader, SECRET, [name])
+
+    def play(lane: int) -> None:
+        shuffle = random.Random(lane)
+        sender = KVSender(writer, [receiver.address()], SECRET, transports=[name], timeout=60.0)
+        for turn in range(12):
+            there = [shuffle.sample(range(lane * 16, lane * 16 + 16), 10) for _ in range(2)]
+            closes = shuffle.random() < 0.6
+            done = threading.Event()
+            came: list[int] = []
+            ticket = receiver.open(lane, turn, there, [0, 0], 38, lambda a, b, came=came: came.extend(range(a, b)))
+
+            def close(done: threading.Event = done) -> None:
+                done.wait(shuffle.random() * 0.003)
+                receiver.close(lane)
+
+            closing = threading.Thread(target=close)
+            if closes:
+                closing.start()
+            try:
+                for first in range(0, 38, 13):
+                    sender.send(ticket, here, first, min(38, first + 13))
+            except StaleTransferError:
+                assert closes
+            if closes:
+                closing.join(60)
+            else:
+                receiver.close(lane)
+            if not closes and sorted(set(came)) != list(range(38)):
+                problems.append(f"{lane}: {came}")
+            wanted = expected(reader, MODEL, there, Span(0, 38, (0, 0)))
+            for (layer, part), raw, right in zip(reader.layout.tensors(), reader.raw, wanted, strict=True):
+                for token in came:
+                    block, slot = there[layer.group][token // 4], token % 4
+                    row = (block, ..., slot) if part.tokens_last else (block, slice(None), slot)
+                    if not torch.equal(raw[row], right[row]):
+                        problems.append(f"{lane}: token {token} of layer {layer.layer}")
+                raw[lane * 16 : lane * 16 + 16] = float(lane)
+            for raw in reader.raw:
+                if not (raw[lane * 16 : lane * 16 + 16] == float(lane)).all():
+                    problems.append(f"{lane}: written late")
+        sender.close()
+
+    lanes = [threading.Thread(target=play, args=(lane,)) for lane in range(4)]
+    try:
+        for lane in lanes:
+            lane.start()
+        for lane in lanes:
+            lane.join(120)
+        assert problems == [] and not any(lane.is_alive() for lane in lanes)
+    finally:
+        receiver.stop()
+
+
+def test_what_a_stranger_writes_through_mooncake_does_not_count() -> None:
+    """Its engine lets anybody write into registered memory: the sealed digest is what decides."""
+    missing = transport("mooncake").missing()
+    if missing is not None:
+        pytest.skip(missing)
+    writer, reader = (make_store(MODEL, 4, 16, tokens_last=True) for _ in range(2))
+    fill(writer, MODEL, [[0, 1, 2], [0, 1, 2]], 12)
+    came: list[tuple[int, int]] = []
+    with engines("mooncake", [writer], [reader]) as ([sender], [receiver]):
+        ticket = receiver.open(1, 1, [[3, 4, 5], [3, 4, 5]], [0, 0], 12, lambda a, b: came.append((a, b)))
+        sender.send(ticket, [[0, 1, 2], [0, 1, 2]], 0, 12)
+        assert came.pop() == (0, 12)
+        inner = sender.writers[0]
+        assert isinstance(inner, MooncakeWriter)
+        whole = inner.write_bytes
+
+        def disturbed(nbytes: int, deadline: float) -> None:
+            whole(nbytes, deadline)
+            inner.arena[nbytes // 2] ^= 1  # a stranger's write, by the way that is open to all
+            whole(nbytes, deadline)
+
+        inner.write_bytes = disturbed  # type: ignore[method-assign]
+        with pytest.raises(PeerLostError):
+            sender.send(ticket, [[0, 1, 2], [0, 1, 2]], 0, 12)
+    assert came == []

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import KVTransferError
+from quire.kvtransfer.joined import JoinedRanges
 from quire.kvtransfer.runs import BlockRun, merged_range, merged_runs, token_runs
 
 
@@ -47,3 +48,15 @@ def test_ranges_are_what_was_added(added: list[tuple[int, int]]) -> None:
         ranges = merged_range(ranges, start, end)
     assert {t for a, b in ranges for t in range(a, b)} == {t for a, b in added for t in range(a, b)}
     assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 20))), st.integers(1, 3))
+def test_tokens_count_when_everybody_has_reported_them(reports: list[tuple[int, int, int]], ranks: int) -> None:
+    joined, told = JoinedRanges(), set[int]()
+    seen: list[set[int]] = [set() for _ in range(3)]
+    for who, start, end in reports:
+        if start < end and who < ranks:
+            complete = joined.add(who, start, end, range(ranks))
+            told |= {token for a, b in complete for token in range(a, b)}
+            seen[who] |= set(range(start, end))
+            assert told == set.intersection(*seen[:ranks])

@@ -131,6 +131,29 @@ def test_types_are_converted_where_the_sender_has_another() -> None:
     check_compatible(writer.layout, reader.layout, convert=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32])
+@pytest.mark.parametrize("last", [True, False])
+def test_the_kernel_and_torch_copy_the_same_bytes(dtype: torch.dtype, last: bool) -> None:
+    """Of every element size; torch's way is the one of a GPU."""
+    model = Model(3, 5, (None, 6))
+    ours, torchs = (make_store(model, 4, 12, tokens_last=last, dtype=dtype, staged=staged) for staged in (False, True))
+    generator = torch.Generator().manual_seed(1)
+    for raw, other in zip(ours.raw, torchs.raw, strict=True):
+        bits = torch.randint(0, 256, (raw.nbytes,), generator=generator, dtype=torch.uint8)
+        for each in (raw, other):
+            each.view(torch.uint8).view(-1).copy_(bits)
+    span, tables, pieces = Span(3, 30, (3, 21)), [[3, 4, 5, 0, 9, 8, 11, 1]] * 2, ours.layout.pieces()
+    wires = [memoryview(bytearray(span.nbytes(pieces, dtype.itemsize))) for _ in range(2)]
+    for store, wire in zip((ours, torchs), wires, strict=True):
+        store.gather(tables, span, pieces, wire)
+    assert wires[0] == wires[1]
+    fresh = [make_store(model, 4, 12, tokens_last=last, dtype=dtype, staged=staged) for staged in (False, True)]
+    for store in fresh:
+        store.scatter([[7, 0, 1, 2, 3, 11, 10, 9]] * 2, span, pieces, wires[0])
+    for one, other in zip(fresh[0].raw, fresh[1].raw, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 def test_only_equal_layouts_are_written_straight_into_blocks() -> None:
     model = Model(4, 4, (None, 5))
     one = make_store(model, 4, 4, tokens_last=True).layout

@@ -29,16 +29,16 @@ class ArenaReceiver(StreamReceiver):
 
     def take(self, connection: Connection, delivery: Announced) -> None:
         assert isinstance(connection, ArenaConnection)
-        self.check(connection, delivery)
-        at = 0
+        data, at = self.received(connection, delivery), 0
         with self.transfers.entered(delivery.transfer, delivery.epoch) as landing:
             for region, offset, nbytes in delivery.writes:
-                copy_bytes(landing.place(region, offset, nbytes), connection.arena[at : at + nbytes])
+                copy_bytes(landing.place(region, offset, nbytes), data[at : at + nbytes])
                 at += nbytes
-            landing.arrived(connection.peer, delivery.note, connection.arena[at : at + delivery.payload])
+            landing.arrived(connection.peer, delivery.note, data[at : at + delivery.payload])
 
-    def check(self, connection: ArenaConnection, delivery: Announced) -> None:
-        """Whether the bytes are those that were sent; between processes that share them they are."""
+    def received(self, connection: ArenaConnection, delivery: Announced) -> memoryview:
+        """The bytes of a delivery, as they were sent: between processes that share them, as they lie there."""
+        return connection.arena
 
 
 class ArenaWriter(StreamWriter):

@@ -24,6 +24,7 @@ from quire.errors import KVTransferError
 
 Address = dict[str, Any]
 """Where a receiver listens: plain data, to be sent to writers as JSON."""
+ALL_INTERFACES = ("", "0.0.0.0", "::")
 
 
 class StaleTransferError(KVTransferError):

@@ -21,9 +21,17 @@ from typing import Any, Final
 
 import xxhash
 
-from quire.errors import KVTransferError
-from quire.kvtransfer.transport.arena import ArenaConnection, ArenaReceiver, ArenaWriter, address_of
-from quire.kvtransfer.transport.base import Address, Delivery, Greet, OpenTransfers, PeerLostError, Transport
+from quire.errors import ConfigError, KVTransferError
+from quire.kvtransfer.transport.arena import ArenaConnection, ArenaReceiver, ArenaWriter, address_of, copy_bytes
+from quire.kvtransfer.transport.base import (
+    ALL_INTERFACES,
+    Address,
+    Delivery,
+    Greet,
+    OpenTransfers,
+    PeerLostError,
+    Transport,
+)
 from quire.kvtransfer.transport.session import DELIVER, DIGEST, WELCOME, Announced, FrameError, Session, open_session
 from quire.kvtransfer.transport.stream import Connection, introduce, listening_socket, tune
 from quire.machine import rdma_devices
@@ -103,6 +111,8 @@ class MooncakeReceiver(ArenaReceiver):
     most_bytes = ARENA_BYTES
 
     def __init__(self, transfers: OpenTransfers, secret: bytes, greet: Greet, host: str) -> None:
+        if host in ALL_INTERFACES:
+            raise ConfigError("Mooncake must be given the address of one interface, not all of them", "kv_listen")
         self._host, self._engine = host, _engine_at(host)
         listener = listening_socket(host)
         self._port = int(listener.getsockname()[1])
@@ -118,10 +128,14 @@ class MooncakeReceiver(ArenaReceiver):
         session.send(WELCOME, json.dumps(where).encode() + b"\n" + welcome)
         return _MooncakeConnection(session, peer, memory)
 
-    def check(self, connection: ArenaConnection, delivery: Announced) -> None:
+    def received(self, connection: ArenaConnection, delivery: Announced) -> memoryview:
+        """A copy, and that is what is checked: into the arena anybody can write who reaches the engine's port."""
         kind, sent = connection.session.receive()
-        if kind != DIGEST or sent != xxhash.xxh3_128_digest(connection.arena[: delivery.nbytes]):
+        data = memoryview(bytearray(delivery.nbytes))
+        copy_bytes(data, connection.arena[: delivery.nbytes])
+        if kind != DIGEST or sent != xxhash.xxh3_128_digest(data):
             raise FrameError("the bytes of a delivery were changed on their way")
+        return data
 
     def disconnected(self, connection: Connection) -> None:
         assert isinstance(connection, _MooncakeConnection)
@@ -140,11 +154,20 @@ class MooncakeWriter(ArenaWriter):
         except (ValueError, KeyError, TypeError) as error:
             raise FrameError("a Mooncake receiver did not say where it takes bytes") from error
 
+    def warm_up(self, deadline: float) -> None:
+        """The engine's first write opens a connection of its own, and waits a minute for a receiver that stands still:
+        better now, when it has just answered."""
+        self.write_bytes(1, deadline)
+
+    def write_bytes(self, nbytes: int, deadline: float) -> None:
+        """From the beginning of our arena to that of the receiver's."""
+        self._engine.write(self._session_name, address_of(self.arena), self._target, nbytes,
+                           lambda: self.broken or time.monotonic() > deadline)
+
     def send(self, session: Session, delivery: Delivery, announcement: bytes, deadline: float) -> None:
         nbytes = self.fill(delivery)
         digest = xxhash.xxh3_128_digest(self.arena[:nbytes])
-        self._engine.write(self._session_name, address_of(self.arena), self._target, nbytes,
-                           lambda: self.broken or time.monotonic() > deadline)
+        self.write_bytes(nbytes, deadline)
         session.send(DELIVER, announcement, deadline)
         session.send(DIGEST, digest, deadline)
 
@@ -178,11 +201,16 @@ class MooncakeTransport(Transport):
             if engine.protocol != address.get("protocol"):
                 raise KVTransferError(f"Mooncake speaks {engine.protocol} here and {address.get('protocol')} there")
             session = open_session(sock, secret, deadline)
-            welcome = introduce(session, hello, deadline)
-            return MooncakeWriter(session, welcome, engine, engine.arena())
+            writer = MooncakeWriter(session, introduce(session, hello, deadline), engine, engine.arena())
         except BaseException:
             sock.close()
             raise
+        try:
+            writer.warm_up(deadline)
+        except BaseException:
+            writer.close()
+            raise
+        return writer
 
 
 @cache

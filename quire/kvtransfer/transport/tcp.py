@@ -40,7 +40,6 @@ _AT_ONCE: Final = 1 << 20
 """Bytes of a payload read by one call."""
 _PLACES_AT_ONCE: Final = 256
 """Places filled by one call, with what has come already: what closing a transfer may have to wait for."""
-_SOCKET_BUFFER: Final = 4 << 20
 
 
 class TcpReceiver(StreamReceiver):
@@ -166,7 +165,6 @@ class TcpTransport(Transport):
         try:
             sock.settimeout(None)
             tune(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
             session = open_session(sock, secret, deadline)
             return TcpWriter(session, introduce(session, hello, deadline))
         except BaseException:
