@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml setup.py build_backend.py requirements/constraints.txt $(wildcard quire/kernels/cpu/*.[ch])
 
-.PHONY: demo serve test browser agents mooncake test-gpu lint bench fuzz clean help
+.PHONY: demo serve cluster test browser agents mooncake test-gpu lint bench fuzz clean help
 
 help:
 	@echo "make demo   set up everything and answer three prompts"
 	@echo "make serve  OpenAI's and Anthropic's APIs on port 8000 of this machine"
+	@echo "make cluster  a front, two prefill and two decode servers on this machine, and a prompt through them"
 	@echo "make test   set up what tests need and run them all"
 	@echo "make test-gpu  the suite of a GPU, where there is one"
 	@echo "make browser  a Chromium for the tests of the page, where there is none"
@@ -42,6 +43,9 @@ demo: $(VENV)/.ready
 
 serve: $(VENV)/.ready-serve
 	@$(BIN)/quire serve
+
+cluster: $(VENV)/.ready-serve
+	@$(BIN)/python -m quire.bench.cluster
 
 test: $(VENV)/.ready-test browser agents mooncake
 	$(BIN)/python -m pytest -n auto

@@ -340,6 +340,7 @@ class LLM:
                     if news.finished:
                         unfinished.discard(news.processor.request_id)
                     yield news
+            self._core.settle()
         finally:
             if unfinished and self._engine is not None:
                 self._withdraw(list(unfinished))

@@ -81,6 +81,11 @@ class ServerConfig:
     log_format: str = option("auto", "how the log is written; auto is text on a terminal, else JSON",
                              ("auto", "text", "json"))
     log_level: str = option("info", "least severe kind of log line", ("debug", "info", "warning", "error"))
+    register: str | None = option(
+        None, "address of a router (`quire route`) that is told again and again that this server is there; both need "
+              "the same QUIRE_KV_SECRET")
+    advertise: str | None = option(None, "address under which that router reaches this server (default: where it "
+                                         "listens)")
     data_parallel_size: int = option(1, "engines behind this one port, each with the model; a request goes to the one "
                                         "that holds most of its prompt and has least to do")
     page: bool = option(True, "the page at / with a chat and a view of the engine, and what it is fed from")

@@ -37,7 +37,8 @@ def replicas(count: int, options: dict[str, Any], secret: str | None = None) -> 
 @contextlib.contextmanager
 def router(servers: list[Running], secret: str, policy: str, *words: str) -> Iterator[Running]:
     """`quire route` in front of them."""
-    flags = ["--policy", policy, *words, "--replicas", *(server.address for server in servers)]
+    listed = ["--replicas", *(server.address for server in servers)] if servers else []
+    flags = ["--policy", policy, *words, *listed]
     with serving_process({}, flags, command="route", environment={"QUIRE_KV_SECRET": secret}) as (address, pid):
         yield Running(address, pid)
 

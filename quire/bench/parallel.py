@@ -15,6 +15,7 @@ from typing import Any
 from quire.bench.cpu import contest
 from quire.bench.cpu_cases import CASES
 from quire.bench.exchange import exchange_times
+from quire.bench.layer_times import layer_times
 from quire.bench.rank_memory import rank_memory
 from quire.cli.options import integer
 from quire.machine import describe_machine
@@ -45,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="tensor ranks x stages to compare with one process (default: 2x1 1x2)")
     parser.add_argument("--memory", nargs="+", default=[], metavar="TxP",
                         help="also measure what each rank of such a size takes at most while it loads")
+    parser.add_argument("--layer-times", type=integer, nargs="+", default=[], metavar="ROWS",
+                        help="also measure what layers and head take in steps of so many sequences")
     parser.add_argument("--model", default="smollm2-135m", help="model of the cases (default: %(default)s)")
     parser.add_argument("--load-format", default="auto", help="dummy: the model's shapes with random weights")
     parser.add_argument("--repeat", type=integer, default=3, metavar="N",
@@ -64,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         tensor, stages = map(int, size.split("x"))
         for line in rank_memory(args.model, tensor, stages, args.load_format):
             print(json.dumps({**line, **machine}), flush=True)
+    for rows in args.layer_times:
+        print(json.dumps({**layer_times(args.model, args.load_format, rows), **machine}), flush=True)
     for case in args.cases:
         for line in speeds(case, args.model, args.load_format, args.sizes, args.repeat):
             print(json.dumps({**line, **machine}), flush=True)

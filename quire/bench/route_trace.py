@@ -17,6 +17,8 @@ from quire.bench.fleet import new_secret, replicas, router
 from quire.bench.http_client import ask
 from quire.bench.load_report import percentile
 from quire.errors import ConfigError, QuireError
+from quire.router.policies import make_policy
+from quire.sim.routing import Shape, arrivals_of, simulate
 
 _TRACE_BLOCK = 512
 _VOCABULARY = 32000
@@ -88,6 +90,13 @@ def play(policy: str, trace: list[dict[str, Any]], load: TraceLoad) -> TraceFoun
             found.found_tokens += asyncio.run(_counted(server.address, "quire:prompt_tokens_cached_total"))
             found.prompt_tokens += asyncio.run(_counted(server.address, "quire:prompt_tokens_total"))
     return found
+
+
+def imagine(policy: str, trace: list[dict[str, Any]], load: TraceLoad) -> TraceFound:
+    """The same in simulated time."""
+    shape = Shape(load.blocks, _BLOCK_SIZE, load.step_ms / 1e3, load.step_tokens)
+    found = simulate(make_policy(policy), arrivals_of(trace, load.rate, shape, _TRACE_BLOCK), load.replicas, shape)
+    return TraceFound(found.prompt_tokens, found.found_tokens, found.first_tokens)
 
 
 async def _play(address: str, trace: list[dict[str, Any]], rate: float) -> TraceFound:

@@ -27,7 +27,8 @@ from quire.errors import QuireError
 EXAMPLES = ("examples:\n  quire bench soak --executor dummy\n"
             "  quire bench soak --requests 200 --kills 1 --num-threads 1\n"
             "  quire bench soak --executor dummy --tensor-parallel-size 2 --kill-ranks --kills 50\n"
-            "  quire bench soak --hostile --seconds 600 --executor dummy")
+            "  quire bench soak --hostile --seconds 600 --executor dummy\n"
+            "  quire bench soak --router --requests 20000 --kills 200")
 _SLOWEST = 180.0
 _ALLOWED_GROWTH = 48 << 20
 """Bytes by which the server's memory may differ between the first half and the end: allocators keep some."""
@@ -66,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="requests in flight (default: %(default)s)")
     parser.add_argument("--hostile", action="store_true",
                         help="ordinary load beside clients that attack the server, for --seconds")
+    parser.add_argument("--router", action="store_true",
+                        help="a router with four servers, which are killed, stopped, closed and replaced --kills times")
     parser.add_argument("--seconds", type=integer, default=60, metavar="N",
                         help="with --hostile: how long (default: %(default)s)")
     parser.add_argument("--disaggregated", action="store_true",
@@ -80,6 +83,12 @@ def run(args: argparse.Namespace) -> int:
         from quire.bench.hostile import run_hostile
 
         return run_hostile(args.seconds, args.kills, args.soak_seed, engine_options(args))
+    if args.router:
+        from quire.bench.soak_router import soak_router
+
+        hurt = soak_router(args.requests, args.kills, args.at_once, args.soak_seed, engine_options(args))
+        print(json.dumps(hurt.summary()))
+        return 1 if hurt.wrong else 0
     if args.disaggregated:
         from quire.bench.soak_pairs import run_disaggregated
 

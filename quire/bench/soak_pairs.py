@@ -118,6 +118,9 @@ async def _load(prefill: list[AsyncLLM], decode: list[AsyncLLM], asked: list[_As
         while left[0] and not done.is_set():
             await _hurt(prefill, decode, dice, found)
             left[0] -= 1
+            if dice.random() < 0.8:  # mostly one at a time, so that there is something to be hit
+                await _all_up([*prefill, *decode])
+                await asyncio.sleep(dice.uniform(1.0, 2.0))
 
     killing = asyncio.create_task(killer())
     waves = [asyncio.create_task(one(place, request)) for place, request in enumerate(asked)]
@@ -173,6 +176,17 @@ async def _hurt(prefill: list[AsyncLLM], decode: list[AsyncLLM], dice: random.Ra
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         return
+
+
+async def _all_up(engines: list[AsyncLLM]) -> None:
+    deadline = time.monotonic() + _SLOWEST
+    for engine in engines:
+        while time.monotonic() < deadline:
+            try:
+                await engine.check_health()
+                break
+            except QuireError:
+                await asyncio.sleep(0.1)
 
 
 # ---- afterwards

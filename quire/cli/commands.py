@@ -37,7 +37,10 @@ BENCHES: dict[str, Command] = {
     "soak": Command("quire.bench.soak", "mixed requests, hang-ups, bad input, killed engines; then a look for damage"),
     "speculative": Command("quire.bench.speculative", "one stream with drafts against the same without"),
     "pressure": Command("quire.bench.pressure", "KV pools too small for the load, in each mode of preemption"),
+    "kv-benefit": Command("quire.bench.kv_benefit", "when a pool is faster than computing, by network and prompt"),
+    "pool": Command("quire.bench.pool", "replicas with a KV pool against replicas without, on a trace"),
     "transfer": Command("quire.bench.transfer", "KV from one process into another's blocks, by each transport"),
+    "disaggregated": Command("quire.bench.disaggregated", "long prompts among streams, in chunks or elsewhere"),
     "offload": Command("quire.bench.offload", "streams that go on while a long prefix comes back from the host"),
 }
 COMMANDS: dict[str, Command] = {

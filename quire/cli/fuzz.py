@@ -1,13 +1,15 @@
 """Plays random workloads through the whole engine and through the plain path, and compares them bit by bit.
 
 Requests come and go, share prefixes, and fight over tiny KV pools. Cases run on tiny models; ten times as many run
-on KV that is numbers, where steps are lost and transfers between tiers fail or come late. The first difference in
+on KV that is numbers, where steps are lost and transfers between tiers fail or come late, and some on several engines
+that compute prompts for one another over a network that fails. The first difference in
 tokens or log-probabilities is shrunk to a small case and printed with the command that replays it (exit code 1)."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import shlex
 import sys
@@ -31,7 +33,7 @@ EXAMPLES = (
     "  quire fuzz --replay case.json"
 )
 _SHRINK_TRIES = 200
-MODELS, FAULTS = "models", "faults"
+MODELS, FAULTS, PAIRS = "models", "faults", "pairs"
 _REPORT_SECONDS = 10.0
 
 
@@ -45,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replay", metavar="CASE", help="play one case: a file with its JSON, or the JSON itself"
     )
     parser.add_argument(
-        "--kind", choices=("all", MODELS, FAULTS), default="all",
-        help=f"{MODELS}: on tiny models; {FAULTS}: on KV that is numbers, with lost steps and failing transfers "
-             "(default: %(default)s)",
+        "--kind", choices=("all", MODELS, FAULTS, PAIRS), default="all",
+        help=f"{MODELS}: on tiny models; {FAULTS}: on KV that is numbers, with lost steps and failing transfers; "
+             f"{PAIRS}: the same with prompts that other engines compute (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
@@ -83,6 +85,16 @@ class _Kind:
 
 
 def run(args: argparse.Namespace) -> int:
+    peers = logging.getLogger("quire.peers")
+    before = peers.level
+    peers.setLevel(logging.ERROR)  # prompts that do not come are what cases are made of
+    try:
+        return _run(args)
+    finally:
+        peers.setLevel(before)
+
+
+def _run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="quire-fuzz-") as folder:
         kinds = _kinds(Path(folder), args.ranks)
         if args.replay is not None:
@@ -95,6 +107,9 @@ def _kinds(folder: Path, ranks: tuple[int, int] | None = None) -> list[_Kind]:
     from quire.fuzz.fault_case import on_ranks, random_fault_case
     from quire.fuzz.fault_run import find_fault
     from quire.fuzz.fault_shrink import simpler_fault_cases
+    from quire.fuzz.pair_case import random_pair_case
+    from quire.fuzz.pair_run import find_pair_fault
+    from quire.fuzz.pair_shrink import simpler_pair_cases
     from quire.fuzz.shrink import simpler_cases
 
     def play(case: FuzzCase) -> str | None:
@@ -107,7 +122,8 @@ def _kinds(folder: Path, ranks: tuple[int, int] | None = None) -> list[_Kind]:
                 _Kind(FAULTS, lambda seed: on_ranks(random_fault_case(seed), *ranks), find_fault, simpler_fault_cases,
                       10)]
     return [_Kind(MODELS, random_case, play, simpler_cases, 1),
-            _Kind(FAULTS, random_fault_case, find_fault, simpler_fault_cases, 10)]
+            _Kind(FAULTS, random_fault_case, find_fault, simpler_fault_cases, 10),
+            _Kind(PAIRS, random_pair_case, find_pair_fault, simpler_pair_cases, 3)]
 
 
 def _replay(given: str, kinds: list[_Kind]) -> int:
@@ -120,14 +136,17 @@ def _replay(given: str, kinds: list[_Kind]) -> int:
 
 def _read_case(text: str, kinds: list[_Kind]) -> tuple[Any, _Kind]:
     from quire.fuzz.fault_case import KIND, FaultCase
+    from quire.fuzz.pair_case import PAIR_KIND, PairCase
 
-    models, faults = kinds
+    models, faults, pairs = kinds
     try:
         data = json.loads(text)
     except ValueError:
         data = None
     if isinstance(data, dict) and data.get("kind") == KIND:
         return FaultCase.from_data(data), faults
+    if isinstance(data, dict) and data.get("kind") == PAIR_KIND:
+        return PairCase.from_data(data), pairs
     return FuzzCase.from_json(text), models
 
 

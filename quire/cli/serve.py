@@ -6,6 +6,7 @@ anywhere else. SIGTERM and Ctrl-C let running requests finish, within --drain-ti
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import signal
@@ -19,6 +20,8 @@ EXAMPLES = (
     "  quire serve\n"
     "  quire serve Qwen/Qwen3-0.6B --port 8080 --max-model-len 4096\n"
     "  QUIRE_API_KEYS=$(openssl rand -hex 16) quire serve --host 0.0.0.0\n"
+    "  quire serve --data-parallel-size 2\n"
+    "  quire serve --port 0 --register http://127.0.0.1:8000\n"
     "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\\n"
     '       -d \'{"messages": [{"role": "user", "content": "Hello!"}]}\''
 )
@@ -40,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, _stop)  # until the server has its own, which may take a second of imports
     from quire.cli.engine import fetch
     from quire.config import EngineConfig
+    from quire.router.registration import check_registration, heartbeat_of
     from quire.server import log
     from quire.server.auth import ApiKeys
     from quire.server.run import run as serve
@@ -61,7 +65,15 @@ def run(args: argparse.Namespace) -> int:
 
         return await AsyncLLM.start(**options, **guard)
 
-    return serve(config, start)
+    check_registration(config)
+    beats: list[asyncio.Task[None]] = []
+
+    def ready(address: str, app: Any) -> None:
+        if config.register is not None:
+            beat = heartbeat_of(config, address, engine.cache.kv_secret, engine.transfer.kv_role or "both")
+            beats.append(asyncio.create_task(beat.run(lambda: app.service.draining), name="quire-heartbeat"))
+
+    return serve(config, start, ready=ready)
 
 
 def _stop(number: int, frame: object) -> NoReturn:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _ARRIVAL_WAIT_S = 0.05
 """How long a step waits for KV when there is nothing else to do, before its caller may look around."""
+_LAST_COPIES_S = 10.0
+"""That the end of an engine waits for copies to tiers which are under way."""
 _GRAMMAR_WAIT_S = 0.02
 """How long a step waits for a grammar when there is nothing else to do: others may come meanwhile."""
 
@@ -242,8 +244,24 @@ class EngineCore:
         if self.trace is not None:
             self.trace.collected()
 
+    def settle(self) -> None:
+        """Start copies to tiers that were asked for by the last step of the last request: no other will start them."""
+        if not self.scheduler.has_requests and self.scheduler.cache.transfers.drafted:
+            self.step()
+
+    def _finish_copies(self) -> None:
+        """Let copies to tiers that are under way come to their end, for a while."""
+        until = time.perf_counter() + _LAST_COPIES_S
+        transfers = self.scheduler.cache.transfers
+        while any(transfer.out for transfer in transfers.under_way.values()) and time.perf_counter() < until:
+            self.executor.arrivals.wait(_ARRIVAL_WAIT_S)
+            self.take_arrivals()
+
     def close(self) -> None:
         """Abandon what is in flight and let go of the executor."""
+        if not self.scheduler.has_requests and any(tier.unit_tokens for tier in self.scheduler.cache.tiers):
+            self.settle()
+            self._finish_copies()
         if self.trace is not None:
             self.trace.close()
         for future in self._futures:

@@ -28,7 +28,8 @@ def connect_peers(config: EngineConfig, source: ModelSource, worker: ModelWorker
         raise ConfigError("kv_role needs a secret that the engines share", field="kv_role")
     layers, groups = worker.kv_layers
     if not layers:
-        raise ConfigError("kv_role needs a model: the dummy executor has no KV", field="kv_role")
+        raise ConfigError("kv_role needs a model on one rank: engines of several ranks are not connected to others, "
+                          "and the dummy executor has no KV", field="kv_role")
     store = KVStore(layers, groups)
     who = _fingerprint(config, source, worker, store.layout.dtype)
     host, port = options.listen

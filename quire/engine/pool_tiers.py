@@ -14,7 +14,6 @@ from quire.kvpool.publishing import BenefitPublisher
 from quire.kvpool.staging import Staging
 from quire.kvpool.store import UnitStore
 from quire.kvpool.tier import UnitTier
-from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
@@ -48,14 +47,16 @@ def build_pool_tiers(config: EngineConfig, source: ModelSource, worker: PoolWork
         prefill_seconds = None
     fingerprint = _fingerprint(config, source, worker)
     tiers: list[UnitTier] = []
-    for name, store, secret in _stores(config):
-        try:
+    stores: list[UnitStore] = []
+    try:
+        for name, store, secret in _stores(config):
+            stores.append(store)
             keys = UnitKeys(secret, fingerprint)
             tiers.append(_connect(name, store, keys, config, worker, num_groups, prefill_seconds))
-        except BaseException:
-            for open_store in [store, *(tier.store for tier in tiers)]:
-                open_store.close()
-            raise
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
     return tiers
 
 
@@ -65,7 +66,12 @@ def _stores(config: EngineConfig) -> Iterator[tuple[str, UnitStore, bytes]]:
     secret, disk = cache.kv_secret, cache.disk
     if disk is not None:
         store = DiskStore(*disk)
-        yield "disk", store, secret_in(store.path) if secret is None else secret
+        try:
+            its_secret = secret_in(store.path) if secret is None else secret
+        except BaseException:
+            store.close()
+            raise
+        yield "disk", store, its_secret
     if cache.kv_pool is not None and secret is not None:
         yield "pool", _pool_store(cache.kv_pool, secret), secret
 
@@ -103,12 +109,12 @@ def _connect(name: str, store: UnitStore, keys: UnitKeys, config: EngineConfig,
 
 
 def _fingerprint(config: EngineConfig, source: ModelSource, worker: PoolWorker) -> bytes:
-    """All that KV depends on besides the tokens. Kernels of another version or processor may round otherwise."""
-    from quire.kvtransfer.fingerprint import fingerprint
-    from quire.models.loader.digest import weights_digest
+    """All that KV depends on besides the tokens. Kernels of another processor may round otherwise."""
+    from quire.kvtransfer.fingerprint import dummy_digest, fingerprint, weights_digest
 
     model = config.model
     device = "cuda" if model.device == "cuda" else f"cpu {platform.machine()}"
-    dtype = f"{model.dtype} {config.cache.kv_cache_dtype} {device} {model.executor} quire {__version__}"
+    dtype = f"{model.dtype} {config.cache.kv_cache_dtype} {device} {model.executor}"
+    weights = dummy_digest(model.seed) if source.is_dummy else weights_digest(source.weight_files())
     # Units are named by token ids, so it does not matter where those come from.
-    return fingerprint(worker.spec, worker.pool.max_model_len, weights_digest(source, model.seed), "", dtype).digest
+    return fingerprint(worker.spec, worker.pool.max_model_len, weights, "", dtype).digest

@@ -15,7 +15,7 @@ from quire.engine import messages as m
 from quire.engine.admission import Admission
 from quire.engine.kv_log import KVLog
 from quire.engine.output_processor import OutputProcessor
-from quire.engine.quarantine import Quarantine
+from quire.engine.quarantine import Quarantine, content_of
 from quire.engine.subscription import Subscription
 from quire.engine.supervisor import Supervisor
 from quire.errors import EngineDeadError, EngineError, InvalidRequestError, QueueFullError, RequestTimeoutError
@@ -131,7 +131,8 @@ class RequestDesk:
             Limits(ready.max_num_seqs, ready.max_num_batched_tokens, ready.max_model_len, ready.chunked_prefill),
             _Pool(ready.num_kv_blocks, ready.block_size))
         self.supervisor.check()  # it may have died while the prompt was tokenized
-        self._quarantine.check(request)
+        if len(self._quarantine):
+            self._quarantine.check(content_of(request))
         try:
             self._admission.check(request.num_prompt_tokens, request.width)
         except QueueFullError as full:
@@ -231,7 +232,8 @@ class RequestDesk:
     def died(self, error: EngineDeadError) -> None:
         self.counts.lost += len(self._subscriptions)
         running = [s.request for s in self._subscriptions.values() if s.running]
-        self._quarantine.died_with(running or [s.request for s in self._subscriptions.values()])
+        self._quarantine.died_with([content_of(request) for request in
+                                    running or [s.request for s in self._subscriptions.values()]])
         self.engine_metrics = {name: 0 if name in _HELD else value for name, value in self.engine_metrics.items()}
         self.kv_log.start_over()
         self.fail_all(error)
@@ -310,7 +312,8 @@ class RequestDesk:
 
     def _served(self, subscription: Subscription) -> None:
         self.supervisor.proved = True
-        self._quarantine.served(subscription.request)
+        if len(self._quarantine):
+            self._quarantine.served(content_of(subscription.request))
         self._end(subscription)
 
     def _broke(self, subscription: Subscription, error: Exception) -> None:

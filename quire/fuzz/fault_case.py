@@ -11,6 +11,7 @@ from typing import Any
 from quire.errors import InvalidRequestError
 from quire.executor.faults import AT_COLLECT, AT_LAUNCH, HALFWAY
 from quire.fuzz.far_tier import random_far_tier
+from quire.fuzz.unit_tier import random_unit_tier
 
 KIND = "faults"
 VOCABULARY = 61
@@ -103,6 +104,9 @@ def random_fault_case(seed: int) -> FaultCase:
     apart = random.Random(f"far {seed}")
     if case.options["host_blocks"] and case.options["caching"] and apart.random() < 0.25:
         case.options["far"] = random_far_tier(apart)
+    apart = random.Random(f"units {seed}")
+    if case.options["caching"] and apart.random() < 0.25:
+        case.options["units"] = random_unit_tier(apart)
     return case
 
 

@@ -14,6 +14,7 @@ from quire.executor.kv_hash import BlockStore, PlainKV, drawn_token, log_likelih
 from quire.executor.kv_hash_worker import KVHashWorker
 from quire.fuzz.far_tier import FAR, FarTier
 from quire.fuzz.fault_case import END, VOCABULARY, FaultCase, FaultRequest
+from quire.fuzz.unit_tier import NUM_PLACES, UNITS, SmallUnits
 from quire.kvcache.connector import KVConnector
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
@@ -210,6 +211,8 @@ def faulty_executor(case: FaultCase) -> FaultyExecutor:
     sizes = {"host": options["host_blocks"]}
     if options.get("far") is not None:
         sizes[FAR] = options["far"]["num_blocks"]
+    if options.get("units") is not None:
+        sizes[UNITS] = NUM_PLACES
     tiers = {name: [BlockStore(size, options["block_size"]) for _ in range(groups)] for name, size in sizes.items()}
     faults = Faults({step: where for step, where in case.lost_steps},
                     {number: TransferFault(**fault) for number, fault in case.transfers})
@@ -223,6 +226,9 @@ def faulty_scheduler(options: dict[str, Any], clock: Any) -> Scheduler:
         tiers.append(HostTier(options["host_blocks"], len(groups), options["offload"]))
     if options.get("far") is not None:
         tiers.insert(0 if options["far"]["first"] else len(tiers), FarTier(options["far"], len(groups)))
+    if options.get("units") is not None:
+        units = SmallUnits(options["units"], options["block_size"], len(groups))
+        tiers.insert(0 if options["units"]["first"] else len(tiers), units)
     cache = KVCacheManager(options["num_blocks"], options["block_size"], groups, options["caching"], tiers=tiers,
                            block_bytes=(1,) * len(groups))
     limits = Limits(options["max_num_seqs"], options["max_num_batched_tokens"], _LENGTH,

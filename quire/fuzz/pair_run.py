@@ -13,8 +13,9 @@ from quire.executor.faults import FaultyExecutor
 from quire.fuzz.fault_case import VOCABULARY, FaultCase
 from quire.fuzz.fault_run import Play, faulty_executor, faulty_scheduler
 from quire.fuzz.pair_case import PairCase
-from quire.fuzz.pair_net import Net, Node, NumberMover, RangeFault
+from quire.fuzz.pair_net import NumberMover
 from quire.peers.hub import PeerHub
+from quire.peers.memory import Net, Node, RangeFault
 from quire.scheduler.request import Request
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -35,8 +37,9 @@ class DirectoryLock:
             self._handle = handle
             self._file = _identity(path / "lock")
             _held.add(self._file)
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: then nobody is told who has it
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         if self._handle is None:
@@ -62,6 +65,13 @@ def _refusal(path: Path, owner: object) -> ConfigError:
 
 def secret_in(path: Path) -> bytes:
     """The secret that a directory's units are named under, where the engine was given none; drawn once and kept."""
+    try:
+        return _kept_secret(path)
+    except OSError as error:
+        raise ConfigError(f"kv_disk {path} cannot keep its secret: {error}", field="kv_disk") from error
+
+
+def _kept_secret(path: Path) -> bytes:
     file = path / "secret"
     try:
         known = file.read_bytes()
@@ -73,7 +83,8 @@ def secret_in(path: Path) -> bytes:
     temporary = path / f"secret.{os.getpid()}"
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.write(handle, drawn)
+        if os.write(handle, drawn) < len(drawn):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(handle)
     finally:
         os.close(handle)

@@ -50,7 +50,11 @@ class DiskStore(UnitStore):
             for folder in (path, path / "units", path / "tmp"):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = DirectoryLock(path)
-            self._sweep()
+            try:
+                self._sweep()
+            except BaseException:
+                self._lock.release()
+                raise
         except OSError as error:
             raise ConfigError(f"kv_disk {path} cannot be used: {error}", field="kv_disk") from error
 

@@ -11,7 +11,8 @@ from quire.kvcache.token_prefix import TokenPrefix
 UNIT_TOKENS = 256
 """Tokens of a unit, whatever the block size of the engine that wrote it."""
 UNIT_VERSION = 1
-"""Of names and of content; units of another version have other names, so they are not found."""
+"""Of names and of content, and of the bits that kernels compute: raised when any of these changes. Units of another
+version have other names, so they are not found."""
 KEY_BYTES = 32
 
 
@@ -22,8 +23,10 @@ class UnitKeys:
     whether it holds a prompt that he guesses.
     """
 
-    def __init__(self, secret: bytes, fingerprint: bytes) -> None:
-        """`fingerprint` names all that the numbers depend on besides the tokens: weights, dtype, layout."""
+    def __init__(self, secret: bytes, fingerprint: bytes, unit_tokens: int = UNIT_TOKENS) -> None:
+        """`fingerprint` names all that the numbers depend on besides the tokens: weights, dtype, layout. Other units
+        than of 256 tokens are for tests."""
+        self.unit_tokens = unit_tokens
         self._secret = derived_secret(secret, "pool")
         self.check_seed = int.from_bytes(derived_secret(secret, "pool-check")[:8], "little")
         """Seeds the checksum of units: content that was written under another secret does not pass."""
@@ -31,19 +34,20 @@ class UnitKeys:
 
     def extend(self, prefix: TokenPrefix) -> list[bytes]:
         """The keys of the whole units of a prefix; computes what `prefix.unit_keys` lacks, and may return more."""
-        keys = prefix.unit_keys
-        whole = prefix.num_tokens // UNIT_TOKENS
+        keys, size = prefix.unit_keys, self.unit_tokens
+        whole = prefix.num_tokens // size
         if len(keys) < whole:
             parent = keys[-1] if keys else self._root(prefix.root)
             for i in range(len(keys), whole):
-                content = array("q", prefix.tokens[i * UNIT_TOKENS : (i + 1) * UNIT_TOKENS]).tobytes()
+                content = array("q", prefix.tokens[i * size : (i + 1) * size]).tobytes()
                 parent = hashlib.blake2b(parent + content, digest_size=KEY_BYTES, key=self._secret).digest()
                 keys.append(parent)
         return keys
 
     def _root(self, root: bytes) -> bytes:
         start = hashlib.blake2b(digest_size=KEY_BYTES, key=self._secret)
-        for part in (UNIT_VERSION.to_bytes(4, "little"), UNIT_TOKENS.to_bytes(4, "little"), self._fingerprint, root):
+        size = self.unit_tokens.to_bytes(4, "little")
+        for part in (UNIT_VERSION.to_bytes(4, "little"), size, self._fingerprint, root):
             start.update(len(part).to_bytes(8, "little") + part)
         return start.digest()
 

@@ -19,6 +19,8 @@ _PRIOR = 8.0
 _FIRST_ODDS = (0.5, 0.5, 0.7)
 _FORGET = 0.999
 """Weight of an observation after each further one of its kind."""
+_POOR = 0.5
+"""Share of the odds of better units below which one does not take another's place."""
 _WRITE_WEIGHT = 0.05
 """A second of writing, which nobody waits for, against a second of a request that waits for its first token."""
 
@@ -58,6 +60,10 @@ class ReuseOdds:
         kind = min(uses, _KINDS) - 1
         return (self._again[kind] + _PRIOR * _FIRST_ODDS[kind]) / (self._over[kind] + _PRIOR)
 
+    def poor(self, uses: int) -> bool:
+        """Units used so often are used again much more rarely than those that were used once more."""
+        return uses < _KINDS and self.odds(uses) < _POOR * self.odds(uses + 1)
+
 
 class BenefitPublisher:
     """Keeps a unit where it will probably save more time than it costs to write."""
@@ -70,7 +76,8 @@ class BenefitPublisher:
         self.num_kept = 0
         self.num_left = 0
 
-    def wanted(self, key: bytes, num_bytes: int, rate: StoreRate) -> bool:
+    def wanted(self, key: bytes, num_bytes: int, rate: StoreRate, full: bool = False) -> bool:
+        """`full`: keeping it takes the place of another unit."""
         # Several tiers ask about one use of a unit, one after the other.
         if self._last[0] != key:
             self._last = key, self.reuse.used(key)
@@ -78,7 +85,8 @@ class BenefitPublisher:
             return True
         fetch = rate.seconds(num_bytes)
         saved = self._prefill_seconds(UNIT_TOKENS) - fetch
-        kept = self.reuse.odds(self._last[1]) * saved > _WRITE_WEIGHT * fetch
+        odds = self.reuse.odds(self._last[1])
+        kept = odds * saved > _WRITE_WEIGHT * fetch and not (full and self.reuse.poor(self._last[1]))
         self.num_kept += kept
         self.num_left += not kept
         return kept

@@ -17,7 +17,7 @@ from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.connector import KVConnector, Lookup
 from quire.kvcache.token_prefix import BlockRange, TokenPrefix
 from quire.kvpool.breaker import CircuitBreaker
-from quire.kvpool.keys import UNIT_TOKENS, UnitKeys, unit_name
+from quire.kvpool.keys import UnitKeys, unit_name
 from quire.kvpool.names import UnitNumbers
 from quire.kvpool.rates import StoreRate
 from quire.kvpool.staging import Staging, UnitWriter
@@ -34,8 +34,9 @@ _PATIENCE = 8.0
 class Publisher(Protocol):
     """Who decides which units are worth keeping."""
 
-    def wanted(self, key: bytes, num_bytes: int, rate: StoreRate) -> bool:
-        """A sequence holds the unit on the device; is it likely that somebody asks for it again?"""
+    def wanted(self, key: bytes, num_bytes: int, rate: StoreRate, full: bool = False) -> bool:
+        """A sequence holds the unit on the device; is it likely that somebody asks for it again? `full`: another unit
+        would have to make room."""
         ...
 
 
@@ -43,24 +44,27 @@ class UnitTier(KVConnector):
     """Units of 256 tokens in one store. It copies a unit out when its last token's KV is there, and never blocks."""
 
     offload = True
-    unit_tokens = UNIT_TOKENS
     num_blocks = 0
 
     def __init__(self, name: str, store: UnitStore, keys: UnitKeys, block_size: int, unit_bytes: Sequence[int],
                  staging: Staging, publisher: Publisher, lookup_timeout: float = 0.005, rate: StoreRate | None = None,
-                 always: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        """`unit_bytes`: content of a unit, by cache group. `always`: what is there is fetched, whatever it costs."""
-        if UNIT_TOKENS % block_size:
-            raise ConfigError(f"a KV pool has units of {UNIT_TOKENS} tokens: block_size must divide that, and "
+                 always: bool = False, clock: Callable[[], float] = time.monotonic,
+                 writer: UnitWriter | None = None, decides_by: Sequence[int] | None = None) -> None:
+        """`unit_bytes`: content of a unit, by cache group; `decides_by` where units only pretend to weigh that.
+        `always`: what is there is fetched, whatever it costs."""
+        self.unit_tokens: int = keys.unit_tokens
+        if self.unit_tokens % block_size:
+            raise ConfigError(f"a KV pool has units of {self.unit_tokens} tokens: block_size must divide that, and "
                               f"{block_size} does not", field="block_size")
         self.name, self.store, self.lookup_timeout = name, store, lookup_timeout
         self.unit_bytes = list(unit_bytes)
-        self.numbers = UnitNumbers(UNIT_TOKENS // block_size)
+        self._decides_by = decides_by
+        self.numbers = UnitNumbers(self.unit_tokens // block_size)
         self.staging = staging
         self.rate = StoreRate() if rate is None else rate
         self.breaker = CircuitBreaker(clock)
         self._keys, self._publisher, self._always, self._clock = keys, publisher, always, clock
-        self._writer = UnitWriter(store, staging, keys.check_seed, self.rate, self.breaker.failed)
+        self._writer = writer or UnitWriter(store, staging, keys.check_seed, self.rate, self.breaker.failed)
         self._storing: dict[bytes, list[bool]] = {}
         """Units being copied: what became of their blocks so far."""
         self._questions: SimpleQueue[tuple[Lookup, list[bytes]] | None] = SimpleQueue()
@@ -76,7 +80,7 @@ class UnitTier(KVConnector):
 
     def lookup(self, keys: Sequence[bytes], num_groups: int, prefix: TokenPrefix | None = None) -> Lookup:
         asked = Lookup(keys, num_groups, self.wake)
-        units = [] if prefix is None else self._keys.extend(prefix)[: prefix.num_tokens // UNIT_TOKENS]
+        units = [] if prefix is None else self._keys.extend(prefix)[: prefix.num_tokens // self.unit_tokens]
         names = [unit_name(unit, group) for group in range(num_groups) for unit in units]
         if not names or not self.may_ask():
             asked.fail()
@@ -167,9 +171,10 @@ class UnitTier(KVConnector):
         """Units from number `first` on are complete on the device: which of them to copy."""
         wanted: list[BlockRange] = []
         keys = self._keys.extend(prefix)
-        for unit in range(first, prefix.num_tokens // UNIT_TOKENS):
-            key, size = keys[unit], sum(self.unit_bytes)
-            if self.breaker.open or not self._publisher.wanted(key, size, self.rate):
+        for unit in range(first, prefix.num_tokens // self.unit_tokens):
+            key, size = keys[unit], sum(self._decides_by or self.unit_bytes)
+            full = self.store.stats.units_evicted > 0
+            if self.breaker.open or not self._publisher.wanted(key, size, self.rate, full):
                 continue
             for group, group_bytes in enumerate(self.unit_bytes):
                 name = unit_name(key, group)
@@ -221,7 +226,7 @@ class UnitTier(KVConnector):
     def metrics(self) -> dict[str, int | float]:
         stats = self.store.stats
         found = {"connected": int(self.store.connected), "units": self.store.num_units,
-                 "bytes": self.store.num_bytes, "units_written": stats.units_written,
+                 "bytes_held": self.store.num_bytes, "units_written": stats.units_written,
                  "units_read": stats.units_read, "units_bad": stats.units_bad, "units_evicted": stats.units_evicted,
                  "bytes_written": stats.bytes_written, "bytes_read": stats.bytes_read,
                  "writes_failed": stats.writes_failed, "lookups_failed": stats.lookups_failed,

@@ -31,7 +31,7 @@ class Attention:
         spec: AttentionSpec,
         rope: Tensor | None,
         group: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         growth: Tensor | None = None,
         share: LayerShare | None = None,
         ranks: TensorGroup | None = None,

@@ -51,7 +51,7 @@ def _in_best_groups(ranked: Tensor, spec: RouterSpec) -> Tensor:
 class Expert:
     """One gated MLP among many. It is never cut: a rank has it whole or not at all."""
 
-    def __init__(self, ops: Ops, spec: MoeSpec, dtype: torch.dtype) -> None:
+    def __init__(self, ops: Ops, spec: MoeSpec, dtype: torch.dtype | None) -> None:
         self._ops = ops
         self._spec = spec
         self._up = Linear(ops, ("gate", "up"), spec.bias, dtype)
@@ -75,7 +75,7 @@ class Moe:
     """The experts of a layer, seen as `Mlp` is: rows in, rows out, or added to the stream."""
 
     def __init__(
-        self, ops: Ops, spec: MoeSpec, dtype: torch.dtype, share: LayerShare | None = None,
+        self, ops: Ops, spec: MoeSpec, dtype: torch.dtype | None, share: LayerShare | None = None,
         ranks: TensorGroup | None = None,
     ) -> None:
         self._spec = spec

@@ -28,8 +28,9 @@ class Linear:
     """
 
     def __init__(
-        self, ops: Ops, parts: Sequence[str], bias: bool, dtype: torch.dtype, slices: Slices | None = None
+        self, ops: Ops, parts: Sequence[str], bias: bool, dtype: torch.dtype | None, slices: Slices | None = None
     ) -> None:
+        """`dtype` None: weights are handed to be packed in the type they are stored in."""
         self._ops = ops
         self._parts = tuple(parts)
         self._bias = bias
@@ -62,9 +63,11 @@ class Linear:
 
     def _joined(self, kind: str) -> Tensor:
         parts = [self._waiting.pop((part, kind)) for part in self._parts]
+        stored = {part.dtype for part in parts}
+        dtype = self._dtype or (stored.pop() if len(stored) == 1 else torch.float32)
         if len(parts) == 1:
-            return parts[0].to(self._dtype).contiguous()
-        joined = torch.empty(sum(part.shape[0] for part in parts), *parts[0].shape[1:], dtype=self._dtype)
+            return parts[0].to(dtype).contiguous()
+        joined = torch.empty(sum(part.shape[0] for part in parts), *parts[0].shape[1:], dtype=dtype)
         start = 0
         for part in parts:
             joined[start : start + part.shape[0]].copy_(part)
@@ -99,7 +102,14 @@ class SharedLinear(Linear):
     """
 
     def __init__(
-        self, ops: Ops, part: str, bias: bool, dtype: torch.dtype, slices: Slices, tree: RankTree, ranks: TensorGroup
+        self,
+        ops: Ops,
+        part: str,
+        bias: bool,
+        dtype: torch.dtype | None,
+        slices: Slices,
+        tree: RankTree,
+        ranks: TensorGroup,
     ) -> None:
         super().__init__(ops, (part,), bias, dtype, slices)
         self._tree = tree
@@ -140,7 +150,7 @@ class SharedLinear(Linear):
 class Embedding(Linear):
     """A table of rows: token or position embeddings. A tied head projects on the same packed table."""
 
-    def __init__(self, ops: Ops, dtype: torch.dtype) -> None:
+    def __init__(self, ops: Ops, dtype: torch.dtype | None) -> None:
         super().__init__(ops, ("",), False, dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -151,7 +161,7 @@ class SharedEmbedding(Embedding):
     """A table of which each rank has a run of rows; `runs` are those of all ranks."""
 
     def __init__(
-        self, ops: Ops, dtype: torch.dtype, runs: Sequence[tuple[int, int]], ranks: TensorGroup
+        self, ops: Ops, dtype: torch.dtype | None, runs: Sequence[tuple[int, int]], ranks: TensorGroup
     ) -> None:
         super().__init__(ops, dtype)
         self._runs = runs

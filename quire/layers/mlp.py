@@ -22,7 +22,7 @@ class Mlp:
     """
 
     def __init__(
-        self, ops: Ops, spec: MlpSpec, dtype: torch.dtype, share: LayerShare | None = None,
+        self, ops: Ops, spec: MlpSpec, dtype: torch.dtype | None, share: LayerShare | None = None,
         ranks: TensorGroup | None = None,
     ) -> None:
         self._ops = ops

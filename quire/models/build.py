@@ -33,9 +33,10 @@ def build_decoder(
     max_model_len: int | None = None,
     shard: Shard | None = None,
     ranks: TensorGroup | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
 ) -> Decoder:
-    """A ready decoder; `weights` yields (name as Hugging Face spells it, tensor), of a shard its `stored_parts`.
+    """A ready decoder; `weights` yields (name as Hugging Face spells it, tensor), of a shard its `stored_parts`. They
+    are packed as `dtype`, or (None) as they are stored.
 
     Each tensor is let go of as soon as its layer has packed it.
     """

@@ -35,7 +35,7 @@ class DecoderLayer:
         hidden: int,
         rope: Tensor | None,
         group: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         growth: Tensor | None = None,
         share: LayerShare | None = None,
         ranks: TensorGroup | None = None,
@@ -94,7 +94,7 @@ class Decoder:
         max_model_len: int | None = None,
         shard: Shard | None = None,
         ranks: TensorGroup | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
     ) -> None:
         self.shard = shard = shard_of(spec, Place()) if shard is None else shard
         _check_ranks(shard, ranks, ops)

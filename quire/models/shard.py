@@ -168,7 +168,7 @@ def layer_costs(spec: DecoderSpec) -> tuple[list[float], float]:
     """What a token costs in each layer and in the head: the weights it is multiplied with.
 
     Decoding reads every weight once and computing a prompt multiplies with every weight once, so both take time in
-    proportion to them; `docs/parallel.md` has it measured beside this. The embedding is a lookup.
+    proportion to them (`quire bench parallel --layer-times` measures it). The embedding is a lookup.
     """
     costs = [0.0] * spec.num_layers
     for name, shape in spec.parameters().items():

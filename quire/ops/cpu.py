@@ -27,6 +27,7 @@ MAX_HEAD_DIM = 512  # MAX_DIM of attention.c
 _FORMATS = {"scaled4": 3, "scaled8": 2, "bfloat16": 1, "float32": 0}
 _GROUPED = ("scaled4", "scaled8")  # formats that keep UNIT columns together
 _MAX_STACK = 16  # MAX_STACK of linear.c
+_ROWS_AT_ONCE = 2048  # of a weight that is packed from another type: whole panels of every variant
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _NO_TABLE = -1  # in place of a window: this operation writes to slots and follows no block table
 _STEP_FAULTS = {
@@ -135,7 +136,6 @@ class CpuOps(Ops):
             raise EngineError(f"a linear weight is [N, K] with a bias [N], not {tuple(weight.shape)}")
         n, k = weight.shape
         ends = None if slices is None else _slice_ends(slices, k)
-        source = weight.detach().to(_F32).contiguous()
         kept = None if bias is None else bias.detach().to(_F32, copy=True).contiguous()
         for name in _FORMATS if self.narrow_weights else ("float32",):
             code = _FORMATS[name]
@@ -145,7 +145,7 @@ class CpuOps(Ops):
             if panels.nbytes == 0 and n * k > 0:
                 continue
             self._library.quire_advise_huge_pages(panels.data_ptr(), panels.nbytes)
-            if self._library.quire_pack(source.data_ptr(), panels.data_ptr(), n, k, code):
+            if self._pack(weight.detach(), panels, code):
                 break
         return PanelLinear(
             panels=panels,
@@ -162,6 +162,17 @@ class CpuOps(Ops):
             num_slices=0 if slices is None else slices.count,
             num_nodes=1 if slices is None else len(slices.nodes()),
         )
+
+    def _pack(self, weight: Tensor, panels: Tensor, code: int) -> bool:
+        """Whether every weight comes back bit for bit. A weight that is not float32 becomes so a few rows at a time."""
+        n, k = weight.shape
+        step = n if weight.dtype is _F32 and weight.is_contiguous() else _ROWS_AT_ONCE
+        for start in range(0, n, max(1, step)):
+            rows = weight[start : start + step].to(_F32).contiguous()
+            place = panels.data_ptr() + self._library.quire_packed_bytes(code, start, k)
+            if not self._library.quire_pack(rows.data_ptr(), place, rows.shape[0], k, code):
+                return False
+        return True
 
     def linear(
         self, x: Tensor, w: PanelLinear, residual: Tensor | None = None, out: Tensor | None = None

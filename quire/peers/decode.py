@@ -212,8 +212,11 @@ class DecodeSide:
         return None
 
     def _finish_if_there(self, asking: Asking) -> None:
-        fetch = asking.request.fetch
-        if asking in self._asking and fetch is not None and fetch.over and fetch.error is None:
+        request = asking.request
+        if asking in self._asking and request.finished:  # with its first token
+            self._stats.prompts_arrived += 1
+            self._end(asking, abort=True)
+        elif asking in self._asking and request.fetch is not None and request.fetch.over and not request.fetch.error:
             self._stats.prompts_arrived += 1
             self._end(asking, abort=False)
 

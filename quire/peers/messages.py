@@ -21,6 +21,7 @@ PROTOCOL_VERSION = 1
 MOST_TOKENS = 1 << 24
 _MOST_GROUPS = 64
 _MOST_REASON = 500
+_MOST_PRIORITY = 1 << 31
 
 Data = dict[str, Any]
 
@@ -51,6 +52,8 @@ class Prefill:
 
     def to_data(self) -> Data:
         data: Data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        # An engine takes any integer; one message that the other side refuses would close the link of all.
+        data["priority"] = max(-_MOST_PRIORITY, min(self.priority, _MOST_PRIORITY))
         params = self.params.to_dict()
         if params["logit_bias"] is not None:  # JSON has no integer keys
             params["logit_bias"] = sorted(params["logit_bias"].items())
@@ -63,8 +66,9 @@ class Prefill:
         return cls(
             _transfer(data), tokens, _flag(data, "first_token"), _params(data.get("params")),
             _integer(data, "seed", 0, (1 << 64) - 1), _integers(data, "eos", 1024), _words(data.get("bad_words")),
-            _bytes(data, "cache_key"), _integer(data, "priority", -(1 << 31), 1 << 31), _text(data, "tenant", 256),
-            _integer(data, "start", 0, end), _integers(data, "starts", _MOST_GROUPS), end, _mapping(data, "ticket"))
+            _bytes(data, "cache_key"), _integer(data, "priority", -_MOST_PRIORITY, _MOST_PRIORITY),
+            _text(data, "tenant", 256), _integer(data, "start", 0, end),
+            _integers(data, "starts", _MOST_GROUPS), end, _mapping(data, "ticket"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,9 @@ class SocketLink(Link):
             _refuse(made, "the secret is another one")
         write_frame(made, {"quire": PROTOCOL_VERSION, "proof": self._proof("answers", nonce, mine),
                            "about": self._owner.mover.describe()})
-        return self._checked(made, _hello(read_frame(made, _ABOUT_BYTES)).get("about"))
+        theirs = self._checked(made, _hello(read_frame(made, _ABOUT_BYTES)).get("about"))
+        # An engine that takes KV on all addresses is reached where its link comes from.
+        return {**theirs, "seen_at": made.getpeername()[0]}
 
     def _checked(self, made: socket.socket, about: object) -> Data:
         if not isinstance(about, dict):

@@ -50,7 +50,7 @@ class TensorMover:
         if not isinstance(addresses, list) or not addresses or not all(isinstance(each, dict) for each in addresses):
             raise KVTransferError("the other engine does not say where its KV is to go")
         return KVSender(self._store, addresses, self._secret, transports=self._transports, timeout=self._timeout,
-                        convert=self._convert)
+                        convert=self._convert, host=theirs.get("seen_at"))
 
     def close(self) -> None:
         if self._receiver is not None:

@@ -14,8 +14,12 @@ from quire.router.routes import ROUTES
 from quire.router.service import RouterService
 from quire.server.app import App
 from quire.server.auth import ApiKeys
+from quire.server.page_routes import file_routes
 from quire.server.tracing import Tracing
 from quire.server_config import RouterConfig, ServerConfig, replica_key_of_environment
+
+_SHARED_FILES = ("api.js", "key.js", "theme.js", "style.css", "icon.svg")
+"""Of the server's page, which the router's uses too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,4 +47,5 @@ def build_router(started: Started, config: ServerConfig, *, keys: ApiKeys | None
                  tracing: Tracing | None = None) -> App:
     """The application in front of the servers."""
     keys = ApiKeys.of(config) if keys is None else keys
-    return App(RouterService(started.fleet, config, keys, tracing, started.holders), ROUTES)
+    page = [*file_routes("quire.router"), *file_routes("quire.server", _SHARED_FILES)] if config.page else []
+    return App(RouterService(started.fleet, config, keys, tracing, started.holders), (*ROUTES, *page))

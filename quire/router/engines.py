@@ -46,6 +46,8 @@ class ReplicatedLLM:
         self.kv_log = None
         """What is held is told of one engine, and here are several: a router goes by this server's load."""
         self.kv_secret_name = None
+        self.kv_listens = None
+        """Nobody asks it to compute prompts for others."""
         self._policy = policy
         self._folder = folder
         self._loads = [Load() for _ in engines]
@@ -66,7 +68,12 @@ class ReplicatedLLM:
         if options.get("num_threads") is None:
             options["num_threads"] = max(1, len(os.sched_getaffinity(0)) // size)
         _, engine_options = GuardConfig.split(options)
-        secret = EngineConfig.create(**engine_options).cache.kv_secret
+        config = EngineConfig.create(**engine_options)
+        for name, given in (("kv_role", config.transfer.kv_role), ("kv_disk", config.cache.kv_disk)):
+            if given is not None:
+                raise ConfigError(f"{name} is for one engine, and data_parallel_size starts {size}: start as many "
+                                  "servers with a router (`quire route`)", field=name)
+        secret = config.cache.kv_secret
         with contextlib.ExitStack() as stack:
             if secret is None:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-"))

@@ -22,6 +22,8 @@ from quire.server_config import RouterConfig
 
 _MAX_SERVERS = 1024
 _REMEMBERED = 64
+_RARELY = 30
+"""Questions about its health between two about its model, where it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Fleet:
                 event(logging.WARNING, "server_not_ready", url=replica.url, why=replica.why)
 
     def add(self, url: str, role: Role) -> Replica:
-        url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        url = _plain(url)
         if url in self._replicas:
             raise ConfigError(f"{url:.200} is listed twice", field="replicas")
         if len(self._replicas) >= _MAX_SERVERS:
@@ -85,7 +87,7 @@ class Fleet:
 
     def registered(self, url: str, role: Role, seconds: float) -> Replica:
         """A server says that it is there, and will say so again within `seconds`."""
-        replica = self._replicas.get(url.rstrip("/"))
+        replica = self._replicas.get(_plain(url))
         if replica is None:
             replica = self.add(url, role)
             event(logging.INFO, "server_registered", url=url, role=role.value)
@@ -96,7 +98,7 @@ class Fleet:
 
     def leaves(self, url: str) -> None:
         """A registered server closes: it finishes what it has."""
-        replica = self._replicas.get(url.rstrip("/"))
+        replica = self._replicas.get(_plain(url))
         if replica is not None and replica.leased_until is not None:
             replica.state, replica.why = State.DRAINING, "it says that it is closing"
 
@@ -132,7 +134,8 @@ class Fleet:
                                                       timeout=self.config.health_timeout)
             code, message = error_of(body)
             replica.answered_health(status, code == "closing", message or f"its health is {status}")
-            if status == 200 and (replica.model is None or was is not State.UP):
+            replica.looks += 1
+            if status == 200 and (was is not State.UP or (replica.model is None and replica.looks % _RARELY == 0)):
                 await self._learn(replica)
         except UpstreamError as error:
             if replica.missed_health(str(error), gone=not error.reached) and was is not State.DOWN:
@@ -142,10 +145,10 @@ class Fleet:
                   state=replica.state.value, why=replica.why)
 
     async def _learn(self, replica: Replica) -> None:
-        """Which model it has."""
-        status, body = await replica.upstream.ask("GET", "/v1/models", self.own_headers,
-                                                  timeout=self.config.health_timeout)
-        with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+        """Which model it has. One that does not say may be well all the same."""
+        with contextlib.suppress(UpstreamError, ValueError, LookupError, TypeError, RecursionError):
+            status, body = await replica.upstream.ask("GET", "/v1/models", self.own_headers,
+                                                      timeout=self.config.health_timeout)
             card = json.loads(body)["data"][0] if status == 200 else {}
             if isinstance(card, dict) and isinstance(card.get("id"), str):
                 replica.card, replica.model = card, card["id"]
@@ -190,3 +193,7 @@ class Fleet:
         for replica in self:
             replica.upstream.cut("the router is closing")
 
+
+def _plain(url: str) -> str:
+    """The one way to write the address of a server."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.router.fleet import Fleet
 from quire.router.replica import State
+from quire.server.loop_lag import LoopLag
 from quire.server.metrics import Histogram, exposition
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ class RouterMetrics:
                                     "From a request's arrival to the first byte of its stream", _LONG)
         self.choosing = Histogram("quire:router_choice_seconds",
                                   "What it takes to read a request and to find who holds its prompt", _SHORT)
+        self._lags = Histogram("quire:event_loop_lag_seconds", "How late the event loop was, 100 times a second",
+                               _SHORT)
+        self.loop_lag = LoopLag(self._lags.observe)
         self._http: dict[tuple[str, str], int] = {}
 
     def count_http(self, path: str, status: int) -> None:
@@ -69,5 +73,9 @@ class RouterMetrics:
         blocks = GaugeMetricFamily("quire:router_index_blocks", "KV blocks that the index knows of")
         blocks.add_metric([], num_blocks)
         yield blocks
-        for histogram in (self.first_byte, self.choosing):
+        lag = GaugeMetricFamily("quire:event_loop_lag_max_seconds",
+                                "The event loop's largest lag in the last 30 to 60 seconds")
+        lag.add_metric([], self.loop_lag.largest)
+        yield lag
+        for histogram in (self.first_byte, self.choosing, self._lags):
             yield histogram.family({})

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 from quire.router.asked import Asked, error_code
 from quire.router.load import Ticket
@@ -34,6 +36,7 @@ _TRY_ELSEWHERE = frozenset({429, 500, 502, 503, 504})
 """A full queue, an engine that died, a server that closes: another may be well. No other answer is doubted."""
 _FINAL = frozenset({"request_quarantined", "request_timeout"})
 """Errors that are the request's own, though their status says otherwise."""
+_IN_QUERY = "!$%&'()*+,;=:@/?[]"
 _MOST_WHOLE = 256 << 20
 """Bytes of an answer that is not streamed."""
 _MOST_EVENT = 8 << 20
@@ -46,10 +49,11 @@ class Passage:
         self._service, self._record, self._send = service, record, send
         self._method, self._body, self._asked = scope["method"], body, asked
         query = scope.get("query_string", b"")
-        self._path = scope["path"] + (f"?{query.decode('latin-1')}" if query else "")
-        headers = [(name, value) for name, value in scope["headers"] if name in _PASSED_UP]
-        self._headers = [*headers, (b"x-request-id", record.request_id.encode())]
+        # The path comes decoded: as it is, a line end in it would be one of the request to the server.
+        self._path = quote(scope["path"], safe="/") + (f"?{quote(query, safe=_IN_QUERY)}" if query else "")
+        self._headers = [*passed_up(scope), (b"x-request-id", record.request_id.encode())]
         self._on_start = on_start
+        self._content = content_digest(record, body)
         self._tried: list[Replica] = []
         self._reached = 0
         """Servers that may have begun with it."""
@@ -60,6 +64,7 @@ class Passage:
 
     async def run(self, seconds: float, only: Replica | None = None) -> None:
         """In so many seconds. `only`: the one server that can answer it."""
+        self._service.quarantine.check(self._content)
         try:
             async with asyncio.timeout(seconds):
                 await self._run(only)
@@ -116,7 +121,7 @@ class Passage:
             with contextlib.closing(answer):
                 return await self._pass_on(answer, replica, ticket)
         except UpstreamError as error:
-            self._reached += error.reached
+            self._suspect(replica, error.reached)
             replica.failed(str(error))
             replica.outcomes["broken" if self._started else "retried"] += 1
             LOGGER.warning("server_failed", extra={"fields": {
@@ -128,21 +133,33 @@ class Passage:
                                            retry_after=1.0))
             return True
 
+    def _suspect(self, replica: Replica, reached: bool) -> None:
+        """A server failed that may have begun with this request, whose fault it may be. Many of the same content that
+        were there together saw one failure."""
+        if reached:
+            self._reached += 1
+            if replica.accuse(self._content):
+                self._service.quarantine.died_with([self._content])
+
+    def _innocent(self, replica: Replica) -> None:
+        replica.breaker.succeeded()
+        self._service.quarantine.served(self._content)
+
     async def _pass_on(self, answer: Answer, replica: Replica, ticket: Ticket) -> bool:
         streamed = answer.header(b"content-type").startswith(b"text/event-stream")
         if streamed and answer.status == 200:
             await self._stream(answer, replica, ticket)
-            replica.breaker.succeeded()
+            self._innocent(replica)
             replica.outcomes["ok"] += 1
             return True
         body = await answer.whole(_MOST_WHOLE)
         code = error_code(body) if answer.status in _TRY_ELSEWHERE else None
         if answer.status in _TRY_ELSEWHERE and code not in _FINAL:
             replica.refused(code, answer.status)
-            self._reached += answer.status != 429 and code != "closing"
+            self._suspect(replica, answer.status != 429 and code != "closing")
             self._refusal = (answer, body)
             return False
-        replica.breaker.succeeded()
+        self._innocent(replica)
         replica.outcomes["ok"] += 1
         self._service.noted(self._record.path, replica, body)
         await self._send_whole(answer, body)
@@ -156,13 +173,18 @@ class Passage:
 
     async def _stream(self, answer: Answer, replica: Replica, ticket: Ticket) -> None:
         """Whole events only: where it breaks off, what follows must not stand in the middle of one."""
-        first, kept = await answer.read(), b""
+        piece, kept = await answer.read(), b""
+        while piece and b"\n\n" not in piece and len(piece) <= _MOST_EVENT:  # with half an event nothing is sent yet
+            more = await answer.read()
+            piece += more
+            if not more:
+                break
+        first = piece
         ticket.started()
         self._service.metrics.first_byte.observe(time.perf_counter() - self._record.started)
         self._service.noted(self._record.path, replica, first)
         self._start()
         await self._send({"type": "http.response.start", "status": 200, "headers": self._headers_down(answer)})
-        piece = first
         while piece:
             if not piece.endswith(b"\n\n") or kept:
                 piece = kept + piece
@@ -189,6 +211,16 @@ class Passage:
         self._service.metrics.broken_streams += 1
         await self._send({"type": "http.response.body", "body": failure_event(self._record.path, error),
                           "more_body": False})
+
+
+def passed_up(scope: Any) -> list[tuple[bytes, bytes]]:
+    """Of the client's headers those that a server sees."""
+    return [(name, value) for name, value in scope["headers"] if name in _PASSED_UP]
+
+
+def content_digest(record: RequestRecord, body: bytes) -> bytes:
+    head = f"{record.tenant}\n{record.path}\n".encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(head + body, digest_size=16).digest()
 
 
 def failure_event(path: str, error: ApiError) -> bytes:

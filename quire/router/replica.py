@@ -12,6 +12,7 @@ from quire.router.load import Load
 from quire.router.upstream import Upstream
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_MOST_ACCUSED = 4096
 _MISSES = 2
 """So many questions without an answer in a row, and a server counts as dead."""
 
@@ -73,9 +74,13 @@ class Replica:
     """How its requests ended: ok, refused, retried, broken."""
     events: str = "none"
     """Whether it tells what it holds: none, another secret, or following."""
+    looks: int = 0
+    """Questions about its health that it has answered."""
     block_size: int = 0
     """Tokens of one of its KV blocks, while its events are followed."""
     _misses: int = 0
+    _accused: set[bytes] = field(default_factory=set)
+    """Contents of requests that it has failed with since it was last found well again."""
 
     @property
     def name(self) -> str:
@@ -91,6 +96,13 @@ class Replica:
         if self.state is not State.DRAINING:
             self.state, self.why = State.DOWN, why
 
+    def accuse(self, content: bytes) -> bool:
+        """It failed while a request of this content was there; false if another such request has said so already."""
+        if content in self._accused or len(self._accused) >= _MOST_ACCUSED:
+            return False
+        self._accused.add(content)
+        return True
+
     def refused(self, code: str | None, status: int) -> None:
         """It answered that it cannot take a request now; what its health says next holds."""
         self.outcomes["refused"] += 1
@@ -104,6 +116,8 @@ class Replica:
     def answered_health(self, status: int, closing: bool, why: str) -> None:
         self._misses = 0
         if status == 200:
+            if self.state is not State.UP:
+                self._accused.clear()
             self.state, self.why = State.UP, "well"
         elif closing:
             self.state, self.why = State.DRAINING, why

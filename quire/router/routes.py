@@ -9,9 +9,11 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from quire import __version__
+from quire.kvpool.index import ROUTES as UNIT_PATHS
+from quire.kvpool.index import SIGNATURE as UNIT_SIGNATURE
 from quire.router.asked import Asked, asked_of
-from quire.router.passage import Passage
+from quire.router.passage import Passage, passed_up
+from quire.router.registration import PATH, take_beat
 from quire.router.replica import Replica, Role, State
 from quire.router.service import RouterService
 from quire.server.answer import encode, send_json
@@ -21,10 +23,11 @@ from quire.server.generation import until_disconnect
 from quire.server.route import Route
 from quire.server.routes import ROUTES as SERVER_ROUTES
 from quire.server.service import RequestRecord
+from quire.version import __version__
 
 _METRICS_TYPE = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
-_OWN = {"/health", "/metrics", "/version", "/v1/models", "/v1/models/{model}", "/openapi.json", "/docs",
-        "/v1/kv/events"}
+_OWN = {"/health", "/metrics", "/version", "/v1/models", "/v1/models/{model}", "/openapi.json",
+        "/docs", "/v1/kv/events", "/v1/kv/bootstrap"}
 """Paths of the servers' that the router answers itself, or not at all."""
 
 
@@ -46,9 +49,9 @@ async def _work(service: RouterService, record: RequestRecord, scope: Any, recei
     """A request with a body: any server may answer it."""
     body = await read_json(scope, receive, service.config)
     asked = asked_of(body)
-    only = _owner(service, asked.after)
     with contextlib.ExitStack() as waiting, _displaceable(service, record.tenant, waiting):
         async with _passing(service, receive):
+            only = await _owner(service, asked.after, scope)
             await service.look(record.path, body, record.tenant, asked)
             passage = Passage(service, record, scope, send, body, asked, on_start=waiting.close)
             await passage.run(service.config.request_timeout, only)
@@ -78,13 +81,18 @@ def _displaceable(service: RouterService, tenant: str | None, waiting: contextli
 async def _stored(service: RouterService, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
     """A question about a stored response, which goes to the server that has it."""
     name = scope["path"].removeprefix("/v1/responses/")
+    if "/" in name or name in (".", ".."):  # what OpenAI has below a response, or another path in disguise
+        raise ApiError(404, f"there is no {scope['path']:.200} on this server; GET /docs lists what there is",
+                       code="unknown_path")
     async with _passing(service, receive):
+        only = await _owner(service, name, scope)
         passage = Passage(service, record, scope, send, b"", Asked(1))
-        await passage.run(service.config.request_timeout, _owner(service, name))
+        await passage.run(service.config.request_timeout, only)
 
 
-def _owner(service: RouterService, response: str | None) -> Replica | None:
-    return None if response is None else service.who_stored(response)
+async def _owner(service: RouterService, response: str | None, scope: Any) -> Replica | None:
+    """The server that stored a response; None where none is asked for, or nobody has it."""
+    return None if response is None else await service.who_stored(response, passed_up(scope))
 
 
 async def _health(service: RouterService, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
@@ -133,6 +141,7 @@ def _servers_view(service: RouterService) -> dict[str, Any]:
                      "blocks": service.blocks_of(each), "block_size": each.block_size,
                      "registered": each.leased_until is not None}
                     for each in service.fleet],
+        "pool": service.units.owners,
         "decisions": [{"ago": round(now - each.at, 1), "server": each.number, "why": each.why, "tokens": each.tokens,
                        "held": each.held, "role": each.role} for each in reversed(service.fleet.decisions)],
     }
@@ -140,6 +149,23 @@ def _servers_view(service: RouterService) -> dict[str, Any]:
 
 async def _servers(service: RouterService, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
     await send_json(send, 200, encode(_servers_view(service)))
+
+
+async def _openapi(service: RouterService, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    from quire.server.openapi import document
+
+    await send_json(send, 200, encode(document(ROUTES, needs_key=len(service.keys) > 0)))
+
+
+async def _units(service: RouterService, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
+    """The index of a KV pool, for engines that share the router's secret."""
+    if service.unit_routes is None:
+        raise ApiError(403, "this router keeps no index: it needs the engines' secret (QUIRE_KV_SECRET)",
+                       code="no_kv_secret")
+    body = await read_json(scope, receive, service.config)
+    signature = next((value.decode("latin-1") for name, value in scope["headers"]
+                      if name == UNIT_SIGNATURE.lower().encode()), None)
+    await send_json(send, *service.unit_routes.handle(scope["path"], body, signature))
 
 
 def _passed_on() -> list[Route]:
@@ -158,7 +184,11 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/models", "The models that the servers have", _models),
     Route("GET", "/v1/models/{model}", "One of them", _model),
     Route("GET", "/v1/router/servers", "The servers, what they have to do, and who got what and why", _servers),
-    Route("GET", "/health", "200 while a server takes requests", _health, open=True),
+    *(Route("POST", path, "The index of a KV pool, for engines", _units, open=True) for path in UNIT_PATHS),
+    Route("POST", PATH, "A server says that it is there", take_beat, open=True),
+    Route("GET", "/health", "200 while a server takes requests", _health, open=True, also=("503",)),
     Route("GET", "/metrics", "Prometheus metrics", _metrics, media="text/plain"),
     Route("GET", "/version", "Quire's version", _version),
+    Route("GET", "/openapi.json", "This document", _openapi),
+    *(route for route in SERVER_ROUTES if route.path == "/docs"),
 )

@@ -8,25 +8,33 @@ import time
 from collections import OrderedDict
 from typing import Any
 
+from quire.engine.quarantine import Quarantine
+from quire.kvcache.secret import derived_secret
+from quire.kvpool.index import IndexRoutes, MemoryIndex
 from quire.router.asked import Asked
 from quire.router.fleet import Fleet
 from quire.router.holders import Holders
 from quire.router.metrics import RouterMetrics
 from quire.router.prefill import PrefillChoice
-from quire.router.replica import Replica
+from quire.router.replica import Replica, Role
+from quire.router.upstream import Headers, UpstreamError
 from quire.server.auth import ApiKeys
 from quire.server.places import Places
 from quire.server.tracing import Tracing
 from quire.server_config import RouterConfig, ServerConfig
 
 _RESPONSE_ID = re.compile(rb'"id":\s*"(resp[A-Za-z0-9._-]{1,128})"')
+_RESPONSE_NAME = re.compile(r"[A-Za-z0-9._-]{1,132}")
 _MOST_RESPONSES = 1 << 16
+_MOST_RESPONSE_BYTES = 64 << 20
 
 
 class RouterService:
     """`engine` is the fleet: what `quire.server.run` starts and stops."""
 
     model_name = "router"
+    engine_config = None
+    """It has no engine of its own."""
 
     def __init__(self, fleet: Fleet, config: ServerConfig, keys: ApiKeys, tracing: Tracing | None = None,
                  holders: Holders | None = None) -> None:
@@ -45,7 +53,13 @@ class RouterService:
         """Those of them that are cancelled because the router closes."""
         self.waiting = Places(fleet.config.max_waiting_requests, "too many requests wait for their first token: try "
                               "again later", "queue_full")
-        self.prefill = PrefillChoice(fleet, fleet.config.kv_secret)
+        self.quarantine = Quarantine(deaths=fleet.config.max_retries + 1)
+        """Requests that were under way when servers failed, so that nobody can end them all by asking again."""
+        secret = fleet.config.kv_secret
+        self.prefill = PrefillChoice(fleet, secret)
+        self.units = MemoryIndex()
+        """Which engine's host memory holds which units of the KV pool, for engines with `--kv-pool http://ROUTER`."""
+        self.unit_routes = None if secret is None else IndexRoutes(self.units, derived_secret(secret, "kv-index"))
         self._stored: OrderedDict[str, Replica] = OrderedDict()
         """By id of a response: the server that has it."""
 
@@ -72,13 +86,35 @@ class RouterService:
             return
         found = _RESPONSE_ID.search(beginning[:65536])
         if found is not None:
-            self._stored[found[1].decode()] = replica
-            while len(self._stored) > _MOST_RESPONSES:
-                self._stored.popitem(last=False)
+            self._remember(found[1].decode(), replica)
 
-    def who_stored(self, response: str) -> Replica | None:
-        return self._stored.get(response)
+    async def who_stored(self, response: str, headers: Headers) -> Replica | None:
+        """The server that has a stored response. One that this router has not seen being made (it was restarted, or is
+        one of several) is asked for at every server, with the client's own key in `headers`."""
+        if response in self._stored or not _RESPONSE_NAME.fullmatch(response):
+            return self._stored.get(response)
+        able = [each for each in self.fleet if each.available and each.role is not Role.PREFILL]
+        found = await asyncio.gather(*(self._has(each, response, headers) for each in able))
+        for replica, has in zip(able, found, strict=True):
+            if has:
+                self._remember(response, replica)
+                return replica
+        return None
+
+    async def _has(self, replica: Replica, response: str, headers: Headers) -> bool:
+        try:
+            status, _ = await replica.upstream.ask("GET", f"/v1/responses/{response}", headers,
+                                                   timeout=self.router.health_timeout, most=_MOST_RESPONSE_BYTES)
+        except UpstreamError:
+            return False
+        return status == 200
+
+    def _remember(self, response: str, replica: Replica) -> None:
+        self._stored[response] = replica
+        while len(self._stored) > _MOST_RESPONSES:
+            self._stored.popitem(last=False)
 
     def close(self) -> None:
+        self.metrics.loop_lag.close()
         if self.holders is not None:
             self.holders.close()

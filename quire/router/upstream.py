@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import ssl
 import time
 from collections import deque
@@ -26,6 +27,7 @@ _BUFFERED = 256 * 1024
 _IDLE_SECONDS = 4.0
 """Servers close a connection on which nothing happens after 5 seconds or more: one of less is safe to use again."""
 _MAX_IDLE = 64
+_ENDS_PATH = re.compile(r"[\x00-\x20\x7f]")
 Headers = Sequence[tuple[bytes, bytes]]
 
 
@@ -248,12 +250,17 @@ class Upstream:
 
     def __init__(self, url: str, connect_timeout: float = 5.0) -> None:
         self.url, self.connect_timeout = url, connect_timeout
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-            raise ConfigError(f"{url!r:.200} is no address of a server: write it as http://host:8000", field="replicas")
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+            self._host = parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")
+        except ValueError as error:
+            raise _no_address(url) from error
+        if (parts.scheme not in ("http", "https") or not host or parts.query or parts.username
+                or _ENDS_PATH.search(parts.netloc + parts.path)):
+            raise _no_address(url)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._address = (parts.hostname, parts.port or (443 if self._tls else 80))
-        self._host = parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")
+        self._address = (host, port or (443 if self._tls else 80))
         self._folder = parts.path.rstrip("/").encode()
         self._idle: deque[_Connection] = deque()
         self._busy: set[_Connection] = set()
@@ -317,6 +324,12 @@ class Upstream:
         return made
 
     def _head(self, method: str, path: str, headers: Headers, length: int) -> bytes:
-        lines = [b"%s %s%s HTTP/1.1" % (method.encode(), self._folder, path.encode("latin-1")), b"host: " + self._host,
+        if not path.isascii() or _ENDS_PATH.search(path):
+            raise ValueError("a path must be percent-encoded")
+        lines = [b"%s %s%s HTTP/1.1" % (method.encode(), self._folder, path.encode()), b"host: " + self._host,
                  b"content-length: %d" % length, *(name + b": " + value for name, value in headers)]
         return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def _no_address(url: str) -> ConfigError:
+    return ConfigError(f"{url!r:.200} is no address of a server: write it as http://host:8000", field="replicas")

@@ -91,40 +91,12 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request, or refuse one that could never run."""
-        self._register(request)
-        self._roster.add(request)
-
-    def _register(self, request: Request) -> None:
         if request.request_id in self._roster.requests:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use", field="request_id")
         request.max_len = longest_allowed(request, self.limits, self.cache)
         request.arrival_index = self._num_added
         self._num_added += 1
-
-    def add_reserved(self, request: Request, deadline: float) -> Reservation | None:
-        """Take a request whose KV somebody outside writes: blocks for all its tokens but the last, which is computed.
-
-        Arrivals are told to `cache.reservations`, followed by `look`. None, and the request is not taken, when there
-        is no room for that now; `add` may still queue it. Whatever is not written by `deadline` it computes.
-        """
-        for field in ("prompt_logprobs", "structured_outputs"):
-            if getattr(request.params, field) is not None:
-                raise InvalidRequestError(f"{field} is not supported where the prompt's KV is written from outside",
-                                          field=field)
-        self._register(request)
-        seq = request.live[0]
-        match = self.cache.match(seq.kv, seq.tokens)
-        reservation = self.cache.reserve(seq.kv, match, len(seq.tokens) - 1, deadline)
-        if reservation is None:
-            return None
-        self._roster.requests[request.request_id] = request
-        self._roster.await_kv(request)
-        request.reservation = reservation.number
-        request.num_cached_tokens, request.first_scheduled_time = len(seq.tokens) - 1, self._clock()
-        self.cache.count_query(len(seq.tokens), match)
-        seq.num_computed = len(seq.tokens) - 1
-        self._arrivals.wait_for(request, reservation.fetch)
-        return reservation
+        self._roster.add(request)
 
     def take_asking(self) -> list[tuple[Request, Reservation]]:
         """Requests whose prompt another engine is to compute, since the last call."""
@@ -170,6 +142,10 @@ class Scheduler:
         elif request.status is Status.ARRIVING and not any(other.kv.tables for other in request.live):
             # What was on its way was for the one that has ended.
             self._giving_way.requeue(request, PreemptionReason.LOST, may_move=False)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._roster.requests) or bool(self._in_flight)
 
     @property
     def has_work(self) -> bool:

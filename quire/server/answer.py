@@ -141,12 +141,17 @@ class Answer(ABC):
         async for place, output in found:
             self.usage.note(place, output)
             body = await _beside(_num_logprobs(output), functools.partial(self.events, place, output))
-            if not self._started:
-                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-                self._started = True
             if body:
+                await self._start(send)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+        await self._start(send)
         await send({"type": "http.response.body", "body": self.tail(), "more_body": False})
+
+    async def _start(self, send: Any) -> None:
+        """With the first event: a token without a text of its own is none, and until then a failure has its status."""
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
 
     async def _send_failure(self, error: Exception, send: Any) -> None:
         """The stream has begun, so the status is spent: the error is an event, and the stream ends there."""

@@ -53,7 +53,7 @@ class App:
 
     def __init__(self, service: Any, routes: Iterable[Route]) -> None:
         self.service = service
-        self._prefill = PrefillHeader(service.engine.config)
+        self._prefill = PrefillHeader(service.engine_config)
         self._hosts = AllowedHosts(service.config, has_keys=len(service.keys) > 0)
         self._exact: dict[str, dict[str, Route]] = {}
         for route in routes:

@@ -26,10 +26,11 @@ _MOST_PEERS = 16
 class PrefillHeader:
     """Reads X-Quire-Prefill: addresses of prefill servers, separated by commas, to be asked in this order."""
 
-    def __init__(self, config: EngineConfig | None) -> None:
-        """None: an engine without options of ours, which asks nobody."""
+    def __init__(self, options: object) -> None:
+        """`options` of whoever answers requests; other ones than an engine's ask nobody."""
+        config = options if isinstance(options, EngineConfig) else None
         self._asks = config is not None and config.transfer.asks
-        self._allowed = frozenset() if config is None else frozenset(map(_plain, config.transfer.peers))
+        self._allowed = {} if config is None else {_plain(each): each for each in config.transfer.peers}
         secret = None if config is None else config.cache.kv_secret
         self._key = None if secret is None else derived_secret(secret, "prefill-header")
 
@@ -51,6 +52,8 @@ class PrefillHeader:
             for name in names:
                 if _plain(name) not in self._allowed:
                     raise _refused(f"names {name!r:.200}, which is not one of this server's --kv-peers")
+        # As the operator spells them: the engine keeps a link for each spelling, and clients must not make up more.
+        names = tuple(self._allowed.get(_plain(name), name) for name in names)
         for name in names:
             try:
                 split_address(name)

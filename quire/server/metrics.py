@@ -213,6 +213,10 @@ class ServerMetrics:
                 yield self._counter(name, help, engine[key])
         for name, help, label, keys in _ENGINE_LABELLED:
             yield self._labelled(name, help, label, {value: engine.get(key, 0) for value, key in keys.items()})
+        for name, help, key in _ENGINE_BY_STORE:
+            stores = {store: engine[f"kv_{store}_{key}"] for store in _STORES if f"kv_{store}_{key}" in engine}
+            if stores:
+                yield self._labelled(name, help, "store", stores)
         for name, help, prefix in _ENGINE_BY_POSITION:
             places = {key.removeprefix(prefix): value for key, value in engine.items() if key.startswith(prefix)}
             if places:
@@ -287,6 +291,14 @@ _ENGINE_COUNTERS = (
 _ENGINE_BY_POSITION = (
     ("spec_draft_tokens_by_position", "Drafts judged, by place in the draft", "spec_draft_tokens_at_"),
     ("spec_accepted_tokens_by_position", "Drafts accepted, by place in the draft", "spec_accepted_tokens_at_"),
+)
+_STORES = ("disk", "pool")
+_ENGINE_BY_STORE = (
+    ("kv_units_written", "Units of 256 tokens of KV that were kept, by store", "units_written"),
+    ("kv_units_read", "Those that came back, by store", "units_read"),
+    ("kv_units_bad", "Those that came back torn, changed or foreign and were computed instead, by store", "units_bad"),
+    ("kv_store_lookups_failed", "Times that a store was not asked or did not answer in time, by store",
+     "lookups_failed"),
 )
 _ENGINE_LABELLED = (
     ("prefix_cache_hits", "Tokens found in the prefix cache, by tier", "tier",

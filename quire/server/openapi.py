@@ -82,4 +82,4 @@ def _possible(route: Route, needs_key: bool) -> list[str]:
         found.append("404")
     if route.works:
         found += ["429", "500", "503", "504"]
-    return sorted(found + (["503"] if route.path == "/health" else []))
+    return sorted({*found, *route.also})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib import resources
 from typing import Any
 
@@ -23,7 +24,7 @@ def page_routes(service: Service) -> list[Route]:
     """Left out where the server runs without its page."""
     view = EngineView(service)
     return [
-        *_files(),
+        *file_routes("quire.server"),
         Route("GET", "/v1/engine/events", "The engine at work, as it happens", view.events, streams=True),
         Route("GET", "/v1/engine/snapshot", "The engine as it is now", view.snapshot),
         Route("GET", "/v1/engine/scenarios", "Scenarios that can be played", view.scenarios),
@@ -32,11 +33,12 @@ def page_routes(service: Service) -> list[Route]:
     ]
 
 
-def _files() -> list[Route]:
+def file_routes(package: str, names: Collection[str] | None = None) -> list[Route]:
+    """The files of a package's page, all or those named; its index.html is the page at /."""
     found = []
-    for file in sorted(resources.files("quire.server").joinpath("page").iterdir(), key=lambda file: file.name):
+    for file in sorted(resources.files(package).joinpath("page").iterdir(), key=lambda file: file.name):
         kind = _TYPES.get(file.name.rpartition(".")[2])
-        if kind is not None:
+        if kind is not None and (names is None or file.name in names):
             path = "/" if file.name == "index.html" else f"/page/{file.name}"
             found.append(Route("GET", path, "", _sends(file.read_bytes(), kind), open=True))
     return found

@@ -32,5 +32,7 @@ class Route:
     works: bool = False
     """It gives the engine work, so it is refused while the server is closing."""
     streams: bool = False
+    also: tuple[str, ...] = ()
+    """Statuses that it may answer with beside those that follow from the rest."""
     error_body: Callable[[ApiError], dict[str, Any]] | None = None
     """Errors in the form of another API; None: OpenAI's."""

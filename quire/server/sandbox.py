@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from quire.executor.dummy import DummyExecutor
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import KVCacheManager
 from quire.sampling.params import SamplingParams
-from quire.scheduler.plan import StepResult
+from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.policy import BATCHING_POLICIES
 from quire.scheduler.preemption import Preemption, PreemptionMode
 from quire.scheduler.request import Request
@@ -63,6 +63,15 @@ class Visitor:
         common = [1000 * (self.family + 1) + i for i in range(self.shared_tokens)]
         return common + [100_000 + 1000 * number + i for i in range(self.own_tokens)]
 
+    def request(self, number: int) -> Request:
+        params = SamplingParams(max_tokens=self.max_tokens, n=self.n, temperature=1.0, ignore_eos=True)
+        return Request(str(number), self.prompt(number), params, seed=number, arrival_time=self.at)
+
+
+def step_seconds(plan: StepPlan) -> float:
+    """How long a step pretends to take."""
+    return _STEP_SECONDS + _TOKEN_SECONDS * plan.num_tokens + _COPY_SECONDS * len(plan.copies)
+
 
 class Pipeline:
     """Stages that share the time of a step evenly; each has one step at a time."""
@@ -91,24 +100,26 @@ class Pipeline:
 class Sandbox:
     """One small engine; `frames` runs it through a list of visitors, in time with the clock on the wall."""
 
-    def __init__(self, layout: Layout, place: int, speed: float) -> None:
+    def __init__(self, layout: Layout, place: int, speed: float, clock: Callable[[], float] | None = None) -> None:
+        """`clock` where somebody else drives it, beside another engine."""
         self._layout, self._speed = layout, speed
         self._now = 0.0
+        clock = self._clock if clock is None else clock
         tiers = [HostTier(layout.num_host_blocks, offload=False)] if layout.num_host_blocks else []
         cache = KVCacheManager(layout.num_blocks, BLOCK_SIZE, tiers=tiers, block_bytes=(1,))
         mode = PreemptionMode.SWAP if tiers else PreemptionMode.RECOMPUTE
         self.scheduler = Scheduler(
             Limits(layout.max_num_seqs, layout.max_num_batched_tokens, layout.num_blocks * BLOCK_SIZE,
                    layout.chunked_prefill, num_stages=min(layout.num_stages, layout.steps_in_flight)),
-            cache, policy=BATCHING_POLICIES[layout.batching_policy](), clock=self._clock,
+            cache, policy=BATCHING_POLICIES[layout.batching_policy](), clock=clock,
             preemption=Preemption(cache, mode))
-        self._executor = DummyExecutor(1 << 20)
+        self.executor = DummyExecutor(1 << 20)
         self._pipeline = Pipeline(layout.num_stages)
         self._in_flight: deque[tuple[StepResult, float]] = deque()
         """Results, and when they come."""
-        self._view = EngineView(self.scheduler, PoolSize(layout.num_blocks, layout.num_blocks * BLOCK_SIZE, 1,
+        self.view = EngineView(self.scheduler, PoolSize(layout.num_blocks, layout.num_blocks * BLOCK_SIZE, 1,
                                                          layout.num_host_blocks),
-                                layout.title, engine=place, simulated=True, clock=self._clock,
+                                layout.title, engine=place, simulated=True, clock=clock,
                                 ranks=self._pipeline.describe)
         self._last: dict[str, float] = {}
         self._gaps: list[float] = []
@@ -122,7 +133,7 @@ class Sandbox:
         """One frame for each step, until everybody is served."""
         began = time.monotonic()
         coming = sorted(enumerate(visitors), key=lambda pair: pair[1].at)
-        yield self._view.frame()[0]
+        yield self.view.frame()[0]
         while coming or self.scheduler.has_work:
             while coming and coming[0][1].at <= self._now:
                 self._let_in(*coming.pop(0))
@@ -131,42 +142,44 @@ class Sandbox:
             else:
                 self._now = coming[0][1].at
             await asyncio.sleep(max(0.0, began + self._now / self._speed - time.monotonic()))
-            yield self._view.frame()[0]
+            yield self.view.frame()[0]
 
     def _let_in(self, number: int, visitor: Visitor) -> None:
-        params = SamplingParams(max_tokens=visitor.max_tokens, n=visitor.n, temperature=1.0, ignore_eos=True)
-        self.scheduler.add(Request(str(number), visitor.prompt(number), params, seed=number,
-                                   arrival_time=visitor.at))
+        self.scheduler.add(visitor.request(number))
 
     def _step(self) -> None:
         while len(self._in_flight) < self._layout.steps_in_flight:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
-            self._view.submitted(plan)
-            seconds = _STEP_SECONDS + _TOKEN_SECONDS * plan.num_tokens + _COPY_SECONDS * len(plan.copies)
-            self._in_flight.append((self._executor.execute(plan), self._pipeline.run(plan.step, self._now, seconds)))
+            self.view.submitted(plan)
+            ends = self._pipeline.run(plan.step, self._now, step_seconds(plan))
+            self._in_flight.append((self.executor.execute(plan), ends))
         if not self._in_flight:
             self.scheduler.fail_stuck()
             return
         result, ended = self._in_flight.popleft()
         self._now = max(self._now, ended)
         self.scheduler.update(result)
-        self._view.collected()
+        self.view.collected()
         for update in self.scheduler.take_updates():
             if update.new_tokens:
-                self._note(f"{update.request.request_id}.{update.sequence.index}", update.request)
+                self.note(f"{update.request.request_id}.{update.sequence.index}", update.request, self._now)
 
-    def _note(self, name: str, request: Request) -> None:
+    def note(self, name: str, request: Request, now: float) -> None:
+        """A sequence has got a token."""
         if name in self._last:
-            self._gaps.append(self._now - self._last[name])
+            self._gaps.append(now - self._last[name])
         else:
-            self._waits.append(self._now - request.arrival_time)
-        self._last[name] = self._now
+            self._waits.append(now - request.arrival_time)
+        self._last[name] = now
 
-    def summary(self) -> dict[str, Any]:
+    def summaries(self) -> list[dict[str, Any]]:
+        return [self.summary(self._now)]
+
+    def summary(self, now: float) -> dict[str, Any]:
         """What became of it. Seconds are those of the story."""
-        stats, cache, seconds = self.scheduler.stats, self.scheduler.cache.stats, max(1e-9, self._now)
+        stats, cache, seconds = self.scheduler.stats, self.scheduler.cache.stats, max(1e-9, now)
         return {
             "title": self._layout.title, "seconds": round(seconds, 2),
             "output_tok_s": round(stats.output_tokens / seconds, 1),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.server.sandbox import Layout, Sandbox, Visitor
+from quire.server.sandbox_pair import SandboxPair
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class Scenario:
     """One sentence for whoever watches."""
     engines: tuple[Layout, ...]
     visitors: tuple[Visitor, ...]
+    pair: bool = False
+    """The first two engines are one: the second computes prompts for the first."""
     live: bool = False
     """It makes sense on the server's own engine too; the page sends the requests."""
 
@@ -62,6 +65,15 @@ SCENARIOS: dict[str, Scenario] = {each.name: each for each in (
         tuple(Visitor(at=0.0, shared_tokens=0, own_tokens=24, max_tokens=length)
               for length in (8, 40, 12, 24, 10, 32, 8, 20))),
     Scenario(
+        "prefill-apart", "Prefill here, decode there",
+        "Long prompts come to the first engine, which has the second compute them: their KV arrives in reserved blocks "
+        "while the streams go on token by token. The third engine does both, in chunks, and its streams stutter.",
+        (Layout("decodes; prompts come from the other engine", num_blocks=192),
+         Layout("computes prompts for the other engine", num_blocks=192),
+         Layout("does both, in chunks of 256", num_blocks=192)),
+        (*_many(4, 0.05, shared_tokens=0, own_tokens=16, max_tokens=64),
+         *(Visitor(at=0.8 + 0.7 * i, shared_tokens=0, own_tokens=600, max_tokens=8) for i in range(3))), pair=True),
+    Scenario(
         "samples", "n samples, copied on write",
         "Four samples begin on the blocks of one prompt; each gets a copy of the last, half-filled block (a ring) only "
         "when it writes into it, and the full ones stay shared.",
@@ -79,10 +91,14 @@ SCENARIOS: dict[str, Scenario] = {each.name: each for each in (
 
 async def play(scenario: Scenario, speed: float) -> AsyncGenerator[bytes | dict[str, Any], None]:
     """Frames of all its engines as they come, and what became of each in the end."""
-    boxes = [Sandbox(layout, place, speed) for place, layout in enumerate(scenario.engines)]
+    boxes: list[Sandbox | SandboxPair] = []
+    if scenario.pair:
+        boxes.append(SandboxPair(scenario.engines[0], scenario.engines[1], speed))
+    boxes += [Sandbox(layout, place, speed) for place, layout in enumerate(scenario.engines)
+              if place > 1 or not scenario.pair]
     news: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
 
-    async def run(box: Sandbox) -> None:
+    async def run(box: Sandbox | SandboxPair) -> None:
         try:
             async for frame in box.frames(scenario.visitors):
                 news.put_nowait(frame)
@@ -101,7 +117,7 @@ async def play(scenario: Scenario, speed: float) -> AsyncGenerator[bytes | dict[
                 running -= 1
             else:
                 yield found
-        yield {"end": [box.summary() for box in boxes]}
+        yield {"end": [summary for box in boxes for summary in box.summaries()]}
     finally:
         for task in tasks:
             task.cancel()

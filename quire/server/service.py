@@ -25,6 +25,7 @@ from quire.server.tracing import Tracing
 from quire.server_config import ServerConfig
 
 if TYPE_CHECKING:
+    from quire.config import EngineConfig
     from quire.tokenizer.tokenizer import Tokenizer
 
 LONG_TEXT = 4096
@@ -58,6 +59,7 @@ class Service:
     def __init__(self, engine: Any, config: ServerConfig, keys: ApiKeys | None = None,
                  tracing: Tracing | None = None) -> None:
         self.engine = engine
+        self.engine_config: EngineConfig | None = engine.config
         self.config = config
         self.keys = ApiKeys() if keys is None else keys
         self.tracing = Tracing() if tracing is None else tracing

@@ -54,7 +54,7 @@ class Worker:
         decoder = build_decoder(
             source.config, _weights(source, config.model.load_format, config, shard), ops,
             max_model_len=self.pool.max_model_len, shard=shard,
-            ranks=None if collectives is None else collectives.group)
+            ranks=None if collectives is None else collectives.group, dtype=None)
         self.weight_bytes = decoder.weight_bytes
         draft = self._draft_decoder(config, ops)
         self._cache = CacheEngine(decoder, ops, self.pool.num_blocks, config.cache.block_size,
@@ -77,7 +77,7 @@ class Worker:
         with reading_draft_model(speculation.model):
             source = _draft_source(speculation, config)
             return build_decoder(source.config, _weights(source, speculation.load_format, config), ops,
-                                 max_model_len=self.pool.max_model_len)
+                                 max_model_len=self.pool.max_model_len, dtype=None)
 
     def _drafter(self, speculation: SpeculationOptions, rejection: bool, decoder: Decoder, draft: Decoder | None,
                  passes: Passes) -> Proposer | None:
@@ -170,7 +170,7 @@ def _weights(source: ModelSource, load_format: str, config: EngineConfig,
     parts = None if shard is None or shard.is_whole else stored_parts(source.config, shard)
     if load_format == "dummy":
         return dummy_weights(source.config, config.model.seed, parts)
-    return source.weights(parts=parts)
+    return source.weights(None, parts)  # packed from the type they are stored in: less memory at once
 
 
 @contextmanager

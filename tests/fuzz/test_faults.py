@@ -16,6 +16,7 @@ from quire.fuzz.fault_shrink import simpler_fault_cases
 from quire.fuzz.shrink import shrink
 from quire.kvcache.swap import SwappedKV
 from quire.kvcache.transfers import TransferLedger
+from quire.kvpool.tier import UnitTier
 from quire.scheduler.arriving import Arriving
 from quire.scheduler.forks import Forks
 from quire.scheduler.plan import StepResult
@@ -23,8 +24,9 @@ from quire.scheduler.scheduler import Scheduler
 
 CASES_THAT_FAILED = Path(__file__).parent / "cases"
 CASES = 400
-RARE = (10146, 128, 82, 73, 77)
-"""Seeds of cases that reach what few do: a leader that is ended while its siblings wait for it."""
+RARE = (10146, 128, 82, 73, 77, 383)
+"""Seeds of cases that reach what few do: a leader that is ended while its siblings wait for it; a unit whose copy fails
+in the middle, and that is asked for again."""
 """Within so many cases each of the bugs below is found."""
 
 
@@ -97,6 +99,11 @@ def stores_are_trusted_that_were_not_made(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TransferLedger, "_settle", lambda self, transfer, move, made: original(self, transfer, move, True))
 
 
+def units_are_kept_of_which_a_block_was_not_copied(patch: pytest.MonkeyPatch) -> None:
+    settled = UnitTier.settled
+    patch.setattr(UnitTier, "settled", lambda self, group, block, key, stored: settled(self, group, block, key, True))
+
+
 def lost_rows_go_on(patch: pytest.MonkeyPatch) -> None:
     """The guard refuses nothing, as on a GPU once."""
     patch.setattr(LostRows, "sound", lambda self, plan: SoundPlan(plan))
@@ -118,7 +125,7 @@ def a_failed_transfer_ends_its_whole_step(patch: pytest.MonkeyPatch) -> None:
 BUGS: list[Callable[[pytest.MonkeyPatch], None]] = [
     orphaned_siblings, kv_is_trusted_before_it_arrives, kv_is_trusted_that_never_arrived,
     swapped_kv_is_trusted_that_never_left, stores_are_trusted_that_were_not_made, lost_rows_go_on,
-    a_failed_transfer_ends_its_whole_step]
+    a_failed_transfer_ends_its_whole_step, units_are_kept_of_which_a_block_was_not_copied]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)

@@ -220,3 +220,35 @@ def test_killed_in_the_middle_of_writing_it_has_whole_units_only(tmp_path: Path)
         assert all(get(store, number) == content_of(number, 200_000) for number in range(store.num_units))
         known = store.num_units
         store.close()
+
+
+def _full(*args: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_on_a_full_disk_the_lock_is_taken_without_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = DiskStore(tmp_path, 10_000)
+    assert put(first, 1)
+    first.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", _full)
+        again = DiskStore(tmp_path, 10_000)
+    assert get(again, 1) == content_of(1)
+    again.close()
+
+
+def test_a_start_that_fails_lets_go_of_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    DiskStore(tmp_path, 10_000).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", _full)
+        with pytest.raises(ConfigError, match=r"cannot be used: .*No space left"):
+            DiskStore(tmp_path, 10_000)
+    DiskStore(tmp_path, 10_000).close()
+
+
+def test_a_secret_that_cannot_be_kept_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda handle, data: 3)
+        with pytest.raises(ConfigError, match=r"cannot keep its secret: .*No space left"):
+            secret_in(tmp_path)
+    assert len(secret_in(tmp_path)) == 32 and secret_in(tmp_path) == secret_in(tmp_path)

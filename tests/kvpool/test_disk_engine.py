@@ -82,6 +82,16 @@ def test_samples_and_outputs_share_what_comes_from_disk(models: Any, tmp_path: P
         assert ask(llm, [*PROMPT[:400], *plain[0][0], 5]).num_cached_tokens == 512
 
 
+def test_what_the_last_step_has_computed_is_kept_too(models: Any, tmp_path: Path) -> None:
+    """A request of one step left nothing: no other step came that could have started the copy."""
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    with open_engine(models("llama"), tmp_path) as llm:
+        ask(llm, PROMPT[:512], one)
+    assert len(units(tmp_path)) == 2
+    with open_engine(models("llama"), tmp_path) as llm:
+        assert ask(llm, PROMPT[:512], one).num_cached_tokens == 496  # the last token is always computed, with its block
+
+
 @pytest.mark.parametrize("how", ["flip", "cut", "swap", "gone", "empty", "foreign"])
 def test_damaged_units_cost_the_hit_and_nothing_else(how: str, reference: Any, models: Any, tmp_path: Path) -> None:
     with open_engine(models("llama"), tmp_path) as llm:
@@ -150,7 +160,8 @@ def test_a_second_engine_is_refused_the_directory(models: Any, tmp_path: Path) -
     with open_engine(models("llama"), tmp_path), pytest.raises(ConfigError, match="in use"):
         open_engine(models("llama"), tmp_path)
     for wrong, field in (({"kv_disk": "nowhere"}, "kv_disk"), ({"kv_disk": f"{tmp_path}:much"}, "kv_disk"),
-                         ({"block_size": 24}, "block_size"), ({"enable_prefix_caching": False}, "kv_disk")):
+                         ({"block_size": 24}, "block_size"), ({"enable_prefix_caching": False}, "kv_disk"),
+                         ({"tensor_parallel_size": 2}, "kv_disk")):
         with pytest.raises(ConfigError) as caught:
             open_engine(models("llama"), tmp_path, **wrong)
         assert caught.value.field == field
@@ -186,3 +197,12 @@ def test_smollm2_answers_from_disk_what_it_would_have_computed(smollm2: str, tmp
         with LLM(smollm2, num_kv_blocks=64, **options) as llm:
             answers.append(llm.generate([prompt], params, use_tqdm=False)[0])
     assert said(answers[0]) == said(answers[1]) == said(answers[2]) and answers[2].num_cached_tokens == 256
+
+
+def test_an_engine_that_cannot_start_lets_go_of_its_disk(models: Any, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"s" * 32)
+    with pytest.raises(ConfigError, match="kv_pool: cannot listen"):
+        open_engine(models("llama"), tmp_path / "kv", kv_pool="redis://127.0.0.1:1/0?listen=203.0.113.1:1",
+                    kv_secret_file=str(tmp_path / "secret"))
+    with open_engine(models("llama"), tmp_path / "kv") as llm:
+        ask(llm)

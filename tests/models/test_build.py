@@ -12,6 +12,7 @@ import torch
 from quire.errors import ModelLoadError
 from quire.kernels.slices import Slices
 from quire.models.build import build_decoder, dummy_weights
+from quire.ops.cpu import CpuOps
 from quire.ops.reference import TorchOps
 from tests.checkpoints import FAMILY_NAMES, config_of, make_model, oracle_logits, weights_of
 from tests.paged_driver import PagedDriver
@@ -146,3 +147,16 @@ def test_sources_are_released_while_loading(family: str) -> None:
     build_decoder(config, watched(), _CopyingOps())
     assert len(alive) > 30
     assert most <= 4
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_packed_from_the_type_they_are_stored_in_are_the_same(stored: torch.dtype) -> None:
+    """A vocabulary of several pieces, a layer of mixed types."""
+    model = make_model("llama", vocab_size=5000)
+    weights = [(name, tensor.to(torch.float32 if "k_proj" in name else stored)) for name, tensor in weights_of(model)]
+    wide = [(name, tensor.float()) for name, tensor in weights]
+    one, other = (build_decoder(config_of(model), given, CpuOps(num_threads=1), max_model_len=64, dtype=dtype)
+                  for given, dtype in ((wide, torch.float32), (weights, None)))
+    tokens = [1, 4999, 2048, 2047, 3]
+    assert torch.equal(PagedDriver(one).run(0, tokens, [5]), PagedDriver(other).run(0, tokens, [5]))
+    assert one.weight_bytes == other.weight_bytes

@@ -54,7 +54,11 @@ def test_parts_of_quantized_weights(arch: str, quant: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "gemma3"])
-def test_parts_of_several_safetensors(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [1 << 20, 500])
+def test_parts_of_several_safetensors(
+    family: str, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.models.loader.safetensors.REOPEN_BYTES", at_once)
     make_checkpoint(tmp_path, family, shards=3)
     check_parts(resolve_model(str(tmp_path)), (2, 2))
 

@@ -78,10 +78,10 @@ SIDES = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "starcoder2"])
 @pytest.mark.parametrize("kind", SIDES)
-def test_whatever_the_two_sides_are_like(models: Any, family: str, kind: str) -> None:
-    model = models(family)
+def test_whatever_the_two_sides_are_like(models: Any, kind: str) -> None:
+    """On a model with full attention and windows."""
+    model = models("gemma3")
     prefill, decode = SIDES[kind]
     with pair(model, {**OPTIONS, "max_model_len": 100, **prefill}, {**OPTIONS, **decode}) as (_, llm):
         assert answers(llm, PROMPTS, PARAMS) == alone(model)
@@ -119,6 +119,17 @@ def test_short_prompts_and_requests_that_name_nobody_are_computed_here(models: A
         while llm.has_unfinished_requests():
             llm.step()
         assert llm.metrics()["kv_prompts_asked"] == 0
+
+
+@pytest.mark.parametrize("priority", [1 << 40, -(1 << 40)])
+def test_a_priority_beyond_what_a_message_holds_does_not_cost_the_link(models: Any, priority: int) -> None:
+    with pair(models("llama"), {**OPTIONS}, {**OPTIONS}) as (_, llm):
+        llm.add_request("first", PROMPTS[0], SamplingParams(max_tokens=2, ignore_eos=True), priority=priority)
+        llm.add_request("other", PROMPTS[3], SamplingParams(max_tokens=2, ignore_eos=True))
+        while llm.has_unfinished_requests():
+            llm.step()
+        found = llm.metrics()
+        assert found["kv_prompts_arrived"] == 2 and found["kv_links_lost"] == 0
 
 
 def test_another_model_is_refused_by_name_and_the_prompt_is_computed_here(

@@ -21,10 +21,12 @@ from tests.server.real import PATIENCE, ServeProcess, quire_serve, until
 TOKENS = 60
 
 
-@pytest.fixture
-def servers(tiny: Path, tmp_path: Path) -> Iterator[list[ServeProcess]]:
+@pytest.fixture(scope="module")
+def servers(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServeProcess]]:
+    """Those that a test leaves behind are well; the last test leaves one dead."""
+    folder = tmp_path_factory.mktemp("logs")
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(quire_serve(tiny, tmp_path / f"log{number}", "--executor", "dummy", "--load-format",
+        yield [stack.enter_context(quire_serve(tiny, folder / f"log{number}", "--executor", "dummy", "--load-format",
                                                "dummy", "--dummy-step-ms", "20", "--max-num-seqs", "4"))
                for number in range(3)]
 
@@ -61,21 +63,6 @@ def judge(replies: list[Reply]) -> tuple[int, int]:
     return whole, broken
 
 
-def test_a_server_that_is_killed_under_load_loses_only_what_it_had_begun(servers: list[ServeProcess]) -> None:
-    with routed([each.address for each in servers], policy="least-loaded") as (address, service):
-        dead, *others = service.fleet
-        replies = asyncio.run(load(address, 36, servers[0].process.kill))
-        servers[0].process.wait(PATIENCE)
-        whole, broken = judge(replies)
-        assert whole + broken == 36 and whole >= 24 and service.metrics.retries >= 1
-        until(lambda: dead.state is State.DOWN)
-        sent = dead.load.sent
-        judge(asyncio.run(load(address, 9, lambda: None)))
-        assert dead.load.sent == sent, "somebody was sent to a dead server"
-        assert not any(each.load.in_flight for each in service.fleet) and not service.active
-        assert {each.state for each in others} == {State.UP}
-
-
 def test_an_engine_that_is_killed_costs_its_server_a_pause(servers: list[ServeProcess]) -> None:
     with routed([each.address for each in servers], policy="least-loaded") as (address, service):
         whole, broken = judge(asyncio.run(load(address, 36, servers[1].kill_engine)))
@@ -94,3 +81,18 @@ def test_a_server_that_is_stopped_is_left_like_a_dead_one(servers: list[ServePro
             os.kill(pid, signal.SIGCONT)
         until(lambda: all(each.available for each in service.fleet), PATIENCE)
         assert judge(asyncio.run(load(address, 9, lambda: None))) == (9, 0)
+
+
+def test_a_server_that_is_killed_under_load_loses_only_what_it_had_begun(servers: list[ServeProcess]) -> None:
+    with routed([each.address for each in servers], policy="least-loaded") as (address, service):
+        dead, *others = service.fleet
+        replies = asyncio.run(load(address, 36, servers[0].process.kill))
+        servers[0].process.wait(PATIENCE)
+        whole, broken = judge(replies)
+        assert whole + broken == 36 and whole >= 24 and service.metrics.retries >= 1
+        until(lambda: dead.state is State.DOWN)
+        sent = dead.load.sent
+        judge(asyncio.run(load(address, 9, lambda: None)))
+        assert dead.load.sent == sent, "somebody was sent to a dead server"
+        assert not any(each.load.in_flight for each in service.fleet) and not service.active
+        assert {each.state for each in others} == {State.UP}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import pytest
@@ -75,6 +78,8 @@ def test_real_servers_answer_through_it_as_they_do_alone() -> None:
         assert httpx.get(f"{address}/v1/models/scripted").json()["id"] == "scripted"
         assert httpx.get(f"{address}/v1/models/other").status_code == 404
         assert httpx.get(f"{address}/health").json()["servers_up"] == 2
+        assert "/v1/router/servers" in httpx.get(f"{address}/openapi.json").json()["paths"]
+        assert httpx.get(f"{address}/docs").status_code == 200
         assert b"quire:router_server_up" in httpx.get(f"{address}/metrics").content
 
 
@@ -153,6 +158,11 @@ def test_a_request_that_kills_servers_does_not_kill_them_all() -> None:
         reply = post(address, PLAIN)
         assert reply.status_code == 503 and reply.json()["error"]["code"] == "too_many_failures"
         assert sum(len(server.asked) for server in servers) == 3
+        # And asking again is of no use, while others are served.
+        assert post(address, PLAIN).json()["error"]["code"] == "request_quarantined"
+        assert sum(len(server.asked) for server in servers) == 3
+        servers[5].say = servers[5].hello
+        assert post(address, {"prompt": "another"}).status_code in (200, 503)
 
 
 def test_an_error_of_the_request_itself_is_not_tried_elsewhere() -> None:
@@ -203,12 +213,14 @@ def test_a_server_that_hangs_is_left_and_its_requests_go_elsewhere() -> None:
 def test_what_is_passed_on_and_what_is_not() -> None:
     server = FakeServer()
     with fakes(server) as urls, routed(urls) as (address, _):
-        post(address, PLAIN, headers={"x-quire-prefill": "http://evil", "authorization": "Bearer secret-key",
+        refused = post(address, PLAIN, headers={"x-quire-prefill": "http://evil"})
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "prefill_not_allowed"
+        post(address, PLAIN, headers={"x-quire-anything": "else", "authorization": "Bearer secret-key",
                                       "cookie": "c", "x-request-id": "mine", "traceparent": "00-1-2-01"})
         path, headers, body = server.asked[0]
         assert path == "/v1/completions" and json.loads(body) == PLAIN
         assert headers["authorization"] == "Bearer secret-key" and headers["x-request-id"] == "mine"
-        assert "x-quire-prefill" not in headers and "cookie" not in headers and headers["traceparent"] == "00-1-2-01"
+        assert "x-quire-anything" not in headers and "cookie" not in headers and headers["traceparent"] == "00-1-2-01"
         assert headers["host"] == urls[0].removeprefix("http://")
 
 
@@ -245,6 +257,10 @@ def test_a_response_is_asked_of_the_server_that_stored_it() -> None:
                 next_one = post(address, {"input": "and?", "previous_response_id": name}, "/v1/responses")
                 assert next_one.status_code == 200, next_one.text
         assert httpx.get(f"{address}/v1/responses/resp_unknown").status_code == 404
+        with routed([a, b, c]) as (another, _service):  # a router that has not seen it being made
+            assert httpx.get(f"{another}/v1/responses/{name}").json()["id"] == name
+            assert httpx.delete(f"{another}/v1/responses/{name}").json()["deleted"]
+            assert httpx.get(f"{address}/v1/responses/{name}").status_code == 404
 
 
 def test_no_server_at_all_is_said_clearly() -> None:
@@ -297,3 +313,53 @@ def test_waiting_places_are_shared_fairly(tmp_path: Path) -> None:
             thread.join(60)
         assert sorted(found["alice-key-123"]) == [200, 200, 200, 429] and found["bob-key-12345"] == [200]
         assert not service.active
+
+
+@pytest.mark.parametrize("name", ["a%20HTTP/1.1%0d%0aHost:x%0d%0a%0d%0aGET%20/evil", "a%0d%0aX-Evil:%20y", "a%20b",
+                                  "%E2%82%AC", "a%00b", "x%3Fq=1", "..%2f..%2fmetrics", ".."])
+def test_nothing_in_a_path_becomes_a_request_of_its_own(name: str) -> None:
+    server = FakeServer()
+    with fakes(server) as servers, routed(servers) as (address, _):
+        host, _, port = address.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=60) as client:
+            client.sendall(f"GET /v1/responses/{name} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            status = client.makefile("rb").readline().split()[1]
+        for path, headers, _ in server.asked:
+            assert path.count("/") == 3 and path.startswith("/v1/responses/") and "evil" not in headers.get("host", "")
+            assert unquote(path) == f"/v1/responses/{unquote(name)}" and "x-evil" not in headers
+        assert status == (b"404" if not server.asked else b"200") and len(server.asked) <= 1
+
+
+@pytest.mark.parametrize("half", [b'data: {"te', b"data:"])
+def test_half_of_the_first_event_is_no_token(half: bytes) -> None:
+    dies = FakeServer(breaks(stream_head() + chunk(half)))
+    with fakes(dies, FakeServer()) as servers, routed(servers) as (address, _):
+        for _ in range(2):
+            answer = post(address, STREAM)
+            assert answer.status_code == 200 and answer.text == 'data: {"text":"a"}\n\ndata: [DONE]\n\n'
+
+
+def test_many_of_one_content_at_a_server_that_dies_are_not_to_blame() -> None:
+    """One failure that six equal requests saw is one, so the seventh is not refused while they are tried elsewhere."""
+    there, go = [], threading.Event()
+
+    async def dies(path: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter) -> bool:
+        there.append(writer)
+        while len(there) < 6:
+            await asyncio.sleep(0.01)
+        return False
+
+    async def waits(path: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter) -> bool:
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+        writer.write(whole(b'{"text":"a"}'))
+        return True
+
+    bad, good = FakeServer(dies), FakeServer(waits)
+    with fakes(bad, good) as servers, routed(servers) as (address, _), ThreadPoolExecutor(16) as pool:
+        first = [pool.submit(post, address, PLAIN) for _ in range(12)]
+        until(lambda: len(good.asked) == 12)
+        last = pool.submit(post, address, PLAIN)
+        until(lambda: len(good.asked) == 13 or last.done())
+        go.set()
+        assert [each.result().status_code for each in (*first, last)] == [200] * 13

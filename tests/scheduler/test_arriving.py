@@ -14,10 +14,12 @@ from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.connector import KVConnector, Lookup
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.reservations import Reservation
 from quire.kvcache.token_prefix import TokenPrefix
 from quire.scheduler.limits import Limits
 from quire.scheduler.plan import StepPlan, TransferReport
 from quire.scheduler.preemption import Preemption, PreemptionMode, PreemptionReason
+from quire.scheduler.remote import RemotePrefill
 from quire.scheduler.request import FinishReason, Request, Status
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.simulation import SimulatedExecutor, SimulatedWorker, expected_tokens, make_request
@@ -46,6 +48,16 @@ class Engine:
         self.worker = SimulatedWorker.beside(self.scheduler)
         self.worker.advance = lambda most=False: []  # type: ignore[method-assign]
         self.plans: list[StepPlan] = []
+
+    def add_reserved(self, request: Request, deadline: float) -> Reservation | None:
+        """Take a request whose prompt somebody else computes; None where it finds no room now."""
+        request.remote = RemotePrefill(["somebody"], first_token=False)
+        self.scheduler.add(request)
+        assert self.scheduler.schedule() is None
+        for _, reservation in self.scheduler.take_asking():
+            reservation.deadline = deadline
+            return reservation
+        return None
 
     def step(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
@@ -370,7 +382,7 @@ def test_observers_hear_of_what_is_stored_finished_and_evicted() -> None:
 def test_kv_that_is_written_from_outside_arrives_by_token_range() -> None:
     engine = Engine(tiers=[])
     request, other = make_request("remote", PROMPT, 3, seed=2), make_request("other", [1, 2], 2, seed=3)
-    reservation = engine.scheduler.add_reserved(request, deadline=110.0)
+    reservation = engine.add_reserved(request, deadline=110.0)
     assert reservation is not None and request.status is Status.ARRIVING
     engine.scheduler.add(other)
     engine.run(other)
@@ -403,7 +415,7 @@ def test_blocks_of_a_cancelled_reservation_are_nobodys_until_the_writer_has_conf
     engine = Engine(tiers=[])
     cache = engine.scheduler.cache
     request = make_request("remote", PROMPT, 3, seed=2)
-    reservation = engine.scheduler.add_reserved(request, deadline=110.0)
+    reservation = engine.add_reserved(request, deadline=110.0)
     assert reservation is not None
     _write(engine, request, 0, 8)
     cache.reservations.arrived(reservation.number, 0, 9)
@@ -428,9 +440,9 @@ def test_blocks_of_a_cancelled_reservation_are_nobodys_until_the_writer_has_conf
 
 def test_a_reservation_that_finds_no_room_changes_nothing() -> None:
     engine = Engine(tiers=[], num_blocks=8)
-    first = engine.scheduler.add_reserved(make_request("a", PROMPT, 3, seed=2), deadline=110.0)
+    first = engine.add_reserved(make_request("a", PROMPT, 3, seed=2), deadline=110.0)
     second = make_request("b", list(range(25)), 3, seed=2)
-    assert first is not None and engine.scheduler.add_reserved(second, deadline=110.0) is None
+    assert first is not None and engine.add_reserved(second, deadline=110.0) is None
     engine.scheduler.check()
     assert list(engine.scheduler.arriving) == ["a"]
 

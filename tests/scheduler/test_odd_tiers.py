@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import pytest
 
 from quire.engine.core import EngineCore
-from quire.errors import InvalidRequestError
 from quire.kvcache.connector import Lookup
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.token_prefix import TokenPrefix
 from quire.scheduler.plan import TransferReport
 from quire.scheduler.preemption import PreemptionReason
+from quire.scheduler.remote import RemotePrefill
 from quire.scheduler.request import Request, Status
-from quire.structured.spec import StructuredOutputs
 from tests.scheduler.simulation import SimulatedExecutor, expected_tokens, make_request
 from tests.scheduler.test_arriving import PROMPT, Engine, Shelf, got_its_tokens
 
@@ -130,7 +129,7 @@ def test_a_tier_that_breaks_costs_the_hit_and_not_the_engine(what: str) -> None:
 # ---- reservations
 
 
-def test_a_reservation_of_what_is_cached_already_waits_for_nobody() -> None:
+def test_a_prompt_that_is_cached_already_asks_nobody() -> None:
     """It waited for its deadline: no writer has anything to tell."""
     engine = Engine(tiers=[])
     first = make_request("first", PROMPT, 1, seed=1)
@@ -138,25 +137,13 @@ def test_a_reservation_of_what_is_cached_already_waits_for_nobody() -> None:
     engine.run(first)
     for name, prompt in (("cached", PROMPT), ("one", [5])):
         request = make_request(name, prompt, 3, seed=2)
-        assert engine.scheduler.add_reserved(request, deadline=110.0) is not None
+        request.remote = RemotePrefill(["somebody"], first_token=False)
+        engine.scheduler.add(request)
         engine.step()
-        assert request.status is Status.RUNNING and len(engine.scheduler.cache.reservations) == 0
+        assert request.status is Status.RUNNING and engine.scheduler.take_asking() == []
         engine.run(request)
         assert got_its_tokens(request)
     assert engine.scheduler.cache.pools[0].num_used == 0
-
-
-def test_what_needs_the_prompt_computed_here_is_refused_with_a_reservation() -> None:
-    """Both were ignored."""
-    engine = Engine(tiers=[])
-    with pytest.raises(InvalidRequestError) as refused:
-        engine.scheduler.add_reserved(make_request("a", PROMPT, 3, prompt_logprobs=1), deadline=110.0)
-    assert refused.value.field == "prompt_logprobs"
-    shape = StructuredOutputs(choice=["yes", "no"])
-    with pytest.raises(InvalidRequestError) as refused:
-        engine.scheduler.add_reserved(make_request("a", PROMPT, 3, structured_outputs=shape), deadline=110.0)
-    assert refused.value.field == "structured_outputs"
-    assert not engine.scheduler.has_work and engine.scheduler.cache.pools[0].num_used == 0
 
 
 # ---- leases

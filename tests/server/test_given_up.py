@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.quarantine import QUARANTINE_SECONDS, Quarantine
+from quire.engine.quarantine import QUARANTINE_SECONDS, Quarantine, content_of
 from quire.errors import ConfigError, QuarantinedError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import Request
@@ -82,9 +82,10 @@ def test_who_was_there_twice_when_the_engine_died_is_not_tried_a_third_time(tiny
         assert other.status_code == 200, "it concerns nobody else"
 
 
-def _request(text: str, tenant: str = "", **params: Any) -> Request:
-    return Request("id", list(text.encode()), SamplingParams(**params), seed=time.monotonic_ns(),
-                   arrival_time=time.monotonic(), tenant=tenant)
+def _request(text: str, tenant: str = "", **params: Any) -> bytes:
+    """The content of a request."""
+    return content_of(Request("id", list(text.encode()), SamplingParams(**params), seed=time.monotonic_ns(),
+                              arrival_time=time.monotonic(), tenant=tenant))
 
 
 def test_quarantine_is_by_content_and_key_ends_and_is_lifted_by_success() -> None:

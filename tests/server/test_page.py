@@ -347,6 +347,7 @@ SIGHTS: dict[str, dict[str, int]] = {
     "batching": {"waiting": 4},
     "samples": {"shared": 4, "copies": 3},
     "two-stages": {"used": 12},
+    "prefill-apart": {"used": 40},
 }
 
 
@@ -389,6 +390,9 @@ def test_the_outcomes_teach_what_they_should(engine_at: str) -> None:
     assert again["tokens_computed_again"] > 0 == moved["tokens_computed_again"] and moved["blocks_moved"] > 0
     assert outcome("shared-prefix")[0]["tokens_from_cache"] == 5 * 160
     assert outcome("samples")[0]["copies_on_write"] == 3
+    decode, prefill, both = outcome("prefill-apart")
+    assert decode["prompt_tokens_computed"] == 4 * 16 and prefill["prompt_tokens_computed"] == 3 * 600
+    assert decode["longest_gap_s"] < both["longest_gap_s"] / 2
 
 
 def test_the_live_engine_is_shown_at_work_on_requests_of_the_public_api(look: Open, engine_at: str) -> None:

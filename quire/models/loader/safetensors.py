@@ -101,17 +101,31 @@ def _read_file(
                 ranges = None if parts is None else parts.ranges(name, tuple(stored.get_shape()))
                 if ranges == NOTHING:
                     continue
-                tensor = shard.get_tensor(name) if ranges is None else _read_ranges(stored, ranges)
+                tensor = shard.get_tensor(name) if ranges is None else _read_ranges(path, name, stored, ranges)
                 read += tensor.nbytes
                 yield name, _cast(name, tensor, dtype, path)
 
 
-def _read_ranges(stored: Any, ranges: Ranges) -> torch.Tensor:
+def _read_ranges(path: Path, name: str, stored: Any, ranges: Ranges) -> torch.Tensor:
+    """Joined. Many rows are read a part at a time, as `_read_file` does with tensors."""
     import torch
+    from safetensors import safe_open
 
     dim, runs = ranges
-    parts = [stored[start:stop] if dim == 0 else stored[:, start:stop] for start, stop in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    first: torch.Tensor = stored[:1]
+    step, rows = max(1, REOPEN_BYTES // max(1, first.nbytes)), sum(stop - start for start, stop in runs)
+    if dim or rows <= step:
+        parts = [stored[:, start:stop] if dim else stored[start:stop] for start, stop in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    out = torch.empty(rows, *first.shape[1:], dtype=first.dtype)
+    place = 0
+    for start, stop in runs:
+        for row in range(start, stop, step):
+            end = min(row + step, stop)
+            with safe_open(path, framework="pt") as shard:
+                out[place : place + end - row] = shard.get_slice(name)[row:end]
+            place += end - row
+    return out
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, path: Path) -> torch.Tensor:

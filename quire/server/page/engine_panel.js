@@ -122,6 +122,7 @@ export class EnginePanel {
       `${totals.preemptions ?? 0} preemptions`,
       `${totals.copies_on_write ?? 0} copies on write`,
       `${totals.kv_blocks_evicted ?? 0} blocks evicted`,
+      ...kvBetweenEngines(totals),
     ];
     if (!facts.simulated) parts.push(`this view takes ${(100 * cost).toFixed(2)}% of the engine's time`);
     this.numbers.replaceChildren(...parts.map((text) => {
@@ -160,4 +161,16 @@ function legend(words) {
     node.append(part);
   }
   return node;
+}
+
+/** KV that came from other engines, and that went to them; nothing where there are none. */
+function kvBetweenEngines(totals) {
+  const said = [];
+  if (totals.kv_prompts_asked) {
+    said.push(`${totals.kv_tokens_received} tokens of KV arrived, ${totals.kv_prompts_open} prompts on their way`);
+  }
+  if (totals.kv_prefills_taken) {
+    said.push(`${totals.kv_tokens_sent} tokens of KV sent, ${totals.kv_prefills_open} prompts for others on their way`);
+  }
+  return said;
 }
