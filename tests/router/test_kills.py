@@ -94,5 +94,5 @@ def test_a_server_that_is_killed_under_load_loses_only_what_it_had_begun(servers
         sent = dead.load.sent
         judge(asyncio.run(load(address, 9, lambda: None)))
         assert dead.load.sent == sent, "somebody was sent to a dead server"
-        assert not any(each.load.in_flight for each in service.fleet) and not service.active
+        until(lambda: not any(each.load.in_flight for each in service.fleet) and not service.active)
         assert {each.state for each in others} == {State.UP}
