@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.kvpool.directory_lock import secret_in
 from quire.kvpool.disk import DiskStore
 from quire.kvpool.keys import UnitKeys
@@ -102,6 +103,10 @@ def _connect(name: str, store: UnitStore, keys: UnitKeys, config: EngineConfig,
         worker.connect(transfer)
         tier.unit_bytes = transfer.unit_bytes()
     size = max(1, sum(tier.unit_bytes))
+    if 0 < store.capacity < max(tier.unit_bytes):
+        store.close()
+        raise ConfigError(f"{store.capacity:,} bytes of KV in the tier {name!r} hold nothing: of this model 256 tokens "
+                          f"take {max(tier.unit_bytes):,}; give it more", field=f"kv_{name}")
     staging.capacity = max(_STAGING_BYTES, _LEAST_UNITS * size)
     if store.capacity:
         publisher.reuse.remember(min(_MOST_REMEMBERED, max(_LEAST_REMEMBERED, 2 * store.capacity // size)))

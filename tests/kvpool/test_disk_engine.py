@@ -206,3 +206,10 @@ def test_an_engine_that_cannot_start_lets_go_of_its_disk(models: Any, tmp_path: 
                     kv_secret_file=str(tmp_path / "secret"))
     with open_engine(models("llama"), tmp_path / "kv") as llm:
         ask(llm)
+
+
+def test_a_disk_too_small_for_one_unit_is_refused_with_the_size_of_one(models: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"10,000 bytes.*256 tokens take [\d,]+") as caught:
+        open_engine(models("llama"), tmp_path, kv_disk=f"{tmp_path}:10000")
+    assert caught.value.field == "kv_disk"
+    open_engine(models("llama"), tmp_path).close()  # the failed start let go of the directory
