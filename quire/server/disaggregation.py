@@ -92,7 +92,7 @@ async def kv_bootstrap(service: Service, record: RequestRecord, scope: Any, rece
 
 
 def _has_secret(service: Service, headers: dict[bytes, bytes]) -> bool:
-    secret = service.engine.config.cache.kv_secret
+    secret = None if service.engine_config is None else service.engine_config.cache.kv_secret
     nonce, given = headers.get(NONCE_HEADER.lower().encode()), headers.get(SIGNATURE_HEADER.lower().encode())
     if secret is None or nonce is None or given is None or not 16 <= len(nonce) <= 128:
         return False
