@@ -144,7 +144,7 @@ def test_prompts_are_padded_only_as_far_as_the_host_is_slower_than_the_gpu(
         return SimpleNamespace(packed=SimpleNamespace(out_features=features, in_features=width))
 
     attn = SimpleNamespace(qkv=product(qkv, hidden), out=product(hidden, attended), shape=None)
-    mlp = SimpleNamespace(up=product(2 * inner, hidden), down=product(hidden, inner))
+    mlp = SimpleNamespace(linears=(product(2 * inner, hidden), product(hidden, inner)))
     decoder: Any = SimpleNamespace(layers=[SimpleNamespace(attn=attn, mlp=mlp)])
     attention = SimpleNamespace(tokens_per_tile=lambda shape: 32, deterministic=False)
     rungs = MixedRungs.of(attention, decoder, 256, 16384)
