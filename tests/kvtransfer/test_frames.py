@@ -140,8 +140,9 @@ def test_strangers_are_cut_off_and_others_served() -> None:
         for length in (0, 1, 36, 36, 68, 500):
             with socket.create_connection((address["host"], address["port"]), 20) as sock:
                 text = shuffle.randbytes(length)
-                sock.sendall(b"QKV1" + text[4:] if length == 68 else text)
-                sock.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):  # it may have hung up before all is sent
+                    sock.sendall(b"QKV1" + text[4:] if length == 68 else text)
+                    sock.shutdown(socket.SHUT_WR)
                 with contextlib.suppress(ConnectionResetError):
                     while sock.recv(1 << 16):  # it hangs up by itself
                         pass
