@@ -223,6 +223,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      [("weather", {"city": "</function>"}), ("time", {})]),
     ("deepseek_v32", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="time">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>', "",
      [("time", {})]),
+    ("granite", '<|tool_call|>[{"name": "time", "name": "weather", "arguments": {}}]', "", [("time", {})]),
     ("pythonic", "[1, 2, 3]", "[1, 2, 3]", []),
     ("pythonic", "[weather(city=open('x'))]", "[weather(city=open('x'))]", []),
     ("harmony", "No channels here.", "No channels here.", []),

@@ -133,7 +133,8 @@ class JsonCall:
         if self._role == "key":
             self._key = value if isinstance(value, str) else ""
         elif self._key in _NAME_KEYS and isinstance(value, str) and value:
-            self.name = value
+            # The first name counts: a stream has sent it by the time a second one comes.
+            self.name = self.name or value
         elif self._key in _ARGUMENT_KEYS:
             # Some models write the arguments as a text that holds JSON; none at all is an empty object.
             self._args.append(value if isinstance(value, str) and value else "{}")
