@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -101,6 +103,22 @@ class QuantizedWeight:
             scales=finer.scales[:, part],
             offsets=None if finer.offsets is None else finer.offsets[:, part],
         )
+
+    def split(self, counts: Sequence[int]) -> list[QuantizedWeight]:
+        """Runs of so many output features, one after the other, as views."""
+        ends = list(itertools.accumulate(counts))
+        return [self.rows(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+    def between(self, start: int, stop: int) -> QuantizedWeight:
+        """Input columns [start, stop): borders are multiples of the group or of 32, which leaves smaller groups."""
+        if self.columns is not None:
+            raise ValueError("a weight whose columns are reordered cannot be cut between them")
+        group = math.gcd(self.group, start, stop)
+        if group % UNIT and group != self.group:
+            raise ValueError(f"columns {start} to {stop} cut a group of {self.group}")
+        finer, part = self.regrouped(group), slice(start // group, stop // group)
+        minima = None if finer.minima is None else finer.minima[:, part]
+        return QuantizedWeight(finer.codes[:, start:stop], finer.scales[:, part], minima, group, self.bits)
 
     def regrouped(self, group: int) -> QuantizedWeight:
         """The same weight with scales repeated for smaller groups."""
