@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -15,7 +13,7 @@ if TYPE_CHECKING:  # saying what a weight is must not cost the import of torch
     from torch import Tensor
 
 UNIT = 32
-"""Columns of a weight that are multiplied as integers before a scale is applied; activations share a scale over as many."""
+"""Columns that are multiplied as integers before a scale is applied; activations share a scale over as many."""
 BITS = (4, 5, 6, 8)
 
 
@@ -61,7 +59,7 @@ class QuantizedWeight:
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or not 0 <= self.zero < 1 << self.bits:
-            raise ModelLoadError(f"a quantized weight has {BITS} bits and a zero within them, not {self.bits}, {self.zero}")
+            raise ModelLoadError(f"a quantized weight has {BITS} bits and a zero in them, not {self.bits}, {self.zero}")
         n, k = self.shape
         if self.group < 1 or (self.group != UNIT // 2 and self.group % UNIT) or k % self.group:
             raise ModelLoadError(f"{k} columns cannot share scales in groups of {self.group}")
@@ -104,22 +102,6 @@ class QuantizedWeight:
             offsets=None if finer.offsets is None else finer.offsets[:, part],
         )
 
-    def split(self, counts: Sequence[int]) -> list[QuantizedWeight]:
-        """Runs of so many output features, one after the other, as views."""
-        ends = list(itertools.accumulate(counts))
-        return [self.rows(end - count, end) for count, end in zip(counts, ends, strict=True)]
-
-    def between(self, start: int, stop: int) -> QuantizedWeight:
-        """Input columns [start, stop): borders are multiples of the group or of 32, which leaves smaller groups."""
-        if self.columns is not None:
-            raise ValueError("a weight whose columns are reordered cannot be cut between them")
-        group = math.gcd(self.group, start, stop)
-        if group % UNIT and group != self.group:
-            raise ValueError(f"columns {start} to {stop} cut a group of {self.group}")
-        finer, part = self.regrouped(group), slice(start // group, stop // group)
-        minima = None if finer.minima is None else finer.minima[:, part]
-        return QuantizedWeight(finer.codes[:, start:stop], finer.scales[:, part], minima, group, self.bits)
-
     def regrouped(self, group: int) -> QuantizedWeight:
         """The same weight with scales repeated for smaller groups."""
         times = self.group // group
@@ -139,6 +121,11 @@ class QuantizedWeight:
             found.append(self.rows(slice(start, start + count)))
             start += count
         return found
+
+    @property
+    def nbytes(self) -> int:
+        held = (self.codes, self.scales, self.offsets)
+        return sum(part.nbytes for part in held if part is not None)
 
     def dequantized(self) -> Tensor:
         """float32 [N, K]."""
