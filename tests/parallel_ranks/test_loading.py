@@ -112,7 +112,7 @@ def check_codes(file: GgufFile, tensor: GgufTensor, whole: np.ndarray) -> None:
     coding = tensor.format.coding
     assert coding is not None
     rows, columns = whole.shape
-    for dim, start, stop in ((0, 0, rows), (0, 2, 5), (1, 0, columns), (1, coding.group, columns - 2 * coding.group)):
+    for dim, start, stop in ((0, 0, rows), (0, 2, 5), (1, 0, columns), (1, coding.group, columns - coding.group)):
         codes, scales, offsets = (
             None if part is None else torch.from_numpy(part) for part in file.read_codes(tensor, dim, start, stop)
         )
