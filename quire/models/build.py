@@ -17,6 +17,7 @@ from quire.models.shard import Shard
 from quire.models.spec import Shape
 from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
 from quire.models.weight_names import WeightNames
+from quire.kernels.quantized import StoredWeight
 from quire.ops.interface import Ops
 from quire.parallel.collectives import TensorGroup
 
@@ -27,7 +28,7 @@ _RANDOM_AT_ONCE = 1 << 22
 
 def build_decoder(
     config: Mapping[str, Any],
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Iterable[tuple[str, StoredWeight]],
     ops: Ops,
     *,
     max_model_len: int | None = None,
@@ -54,7 +55,7 @@ def build_decoder(
 
 
 def _load_stored(
-    decoder: Decoder, names: WeightNames, source: str, tensor: Tensor, shapes: Mapping[str, Shape]
+    decoder: Decoder, names: WeightNames, source: str, tensor: StoredWeight, shapes: Mapping[str, Shape]
 ) -> bool:
     """Hand one stored tensor to the decoder; False if the family has no such tensor."""
     try:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from quire.kernels.quantized import QuantizedWeight, StoredWeight
 from quire.models.spec import DecoderSpec
-
-if TYPE_CHECKING:  # reading a spec must not cost the import of torch
-    from torch import Tensor
-
 _TURNED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")
 
 
-def half_split(name: str, tensor: Tensor, spec: DecoderSpec) -> Tensor:
+def half_split(name: str, tensor: StoredWeight, spec: DecoderSpec) -> StoredWeight:
     """A parameter as the kernels want it: feature i of a head turns together with i + rotary_dim / 2.
 
     Where the checkpoint pairs 2i with 2i + 1, the even features of the turned part move before the odd ones, in q
@@ -27,9 +23,12 @@ def half_split(name: str, tensor: Tensor, spec: DecoderSpec) -> Tensor:
     if attention.rope is None or not spec.ropes[attention.rope].interleaved:
         return tensor
     width = () if place[-2].endswith("norm") else tensor.shape[1:]
-    if tensor.numel() % (attention.head_dim * math.prod(width)):
+    if math.prod(tensor.shape) % (attention.head_dim * math.prod(width)):
         return tensor
     turned = spec.ropes[attention.rope].rotary_dim
     order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, attention.head_dim)]
+    if isinstance(tensor, QuantizedWeight):
+        starts = range(0, tensor.shape[0], attention.head_dim)
+        return tensor.rows([start + feature for start in starts for feature in order])
     heads = tensor.reshape(-1, attention.head_dim, *width)
     return heads[:, order].reshape(tensor.shape)

@@ -50,7 +50,7 @@ class Worker:
         self.spec = read_spec(source.config)
         self.shard = shard = shard_of(self.spec, Place()) if shard is None else shard
         self.pool: PoolSize = size_shard_pool(source, config, shard) if pool is None else pool
-        ops = CpuOps(num_threads=config.model.num_threads)
+        ops = CpuOps(num_threads=config.model.num_threads, rounding=config.model.rounding)
         decoder = build_decoder(
             source.config, _weights(source, config.model.load_format, config, shard), ops,
             max_model_len=self.pool.max_model_len, shard=shard,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 from quire.errors import KernelBuildError
@@ -25,6 +25,10 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_pack": (_N, [_P, _P, _I, _I, _N]),
     "quire_linear": (None, [_P, _P, _N, _P, _P, _P, _I, _I, _I, _P, _I]),
     "quire_embed": (None, [_P, _P, _N, _P, _I, _I]),
+    "quire_int_kernel": (c_char_p, [_N]),
+    "quire_int_bytes": (_I, [_P, _I]),
+    "quire_int_pack": (None, [_P, _P, _I, _P, _P, _P]),
+    "quire_int_round": (None, [_P] + [_I] * 4 + [_P] * 3),
     "quire_rms_norm": (None, [_P, _P, _P, _I, _I, _F]),
     "quire_norm_all_heads": (None, [_P] * 3 + [_I] * 4 + [_F]),
     "quire_head_squares": (None, [_P, _P] + [_I] * 4),
@@ -57,7 +61,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_ring_load": (_U, [_P]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 
 def cpu_flags() -> set[str]:
