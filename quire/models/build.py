@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
+from quire.kernels.quantized import StoredWeight
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of, read_spec
 from quire.models.rotary_rows import half_split
@@ -17,7 +18,6 @@ from quire.models.shard import Shard
 from quire.models.spec import Shape
 from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
 from quire.models.weight_names import WeightNames
-from quire.kernels.quantized import StoredWeight
 from quire.ops.interface import Ops
 from quire.parallel.collectives import TensorGroup
 

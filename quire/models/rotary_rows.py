@@ -6,6 +6,7 @@ import math
 
 from quire.kernels.quantized import QuantizedWeight, StoredWeight
 from quire.models.spec import DecoderSpec
+
 _TURNED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")
 
 

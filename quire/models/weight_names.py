@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.errors import ModelLoadError
-from quire.layers.spec import MoeSpec
 from quire.kernels.quantized import QuantizedWeight, StoredWeight
+from quire.layers.spec import MoeSpec
 from quire.models.spec import DecoderSpec, Shape
 
 if TYPE_CHECKING:  # reading a spec must not cost the import of torch

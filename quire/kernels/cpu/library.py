@@ -28,7 +28,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_int_kernel": (c_char_p, [_N]),
     "quire_int_bytes": (_I, [_P, _I]),
     "quire_int_pack": (None, [_P, _P, _I, _P, _P, _P]),
-    "quire_int_round": (None, [_P] + [_I] * 4 + [_P] * 3),
+    "quire_int_round": (None, [_P, _I, _I, _I, _I, _P, _P, _P]),
     "quire_rms_norm": (None, [_P, _P, _P, _I, _I, _F]),
     "quire_norm_all_heads": (None, [_P] * 3 + [_I] * 4 + [_F]),
     "quire_head_squares": (None, [_P, _P] + [_I] * 4),
