@@ -151,13 +151,14 @@ _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v2": (
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
-        {**SMALL, **_EXPERTS, **_LATENT, "n_routed_experts": 10, "first_k_dense_replace": 1, "q_lora_rank": None},
+        {**SMALL, **_EXPERTS, **_LATENT, "n_routed_experts": 10, "first_k_dense_replace": 1, "q_lora_rank": None}
+        | {"n_shared_experts": 3},
     ),
     "deepseek_v3": (
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         {**SMALL, **_EXPERTS, **_LATENT, "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "q_lora_rank": 20}
-        | {"first_k_dense_replace": 1, "num_mtp_layers": 0},
+        | {"first_k_dense_replace": 1, "num_mtp_layers": 0, "n_shared_experts": 3},
     ),
     "opt": ("OPTConfig", "OPTForCausalLM", _SMALL_OPT),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _SMALL_GPT2),
