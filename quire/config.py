@@ -27,13 +27,14 @@ class ModelConfig:
     dtype: str = option("auto", "type of weights and activations; auto is float32 on a CPU, bfloat16 on a GPU",
                         ("auto", "float32", "bfloat16", "float16"))
     quantization: str | None = option(
-        None, "on a CPU: multiply weights as integers. int8 and int4 round weights that the file stores as floats to so "
-              "many bits (embedding and head to 8) and keep the bits of others; file keeps both as they are stored",
+        None, "on a CPU: multiply weights as integers. int8 and int4 round weights that the file stores as floats to "
+              "so many bits (embedding and head to 8) and keep the bits of others; file keeps all as they are stored",
         ("int8", "int4", "file"))
     quantization_group_size: int = option(32, "with quantization int8 or int4: columns of a weight that share a scale, "
                                               "32, 64 or 128; 0: one scale per output channel")
     quantization_zero_points: bool = option(
-        False, "with quantization int8 or int4: codes count from the least weight of a group instead of lying around zero")
+        False, "with quantization int8 or int4: codes count from the least weight of a group instead of lying around "
+               "zero")
     seed: int = option(0, "seed from which requests without one of their own draw theirs")
     max_model_len: int | None = option(
         None, "longest prompt plus output (default: what model and KV pool allow)")
@@ -65,7 +66,8 @@ class ModelConfig:
         if self.quantization in (None, "file"):
             for name, default in (("quantization_group_size", 32), ("quantization_zero_points", False)):
                 if getattr(self, name) != default:
-                    raise ConfigError(f"{name} says how weights are rounded: give quantization int8 or int4", field=name)
+                    raise ConfigError(f"{name} says how weights are rounded: set quantization to int8 or int4",
+                                      field=name)
             return None if self.quantization is None else Rounding(None)
         bits = 8 if self.quantization == "int8" else 4
         return Rounding(bits, self.quantization_group_size, self.quantization_zero_points)

@@ -148,3 +148,20 @@ class QuantizedWeight:
         if self.offsets is not None:
             grouped += self.offsets.unsqueeze(-1)
         return grouped.view(n, k)
+
+
+def joined(parts: Sequence[QuantizedWeight], dim: int) -> QuantizedWeight:
+    """Parts of one form, one below the other (dim 0) or side by side (dim 1)."""
+    import torch
+
+    if len(parts) == 1:
+        return parts[0]
+    group = min(part.group for part in parts)
+    finer = [part.regrouped(group) for part in parts]
+    offsets = [part.offsets for part in finer if part.offsets is not None]
+    return replace(
+        finer[0],
+        codes=torch.cat([part.codes for part in finer], dim),
+        scales=torch.cat([part.scales for part in finer], dim),
+        offsets=torch.cat(offsets, dim) if offsets else None,
+    )

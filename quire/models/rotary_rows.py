@@ -7,7 +7,7 @@ import math
 from quire.kernels.quantized import QuantizedWeight, StoredWeight
 from quire.models.spec import DecoderSpec
 
-_TURNED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")
+_TURNED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm", "attn.q_b", "attn.kv_a")
 
 
 def half_split(name: str, tensor: StoredWeight, spec: DecoderSpec) -> StoredWeight:
@@ -24,12 +24,16 @@ def half_split(name: str, tensor: StoredWeight, spec: DecoderSpec) -> StoredWeig
     if attention.rope is None or not spec.ropes[attention.rope].interleaved:
         return tensor
     width = () if place[-2].endswith("norm") else tensor.shape[1:]
-    if math.prod(tensor.shape) % (attention.head_dim * math.prod(width)):
+    dim = attention.head_dim
+    if attention.latent is not None and place[-2] == "kv_a":
+        dim = attention.latent.width
+    if math.prod(tensor.shape) % (dim * math.prod(width)):
         return tensor
     turned = spec.ropes[attention.rope].rotary_dim
-    order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, attention.head_dim)]
+    order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, dim)]
+    if attention.latent is not None:  # whose heads turn at their end
+        order = [*range(dim - turned), *range(dim - turned, dim, 2), *range(dim - turned + 1, dim, 2)]
     if isinstance(tensor, QuantizedWeight):
-        starts = range(0, tensor.shape[0], attention.head_dim)
-        return tensor.rows([start + feature for start in starts for feature in order])
-    heads = tensor.reshape(-1, attention.head_dim, *width)
+        return tensor.rows([start + feature for start in range(0, tensor.shape[0], dim) for feature in order])
+    heads = tensor.reshape(-1, dim, *width)
     return heads[:, order].reshape(tensor.shape)
