@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.quantized import WeightUse
 from quire.kernels.slices import Slices, merges_of
 from quire.kernels.types import StepContext
 from quire.layers.linear import Linear
@@ -82,12 +83,14 @@ class Moe:
         self._ranks = ranks if share is not None else None
         self._tree = None if share is None else share.expert_tree
         self._run = Slices.of_experts(spec.router.num_experts) if share is None else share.expert_run
-        self.router = Linear(ops, ("router",), spec.router.bias, dtype)
+        self.router = Linear(ops, ("router",), spec.router.bias, dtype, use=WeightUse.EXACT)
         self._choice_bias: Tensor | None = None
         first, last = self._run.border(self._run.first), self._run.border(self._run.last)
         self._experts = {index: Expert(ops, spec, dtype) for index in range(first, last)}
         self._shared = None if spec.shared is None else Mlp(ops, spec.shared, dtype, share, ranks)
-        self._shared_gate = Linear(ops, ("shared_gate",), False, dtype) if spec.shared_gate else None
+        self._shared_gate = (
+            Linear(ops, ("shared_gate",), False, dtype, use=WeightUse.EXACT) if spec.shared_gate else None
+        )
 
     @property
     def linears(self) -> tuple[Linear, ...]:

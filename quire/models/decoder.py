@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
 from quire.layers.experts import Moe
+from quire.layers.latent import LatentAttention
 from quire.layers.linear import Embedding, Linear, SharedEmbedding, VocabularyHead
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
@@ -41,7 +43,11 @@ class DecoderLayer:
         ranks: TensorGroup | None = None,
     ) -> None:
         self._placement = spec.placement
-        self.attn = Attention(ops, spec.attention, rope, group, dtype, growth, share, ranks)
+        latent = spec.attention.latent
+        self.attn = (
+            Attention(ops, spec.attention, rope, group, dtype, growth, share, ranks) if latent is None or rope is None
+            else LatentAttention(ops, spec.attention, latent, rope, group, dtype, share, ranks)
+        )
         self.mlp = (
             Moe(ops, spec.mlp, dtype, share, ranks) if isinstance(spec.mlp, MoeSpec)
             else Mlp(ops, spec.mlp, dtype, share, ranks)
@@ -53,7 +59,7 @@ class DecoderLayer:
             self.attn_post_norm = Norm(ops, spec.norm, hidden)
             self.mlp_post_norm = Norm(ops, spec.norm, hidden)
 
-    def receive(self, path: list[str], kind: str, tensor: Tensor) -> None:
+    def receive(self, path: list[str], kind: str, tensor: StoredWeight) -> None:
         """`path` is the parameter's place inside the layer: attn.q, mlp.experts.3.down, attn_norm."""
         getattr(self, path[0]).receive(".".join(path[1:]), kind, tensor)
 
@@ -125,9 +131,9 @@ class Decoder:
         projected = spec.embed_dim != spec.hidden_size
         runs = self.shard.vocabulary
         self.embed = Embedding(ops, dtype) if ranks is None else SharedEmbedding(ops, dtype, runs, ranks)
-        self.head: Linear = self.embed if spec.tied_head else Linear(ops, ("",), False, dtype)
+        self.head: Linear = self.embed if spec.tied_head else Linear(ops, ("",), False, dtype, use=WeightUse.VOCABULARY)
         self._shared_head = None if ranks is None else VocabularyHead(self.head, runs, ranks)
-        self.positions = Embedding(ops, dtype) if spec.positions else None
+        self.positions = Embedding(ops, dtype, WeightUse.EXACT) if spec.positions else None
         self.embed_in = Linear(ops, ("",), False, dtype) if projected else None
         self.embed_out = Linear(ops, ("",), False, dtype) if projected else None
         self.final_norm = Norm(ops, spec.final_norm, spec.hidden_size) if spec.final_norm else None
@@ -144,7 +150,7 @@ class Decoder:
             self.ops, layer, self.spec.hidden_size, rope, group, self._dtype, factors, share, self._ranks
         )
 
-    def load(self, name: str, tensor: Tensor, source: str | None = None) -> None:
+    def load(self, name: str, tensor: StoredWeight, source: str | None = None) -> None:
         """Take one tensor; `source` is its name in the checkpoint, for messages."""
         shown = source or name
         if name not in self._shapes:
@@ -158,7 +164,7 @@ class Decoder:
                 f"tensor {shown!r} has shape {tuple(tensor.shape)}, but the config asks for "
                 f"{self._shapes[name]}: config.json and the weights are not of the same model"
             )
-        if not tensor.is_floating_point():
+        if not isinstance(tensor, QuantizedWeight) and not tensor.is_floating_point():
             raise ModelLoadError(f"tensor {shown!r} has type {tensor.dtype}, but weights are floating point")
         self._missing.discard(name)
         *path, kind = name.split(".")
@@ -176,7 +182,7 @@ class Decoder:
         """Of the packed weights; norms and tables of rotations are small beside them."""
         ends = {id(each): each for each in (self.embed, self.head, self.positions, self.embed_in, self.embed_out)
                 if each is not None}
-        inner = [each for layer in self.layers for each in (layer.attn.qkv, layer.attn.out, *layer.mlp.all_linears)]
+        inner = [each for layer in self.layers for each in (*layer.attn.linears, *layer.mlp.all_linears)]
         return sum(each.packed.nbytes for each in (*ends.values(), *inner) if each.is_loaded)
 
     def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:
@@ -290,8 +296,12 @@ def _check_device(spec: DecoderSpec, ops: Ops) -> None:
     if ops.attention is None:
         return
     for layer in spec.layers:
-        if isinstance(layer.mlp, MoeSpec) or layer.attention.sinks:
-            what = "mixtures of experts" if isinstance(layer.mlp, MoeSpec) else "attention sinks"
+        found = {
+            "mixtures of experts": isinstance(layer.mlp, MoeSpec),
+            "attention sinks": layer.attention.sinks,
+            "latent attention (MLA)": layer.attention.latent is not None,
+        }
+        for what in (what for what, there in found.items() if there):
             raise UnsupportedModelError(f"{spec.architecture}: {what} run on a CPU only so far: use device='cpu'")
 
 

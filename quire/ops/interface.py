@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.errors import EngineError
+from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
 from quire.kernels.slices import RankTree, Slices
 from quire.kernels.types import HeadShape
 from quire.parallel.collectives import TensorGroup
@@ -66,6 +69,18 @@ class Ops(AttentionBackend):
         bias and residual. On a GPU this holds in deterministic mode.
         """
 
+    def quantized(
+        self, weight: StoredWeight, slices: Slices | None = None, use: WeightUse = WeightUse.LAYER
+    ) -> QuantizedWeight | None:
+        """The integers that this device multiplies with in place of a weight; None: it multiplies floats."""
+        return None
+
+    def pack_quantized(
+        self, parts: Sequence[QuantizedWeight], bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PackedLinear:
+        """As `pack_linear`, of parts one below the other that `quantized` gave."""
+        raise EngineError("this device multiplies no integers")
+
     @abstractmethod
     def linear(self, x: Tensor, w: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """[M, N] = x W^T (+ bias) (+ residual), in that order; into `out` if given."""
@@ -75,6 +90,17 @@ class Ops(AttentionBackend):
         """[nodes, M, N] float32: what a weight packed with a run of a sum's slices adds to each of `slices.nodes()`,
         without bias and residual; into `out` if given. With the nodes of the other runs, `finish_tree` gives the bits
         of the whole."""
+
+    def grouped_linear(self, x: Tensor, counts: Sequence[int], ws: Sequence[Any]) -> Tensor:
+        """[M, N]: the first counts[0] rows of x through ws[0], the next counts[1] through ws[1], and so on; a row has
+        the bits that `linear` gives it. The weights have one shape and no slices."""
+        out = torch.empty(x.shape[0], ws[0].out_features, dtype=x.dtype, device=x.device)
+        start = 0
+        for count, w in zip(counts, ws, strict=True):
+            if count:
+                self.linear(x[start : start + count], w, None, out[start : start + count])
+            start += count
+        return out
 
     @abstractmethod
     def embed(self, ids: Tensor, w: Any) -> Tensor:
