@@ -1,4 +1,4 @@
-"""The accuracy command: float32 does not differ from itself, integers do a little, and `in_floats` keeps every weight."""
+"""The accuracy command: float32 does not differ from itself, integers do a little, `in_floats` keeps every weight."""
 
 from __future__ import annotations
 
