@@ -56,7 +56,8 @@ class Linear:
     def receive(self, part: str, kind: str, tensor: StoredWeight) -> None:
         """Take one stored tensor, of the shape the spec declared."""
         if kind == "weight":
-            tensor = self._ops.quantized(tensor, self._slices, self._use) or tensor
+            found = self._ops.quantized(tensor, self._slices, self._use)
+            tensor = found or (tensor.dequantized() if isinstance(tensor, QuantizedWeight) else tensor)
         self._waiting[part, kind] = tensor
         if len(self._waiting) == len(self._parts) * (2 if self._bias else 1):
             self._pack(self._joined("bias") if self._bias else None)
