@@ -12,6 +12,7 @@ import torch
 
 from quire.executor.kv_hash import BlockStore, content_part, total
 from quire.executor.kv_hash_worker import KVHashWorker
+from quire.kvtransfer.memory import KVMemory
 from quire.parallel.collectives import Collectives, receive_tensor, send_tensor
 from quire.parallel.place import Place
 from quire.scheduler.arrivals import ArrivalBox
@@ -76,6 +77,9 @@ class KVHashRank:
             else:
                 here.put(move.device, there.read(move.tier))
         return TransferReport(start.number, len(start.moves), finished=True)
+
+    def kv_memory(self) -> KVMemory | None:
+        return None
 
     def close(self) -> None:
         pass
