@@ -1,4 +1,4 @@
-"""Engines of several ranks on a pool: what an engine of any size has kept is a hit, to the bit, for one of any other."""
+"""Engines of several ranks on a pool: what an engine of any size has kept is a hit, to the bit, for every other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The KV of several ranks as one memory: what is gathered and scattered is what one rank would have, however it is cut."""
+"""The KV of several ranks as one memory: gathered and scattered it is what one rank would have, however it is cut."""
 
 from __future__ import annotations
 
