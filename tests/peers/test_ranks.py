@@ -51,6 +51,7 @@ SIDES = {
     "equal ranks, experts": ("qwen3_moe", ranks(2), ranks(2)),
     "no windows and as many kv heads as heads": ("gpt2", ranks(2, block_size=32), ranks(1, 3)),
     "windows, sinks, experts": ("gpt_oss", ranks(1, 3), ranks(2)),
+    "latents that every rank has": ("deepseek_v2", ranks(2), ranks(1, 2)),
     "through shared memory": ("olmo2", ranks(2, kv_transfer={"transports": "shm"}),
                               ranks(3, kv_transfer={"transports": "shm"})),
     "2 x 2 to one, preempted": ("gemma3", ranks(2, 2, num_kv_blocks=9, swap_space=0.01, preemption_mode="swap"),
