@@ -13,15 +13,18 @@ from types import FrameType
 from typing import Any
 
 from quire.engine.admission import Admission
+from quire.engine.output_processor import OutputProcessor
 from quire.errors import QueueFullError
 from quire.executor.dummy import DummyExecutor
 from quire.kvcache.manager import KVCacheManager
-from quire.sampling.params import SamplingParams
+from quire.sampling.params import BeamSearchParams, SamplingParams
+from quire.scheduler.beam import BeamSearch
 from quire.scheduler.queue import FCFSQueue, PriorityQueue, WaitingQueue
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.ngram import NgramSource
 from quire.speculation.speculator import LookupSpeculator
+from quire.structured.output import Output, agreement
 
 _BLOCK_SIZE = 16
 _CHUNK = 512
@@ -198,6 +201,49 @@ def suffix_automaton(tokens: int) -> int:
     return _count_step(scheduler, executor)
 
 
+def grammar_token(tokens: int) -> int:
+    """Seeing which token of an answer is new to its grammar, with that many before it."""
+    text = _prompt(1, tokens)
+    output, known = Output(text, 0), text[:-1]
+    with counted() as count:
+        new = output[agreement(output, known, len(known)) :]
+    if new != text[-1:]:
+        raise RuntimeError("one token was to be new")
+    return count.operations
+
+
+def beam_step(tokens: int) -> int:
+    """Choosing how beams go on that have that many tokens."""
+    most = tokens + 2
+    beams = BeamSearch(BeamSearchParams(beam_width=2, max_tokens=most, ignore_eos=True), frozenset())
+
+    def report() -> None:
+        candidates = [(1, -1.0), (2, -1.5), (3, -2.5), (4, -3.0)]
+        place = 0
+        while not beams.report(place, candidates):
+            place += 1
+
+    for _ in range(tokens):
+        report()
+        beams.advance(most)
+    report()
+    with counted() as count:
+        beams.advance(most)
+    return count.operations
+
+
+def answer_delta(tokens: int) -> int:
+    """The output after one more token of an answer that long, of which the reader takes what is new."""
+    processor = OutputProcessor("r", SamplingParams(max_tokens=None), None, [1])
+    processor.process(_prompt(1, tokens))
+    processor.output()
+    with counted() as count:
+        processor.process_token(1)
+        if processor.output().outputs[0].token_ids_delta != [1]:
+            raise RuntimeError("one token was to be new")
+    return count.operations
+
+
 ROWS = (
     Row("a blocked head of the queue, per step", "its prompt tokens", blocked_head),
     Row("first step of a new prompt", "its tokens", new_prompt),
@@ -206,6 +252,9 @@ ROWS = (
     Row("an abort in a priority queue", "waiting requests", aborted_of_queue),
     Row("a refusal", "waiting requests", refusal),
     Row("first decode step with prompt lookup", "prompt tokens", suffix_automaton),
+    Row("a token under a grammar", "answer tokens", grammar_token),
+    Row("a step of beam search", "answer tokens", beam_step),
+    Row("an output with what is new", "answer tokens", answer_delta),
 )
 
 
