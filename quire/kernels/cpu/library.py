@@ -25,6 +25,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_pack": (_N, [_P, _P, _I, _I, _N]),
     "quire_linear": (None, [_P, _P, _N, _P, _P, _P, _I, _I, _I, _P, _I]),
     "quire_grouped_linear": (_N, [_P, _P, _I, _P, _I, _I]),
+    "quire_sum_experts": (None, [_P] * 6 + [_I] * 5),
     "quire_embed": (None, [_P, _P, _N, _P, _I, _I]),
     "quire_rms_norm": (None, [_P, _P, _P, _I, _I, _F]),
     "quire_norm_all_heads": (None, [_P] * 3 + [_I] * 4 + [_F]),
