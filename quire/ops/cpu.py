@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ from quire.kernels.cpu.library import load
 from quire.kernels.kv_spec import KVSpec
 from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
+from quire.ops.cpu_step import CpuStep, read_step
 from quire.ops.interface import Ops
+from quire.ops.recording import StepRecorder
 from quire.parallel.collectives import TensorGroup
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
@@ -77,27 +81,6 @@ class CpuLayerCache(LayerCache):
     """The heads that read and write it, once they were found to suit it."""
 
 
-@dataclass(slots=True)
-class _Step:
-    """The addresses of one StepContext, taken once per step and not per layer; keeps its tensors alive."""
-
-    ctx: StepContext
-    tensors: tuple[object, ...]
-    tokens: int
-    seqs: int
-    positions: int
-    query_start: int
-    context_len: int
-    slots: list[int]
-    tables: list[int]
-    strides: list[int]
-    widths: list[int]
-    checked: set[tuple[int, ...]] = field(default_factory=set)
-    rope: Tensor | None = None
-    rope_ptr: int | None = None
-    rot: int = 0
-
-
 class CpuOps(Ops):
     """Compiled implementation of `quire.ops.interface.Ops` in fp32; any number of threads gives the same bits.
 
@@ -111,17 +94,34 @@ class CpuOps(Ops):
         library_dir: Path = SOURCE_DIR,
         narrow_weights: bool = True,
     ) -> None:
-        library = load(variant, library_dir)
-        self._library = library
+        self.library = load(variant, library_dir)
         self.narrow_weights = narrow_weights
+        self._step: CpuStep | None = None
+        self._call_through(self.library)
+        self.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+
+    def _call_through(self, library: Any) -> None:
+        """Kernels are called through `library` from now on; those of every layer are looked up once."""
+        self._library = library
         self._linear = library.quire_linear
         self._group_linear = library.quire_group_linear
         self._rms_norm = library.quire_rms_norm
         self._act_mul = library.quire_act_mul
         self._rope_and_cache = library.quire_rope_and_cache
         self._attend = library.quire_attend
-        self._step: _Step | None = None
-        self.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+        self._step = None
+
+    @contextmanager
+    def calling(self, library: Any) -> Iterator[None]:
+        """Inside, kernels are called through `library`, which stands in front of the compiled one."""
+        self._call_through(library)
+        try:
+            yield
+        finally:
+            self._call_through(self.library)
+
+    def recorder(self) -> StepRecorder:
+        return StepRecorder(self)
 
     def set_num_threads(self, count: int) -> None:
         """Threads that one operation may use, the caller's included; a property of the process's library."""
@@ -295,6 +295,21 @@ class CpuOps(Ops):
             )  # fmt: skip
             start += heads * shape.head_dim
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        width = x.shape[-1]
+        rows = _rows(x, width)
+        if _rows(y, width) != rows:
+            raise EngineError(f"rows [{rows}, {width}] are not added to {tuple(y.shape)}")
+        out = torch.empty(rows, width)
+        self._library.quire_add(x.data_ptr(), y.data_ptr(), out.data_ptr(), rows * width)
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        width = x.shape[-1]
+        out = torch.empty(_rows(x, width), width)
+        self._library.quire_scale(x.data_ptr(), out.data_ptr(), out.numel(), factor)
+        return out
+
     def act(self, x: Tensor, kind: str) -> Tensor:
         width = x.shape[-1]
         out = torch.empty(_rows(x, width), width)
@@ -335,7 +350,7 @@ class CpuOps(Ops):
         self._write(qkv, layer, step, group, shape, HeadTurn(rope, q_norm, k_norm, norm_eps))
 
     def _write(
-        self, qkv: Tensor, layer: CpuLayerCache, step: _Step, group: int, shape: HeadShape, turn: HeadTurn
+        self, qkv: Tensor, layer: CpuLayerCache, step: CpuStep, group: int, shape: HeadShape, turn: HeadTurn
     ) -> None:
         rope, q_norm, k_norm = turn.rope, turn.q_norm, turn.k_norm
         if rope is not step.rope:
@@ -398,7 +413,7 @@ class CpuOps(Ops):
         self,
         qkv: Tensor,
         layer: CpuLayerCache,
-        step: _Step,
+        step: CpuStep,
         group: int,
         shape: HeadShape,
         scale: float,
@@ -456,11 +471,11 @@ class CpuOps(Ops):
 
     def _enter(
         self, qkv: Tensor, layer: CpuLayerCache, ctx: StepContext, group: int, shape: HeadShape, window: int
-    ) -> _Step:
+    ) -> CpuStep:
         """The step's addresses, once everything the kernel will follow is known to lie inside its array."""
         step = self._step
         if step is None or step.ctx is not ctx or step.tensors[0] is not ctx.positions:
-            step = self._step = _read_step(ctx)
+            step = self._step = read_step(ctx)
         if _rows(qkv, shape.width) != step.tokens:
             raise EngineError(f"qkv has {qkv.shape[0]} rows, the step {step.tokens} tokens")
         key = (group, window, layer.blocks, layer.block_size)
@@ -471,7 +486,7 @@ class CpuOps(Ops):
             _check_heads(layer, shape)
         return step
 
-    def _check_step(self, step: _Step, group: int, window: int, blocks: int, size: int) -> None:
+    def _check_step(self, step: CpuStep, group: int, window: int, blocks: int, size: int) -> None:
         fault = self._library.quire_check_step(
             step.query_start, step.context_len, step.tables[group], step.slots[group], step.strides[group],
             step.widths[group], step.seqs, step.tokens, size, blocks, window,
@@ -479,7 +494,7 @@ class CpuOps(Ops):
         if fault:
             raise EngineError(f"the step's context is broken: {_STEP_FAULTS[fault]}")
 
-    def _take_rope(self, step: _Step, rope: Tensor | None) -> None:
+    def _take_rope(self, step: CpuStep, rope: Tensor | None) -> None:
         """Remember the rotary table of this step's layers, once it is known to hold the step's positions."""
         step.rope, step.rope_ptr, step.rot = None, None, 0
         if rope is None:
@@ -547,31 +562,3 @@ def _check_heads(cache: CpuLayerCache, shape: HeadShape) -> None:
         heads, dim = cache.spec.heads_of_pair()
         raise EngineError(f"the cache was made for {heads} kv heads of {dim}, not for {shape}")
     cache.shape = shape
-
-
-def _read_step(ctx: StepContext) -> _Step:
-    """Check the types of a step's tensors and take their addresses."""
-    tokens, seqs = ctx.positions.shape[0], ctx.context_len.shape[0]
-    wanted: list[tuple[Tensor, torch.dtype, tuple[int, ...]]]
-    wanted = [(ctx.positions, _I64, (tokens,)), (ctx.query_start, _I32, (seqs + 1,))]
-    wanted += [(ctx.context_len, _I32, (seqs,))]
-    wanted += [(slots, _I64, (tokens,)) for slots in ctx.slots]
-    wanted += [(table, _I32, (seqs, table.shape[-1])) for table in ctx.block_tables]
-    for tensor, dtype, shape in wanted:
-        if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
-            raise EngineError(f"the step wants {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
-        if not tensor.is_contiguous() and not (tensor.dim() == 2 and tensor.stride(1) == 1):
-            raise EngineError("the step's context must be contiguous")
-    return _Step(
-        ctx=ctx,
-        tensors=(ctx.positions, ctx.query_start, ctx.context_len, ctx.slots, ctx.block_tables),
-        tokens=tokens,
-        seqs=seqs,
-        positions=ctx.positions.data_ptr(),
-        query_start=ctx.query_start.data_ptr(),
-        context_len=ctx.context_len.data_ptr(),
-        slots=[slots.data_ptr() for slots in ctx.slots],
-        tables=[table.data_ptr() for table in ctx.block_tables],
-        strides=[table.stride(0) for table in ctx.block_tables],
-        widths=[table.shape[1] for table in ctx.block_tables],
-    )

@@ -10,6 +10,7 @@
  * Keys are stored [block][kv head][feature][slot], values [block][kv head][slot][feature]. */
 #include "export.h"
 #include "pool.h"
+#include "recorded.h"
 #include "vmath.h"
 
 #include <math.h>
@@ -438,3 +439,6 @@ EXPORT int32_t quire_attend(const float *qkv, const float *k, const float *v, fl
     free(first);
     return 0;
 }
+
+RECORDED_CHECK(quire_attend, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), PTR(6), PTR(7), INT(8), INT(9), INT(10), INT(11),
+               INT(12), INT(13), INT(14), INT(15), INT(16), REAL(17), REAL(18))

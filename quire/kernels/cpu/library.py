@@ -33,6 +33,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_act": (None, [_P, _P, _I, _I, _N]),
     "quire_act_mul": (None, [_P, _P, _I, _I, _N]),
     "quire_clamped_act_mul": (None, [_P, _P, _I, _I, _F, _F]),
+    "quire_add": (None, [_P, _P, _P, _I]),
+    "quire_scale": (None, [_P, _P, _I, _F]),
     "quire_rope_and_cache": (None, [_P] * 8 + [_I] * 6 + [_F]),
     "quire_attend": (_N, [_P] * 8 + [_I] * 9 + [_F, _F]),
     "quire_check_step": (_N, [_P] * 4 + [_I] * 7),
@@ -50,6 +52,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_link_bytes": (_I, [_I]),
     "quire_link_join": (None, [_P, _N]),
     "quire_link_move": (_N, [_P, _P, _I, _N]),
+    "quire_replay": (_N, [_P, _I, _P]),
     "quire_ring_publish": (None, [_P, _U]),
     "quire_ring_wake": (None, [_P]),
     "quire_ring_wait": (_U, [_P, _U, _I, _I]),
@@ -57,7 +60,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_ring_load": (_U, [_P]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 
 def cpu_flags() -> set[str]:

@@ -5,6 +5,7 @@
  * pieces, the order is the same, so an element's bits depend on its own row and column only. */
 #include "export.h"
 #include "pool.h"
+#include "recorded.h"
 #include "weight.h"
 
 /* A register tile is TILE_ROWS rows by PAIR panels, or, for the first rows of a decoding step, FEW rows by WIDE panels:
@@ -308,3 +309,5 @@ EXPORT void quire_linear(const float *x, const void *w, int32_t format, const fl
     job.panel_step = (step + unit - 1) / unit * unit;
     quire_parallel(linear_task, &job, (job.panels + job.panel_step - 1) / job.panel_step * job.row_blocks);
 }
+
+RECORDED(quire_linear, PTR(0), PTR(1), INT32(2), PTR(3), PTR(4), PTR(5), INT(6), INT(7), INT(8), PTR(9), INT(10))
