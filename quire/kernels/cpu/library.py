@@ -62,6 +62,9 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
 ABI_VERSION = 10
 
+opener: type[ctypes.CDLL] = ctypes.CDLL
+"""What a library is opened with. Benches put one here that measures its calls."""
+
 
 def cpu_flags() -> set[str]:
     """What this processor says it can do; empty where the system does not tell."""
@@ -95,7 +98,7 @@ def load(variant: str | None = None, folder: Path = SOURCE_DIR) -> ctypes.CDLL:
 
 def _open(path: Path) -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL(str(path))
+        library = opener(str(path))
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
