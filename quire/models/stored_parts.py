@@ -32,6 +32,8 @@ class StoredParts:
 
         A tensor that the family does not have is left whole, so that whoever loads it says so.
         """
+        if self._names.is_extra(name, self._shard.spec):
+            return NOTHING
         merged = self._names.merged_in(name)
         if merged is not None:
             return self._experts(shape, *merged)

@@ -5,7 +5,7 @@ they are depends on the number of tokens alone; only the step's context (positio
 each time. So the decoder's forward runs once with a library in front of the kernels that writes down every call. From
 then on `quire_replay` makes the same calls on the new context, and Python is not asked.
 
-An argument of a recorded call is a constant (a weight, a cache, a size), or one of the step's words (`CpuStep.words`),
+An argument of a recorded call is a constant (a weight, a cache, a size), or one of the step's words (`Step.words`),
 or lies among the intermediate results, for which the recorder has one piece of memory: results that are not needed at
 the same time share it.
 

@@ -20,7 +20,8 @@ from quire.ops.recording import StepRecorder
 from tests.checkpoints import FAMILY_NAMES, config_of, make_model, weights_of
 from tests.paged_driver import PagedDriver
 
-PLAIN = {"gpt2", "opt", "ministral3", "cohere", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe"}
+PLAIN = {"gpt2", "opt", "ministral3", "cohere", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe",
+         "deepseek_v2", "deepseek_v3"}
 """Families whose forward computes something in torch: learned positions, factors by position, experts."""
 
 
@@ -39,14 +40,14 @@ def tokens_of(seed: int, length: int) -> list[int]:
 
 
 def mixed_steps(seed: int) -> list[dict[int, list[int]]]:
-    """Prompts in pieces and single tokens of up to four sequences: some numbers of tokens come up often."""
+    """Prompts in pieces and single tokens of up to three sequences: some numbers of tokens come up often."""
     draw = random.Random(seed)
-    left = {seq: tokens_of(seq, draw.randint(15, 35)) for seq in range(4)}
+    left = {seq: tokens_of(seq, draw.randint(20, 40)) for seq in range(3)}
     steps = []
     while any(left.values()):
         step = {}
         for seq in sorted((seq for seq in left if left[seq] and draw.random() < 0.8), key=lambda _: draw.random()):
-            size = draw.choice([1, 1, 1, 2, 6])
+            size = draw.choice([1, 1, 1, 1, 3])
             step[seq], left[seq] = left[seq][:size], left[seq][size:]
         if step:
             steps.append(step)
