@@ -8,7 +8,7 @@ Arm, always to the same side, which adds up along a beam.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,11 @@ class SampledLogprobs:
     top_ids: Tensor
     top_logprobs: Tensor
 
+    def moved(self, copy: Callable[[Tensor], Tensor]) -> SampledLogprobs:
+        """With its tensors copied somewhere else."""
+        tensors = (self.token_ids, self.logprob, self.rank, self.top_ids, self.top_logprobs)
+        return SampledLogprobs(self.rows, self.counts, *(copy(tensor) for tensor in tensors))
+
     def to_list(self) -> list[tuple[int, float, int, list[int], list[float]]]:
         """(token id, logprob, rank, top ids, their logprobs) of each of `rows`, on the host."""
         columns = zip(
@@ -43,6 +48,27 @@ class SampledLogprobs:
             strict=True,
         )
         return [_possible(token, logprob, rank, ids[:n], tops[:n]) for token, logprob, rank, ids, tops, n in columns]
+
+
+@dataclass(slots=True)
+class PackedLogprobs:
+    """The same out of a kernel's reports: int32 rows of (token, log-probability, rank, `width` ids, their
+    log-probabilities), of which those of `rows` are wanted."""
+
+    rows: list[int]
+    counts: list[int]
+    numbers: Tensor
+    width: int
+
+    def moved(self, copy: Callable[[Tensor], Tensor]) -> PackedLogprobs:
+        return PackedLogprobs(self.rows, self.counts, copy(self.numbers), self.width)
+
+    def to_list(self) -> list[tuple[int, float, int, list[int], list[float]]]:
+        """As `SampledLogprobs.to_list`."""
+        numbers = self.numbers[self.rows]
+        words, floats, width = numbers.tolist(), numbers.view(torch.float32).tolist(), self.width
+        return [_possible(mine[0], values[1], mine[2], mine[3 : 3 + n], values[3 + width : 3 + width + n])
+                for mine, values, n in zip(words, floats, self.counts, strict=True)]
 
 
 def _possible(
