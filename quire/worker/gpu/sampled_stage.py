@@ -183,7 +183,9 @@ class SampledStage:
             found[:, 0], found[:, 1], found[:, 2] = index, one.bias_ids, one.bias_values
             self._changes.append(found)
         drawn = row.position - one.num_prompt
-        bans = [(token, ()) for token in one.stop_ids] if drawn < one.min_tokens else []
+        bans: list[tuple[int, tuple[int, ...]]] = []
+        if drawn < one.min_tokens:
+            bans += [(token, ()) for token in one.stop_ids]
         bans += [(word[-1], word[:-1]) for word in one.bad_words if len(word) - 1 <= drawn]
         if bans:
             found = np.zeros((len(bans), at.CHANGE_WORDS), np.int32)
