@@ -98,6 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="instead: small steps of a short prompt beside eight decoding sequences")
     parser.add_argument("--sampling", action="store_true",
                         help="instead: what sampling settings cost, at 256 sequences and for one stream")
+    parser.add_argument("--serve", action="store_true",
+                        help="instead: 256 streams of 512 in, 512 out over HTTP, against the same through generate")
     parser.add_argument("--tokens", action="store_true", help="print a checksum of each case's tokens")
 
 
@@ -116,6 +118,13 @@ def run(args: argparse.Namespace) -> int:
     _show(args, {"bench": "gpu", "case": "machine", **machine}, " ".join(f"{k}={v}" for k, v in machine.items()))
     if args.tune or args.tune_library or args.tune_ahead:
         _tune(args)
+        return 0
+    if args.serve:
+        from quire.bench import gpu_serve
+
+        for model in args.models:
+            line = gpu_serve.measure(MODELS[model], model, {"device": "cuda", "dtype": args.dtype})
+            _show(args, line, gpu_serve.text(line))
         return 0
     if args.sampling:
         from quire.bench import gpu_sampling

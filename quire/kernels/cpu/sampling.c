@@ -13,6 +13,7 @@
 #define BINS 2048
 #define PER_NAT 72.0f /* bins in which a weight falls to 1/e of another; the last bin is for tokens without weight */
 #define SCALE 1099511627776.0f
+#define LIKELY -6.9077554f /* tokens of at least a thousandth of the best one's probability are looked at first */
 
 typedef struct {
     float value;
@@ -24,6 +25,7 @@ typedef struct {
     const float *x;
     int64_t width;
     float peak, temperature, floor;
+    const float *known; /* what `scaled` gives for all of them, where that is at hand */
 } weighing;
 
 /* The last token that is kept; all that come before it in the order are too. */
@@ -32,18 +34,26 @@ typedef struct {
     int64_t id;
 } limit;
 
-/* Integer weights of the tokens from `at` on; returns how many these are. Tokens under the floor have none. */
+/* e^((logit - peak) / temperature) * 2^40 of `count` tokens from `at` on; 0 under the floor. */
+INLINE void scaled(const weighing *row, int64_t at, int64_t count, float *out) {
+    for (int64_t i = 0; i < count; i += VL) {
+        float x[VL], e[VL];
+        int64_t n = count - i < VL ? count - i : VL;
+        for (int j = 0; j < VL; j++) x[j] = row->peak;
+        memcpy(x, row->x + at + i, (size_t)n * sizeof(float));
+        vf v = load_v(x), y = exp_negative((v - set_v(row->peak)) / set_v(row->temperature)) * set_v(SCALE);
+        store_v(e, select_v(v < set_v(row->floor), set_v(0.0f), y));
+        memcpy(out + i, e, (size_t)n * sizeof(float));
+    }
+}
+
+/* Integer weights of the tokens from `at` on; returns how many these are. */
 INLINE int64_t weigh(const weighing *row, int64_t at, int64_t *weights) {
     int64_t count = row->width - at < RUN ? row->width - at : RUN;
-    float x[RUN], e[RUN];
-    memcpy(x, row->x + at, (size_t)count * sizeof(float));
-    for (int64_t i = count; i % VL; i++) x[i] = row->peak;
-    for (int64_t i = 0; i < count; i += VL) {
-        vf v = load_v(x + i);
-        vf scaled = exp_negative((v - set_v(row->peak)) / set_v(row->temperature)) * set_v(SCALE);
-        store_v(e + i, select_v(v < set_v(row->floor), set_v(0.0f), scaled));
-    }
-    for (int64_t i = 0; i < count; i++) weights[i] = (int64_t)e[i];
+    float fresh[RUN];
+    const float *known = row->known == NULL ? fresh : row->known + at;
+    if (row->known == NULL) scaled(row, at, count, fresh);
+    for (int64_t i = 0; i < count; i++) weights[i] = (int64_t)known[i];
     return count;
 }
 
@@ -60,16 +70,9 @@ static int by_rank(const void *a, const void *b) {
     return one->id < other->id ? -1 : one->id > other->id;
 }
 
-INLINE int64_t weight_of(const weighing *row, float value) {
-    weighing one = *row;
-    int64_t weight[RUN];
-    one.x = &value;
-    one.width = 1;
-    weigh(&one, 0, weight);
-    return weight[0];
-}
+INLINE int64_t weight_of(const weighing *row, int64_t id) { return (int64_t)row->known[id]; }
 
-/* The tokens of one bin that have weight, best first. */
+/* The tokens of one bin, best first. */
 static token *sorted_bin(const weighing *row, int32_t bin, int64_t count) {
     token *found = malloc((size_t)(count + 1) * sizeof *found);
     int64_t n = 0;
@@ -84,25 +87,57 @@ typedef struct {
     int64_t count[BINS], weight[BINS];
 } histogram;
 
-static void fill(const weighing *row, histogram *h) {
-    int64_t weights[RUN];
+/* Count and weigh by bins the tokens that are not under `least`. */
+static void fill(const weighing *row, float least, histogram *h) {
     memset(h, 0, sizeof *h);
     for (int64_t at = 0; at < row->width; at += RUN) {
-        int64_t n = weigh(row, at, weights);
-        for (int64_t i = 0; i < n; i++)
-            if (weights[i] > 0) {
-                int32_t bin = bin_of(row, row->x[at + i]);
+        int64_t n = row->width - at < RUN ? row->width - at : RUN;
+        const float *x = row->x + at;
+        int32_t above = 0;
+        for (int64_t i = 0; i < n; i++) above |= x[i] >= least;
+        for (int64_t i = 0; above && i < n; i++)
+            if (x[i] >= least) {
+                int32_t bin = bin_of(row, x[i]);
                 h->count[bin]++;
-                h->weight[bin] += weights[i];
+                h->weight[bin] += (int64_t)row->known[at + i];
             }
     }
+    h->count[BINS - 1] = 0; /* never drawn */
+}
+
+static int64_t total_of(const weighing *row) {
+    int64_t weights[RUN], total = 0;
+    for (int64_t at = 0; at < row->width; at += RUN) {
+        int64_t n = weigh(row, at, weights);
+        for (int64_t i = 0; i < n; i++) total += weights[i];
+    }
+    return total;
+}
+
+/* As `fill`, for the likely tokens alone if the cut is among them, else for all; returns the least logit that was looked
+ * at. `total`: the weight of all tokens. */
+static float look(const weighing *row, int64_t top_k, double top_p, int64_t total, histogram *h) {
+    float likely = row->peak + row->temperature * LIKELY;
+    int64_t count = 0, weight = 0;
+    if (likely > row->floor) {
+        fill(row, likely, h);
+        for (int32_t bin = 0; bin < BINS; bin++) {
+            count += h->count[bin];
+            weight += h->weight[bin];
+        }
+        if (top_k > 0 ? count >= top_k : !((double)weight < top_p * (double)total)) return likely;
+    }
+    fill(row, row->floor, h);
+    return row->floor;
 }
 
 /* Where top_k (0: everywhere) and top_p cut the row; 0 without memory. */
-static int32_t find_limit(const weighing *row, histogram *h, int64_t top_k, double top_p, limit *cut) {
+static int32_t find_limit(const weighing *all, histogram *h, int64_t top_k, double top_p, limit *cut) {
+    weighing looked_at = *all, *row = &looked_at;
+    int64_t whole = top_k > 0 ? 0 : total_of(all);
+    looked_at.floor = look(all, top_k, top_p, whole, h);
     int64_t left = top_k > 0 ? top_k : row->width, total = 0, before = 0;
     int32_t last = 0;
-    fill(row, h);
     for (; last < BINS - 1 && h->count[last] < left; last++) {
         left -= h->count[last];
         total += h->weight[last];
@@ -114,12 +149,12 @@ static int32_t find_limit(const weighing *row, histogram *h, int64_t top_k, doub
         if (tokens == NULL) return 0;
         h->count[last] = left;
         h->weight[last] = 0;
-        for (int64_t i = 0; i < left; i++) h->weight[last] += weight_of(row, tokens[i].value);
+        for (int64_t i = 0; i < left; i++) h->weight[last] += weight_of(row, tokens[i].id);
         total += h->weight[last];
         memset(h->count + last + 1, 0, (size_t)(BINS - 1 - last) * sizeof(int64_t));
         memset(h->weight + last + 1, 0, (size_t)(BINS - 1 - last) * sizeof(int64_t));
     }
-    double wanted = top_p * (double)total;
+    double wanted = top_p * (double)(top_k > 0 ? total : whole);
     int32_t bin = 0;
     int32_t end = -1; /* the last bin with a kept token */
     for (; bin < BINS; bin++) {
@@ -138,7 +173,7 @@ static int32_t find_limit(const weighing *row, histogram *h, int64_t top_k, doub
         ok = mine != NULL;
         if (ok) {
             int64_t kept = 0;
-            for (; kept < h->count[end] && (double)before < wanted; kept++) before += weight_of(row, mine[kept].value);
+            for (; kept < h->count[end] && (double)before < wanted; kept++) before += weight_of(row, mine[kept].id);
             *cut = (limit){mine[kept - 1].value, mine[kept - 1].id};
         }
         if (mine != tokens) free(mine);
@@ -184,7 +219,7 @@ typedef struct {
 static void draw_task(void *arg, int64_t task) {
     const draw_job *job = arg;
     weighing row = {job->logits + job->rows[task] * job->width, job->width, job->peak[task], job->temperature[task],
-                    job->floor[task]};
+                    job->floor[task], NULL};
     int64_t runs = (job->width + RUN - 1) / RUN;
     int32_t is_cut = job->top_k[task] > 0 || job->top_p[task] < 1.0;
     limit cut = {-INFINITY, job->width};
@@ -192,10 +227,17 @@ static void draw_task(void *arg, int64_t task) {
     if (!isfinite(row.peak)) return;
     int64_t *sums = malloc((size_t)runs * sizeof *sums);
     histogram *h = is_cut ? malloc(sizeof *h) : NULL;
-    if (sums != NULL && (!is_cut || (h != NULL && find_limit(&row, h, job->top_k[task], job->top_p[task], &cut))))
-        job->out[task] = draw(&row, cut, is_cut, job->noise[task], sums);
+    float *known = is_cut ? malloc((size_t)job->width * sizeof *known) : NULL;
+    int32_t ok = sums != NULL && (!is_cut || (h != NULL && known != NULL));
+    if (ok && is_cut) {
+        scaled(&row, 0, job->width, known);
+        row.known = known;
+        ok = find_limit(&row, h, job->top_k[task], job->top_p[task], &cut);
+    }
+    if (ok) job->out[task] = draw(&row, cut, is_cut, job->noise[task], sums);
     free(sums);
     free(h);
+    free(known);
 }
 
 /* Token out[i] of row rows[i], drawn with the random number noise[i] from what top_k (0: no limit), top_p (1 and more: no
@@ -212,7 +254,8 @@ typedef struct {
     const int64_t *tokens;
     int64_t width, count;
     int64_t *total, *rank, *ids;
-    float *peak, *values;
+    const float *peak;
+    float *values;
 } rank_job;
 
 /* Keep the best of a row, best first: in goes one more, if it is better than the last. */
@@ -231,9 +274,7 @@ static void rank_task(void *arg, int64_t task) {
     const float *x = job->logits + task * job->width;
     float mine = x[job->tokens[task]], *values = job->values + task * job->count;
     int64_t *ids = job->ids + task * job->count, held = 0, better = 0, total = 0, weights[RUN];
-    float peak = -INFINITY;
-    for (int64_t i = 0; i < job->width; i++) peak = x[i] > peak ? x[i] : peak;
-    weighing row = {x, job->width, peak, 1.0f, -INFINITY};
+    weighing row = {x, job->width, job->peak[task], 1.0f, -INFINITY, NULL};
     for (int64_t at = 0; at < job->width; at += RUN) {
         int64_t n = weigh(&row, at, weights);
         int32_t above = 0;
@@ -248,13 +289,12 @@ static void rank_task(void *arg, int64_t task) {
             if (job->count && (held < job->count || x[at + i] > values[job->count - 1]))
                 keep_best(values, ids, &held, job->count, x[at + i], at + i);
     }
-    job->peak[task] = peak;
     job->total[task] = total;
     job->rank[task] = better + 1;
 }
 
-/* Of one token of each row: its rank; of the row: its peak, the weight of all its tokens, and the `count` likeliest. */
-EXPORT void quire_rank(const float *logits, const int64_t *tokens, float *peak, int64_t *total, int64_t *rank,
+/* Of one token of each row: its rank; of the row: the weight of all its tokens, and the `count` likeliest. */
+EXPORT void quire_rank(const float *logits, const int64_t *tokens, const float *peak, int64_t *total, int64_t *rank,
                        int64_t *ids, float *values, int64_t rows, int64_t width, int64_t count) {
     rank_job job = {logits, tokens, width, count, total, rank, ids, peak, values};
     quire_parallel(rank_task, &job, rows);
