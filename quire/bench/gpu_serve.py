@@ -55,7 +55,7 @@ def measure(config: dict[str, Any], model: str, options: dict[str, Any], *, stre
         engine = {"model": name, "load_format": "dummy", "max_num_seqs": streams, "max_model_len": 2 * tokens + 16,
                   **options}
         offline = _offline(engine, prompts, tokens)
-        served = asyncio.run(_served(engine, prompts, tokens))
+        served = _served(engine, prompts, tokens)
     return {"bench": "gpu", "case": "serve", "model": model, "streams": streams, "tokens": tokens, "unit": "tok/s",
             "http": round(served, 1), "generate": round(offline, 1), "ratio": round(served / offline, 3)}
 
@@ -74,7 +74,7 @@ def _offline(engine: dict[str, Any], prompts: list[list[int]], tokens: int) -> f
     return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
 
 
-async def _served(engine: dict[str, Any], prompts: list[list[int]], tokens: int) -> float:
+def _served(engine: dict[str, Any], prompts: list[list[int]], tokens: int) -> float:
     from quire.bench.load_client import Target, send_all
     from quire.bench.load_data import LoadRequest
     from quire.bench.served import serve_process
@@ -87,7 +87,7 @@ async def _served(engine: dict[str, Any], prompts: list[list[int]], tokens: int)
         target.endpoint.model_name()
         for length in (4, tokens):
             requests = [LoadRequest(_ids(prompt, length), length) for prompt in prompts]
-            sent, seconds = await send_all(target, requests, [0.0] * len(prompts), None, lambda _: None)
+            sent, seconds = asyncio.run(send_all(target, requests, [0.0] * len(prompts), None, lambda _: None))
             errors = [one.error for one in sent if one.error]
             if errors:
                 raise QuireError(f"{len(errors)} of {len(sent)} requests failed: {errors[0]}")

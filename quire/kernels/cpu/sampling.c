@@ -34,16 +34,22 @@ typedef struct {
     int64_t id;
 } limit;
 
-/* e^((logit - peak) / temperature) * 2^40 of `count` tokens from `at` on; 0 under the floor. */
+/* e^((logit - peak) / temperature) * 2^40; 0 under the floor. */
+INLINE vf scaled_vector(const weighing *row, vf x) {
+    vf y = exp_negative((x - set_v(row->peak)) / set_v(row->temperature)) * set_v(SCALE);
+    return select_v(x < set_v(row->floor), set_v(0.0f), y);
+}
+
+/* The same of `count` tokens from `at` on. */
 INLINE void scaled(const weighing *row, int64_t at, int64_t count, float *out) {
-    for (int64_t i = 0; i < count; i += VL) {
-        float x[VL], e[VL];
-        int64_t n = count - i < VL ? count - i : VL;
-        for (int j = 0; j < VL; j++) x[j] = row->peak;
-        memcpy(x, row->x + at + i, (size_t)n * sizeof(float));
-        vf v = load_v(x), y = exp_negative((v - set_v(row->peak)) / set_v(row->temperature)) * set_v(SCALE);
-        store_v(e, select_v(v < set_v(row->floor), set_v(0.0f), y));
-        memcpy(out + i, e, (size_t)n * sizeof(float));
+    const float *x = row->x + at;
+    int64_t i = 0;
+    for (; i + VL <= count; i += VL) store_v(out + i, scaled_vector(row, load_v(x + i)));
+    if (i < count) {
+        float rest[VL] = {0}, e[VL];
+        memcpy(rest, x + i, (size_t)(count - i) * sizeof(float));
+        store_v(e, scaled_vector(row, load_v(rest)));
+        memcpy(out + i, e, (size_t)(count - i) * sizeof(float));
     }
 }
 
@@ -105,37 +111,32 @@ static void fill(const weighing *row, float least, histogram *h) {
     h->count[BINS - 1] = 0; /* never drawn */
 }
 
-static int64_t total_of(const weighing *row) {
-    int64_t weights[RUN], total = 0;
+/* As `fill`, for the likely tokens alone if the cut is among them, else for all; returns the least logit looked at.
+ * `total` becomes the weight of all tokens. */
+static float look(const weighing *row, int64_t top_k, double top_p, int64_t *total, histogram *h) {
+    float likely = row->peak + row->temperature * LIKELY;
+    int64_t weights[RUN], count = 0, weight = 0;
+    *total = 0;
     for (int64_t at = 0; at < row->width; at += RUN) {
         int64_t n = weigh(row, at, weights);
-        for (int64_t i = 0; i < n; i++) total += weights[i];
-    }
-    return total;
-}
-
-/* As `fill`, for the likely tokens alone if the cut is among them, else for all; returns the least logit that was looked
- * at. `total`: the weight of all tokens. */
-static float look(const weighing *row, int64_t top_k, double top_p, int64_t total, histogram *h) {
-    float likely = row->peak + row->temperature * LIKELY;
-    int64_t count = 0, weight = 0;
-    if (likely > row->floor) {
-        fill(row, likely, h);
-        for (int32_t bin = 0; bin < BINS; bin++) {
-            count += h->count[bin];
-            weight += h->weight[bin];
+        for (int64_t i = 0; i < n; i++) {
+            int64_t counts = row->x[at + i] >= likely;
+            *total += weights[i];
+            weight += weights[i] & -counts;
+            count += counts;
         }
-        if (top_k > 0 ? count >= top_k : !((double)weight < top_p * (double)total)) return likely;
     }
-    fill(row, row->floor, h);
-    return row->floor;
+    int32_t enough = top_k > 0 ? count >= top_k : !((double)weight < top_p * (double)*total);
+    float least = enough && likely > row->floor ? likely : row->floor;
+    fill(row, least, h);
+    return least;
 }
 
 /* Where top_k (0: everywhere) and top_p cut the row; 0 without memory. */
 static int32_t find_limit(const weighing *all, histogram *h, int64_t top_k, double top_p, limit *cut) {
     weighing looked_at = *all, *row = &looked_at;
-    int64_t whole = top_k > 0 ? 0 : total_of(all);
-    looked_at.floor = look(all, top_k, top_p, whole, h);
+    int64_t whole;
+    looked_at.floor = look(all, top_k, top_p, &whole, h);
     int64_t left = top_k > 0 ? top_k : row->width, total = 0, before = 0;
     int32_t last = 0;
     for (; last < BINS - 1 && h->count[last] < left; last++) {
@@ -240,8 +241,8 @@ static void draw_task(void *arg, int64_t task) {
     free(known);
 }
 
-/* Token out[i] of row rows[i], drawn with the random number noise[i] from what top_k (0: no limit), top_p (1 and more: no
- * limit) and the floor leave; -1 where there was no memory, 0 where the peak is not finite. */
+/* Token out[i] of row rows[i], drawn with the random number noise[i] from what top_k (0: no limit), top_p (1 or more:
+ * none) and the floor leave; -1 where there was no memory, 0 where the peak is not finite. */
 EXPORT void quire_draw(const float *logits, const int64_t *rows, const float *peak, const float *temperature,
                        const float *floor, const int64_t *top_k, const double *top_p, const double *noise, int64_t *out,
                        int64_t count, int64_t width) {
