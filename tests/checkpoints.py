@@ -72,6 +72,13 @@ GROWING: dict[str, Any] = {
     "llama_4_scaling_beta": 0.3,
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", SMALL),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**SMALL, "sliding_window": 24}),
@@ -141,11 +148,23 @@ _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**SMALL, **_EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "head_dim": 16}
         | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_shared_experts": 3},
     ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**SMALL, **_EXPERTS, **_LATENT, "n_routed_experts": 10, "first_k_dense_replace": 1, "q_lora_rank": None}
+        | {"n_shared_experts": 3},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**SMALL, **_EXPERTS, **_LATENT, "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "q_lora_rank": 20}
+        | {"first_k_dense_replace": 1, "num_mtp_layers": 0, "n_shared_experts": 3},
+    ),
     "opt": ("OPTConfig", "OPTForCausalLM", _SMALL_OPT),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _SMALL_GPT2),
 }
 FAMILY_NAMES = tuple(_BASE)
-EXPERT_NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe")
+EXPERT_NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
 DENSE_NAMES = tuple(name for name in FAMILY_NAMES if name not in EXPERT_NAMES)
 """What runs on a GPU too."""
 

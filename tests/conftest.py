@@ -10,8 +10,8 @@ if importlib.util.find_spec("hypothesis") is not None:  # a GPU machine may have
     from hypothesis import HealthCheck, settings
 
     slow_is_fine = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-    # The same examples in every run, so that a change is judged by what it changed. New examples are looked for on purpose:
-    # pytest --hypothesis-profile=explore (failures are printed with the decorator that repeats them).
+    # The same examples in every run, so that a change is judged by what it changed. To look for new ones:
+    # pytest --hypothesis-profile=explore (a failure is printed with the decorator that repeats it).
     settings.register_profile("quire", derandomize=True, database=None, **slow_is_fine)
     settings.register_profile("explore", print_blob=True, **slow_is_fine)
     settings.load_profile("quire")

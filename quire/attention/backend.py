@@ -14,8 +14,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quire.errors import EngineError
 from quire.kernels.kv_spec import KVSpec
-from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
+from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 
 
 class AttentionBackend(ABC):
@@ -80,6 +81,25 @@ class AttentionBackend(ABC):
         """`rope_and_cache`, then `attend`; a backend may do both in one launch. qkv is used up."""
         self.rope_and_cache(qkv, layer, ctx, group, shape, turn.rope, turn.q_norm, turn.k_norm, turn.eps)
         return self.attend(qkv, layer, ctx, group, shape, scale, window, softcap, turn.sinks)
+
+    def latent_attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: LatentShape,
+        rope: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """[T, heads * rank]: causal attention in the latent space, q [T, heads * width] over the cache of latents.
+
+        First the last `rope_dim` features of each head of q and of kv [T, width] are rotated, in place, and kv goes to
+        the cache. A token's vector is its key, and its first `rank` features are its value. A device without latent
+        attention inherits this; its models are refused before (`models.decoder`).
+        """
+        raise EngineError(f"{type(self).__name__} has no latent attention")
 
 
 @dataclass(frozen=True, slots=True)

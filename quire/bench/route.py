@@ -73,7 +73,7 @@ def _run(case: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         from quire.bench.route_engines import data_parallel
 
         return [data_parallel(2, {"model": "smollm2-135m"}, args.rounds)]
-    return [route_cost.throughput(2, {"model": "smollm2-135m", "num_threads": 1}, 8, 32, args.rounds)]
+    return [route_cost.throughput(2, {"model": "smollm2-135m", "num_threads": 1}, 8, 256, args.rounds)]
 
 
 def _trace(args: argparse.Namespace, simulated: bool) -> list[dict[str, Any]]:

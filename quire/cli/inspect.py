@@ -123,6 +123,11 @@ def _shape(spec: DecoderSpec) -> dict[str, Any]:
         "heads": attention.num_heads,
         "kv_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
+        "latent": None if attention.latent is None else {
+            "width": attention.latent.rank,
+            "rotated": attention.latent.rope_dim,
+            "bytes_per_token": spec.layers[0].kv.bytes_per_token(),
+        },
         "vocab_size": spec.vocab_size,
         "context": spec.max_positions,
         "tied_head": spec.tied_head,
@@ -189,6 +194,8 @@ def _page(facts: dict[str, Any]) -> str:
         for kind, entry in facts["stored_as"].items()
     )
     heads = f"{facts['heads']} heads, {facts['kv_heads']} of keys and values, of {facts['head_dim']}"
+    if facts["latent"] is not None:
+        heads = _latent(facts)
     template = "yes" if facts["chat_template"] else "no: complete texts with it, do not chat"
     tokenizer = "none" if facts["tokenizer_tokens"] is None else f"{facts['tokenizer_tokens']:,} tokens"
     tied = ", head tied to the embedding" if facts["tied_head"] else ""
@@ -215,6 +222,14 @@ def _page(facts: dict[str, Any]) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _latent(facts: dict[str, Any]) -> str:
+    latent = facts["latent"]
+    return (
+        f"{facts['heads']} heads of {facts['head_dim']}, over one latent of {latent['width']} + {latent['rotated']} "
+        f"numbers for all of them: {latent['bytes_per_token']:,} bytes per token and layer"
+    )
 
 
 def _group(group: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ def rank_facts(shard: Shard, block_size: int, num_blocks: int) -> dict[str, Any]
         "layers": [shard.first_layer, shard.last_layer],
         "heads": [heads.first, heads.last],
         "kv_heads": [heads.first_kv, heads.last_kv],
+        "latent": shares[0].attention.latent is not None,
         "mlp_columns": dense,
         "experts": [runs[0].border(runs[0].first), runs[0].border(runs[0].last)] if runs else None,
         "vocabulary": list(shard.vocabulary[shard.place.tensor_rank]),
@@ -48,7 +49,8 @@ def _line(rank: dict[str, Any]) -> str:
     vocabulary = f", {' and '.join(ends)} of tokens {_run(rank['vocabulary'])}" if ends else ""
     inner = [f"{name} {_run(rank[key])}" for name, key in (("MLP columns", "mlp_columns"), ("experts", "experts"))
              if rank[key] is not None]
-    return (f"layers {_run(rank['layers'])}, heads {_run(rank['heads'])} with kv heads {_run(rank['kv_heads'])}, "
+    kept = "the latents of all" if rank["latent"] else f"kv heads {_run(rank['kv_heads'])}"
+    return (f"layers {_run(rank['layers'])}, heads {_run(rank['heads'])} with {kept}, "
             f"{', '.join(inner)}{vocabulary}: weights {size_text(rank['weight_bytes'])}, "
             f"KV {size_text(rank['kv_bytes'])} ({rank['kv_bytes_per_token']:,} bytes per token)")
 

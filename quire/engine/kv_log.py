@@ -90,5 +90,38 @@ class KVLog:
             await asyncio.wait_for(self._changed.wait(), seconds)
 
 
+class JoinedKVLog(KVLog):
+    """What several engines behind one server hold: a name is held as long as one of them has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._holders: dict[bytes, set[int]] = {}
+
+    def take_of(self, engine: int, entry: Entry) -> None:
+        """Engine number `engine` has changed."""
+        evicted = names_of(entry.evicted)
+        if entry.cleared:
+            evicted = [name for name, holders in self._holders.items() if engine in holders]
+        gone = [name for name in evicted if self._leave(name, engine)]
+        new = []
+        for name in names_of(entry.stored):
+            if name not in self._holders:
+                new.append(name)
+            self._holders.setdefault(name, set()).add(engine)
+        if gone or new:
+            self._take(Entry(self.sequence + 1, b"".join(new), b"".join(gone), False))
+
+    def _leave(self, name: bytes, engine: int) -> bool:
+        """Whether nobody holds it any more."""
+        holders = self._holders.get(name)
+        if holders is None:
+            return False
+        holders.discard(engine)
+        if holders:
+            return False
+        del self._holders[name]
+        return True
+
+
 def names_of(joined: bytes) -> list[bytes]:
     return [joined[place : place + NAME_BYTES] for place in range(0, len(joined), NAME_BYTES)]

@@ -97,6 +97,7 @@ def random_case(seed: int) -> FuzzCase:
     _give_shapes(random.Random(f"{seed} shapes"), case.requests)
     _give_stops(random.Random(f"{seed} stops"), case.requests)
     _judge_by_rejection(random.Random(f"{seed} rejection"), case)
+    _give_latents(random.Random(f"{seed} latents"), case.model)
     return case
 
 
@@ -107,6 +108,8 @@ def model_on_ranks(case: FuzzCase, tensor_size: int, num_stages: int) -> FuzzCas
     if heads < tensor_size:
         model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
     model["intermediate_size"] = max(32 * tensor_size + 8, model["intermediate_size"])
+    if "moe_intermediate_size" in model:
+        model["moe_intermediate_size"] = 16 * tensor_size + 8  # and twice that beside the experts
     model["num_hidden_layers"] = max(num_stages, model["num_hidden_layers"])
     options = case.options | {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": num_stages,
                               "distributed_executor_backend": "threads", "num_threads": 1}
@@ -184,6 +187,26 @@ def _model(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.3:
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": rng.choice([5, 16, 33])}
     return config
+
+
+def _give_latents(rng: random.Random, model: dict[str, Any]) -> None:
+    """Some models keep latents instead of keys and values, and have experts."""
+    if rng.random() >= 0.15:
+        return
+    model.pop("sliding_window", None)
+    model |= {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "kv_lora_rank": rng.choice([8, 20]),
+        "q_lora_rank": rng.choice([None, 12]),
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    }
 
 
 def blocks_needed(request: FuzzRequest, block_size: int) -> int:

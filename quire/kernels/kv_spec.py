@@ -7,8 +7,8 @@ from typing import Literal
 
 from quire.errors import InvariantError
 
-KVKind = Literal["pair"]
-"""pair: keys and values by heads. A latent and a state will be other kinds."""
+KVKind = Literal["pair", "latent"]
+"""pair: keys and values by heads; latent: one vector for all heads (MLA). A state will be another kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,11 @@ class KVSpec:
     def pair(cls, num_kv_heads: int, head_dim: int, window: int | None = None) -> KVSpec:
         """A key and a value for each kv head."""
         return cls("pair", (KVPart("k", num_kv_heads, head_dim), KVPart("v", num_kv_heads, head_dim)), window)
+
+    @classmethod
+    def latent(cls, width: int) -> KVSpec:
+        """One vector that all heads read: what keys and values are made of, and the keys' rotated part."""
+        return cls("latent", (KVPart("latent", 1, width),))
 
     @property
     def elements_per_token(self) -> int:

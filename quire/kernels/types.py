@@ -75,6 +75,24 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Query heads that attend in the latent space (MLA): each is `rank` features of it and `rope_dim` that turn."""
+
+    num_heads: int
+    rank: int
+    rope_dim: int
+
+    @property
+    def width(self) -> int:
+        """Of a query head, and of what is kept of a token."""
+        return self.rank + self.rope_dim
+
+    @property
+    def kv(self) -> KVSpec:
+        return KVSpec.latent(self.width)
+
+
+@dataclass(frozen=True, slots=True)
 class HeadTurn:
     """What a layer does to each head of q and k before it attends: norm, then rotation by position; and its sinks."""
 
@@ -120,6 +138,11 @@ class LayerCache:
     def v(self) -> Tensor:
         """Of a pair."""
         return self.tensors["v"]
+
+    @property
+    def latents(self) -> Tensor:
+        """[num_blocks, 1, block_size, width]"""
+        return self.tensors["latent"]
 
 
 def pair_cache(k: Tensor, v: Tensor, block_size: int) -> LayerCache:

@@ -72,6 +72,11 @@ class Attention:
             return HeadTurn(self._rope, sinks=self._sinks)
         return HeadTurn(self._rope, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self._sinks)
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """What every row goes through."""
+        return self.qkv, self.out
+
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         if part == "q_norm" and self.q_norm is not None:
             self.q_norm.receive(part, kind, tensor.reshape(-1))

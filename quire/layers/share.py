@@ -37,7 +37,7 @@ class HeadShare:
 
     def slices(self, spec: AttentionSpec) -> Slices:
         """Of the output projection's sum."""
-        return Slices.of_heads(spec.num_heads, spec.head_dim).part(self.first, self.last)
+        return Slices.of_heads(spec.num_heads, spec.value_width).part(self.first, self.last)
 
 
 @dataclass(frozen=True, slots=True)

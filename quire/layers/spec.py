@@ -60,8 +60,30 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Keys and values as projections of a latent vector that all heads share (MLA, DeepSeek)."""
+
+    rank: int
+    """Width of the latent."""
+    nope_dim: int
+    """Features of a query and key head that do not turn; the keys' come from the latent."""
+    rope_dim: int
+    """Features that turn; one key part for all heads."""
+    value_dim: int
+    norm: NormSpec
+    """Of the latent, and of the queries' own."""
+    q_rank: int | None = None
+    """Queries too come from a latent of this width; None: straight from the hidden rows."""
+
+    @property
+    def width(self) -> int:
+        """Numbers that the cache keeps of a token."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One layer's attention."""
+    """One layer's attention. With a `latent` there is one kv head, and `head_dim` is that of the queries."""
 
     num_heads: int
     num_kv_heads: int
@@ -82,6 +104,12 @@ class AttentionSpec:
     growth: QueryGrowth | None = None
     sinks: bool = False
     """Each head has a learned score that takes part in the softmax and has no value (gpt-oss)."""
+    latent: LatentSpec | None = None
+
+    @property
+    def value_width(self) -> int:
+        """Columns of the output projection that belong to one head."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ def _load_stored(
     decoder: Decoder, names: WeightNames, source: str, tensor: Tensor, shapes: Mapping[str, Shape]
 ) -> bool:
     """Hand one stored tensor to the decoder; False if the family has no such tensor."""
+    if names.is_extra(source, decoder.spec):
+        return True
     try:
         parts = list(names.split(source, tensor, shapes, decoder.shard.parameters))
     except KeyError:

@@ -11,6 +11,7 @@ from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
 from quire.layers.experts import Moe
+from quire.layers.latent import LatentAttention
 from quire.layers.linear import Embedding, Linear, SharedEmbedding, VocabularyHead
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
@@ -41,7 +42,11 @@ class DecoderLayer:
         ranks: TensorGroup | None = None,
     ) -> None:
         self._placement = spec.placement
-        self.attn = Attention(ops, spec.attention, rope, group, dtype, growth, share, ranks)
+        latent = spec.attention.latent
+        self.attn = (
+            Attention(ops, spec.attention, rope, group, dtype, growth, share, ranks) if latent is None or rope is None
+            else LatentAttention(ops, spec.attention, latent, rope, group, dtype, share, ranks)
+        )
         self.mlp = (
             Moe(ops, spec.mlp, dtype, share, ranks) if isinstance(spec.mlp, MoeSpec)
             else Mlp(ops, spec.mlp, dtype, share, ranks)
@@ -176,7 +181,7 @@ class Decoder:
         """Of the packed weights; norms and tables of rotations are small beside them."""
         ends = {id(each): each for each in (self.embed, self.head, self.positions, self.embed_in, self.embed_out)
                 if each is not None}
-        inner = [each for layer in self.layers for each in (layer.attn.qkv, layer.attn.out, *layer.mlp.all_linears)]
+        inner = [each for layer in self.layers for each in (*layer.attn.linears, *layer.mlp.all_linears)]
         return sum(each.packed.nbytes for each in (*ends.values(), *inner) if each.is_loaded)
 
     def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:
@@ -290,8 +295,12 @@ def _check_device(spec: DecoderSpec, ops: Ops) -> None:
     if ops.attention is None:
         return
     for layer in spec.layers:
-        if isinstance(layer.mlp, MoeSpec) or layer.attention.sinks:
-            what = "mixtures of experts" if isinstance(layer.mlp, MoeSpec) else "attention sinks"
+        found = {
+            "mixtures of experts": isinstance(layer.mlp, MoeSpec),
+            "attention sinks": layer.attention.sinks,
+            "latent attention (MLA)": layer.attention.latent is not None,
+        }
+        for what in (what for what, there in found.items() if there):
             raise UnsupportedModelError(f"{spec.architecture}: {what} run on a CPU only so far: use device='cpu'")
 
 

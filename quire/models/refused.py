@@ -7,7 +7,7 @@ _STATE = (
     "convolutions), and Quire has attention layers only"
 )
 _EXPERTS = "it is a mixture of experts of a kind that Quire does not know"
-_LATENT = "it has latent attention (MLA), and Quire has attention over keys and values only"
+_LATENT = "it has latent attention (MLA) with parts that Quire does not know"
 
 _HUGGING_FACE: dict[str, tuple[str, ...]] = {
     _STATE: (
@@ -27,7 +27,7 @@ _HUGGING_FACE: dict[str, tuple[str, ...]] = {
         *("MiMoV2FlashForCausalLM", "AfmoeForCausalLM", "ExaoneMoeForCausalLM", "SolarOpenForCausalLM"),
     ),
     _LATENT: (
-        *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "KimiK2ForCausalLM"),
+        *("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM"),
         *("Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "LongcatFlashForCausalLM"),
     ),
 }

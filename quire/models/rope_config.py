@@ -76,6 +76,20 @@ def reach(limit: int, rope: RopeSpec) -> int:
     return max(limit, int(min(MAX_POSITIONS, rope.original_max_positions * rope.factor)))
 
 
+def sharpened(reader: ConfigReader, rope: RopeSpec) -> float:
+    """What latent attention multiplies scores by where its rotation is scaled and the config has `mscale_all_dim`."""
+    fields = reader.get("rope_parameters")
+    fields = reader.get("rope_scaling") if fields is None else fields
+    mscale = fields.get("mscale_all_dim") if isinstance(fields, Mapping) else None
+    if rope.kind == "default" or not mscale:
+        return 1.0
+    return _sharpness(rope.factor, positive(reader, "rope_parameters.mscale_all_dim", mscale)) ** 2
+
+
+def _sharpness(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 def read_rope(
     reader: ConfigReader,
     fields: Mapping[str, Any],
@@ -225,10 +239,7 @@ def _yarn_attention(reader: ConfigReader, fields: Mapping[str, Any], factor: flo
     if fields.get("attention_factor") is not None:
         return positive(reader, "attention_factor", fields["attention_factor"])
 
-    def sharpness(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
     if fields.get("mscale") and fields.get("mscale_all_dim"):
         above, below = (positive(reader, f, fields[f]) for f in ("mscale", "mscale_all_dim"))
-        return sharpness(above) / sharpness(below)
-    return sharpness(1.0)
+        return _sharpness(factor, above) / _sharpness(factor, below)
+    return _sharpness(factor, 1.0)

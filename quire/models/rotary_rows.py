@@ -10,7 +10,7 @@ from quire.models.spec import DecoderSpec
 if TYPE_CHECKING:  # reading a spec must not cost the import of torch
     from torch import Tensor
 
-_TURNED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")
+_TURNED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm", "attn.q_b", "attn.kv_a")
 
 
 def half_split(name: str, tensor: Tensor, spec: DecoderSpec) -> Tensor:
@@ -27,9 +27,14 @@ def half_split(name: str, tensor: Tensor, spec: DecoderSpec) -> Tensor:
     if attention.rope is None or not spec.ropes[attention.rope].interleaved:
         return tensor
     width = () if place[-2].endswith("norm") else tensor.shape[1:]
-    if tensor.numel() % (attention.head_dim * math.prod(width)):
+    dim = attention.head_dim
+    if attention.latent is not None and place[-2] == "kv_a":
+        dim = attention.latent.width
+    if tensor.numel() % (dim * math.prod(width)):
         return tensor
     turned = spec.ropes[attention.rope].rotary_dim
-    order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, attention.head_dim)]
-    heads = tensor.reshape(-1, attention.head_dim, *width)
+    order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, dim)]
+    if attention.latent is not None:  # whose heads turn at their end
+        order = [*range(dim - turned), *range(dim - turned, dim, 2), *range(dim - turned + 1, dim, 2)]
+    heads = tensor.reshape(-1, dim, *width)
     return heads[:, order].reshape(tensor.shape)

@@ -123,15 +123,21 @@ class Shard:
 
 
 def _cut_in_layer(share: LayerShare, part: str, kind: str) -> Cut | None:
-    heads, dim = share.heads, share.attention.head_dim
+    heads, spec = share.heads, share.attention
+    dim, latent = spec.head_dim, spec.latent
+    if part in ("q_a", "q_a_norm", "kv_a", "kv_a_norm"):
+        return None  # every rank makes the latents
     if part == "sinks":
         return Cut(0, heads.first, heads.last)
-    if part in ("q", "out"):
-        run = (heads.first * dim, heads.last * dim)
+    widths = {"q": dim, "q_b": dim, "out": spec.value_width}
+    if latent is not None:
+        widths["kv_b"] = latent.nope_dim + latent.value_dim
+    if part in widths:
+        run = (heads.first * widths[part], heads.last * widths[part])
     elif part in ("k", "v"):
         run = (heads.first_kv * dim, heads.last_kv * dim)
     elif part in ("q_norm", "k_norm"):
-        unit = {"head": 0, "each": 1, "all": dim}[share.attention.qk_norm_over]
+        unit = {"head": 0, "each": 1, "all": dim}[spec.qk_norm_over]
         first, last = (heads.first, heads.last) if part == "q_norm" else (heads.first_kv, heads.last_kv)
         return Cut(0, first * unit, last * unit) if unit else None
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.kernels.kv_spec import KVSpec
-from quire.layers.spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
+from quire.layers.spec import AttentionSpec, LatentSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
 
 __all__ = [
     "AttentionSpec",
@@ -59,6 +59,8 @@ class LayerSpec:
     @property
     def kv(self) -> KVSpec:
         a = self.attention
+        if a.latent is not None:
+            return KVSpec.latent(a.latent.width)
         return KVSpec.pair(a.num_kv_heads, a.head_dim, a.window)
 
 
@@ -87,6 +89,8 @@ class DecoderSpec:
     positions: PositionSpec | None = None
     tied_head: bool = False
     logit_softcap: float | None = None
+    extra_layers: int = 0
+    """Layers that a checkpoint may hold behind the last one, which guess further tokens (MTP). They are not read."""
 
     def __post_init__(self) -> None:
         if self.embed_dim == 0:
@@ -151,12 +155,9 @@ class DecoderSpec:
 
 def _layer_parameters(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
     a = layer.attention
-    q_width, kv_width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     shapes = {
-        **_linear_parameters("attn.q", q_width, hidden, a.qkv_bias),
-        **_linear_parameters("attn.k", kv_width, hidden, a.qkv_bias),
-        **_linear_parameters("attn.v", kv_width, hidden, a.qkv_bias),
-        **_linear_parameters("attn.out", hidden, q_width, a.out_bias),
+        **(_pair_parameters(a, hidden) if a.latent is None else _latent_parameters(a, a.latent, hidden)),
+        **_linear_parameters("attn.out", hidden, a.num_heads * a.value_width, a.out_bias),
         **_mlp_parameters(layer.mlp, hidden),
         **_norm_parameters("attn_norm", layer.norm, hidden),
     }
@@ -172,6 +173,34 @@ def _layer_parameters(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
         shapes |= _norm_parameters("attn_post_norm", layer.norm, hidden)
         shapes |= _norm_parameters("mlp_post_norm", layer.norm, hidden)
     return shapes
+
+
+def _pair_parameters(a: AttentionSpec, hidden: int) -> dict[str, Shape]:
+    kv_width = a.num_kv_heads * a.head_dim
+    return {
+        **_linear_parameters("attn.q", a.num_heads * a.head_dim, hidden, a.qkv_bias),
+        **_linear_parameters("attn.k", kv_width, hidden, a.qkv_bias),
+        **_linear_parameters("attn.v", kv_width, hidden, a.qkv_bias),
+    }
+
+
+def _latent_parameters(a: AttentionSpec, latent: LatentSpec, hidden: int) -> dict[str, Shape]:
+    """Biases are those of the two projections down; the ones up and the queries' have none."""
+    width = a.num_heads * a.head_dim
+    if latent.q_rank is None:
+        queries = _linear_parameters("attn.q", width, hidden, False)
+    else:
+        queries = {
+            **_linear_parameters("attn.q_a", latent.q_rank, hidden, a.qkv_bias),
+            **_norm_parameters("attn.q_a_norm", latent.norm, latent.q_rank),
+            **_linear_parameters("attn.q_b", width, latent.q_rank, False),
+        }
+    return {
+        **queries,
+        **_linear_parameters("attn.kv_a", latent.width, hidden, a.qkv_bias),
+        **_norm_parameters("attn.kv_a_norm", latent.norm, latent.rank),
+        **_linear_parameters("attn.kv_b", a.num_heads * (latent.nope_dim + latent.value_dim), latent.rank, False),
+    }
 
 
 def _mlp_parameters(mlp: MlpSpec | MoeSpec, hidden: int) -> dict[str, Shape]:

@@ -32,6 +32,8 @@ class StoredParts:
 
         A tensor that the family does not have is left whole, so that whoever loads it says so.
         """
+        if self._names.is_extra(name, self._shard.spec):
+            return NOTHING
         merged = self._names.merged_in(name)
         if merged is not None:
             return self._experts(shape, *merged)
@@ -60,6 +62,14 @@ class StoredParts:
                 runs.append((start + cut.start, start + cut.stop))
             start += rows
         return 1 - dim if turned else dim, tuple(runs)
+
+    def wants(self, name: str) -> bool:
+        """Whether a tensor stored under this name is the rank's, all of it or a part."""
+        try:
+            targets = self._names.targets(name)
+        except KeyError:
+            return True
+        return bool(targets) and all(target not in self._shapes or self._shard.owns(target) for target in targets)
 
     def _experts(self, shape: Shape, layer: str, merged: Merged) -> Ranges | None:
         """Of a tensor of all experts of a layer: a rank has a run of whole ones."""

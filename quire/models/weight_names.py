@@ -102,6 +102,11 @@ class WeightNames:
         found = self.merged.get(inner) or self.merged.get(inner.removesuffix(".weight"))
         return (index, found) if found is not None and index.isdecimal() else None
 
+    def is_extra(self, name: str, spec: DecoderSpec) -> bool:
+        """Whether a tensor belongs to a layer behind the last one, which is stored but not read."""
+        index = name.removeprefix(self.layers_prefix).partition(".")[0] if name.startswith(self.layers_prefix) else ""
+        return index.isdecimal() and spec.num_layers <= int(index) < spec.num_layers + spec.extra_layers
+
     def split(
         self, name: str, tensor: Tensor, spec_shapes: Mapping[str, Shape], held: Container[str] = ()
     ) -> Iterator[tuple[str, Tensor]]:

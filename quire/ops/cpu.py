@@ -6,9 +6,10 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,25 +18,31 @@ from quire.kernels.cpu.build import SOURCE_DIR
 from quire.kernels.cpu.library import load
 from quire.kernels.kv_spec import KVSpec
 from quire.kernels.slices import UNIT, RankTree, Slices
-from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
+from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
+from quire.ops.cpu_step import (
+    F32,
+    I64,
+    NO_TABLE,
+    STEP_FAULTS,
+    CpuLayerCache,
+    Step,
+    check_heads,
+    check_latents,
+    dense,
+    describe,
+    read_step,
+    rows_of,
+    vector,
+)
 from quire.ops.interface import Ops
 from quire.parallel.collectives import TensorGroup
 
-_F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
-MAX_HEAD_DIM = 512  # MAX_DIM of attention.c
 # Formats of a packed weight, narrowest first (see weight.h).
 _FORMATS = {"scaled4": 3, "scaled8": 2, "bfloat16": 1, "float32": 0}
 _GROUPED = ("scaled4", "scaled8")  # formats that keep UNIT columns together
 _MAX_STACK = 16  # MAX_STACK of linear.c
 _ROWS_AT_ONCE = 2048  # of a weight that is packed from another type: whole panels of every variant
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-_NO_TABLE = -1  # in place of a window: this operation writes to slots and follows no block table
-_STEP_FAULTS = {
-    1: "query_start must rise from 0 to the number of tokens",
-    2: "context_len must hold a sequence's queries and fit its block table",
-    3: "a block table names a block outside the cache",
-    4: "a slot lies outside the cache",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,38 +73,6 @@ class PanelLinear:
         return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-@dataclass(slots=True)
-class CpuLayerCache(LayerCache):
-    """A layer's cache with what its kernels need to know of it, taken once."""
-
-    blocks: int
-    k_ptr: int
-    v_ptr: int
-    shape: HeadShape | None = None
-    """The heads that read and write it, once they were found to suit it."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """The addresses of one StepContext, taken once per step and not per layer; keeps its tensors alive."""
-
-    ctx: StepContext
-    tensors: tuple[object, ...]
-    tokens: int
-    seqs: int
-    positions: int
-    query_start: int
-    context_len: int
-    slots: list[int]
-    tables: list[int]
-    strides: list[int]
-    widths: list[int]
-    checked: set[tuple[int, ...]] = field(default_factory=set)
-    rope: Tensor | None = None
-    rope_ptr: int | None = None
-    rot: int = 0
-
-
 class CpuOps(Ops):
     """Compiled implementation of `quire.ops.interface.Ops` in fp32; any number of threads gives the same bits.
 
@@ -120,7 +95,7 @@ class CpuOps(Ops):
         self._act_mul = library.quire_act_mul
         self._rope_and_cache = library.quire_rope_and_cache
         self._attend = library.quire_attend
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
 
     def set_num_threads(self, count: int) -> None:
@@ -136,7 +111,7 @@ class CpuOps(Ops):
             raise EngineError(f"a linear weight is [N, K] with a bias [N], not {tuple(weight.shape)}")
         n, k = weight.shape
         ends = None if slices is None else _slice_ends(slices, k)
-        kept = None if bias is None else bias.detach().to(_F32, copy=True).contiguous()
+        kept = None if bias is None else bias.detach().to(F32, copy=True).contiguous()
         for name in _FORMATS if self.narrow_weights else ("float32",):
             code = _FORMATS[name]
             if name in _GROUPED and slices is not None and not slices.divisible_by(UNIT):
@@ -166,9 +141,9 @@ class CpuOps(Ops):
     def _pack(self, weight: Tensor, panels: Tensor, code: int) -> bool:
         """Whether every weight comes back bit for bit. A weight that is not float32 becomes so a few rows at a time."""
         n, k = weight.shape
-        step = n if weight.dtype is _F32 and weight.is_contiguous() else _ROWS_AT_ONCE
+        step = n if weight.dtype is F32 and weight.is_contiguous() else _ROWS_AT_ONCE
         for start in range(0, n, max(1, step)):
-            rows = weight[start : start + step].to(_F32).contiguous()
+            rows = weight[start : start + step].to(F32).contiguous()
             place = panels.data_ptr() + self._library.quire_packed_bytes(code, start, k)
             if not self._library.quire_pack(rows.data_ptr(), place, rows.shape[0], k, code):
                 return False
@@ -179,12 +154,12 @@ class CpuOps(Ops):
     ) -> Tensor:
         if w.slices is not None and not w.slices.whole:
             raise EngineError("a weight that holds only a run of a sum's slices has no product: use linear_nodes")
-        rows = _rows(x, w.in_features)
-        if residual is not None and _rows(residual, w.out_features) != rows:
+        rows = rows_of(x, w.in_features)
+        if residual is not None and rows_of(residual, w.out_features) != rows:
             raise EngineError(f"the residual has {residual.shape[0]} rows, the input {rows}")
         if out is None:
             out = torch.empty(rows, w.out_features)
-        elif _rows(out, w.out_features) != rows:
+        elif rows_of(out, w.out_features) != rows:
             raise EngineError(f"the result's buffer has {out.shape[0]} rows, the input {rows}")
         self._linear(
             x.data_ptr(), w.panels_ptr, w.format_code, w.bias_ptr,
@@ -196,10 +171,10 @@ class CpuOps(Ops):
     def linear_nodes(self, x: Tensor, w: PanelLinear, out: Tensor | None = None) -> Tensor:
         if w.slices is None:
             raise EngineError("a weight without slices has no tree of sums: use linear")
-        rows = _rows(x, w.in_features)
+        rows = rows_of(x, w.in_features)
         if out is None:
             out = torch.empty(w.num_nodes, rows, w.out_features)
-        elif out.shape != (w.num_nodes, rows, w.out_features) or out.dtype is not _F32 or not _dense(out):
+        elif out.shape != (w.num_nodes, rows, w.out_features) or out.dtype is not F32 or not dense(out):
             raise EngineError(f"the nodes' buffer is {tuple(out.shape)} for {w.num_nodes} nodes of {rows} rows")
         self._linear(
             x.data_ptr(), w.panels_ptr, w.format_code, None, None, out.data_ptr(),
@@ -220,10 +195,10 @@ class CpuOps(Ops):
         shared = ranks.shared_memory(tree)
         if shared is None:
             return super().linear_over_ranks(x, w, ranks, tree, bias, residual)
-        rows = _rows(x, w.in_features)
-        if residual is not None and _rows(residual, w.out_features) != rows:
+        rows = rows_of(x, w.in_features)
+        if residual is not None and rows_of(residual, w.out_features) != rows:
             raise EngineError(f"the residual has {residual.shape[0]} rows, the input {rows}")
-        if bias is not None and _vector(bias) != w.out_features:
+        if bias is not None and vector(bias) != w.out_features:
             raise EngineError(f"a bias of {bias.shape[0]} elements for {w.out_features} features")
         out = torch.empty(rows, w.out_features)
         shared.check(self._group_linear(
@@ -234,8 +209,25 @@ class CpuOps(Ops):
         ))  # fmt: skip
         return out
 
+    def grouped_linear(self, x: Tensor, counts: Sequence[int], ws: Sequence[PanelLinear]) -> Tensor:
+        """In one call: threads share the rows of all groups."""
+        n, k = ws[0].out_features, ws[0].in_features
+        rows = rows_of(x, k)
+        if sum(counts) != rows or min(counts) < 0 or len(counts) != len(ws):
+            raise EngineError(f"{len(ws)} groups of {sum(counts)} rows in all, the input has {rows}")
+        if any(w.slices is not None or w.out_features != n or w.in_features != k for w in ws):
+            raise EngineError(f"weights that are used as a group are all [{n}, {k}], without slices")
+        out = torch.empty(rows, n)
+        groups = np.array(
+            [(w.panels_ptr, w.bias_ptr or 0, w.format_code, count) for w, count in zip(ws, counts, strict=True)],
+            np.int64,
+        )
+        if self._library.quire_grouped_linear(x.data_ptr(), groups.ctypes.data, len(ws), out.data_ptr(), n, k):
+            raise MemoryError("no memory for the list of grouped GEMMs")
+        return out
+
     def embed(self, ids: Tensor, w: PanelLinear) -> Tensor:
-        ids = ids if ids.dtype is _I64 and ids.is_contiguous() else ids.to(_I64).contiguous()
+        ids = ids if ids.dtype is I64 and ids.is_contiguous() else ids.to(I64).contiguous()
         count = ids.numel()
         if self._library.quire_check_ids(ids.data_ptr(), count, w.out_features):
             raise EngineError(f"a token id lies outside 0..{w.out_features - 1}")
@@ -246,16 +238,16 @@ class CpuOps(Ops):
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        width = _vector(weight)
-        rows = _rows(x, width)
+        width = vector(weight)
+        rows = rows_of(x, width)
         out = torch.empty(rows, width)
         self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
         return out
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        width = _vector(weight)
-        rows = _rows(x, width)
-        if bias is not None and _vector(bias) != width:
+        width = vector(weight)
+        rows = rows_of(x, width)
+        if bias is not None and vector(bias) != width:
             raise EngineError(f"the norm's bias has {bias.shape[0]} elements, its weight {width}")
         out = torch.empty(rows, width)
         shift = None if bias is None else bias.data_ptr()
@@ -264,9 +256,9 @@ class CpuOps(Ops):
         return out
 
     def norm_all_heads(self, qkv: Tensor, shape: HeadShape, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
-        rows = _rows(qkv, shape.width)
+        rows = rows_of(qkv, shape.width)
         for norm, heads in ((q_norm, shape.num_heads), (k_norm, shape.num_kv_heads)):
-            if _vector(norm) != heads * shape.head_dim:
+            if vector(norm) != heads * shape.head_dim:
                 raise EngineError(f"a norm over {heads} heads of {shape.head_dim} has not {norm.shape[0]} weights")
         self._library.quire_norm_all_heads(
             qkv.data_ptr(), q_norm.data_ptr(), k_norm.data_ptr(), rows, shape.num_heads, shape.num_kv_heads,
@@ -274,7 +266,7 @@ class CpuOps(Ops):
         )  # fmt: skip
 
     def head_squares(self, qkv: Tensor, shape: HeadShape) -> Tensor:
-        rows, heads = _rows(qkv, shape.width), shape.num_heads + shape.num_kv_heads
+        rows, heads = rows_of(qkv, shape.width), shape.num_heads + shape.num_kv_heads
         out = torch.empty(rows, heads)
         self._library.quire_head_squares(
             qkv.data_ptr(), out.data_ptr(), rows, shape.width, heads, shape.head_dim
@@ -284,10 +276,10 @@ class CpuOps(Ops):
     def norm_some_heads(
         self, qkv: Tensor, shape: HeadShape, squares: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], eps: float
     ) -> None:
-        rows, start = _rows(qkv, shape.width), 0
+        rows, start = rows_of(qkv, shape.width), 0
         for all_heads, norm, heads in zip(squares, norms, (shape.num_heads, shape.num_kv_heads), strict=True):
             total = all_heads.shape[1]
-            if _vector(norm) != heads * shape.head_dim or _rows(all_heads, total) != rows:
+            if vector(norm) != heads * shape.head_dim or rows_of(all_heads, total) != rows:
                 raise EngineError(f"a norm of {heads} heads of {shape.head_dim} has not {norm.shape[0]} weights")
             self._library.quire_norm_some_heads(
                 qkv.data_ptr() + 4 * start, norm.data_ptr(), all_heads.data_ptr(), rows, shape.width, heads, total,
@@ -297,13 +289,13 @@ class CpuOps(Ops):
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         width = x.shape[-1]
-        out = torch.empty(_rows(x, width), width)
+        out = torch.empty(rows_of(x, width), width)
         self._library.quire_act(x.data_ptr(), out.data_ptr(), out.shape[0], width, _KINDS[kind])
         return out
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         double = gate_up.shape[-1]
-        rows = _rows(gate_up, double)
+        rows = rows_of(gate_up, double)
         if double % 2:
             raise EngineError(f"gate and up make an even number of columns, not {double}")
         out = torch.empty(rows, double // 2)
@@ -312,7 +304,7 @@ class CpuOps(Ops):
 
     def clamped_act_mul(self, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
         double = gate_up.shape[-1]
-        rows = _rows(gate_up, double)
+        rows = rows_of(gate_up, double)
         out = torch.empty(rows, double // 2)
         self._library.quire_clamped_act_mul(gate_up.data_ptr(), out.data_ptr(), rows, double // 2, limit, alpha)
         return out
@@ -330,12 +322,12 @@ class CpuOps(Ops):
         norm_eps: float,
     ) -> None:
         if type(layer) is not CpuLayerCache:
-            layer = _describe(layer)
-        step = self._enter(qkv, layer, ctx, group, shape, _NO_TABLE)
+            layer = describe(layer)
+        step = self._enter(qkv, layer, ctx, group, shape, NO_TABLE)
         self._write(qkv, layer, step, group, shape, HeadTurn(rope, q_norm, k_norm, norm_eps))
 
     def _write(
-        self, qkv: Tensor, layer: CpuLayerCache, step: _Step, group: int, shape: HeadShape, turn: HeadTurn
+        self, qkv: Tensor, layer: CpuLayerCache, step: Step, group: int, shape: HeadShape, turn: HeadTurn
     ) -> None:
         rope, q_norm, k_norm = turn.rope, turn.q_norm, turn.k_norm
         if rope is not step.rope:
@@ -343,7 +335,7 @@ class CpuOps(Ops):
         if step.rot > shape.head_dim:
             raise EngineError(f"a rotary table of {step.rot} columns does not fit heads of {shape.head_dim}")
         for norm in (q_norm, k_norm):
-            if norm is not None and _vector(norm) != shape.head_dim:
+            if norm is not None and vector(norm) != shape.head_dim:
                 raise EngineError(f"a head norm has {shape.head_dim} weights, not {norm.shape[0]}")
         self._rope_and_cache(
             qkv.data_ptr(), layer.k_ptr, layer.v_ptr,
@@ -369,7 +361,7 @@ class CpuOps(Ops):
         if window is not None and window < 1:
             raise EngineError(f"an attention window holds at least the token itself, not {window}")
         if type(layer) is not CpuLayerCache:
-            layer = _describe(layer)
+            layer = describe(layer)
         step = self._enter(qkv, layer, ctx, group, shape, window or 0)
         return self._read(qkv, layer, step, group, shape, scale, window, softcap, sinks)
 
@@ -389,7 +381,7 @@ class CpuOps(Ops):
         if window is not None and window < 1:
             raise EngineError(f"an attention window holds at least the token itself, not {window}")
         if type(layer) is not CpuLayerCache:
-            layer = _describe(layer)
+            layer = describe(layer)
         step = self._enter(qkv, layer, ctx, group, shape, window or 0)
         self._write(qkv, layer, step, group, shape, turn)
         return self._read(qkv, layer, step, group, shape, scale, window, softcap, turn.sinks)
@@ -398,7 +390,7 @@ class CpuOps(Ops):
         self,
         qkv: Tensor,
         layer: CpuLayerCache,
-        step: _Step,
+        step: Step,
         group: int,
         shape: HeadShape,
         scale: float,
@@ -406,7 +398,7 @@ class CpuOps(Ops):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        if sinks is not None and _vector(sinks) != shape.num_heads:
+        if sinks is not None and vector(sinks) != shape.num_heads:
             raise EngineError(f"{shape.num_heads} heads have not {sinks.shape[0]} sinks")
         out = torch.empty(step.tokens, shape.num_heads * shape.head_dim)
         failed = self._attend(
@@ -420,11 +412,49 @@ class CpuOps(Ops):
             raise MemoryError("no memory for the attention's task list")
         return out
 
+    def latent_attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: LatentShape,
+        rope: Tensor,
+        scale: float,
+    ) -> Tensor:
+        if type(layer) is not CpuLayerCache:
+            layer = describe(layer)
+        step = self._step_of(ctx, group, 0, layer)
+        if rows_of(q, shape.num_heads * shape.width) != step.tokens or rows_of(kv, shape.width) != step.tokens:
+            raise EngineError(f"queries of {q.shape[0]} rows, latents of {kv.shape[0]}, the step has {step.tokens}")
+        if layer.shape is not shape:
+            check_latents(layer, shape)
+        if rope is not step.rope:
+            self._take_rope(step, rope)
+        if step.rot != shape.rope_dim:
+            raise EngineError(f"a rotary table of {step.rot} columns does not fit {shape}")
+        self._library.quire_rope_latents(
+            q.data_ptr(), kv.data_ptr(), layer.v_ptr, step.rope_ptr, step.positions, step.slots[group], step.tokens,
+            shape.num_heads, shape.rank, shape.rope_dim,
+        )  # fmt: skip
+        out = torch.empty(step.tokens, shape.num_heads * shape.rank)
+        failed = self._library.quire_latent_attend(
+            q.data_ptr(), layer.v_ptr, out.data_ptr(), step.query_start, step.context_len, step.tables[group],
+            step.strides[group], step.seqs, shape.num_heads, shape.rank, shape.rope_dim, layer.block_size, scale,
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for the attention's task list")
+        return out
+
     def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> CpuLayerCache:
+        if kv.kind == "latent":
+            kept = self._zeros(num_blocks, 1, block_size, kv.parts[0].width)
+            return describe(LayerCache(kv, block_size, {"latent": kept}))
         heads, dim = kv.heads_of_pair()
         k = self._zeros(num_blocks, heads, dim, block_size)
         v = self._zeros(num_blocks, heads, block_size, dim)
-        return _describe(LayerCache(kv, block_size, {"k": k, "v": v}, tokens_last=("k",)))
+        return describe(LayerCache(kv, block_size, {"k": k, "v": v}, tokens_last=("k",)))
 
     def _zeros(self, *shape: int) -> Tensor:
         """Zeros that take memory, and time, only where they are written: a large pool costs nothing at start."""
@@ -448,7 +478,7 @@ class CpuOps(Ops):
             for part in layer.tensors.values():
                 part[list(dst)] = part[list(src)]
             return
-        sources, targets = torch.tensor(src, dtype=_I64), torch.tensor(dst, dtype=_I64)
+        sources, targets = torch.tensor(src, dtype=I64), torch.tensor(dst, dtype=I64)
         for part in layer.tensors.values():
             self._library.quire_copy_blocks(
                 part.data_ptr(), sources.data_ptr(), targets.data_ptr(), len(src), part[0].numel()
@@ -456,63 +486,44 @@ class CpuOps(Ops):
 
     def _enter(
         self, qkv: Tensor, layer: CpuLayerCache, ctx: StepContext, group: int, shape: HeadShape, window: int
-    ) -> _Step:
+    ) -> Step:
         """The step's addresses, once everything the kernel will follow is known to lie inside its array."""
+        step = self._step_of(ctx, group, window, layer)
+        if rows_of(qkv, shape.width) != step.tokens:
+            raise EngineError(f"qkv has {qkv.shape[0]} rows, the step {step.tokens} tokens")
+        if layer.shape is not shape:
+            check_heads(layer, shape)
+        return step
+
+    def _step_of(self, ctx: StepContext, group: int, window: int, layer: CpuLayerCache) -> Step:
         step = self._step
         if step is None or step.ctx is not ctx or step.tensors[0] is not ctx.positions:
-            step = self._step = _read_step(ctx)
-        if _rows(qkv, shape.width) != step.tokens:
-            raise EngineError(f"qkv has {qkv.shape[0]} rows, the step {step.tokens} tokens")
+            step = self._step = read_step(ctx)
         key = (group, window, layer.blocks, layer.block_size)
         if key not in step.checked:
             self._check_step(step, group, window, layer.blocks, layer.block_size)
             step.checked.add(key)
-        if layer.shape is not shape:
-            _check_heads(layer, shape)
         return step
 
-    def _check_step(self, step: _Step, group: int, window: int, blocks: int, size: int) -> None:
+    def _check_step(self, step: Step, group: int, window: int, blocks: int, size: int) -> None:
         fault = self._library.quire_check_step(
             step.query_start, step.context_len, step.tables[group], step.slots[group], step.strides[group],
             step.widths[group], step.seqs, step.tokens, size, blocks, window,
         )  # fmt: skip
         if fault:
-            raise EngineError(f"the step's context is broken: {_STEP_FAULTS[fault]}")
+            raise EngineError(f"the step's context is broken: {STEP_FAULTS[fault]}")
 
-    def _take_rope(self, step: _Step, rope: Tensor | None) -> None:
+    def _take_rope(self, step: Step, rope: Tensor | None) -> None:
         """Remember the rotary table of this step's layers, once it is known to hold the step's positions."""
         step.rope, step.rope_ptr, step.rot = None, None, 0
         if rope is None:
             return
         rows, rot = rope.shape
-        if rot % 2 or rope.dtype is not _F32 or not _dense(rope):
+        if rot % 2 or rope.dtype is not F32 or not dense(rope):
             raise EngineError("the rotary table must be contiguous float32 with an even number of columns")
         if self._library.quire_check_ids(step.positions, step.tokens, rows):
             raise EngineError(f"a position lies outside the rotary table's 0..{rows - 1}")
         step.rope, step.rope_ptr, step.rot = rope, rope.data_ptr(), rot
-
-
-def _rows(x: Tensor, width: int) -> int:
-    """Rows of a contiguous float32 [rows, width] tensor; anything else must not reach a pointer."""
-    shape = x.shape
-    if len(shape) != 2 or shape[1] != width or x.dtype is not _F32 or not x.is_contiguous() or not x.is_cpu:
-        raise EngineError(
-            f"the CPU kernels want a contiguous float32 [rows, {width}] tensor, not {x.dtype} {tuple(shape)} "
-            f"with strides {x.stride()} on {x.device}"
-        )
-    return shape[0]
-
-
-def _dense(*tensors: Tensor) -> bool:
-    return all(tensor.is_contiguous() and tensor.is_cpu for tensor in tensors)
-
-
-def _vector(x: Tensor) -> int:
-    """Length of a contiguous float32 vector."""
-    shape = x.shape
-    if len(shape) != 1 or x.dtype is not _F32 or not x.is_contiguous() or not x.is_cpu:
-        raise EngineError(f"the CPU kernels want a contiguous float32 vector, not {x.dtype} {tuple(shape)}")
-    return shape[0]
 
 
 def _slice_ends(slices: Slices, width: int) -> Tensor:
@@ -525,53 +536,4 @@ def _slice_ends(slices: Slices, width: int) -> Tensor:
         on_stack += 1 - count
     if deepest > _MAX_STACK:
         raise EngineError(f"the tree over {slices} needs {deepest} sums at once; the CPU kernels hold {_MAX_STACK}")
-    return torch.tensor(list(zip(slices.borders[1:], merges, strict=True)), dtype=_I64)
-
-
-def _describe(cache: LayerCache) -> CpuLayerCache:
-    """Check a cache's tensors against its spec and take their addresses."""
-    heads, dim = cache.spec.heads_of_pair()
-    k, v, blocks, size = cache.k, cache.v, cache.num_blocks, cache.block_size
-    if dim > MAX_HEAD_DIM:
-        raise EngineError(f"heads of {dim}: heads are at most {MAX_HEAD_DIM} wide on a CPU")
-    if k.shape != (blocks, heads, dim, size) or v.shape != (blocks, heads, size, dim):
-        raise EngineError(f"a cache {tuple(k.shape)} does not suit {heads} kv heads of {dim} in blocks of {size}")
-    if not (k.dtype is v.dtype is _F32 and _dense(k, v)):
-        raise EngineError("the CPU kernels want a contiguous float32 cache; get one from allocate_cache")
-    return CpuLayerCache(cache.spec, size, cache.tensors, blocks, k.data_ptr(), v.data_ptr(), tokens_last=("k",))
-
-
-def _check_heads(cache: CpuLayerCache, shape: HeadShape) -> None:
-    """Whether heads of this shape may use the cache; remembered, since a layer asks at every step."""
-    if cache.spec.heads_of_pair() != (shape.num_kv_heads, shape.head_dim):
-        heads, dim = cache.spec.heads_of_pair()
-        raise EngineError(f"the cache was made for {heads} kv heads of {dim}, not for {shape}")
-    cache.shape = shape
-
-
-def _read_step(ctx: StepContext) -> _Step:
-    """Check the types of a step's tensors and take their addresses."""
-    tokens, seqs = ctx.positions.shape[0], ctx.context_len.shape[0]
-    wanted: list[tuple[Tensor, torch.dtype, tuple[int, ...]]]
-    wanted = [(ctx.positions, _I64, (tokens,)), (ctx.query_start, _I32, (seqs + 1,))]
-    wanted += [(ctx.context_len, _I32, (seqs,))]
-    wanted += [(slots, _I64, (tokens,)) for slots in ctx.slots]
-    wanted += [(table, _I32, (seqs, table.shape[-1])) for table in ctx.block_tables]
-    for tensor, dtype, shape in wanted:
-        if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
-            raise EngineError(f"the step wants {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
-        if not tensor.is_contiguous() and not (tensor.dim() == 2 and tensor.stride(1) == 1):
-            raise EngineError("the step's context must be contiguous")
-    return _Step(
-        ctx=ctx,
-        tensors=(ctx.positions, ctx.query_start, ctx.context_len, ctx.slots, ctx.block_tables),
-        tokens=tokens,
-        seqs=seqs,
-        positions=ctx.positions.data_ptr(),
-        query_start=ctx.query_start.data_ptr(),
-        context_len=ctx.context_len.data_ptr(),
-        slots=[slots.data_ptr() for slots in ctx.slots],
-        tables=[table.data_ptr() for table in ctx.block_tables],
-        strides=[table.stride(0) for table in ctx.block_tables],
-        widths=[table.shape[1] for table in ctx.block_tables],
-    )
+    return torch.tensor(list(zip(slices.borders[1:], merges, strict=True)), dtype=I64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,6 +76,17 @@ class Ops(AttentionBackend):
         """[nodes, M, N] float32: what a weight packed with a run of a sum's slices adds to each of `slices.nodes()`,
         without bias and residual; into `out` if given. With the nodes of the other runs, `finish_tree` gives the bits
         of the whole."""
+
+    def grouped_linear(self, x: Tensor, counts: Sequence[int], ws: Sequence[Any]) -> Tensor:
+        """[M, N]: the first counts[0] rows of x through ws[0], the next counts[1] through ws[1], and so on; a row has
+        the bits that `linear` gives it. The weights have one shape and no slices."""
+        out = torch.empty(x.shape[0], ws[0].out_features, dtype=x.dtype, device=x.device)
+        start = 0
+        for count, w in zip(counts, ws, strict=True):
+            if count:
+                self.linear(x[start : start + count], w, None, out[start : start + count])
+            start += count
+        return out
 
     @abstractmethod
     def embed(self, ids: Tensor, w: Any) -> Tensor:

@@ -14,7 +14,7 @@ from quire.kernels import torch_norm
 from quire.kernels.kv_spec import KVSpec
 from quire.kernels.slices import Slices, add_in_tree
 from quire.kernels.torch_attention import softmax_attention
-from quire.kernels.types import HeadShape, LayerCache, StepContext
+from quire.kernels.types import HeadShape, LatentShape, LayerCache, StepContext
 from quire.ops.interface import Ops
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -170,7 +170,37 @@ class TorchOps(Ops):
             out[lo:hi] = softmax_attention(q[lo:hi], k, v, visible, scale, softcap, sinks)
         return out.reshape(qkv.shape[0], shape.num_heads * shape.head_dim)
 
+    def latent_attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: LatentShape,
+        rope: Tensor,
+        scale: float,
+    ) -> Tensor:
+        heads, table = q.view(q.shape[0], shape.num_heads, shape.width), rope[ctx.positions]
+        heads[..., shape.rank :] = _rotate(heads[..., shape.rank :], table.unsqueeze(1))
+        kv[:, shape.rank :] = _rotate(kv[:, shape.rank :], table)
+        slots = ctx.slots[group]
+        layer.latents[slots // layer.block_size, 0, slots % layer.block_size] = kv
+        out = q.new_zeros(q.shape[0], shape.num_heads, shape.rank)
+        starts, lengths = ctx.query_start.tolist(), ctx.context_len.tolist()
+        for s, length in enumerate(lengths):
+            lo, hi = starts[s], starts[s + 1]
+            blocks = ctx.block_tables[group][s, : -(-length // layer.block_size)].long()
+            kept = layer.latents[blocks].reshape(1, -1, shape.width)[:, :length]
+            queries = torch.arange(length - (hi - lo), length, device=q.device)
+            visible = _visible(queries, torch.arange(length, device=q.device), None)
+            out[lo:hi] = softmax_attention(heads[lo:hi], kept, kept[..., : shape.rank], visible, scale, None)
+        return out.view(q.shape[0], -1)
+
     def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:
+        if kv.kind == "latent":
+            (part,) = kv.parts
+            return LayerCache(kv, block_size, {"latent": torch.zeros(num_blocks, 1, block_size, part.width)})
         heads, dim = kv.heads_of_pair()
         k = torch.zeros(num_blocks, heads, dim, block_size)
         v = torch.zeros(num_blocks, heads, block_size, dim)

@@ -2,7 +2,7 @@
 
 One process serves HTTP, for it costs little beside a model; each engine is a process of its own, as it is alone, and
 is restarted alone. A request goes to the engine that has to compute least before its first token. If that engine dies
-before the first output, another one takes the request.
+before the first text, another one takes the request.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import tempfile
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.engine.input import Params, Prompt
-from quire.engine.kv_log import Entry, names_of
+from quire.engine.kv_log import Entry, JoinedKVLog, names_of
 from quire.engine.output import RequestOutput
 from quire.engine.request_stream import RequestStream
 from quire.errors import ConfigError, EngineDeadError
@@ -34,6 +35,8 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 MOST_ENGINES = 64
 _MAX_INDEX_BLOCKS = 1 << 24
+_MOST_HELD_BACK = 4
+"""Outputs without text before the first that has some."""
 _LEVELS = ("spec_tokens_per_step", "spec_acceptance_rate")
 """Metrics of engines that are averages; all others are sums."""
 
@@ -41,11 +44,12 @@ _LEVELS = ("spec_tokens_per_step", "spec_acceptance_rate")
 class ReplicatedLLM:
     """`size` engines with equal options. Everything but their processes lives on the event loop that started it."""
 
-    def __init__(self, engines: list[AsyncLLM], key: bytes, policy: Policy, folder: Any) -> None:
+    def __init__(self, engines: list[AsyncLLM], key: bytes, policy: Policy, folder: Any,
+                 publishes: bool = False) -> None:
         self.engines = engines
-        self.kv_log = None
-        """What is held is told of one engine, and here are several: a router goes by this server's load."""
-        self.kv_secret_name = None
+        self.kv_secret_name = engines[0].kv_secret_name if publishes else None
+        self.kv_log = JoinedKVLog() if publishes else None
+        """What the engines hold together, for routers that have the secret."""
         self.kv_listens = None
         """Nobody asks it to compute prompts for others."""
         self._policy = policy
@@ -57,7 +61,7 @@ class ReplicatedLLM:
             log = engine.kv_log
             if log is not None:
                 log.on_change = partial(self._changed, number)
-                self._index.stored(number, log.held)
+                self._changed(number, Entry(0, b"".join(log.held), b"", False))
 
     @classmethod
     async def start(cls, size: int, **options: Any) -> ReplicatedLLM:
@@ -74,6 +78,7 @@ class ReplicatedLLM:
                 raise ConfigError(f"{name} is for one engine, and data_parallel_size starts {size}: start as many "
                                   "servers with a router (`quire route`)", field=name)
         secret = config.cache.kv_secret
+        shared = secret is not None
         with contextlib.ExitStack() as stack:
             if secret is None:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-"))
@@ -88,7 +93,8 @@ class ReplicatedLLM:
             if failed:
                 await asyncio.gather(*(engine.shutdown() for engine in engines))
                 raise failed[0]
-            return cls(engines, derived_secret(secret, "prefix"), make_policy("cache-aware"), stack.pop_all())
+            return cls(engines, derived_secret(secret, "prefix"), make_policy("cache-aware"), stack.pop_all(),
+                       publishes=shared)
 
     async def shutdown(self, drain_seconds: float | None = None) -> None:
         await asyncio.gather(*(engine.shutdown(drain_seconds) for engine in self.engines))
@@ -99,6 +105,8 @@ class ReplicatedLLM:
             self._index.cleared(number)
         self._index.evicted(number, names_of(entry.evicted))
         self._index.stored(number, names_of(entry.stored))
+        if self.kv_log is not None:
+            self.kv_log.take_of(number, entry)
 
     # ---- requests
 
@@ -146,6 +154,10 @@ class ReplicatedLLM:
     @property
     def model_name(self) -> str:
         return self.engines[0].model_name
+
+    @property
+    def block_size(self) -> int:
+        return self.engines[0].block_size
 
     @property
     def max_model_len(self) -> int:
@@ -215,7 +227,11 @@ class ReplicatedLLM:
 
 
 class ReplicatedStream(AsyncIterator[RequestOutput]):
-    """The outputs of one request; moves to another engine if its engine dies before the first of them."""
+    """The outputs of one request; moves to another engine if its engine dies before the first of them.
+
+    A first token may have no text of its own (half a character, say). Such outputs are held back until text comes, a
+    few of them at most: as long as nothing was handed out, another engine can begin anew.
+    """
 
     def __init__(self, request_id: str, choose: Callable[[set[int]], tuple[int, AsyncLLM, Ticket]],
                  open: Callable[[AsyncLLM], RequestStream]) -> None:
@@ -225,6 +241,7 @@ class ReplicatedStream(AsyncIterator[RequestOutput]):
         self._stream: RequestStream | None = None
         self._ticket: Ticket | None = None
         self._begun = self._closed = False
+        self._held: deque[RequestOutput] = deque()
 
     async def start(self) -> None:
         """Idempotent."""
@@ -247,6 +264,8 @@ class ReplicatedStream(AsyncIterator[RequestOutput]):
 
     async def __anext__(self) -> RequestOutput:
         while True:
+            if self._begun and self._held:
+                return self._held.popleft()
             await self.start()
             if self._stream is None or self._ticket is None:
                 raise StopAsyncIteration
@@ -254,6 +273,7 @@ class ReplicatedStream(AsyncIterator[RequestOutput]):
                 output = await anext(self._stream)
             except EngineDeadError:
                 self._leave()
+                self._held.clear()
                 if self._begun or not self._tries_again():
                     raise
                 continue
@@ -261,9 +281,10 @@ class ReplicatedStream(AsyncIterator[RequestOutput]):
                 self._leave()
                 self._closed = True
                 raise
-            self._begun = True
+            self._held.append(output)
             self._ticket.started()
-            return output
+            self._begun = (self._begun or output.finished or len(self._held) > _MOST_HELD_BACK
+                           or any(each.text for each in output.outputs))
 
     def _tries_again(self) -> bool:
         """Twice at most: a request that ends engines does not end them all."""

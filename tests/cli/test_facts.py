@@ -72,6 +72,16 @@ def test_inspect_counts_windows_apart(tmp_path: Path, inside: Callable[..., Done
     assert "2 layers keep the last 24 tokens" in page and "1 layers keep every token" in page
 
 
+def test_inspect_shows_a_latents_bytes(tmp_path: Path, inside: Callable[..., Done]) -> None:
+    make_checkpoint(tmp_path, "deepseek_v3")
+    facts = facts_of(inside("inspect", str(tmp_path), "--json"))
+    assert facts["latent"] == {"width": 24, "rotated": 8, "bytes_per_token": 128}
+    assert facts["kv_bytes_per_token"] == 3 * 128
+    page = inside("inspect", str(tmp_path), "--tensor-parallel-size", "2").out
+    assert "one latent of 24 + 8 numbers for all of them: 128 bytes per token and layer" in page
+    assert "heads 3-5 with the latents of all" in page
+
+
 def test_inspect_of_a_pool_that_does_not_fit_says_so(tiny: Path, inside: Callable[..., Done]) -> None:
     done = inside("inspect", str(tiny), "--load-format", "dummy", "--kv-cache-memory", "9000000GiB")
     assert done.code == 0 and "does not fit" in done.out

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.engine import kv_log
 from quire.engine import messages as m
-from quire.engine.kv_log import KVLog, names_of
+from quire.engine.kv_log import Entry, JoinedKVLog, KVLog, names_of
 
 
 def name(number: int) -> bytes:
@@ -94,5 +94,21 @@ def test_who_waits_is_woken() -> None:
         log.take(m.KVChanges(name(1), b"", False))
         await asyncio.wait_for(waiting, 30.0)
         await log.wait(0.01)  # nothing new: it comes back all the same
+
+    asyncio.run(main())
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.lists(st.integers(0, 9), max_size=5),
+                          st.lists(st.integers(0, 9), max_size=5)), max_size=40))
+def test_engines_behind_one_server_hold_what_one_of_them_holds(changes: list[tuple[int, bool, list[int], list[int]]]
+                                                               ) -> None:
+    async def main() -> None:
+        log, reader, held = JoinedKVLog(), Reader(), [set[int](), set[int](), set[int]()]
+        reader.read(log)
+        for number, cleared, evicted, stored in changes:
+            held[number] = ((set() if cleared else held[number]) - set(evicted)) | set(stored)
+            log.take_of(number, Entry(0, b"".join(map(name, stored)), b"".join(map(name, evicted)), cleared))
+            reader.read(log)
+            assert reader.held == set(log.held) == {name(each) for each in set().union(*held)}
 
     asyncio.run(main())

@@ -51,6 +51,11 @@ def test_every_request_of_a_case_fits_its_pool() -> None:
             assert request.num_sequences <= case.options["max_num_seqs"]
 
 
+def test_some_cases_keep_latents() -> None:
+    kinds = Counter(random_case(seed).model["architectures"][0] for seed in range(80))
+    assert kinds["DeepseekV2ForCausalLM"] >= 8 and kinds["LlamaForCausalLM"] >= 30
+
+
 @pytest.mark.parametrize("seed", [167, 192, 202, 8])
 def test_the_engine_gives_the_tokens_of_the_plain_path(seed: int, tmp_path: Path) -> None:
     assert find_difference(random_case(seed), tmp_path) is None

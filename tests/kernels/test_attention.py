@@ -292,5 +292,5 @@ def test_a_cache_made_for_other_heads_is_refused(ops, paged):
 
 
 def test_heads_wider_than_the_kernels_are_refused(ops):
-    with pytest.raises(EngineError, match="at most 512 wide"):
+    with pytest.raises(EngineError, match="at most 576 wide"):
         ops.allocate_cache(HeadShape(1, 1, 1024).kv, 1, 16)

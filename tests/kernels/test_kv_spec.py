@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.errors import EngineError, InvariantError
 from quire.kernels.kv_spec import KVPart, KVSpec
-from quire.kernels.types import HeadShape, LayerCache, pair_cache
+from quire.kernels.types import HeadShape, LatentShape, LayerCache, pair_cache
 from quire.ops.cpu import CpuOps
 from quire.ops.interface import Ops
 from quire.ops.reference import TorchOps
@@ -41,6 +41,14 @@ def test_a_pair_is_a_key_and_a_value_of_every_kv_head() -> None:
     assert spec.heads_of_pair() == (3, 8) and HeadShape(6, 3, 8).kv == replace(spec, window=None)
 
 
+def test_a_latent_is_one_vector_for_all_heads() -> None:
+    spec = LatentShape(128, 512, 64).kv
+    assert (spec.kind, spec.elements_per_token, spec.bytes_per_token()) == ("latent", 576, 2304)
+    for ops in (CpuOps(num_threads=1), TorchOps()):
+        cache = ops.allocate_cache(spec, BLOCKS, SIZE)
+        assert list(cache.tensors) == ["latent"] and cache.nbytes == BLOCKS * spec.bytes_per_block(SIZE)
+
+
 @pytest.mark.parametrize("ops", [CpuOps(num_threads=1), TorchOps()], ids=["cpu", "reference"])
 def test_a_cache_is_as_large_as_its_spec_says(ops: Ops) -> None:
     spec = KVSpec.pair(3, 8)
@@ -50,9 +58,9 @@ def test_a_cache_is_as_large_as_its_spec_says(ops: Ops) -> None:
 
 
 def test_a_kind_that_a_backend_does_not_know_is_refused() -> None:
-    other = replace(ODD, kind="latent")  # type: ignore[arg-type]
+    other = replace(ODD, kind="state")  # type: ignore[arg-type]
     for ops in (CpuOps(num_threads=1), TorchOps()):
-        with pytest.raises(InvariantError, match="'latent'"):
+        with pytest.raises(InvariantError, match="'state'"):
             ops.allocate_cache(other, BLOCKS, SIZE)
 
 

@@ -99,6 +99,16 @@ def test_constants_of_old_checkpoints_are_not_needed() -> None:
     assert matches(gpt2, [*weights_of(gpt2), *constants])
 
 
+def test_layers_that_guess_further_tokens_are_not_needed() -> None:
+    """They lie behind the last one, as many as the config says."""
+    model = make_model("deepseek_v3", num_mtp_layers=1)
+    kept = [item for item in weights_of(model) if not item[0].startswith(("mtp.", "model.mtp"))]
+    further = [("model.layers.3.eh_proj.weight", torch.ones(48, 96)), ("model.layers.3.embed.weight", torch.ones(2))]
+    assert matches(model, [*kept, *further])
+    with pytest.raises(ModelLoadError, match=r"model\.layers\.4\.eh_proj"):
+        build(model, [*kept, ("model.layers.4.eh_proj.weight", torch.ones(48, 96))])
+
+
 def test_checkpoints_without_the_outer_prefix_are_read() -> None:
     gpt2 = make_model("gpt2")
     assert matches(gpt2, [(name.removeprefix("transformer."), t) for name, t in weights_of(gpt2)])

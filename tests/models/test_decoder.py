@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnsupportedModelError
 from quire.kernels.slices import Slices
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.decoder import Decoder
+from quire.models.registry import read_spec
 from quire.models.shard import Shard, shard_of
 from quire.ops.reference import TorchOps
 from quire.parallel.place import Place
@@ -87,3 +90,12 @@ def test_rotations_go_on_past_the_configured_length() -> None:
     config = config_of(make_model("llama", max_position_embeddings=4))
     decoder = build_decoder(config, dummy_weights(config), TorchOps(), max_model_len=6)
     assert PagedDriver(decoder).run(0, TOKENS, [6]).isfinite().all()
+
+
+@pytest.mark.parametrize(("family", "what"), [("mixtral", "experts"), ("deepseek_v3", "latent attention")])
+def test_what_only_a_cpu_runs_is_refused_by_name_on_a_gpu(family: str, what: str) -> None:
+    ops = TorchOps()
+    ops.attention = Mock()
+    overrides = {} if family == "mixtral" else {"first_k_dense_replace": 3}
+    with pytest.raises(UnsupportedModelError, match=f"{what}.*device='cpu'"):
+        Decoder(read_spec(config_of(make_model(family, **overrides))), ops)

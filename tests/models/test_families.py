@@ -32,6 +32,17 @@ TOLERANCE = 1e-4
 WINDOWS = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 24}
 QWEN_WINDOWS = {**WINDOWS, "use_sliding_window": True}
 
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.707,
+}
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama mqa": ("llama", {"num_key_value_heads": 1}),
@@ -153,6 +164,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {"n_group": 1, "topk_group": 1, "use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2}
         | {"first_k_dense_replace": 0, "norm_topk_prob": False},
+    ),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2 groups, queries from a latent": (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "n_group": 5, "topk_group": 2, "q_lora_rank": 16}
+        | {"routed_scaling_factor": 2.0, "attention_bias": True, "n_shared_experts": 3},
+    ),
+    "deepseek_v2 yarn": ("deepseek_v2", {"rope_parameters": LATENT_YARN, "first_k_dense_replace": 0}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3 yarn": ("deepseek_v3", {"rope_parameters": LATENT_YARN | {"mscale_all_dim": 1.0}}),
+    "deepseek_v3 halves, biases, one group": (
+        "deepseek_v3",
+        {"rope_interleave": False, "attention_bias": True, "n_group": 1, "topk_group": 1, "q_lora_rank": None}
+        | {"num_attention_heads": 3, "num_key_value_heads": 3, "kv_lora_rank": 40, "v_head_dim": 16},
     ),
     "opt": ("opt", {}),
     "opt 350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 20}),

@@ -53,7 +53,7 @@ def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
         ("GraniteMoeHybridForCausalLM", "recurrent state"),
         ("Lfm2ForCausalLM", "recurrent state"),
         ("GraniteMoeForCausalLM", "mixture of experts"),
-        ("DeepseekV3ForCausalLM", "latent attention"),
+        ("DeepseekV32ForCausalLM", "latent attention"),
     ],
 )
 def test_a_hybrid_or_a_mixture_is_refused_with_the_reason(name: str, why: str) -> None:

@@ -7,7 +7,8 @@
  *
  * Decoding sequences that begin with the same blocks go as a bundle: a tile that they share is read once for all.
  *
- * Keys are stored [block][kv head][feature][slot], values [block][kv head][slot][feature]. */
+ * Keys are stored [block][kv head][feature][slot], values [block][kv head][slot][feature]. Of latents (MLA) there is one
+ * vector [block][slot][feature] for all heads: it is the key, and its first `value_dim` features are the value. */
 #include "export.h"
 #include "pool.h"
 #include "vmath.h"
@@ -16,7 +17,7 @@
 #include <stdlib.h>
 
 #define TILE 64
-#define MAX_DIM 512 /* ops.py refuses wider heads */
+#define MAX_DIM 576 /* wider heads and latents are refused by ops/cpu.py; DeepSeek-V3 has latents of 512 + 64 */
 #define ROWS 6       /* (query, head) pairs of a register tile */
 #define MAX_BLOCK 48 /* (query, head) pairs of a task */
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -26,11 +27,12 @@
 #endif
 
 typedef struct {
-    const float *qkv, *k, *v;
+    const float *qkv, *k, *v;       /* k NULL: v are latents */
     float *out;
     const int32_t *query_start, *context_len, *tables;
     const float *sinks;             /* [heads] a score beside those of the keys, without a value; NULL: none */
     int64_t table_stride, seqs, heads, kv_heads, dim, block_size, window;
+    int64_t value_dim, row_width;   /* floats of a value; of a row of qkv, which begins with the query heads */
     float scale, softcap;           /* softcap 0: none */
     int64_t share, parts, queries;  /* query heads of a kv head; pieces they are cut into; queries of a task */
     int64_t skipped;                /* query heads of the first kv head that another rank has */
@@ -46,7 +48,7 @@ typedef struct {
     int64_t seq, members;
     int64_t kv_head, rows, row_heads; /* row r is query r / row_heads, head r % row_heads of the task */
     int64_t first_key;                /* index of the key of the task's first query */
-    int64_t stride;                   /* floats between rows of q and acc: dim rounded up to a vector */
+    int64_t stride, value_stride;     /* floats between rows of q, and of acc: rounded up to a vector */
     float *q, *acc;
     float top[MAX_BLOCK], total[MAX_BLOCK];
     const float *k_group[TILE / VL], *v_row[TILE]; /* this tile's keys, by vector; its values, by key */
@@ -122,15 +124,15 @@ static void score_rows(const attend_task *t, int64_t row, int64_t rows, int64_t 
 }
 
 static void value_rows(const attend_task *t, int64_t row, int64_t rows, int64_t low, int64_t high, const float *p) {
-    float *acc = t->acc + row * t->stride;
+    float *acc = t->acc + row * t->value_stride;
     int ahead = row == 0;
     int64_t offset = 0;
 #define VALUE_WIDE(R)                                                                                               \
-    if (ahead) value_tile(R, WIDE, 1, p, t->v_row, t->v_next, offset, low, high, acc, t->stride);                   \
-    else value_tile(R, WIDE, 0, p, t->v_row, t->v_next, offset, low, high, acc, t->stride)
-#define VALUE_ONE(R) value_tile(R, 1, 0, p, t->v_row, t->v_next, offset, low, high, acc, t->stride)
-    for (; offset + WIDE * VL <= t->stride; offset += WIDE * VL) EACH_ROW_COUNT(VALUE_WIDE)
-    for (; offset < t->stride; offset += VL) EACH_ROW_COUNT(VALUE_ONE)
+    if (ahead) value_tile(R, WIDE, 1, p, t->v_row, t->v_next, offset, low, high, acc, t->value_stride);                   \
+    else value_tile(R, WIDE, 0, p, t->v_row, t->v_next, offset, low, high, acc, t->value_stride)
+#define VALUE_ONE(R) value_tile(R, 1, 0, p, t->v_row, t->v_next, offset, low, high, acc, t->value_stride)
+    for (; offset + WIDE * VL <= t->value_stride; offset += WIDE * VL) EACH_ROW_COUNT(VALUE_WIDE)
+    for (; offset < t->value_stride; offset += VL) EACH_ROW_COUNT(VALUE_ONE)
 }
 
 /* Cap the scores and hide all but keys [low, high) in every group of lanes that holds one; returns the largest. */
@@ -173,9 +175,9 @@ INLINE float weigh(float *s, int64_t start, int64_t end, float top) {
 
 /* The row's sums so far were taken against a smaller top score. */
 static void shrink_row(attend_task *t, int64_t row, float by) {
-    float *acc = t->acc + row * t->stride;
+    float *acc = t->acc + row * t->value_stride;
     t->total[row] *= by;
-    for (int64_t d = 0; d < t->stride; d += VL) store_v(acc + d, load_v(acc + d) * set_v(by));
+    for (int64_t d = 0; d < t->value_stride; d += VL) store_v(acc + d, load_v(acc + d) * set_v(by));
 }
 
 /* Scores of one row -> weights, zero outside keys [low, high); brings the row's running sums up to date. */
@@ -241,9 +243,24 @@ static void locate(const attend_task *t, int64_t start, int64_t low, int64_t hig
     for (int64_t g = group; g < TILE / VL; g++) k_group[g] = k_group[group - 1];
 }
 
-/* Blocks too narrow for a vector: copy the tile's keys side by side. */
+/* Latents lie token by token: turn the tile's round, so that scores vectorise over its keys. */
+static void pack_latents(attend_task *t, int64_t start, int64_t low, int64_t high) {
+    int64_t dim = t->job->dim, key = low - start, end = high - start;
+    for (; key + LANES <= end; key += LANES)
+        for (int64_t d = 0; d < dim; d++)
+            UNROLL for (int i = 0; i < LANES; i++) t->k_packed[d * TILE + key + i] = t->v_row[key + i][d];
+    for (; key < end; key++)
+        for (int64_t d = 0; d < dim; d++) t->k_packed[d * TILE + key] = t->v_row[key][d];
+}
+
+/* Blocks too narrow for a vector, and latents: copy the tile's keys side by side. */
 static void pack_keys(attend_task *t, int64_t start, int64_t low, int64_t high) {
     const attend_job *job = t->job;
+    for (int64_t g = 0; g < TILE / VL; g++) t->k_group[g] = t->k_packed + g * VL;
+    if (!job->k) {
+        pack_latents(t, start, low, high);
+        return;
+    }
     int64_t size = job->block_size, dim = job->dim, number = low / size;
     for (int64_t key = low; key < high; number++) {
         int64_t offset = key - number * size, count = size - offset < high - key ? size - offset : high - key;
@@ -253,14 +270,13 @@ static void pack_keys(attend_task *t, int64_t start, int64_t low, int64_t high) 
             for (int64_t i = 0; i < count; i++) to[d * TILE + i] = from[d * size + i];
         key += count;
     }
-    for (int64_t g = 0; g < TILE / VL; g++) t->k_group[g] = t->k_packed + g * VL;
 }
 
 /* Heads that do not fill a vector: copy the tile's values to rows that do. */
 static void pack_values(attend_task *t, int64_t start, int64_t low, int64_t high) {
     for (int64_t key = low - start; key < high - start; key++) {
-        float *to = t->v_packed + key * t->stride;
-        memcpy(to, t->v_row[key], (size_t)t->job->dim * sizeof(float));
+        float *to = t->v_packed + key * t->value_stride;
+        memcpy(to, t->v_row[key], (size_t)t->job->value_dim * sizeof(float));
         t->v_row[key] = to;
     }
 }
@@ -367,27 +383,28 @@ static void attend_one(void *arg, int64_t index) {
     float q[MAX_BLOCK * MAX_DIM] __attribute__((aligned(64))), acc[MAX_BLOCK * MAX_DIM] __attribute__((aligned(64)));
     float k_packed[TILE * MAX_DIM] __attribute__((aligned(64))), v_packed[TILE * MAX_DIM] __attribute__((aligned(64)));
     attend_task t = {.job = job, .q = q, .acc = acc, .k_step = job->block_size};
-    int64_t seq = find_seq(job, index), token, head, dim = job->dim;
+    int64_t seq = find_seq(job, index), token, head, dim = job->dim, value_dim = job->value_dim;
     task_rows(job, seq, index - job->first_task[seq], &t, &token, &head);
     if (t.rows == 0) return; /* fewer heads than pieces */
     t.stride = (dim + VL - 1) / VL * VL;
-    if (job->block_size % VL) t.k_packed = k_packed, t.k_step = TILE;
-    if (dim % VL) t.v_packed = v_packed;
-    int64_t width = (job->heads + 2 * job->kv_heads) * dim;
+    t.value_stride = (value_dim + VL - 1) / VL * VL;
+    if (!job->k || job->block_size % VL) t.k_packed = k_packed, t.k_step = TILE;
+    if (value_dim % VL) t.v_packed = v_packed;
+    for (int64_t g = 0; t.k_packed && g < TILE / VL; g++) t.k_next[g] = k_packed + g * VL; /* nothing to fetch */
     for (int64_t r = 0; r < t.rows; r++) {
-        const float *from = job->qkv + (token + r / t.row_heads) * width + (head + r % t.row_heads) * dim;
+        const float *from = job->qkv + (token + r / t.row_heads) * job->row_width + (head + r % t.row_heads) * dim;
         for (int64_t d = 0; d < dim; d++) q[r * t.stride + d] = from[d] * job->scale;
-        for (int64_t d = 0; d < t.stride; d++) acc[r * t.stride + d] = 0.0f;
+        for (int64_t d = 0; d < t.value_stride; d++) acc[r * t.value_stride + d] = 0.0f;
         t.top[r] = -INFINITY;
         t.total[r] = 0.0f;
     }
     if (t.members > 1) fold_bundle(&t);
     else fold_tiles(&t);
     for (int64_t r = 0; r < t.rows; r++) {
-        float *to = job->out + ((token + r / t.row_heads) * job->heads + head + r % t.row_heads) * dim;
+        float *to = job->out + ((token + r / t.row_heads) * job->heads + head + r % t.row_heads) * value_dim;
         float inverse = 1.0f / t.total[r];
         if (job->sinks) inverse = beside_sink(job->sinks[head + r % t.row_heads], t.top[r], t.total[r]);
-        for (int64_t d = 0; d < dim; d++) to[d] = acc[r * t.stride + d] * inverse;
+        for (int64_t d = 0; d < value_dim; d++) to[d] = acc[r * t.value_stride + d] * inverse;
     }
 }
 
@@ -412,6 +429,26 @@ static void cut_tasks(const attend_job *job, int64_t most_members, int64_t *firs
     }
 }
 
+/* Cut a job into tasks and carry them out. Returns 0, or 1 for want of memory. */
+static int32_t attend(attend_job *job) {
+    int64_t *first = malloc((size_t)(2 * job->seqs + 1) * sizeof *first);
+    if (!first) return 1;
+    int64_t threads = quire_get_num_threads(), tokens = job->query_start[job->seqs] - job->query_start[0];
+    job->parts = 1;
+    /* A lone decoding sequence has too few kv heads to keep every thread busy: cut their query heads apart. */
+    while (job->parts < job->share && tokens * job->kv_heads * job->parts < threads * 2) job->parts++;
+    while ((job->share + job->parts - 1) / job->parts > MAX_BLOCK) job->parts++;
+    job->queries = MAX_BLOCK / ((job->share + job->parts - 1) / job->parts);
+    /* A bundle is one task for each kv head: enough of them must remain for every thread. */
+    int64_t most = job->window > 0 ? 1 : job->seqs * job->kv_heads / (threads * 2);
+    cut_tasks(job, most < job->queries ? most : job->queries, first, first + job->seqs + 1);
+    job->first_task = first;
+    job->members = first + job->seqs + 1;
+    quire_parallel(attend_one, job, first[job->seqs]);
+    free(first);
+    return 0;
+}
+
 /* out [tokens, heads * dim]: attention of the queries in qkv over the cache. `group` query heads share a kv head, the
  * first one has `skipped` that are not here; `sinks` are [heads] scores without a value, or NULL. Returns 0, or 1 for want of memory. */
 EXPORT int32_t quire_attend(const float *qkv, const float *k, const float *v, float *out, const int32_t *query_start,
@@ -420,21 +457,20 @@ EXPORT int32_t quire_attend(const float *qkv, const float *k, const float *v, fl
                      int64_t window, float scale, float softcap) {
     attend_job job = {.qkv = qkv, .k = k, .v = v, .out = out, .query_start = query_start, .context_len = context_len,
                       .tables = tables, .sinks = sinks, .table_stride = table_stride, .seqs = seqs, .heads = heads,
-                      .kv_heads = kv_heads, .dim = dim, .block_size = block_size, .window = window, .scale = scale,
-                      .softcap = softcap, .share = group, .skipped = skipped, .parts = 1};
-    int64_t *first = malloc((size_t)(2 * seqs + 1) * sizeof *first);
-    if (!first) return 1;
-    int64_t threads = quire_get_num_threads(), tokens = query_start[seqs] - query_start[0];
-    /* A lone decoding sequence has too few kv heads to keep every thread busy: cut their query heads apart. */
-    while (job.parts < job.share && tokens * kv_heads * job.parts < threads * 2) job.parts++;
-    while ((job.share + job.parts - 1) / job.parts > MAX_BLOCK) job.parts++;
-    job.queries = MAX_BLOCK / ((job.share + job.parts - 1) / job.parts);
-    /* A bundle is one task for each kv head: enough of them must remain for every thread. */
-    int64_t most = window > 0 ? 1 : seqs * kv_heads / (threads * 2);
-    cut_tasks(&job, most < job.queries ? most : job.queries, first, first + seqs + 1);
-    job.first_task = first;
-    job.members = first + seqs + 1;
-    quire_parallel(attend_one, &job, first[seqs]);
-    free(first);
-    return 0;
+                      .kv_heads = kv_heads, .dim = dim, .block_size = block_size, .window = window, .value_dim = dim,
+                      .row_width = (heads + 2 * kv_heads) * dim, .scale = scale, .softcap = softcap, .share = group,
+                      .skipped = skipped};
+    return attend(&job);
+}
+
+/* out [tokens, heads * rank]: attention of queries in the latent space, q [tokens, heads * (rank + rope)], over latents
+ * [block][slot][rank + rope]. Returns 0, or 1 for want of memory. */
+EXPORT int32_t quire_latent_attend(const float *q, const float *latents, float *out, const int32_t *query_start,
+                                   const int32_t *context_len, const int32_t *tables, int64_t table_stride, int64_t seqs,
+                                   int64_t heads, int64_t rank, int64_t rope, int64_t block_size, float scale) {
+    attend_job job = {.qkv = q, .v = latents, .out = out, .query_start = query_start, .context_len = context_len,
+                      .tables = tables, .table_stride = table_stride, .seqs = seqs, .heads = heads, .kv_heads = 1,
+                      .dim = rank + rope, .block_size = block_size, .value_dim = rank,
+                      .row_width = heads * (rank + rope), .scale = scale, .share = heads};
+    return attend(&job);
 }

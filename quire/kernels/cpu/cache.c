@@ -68,6 +68,31 @@ EXPORT void quire_rope_and_cache(float *qkv, float *k, float *v, const float *ro
     quire_parallel(rope_task, &job, (tokens + job.step - 1) / job.step);
 }
 
+typedef struct {
+    float *q, *kv, *latents;
+    const float *rope;
+    const int64_t *positions, *slots;
+    int64_t heads, rank, width, rot;
+} latent_job;
+
+static void latent_token(void *arg, int64_t t) {
+    const latent_job *job = arg;
+    const float *table = job->rope + job->positions[t] * job->rot;
+    float *kv = job->kv + t * job->width;
+    for (int64_t h = 0; h < job->heads; h++)
+        rotate_head(job->q + (t * job->heads + h) * job->width + job->rank, table, job->rot / 2);
+    rotate_head(kv + job->rank, table, job->rot / 2);
+    memcpy(job->latents + job->slots[t] * job->width, kv, (size_t)job->width * sizeof(float));
+}
+
+/* Rotates the last `rot` features of each query head of q [tokens, heads * (rank + rot)] and of kv [tokens, rank + rot],
+ * and writes kv to the cache of latents [block][slot][rank + rot]. */
+EXPORT void quire_rope_latents(float *q, float *kv, float *latents, const float *rope, const int64_t *positions,
+                               const int64_t *slots, int64_t tokens, int64_t heads, int64_t rank, int64_t rot) {
+    latent_job job = {q, kv, latents, rope, positions, slots, heads, rank, rank + rot, rot};
+    quire_parallel(latent_token, &job, tokens);
+}
+
 /* Is every index that a step gives us inside its array? 0, or which of them is not: 1 query_start, 2 context_len,
  * 3 block table, 4 slot. Table entries that no query reads (past the keys, behind the window) may hold anything;
  * with a negative window no table is read at all. */

@@ -24,6 +24,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_packed_bytes": (_I, [_N, _I, _I]),
     "quire_pack": (_N, [_P, _P, _I, _I, _N]),
     "quire_linear": (None, [_P, _P, _N, _P, _P, _P, _I, _I, _I, _P, _I]),
+    "quire_grouped_linear": (_N, [_P, _P, _I, _P, _I, _I]),
     "quire_embed": (None, [_P, _P, _N, _P, _I, _I]),
     "quire_rms_norm": (None, [_P, _P, _P, _I, _I, _F]),
     "quire_norm_all_heads": (None, [_P] * 3 + [_I] * 4 + [_F]),
@@ -35,6 +36,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_clamped_act_mul": (None, [_P, _P, _I, _I, _F, _F]),
     "quire_rope_and_cache": (None, [_P] * 8 + [_I] * 6 + [_F]),
     "quire_attend": (_N, [_P] * 8 + [_I] * 9 + [_F, _F]),
+    "quire_latent_attend": (_N, [_P] * 6 + [_I] * 6 + [_F]),
+    "quire_rope_latents": (None, [_P] * 6 + [_I] * 4),
     "quire_check_step": (_N, [_P] * 4 + [_I] * 7),
     "quire_check_ids": (_N, [_P, _I, _I]),
     "quire_copy_blocks": (None, [_P, _P, _P, _I, _I]),
@@ -59,7 +62,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_ring_load": (_U, [_P]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 
 def cpu_flags() -> set[str]:

@@ -7,6 +7,8 @@
 #include "pool.h"
 #include "weight.h"
 
+#include <stdlib.h>
+
 /* A register tile is TILE_ROWS rows by PAIR panels, or, for the first rows of a decoding step, FEW rows by WIDE panels:
  * as many sums as registers allow, and for memory's sake more than one stream of weights. */
 #define TILE_ROWS 6
@@ -289,6 +291,15 @@ static void linear_task(void *arg, int64_t task) {
     }
 }
 
+/* Cut a job into about `pieces` tasks for each block of rows; returns how many they are. */
+static int64_t cut_tasks(linear_job *job, int64_t pieces) {
+    int64_t unit = job->rows <= FEW && job->format == FLOAT32 ? WIDE : PAIR;
+    int64_t step = (job->panels + pieces - 1) / pieces, chunk = CHUNK_BYTES / (job->k * NR * 4);
+    if (job->row_blocks > 1 && chunk < step) step = chunk > 1 ? chunk : 1;
+    job->panel_step = (step + unit - 1) / unit * unit;
+    return (job->panels + job->panel_step - 1) / job->panel_step * job->row_blocks;
+}
+
 /* out [rows, n] = x [rows, k] times the packed weight, + bias, + residual, in that order. Without slices all of k is one.
  * Slices that are only a run of a sum's leave several nodes of its tree: then out is [nodes, rows, n]. */
 EXPORT void quire_linear(const float *x, const void *w, int32_t format, const float *bias, const float *residual,
@@ -302,9 +313,61 @@ EXPORT void quire_linear(const float *x, const void *w, int32_t format, const fl
     job.row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     int64_t threads = quire_get_num_threads(), pieces = threads * 8 / job.row_blocks;
     if (threads == 1 || rows * n * k < 100000 || pieces < 1) pieces = 1;
-    int64_t unit = rows <= FEW && format == FLOAT32 ? WIDE : PAIR;
-    int64_t step = (job.panels + pieces - 1) / pieces, chunk = CHUNK_BYTES / (k * NR * 4);
-    if (job.row_blocks > 1 && chunk < step) step = chunk > 1 ? chunk : 1;
-    job.panel_step = (step + unit - 1) / unit * unit;
-    quire_parallel(linear_task, &job, (job.panels + job.panel_step - 1) / job.panel_step * job.row_blocks);
+    quire_parallel(linear_task, &job, cut_tasks(&job, pieces));
+}
+
+/* One of several weights of the same shape, and the rows that go through it. */
+typedef struct {
+    const void *w;
+    const float *bias;
+    int64_t format, rows;
+} linear_group;
+
+typedef struct {
+    linear_job *jobs;
+    int64_t *first_task; /* [count + 1] */
+    int64_t count;
+} grouped_job;
+
+static void grouped_task(void *arg, int64_t task) {
+    const grouped_job *all = arg;
+    int64_t low = 0, high = all->count;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (all->first_task[middle] <= task) low = middle;
+        else high = middle;
+    }
+    linear_task(&all->jobs[low], task - all->first_task[low]);
+}
+
+/* out [rows, n] of x [rows, k], whose rows stand in groups, one after the other, each with a weight [n, k] of its own (an
+ * expert's, a head's). An element has the bits that quire_linear gives it. Returns 0, or 1 for want of memory. */
+EXPORT int32_t quire_grouped_linear(const float *x, const linear_group *groups, int64_t count, float *out, int64_t n,
+                                    int64_t k) {
+    grouped_job all = {malloc((size_t)count * sizeof *all.jobs), malloc((size_t)(count + 1) * sizeof *all.first_task), 0};
+    if (!all.jobs || !all.first_task) {
+        free(all.jobs);
+        free(all.first_task);
+        return 1;
+    }
+    slice whole = {k, 0};
+    int64_t used = 0, pieces, row = 0, tasks = 0;
+    for (int64_t g = 0; g < count; g++) used += groups[g].rows > 0;
+    pieces = used ? (quire_get_num_threads() * 8 + used - 1) / used : 1;
+    if (quire_get_num_threads() == 1) pieces = 1;
+    for (int64_t g = 0; g < count; row += groups[g++].rows) {
+        int64_t rows = groups[g].rows;
+        if (rows == 0) continue;
+        linear_job *job = &all.jobs[all.count];
+        *job = (linear_job){x + row * k, groups[g].w, groups[g].bias, NULL, out + row * n, rows, n, k,
+                            (int32_t)groups[g].format, &whole, 1, 1, 1, (n + NR - 1) / NR,
+                            (rows + ROW_BLOCK - 1) / ROW_BLOCK, 1};
+        all.first_task[all.count++] = tasks;
+        tasks += cut_tasks(job, pieces);
+    }
+    all.first_task[all.count] = tasks;
+    quire_parallel(grouped_task, &all, tasks);
+    free(all.jobs);
+    free(all.first_task);
+    return 0;
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire.layers.spec import MlpSpec, MoeSpec, RouterSpec
 from quire.models.config_reader import MAX_LAYERS, ConfigReader
 from quire.models.families import moe
@@ -18,13 +20,24 @@ SHARED = {
 NAMES = moe.names(SHARED, alone={"mlp.gate.e_score_correction_bias": "mlp.choice.bias"})
 
 
-def deepseek_experts(c: ConfigReader) -> MoeSpec:
+def expert_groups(c: ConfigReader, experts: int, groups: int, chosen: int) -> tuple[int, int]:
+    """How many groups the experts stand in, and from how many a token may choose; the defaults are the family's."""
+    groups, chosen = c.size("n_group", groups, most=4096), c.size("topk_group", chosen, most=4096)
+    if experts % groups or chosen > groups:
+        c.fail("n_group", f"must divide the {experts} experts, and be at least topk_group: {groups} and {chosen}")
+    return groups, chosen
+
+
+def extra_layers(c: ConfigReader) -> int:
+    """Layers behind the last one that guess further tokens; checkpoints hold them, and they are not read."""
+    return c.size("num_nextn_predict_layers", most=MAX_LAYERS) if c.get("num_nextn_predict_layers") else 0
+
+
+def deepseek_experts(c: ConfigReader, groups: int = 1, chosen_groups: int = 1) -> MoeSpec:
     """Sigmoid scores, a bias for the choice, groups of experts, a shared MLP as wide as so many experts."""
     activation = c.activation("hidden_act", "silu", gated=True)
-    count = moe.count_of_experts(c, "n_routed_experts")
-    groups, chosen = c.size("n_group", 1, most=4096), c.size("topk_group", 1, most=4096)
-    if count % groups or chosen > groups:
-        c.fail("n_group", f"must divide the {count} experts, and be at least topk_group: {groups} and {chosen}")
+    count = moe.count_of_experts(c, "n_routed_experts", "num_local_experts")
+    groups, chosen = expert_groups(c, count, groups, chosen_groups)
     width, shared = c.size("moe_intermediate_size"), c.get("n_shared_experts")
     router = RouterSpec(
         count, c.size("num_experts_per_tok"), "sigmoid", c.flag("norm_topk_prob", True),
@@ -46,7 +59,7 @@ def first_dense(c: ConfigReader, default: int) -> int:
 
 def read(c: ConfigReader) -> DecoderSpec:
     dense = first_dense(c, 1)
-    return llama_like(
+    found = llama_like(
         c,
         qkv_bias=c.flag("attention_bias", False),
         out_bias=False,
@@ -56,6 +69,7 @@ def read(c: ConfigReader) -> DecoderSpec:
         eps=1e-5,
         mlp_of=moe.mlp_of(c, deepseek_experts(c), lambda index: index < dense),
     )
+    return replace(found, extra_layers=extra_layers(c))
 
 
 FAMILY = Family("Glm4MoeForCausalLM", read, NAMES, handles=("n_routed_experts", "partial_rotary_factor"))

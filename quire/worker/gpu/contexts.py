@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.attention.backend import FreshPrompts
 from quire.attention.prompts import Verdicts
 from quire.config import default_cache_dir
-from quire.kernels.types import LayerCache, StepContext
+from quire.kernels.types import HeadShape, LayerCache, StepContext
 from quire.models.decoder import Decoder
 from quire.ops.interface import Ops
 from quire.worker.gpu.batches import FreshRuns, MixedBatch
@@ -41,7 +41,7 @@ class StepContexts:
         self.tables = table.tables[: len(self.windows)]
         self.fuse_rope = fuse_rope and self.attention is not None and not self.attention.deterministic
         self._block_size = table.block_size
-        self._shapes = [layer.attn.shape for layer in decoder.layers]
+        self._shapes = [shape for layer in decoder.layers if isinstance(shape := layer.attn.shape, HeadShape)]
         self._plain = all(a.attention.window is None and a.attention.softcap is None for a in decoder.spec.layers)
         self._splits: dict[int, tuple] = {}
 

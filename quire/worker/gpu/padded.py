@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvariantError
+from quire.kernels.types import HeadShape
 from quire.models.decoder import Decoder
 from quire.scheduler.plan import PlanEntry
 from quire.worker.gpu.batches import LogitRows, MixedBatch, end_of
@@ -71,10 +72,10 @@ class MixedRungs:
         cls, attention: TritonAttention | None, decoder: Decoder, max_num_seqs: int, max_tokens: int
     ) -> MixedRungs | None:
         """Those of a model, where the kernels know padding; None if no step (`max_tokens` 0) shall be padded."""
-        if attention is None or max_tokens == 0:
-            return None
         layer = decoder.layers[0]
-        parts = (layer.attn.qkv, layer.attn.out, *layer.mlp.linears)
+        if attention is None or max_tokens == 0 or not isinstance(layer.attn.shape, HeadShape):
+            return None
+        parts = (*layer.attn.linears, *layer.mlp.linears)
         weights = sum(part.packed.out_features * part.packed.in_features for part in parts)
         # Beyond that the GPU takes longer for a layer than the host for its launches, and padding would only cost.
         worth = int(_LAUNCHING * _RATE / (2 * weights))
