@@ -56,6 +56,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_link_bytes": (_I, [_I]),
     "quire_link_join": (None, [_P, _N]),
     "quire_link_move": (_N, [_P, _P, _I, _N]),
+    "quire_draw": (None, [_P] * 9 + [_I, _I]),
+    "quire_rank": (None, [_P] * 7 + [_I, _I, _I]),
     "quire_replay": (_N, [_P, _I, _P]),
     "quire_ring_publish": (None, [_P, _U]),
     "quire_ring_wake": (None, [_P]),
