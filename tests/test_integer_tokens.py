@@ -1,4 +1,4 @@
-"""The contract in integers: with `quantization` a token's bits do not depend on the path by which it was computed either."""
+"""The contract in integers: with `quantization` too a token's bits do not depend on the path to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from quire import LLM
 from quire.errors import ConfigError
 from tests.checkpoints import make_checkpoint
-from tests.test_same_tokens import PROMPTS, assert_same, run
+from tests.test_same_tokens import PROMPTS, assert_same, params, run
 
 KINDS: list[dict[str, Any]] = [
     {"quantization": "int4"},
@@ -27,8 +27,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_chunks_blocks_preemption_threads_and_ranks_change_no_bit(checkpoint: Path, kind: dict[str, Any]) -> None:
-    prompts = PROMPTS[:12]
+def test_batches_chunks_blocks_threads_and_ranks_change_no_bit(checkpoint: Path, kind: dict[str, Any]) -> None:
+    prompts = PROMPTS[:5]
     plain = run(
         checkpoint, prompts, one_by_one=True, enable_prefix_caching=False, enable_chunked_prefill=False, **kind
     )
@@ -41,8 +41,6 @@ def test_batches_chunks_blocks_preemption_threads_and_ranks_change_no_bit(checkp
         assert_same(found, plain)
     shared = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads", "num_threads": 1}
     with LLM(str(checkpoint), skip_tokenizer_init=True, **shared, **kind) as llm:
-        from tests.test_same_tokens import params
-
         outputs = llm.generate(prompts, [params(i) for i in range(len(prompts))], use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == plain[1]
 
@@ -50,7 +48,7 @@ def test_batches_chunks_blocks_preemption_threads_and_ranks_change_no_bit(checkp
 def test_integers_are_what_is_multiplied(checkpoint: Path) -> None:
     """Tokens that differ from those of floats: the option is not ignored."""
     floats, eight, four = (
-        run(checkpoint, PROMPTS[:2], **({} if kind is None else {"quantization": kind})) for kind in (None, "int8", "int4")
+        run(checkpoint, PROMPTS[:2], quantization=kind) for kind in (None, "int8", "int4")
     )
     assert floats[0] != eight[0] != four[0] != floats[0]
     assert floats[0] == run(checkpoint, PROMPTS[:2], quantization="file")[0], "this file has no integers"

@@ -57,8 +57,10 @@ class Linear:
     def receive(self, part: str, kind: str, tensor: StoredWeight) -> None:
         """Take one stored tensor, of the shape the spec declared."""
         if kind == "weight":
-            found = self._ops.quantized(tensor, self._slices, self._use)
-            tensor = found or (tensor.dequantized() if isinstance(tensor, QuantizedWeight) else tensor)
+            kept: StoredWeight | None = self._ops.quantized(tensor, self._slices, self._use)
+            if kept is None and isinstance(tensor, QuantizedWeight):  # a slice's border would cut a group
+                kept = tensor.dequantized()
+            tensor = tensor if kept is None else kept
         self._waiting[part, kind] = tensor
         if len(self._waiting) == len(self._parts) * (2 if self._bias else 1):
             self._pack(self._joined("bias") if self._bias else None)

@@ -7,13 +7,11 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import EngineError
@@ -25,6 +23,7 @@ from quire.kernels.quantized import QuantizedWeight, Rounding, StoredWeight, Wei
 from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 from quire.ops import cpu_integer
+from quire.ops.cpu_panels import PanelGroup, PanelLinear, described
 from quire.ops.cpu_step import (
     F32,
     I64,
@@ -48,49 +47,8 @@ from quire.parallel.collectives import TensorGroup
 _FORMATS = {"scaled4": 3, "scaled8": 2, "bfloat16": 1, "float32": 0}
 _INTEGER = 4  # codes that are multiplied as integers (see integer.h)
 _GROUPED = ("scaled4", "scaled8")  # formats that keep UNIT columns together
-_MAX_STACK = 16  # MAX_STACK of linear.c
 _ROWS_AT_ONCE = 2048  # of a weight that is packed from another type: whole panels of every variant
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-
-
-@dataclass(frozen=True, slots=True)
-class PanelLinear:
-    """A weight in panels of columns, and its bias, as the compiled product reads them.
-
-    `format` says how few bytes hold the very same floats: it changes a product's time, never its result.
-    """
-
-    panels: Tensor
-    bias: Tensor | None
-    out_features: int
-    in_features: int
-    format: str
-    panels_ptr: int
-    bias_ptr: int | None
-    format_code: int
-    slices: Slices | None
-    slice_ends: Tensor | None
-    """int64 [slices, 2]: where each slice ends, and how many additions follow it."""
-    slices_ptr: int | None
-    num_slices: int
-    num_nodes: int
-    """Sums that are left of the run of slices; 1 where it is all of them."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class PanelGroup:
-    """Weights of one shape, as the compiled grouped GEMM reads them."""
-
-    weights: tuple[PanelLinear, ...]
-    """Kept alive."""
-    table: NDArray[np.int64]
-    """[weights, 4]: panels, bias, format, and room for a step's number of rows."""
-    out_features: int
-    in_features: int
 
 
 class CpuOps(Ops):
@@ -159,7 +117,7 @@ class CpuOps(Ops):
             self._library.quire_advise_huge_pages(panels.data_ptr(), panels.nbytes)
             if self._pack(weight.detach(), panels, code):
                 break
-        return _described(panels, name, code, (n, k), bias, slices)
+        return described(panels, name, code, (n, k), bias, slices)
 
     def quantized(
         self, weight: StoredWeight, slices: Slices | None = None, use: WeightUse = WeightUse.LAYER
@@ -177,7 +135,7 @@ class CpuOps(Ops):
         if (bias is not None and bias.shape != (n,)) or not cpu_integer.fits(k, slices):
             raise EngineError(f"integer weights of [{n}, {k}] do not suit their bias or slices")
         name = " + ".join(dict.fromkeys(f"int{part.bits}" for part in parts))
-        return _described(cpu_integer.pack(self._library, parts), name, _INTEGER, (n, k), bias, slices)
+        return described(cpu_integer.pack(self._library, parts), name, _INTEGER, (n, k), bias, slices)
 
     def use_integer_kernel(self, name: str | None = None) -> str | None:
         """Take this kernel for integer products, in the whole process; None: the best that this processor runs. Returns
@@ -601,40 +559,3 @@ class CpuOps(Ops):
         if self._library.quire_check_ids(step.positions, step.tokens, rows):
             raise EngineError(f"a position lies outside the rotary table's 0..{rows - 1}")
         step.rope, step.rope_ptr, step.rot = rope, rope.data_ptr(), rot
-
-
-def _slice_ends(slices: Slices, width: int) -> Tensor:
-    """The slices of a weight's columns as the compiled GEMM reads them."""
-    slices.check_width(width)
-    merges = slices.merges()
-    deepest = on_stack = 0
-    for count in merges:
-        deepest = max(deepest, on_stack + 1)
-        on_stack += 1 - count
-    if deepest > _MAX_STACK:
-        raise EngineError(f"the tree over {slices} needs {deepest} sums at once; the CPU kernels hold {_MAX_STACK}")
-    return torch.tensor(list(zip(slices.borders[1:], merges, strict=True)), dtype=I64)
-
-
-def _described(
-    panels: Tensor, name: str, code: int, shape: tuple[int, int], bias: Tensor | None, slices: Slices | None
-) -> PanelLinear:
-    """A packed weight [N, K] with its bias and slices, and their addresses."""
-    n, k = shape
-    ends = None if slices is None else _slice_ends(slices, k)
-    kept = None if bias is None else bias.detach().to(F32, copy=True).contiguous()
-    return PanelLinear(
-        panels=panels,
-        bias=kept,
-        out_features=n,
-        in_features=k,
-        format=name,
-        panels_ptr=panels.data_ptr(),
-        bias_ptr=None if kept is None else kept.data_ptr(),
-        format_code=code,
-        slices=slices,
-        slice_ends=ends,
-        slices_ptr=None if ends is None else ends.data_ptr(),
-        num_slices=0 if slices is None else slices.count,
-        num_nodes=1 if slices is None else len(slices.nodes()),
-    )
