@@ -32,9 +32,9 @@ class ModelConfig:
         ("int8", "int4", "file"))
     quantization_group_size: int = option(32, "with quantization int8 or int4: columns of a weight that share a scale, "
                                               "32, 64 or 128; 0: one scale per output channel")
-    quantization_zero_points: bool = option(
-        False, "with quantization int8 or int4: codes count from the least weight of a group instead of lying around "
-               "zero")
+    quantization_zero_points: bool | None = option(
+        None, "with quantization int8 or int4: codes count from the least weight of a group instead of lying around "
+              "zero (default: with int4)")
     seed: int = option(0, "seed from which requests without one of their own draw theirs")
     max_model_len: int | None = option(
         None, "longest prompt plus output (default: what model and KV pool allow)")
@@ -64,13 +64,14 @@ class ModelConfig:
             raise ConfigError(f"quantization_group_size must be 32, 64, 128 or 0, not {self.quantization_group_size}",
                               field="quantization_group_size")
         if self.quantization in (None, "file"):
-            for name, default in (("quantization_group_size", 32), ("quantization_zero_points", False)):
+            for name, default in (("quantization_group_size", 32), ("quantization_zero_points", None)):
                 if getattr(self, name) != default:
                     raise ConfigError(f"{name} says how weights are rounded: set quantization to int8 or int4",
                                       field=name)
             return None if self.quantization is None else Rounding(None)
         bits = 8 if self.quantization == "int8" else 4
-        return Rounding(bits, self.quantization_group_size, self.quantization_zero_points)
+        zero_points = bits == 4 if self.quantization_zero_points is None else self.quantization_zero_points
+        return Rounding(bits, self.quantization_group_size, zero_points)
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,9 +447,6 @@ def _check_pool(config: EngineConfig) -> None:
                           f"{cache.block_size} does not", field="block_size")
     if not cache.enable_prefix_caching:
         raise ConfigError(f"{field} keeps prefixes, and without enable_prefix_caching there are none", field=field)
-    if config.parallel.num_ranks > 1 or config.parallel.distributed_executor_backend != "auto":
-        raise ConfigError(f"{field} is for engines of one rank in the engine's own process: leave it out, or "
-                          "tensor_parallel_size, pipeline_parallel_size and distributed_executor_backend", field=field)
     options = config.speculation.options
     if options is not None and options.model is not None:
         raise ConfigError(f"{field} does not keep the KV of a draft model: leave it out, or use a speculative method "

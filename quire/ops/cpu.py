@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor
 from quire.errors import EngineError
 from quire.kernels.cpu.build import SOURCE_DIR
 from quire.kernels.cpu.library import load
+from quire.kernels.expert_rows import ExpertRanges, ExpertRows
 from quire.kernels.kv_spec import KVSpec
 from quire.kernels.quantized import QuantizedWeight, Rounding, StoredWeight, WeightUse
 from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 from quire.ops import cpu_integer
+from quire.ops.cpu_panels import PanelGroup, PanelLinear, described
 from quire.ops.cpu_step import (
     F32,
     I64,
@@ -37,43 +40,15 @@ from quire.ops.cpu_step import (
     vector,
 )
 from quire.ops.interface import Ops
+from quire.ops.recording import StepRecorder
 from quire.parallel.collectives import TensorGroup
 
 # Formats of a packed weight, narrowest first (see weight.h).
 _FORMATS = {"scaled4": 3, "scaled8": 2, "bfloat16": 1, "float32": 0}
 _INTEGER = 4  # codes that are multiplied as integers (see integer.h)
 _GROUPED = ("scaled4", "scaled8")  # formats that keep UNIT columns together
-_MAX_STACK = 16  # MAX_STACK of linear.c
 _ROWS_AT_ONCE = 2048  # of a weight that is packed from another type: whole panels of every variant
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-
-
-@dataclass(frozen=True, slots=True)
-class PanelLinear:
-    """A weight in panels of columns, and its bias, as the compiled product reads them.
-
-    `format` says how few bytes hold the very same floats: it changes a product's time, never its result.
-    """
-
-    panels: Tensor
-    bias: Tensor | None
-    out_features: int
-    in_features: int
-    format: str
-    panels_ptr: int
-    bias_ptr: int | None
-    format_code: int
-    slices: Slices | None
-    slice_ends: Tensor | None
-    """int64 [slices, 2]: where each slice ends, and how many additions follow it."""
-    slices_ptr: int | None
-    num_slices: int
-    num_nodes: int
-    """Sums that are left of the run of slices; 1 where it is all of them."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class CpuOps(Ops):
@@ -91,10 +66,15 @@ class CpuOps(Ops):
         rounding: Rounding | None = None,
     ) -> None:
         """With `rounding` weights are multiplied as integers: those that come as integers, and floats it rounds."""
-        library = load(variant, library_dir)
+        self.library = load(variant, library_dir)
         self._rounding = rounding
-        self._library = library
         self.narrow_weights = narrow_weights
+        self._call_through(self.library)
+        self.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+
+    def _call_through(self, library: Any) -> None:
+        """Kernels are called through `library` from now on; those of every layer are looked up once."""
+        self._library = library
         self._linear = library.quire_linear
         self._group_linear = library.quire_group_linear
         self._rms_norm = library.quire_rms_norm
@@ -102,7 +82,18 @@ class CpuOps(Ops):
         self._rope_and_cache = library.quire_rope_and_cache
         self._attend = library.quire_attend
         self._step: Step | None = None
-        self.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+
+    @contextmanager
+    def calling(self, library: Any) -> Iterator[None]:
+        """Inside, kernels are called through `library`, which stands in front of the compiled one."""
+        self._call_through(library)
+        try:
+            yield
+        finally:
+            self._call_through(self.library)
+
+    def recorder(self) -> StepRecorder:
+        return StepRecorder(self)
 
     def set_num_threads(self, count: int) -> None:
         """Threads that one operation may use, the caller's included; a property of the process's library."""
@@ -126,7 +117,7 @@ class CpuOps(Ops):
             self._library.quire_advise_huge_pages(panels.data_ptr(), panels.nbytes)
             if self._pack(weight.detach(), panels, code):
                 break
-        return _described(panels, name, code, (n, k), bias, slices)
+        return described(panels, name, code, (n, k), bias, slices)
 
     def quantized(
         self, weight: StoredWeight, slices: Slices | None = None, use: WeightUse = WeightUse.LAYER
@@ -144,7 +135,7 @@ class CpuOps(Ops):
         if (bias is not None and bias.shape != (n,)) or not cpu_integer.fits(k, slices):
             raise EngineError(f"integer weights of [{n}, {k}] do not suit their bias or slices")
         name = " + ".join(dict.fromkeys(f"int{part.bits}" for part in parts))
-        return _described(cpu_integer.pack(self._library, parts), name, _INTEGER, (n, k), bias, slices)
+        return described(cpu_integer.pack(self._library, parts), name, _INTEGER, (n, k), bias, slices)
 
     def use_integer_kernel(self, name: str | None = None) -> str | None:
         """Take this kernel for integer products, in the whole process; None: the best that this processor runs. Returns
@@ -223,21 +214,36 @@ class CpuOps(Ops):
         ))  # fmt: skip
         return out
 
-    def grouped_linear(self, x: Tensor, counts: Sequence[int], ws: Sequence[PanelLinear]) -> Tensor:
-        """In one call: threads share the rows of all groups."""
+    def group_linears(self, ws: Sequence[PanelLinear]) -> PanelGroup:
         n, k = ws[0].out_features, ws[0].in_features
-        rows = rows_of(x, k)
-        if sum(counts) != rows or min(counts) < 0 or len(counts) != len(ws):
-            raise EngineError(f"{len(ws)} groups of {sum(counts)} rows in all, the input has {rows}")
         if any(w.slices is not None or w.out_features != n or w.in_features != k for w in ws):
             raise EngineError(f"weights that are used as a group are all [{n}, {k}], without slices")
-        out = torch.empty(rows, n)
-        groups = np.array(
-            [(w.panels_ptr, w.bias_ptr or 0, w.format_code, count) for w, count in zip(ws, counts, strict=True)],
-            np.int64,
-        )
-        if self._library.quire_grouped_linear(x.data_ptr(), groups.ctypes.data, len(ws), out.data_ptr(), n, k):
+        table = np.array([(w.panels_ptr, w.bias_ptr or 0, w.format_code, 0) for w in ws], np.int64)
+        return PanelGroup(tuple(ws), table, n, k)
+
+    def grouped_linear(self, x: Tensor, counts: Tensor, group: PanelGroup) -> Tensor:
+        """In one call: threads share the rows of all groups."""
+        rows, table = rows_of(x, group.in_features), group.table.copy()
+        table[:, 3] = counts
+        if table[:, 3].sum() != rows or table[:, 3].min() < 0:
+            raise EngineError(f"groups of {counts.tolist()} rows, the input has {rows}")
+        out = torch.empty(rows, group.out_features)
+        if self._library.quire_grouped_linear(
+            x.data_ptr(), table.ctypes.data, len(table), out.data_ptr(), group.out_features, group.in_features
+        ):
             raise MemoryError("no memory for the list of grouped GEMMs")
+        return out
+
+    def sum_experts(self, found: Tensor, pairs: ExpertRows, ranges: ExpertRanges) -> Tensor:
+        tokens, chosen = pairs.places.shape
+        width = found.shape[1]
+        if rows_of(found, width) != len(pairs.rows) or not dense(pairs.places, pairs.ranges, pairs.weights):
+            raise EngineError(f"{len(pairs.rows)} pairs of token and expert, {found.shape[0]} rows")
+        out = torch.empty(ranges.num_nodes, tokens, width)
+        self._library.quire_sum_experts(
+            found.data_ptr(), pairs.places.data_ptr(), pairs.ranges.data_ptr(), pairs.weights.data_ptr(),
+            ranges.merges.data_ptr(), out.data_ptr(), tokens, chosen, width, ranges.first_range, ranges.num_ranges,
+        )  # fmt: skip
         return out
 
     def embed(self, ids: Tensor, w: PanelLinear) -> Tensor:
@@ -300,6 +306,21 @@ class CpuOps(Ops):
                 shape.head_dim, eps,
             )  # fmt: skip
             start += heads * shape.head_dim
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        width = x.shape[-1]
+        rows = rows_of(x, width)
+        if rows_of(y, width) != rows:
+            raise EngineError(f"rows [{rows}, {width}] are not added to {tuple(y.shape)}")
+        out = torch.empty(rows, width)
+        self._library.quire_add(x.data_ptr(), y.data_ptr(), out.data_ptr(), rows * width)
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        width = x.shape[-1]
+        out = torch.empty(rows_of(x, width), width)
+        self._library.quire_scale(x.data_ptr(), out.data_ptr(), out.numel(), factor)
+        return out
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         width = x.shape[-1]
@@ -538,40 +559,3 @@ class CpuOps(Ops):
         if self._library.quire_check_ids(step.positions, step.tokens, rows):
             raise EngineError(f"a position lies outside the rotary table's 0..{rows - 1}")
         step.rope, step.rope_ptr, step.rot = rope, rope.data_ptr(), rot
-
-
-def _slice_ends(slices: Slices, width: int) -> Tensor:
-    """The slices of a weight's columns as the compiled GEMM reads them."""
-    slices.check_width(width)
-    merges = slices.merges()
-    deepest = on_stack = 0
-    for count in merges:
-        deepest = max(deepest, on_stack + 1)
-        on_stack += 1 - count
-    if deepest > _MAX_STACK:
-        raise EngineError(f"the tree over {slices} needs {deepest} sums at once; the CPU kernels hold {_MAX_STACK}")
-    return torch.tensor(list(zip(slices.borders[1:], merges, strict=True)), dtype=I64)
-
-
-def _described(
-    panels: Tensor, name: str, code: int, shape: tuple[int, int], bias: Tensor | None, slices: Slices | None
-) -> PanelLinear:
-    """A packed weight [N, K] with its bias and slices, and their addresses."""
-    n, k = shape
-    ends = None if slices is None else _slice_ends(slices, k)
-    kept = None if bias is None else bias.detach().to(F32, copy=True).contiguous()
-    return PanelLinear(
-        panels=panels,
-        bias=kept,
-        out_features=n,
-        in_features=k,
-        format=name,
-        panels_ptr=panels.data_ptr(),
-        bias_ptr=None if kept is None else kept.data_ptr(),
-        format_code=code,
-        slices=slices,
-        slice_ends=ends,
-        slices_ptr=None if ends is None else ends.data_ptr(),
-        num_slices=0 if slices is None else slices.count,
-        num_nodes=1 if slices is None else len(slices.nodes()),
-    )

@@ -120,6 +120,23 @@ static void round_group(const float *x, int64_t count, float d, float m, int zer
     }
 }
 
+/* Sums of x^3 q and x^2 q^2 over the codes q of a group, in an order that every machine keeps. */
+static void fit(const float *x, int64_t count, float inverse, float low, float high, float *xq, float *qq) {
+    float products[LANES] = {0.0f}, squares[LANES] = {0.0f};
+    for (int64_t i = 0; i < count; i += LANES)
+        for (int j = 0; j < LANES; j++) {
+            float value = x[i + j], q = (value * inverse + 12582912.0f) - 12582912.0f; /* an integer, ties to even */
+            q = q < low ? low : q;
+            q = q > high ? high : q;
+            products[j] += value * value * value * q;
+            squares[j] += value * value * q * q;
+        }
+    for (int j = 0; j < LANES; j++) {
+        *xq += products[j];
+        *qq += squares[j];
+    }
+}
+
 /* A scale for codes around zero: among some near the one that makes the largest magnitude the lowest code, each followed
  * by the least squares scale for the codes that it gives, the one that leaves the smallest error. Errors of large weights
  * count more. */
@@ -131,12 +148,7 @@ static float symmetric_scale(const float *x, int64_t count, int low, int high) {
     float best = 0.0f, found = top / (float)low;
     for (int turn = -6; turn <= 6; turn++) {
         float inverse = ((float)low + 0.1f * (float)turn) / top, xq = 0.0f, qq = 0.0f;
-        for (int64_t i = 0; i < count; i++) {
-            float q = rintf(x[i] * inverse), weight = x[i] * x[i];
-            q = q < (float)low ? (float)low : q > (float)high ? (float)high : q;
-            xq += weight * x[i] * q;
-            qq += weight * q * q;
-        }
+        fit(x, count, inverse, (float)low, (float)high, &xq, &qq);
         if (qq > 0.0f && xq * xq > best * qq) best = xq * xq / qq, found = xq / qq;
     }
     return found;

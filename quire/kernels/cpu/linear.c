@@ -6,6 +6,7 @@
 #include "export.h"
 #include "integer.h"
 #include "pool.h"
+#include "recorded.h"
 #include "weight.h"
 
 #include <stdlib.h>
@@ -380,3 +381,5 @@ EXPORT int32_t quire_grouped_linear(const float *x, const linear_group *groups, 
     free(all.first_task);
     return 0;
 }
+
+RECORDED(quire_linear, PTR(0), PTR(1), INT32(2), PTR(3), PTR(4), PTR(5), INT(6), INT(7), INT(8), PTR(9), INT(10))
