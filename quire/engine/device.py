@@ -47,6 +47,9 @@ def resolve(config: EngineConfig) -> EngineConfig:
     gpu = device != "cpu" and missing is None
     if not gpu and config.cache.kv_cache_dtype != "auto":
         raise ConfigError("kv_cache_dtype 'fp8' needs a GPU: use kv_cache_dtype='auto'", field="kv_cache_dtype")
+    if gpu and config.model.quantization is not None:
+        raise ConfigError("quantization multiplies integers on a CPU only so far: use device='cpu', or no quantization",
+                          field="quantization")
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu"),

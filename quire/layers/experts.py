@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.expert_rows import ExpertRanges
+from quire.kernels.quantized import WeightUse
 from quire.kernels.slices import Slices
 from quire.kernels.types import StepContext
 from quire.layers.linear import Linear, LinearGroup
@@ -91,12 +92,14 @@ class Moe:
         self._spec = spec
         self._ranks = ranks if share is not None else None
         self._tree = None if share is None else share.expert_tree
-        self.router = Linear(ops, ("router",), spec.router.bias, dtype)
+        self.router = Linear(ops, ("router",), spec.router.bias, dtype, use=WeightUse.EXACT)
         self._choice_bias: Tensor | None = None
         run = Slices.of_experts(spec.router.num_experts) if share is None else share.expert_run
         self._experts = Experts(ops, spec, ExpertRanges(run), dtype)
         self._shared = None if spec.shared is None else Mlp(ops, spec.shared, dtype, share, ranks)
-        self._shared_gate = Linear(ops, ("shared_gate",), False, dtype) if spec.shared_gate else None
+        self._shared_gate = (
+            Linear(ops, ("shared_gate",), False, dtype, use=WeightUse.EXACT) if spec.shared_gate else None
+        )
 
     @property
     def linears(self) -> tuple[Linear, ...]:

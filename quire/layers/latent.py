@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
 from quire.kernels.slices import Slices
 from quire.kernels.types import LatentShape, LayerCache, StepContext
 from quire.layers.linear import Linear, LinearGroup, SharedLinear
@@ -27,15 +28,17 @@ class HeadProjections:
     def __init__(self, ops: Ops, spec: LatentSpec, heads: int, dtype: torch.dtype | None) -> None:
         self._spec = spec
         self.keys, self.values = (
-            LinearGroup(ops, [Linear(ops, ("",), False, dtype) for _ in range(heads)]) for _ in range(2)
+            LinearGroup(ops, [Linear(ops, ("",), False, dtype, use=WeightUse.EXACT) for _ in range(heads)])
+            for _ in range(2)
         )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         return (*self.keys.linears, *self.values.linears)
 
-    def receive(self, weight: Tensor) -> None:
+    def receive(self, stored: StoredWeight) -> None:
         """`kv_b`: for each head the rows of its keys, then those of its values, all over the latent."""
+        weight = stored.dequantized() if isinstance(stored, QuantizedWeight) else stored
         keys, values = self.keys.linears, self.values.linears
         for key, value, head in zip(keys, values, weight.chunk(len(keys)), strict=True):
             key.receive("", "weight", head[: self._spec.nope_dim].T)

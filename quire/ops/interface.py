@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.errors import EngineError
 from quire.kernels.expert_rows import ExpertRanges, ExpertRows
+from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
 from quire.kernels.slices import RankTree, Slices
 from quire.kernels.types import HeadShape, LayerCache, StepContext
 from quire.parallel.collectives import TensorGroup
@@ -77,6 +79,18 @@ class Ops(AttentionBackend):
         With `slices`, which cover K, the product sums each slice from zero and adds the slices in their tree, then
         bias and residual. On a GPU this holds in deterministic mode.
         """
+
+    def quantized(
+        self, weight: StoredWeight, slices: Slices | None = None, use: WeightUse = WeightUse.LAYER
+    ) -> QuantizedWeight | None:
+        """The integers that this device multiplies with in place of a weight; None: it multiplies floats."""
+        return None
+
+    def pack_quantized(
+        self, parts: Sequence[QuantizedWeight], bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PackedLinear:
+        """As `pack_linear`, of parts one below the other that `quantized` gave."""
+        raise EngineError("this device multiplies no integers")
 
     @abstractmethod
     def linear(self, x: Tensor, w: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.kernels.quantized import StoredWeight
 from quire.kvtransfer.store import KVStore
 from quire.models.build import build_decoder, dummy_weights, stored_parts
 from quire.models.decoder import Decoder
@@ -50,7 +51,7 @@ class Worker:
         self.spec = read_spec(source.config)
         self.shard = shard = shard_of(self.spec, Place()) if shard is None else shard
         self.pool: PoolSize = size_shard_pool(source, config, shard) if pool is None else pool
-        ops = CpuOps(num_threads=config.model.num_threads)
+        ops = CpuOps(num_threads=config.model.num_threads, rounding=config.model.rounding)
         decoder = build_decoder(
             source.config, _weights(source, config.model.load_format, config, shard), ops,
             max_model_len=self.pool.max_model_len, shard=shard,
@@ -161,7 +162,8 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
     pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False), free,
                      draft_bytes_per_token=draft_bytes, shard=shard)
     dummy = config.model.load_format == "dummy"
-    check_weights_fit(shard.num_parameters, packed=source.path.suffix == ".gguf" and not dummy, free=free)
+    packed = (source.path.suffix == ".gguf" and not dummy) or config.model.rounding is not None
+    check_weights_fit(shard.num_parameters, packed=packed, free=free)
     return pool
 
 
@@ -170,10 +172,12 @@ def _draft_source(speculation: SpeculationOptions, config: EngineConfig) -> Mode
 
 
 def _weights(source: ModelSource, load_format: str, config: EngineConfig,
-             shard: Shard | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+             shard: Shard | None = None) -> Iterator[tuple[str, StoredWeight]]:
     parts = None if shard is None or shard.is_whole else stored_parts(source.config, shard)
     if load_format == "dummy":
         return dummy_weights(source.config, config.model.seed, parts)
+    if config.model.rounding is not None:
+        return source.stored_weights(parts)
     return source.weights(None, parts)  # packed from the type they are stored in: less memory at once
 
 

@@ -4,6 +4,7 @@
  * binary tree of slices.py; most weights are one slice. However many rows share a pass, and however a slice is cut into
  * pieces, the order is the same, so an element's bits depend on its own row and column only. */
 #include "export.h"
+#include "integer.h"
 #include "pool.h"
 #include "recorded.h"
 #include "weight.h"
@@ -306,6 +307,10 @@ static int64_t cut_tasks(linear_job *job, int64_t pieces) {
 EXPORT void quire_linear(const float *x, const void *w, int32_t format, const float *bias, const float *residual,
                          float *out, int64_t rows, int64_t n, int64_t k, const slice *slices, int64_t num_slices) {
     if (rows == 0) return;
+    if (format == INTEGER) {
+        quire_int_linear(x, w, bias, residual, out, rows, n, k, slices, num_slices);
+        return;
+    }
     slice all = {k, 0};
     linear_job job = {x, w, bias, residual, out, rows, n, k, format, &all, 1, 0, 0, (n + NR - 1) / NR, 1, 1};
     if (num_slices) job.slices = slices, job.num_slices = num_slices;
@@ -359,6 +364,10 @@ EXPORT int32_t quire_grouped_linear(const float *x, const linear_group *groups, 
     for (int64_t g = 0; g < count; row += groups[g++].rows) {
         int64_t rows = groups[g].rows;
         if (rows == 0) continue;
+        if (groups[g].format == INTEGER) {
+            quire_int_linear(x + row * k, groups[g].w, groups[g].bias, NULL, out + row * n, rows, n, k, NULL, 0);
+            continue;
+        }
         linear_job *job = &all.jobs[all.count];
         *job = (linear_job){x + row * k, groups[g].w, groups[g].bias, NULL, out + row * n, rows, n, k,
                             (int32_t)groups[g].format, &whole, 1, 1, 1, (n + NR - 1) / NR,

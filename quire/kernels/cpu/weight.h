@@ -18,6 +18,7 @@ enum {
     SCALED8 = 2,  /* groups of d[NR] floats, q[GROUP][NR] signed bytes: w = d * q (Q8_0, Q5_0, Q4_0) */
     SCALED4 = 3,  /* groups of d[NR], m[NR] floats, q[GROUP / 8][NR] words, each holding 8 steps of k from its lowest
                      bits up: w = d * q + m (Q4_1) */
+    INTEGER = 4,  /* integer codes that are multiplied as integers, see integer.h */
 };
 
 INLINE int64_t group_bytes(int32_t format) { return format == SCALED8 ? NR * (4 + GROUP) : NR * (8 + GROUP / 2); }
