@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.kernels.expert_rows import ExpertRanges, ExpertRows
 from quire.kernels.slices import RankTree, Slices
 from quire.kernels.types import HeadShape, LayerCache, StepContext
 from quire.parallel.collectives import TensorGroup
@@ -87,16 +88,37 @@ class Ops(AttentionBackend):
         without bias and residual; into `out` if given. With the nodes of the other runs, `finish_tree` gives the bits
         of the whole."""
 
-    def grouped_linear(self, x: Tensor, counts: Sequence[int], ws: Sequence[Any]) -> Tensor:
-        """[M, N]: the first counts[0] rows of x through ws[0], the next counts[1] through ws[1], and so on; a row has
-        the bits that `linear` gives it. The weights have one shape and no slices."""
-        out = torch.empty(x.shape[0], ws[0].out_features, dtype=x.dtype, device=x.device)
+    def group_linears(self, ws: Sequence[Any]) -> Any:
+        """Packed weights of one shape, without slices, in the form that `grouped_linear` wants."""
+        return tuple(ws)
+
+    def grouped_linear(self, x: Tensor, counts: Tensor, group: Any) -> Tensor:
+        """[M, N]: the first counts[0] rows of x through the first weight of the group, the next counts[1] through the
+        second, and so on; a row has the bits that `linear` gives it. `counts` are int64."""
+        out = torch.empty(x.shape[0], group[0].out_features, dtype=x.dtype, device=x.device)
         start = 0
-        for count, w in zip(counts, ws, strict=True):
+        for count, w in zip(counts.tolist(), group, strict=True):
             if count:
                 self.linear(x[start : start + count], w, None, out[start : start + count])
             start += count
         return out
+
+    def sum_experts(self, found: Tensor, pairs: ExpertRows, ranges: ExpertRanges) -> Tensor:
+        """[nodes, T, width]: the weighted sums of each token's experts, of which `found` has a row for each pair: in
+        ascending order within a range, the ranges in their tree, as far as these ranges go."""
+        tokens, chosen = pairs.places.shape
+        there = pairs.places >= 0
+        stack: list[Tensor] = []
+        for index, merges in enumerate(ranges.merges.tolist(), ranges.first_range):
+            total = found.new_zeros(tokens, found.shape[1])
+            for pair in range(chosen):
+                rows = (there[:, pair] & (pairs.ranges[:, pair] == index)).nonzero().flatten()
+                total[rows] += found[pairs.places[rows, pair]] * pairs.weights[rows, pair].unsqueeze(1)
+            stack.append(total)
+            for _ in range(merges):
+                right = stack.pop()
+                stack[-1] = stack[-1] + right
+        return torch.stack(stack)
 
     @abstractmethod
     def embed(self, ids: Tensor, w: Any) -> Tensor:
