@@ -55,7 +55,7 @@ INLINE vf weight_bfloat16(const uint8_t *panel, int64_t k, int j) {
 }
 
 INLINE vf weight_scaled8(const uint8_t *group, const scales *s, int64_t i, int j) {
-    return s->d[j] * to_float(load_i8(group + NR * (4 + i) + j * VL));
+    return s->d[j] * bytes_to_float(group + NR * (4 + i) + j * VL);
 }
 
 INLINE vi words_scaled4(const uint8_t *group, int64_t word, int j) {
@@ -63,7 +63,7 @@ INLINE vi words_scaled4(const uint8_t *group, int64_t word, int j) {
 }
 
 INLINE vf weight_scaled4(vi words, const scales *s, int i, int j) {
-    return fma_v(s->d[j], nibble_to_float(words >> (4 * i)), s->m[j]);
+    return fma_v(s->d[j], nibble_to_float(words, i), s->m[j]);
 }
 
 INLINE void widen_bfloat16(const uint8_t *from, int64_t depth, float *to) {
