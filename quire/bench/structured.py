@@ -17,6 +17,7 @@ from typing import Any, Final
 from quire.async_llm import AsyncLLM
 from quire.llm import LLM
 from quire.sampling.params import SamplingParams
+from quire.structured.spec import StructuredOutputs
 
 EXAMPLES = (
     "examples:\n"
@@ -71,7 +72,7 @@ def _params(tokens: int) -> tuple[SamplingParams, SamplingParams]:
     """Without and with the schema."""
     plain = SamplingParams(temperature=0.8, max_tokens=tokens, ignore_eos=True, seed=1)
     return plain, SamplingParams(temperature=0.8, max_tokens=tokens, ignore_eos=True, seed=1,
-                                 structured_outputs={"json": SCHEMA})
+                                 structured_outputs=StructuredOutputs(json=SCHEMA))
 
 
 def _messages(streams: int) -> list[list[dict[str, str]]]:

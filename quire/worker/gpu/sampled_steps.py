@@ -58,6 +58,11 @@ class TokenCounts:
             self._counted[row.row] = (info, row.position)
         return fresh
 
+    def forget(self, rows: Sequence[SampledRow]) -> None:
+        """They were not counted after all: begin again with them."""
+        for row in rows:
+            self._counted.pop(row.row, None)
+
 
 class SampledSteps:
     """Rows in, tokens into the table and into a ring of the last steps' draws."""
@@ -133,9 +138,13 @@ class SampledSteps:
     ) -> PackedLogprobs | None:
         """Draw for the rows from their places of the logits, into `slot` of the ring; returns what they report."""
         fresh = self._counts.place(rows, self._table)
-        for at in range(0, len(rows), AT_ONCE):
-            self._pass(logits, rows[at : at + AT_ONCE], settings[at : at + AT_ONCE], slot, fresh)
-            fresh = []
+        try:
+            for at in range(0, len(rows), AT_ONCE):
+                self._pass(logits, rows[at : at + AT_ONCE], settings[at : at + AT_ONCE], slot, fresh)
+                fresh = []
+        except BaseException:
+            self._counts.forget(rows)
+            raise
         asking = [(row.place, int(one.words[sampled_row.LOGPROBS])) for row, one in zip(rows, settings, strict=True)
                   if one.wants & Wants.LOGPROBS]
         if not asking:
