@@ -27,6 +27,7 @@ from quire.worker.gpu.table import DeviceTable, RowInfo
 
 AT_ONCE = 256
 """Rows of one pass: a row of changed logits is 4 bytes times the vocabulary."""
+_LOGPROBS = int(Wants.LOGPROBS)
 _WARM = (Wants.DRAW | Wants.CUT, Wants.DRAW | Wants.CUT | Wants.PENALTIES, Wants.LOGPROBS)
 """What most requests ask for: compiled before anybody waits."""
 
@@ -146,7 +147,7 @@ class SampledSteps:
             self._counts.forget(rows)
             raise
         asking = [(row.place, int(one.words[sampled_row.LOGPROBS])) for row, one in zip(rows, settings, strict=True)
-                  if one.wants & Wants.LOGPROBS]
+                  if one.bits & _LOGPROBS]
         if not asking:
             return None
         places = [place for place, _ in asking]
