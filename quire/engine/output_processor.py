@@ -191,12 +191,17 @@ class OutputProcessor:
             prompt_token_ids=self.prompt_token_ids,
             outputs=self._completions(only_new),
             finished=self.finished,
-            prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
+            prompt_logprobs=self._known_prompt_logprobs(),
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics if only_new else replace(self.metrics, counts=replace(self.metrics.counts)),
             seed=self.seed,
             error=self.error,
         )
+
+    def _known_prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
+        """All outputs share the list once it is complete."""
+        found = self._prompt_logprobs
+        return found if found is None or len(found) == len(self.prompt_token_ids) else list(found)
 
     def _note_time(self, now: float) -> None:
         if self.metrics.first_token_time is None and any(state.token_ids for state in self._sequences):

@@ -96,6 +96,7 @@ class Scheduler:
         request.max_len = longest_allowed(request, self.limits, self.cache)
         request.arrival_index = self._num_added
         self._num_added += 1
+        self.cache.name_prompt(request.sequences[0].kv, request.sequences[0].tokens)
         self._roster.add(request)
 
     def take_asking(self) -> list[tuple[Request, Reservation]]:
@@ -164,6 +165,10 @@ class Scheduler:
     @on_preempt.setter
     def on_preempt(self, told: Callable[[Request, PreemptionReason], None] | None) -> None:
         self._giving_way.on_preempt = told
+
+    def tell_of_starts(self, told: Callable[[Request], None]) -> None:
+        """Call `told` with every request that begins for the first time."""
+        self._state.on_start = told
 
     def take_updates(self) -> list[SequenceUpdate]:
         """News since the last call, in order."""

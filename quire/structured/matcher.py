@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.structured.output import agreement
 from quire.structured.vocabulary import Vocabulary, import_xgrammar
 
 
@@ -37,7 +38,7 @@ class CompiledGrammar:
 class SequenceGrammar:
     """The matcher of one sequence."""
 
-    __slots__ = ("_accepted", "_drawable", "_end_ids", "_matcher", "_silent", "_vocabulary", "_words")
+    __slots__ = ("_accepted", "_agreed", "_drawable", "_end_ids", "_matcher", "_silent", "_vocabulary", "_words")
 
     def __init__(self, compiled: Any, vocabulary: Vocabulary, stop_ids: frozenset[int], named: frozenset[int],
                  drawable: np.ndarray) -> None:
@@ -47,6 +48,8 @@ class SequenceGrammar:
         self._drawable = drawable
         self._end_ids = sorted(stop_ids & vocabulary.silent_ids)
         self._accepted: list[int] = []
+        self._agreed = 0
+        """How many of these were in the output when it was last shown; drafts come after them."""
         self._words = np.zeros((1, -(-vocabulary.size // 32)), np.int32)
 
     def mask(self, output: Sequence[int]) -> bytes:
@@ -96,11 +99,17 @@ class SequenceGrammar:
     def _follow(self, output: Sequence[int]) -> bool:
         """Bring the matcher to the end of `output`; false if the grammar does not go there."""
         known = self._accepted
-        if list(output[: len(known)]) != known:
-            same = next((i for i, (a, b) in enumerate(zip(known, output)) if a != b), min(len(known), len(output)))
+        same = agreement(output, known, self._agreed)
+        if same < len(known):
             self._matcher.rollback(len(known) - same)
             del known[same:]
-        return all(self._accept(token) for token in output[len(known) :])
+        followed = all(self._accept(token) for token in output[same:])
+        self._agreed = len(known)
+        return followed
+
+    def rewound(self, num_tokens: int) -> None:
+        """Of what it was shown only the first `num_tokens` still hold."""
+        self._agreed = min(self._agreed, num_tokens)
 
     def _accept(self, token: int) -> bool:
         if token in self._silent or not self._matcher.accept_token(token):
