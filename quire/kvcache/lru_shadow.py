@@ -23,8 +23,8 @@ class Shadow(ABC):
     """Keeps the keys that a pool of the same size would cache under a plain policy, and a balance of hits against it.
 
     `trusted` turns False when the real cache has found `_STAKE` less than the plain policy would have, and True again
-    when the allowance has made up for that, or for a multiple of it if it was so before. A policy that evicts like the plain one while it is not trusted loses, in
-    the long run, no more than the allowance.
+    when the allowance has made up for that, or for a multiple of it if it was so before. A policy that evicts like the
+    plain one while it is not trusted loses, in the long run, no more than the allowance.
     """
 
     def __init__(self, num_blocks: int) -> None:

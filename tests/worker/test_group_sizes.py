@@ -1,4 +1,4 @@
-"""Layers with a sliding window get the blocks that windows need, the others what that leaves; the tokens are the same."""
+"""Layers with a sliding window get the blocks that windows need and the others the rest; the tokens are the same."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_where_many_run_windows_get_what_all_of_them_need() -> None:
 
 
 @pytest.mark.parametrize("options", [{"num_kv_blocks": 100}, {"enable_chunked_prefill": False}])
-def test_blocks_that_were_asked_for_and_steps_that_hold_whole_prompts_have_equal_groups(options: dict[str, Any]) -> None:
+def test_groups_are_equal_where_blocks_were_asked_for_or_steps_hold_whole_prompts(options: dict[str, Any]) -> None:
     if "num_kv_blocks" in options:
         config = EngineConfig.create(model="gemma", **options)
         pool = size_pool(read_spec(GEMMA_1B), config.cache, None, 4, free=16 << 30, step_tokens=512)
