@@ -211,12 +211,12 @@ class Scheduler:
         self._add_transfers(plan)
         planned = list(draft.planned.values())
         plan.entries = [entry for _, entry, _ in planned]
+        add_masks((seq, entry) for seq, entry, _ in planned)
         for seq, entry, _ in planned:
             for table in seq.kv.tables:
                 if table.dirty_from < len(table.blocks):
                     plan.diffs.extend(table_diffs(seq))
                     break
-            add_masks(seq, entry)
             start = entry.start
             seq.num_computed = end = start + entry.num_tokens
             if start < seq.num_prompt_tokens:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from quire.errors import QuireError
 from quire.structured.compiler import as_refusal, parse_grammar
-from quire.structured.matcher import CompiledGrammar, SequenceGrammar
+from quire.structured.matcher import CompiledGrammar, SequenceGrammar, allows_any
 from quire.structured.output import Output
 from quire.structured.packets import ANSWER, LAST, OVER, PACKET_BYTES, QUERY, SLOW, SPENT, CellLimits
 from quire.structured.spec import StructuredOutputs
@@ -237,7 +237,7 @@ class _Cell:
         if not self._step_down.done:
             signal.setitimer(signal.ITIMER_VIRTUAL, self._limits.mask_quick_seconds)
         masks = followed.grammar.masks(output, tokens[num_tokens:])
-        over = len(masks) == 1 and not any(masks[0]) and followed.grammar.over(output)
+        over = len(masks) == 1 and not allows_any(masks[0]) and followed.grammar.over(output)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         self._spent[followed.request] = spent = self._spent[followed.request] + time.process_time() - began

@@ -4,7 +4,7 @@ there; and how they end it. Everybody else goes on meanwhile."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import InvalidRequestError, QuireError
 from quire.structured.isolated import PATIENCE_S, IsolatedGrammars, IsolatedSequence
@@ -139,14 +139,26 @@ def fail_if_slow(request: Request) -> None:
         grammar.claim.fail("was too slow to go on after a preemption: simplify it")
 
 
-def add_masks(seq: Sequence, entry: PlanEntry) -> None:
-    """Tell a plan's entry which tokens may be drawn, if its sequence has a grammar to follow."""
-    request = seq.request
-    if request.start_grammar is None or not entry.sample:
-        return
-    if seq.grammar is None:
-        seq.grammar = request.start_grammar(request.stop_ids)
-    entry.masks = b"".join(seq.grammar.masks(_output(seq), entry.drafts))
+def add_masks(planned: Iterable[tuple[Sequence, PlanEntry]]) -> None:
+    """Tell a plan's entries which tokens may be drawn, where their sequences have a grammar to follow. Those without
+    drafts are filled together, if their matchers are here and can be."""
+    together: list[tuple[PlanEntry, Any, Output]] = []
+    for seq, entry in planned:
+        request = seq.request
+        if request.start_grammar is None or not entry.sample:
+            continue
+        if seq.grammar is None:
+            seq.grammar = request.start_grammar(request.stop_ids)
+        output = _output(seq)
+        if entry.drafts or seq.grammar.masks_of_all is None:
+            entry.masks = b"".join(seq.grammar.masks(output, entry.drafts))
+        else:
+            together.append((entry, seq.grammar, output))
+    if together:
+        fill = together[0][1].masks_of_all
+        found = fill([(grammar, output) for _, grammar, output in together])
+        for (entry, _, _), mask in zip(together, found, strict=True):
+            entry.masks = mask
 
 
 def grammar_over(seq: Sequence) -> bool:

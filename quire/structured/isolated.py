@@ -409,6 +409,9 @@ class RequestGrammar:
 class IsolatedSequence:
     """Where one sequence stands, as far as it is known here; the matcher is in a cell."""
 
+    masks_of_all = None
+    """Masks are made one by one in the cells, as their tokens come."""
+
     def __init__(self, claim: RequestGrammar, cell: _Cell, first_mask: bytes | None = None) -> None:
         self.claim = claim
         self.number = next(claim.grammars.numbers)

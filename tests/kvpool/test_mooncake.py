@@ -13,7 +13,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.kvpool.mooncake import MooncakeAddress
-from tests.kvpool.pool_engines import PROMPT, SECRET, ask, open_engine, said, wait_for
+from tests.kvpool.pool_engines import PROMPT, SECRET, TWO_RANKS, ask, open_engine, said, wait_for
 from tests.kvpool.servers import Listening, free_port
 
 try:
@@ -53,7 +53,8 @@ def test_another_engine_finds_what_one_has_computed(master: Master, models: Any)
     for family in ("llama", "gemma3"):
         with open_engine(models(family), None) as llm:
             plain = said(ask(llm))
-        with open_engine(models(family), master.url) as first, open_engine(models(family), master.url, 32) as second:
+        with open_engine(models(family), master.url) as first, \
+                open_engine(models(family), master.url, 32, **TWO_RANKS) as second:
             for engine in (first, second):
                 wait_for(engine, "kv_pool_connected", 1)
             assert said(ask(first)) == plain
