@@ -130,22 +130,31 @@ class KVCacheManager:
         here, full = self._match_here(kv, tokens, num_tokens)
         if not lookups or here.num_tokens == full * self.block_size:
             return here
-        return self._tier_prefixes.best(here, kv.hashes[:full], lookups, self.cost)
+        known = kv.seen.with_tiers
+        if known is None or known.lost or kv.seen.lookups is not lookups:
+            known = self._tier_prefixes.best(here, kv.hashes[:full], lookups, self.cost)
+            if kv.seen.lookups is lookups and all(lookup.settled for lookup in lookups):
+                kv.seen.with_tiers = known
+        return known
 
     def ask(self, kv: SequenceKV, tokens: list[int], num_tokens: int | None = None) -> list[Lookup]:
         """Ask every tier, in their order, what it has of the first `num_tokens`; [] if the device has all that can be
-        used."""
+        used. What they have answered stands while the device has the same of them."""
         if not self.prefix_caching or not any(tier.offload for tier in self.tiers):
             return []
         here, full = self._match_here(kv, tokens, num_tokens)
         if here.num_tokens == full * self.block_size:
             return []
+        known = kv.seen.lookups
+        if known and all(lookup.settled for lookup in known):
+            return known
         hashes, tokens = kv.hashes[:full], tokens[:num_tokens]
         found = []
         prefix = TokenPrefix(kv.key, tokens, len(tokens), kv.unit_keys)
         for tier in self.tiers:
             asked = hashes if tier.offload else [], len(self.groups)
             found.append(unless_it_breaks(tier, Lookup.failed(*asked), tier.lookup, *asked, prefix))
+        kv.seen.lookups = found
         return found
 
     def _match_here(self, kv: SequenceKV, tokens: list[int], num_tokens: int | None) -> tuple[PrefixMatch, int]:
