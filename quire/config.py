@@ -94,8 +94,9 @@ class CacheConfig:
     kv_fetch_timeout: float = option(30.0, "seconds that a request waits for KV from another tier before it computes "
                                            "what has not come")
     eviction_policy: str = option("reuse-rate", "which idle cached block gives up its place first: the one least "
-                                  "likely to be asked for again, as learned so far, or the least recently used",
-                                  ("reuse-rate", "lru"))
+                                  "likely to be asked for again, as learned so far, the least recently used, or the "
+                                  "one whose second-last use is longest ago",
+                                  ("reuse-rate", "lru", "lru-2"))
     kv_disk: str | None = option(
         None, "keep prefixes in this directory, at most so many bytes, and find them again after a restart: PATH:SIZE, "
               "as in /var/cache/quire-kv:20GiB (default: none)")

@@ -106,10 +106,11 @@ def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, 
     """The model's shapes and none of its weights: what is left is the engine around it."""
     from quire.executor.dummy import DummyExecutor
     from quire.models.registry import read_spec
-    from quire.worker.memory import size_pool
+    from quire.worker.memory import size_pool, step_tokens_of
 
     spec = read_spec(source.config)
-    pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False))
+    pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False),
+                     step_tokens=step_tokens_of(config))
     if config.model.dummy_script is not None:
         from quire.executor.scripted import ScriptedExecutor, read_script
 

@@ -31,6 +31,7 @@ from quire.worker.memory import (
     draft_group,
     groups_with_draft,
     size_pool,
+    step_tokens_of,
 )
 from quire.worker.model_runner import ModelRunner
 from quire.worker.passes import Passes
@@ -58,12 +59,13 @@ class Worker:
             ranks=None if collectives is None else collectives.group, dtype=None)
         self.weight_bytes = decoder.weight_bytes
         draft = self._draft_decoder(config, ops)
-        self._cache = CacheEngine(decoder, ops, self.pool.num_blocks, config.cache.block_size,
+        groups = groups_with_draft(self.spec, self.pool.draft_bytes_per_token)
+        self._cache = CacheEngine(decoder, ops, [self.pool.blocks_of(group.window) for group in groups],
+                                  config.cache.block_size,
                                   self.pool.num_host_blocks, draft=draft, draft_group=draft_group(self.spec))
         self.arrivals = self._cache.arrivals
         self._table = RequestTable(config.scheduler.num_seqs(gpu=False), self.pool.max_model_len,
-                                   config.cache.block_size,
-                                   len(groups_with_draft(self.spec, self.pool.draft_bytes_per_token)))
+                                   config.cache.block_size, len(groups))
         speculation = config.speculation.options
         rejection = speculation is not None and speculation.verifier == REJECTION
         drafter = None if speculation is None else self._drafter(
@@ -160,7 +162,7 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
         draft_bytes = draft.kv_bytes_per_token
     free = available_memory() // ranks_here
     pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False), free,
-                     draft_bytes_per_token=draft_bytes, shard=shard)
+                     draft_bytes_per_token=draft_bytes, shard=shard, step_tokens=step_tokens_of(config))
     dummy = config.model.load_format == "dummy"
     packed = (source.path.suffix == ".gguf" and not dummy) or config.model.rounding is not None
     check_weights_fit(shard.num_parameters, packed=packed, free=free)
