@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml setup.py build_backend.py requirements/constraints.txt $(wildcard quire/kernels/cpu/*.[ch])
 
-.PHONY: demo serve cluster test test-failed browser agents mooncake test-gpu lint bench fuzz clean help
+.PHONY: demo serve cluster test test-failed browser redis agents mooncake test-gpu lint bench fuzz clean help
 
 help:
 	@echo "make demo   set up everything and answer three prompts"
@@ -47,7 +47,7 @@ serve: $(VENV)/.ready-serve
 cluster: $(VENV)/.ready-serve
 	@$(BIN)/python -m quire.bench.cluster
 
-test: $(VENV)/.ready-test browser agents mooncake
+test: $(VENV)/.ready-test browser redis agents mooncake
 	$(BIN)/python -m pytest -n auto --durations 60 || { test $$? -eq 1 && $(MAKE) --no-print-directory test-failed; }
 
 # Tests that failed beside others are run once more by themselves. A test that passes only now is named: it depends on
@@ -63,6 +63,12 @@ browser: $(VENV)/.ready-test
 	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } > /dev/null 2>&1 \
 	  || timeout 300 $(BIN)/playwright install chromium > /dev/null 2>&1 \
 	  || echo "no Chromium could be had: the tests of the page will be skipped"
+
+# Without it, the tests of an index in Redis are skipped and say so.
+redis:
+	@command -v redis-server \
+	  || { apt-get update -qq && apt-get install -qq -y --no-install-recommends redis-server; } > /dev/null 2>&1 \
+	  || echo "no redis-server could be had: the tests of an index in Redis will be skipped"
 
 # Without it, the tests of KV through Mooncake are skipped and say so. Its library needs some of the system's.
 MOONCAKE := mooncake-transfer-engine-non-cuda

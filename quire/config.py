@@ -420,9 +420,6 @@ def _check_pool(config: EngineConfig) -> None:
                           f"{cache.block_size} does not", field="block_size")
     if not cache.enable_prefix_caching:
         raise ConfigError(f"{field} keeps prefixes, and without enable_prefix_caching there are none", field=field)
-    if config.parallel.num_ranks > 1 or config.parallel.distributed_executor_backend != "auto":
-        raise ConfigError(f"{field} is for engines of one rank in the engine's own process: leave it out, or "
-                          "tensor_parallel_size, pipeline_parallel_size and distributed_executor_backend", field=field)
     options = config.speculation.options
     if options is not None and options.model is not None:
         raise ConfigError(f"{field} does not keep the KV of a draft model: leave it out, or use a speculative method "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,12 +95,7 @@ class ServerConfig:
     @classmethod
     def create(cls, **options: Any) -> ServerConfig:
         config = cls(**options)
-        for f in dataclasses.fields(cls):
-            check_type(f, getattr(config, f.name))
-        for name, low, high in _SERVER_RANGES:
-            value = getattr(config, name)
-            if not low <= value <= high:
-                raise ConfigError(f"{name} must be between {low:g} and {high:g}, not {value}", field=name)
+        _check(config, _SERVER_RANGES)
         parse_bytes(config.max_body_size, "max_body_size")
         parse_bytes(config.max_schema_size, "max_schema_size")
         parse_bytes(config.stored_responses_memory, "stored_responses_memory")
@@ -136,12 +131,7 @@ class RouterConfig:
     @classmethod
     def create(cls, **options: Any) -> RouterConfig:
         config = cls(**options)
-        for f in dataclasses.fields(cls):
-            check_type(f, getattr(config, f.name))
-        for name, low, high in _ROUTER_RANGES:
-            value = getattr(config, name)
-            if not low <= value <= high:
-                raise ConfigError(f"{name} must be between {low:g} and {high:g}, not {value}", field=name)
+        _check(config, _ROUTER_RANGES)
         _ = config.kv_secret
         return config
 
@@ -154,6 +144,16 @@ _ROUTER_RANGES: tuple[tuple[str, float, float], ...] = (
     ("health_interval", 0.05, 3600), ("health_timeout", 0.05, 3600), ("connect_timeout", 0.05, 3600),
     ("max_retries", 0, 64), ("max_waiting_requests", 1, 1 << 20), ("max_index_blocks", 1, 1 << 30),
 )
+
+
+def _check(config: ServerConfig | RouterConfig, ranges: Iterable[tuple[str, float, float]]) -> None:
+    """Every field is of its type, and those with a range lie in it."""
+    for f in dataclasses.fields(config):
+        check_type(f, getattr(config, f.name))
+    for name, low, high in ranges:
+        value = getattr(config, name)
+        if not low <= value <= high:
+            raise ConfigError(f"{name} must be between {low:g} and {high:g}, not {value}", field=name)
 
 
 def api_keys_of_environment() -> str:

@@ -11,9 +11,9 @@ from quire.kvcache.secret import derived_secret
 from quire.kvpool.index import SIGNATURE, IndexRoutes, MemoryIndex
 
 
-def serve_index(secret: bytes) -> tuple[str, Callable[[], None]]:
-    """Its address, and what stops it."""
-    routes = IndexRoutes(MemoryIndex(), derived_secret(secret, "kv-index"))
+def serve_index(secret: bytes, index: MemoryIndex | None = None) -> tuple[str, Callable[[], None]]:
+    """The address of an index (a new one if none is given), and what stops it."""
+    routes = IndexRoutes(index or MemoryIndex(), derived_secret(secret, "kv-index"))
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -26,6 +26,8 @@ from quire.fuzz.case import FuzzCase, random_case
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+_ON_RANKS = 6
+"""One in so many cases with several engines has engines of several ranks."""
 EXAMPLES = (
     "examples:\n"
     "  quire fuzz                      for a minute, cases that nobody has tried\n"
@@ -107,7 +109,7 @@ def _kinds(folder: Path, ranks: tuple[int, int] | None = None) -> list[_Kind]:
     from quire.fuzz.fault_case import on_ranks, random_fault_case
     from quire.fuzz.fault_run import find_fault
     from quire.fuzz.fault_shrink import simpler_fault_cases
-    from quire.fuzz.pair_case import random_pair_case
+    from quire.fuzz.pair_case import PairCase, pair_on_ranks, random_pair_case
     from quire.fuzz.pair_run import find_pair_fault
     from quire.fuzz.pair_shrink import simpler_pair_cases
     from quire.fuzz.shrink import simpler_cases
@@ -117,13 +119,19 @@ def _kinds(folder: Path, ranks: tuple[int, int] | None = None) -> list[_Kind]:
 
         return find_difference(case, folder)
 
+    def pair(seed: int) -> PairCase:
+        """On ranks now and then: they are threads, and take their time."""
+        case = random_pair_case(seed)
+        return case if ranks is None and seed % _ON_RANKS else pair_on_ranks(case, seed, ranks)
+
+    pairs = _Kind(PAIRS, pair, find_pair_fault, simpler_pair_cases, 3)
     if ranks is not None:
         return [_Kind(MODELS, lambda seed: model_on_ranks(random_case(seed), *ranks), play, simpler_cases, 1),
                 _Kind(FAULTS, lambda seed: on_ranks(random_fault_case(seed), *ranks), find_fault, simpler_fault_cases,
-                      10)]
+                      10), pairs]
     return [_Kind(MODELS, random_case, play, simpler_cases, 1),
             _Kind(FAULTS, random_fault_case, find_fault, simpler_fault_cases, 10),
-            _Kind(PAIRS, random_pair_case, find_pair_fault, simpler_pair_cases, 3)]
+            pairs]
 
 
 def _replay(given: str, kinds: list[_Kind]) -> int:

@@ -7,16 +7,17 @@ import importlib.util
 from typing import TYPE_CHECKING, Protocol
 
 from quire.config import GPU_DEFAULTS, EngineConfig, SchedulerConfig
-from quire.errors import ConfigError, InvariantError
+from quire.engine.no_worker import NoWorker
+from quire.errors import ConfigError
 from quire.executor.base import Executor
 
 if TYPE_CHECKING:
-    from quire.kernels.types import LayerCache
+    from quire.kvtransfer.memory import KVMemory
     from quire.models.loader.source import ModelSource
     from quire.models.spec import DecoderSpec
     from quire.worker.gpu.worker import Speculation
     from quire.worker.memory import PoolSize
-    from quire.worker.transfer import KVTransfer
+    from quire.worker.unit_transfer import UnitTransfer
 
 MOST_DRAFT_ROWS = 512
 """64 sequences with 7 drafts each: 512 rows with their own; beyond, drafts share what there is."""
@@ -28,11 +29,10 @@ class ModelWorker(Protocol):
     spec: DecoderSpec
     pool: PoolSize
 
-    @property
-    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
-        """The caches and the cache group of each; none where nobody computes."""
+    def kv_memory(self) -> KVMemory | None:
+        """Its KV, for whoever moves it to and from other engines; None where nobody computes."""
 
-    def connect(self, transfer: KVTransfer) -> None:
+    def connect(self, transfer: UnitTransfer) -> None:
         """Move blocks to and from one more tier."""
         ...
 
@@ -86,8 +86,7 @@ def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker
     if config.parallel.distributed:
         from quire.engine.ranks import build_ranks
 
-        spec, pool, executor = build_ranks(source, config)
-        return _NoWorker(spec, pool), executor
+        return build_ranks(source, config)
     if config.model.executor == "dummy":
         return _no_worker(source, config)
     if config.model.device == "cuda":
@@ -98,19 +97,6 @@ def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker
     worker = Worker(source, config)
     return worker, LocalExecutor(worker, overlap=(config.scheduler.max_steps_in_flight or 1) > 1,
                                  arrivals=worker.arrivals)
-
-
-@dataclasses.dataclass(slots=True)
-class _NoWorker:
-    spec: DecoderSpec
-    pool: PoolSize
-
-    @property
-    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
-        return [], []
-
-    def connect(self, transfer: KVTransfer) -> None:
-        raise InvariantError("without a model there is no KV to move")
 
 
 def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
@@ -126,8 +112,8 @@ def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, 
 
         lines = read_script(config.model.dummy_script)
         end = next(iter(source.eos_token_ids), spec.vocab_size - 1)
-        return _NoWorker(spec, pool), ScriptedExecutor(lines, source.tokenizer, end, spec.vocab_size)
-    return _NoWorker(spec, pool), DummyExecutor(spec.vocab_size, config.model.dummy_step_ms / 1e3)
+        return NoWorker(spec, pool), ScriptedExecutor(lines, source.tokenizer, end, spec.vocab_size)
+    return NoWorker(spec, pool), DummyExecutor(spec.vocab_size, config.model.dummy_step_ms / 1e3)
 
 
 def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:

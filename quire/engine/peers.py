@@ -10,7 +10,6 @@ from quire.engine.device import ModelWorker
 from quire.errors import ConfigError
 from quire.kvcache.secret import derived_secret
 from quire.kvtransfer.fingerprint import Fingerprint, fingerprint_of
-from quire.kvtransfer.store import KVStore
 from quire.peers.bootstrap import split_address
 from quire.peers.hub import PeerHub
 from quire.peers.mover import KVMover
@@ -26,11 +25,9 @@ def connect_peers(config: EngineConfig, source: ModelSource, worker: ModelWorker
     options, secret = config.transfer, config.cache.kv_secret
     if secret is None:
         raise ConfigError("kv_role needs a secret that the engines share", field="kv_role")
-    layers, groups = worker.kv_layers
-    if not layers:
-        raise ConfigError("kv_role needs a model on one rank: engines of several ranks are not connected to others, "
-                          "and the dummy executor has no KV", field="kv_role")
-    store = KVStore(layers, groups)
+    store = worker.kv_memory()
+    if store is None:
+        raise ConfigError("kv_role needs a model: the dummy executor has no KV", field="kv_role")
     who = _fingerprint(config, source, worker, store.layout.dtype)
     host, port = options.listen
     mover = TensorMover(store, derived_secret(secret, "transfer"), who, options.transports, host,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
     from quire.models.spec import DecoderSpec
     from quire.worker.memory import PoolSize
-    from quire.worker.transfer import KVTransfer
+    from quire.worker.unit_transfer import UnitTransfer
 
 _STAGING_BYTES = 256 << 20
 _LEAST_UNITS = 4
@@ -34,7 +34,7 @@ class PoolWorker(Protocol):
     spec: DecoderSpec
     pool: PoolSize
 
-    def connect(self, transfer: KVTransfer) -> None: ...
+    def connect(self, transfer: UnitTransfer) -> None: ...
 
 
 def has_pool(config: EngineConfig) -> bool:

@@ -39,7 +39,11 @@ def total(parts: Sequence[int]) -> int:
 
 def content_part(token: int, position: int, rank: int, num_ranks: int) -> int:
     """What the slot of a token holds on one of several ranks. Only all of them together have its content."""
-    whole = content(token, position)
+    return part_of(content(token, position), rank, num_ranks)
+
+
+def part_of(whole: int, rank: int, num_ranks: int) -> int:
+    """What one of several ranks holds of a slot's content."""
     others = [_mixed(whole + (other + 1) * 0xBF58476D1CE4E5B9) % _PRIME for other in range(num_ranks - 1)]
     return others[rank] if rank < num_ranks - 1 else (whole - sum(others)) % _PRIME
 

@@ -114,7 +114,7 @@ def on_ranks(case: FaultCase, tensor_size: int, num_stages: int) -> FaultCase:
     """The same requests on several ranks, without what only one worker can do wrong on demand."""
     options = {**case.options, "ranks": [tensor_size, num_stages]}
     options.pop("far", None)
-    options.pop("units", None)  # engines of several ranks refuse a KV disk and a KV pool
+    options.pop("units", None)  # a tier that one worker plays
     if num_stages > 1:  # drafts that the worker makes itself are known to the last stage only
         options["drafts_on_device"] = False
     return dataclasses.replace(case, options=options, lost_steps=[], transfers=[])

@@ -55,8 +55,7 @@ class Play:
         self.case = case
         self.now = 0
         self._windows = list(case.options["windows"])
-        self.executor: FaultyExecutor | FuzzedRanks = (
-            _on_ranks(case.options) if case.options.get("ranks") else faulty_executor(case))
+        self.executor = fuzzed_executor(case)
         scheduler = faulty_scheduler(case.options, lambda: float(self.now))
         self.core = EngineCore(scheduler, self.executor, case.options["depth"])
         self.requests: dict[str, Request] = {}
@@ -193,6 +192,10 @@ class FuzzedRanks(ThreadExecutor):
     """Ranks on which nothing goes wrong."""
 
     hit: frozenset[int] = frozenset()
+
+
+def fuzzed_executor(case: FaultCase) -> FaultyExecutor | FuzzedRanks:
+    return _on_ranks(case.options) if case.options.get("ranks") else faulty_executor(case)
 
 
 def _on_ranks(options: dict[str, Any]) -> FuzzedRanks:

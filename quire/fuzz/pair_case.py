@@ -10,10 +10,11 @@ from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.executor.faults import AT_COLLECT, AT_LAUNCH, HALFWAY
-from quire.fuzz.fault_case import FaultCase, random_fault_case
+from quire.fuzz.fault_case import FaultCase, on_ranks, random_fault_case
 
 PAIR_KIND = "pairs"
 _MOST_RANGES = 80
+_SIZES = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
 
 
 @dataclass(slots=True)
@@ -65,6 +66,24 @@ def random_pair_case(seed: int) -> PairCase:
     if rng.random() < 0.75:
         _make_faults(rng, case)
     return case
+
+
+def pair_on_ranks(case: PairCase, seed: int, decode: tuple[int, int] | None = None) -> PairCase:
+    """The same with engines of several ranks, on which no step is lost. `decode`: tensor ranks and stages of the one
+    that asks."""
+    rng = random.Random(f"{seed} ranks of pairs")
+    sizes = decode or rng.choice(_SIZES)
+    played = case.decode if sizes == (1, 1) else on_ranks(case.decode, *sizes)
+    prefill, spread = [], set()
+    for index, options in enumerate(case.prefill):
+        theirs = rng.choice(_SIZES)
+        if theirs != (1, 1):
+            spread.add(index)
+            options = {**options, "ranks": list(theirs), "drafts_on_device": False}
+            options.pop("units", None)
+        prefill.append(options)
+    lost = [each for each in case.lost_steps if each[0] not in spread]
+    return dataclasses.replace(case, decode=played, prefill=prefill, lost_steps=lost)
 
 
 def _prefill_options(rng: random.Random, options: dict[str, Any], decode: FaultCase, longest: int) -> dict[str, Any]:

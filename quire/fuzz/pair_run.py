@@ -11,11 +11,12 @@ from typing import Any
 from quire.engine.core import EngineCore
 from quire.executor.faults import FaultyExecutor
 from quire.fuzz.fault_case import VOCABULARY, FaultCase
-from quire.fuzz.fault_run import Play, faulty_executor, faulty_scheduler
+from quire.fuzz.fault_run import FuzzedRanks, Play, faulty_scheduler, fuzzed_executor
 from quire.fuzz.pair_case import PairCase
-from quire.fuzz.pair_net import NumberMover
+from quire.fuzz.pair_net import NumberMover, RankMover
 from quire.peers.hub import PeerHub
-from quire.peers.memory import Net, Node, RangeFault
+from quire.peers.memory import MemoryMover, Net, Node, RangeFault
+from quire.ranks.shared_kv import SharedKV
 from quire.scheduler.request import Request
 
 
@@ -26,6 +27,8 @@ def find_pair_fault(case: PairCase) -> str | None:
         play.run()
     except Exception as error:
         return f"the engines raised {type(error).__name__}: {error}"
+    finally:
+        play.close()
     return play.difference()
 
 
@@ -35,18 +38,26 @@ class PairPlay(Play):
         self.pair = pair
         self.net = Net(lambda: self.now, {number: RangeFault(**fault) for number, fault in pair.ranges},
                        {number: ticks for number, ticks in pair.delays})
-        assert isinstance(self.executor, FaultyExecutor)  # pairs have one rank each
         self.hub = self._join(self.core, self.executor, pair.decode.options, computes=False)
-        self.others: list[tuple[EngineCore, FaultyExecutor]] = []
+        self.others: list[tuple[EngineCore, FaultyExecutor | FuzzedRanks]] = []
         for index, options in enumerate(pair.prefill):
             lost = [[step, where] for engine, step, where in pair.lost_steps if engine == index]
-            executor = faulty_executor(FaultCase(options, lost_steps=lost))
+            executor = fuzzed_executor(FaultCase(options, lost_steps=lost))
             core = EngineCore(faulty_scheduler(options, lambda: float(self.now)), executor, options["depth"])
             self._join(core, executor, options, computes=True)
             self.others.append((core, executor))
 
-    def _join(self, core: EngineCore, executor: FaultyExecutor, options: dict[str, Any], computes: bool) -> PeerHub:
-        mover = NumberMover(len(self.net.nodes), executor.worker.device, options["block_size"])
+    def close(self) -> None:
+        for executor in (self.executor, *(executor for _, executor in self.others)):
+            executor.close()
+
+    def _join(self, core: EngineCore, executor: FaultyExecutor | FuzzedRanks, options: dict[str, Any],
+              computes: bool) -> PeerHub:
+        number = len(self.net.nodes)
+        if isinstance(executor, FuzzedRanks):
+            mover: MemoryMover = RankMover(number, SharedKV(executor, executor.listen_to_kv), executor.num_ranks)
+        else:
+            mover = NumberMover(number, executor.worker.device, options["block_size"])
         hub = PeerHub(core, mover, VOCABULARY, len(options["windows"]), computes=computes, asks=not computes,
                       lease=float(self.pair.lease), patience=float(self.pair.patience))
         self.net.add(Node(hub, mover))

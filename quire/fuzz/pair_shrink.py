@@ -33,6 +33,10 @@ def simpler_pair_cases(case: PairCase) -> Iterator[PairCase]:
         smaller = copy.deepcopy(case)
         del smaller.asks[name]
         yield smaller
+    for index in range(-1, len(case.prefill)):  # engines of one rank
+        smaller = copy.deepcopy(case)
+        if (smaller.prefill[index] if index >= 0 else smaller.decode.options).pop("ranks", None):
+            yield smaller
     for index, options in enumerate(case.prefill):
         for name, value in _PLAIN_OPTIONS.items():
             if options[name] != value:

@@ -10,8 +10,8 @@ from typing import Any
 from quire.errors import KVMismatchError, KVTransferError
 from quire.kvtransfer.joined import JoinedRanges
 from quire.kvtransfer.layout import LayoutDescription, PartLayout, Piece, Span, check_compatible, shares
+from quire.kvtransfer.memory import KVMemory, Tables
 from quire.kvtransfer.notes import Note
-from quire.kvtransfer.store import KVStore, Tables
 from quire.kvtransfer.transport.base import OpenTransfers, Receiver
 from quire.kvtransfer.transports import DEFAULT_TRANSPORTS, usable
 
@@ -40,7 +40,7 @@ class KVReceiver:
     `on_error` says why a delivery was refused that had come whole; a sender that is lost says nothing here.
     """
 
-    def __init__(self, store: KVStore, secret: bytes, transports: Sequence[str] = DEFAULT_TRANSPORTS,
+    def __init__(self, store: KVMemory, secret: bytes, transports: Sequence[str] = DEFAULT_TRANSPORTS,
                  host: str = "127.0.0.1", convert: bool = False) -> None:
         """`convert`: take KV of another element type."""
         self._store, self._convert = store, convert
@@ -101,7 +101,7 @@ class KVReceiver:
 class _Landing:
     """One transfer's blocks. The transports hold the transfer's lock whenever they call."""
 
-    store: KVStore
+    store: KVMemory
     tables: list[list[int]]
     starts: tuple[int, ...]
     end: int

@@ -10,10 +10,10 @@ from typing import Any
 
 from quire.errors import KVMismatchError, KVTransferError
 from quire.kvtransfer.layout import LayoutDescription, Piece, Span, check_compatible, shares, spans, written_straight
+from quire.kvtransfer.memory import KVMemory, Tables
 from quire.kvtransfer.notes import Note
 from quire.kvtransfer.receiver import Ticket
 from quire.kvtransfer.runs import merged_runs
-from quire.kvtransfer.store import KVStore, Tables
 from quire.kvtransfer.transport.base import ALL_INTERFACES, Address, Delivery, PeerLostError, Write, Writer
 from quire.kvtransfer.transports import DEFAULT_TRANSPORTS, TRANSPORTS, transport
 
@@ -34,7 +34,7 @@ class _Link:
 class KVSender:
     """One rank's sending end, connected to the ranks of one other engine. Whoever calls `send` meanwhile waits."""
 
-    def __init__(self, store: KVStore, addresses: Sequence[dict[str, Any]], secret: bytes, *, rank: int = 0,
+    def __init__(self, store: KVMemory, addresses: Sequence[dict[str, Any]], secret: bytes, *, rank: int = 0,
                  layouts: Sequence[LayoutDescription] | None = None,
                  transports: Sequence[str] = DEFAULT_TRANSPORTS, timeout: float = 10.0, convert: bool = False,
                  host: str | None = None) -> None:

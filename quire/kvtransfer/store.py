@@ -19,12 +19,11 @@ from quire.errors import KVTransferError
 from quire.kernels.cpu import library
 from quire.kernels.types import LayerCache
 from quire.kvtransfer.layout import LayerLayout, LayoutDescription, PartLayout, Piece, Span
+from quire.kvtransfer.memory import Tables
 from quire.kvtransfer.runs import TokenRun, token_runs
 
 HeadsOf = Callable[[int, str], tuple[int, int]]
 """From a layer's number and a part's name: the model's number of heads, and the first one on this rank."""
-Tables = Sequence[Sequence[int]]
-"""By cache group: a sequence's blocks, in order; -1 for those it does not have any more."""
 
 
 class KVStore:

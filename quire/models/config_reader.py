@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.layers.spec import Activation
+from quire.models.loader.quantization_config import FIELD as QUANTIZATION
+from quire.models.loader.quantization_config import integer_scheme
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -31,7 +33,6 @@ _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (1, 1.0),
     "logits_scaling": (1, 1.0),
     "attention_multiplier": (),
-    "quantization_config": (),
 }
 """Features that change the result: refused, never ignored, unless the family says that it handles the field."""
 
@@ -53,6 +54,9 @@ class ConfigReader:
         for field, allowed in _REFUSED_UNLESS.items():
             if field not in handled:
                 self.allow(field, *allowed)
+        stored = self.get(QUANTIZATION)
+        if QUANTIZATION not in handled and integer_scheme(self._config) is None and stored is not None:
+            self.refuse(QUANTIZATION, stored)
 
     def fail(self, field: str, why: str) -> NoReturn:
         raise ModelLoadError(f"config.json of {self.architecture}: {field} {why}")

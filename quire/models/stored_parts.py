@@ -63,6 +63,14 @@ class StoredParts:
             start += rows
         return 1 - dim if turned else dim, tuple(runs)
 
+    def wants(self, name: str) -> bool:
+        """Whether a tensor stored under this name is the rank's, all of it or a part."""
+        try:
+            targets = self._names.targets(name)
+        except KeyError:
+            return True
+        return bool(targets) and all(target not in self._shapes or self._shard.owns(target) for target in targets)
+
     def _experts(self, shape: Shape, layer: str, merged: Merged) -> Ranges | None:
         """Of a tensor of all experts of a layer: a rank has a run of whole ones."""
         mlp = self._shard.spec.layers[int(layer)].mlp if int(layer) < self._shard.spec.num_layers else None

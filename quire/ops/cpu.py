@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +39,7 @@ from quire.ops.cpu_step import (
     vector,
 )
 from quire.ops.interface import Ops
+from quire.ops.recording import StepRecorder
 from quire.parallel.collectives import TensorGroup
 
 # Formats of a packed weight, narrowest first (see weight.h).
@@ -99,9 +102,14 @@ class CpuOps(Ops):
         library_dir: Path = SOURCE_DIR,
         narrow_weights: bool = True,
     ) -> None:
-        library = load(variant, library_dir)
-        self._library = library
+        self.library = load(variant, library_dir)
         self.narrow_weights = narrow_weights
+        self._call_through(self.library)
+        self.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+
+    def _call_through(self, library: Any) -> None:
+        """Kernels are called through `library` from now on; those of every layer are looked up once."""
+        self._library = library
         self._linear = library.quire_linear
         self._group_linear = library.quire_group_linear
         self._rms_norm = library.quire_rms_norm
@@ -109,7 +117,18 @@ class CpuOps(Ops):
         self._rope_and_cache = library.quire_rope_and_cache
         self._attend = library.quire_attend
         self._step: Step | None = None
-        self.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+
+    @contextmanager
+    def calling(self, library: Any) -> Iterator[None]:
+        """Inside, kernels are called through `library`, which stands in front of the compiled one."""
+        self._call_through(library)
+        try:
+            yield
+        finally:
+            self._call_through(self.library)
+
+    def recorder(self) -> StepRecorder:
+        return StepRecorder(self)
 
     def set_num_threads(self, count: int) -> None:
         """Threads that one operation may use, the caller's included; a property of the process's library."""
@@ -314,6 +333,21 @@ class CpuOps(Ops):
                 shape.head_dim, eps,
             )  # fmt: skip
             start += heads * shape.head_dim
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        width = x.shape[-1]
+        rows = rows_of(x, width)
+        if rows_of(y, width) != rows:
+            raise EngineError(f"rows [{rows}, {width}] are not added to {tuple(y.shape)}")
+        out = torch.empty(rows, width)
+        self._library.quire_add(x.data_ptr(), y.data_ptr(), out.data_ptr(), rows * width)
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        width = x.shape[-1]
+        out = torch.empty(rows_of(x, width), width)
+        self._library.quire_scale(x.data_ptr(), out.data_ptr(), out.numel(), factor)
+        return out
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         width = x.shape[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +15,7 @@ from quire.attention.backend import AttentionBackend
 from quire.kernels.expert_rows import ExpertRanges, ExpertRows
 from quire.kernels.routing import Clamp, RouterSpec
 from quire.kernels.slices import RankTree, Slices
-from quire.kernels.types import HeadShape
+from quire.kernels.types import HeadShape, LayerCache, StepContext
 from quire.parallel.collectives import TensorGroup
 
 if TYPE_CHECKING:  # Triton need not be installed
@@ -51,6 +51,16 @@ class Fusion(Enum):
     """The residual stream owes a GEMM's result until the norm that follows adds it (`add_rms_norm`)."""
     NORM_WITH_GEMM = "norm with GEMM"
     """A GEMM adds the residual to its result, and takes the norm before it along (`norm_linear`)."""
+
+
+class Recorder(Protocol):
+    """Runs a decoder's forward, and from the second or third time on without Python's part of it; the same bits."""
+
+    def run(self, variant: Hashable, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
+            forward: Callable[[], Tensor]) -> Tensor:
+        """What `forward` returns; it holds until the next step. Forwards that make other calls have another
+        `variant`."""
+        ...
 
 
 class Ops(AttentionBackend):
@@ -171,6 +181,14 @@ class Ops(AttentionBackend):
     def act(self, x: Tensor, kind: str) -> Tensor:
         """kind is silu, gelu_tanh, gelu or relu."""
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """[M, N] + [M, N], into memory of its own."""
+        return x + y
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x times a float32 factor, into memory of its own."""
+        return x * factor
+
     def clamped_act_mul(self, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
         """[M, 2I] -> [M, I]: g sigmoid(alpha g) (u + 1) of g = min(gate, limit) and u = up within +-limit."""
         gate, up = gate_up.to(torch.float64).chunk(2, -1)
@@ -179,6 +197,10 @@ class Ops(AttentionBackend):
 
     def close(self) -> None:
         """Give back what is held outside torch."""
+
+    def recorder(self) -> Recorder | None:
+        """A new recorder of steps, for one decoder, where calls of this device's operations can be recorded."""
+        return None
 
     # ---- fused forms
 

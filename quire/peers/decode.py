@@ -98,7 +98,7 @@ class DecodeSide:
             log.warning("the prompt of %s did not come: %s", asking.request.request_id, failure)
         fetch = asking.request.fetch
         kv_is_here = asking.reservation.complete
-        if not asking.peers or kv_is_here or fetch is None:
+        if not asking.peers or kv_is_here or fetch is None or self._core.executor.failure is not None:
             # With all of its KV here, computing the last token once more is less than asking for it.
             self._stats.prompts_computed_here += 1
             self._scheduler.go_without(asking.request, failure or "there is nobody to ask")

@@ -97,7 +97,10 @@ class PeerHub:
         if stirred:
             self.core.self_check.disturb()
         now = self.core.scheduler.clock()
+        failure = self.core.executor.failure
         for link in list(self._open):
+            if failure is not None:  # its signs of life would have the other side go on holding blocks for nobody
+                link.close(f"its engine has failed: {failure}")
             if link.closed:
                 self._lost(link)
                 stirred = True

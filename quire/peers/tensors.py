@@ -7,17 +7,18 @@ from collections.abc import Callable, Sequence
 from quire.errors import KVMismatchError, KVTransferError
 from quire.kvtransfer.fingerprint import Fingerprint
 from quire.kvtransfer.layout import LayoutDescription, check_compatible
+from quire.kvtransfer.memory import KVMemory
 from quire.kvtransfer.receiver import KVReceiver
 from quire.kvtransfer.sender import KVSender
-from quire.kvtransfer.store import KVStore
 from quire.peers.mover import Arrived, Data, Tables
 
 
 class TensorMover:
-    """Both halves for an engine of one rank."""
+    """Both halves for an engine. One of several ranks looks to others like one that has all: its ranks share the work
+    behind `store`."""
 
-    def __init__(self, store: KVStore, secret: bytes, fingerprint: Fingerprint, transports: Sequence[str], host: str, *,
-                 receives: bool, convert: bool, timeout: float) -> None:
+    def __init__(self, store: KVMemory, secret: bytes, fingerprint: Fingerprint, transports: Sequence[str], host: str,
+                 *, receives: bool, convert: bool, timeout: float) -> None:
         self._store, self._secret, self._fingerprint = store, secret, fingerprint
         self._transports, self._convert, self._timeout = list(transports), convert, timeout
         self._receiver = KVReceiver(store, secret, transports, host, convert) if receives else None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from quire.errors import EngineDeadError, QuireError
 from quire.executor.base import Executor, RankFacts
@@ -17,7 +19,7 @@ from quire.ranks.plan_codec import Learned, PlanEncoder
 from quire.ranks.result_codec import decode_result
 from quire.ranks.ring import RingWriter
 from quire.ranks.tally import TransferTally
-from quire.scheduler.plan import StepPlan, StepResult, TransferReport
+from quire.scheduler.plan import StepPlan, StepResult, TransferReport, TransferStart
 
 _TICKS_TO_AGREE = 20
 """Looks after which ranks that did not fail in a step in which another did are waiting for that one in vain."""
@@ -35,6 +37,26 @@ class _Step:
     """By rank."""
     lost: QuireError | None = None
     ticks: int = 0
+
+
+class KVListener(Protocol):
+    """Who hears what came of jobs with the ranks' KV (`shared_kv.py`), on the thread that listens to them."""
+
+    def answered(self, rank: int, told: dict[str, Any]) -> None: ...
+
+    def lost(self, why: str) -> None: ...
+
+
+class TierTransfer(Protocol):
+    """Moves blocks to and from a tier that is kept in the engine's own process, through jobs with the ranks' KV."""
+
+    name: str
+
+    def start(self, transfer: TransferStart, report: Callable[[TransferReport], None]) -> None: ...
+
+    def cancel(self, number: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class RankExecutor(Executor):
@@ -58,6 +80,9 @@ class RankExecutor(Executor):
         self._pipelined = places[0].num_stages > 1
         self._group: RankGroup | None = None
         self._ring: RingWriter | None = None
+        self._kv: KVListener | None = None
+        self._tiers: dict[str, TierTransfer] = {}
+        self._steps_over = 0
 
     def connect(self, group: RankGroup, ring: RingWriter | None) -> None:
         """The ranks, and the ring to those of this machine, if there are any."""
@@ -78,6 +103,41 @@ class RankExecutor(Executor):
     def failure(self) -> EngineDeadError | None:
         return None if self._group is None else self._group.failure
 
+    # ---- KV beside the steps
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.places)
+
+    @property
+    def steps_over(self) -> int:
+        return self._steps_over
+
+    def tell_kv(self, rank: int, job: dict[str, Any]) -> None:
+        """Have a rank copy KV between its blocks and shared memory; what came of it is told to the listener."""
+        self.ranks.check()
+        self.ranks.handles[rank].link.tell(Kind.KV_JOB, job)
+
+    def listen_to_kv(self, listener: KVListener) -> None:
+        self._kv = listener
+
+    def add_tier(self, transfer: TierTransfer) -> None:
+        """Transfers of this tier are made here, and not by every rank for itself."""
+        self._tiers[transfer.name] = transfer
+
+    def kv_done(self, rank: int, told: dict[str, Any]) -> None:
+        if self._kv is not None:
+            self._kv.answered(rank, told)
+
+    def _start_here(self, plan: StepPlan) -> None:
+        """What a plan wants of the tiers that are kept here."""
+        for transfer in self._tiers.values():
+            for number in plan.cancels:
+                transfer.cancel(number)
+        for start in plan.transfers:
+            if start.tier in self._tiers:
+                self._tiers[start.tier].start(start, self.arrivals.put)
+
     # ---- plans
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -89,9 +149,12 @@ class RankExecutor(Executor):
         future: Future[StepResult] = Future()
         self._submitted += 1
         step = _Step(self._submitted, plan, future)
-        message = self._encoder.encode(plan, self._take_learned(plan))
+        theirs = plan
+        if self._tiers:
+            theirs = replace(plan, transfers=[each for each in plan.transfers if each.tier not in self._tiers])
+        message = self._encoder.encode(theirs, self._take_learned(plan))
         with self._lock:
-            self._tally.start(plan.transfers)
+            self._tally.start(theirs.transfers)
             self._under_way.append(step)
         try:
             self._send(message)
@@ -99,6 +162,7 @@ class RankExecutor(Executor):
             self._give_up(str(error))
         if self.failure is not None:  # also when that happened before the step was in the queue
             self._give_up(str(self.failure))
+        self._start_here(plan)
         return future
 
     def _send(self, message: bytearray) -> None:
@@ -180,6 +244,7 @@ class RankExecutor(Executor):
             if step.result is None and step.lost is None:
                 return
             self._under_way.popleft()
+            self._steps_over = step.number
             if not step.future.set_running_or_notify_cancel():
                 continue
             if step.lost is not None:
@@ -192,6 +257,8 @@ class RankExecutor(Executor):
         with self._lock:
             steps, reports = list(self._under_way), self._tally.give_up(why)
             self._under_way.clear()
+        if self._kv is not None:
+            self._kv.lost(why)
         for step in steps:
             if step.future.set_running_or_notify_cancel():
                 step.future.set_exception(EngineDeadError(why))
@@ -205,8 +272,12 @@ class RankExecutor(Executor):
             self._ring.write(b"", self.ranks.check)
 
     def close(self) -> None:
+        for transfer in self._tiers.values():
+            transfer.close()
         if self._group is not None:
             self._group.close()
+        if self._kv is not None:
+            self._kv.lost("the engine is closed")
 
     def describe_ranks(self) -> list[RankFacts]:
         return [RankFacts(state.place.index, state.place.stage, state.place.tensor_rank, state.memory, state.steps,

@@ -47,6 +47,10 @@ class Kind(enum.IntEnum):
     """To a rank, JSON: make memory that it shares with other ranks of its machine."""
     MADE = 12
     """From a rank, JSON: where that memory is."""
+    KV_JOB = 13
+    """To a rank, JSON: copy KV between its blocks and memory that it shares with the engine (`rank_kv.py`)."""
+    KV_DONE = 14
+    """From a rank, JSON: what came of that."""
 
 
 Frame = tuple[Kind, bytes]

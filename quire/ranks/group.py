@@ -80,6 +80,9 @@ class GroupListener(Protocol):
 
     def reports(self, rank: int, reports: list[TransferReport]) -> None: ...
 
+    def kv_done(self, rank: int, told: dict[str, Any]) -> None:
+        """What came of a job with its KV."""
+
     def tick(self) -> None:
         """A moment has passed."""
 
@@ -192,6 +195,8 @@ class RankGroup(threading.Thread):
             state.times.extend(map(tuple, pulse["times"]))
         elif kind is Kind.REPORTS:
             self._listener.reports(rank, decode_reports(data))
+        elif kind is Kind.KV_DONE:
+            self._listener.kv_done(rank, json.loads(data))
         elif kind is Kind.STEP_FAILED:
             told = json.loads(data)
             self._listener.step_failed(rank, told["number"], _as_error(told), told["in_step"])

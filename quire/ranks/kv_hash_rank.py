@@ -12,8 +12,10 @@ import torch
 
 from quire.executor.kv_hash import BlockStore, content_part, total
 from quire.executor.kv_hash_worker import KVHashWorker
+from quire.kvtransfer.memory import KVMemory
 from quire.parallel.collectives import Collectives, receive_tensor, send_tensor
 from quire.parallel.place import Place
+from quire.ranks.kv_hash_memory import NumberMemory
 from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import HOST, StepPlan, StepResult, TransferReport, TransferStart
 
@@ -52,6 +54,7 @@ class KVHashRank:
         part = RankPart(place, collectives or Collectives(None))
         self._worker = KVHashWorker(num_blocks, block_size, windows, vocab_size, part)
         self._tiers = {HOST: [BlockStore(num_host_blocks, block_size) for _ in windows]}
+        self._blocks, self._part = (num_blocks, block_size), (place.index, place.num_ranks)
         self._sampler = place.is_sampler
         self._step_seconds = step_seconds
         self.arrivals = ArrivalBox()
@@ -76,6 +79,9 @@ class KVHashRank:
             else:
                 here.put(move.device, there.read(move.tier))
         return TransferReport(start.number, len(start.moves), finished=True)
+
+    def kv_memory(self) -> KVMemory:
+        return NumberMemory(self._worker.device, *self._blocks, *self._part)
 
     def close(self) -> None:
         pass

@@ -16,6 +16,7 @@ from quire.errors import QuireError, StepError
 from quire.ranks.connections import MadeForOthers, open_collectives, open_memory
 from quire.ranks.frames import ConnectionLost, FrameSocket, Kind
 from quire.ranks.plan_codec import PlanDecoder
+from quire.ranks.rank_kv import RankKV
 from quire.ranks.result_codec import encode_reports, encode_result
 from quire.ranks.ring import RingReader
 from quire.ranks.start import RankStart
@@ -84,6 +85,7 @@ class Rank:
         self._messages = _Messages()
         self._leave = self._leave_process if leave is None else leave
         self._pulse = Pulse(link, self._leave)
+        self._kv: RankKV | None = None
 
     def _leave_process(self) -> None:
         os._exit(0)
@@ -110,15 +112,18 @@ class Rank:
         if start.ring is not None:
             source = RingReader(open_memory(start.ring), start.reader, start.num_readers, start.spin_seconds)
         worker.arrivals.on_ring = lambda: self._report(worker)
+        self._kv = kv = RankKV(worker.kv_memory, lambda told: self._link.tell(Kind.KV_DONE, told))
         self._link.send(Kind.READY)
         try:
-            self._carry_out(source, start, worker, collectives)
+            self._carry_out(source, start, worker, collectives, kv)
         except ConnectionLost:
             self._leave()
+        finally:
+            kv.close()
         return 0
 
     def _carry_out(self, source: PlanSource, start: RankStart, worker: RankWorker,
-                   collectives: Collectives | None) -> None:
+                   collectives: Collectives | None, kv: RankKV) -> None:
         decoder, pulse, number = PlanDecoder(), self._pulse, 0
         learns = not start.place.is_last
         while True:
@@ -144,6 +149,7 @@ class Rank:
                 pulse.steps, pulse.waited_ns = number, 0 if collectives is None else collectives.waited_ns
                 pulse.busy_ns += ended - began
                 pulse.recent.append((step, began / 1e9, ended / 1e9))
+                kv.step_over(number)
             if start.place.is_sampler:
                 self._link.send(Kind.RESULT, encode_result(result))
             elif result.arrivals:
@@ -157,6 +163,8 @@ class Rank:
                     self._messages.put(data)
                 elif kind is Kind.AGREED:
                     self._answers.put(data)
+                elif kind is Kind.KV_JOB and self._kv is not None:
+                    self._kv.take(json.loads(data))
         except ConnectionLost:
             self._leave()
 

@@ -11,6 +11,7 @@ from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from quire.kvtransfer.memory import KVMemory
     from quire.parallel.collectives import Collectives
 
 Agree = Callable[[dict[str, Any]], dict[str, Any]]
@@ -30,6 +31,9 @@ class RankWorker(Protocol):
 
     def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
         """Tokens that another stage has drawn for a row, before the next step."""
+
+    def kv_memory(self) -> KVMemory | None:
+        """Its share of the KV, for whoever moves it beside the steps; None where nobody computes."""
 
     def close(self) -> None: ...
 
@@ -83,6 +87,9 @@ class _DummyRank:
 
     def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
         pass
+
+    def kv_memory(self) -> KVMemory | None:
+        return None
 
     def close(self) -> None:
         pass

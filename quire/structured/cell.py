@@ -12,8 +12,10 @@ import contextlib
 import functools
 import gc
 import json
+import math
 import os
 import resource
+import select
 import signal
 import socket
 import threading
@@ -25,7 +27,8 @@ from typing import Any, NoReturn
 
 from quire.errors import QuireError
 from quire.structured.compiler import as_refusal, parse_grammar
-from quire.structured.matcher import CompiledGrammar, SequenceGrammar
+from quire.structured.matcher import CompiledGrammar, SequenceGrammar, allows_any
+from quire.structured.output import Output
 from quire.structured.packets import ANSWER, LAST, OVER, PACKET_BYTES, QUERY, SLOW, SPENT, CellLimits
 from quire.structured.spec import StructuredOutputs
 from quire.structured.vocabulary import Vocabulary, import_xgrammar
@@ -34,6 +37,8 @@ _SMALL_STACK = 256 << 10
 _LOW_NICE, _LOWEST_NICE = 10, 19
 """Beside one thread of the engine, such a one gets 10 % of a core, or 1.5 %."""
 _LONG_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
+"""Between two looks whether anybody still waits for long work."""
 
 
 class _Aside(threading.Thread):
@@ -53,14 +58,20 @@ class _Aside(threading.Thread):
         except BaseException as error:
             self._error = error
 
-    def result(self, quick_seconds: float) -> Any:
-        """Of the work, or its error. What is not quick goes after others, what is long after all others."""
+    def result(self, quick_seconds: float, link: socket.socket) -> Any:
+        """Of the work, or its error. What is not quick goes after others, what is long after all others. The process
+        ends here when the other side of `link` does: an engine that was killed ends nobody's work itself."""
         self.start()
-        for seconds, nice in ((quick_seconds, _LOW_NICE), (_LONG_SECONDS, _LOWEST_NICE)):
-            self.join(seconds)
+        closed = select.poll()
+        closed.register(link, select.POLLHUP | select.POLLRDHUP)
+        for seconds, nice in ((quick_seconds, _LOW_NICE), (_LONG_SECONDS, _LOWEST_NICE), (math.inf, _LOWEST_NICE)):
+            until = time.monotonic() + seconds
+            while self.is_alive() and (left := until - time.monotonic()) > 0.0:
+                self.join(min(left, _LOOK_SECONDS))
+                if closed.poll(0):
+                    os._exit(0)
             if self.is_alive():
                 _lower(self.native_id, nice)
-        self.join()
         if self._error is not None:
             raise self._error
         return self._result
@@ -80,7 +91,7 @@ def nursery(control: socket.socket, read: Callable[[], Vocabulary], limits: Cell
     vocabulary: Vocabulary | None = None
     compiler, problem = None, "the vocabulary could not be read"
     try:
-        vocabulary = _Aside(read, 0 if hurry else _LOWEST_NICE).result(limits.compile_seconds)
+        vocabulary = _Aside(read, 0 if hurry else _LOWEST_NICE).result(limits.compile_seconds, control)
         compiler = import_xgrammar().GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
     except Exception as error:
         problem = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
@@ -128,7 +139,7 @@ def _grammar(link: socket.socket, data: bytes, compiler: Any, vocabulary: Vocabu
         return CompiledGrammar(compiler.compile_grammar(parse_grammar(spec)), vocabulary, spec.named_tokens)
 
     try:
-        compiled = _Aside(work, _LOW_NICE if order["low"] else 0).result(limits.compile_quick_seconds)
+        compiled = _Aside(work, _LOW_NICE if order["low"] else 0).result(limits.compile_quick_seconds, link)
     except (Exception, RecursionError) as error:
         _tell(link, error=str(as_refusal(error, spec)))
         return
@@ -213,7 +224,10 @@ class _Cell:
         kind, serial, index, start, num_tokens, num_drafts = QUERY.unpack_from(data)
         tokens = array("I", data[QUERY.size :]).tolist()
         followed = self._sequences[index]
+        if start < len(followed.output):
+            followed.grammar.rewound(start)
         followed.output[start:] = tokens[:num_tokens]
+        output = Output(followed.output, 0)
         began = time.process_time()
         if kind != b"Q":
             return
@@ -222,8 +236,8 @@ class _Cell:
         signal.setitimer(signal.ITIMER_PROF, self._limits.token_seconds * (1 + num_drafts + again / 64))
         if not self._step_down.done:
             signal.setitimer(signal.ITIMER_VIRTUAL, self._limits.mask_quick_seconds)
-        masks = followed.grammar.masks(followed.output, tokens[num_tokens:])
-        over = len(masks) == 1 and not any(masks[0]) and followed.grammar.over(followed.output)
+        masks = followed.grammar.masks(output, tokens[num_tokens:])
+        over = len(masks) == 1 and not allows_any(masks[0]) and followed.grammar.over(output)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         self._spent[followed.request] = spent = self._spent[followed.request] + time.process_time() - began

@@ -18,6 +18,7 @@ from quire.kvpool.staging import Staging
 from quire.kvpool.store import UnitStore
 from quire.kvpool.unit import check
 from quire.kvtransfer.layout import Piece, Span, shares
+from quire.kvtransfer.memory import KVMemory
 from quire.kvtransfer.store import KVStore
 from quire.scheduler.plan import BlockMove
 from quire.worker.transfer import ThreadedTransfer
@@ -32,7 +33,7 @@ class UnitTransfer(ThreadedTransfer):
         self.name = name
         self._store, self._numbers, self._staging = store, numbers, staging
         self._rate, self._breaker, self._seed = rate, breaker, seed
-        self._kv: dict[bool, KVStore] = {}
+        self._kv: dict[bool, KVMemory] = {}
         """By direction, since each has a buffer of its own on a GPU."""
         self._pieces: list[tuple[Piece, ...]] = []
         """By cache group."""
@@ -41,13 +42,18 @@ class UnitTransfer(ThreadedTransfer):
         self._device: torch.device | None = None
 
     def register(self, layers: Sequence[LayerCache], group_of_layer: Sequence[int]) -> None:
-        self._kv = {out: KVStore(layers, group_of_layer) for out in (False, True)}
-        layout = self._kv[True].layout
+        outward = KVStore(layers, group_of_layer)
+        self._device = outward.device if outward.device.type == "cuda" else None
+        self.use(KVStore(layers, group_of_layer), outward)
+
+    def use(self, inward: KVMemory, outward: KVMemory) -> None:
+        """Whose blocks are moved: filled from units, and copied out to units."""
+        self._kv = {False: inward, True: outward}
+        layout = outward.layout
         all_pieces = shares([layout], layout)[0]
         self._pieces = [tuple(piece for piece in all_pieces if piece.group == group)
                         for group in range(layout.num_groups)]
         self.blocks_at_once = self._numbers.blocks_per_unit * layout.num_groups
-        self._device = self._kv[True].device if self._kv[True].device.type == "cuda" else None
 
     def unit_bytes(self) -> list[int]:
         """Content of a unit, by cache group."""

@@ -9,7 +9,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.kernels.types import LayerCache
+from quire.kvtransfer.store import KVStore
 from quire.models.build import build_decoder, dummy_weights, stored_parts
 from quire.models.decoder import Decoder
 from quire.models.loader.source import ModelSource, resolve_model
@@ -94,10 +94,14 @@ class Worker:
             proposer = Drafter(model, self._table, rejection)
         return proposer if self.shard.place.tensor_size == 1 else ToldDrafter(proposer, passes)
 
-    @property
-    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
-        """The model's caches and the cache group of each, for whoever moves KV to and from other engines."""
-        return self._cache.layers, self._cache.groups
+    def kv_memory(self) -> KVStore:
+        """The model's caches, or this rank's share of them, for whoever moves KV to and from other engines."""
+        return KVStore(self._cache.layers, self._cache.groups, first_layer=self.shard.first_layer, heads=self._heads)
+
+    def _heads(self, layer: int, part: str) -> tuple[int, int]:
+        """Of the whole model, and the first one on this rank."""
+        whole = next(each for each in self.spec.layers[layer].kv.parts if each.name == part)
+        return whole.heads, self.shard.layer(layer).heads.first_kv
 
     def connect(self, transfer: KVTransfer) -> None:
         """Move blocks to and from one more tier."""
@@ -177,6 +181,9 @@ def _weights(source: ModelSource, load_format: str, config: EngineConfig,
 def _one_torch_thread() -> Iterator[None]:
     """The kernels have threads of their own; torch's would spin on the same cores between its few small operations."""
     before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
     torch.set_num_threads(1)
     try:
         yield

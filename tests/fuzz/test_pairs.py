@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.fuzz.pair_case import PairCase, random_pair_case
+from quire.fuzz.pair_case import PairCase, pair_on_ranks, random_pair_case
 from quire.fuzz.pair_net import NumberMover
 from quire.fuzz.pair_run import PairPlay, find_pair_fault
 from quire.fuzz.pair_shrink import simpler_pair_cases
@@ -16,6 +16,7 @@ from quire.kvcache.leases import Leases
 from quire.kvcache.manager import KVCacheManager
 from quire.peers.decode import DecodeSide
 from quire.peers.memory import Landing
+from quire.ranks import shared_kv
 from quire.scheduler.results import Results
 
 CASES = 150
@@ -135,3 +136,39 @@ BUGS: Sequence[Callable[[pytest.MonkeyPatch], None]] = (
 def test_a_bug_is_found(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
     assert any(find_pair_fault(random_pair_case(seed)) is not None for seed in (*RARE, *range(CASES)))
+
+
+# ---- engines of several ranks
+
+
+def on_ranks(seed: int) -> PairCase:
+    return pair_on_ranks(random_pair_case(seed), seed)
+
+
+def test_right_engines_of_several_ranks_pass() -> None:
+    """Some of either kind, and what they send one another arrives."""
+    arrived, sizes = 0, set()
+    for seed in range(8):
+        case = on_ranks(seed)
+        assert case == PairCase.from_data(json.loads(case.to_json()))
+        sizes |= {bool(case.decode.options.get("ranks")), *(bool(each.get("ranks")) for each in case.prefill)}
+        play = PairPlay(case)
+        try:
+            play.run()
+        finally:
+            play.close()
+        assert play.difference() is None, f"case {seed}: {play.difference()}"
+        arrived += play.hub.stats.prompts_arrived
+    assert arrived > 5 and sizes == {False, True}
+
+
+def test_a_rank_that_does_not_get_its_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came is written by one rank, and another is left out."""
+    dealt = shared_kv.dealt_pieces
+
+    def left_out(layouts: Any, pieces: Any, everyone: bool) -> Any:
+        found = dealt(layouts, pieces, everyone)
+        return [*found[:-1], []] if everyone and len(found) > 1 else found
+
+    monkeypatch.setattr(shared_kv, "dealt_pieces", left_out)
+    assert any(find_pair_fault(on_ranks(seed)) is not None for seed in range(CASES))

@@ -161,7 +161,7 @@ def test_a_second_engine_is_refused_the_directory(models: Any, tmp_path: Path) -
         open_engine(models("llama"), tmp_path)
     for wrong, field in (({"kv_disk": "nowhere"}, "kv_disk"), ({"kv_disk": f"{tmp_path}:much"}, "kv_disk"),
                          ({"block_size": 24}, "block_size"), ({"enable_prefix_caching": False}, "kv_disk"),
-                         ({"tensor_parallel_size": 2}, "kv_disk")):
+                         ({"distributed_executor_backend": "ray"}, "kv_disk")):
         with pytest.raises(ConfigError) as caught:
             open_engine(models("llama"), tmp_path, **wrong)
         assert caught.value.field == field

@@ -18,7 +18,7 @@ from quire.kvpool.memory import MemoryStore
 from quire.kvpool.peer_server import PeerServer, connect
 from quire.kvpool.peers import PeerOptions, PeerStore
 from quire.kvpool.unit import check, seal
-from tests.kvpool.pool_engines import SECRET, ask, open_engine, said, wait_for
+from tests.kvpool.pool_engines import SECRET, TWO_RANKS, ask, open_engine, said, wait_for
 from tests.kvpool.servers import Redis, index_over_http
 
 SECRET_BYTES = SECRET.encode()
@@ -169,7 +169,7 @@ def test_an_engine_fetches_what_its_peer_computed(kind: str, request: pytest.Fix
         plain = said(ask(llm))
     with index_over_http(SECRET_BYTES) as (url, _):
         pool = f"{request.getfixturevalue('redis').url if kind == 'redis' else url}?share=32MiB&lease=60"
-        with open_engine(model, pool, 32) as second, open_engine(model, pool) as first:
+        with open_engine(model, pool, 32, **TWO_RANKS) as second, open_engine(model, pool) as first:
             assert said(ask(first)) == plain
             wait_for(first, "kv_pool_units_written", 4)
             index = PeerOptions.parse(pool).open_index(SECRET_BYTES)

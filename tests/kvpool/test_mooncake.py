@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,8 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.kvpool.mooncake import MooncakeAddress
-from tests.kvpool.pool_engines import PROMPT, SECRET, ask, open_engine, said, wait_for
+from tests.kvpool.pool_engines import PROMPT, SECRET, TWO_RANKS, ask, open_engine, said, wait_for
+from tests.kvpool.servers import Listening, free_port
 
 try:
     import mooncake.store  # needs libraries of the system too
@@ -27,37 +26,14 @@ except ImportError as error:
 needs_mooncake = pytest.mark.skipif(MISSING is not None or MASTER is None, reason=MISSING or "no mooncake_master here")
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-class Master:
+class Master(Listening):
     """A `mooncake_master` on a port of its own."""
 
     def __init__(self) -> None:
-        self.port, self._metrics = free_port(), free_port()
-        self.start()
-
-    def start(self) -> None:
         assert MASTER is not None
-        self.process = subprocess.Popen(
-            [MASTER, f"--rpc_port={self.port}", f"--metrics_port={self._metrics}", "--rpc_address=127.0.0.1"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until = time.monotonic() + 60.0
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1.0).close()
-                return
-            except OSError:
-                assert self.process.poll() is None and time.monotonic() < until, "the master does not start"
-                time.sleep(0.02)
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait()
+        port = free_port()
+        super().__init__(port, [MASTER, f"--rpc_port={port}", f"--metrics_port={free_port()}",
+                                "--rpc_address=127.0.0.1"])
 
     @property
     def url(self) -> str:
@@ -77,7 +53,8 @@ def test_another_engine_finds_what_one_has_computed(master: Master, models: Any)
     for family in ("llama", "gemma3"):
         with open_engine(models(family), None) as llm:
             plain = said(ask(llm))
-        with open_engine(models(family), master.url) as first, open_engine(models(family), master.url, 32) as second:
+        with open_engine(models(family), master.url) as first, \
+                open_engine(models(family), master.url, 32, **TWO_RANKS) as second:
             for engine in (first, second):
                 wait_for(engine, "kv_pool_connected", 1)
             assert said(ask(first)) == plain

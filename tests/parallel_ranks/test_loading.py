@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from quire.bench.rank_memory import rank_memory
-from quire.errors import ConfigError, ModelLoadError
+from quire.errors import ConfigError, InvariantError, ModelLoadError
+from quire.kernels.quantized import QuantizedWeight
 from quire.models.build import dummy_weights, stored_parts
-from quire.models.loader.gguf import GgufFile
+from quire.models.loader.gguf import GgufFile, GgufTensor
 from quire.models.loader.gguf_quants import QUANT_FORMATS
 from quire.models.loader.source import ModelSource, resolve_model
 from quire.models.registry import read_spec
@@ -31,13 +32,18 @@ def check_parts(source: ModelSource, sizes: tuple[int, int]) -> None:
     seen: set[str] = set()
     for place in Place.all(*sizes):
         parts = stored_parts(source.config, shard_of(spec, place))
-        found = dict(source.weights(parts=parts))
+        found, stored = dict(source.weights(parts=parts)), dict(source.stored_weights(parts))
+        assert found.keys() == stored.keys()
         for name, tensor in whole.items():
             ranges = parts.ranges(name, tuple(tensor.shape))
             if ranges == NOTHING:
                 assert name not in found
             else:
-                assert torch.equal(found[name], tensor if ranges is None else take(tensor, ranges)), (place, name)
+                expected = tensor if ranges is None else take(tensor, ranges)
+                assert torch.equal(found[name], expected), (place, name)
+                kept = stored[name]
+                kept = kept.dequantized() if isinstance(kept, QuantizedWeight) else kept
+                assert torch.equal(kept.to(expected.dtype), expected), (place, name)
         seen |= found.keys()
     assert seen == whole.keys()
 
@@ -97,6 +103,26 @@ def test_any_range_of_a_matrix_in_any_format(kind: int, tmp_path: Path) -> None:
             assert np.array_equal(file.read_range(tensor, 0, start, stop), whole[start:stop], equal_nan=True)
         for start, stop in ((0, columns), (0, 16), (16, columns), (5, columns - 3)):
             assert np.array_equal(file.read_range(tensor, 1, start, stop), whole[:, start:stop], equal_nan=True)
+        if quant.coding is not None:
+            check_codes(file, tensor, whole)
+
+
+def check_codes(file: GgufFile, tensor: GgufTensor, whole: np.ndarray) -> None:
+    """scale * (code - zero) + offset are the floats, of any rows and of columns cut between groups."""
+    coding = tensor.format.coding
+    assert coding is not None
+    rows, columns = whole.shape
+    for dim, start, stop in ((0, 0, rows), (0, 2, 5), (1, 0, columns), (1, coding.group, columns - coding.group)):
+        codes, scales, offsets = (
+            None if part is None else torch.from_numpy(part) for part in file.read_codes(tensor, dim, start, stop)
+        )
+        assert codes is not None and scales is not None
+        weight = QuantizedWeight(codes, scales, offsets, coding.zero, coding.bits, coding.group)
+        expected = whole[start:stop] if dim == 0 else whole[:, start:stop]
+        assert int(codes.max()) < 1 << coding.bits
+        assert np.array_equal(weight.dequantized().numpy(), expected, equal_nan=True)
+    with pytest.raises(InvariantError, match="cut a group"):
+        file.read_codes(tensor, 1, 0, coding.group + 1)
 
 
 def test_a_rank_reads_its_share_of_the_file_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

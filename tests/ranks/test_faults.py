@@ -157,11 +157,17 @@ async def _healthy(llm: AsyncLLM) -> bool:
     return True
 
 
-@pytest.mark.parametrize("option", [{"kv_disk": "/tmp/kv:1GiB"}, {"executor": "dummy", "dummy_script": "texts.jsonl"}])
-def test_what_ranks_cannot_do_is_refused_by_name(tiny_llama: Path, option: dict[str, Any]) -> None:
+@pytest.mark.parametrize("option", [
+    {"kv_disk": "/tmp/kv:1GiB", "distributed_executor_backend": "ray"},
+    {"kv_role": "decode", "distributed_executor_backend": "ray"},
+    {"executor": "dummy", "dummy_script": "texts.jsonl"},
+])
+def test_what_ranks_cannot_do_is_refused_by_name(tiny_llama: Path, option: dict[str, Any],
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_KV_SECRET", "a secret of the tests, long enough")
     with pytest.raises(ConfigError) as caught:
         LLM(str(tiny_llama), tensor_parallel_size=2, device="cpu", **option)
-    assert caught.value.field in option
+    assert caught.value.field in ("kv_disk", "kv_role", "dummy_script") and caught.value.field in option
 
 
 def test_ranks_of_an_engine_that_cannot_be_put_together_are_ended(tiny_llama: Path,

@@ -7,12 +7,14 @@ import contextlib
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 from quire.router.app import build_router, start_router
 from quire.router.replica import Role
-from quire.server.run import Stops, serve
+from quire.server.run import serve
 from quire.server_config import RouterConfig, ServerConfig
+from tests.server.scripted import served_in_thread
 
 Say = Callable[[str, dict[str, str], bytes, asyncio.StreamWriter], Awaitable[bool]]
 """Gets path, headers, body and where to write; true if the connection can be used again."""
@@ -128,36 +130,9 @@ def routed(servers: list[str] | list[tuple[str, Role]], *, server: dict[str, Any
     config = ServerConfig.create(**{"port": 0, "drain_timeout": 5.0, **(server or {})})
     router = RouterConfig.create(**{"policy": "round-robin", "health_interval": 0.1, **options})
     listed = [each if isinstance(each, tuple) else (each, Role.BOTH) for each in servers]
-    ready, found, loops, failures = threading.Event(), [], [], []
-    stops = Stops()
 
-    async def run() -> None:
-        loops.append(asyncio.get_running_loop())
+    async def start() -> Any:
+        return await start_router(router, listed)
 
-        async def start() -> Any:
-            return await start_router(router, listed)
-
-        await serve(config, start, lambda address, app: (found.extend([address, app.service]), ready.set())[0],
-                    stops=stops, build=build_router)
-
-    def main() -> None:
-        try:
-            asyncio.run(run())
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            ready.set()
-
-    thread = threading.Thread(target=main, daemon=True)
-    thread.start()
-    assert ready.wait(60)
-    if failures:
-        raise failures[0]
-    try:
-        yield found[0], found[1]
-    finally:
-        loops[0].call_soon_threadsafe(stops.stop)
-        thread.join(60)
-        assert not thread.is_alive()
-    if failures:
-        raise failures[0]
+    with served_in_thread(partial(serve, config, start, build=build_router)) as (address, app):
+        yield address, app.service

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 from quire.engine.output import RequestOutput
@@ -132,19 +133,29 @@ def _logprobs(token: int) -> TokenLogprobs:
 def running(engine: Any, **options: Any) -> Iterator[tuple[str, App]]:
     """(address, application) of a server in a thread; `engine` is one, or a coroutine function that starts one."""
     config = ServerConfig.create(**{"port": 0, "drain_timeout": 5.0, **options})
-    ready: threading.Event = threading.Event()
-    found: list[Any] = []
 
     async def start() -> Any:
         return await engine() if asyncio.iscoroutinefunction(engine) else engine
 
+    with served_in_thread(partial(serve, config, start)) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def served_in_thread(serve_until_stopped: Callable[..., Awaitable[None]]) -> Iterator[tuple[str, Any]]:
+    """(address, application) of what `serve_until_stopped(on_ready, stops=…)` serves, in a thread with a loop."""
+    ready, stops = threading.Event(), Stops()
+    found: list[Any] = []
+    loops: list[asyncio.AbstractEventLoop] = []
+    failures: list[BaseException] = []
+
+    def on_ready(address: str, app: Any) -> None:
+        found.extend([address, app])
+        ready.set()
+
     async def run() -> None:
         loops.append(asyncio.get_running_loop())
-        await serve(config, start, lambda address, app: (found.extend([address, app]), ready.set())[0], stops=stops)
-
-    loops: list[asyncio.AbstractEventLoop] = []
-    stops = Stops()
-    failures: list[BaseException] = []
+        await serve_until_stopped(on_ready, stops=stops)
 
     def main() -> None:
         try:

@@ -8,6 +8,9 @@ import functools
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,6 +205,20 @@ def _busy_seconds(pid: int) -> float:
             fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
             total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + _busy_seconds(int(child))
     return total
+
+
+def test_long_work_ends_with_the_engine_that_wanted_it() -> None:
+    """An engine that is killed cannot tell anybody; what compiles for it sees its socket close."""
+    code = ("import socket, sys, time; from quire.structured.cell import nursery, CellLimits; "
+            "nursery(socket.socket(fileno=int(sys.argv[1])), lambda: time.sleep(3600), CellLimits())")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process = subprocess.Popen([sys.executable, "-c", code, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    theirs.close()
+    assert b"pid" in ours.recv(1000)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.6)
+    ours.close()
+    assert process.wait(120) == 0
 
 
 def test_no_grammar_adds_50_ms_to_another_s_step_and_it_ends_with_its_client(smollm2: str) -> None:

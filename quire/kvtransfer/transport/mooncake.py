@@ -12,7 +12,6 @@ import importlib.util
 import json
 import mmap
 import os
-import socket
 import time
 from collections.abc import Callable
 from functools import cache
@@ -33,7 +32,7 @@ from quire.kvtransfer.transport.base import (
     Transport,
 )
 from quire.kvtransfer.transport.session import DELIVER, DIGEST, WELCOME, Announced, FrameError, Session, open_session
-from quire.kvtransfer.transport.stream import Connection, introduce, listening_socket, tune
+from quire.kvtransfer.transport.stream import Connection, dial, introduce, listening_socket
 from quire.machine import rdma_devices
 
 ARENA_BYTES: Final = 32 << 20
@@ -190,13 +189,8 @@ class MooncakeTransport(Transport):
 
     def connect(self, address: Address, secret: bytes, hello: bytes, timeout: float) -> MooncakeWriter:
         deadline = time.monotonic() + timeout
+        sock = dial(address, timeout)
         try:
-            sock = socket.create_connection((str(address["host"]), int(address["port"])), timeout)
-        except (OSError, KeyError, ValueError) as error:
-            raise PeerLostError(f"no KV receiver answers at {address!r:.80}: {error}") from error
-        try:
-            sock.settimeout(None)
-            tune(sock)
             engine = _engine_at(sock.getsockname()[0])
             if engine.protocol != address.get("protocol"):
                 raise KVTransferError(f"Mooncake speaks {engine.protocol} here and {address.get('protocol')} there")

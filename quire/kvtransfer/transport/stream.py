@@ -14,7 +14,7 @@ from abc import abstractmethod
 from threading import Lock, Thread
 
 from quire.errors import KVTransferError
-from quire.kvtransfer.transport.base import Delivery, Greet, OpenTransfers, PeerLostError, Receiver, Writer
+from quire.kvtransfer.transport.base import Address, Delivery, Greet, OpenTransfers, PeerLostError, Receiver, Writer
 from quire.kvtransfer.transport.session import (
     DELIVER,
     DONE,
@@ -221,6 +221,17 @@ def listening_socket(host: str) -> socket.socket:
         return socket.create_server((host, 0), family=family, backlog=64)
     except OSError as error:
         raise KVTransferError(f"KV cannot be received at {host}: {error}") from error
+
+
+def dial(address: Address, timeout: float) -> socket.socket:
+    """A connection to a receiver that listens at `address`."""
+    try:
+        sock = socket.create_connection((str(address["host"]), int(address["port"])), timeout)
+    except (OSError, KeyError, ValueError) as error:
+        raise PeerLostError(f"no KV receiver answers at {address!r:.80}: {error}") from error
+    sock.settimeout(None)
+    tune(sock)
+    return sock
 
 
 def tune(sock: socket.socket) -> None:

@@ -7,7 +7,6 @@ delivery does not count.
 
 from __future__ import annotations
 
-import socket
 import time
 from typing import Final
 
@@ -30,9 +29,9 @@ from quire.kvtransfer.transport.stream import (
     Connection,
     StreamReceiver,
     StreamWriter,
+    dial,
     introduce,
     listening_socket,
-    tune,
 )
 
 MOST_BYTES: Final = 256 << 20
@@ -158,13 +157,8 @@ class TcpTransport(Transport):
 
     def connect(self, address: Address, secret: bytes, hello: bytes, timeout: float) -> TcpWriter:
         deadline = time.monotonic() + timeout
+        sock = dial(address, timeout)
         try:
-            sock = socket.create_connection((str(address["host"]), int(address["port"])), timeout)
-        except (OSError, KeyError, ValueError) as error:
-            raise PeerLostError(f"no KV receiver answers at {address!r:.80}: {error}") from error
-        try:
-            sock.settimeout(None)
-            tune(sock)
             session = open_session(sock, secret, deadline)
             return TcpWriter(session, introduce(session, hello, deadline))
         except BaseException:

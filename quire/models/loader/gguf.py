@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,8 +11,16 @@ from typing import BinaryIO
 
 import numpy as np
 
-from quire.errors import ModelLoadError
-from quire.models.loader.gguf_quants import QUANT_FORMATS, QuantFormat, dequantize_into, known_formats
+from quire.errors import InvariantError, ModelLoadError
+from quire.models.loader.gguf_quants import (
+    QUANT_FORMATS,
+    Codes,
+    QuantFormat,
+    ReadAt,
+    dequantize_into,
+    known_formats,
+    read_codes,
+)
 
 MAGIC = b"GGUF"
 KNOWN_VERSIONS = (2, 3)
@@ -239,6 +246,47 @@ def _alignment(head: _Header, metadata: dict[str, MetadataValue]) -> int:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A rectangle of a tensor, and the blocks of each of its rows that hold it."""
+
+    tensor: GgufTensor
+    first_row: int
+    rows: int
+    first_block: int
+    blocks: int
+    low: int
+    """The first column that is wanted, counted in the blocks that are read."""
+    width: int
+
+    @classmethod
+    def of(cls, tensor: GgufTensor, dim: int, start: int, stop: int) -> _Part:
+        quant, columns = tensor.format, tensor.shape[-1]
+        rows = tensor.nbytes // (columns // quant.block_elements * quant.block_bytes)
+        by_row = dim < len(tensor.shape) - 1
+        first_row, last_row, low, high = (start, stop, 0, columns) if by_row else (0, rows, start, stop)
+        first, last = low // quant.block_elements, -(-high // quant.block_elements)
+        skipped = low - first * quant.block_elements
+        return cls(tensor, first_row, last_row - first_row, first, last - first, skipped, high - low)
+
+    def reader(self, read_at: ReadAt) -> ReadAt:
+        """From the bytes of the wanted blocks alone, as if they lay side by side."""
+        quant = self.tensor.format
+        stored = self.tensor.shape[-1] // quant.block_elements * quant.block_bytes
+        kept = self.blocks * quant.block_bytes
+
+        def read_rows(offset: int, into: memoryview) -> None:
+            done = 0
+            while done < len(into):
+                row, within = divmod(offset + done, kept)
+                count = len(into) - done if kept == stored else min(kept - within, len(into) - done)
+                place = (self.first_row + row) * stored + self.first_block * quant.block_bytes + within
+                read_at(place, into[done : done + count])
+                done += count
+
+        return read_rows
+
+
 class GgufFile:
     """A GGUF file with its header parsed: `metadata`, `tensors`, and `read` for one tensor's values."""
 
@@ -280,30 +328,30 @@ class GgufFile:
     def read_range(self, tensor: GgufTensor, dim: int, start: int, stop: int) -> np.ndarray:
         """[start, stop) along dimension `dim` of a matrix, or of a vector: nothing else is read but the rest of the
         blocks at the borders."""
-        quant, columns = tensor.format, tensor.shape[-1]
-        rows = tensor.nbytes // (columns // quant.block_elements * quant.block_bytes)
-        by_row = dim < len(tensor.shape) - 1
-        first_row, last_row, low, high = (start, stop, 0, columns) if by_row else (0, rows, start, stop)
-        first, last = low // quant.block_elements, -(-high // quant.block_elements)
-        out = np.empty((last_row - first_row, (last - first) * quant.block_elements), np.float32)
-        read_at = self._reader(tensor)
-        stored, kept = columns // quant.block_elements * quant.block_bytes, (last - first) * quant.block_bytes
+        part = _Part.of(tensor, dim, start, stop)
+        out = np.empty((part.rows, part.blocks * tensor.format.block_elements), np.float32)
+        dequantize_into(tensor.format, part.reader(self._reader(tensor)), out.reshape(-1))
+        kept = out[:, part.low : part.low + part.width]
+        return kept if len(tensor.shape) > 1 else kept[0]
 
-        def read_rows(offset: int, into: memoryview) -> None:
-            """From the bytes of the wanted blocks alone, as if they lay side by side."""
-            done = 0
-            while done < len(into):
-                row, within = divmod(offset + done, kept)
-                count = len(into) - done if kept == stored else min(kept - within, len(into) - done)
-                place = (first_row + row) * stored + first * quant.block_bytes + within
-                read_at(place, into[done : done + count])
-                done += count
+    def read_codes(self, tensor: GgufTensor, dim: int, start: int, stop: int) -> Codes:
+        """Of the same part of a quantized matrix: codes uint8, scales and offsets float32, [rows, …] each. Columns are
+        cut at borders of groups."""
+        quant, coding = tensor.format, tensor.format.coding
+        if coding is None:
+            raise InvariantError(f"the GGUF tensor {tensor.name!r} of {quant.name} has no codes")
+        part = _Part.of(tensor, dim, start, stop)
+        if part.low % coding.group or part.width % coding.group:
+            raise InvariantError(f"columns {start} to {stop} of {tensor.name!r} cut a group of {coding.group}")
+        codes, scales, offsets = read_codes(quant, coding, part.reader(self._reader(tensor)), part.rows * part.blocks)
 
-        dequantize_into(quant, read_rows, out.reshape(-1))
-        kept_columns = out[:, low - first * quant.block_elements : high - first * quant.block_elements]
-        return kept_columns if len(tensor.shape) > 1 else kept_columns[0]
+        def kept(values: np.ndarray, unit: int) -> np.ndarray:
+            columns = slice(part.low // unit, (part.low + part.width) // unit)
+            return np.ascontiguousarray(values.reshape(part.rows, -1)[:, columns])
 
-    def _reader(self, tensor: GgufTensor) -> Callable[[int, memoryview], None]:
+        return kept(codes, 1), kept(scales, coding.group), None if offsets is None else kept(offsets, coding.group)
+
+    def _reader(self, tensor: GgufTensor) -> ReadAt:
         descriptor = self._file.fileno()
 
         def read_at(offset: int, into: memoryview) -> None:

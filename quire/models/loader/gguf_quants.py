@@ -1,8 +1,8 @@
-"""GGUF block formats: how long a block is, and how its values become float32."""
+"""GGUF block formats: how long a block is, which codes and scales it holds, and how these become float32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,33 @@ CHUNK_BYTES = 256 << 10
 
 # (blocks [n, block_bytes] uint8, out [n, block_elements] float32) -> None
 Decoder = Callable[[np.ndarray, np.ndarray], None]
+# (blocks [n, block_bytes] uint8, codes [n, block_elements] uint8) -> (scales, offsets), float32 [n, groups] each
+Splitter = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How a quantized block is made: scale * (code - zero) + offset, one scale (and offset) for `group` numbers.
+
+    `split` fills the codes of whole blocks and gives their scales and offsets (None: the format has none). Scales have
+    so few bits that a product is exact: the sum rounds, once.
+    """
+
+    bits: int
+    zero: int
+    group: int
+    split: Splitter
+
+    def decode(self, blocks: np.ndarray, out: np.ndarray) -> None:
+        codes = np.empty(out.shape, np.uint8)
+        scales, offsets = self.split(blocks, codes)
+        if self.zero:
+            np.subtract(codes, self.zero, out=codes)  # wraps, as the signed number does
+        grouped = (len(blocks), -1, self.group)
+        values = out.reshape(grouped)
+        np.multiply(codes.view(np.int8).reshape(grouped), scales[..., None], out=values)
+        if offsets is not None:
+            np.add(values, offsets[..., None], out=values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +49,8 @@ class QuantFormat:
     block_elements: int
     block_bytes: int
     decode: Decoder
+    coding: Coding | None = None
+    """None: the numbers are floats."""
 
 
 def _half(blocks: np.ndarray, start: int) -> np.ndarray:
@@ -48,47 +77,41 @@ def _bf16(blocks: np.ndarray, out: np.ndarray) -> None:
     np.left_shift(blocks.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
 
 
-def _q8_0(blocks: np.ndarray, out: np.ndarray) -> None:
-    np.multiply(blocks[:, 2:].view(np.int8), _half(blocks, 0), out=out)
+def _q8_0(blocks: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, None]:
+    np.bitwise_xor(blocks[:, 2:], 128, out=codes)
+    return _half(blocks, 0), None
 
 
-def _q4_0(blocks: np.ndarray, out: np.ndarray) -> None:
-    quants = np.empty((len(blocks), 32), np.uint8)
-    _nibbles(blocks[:, 2:], quants)
-    np.subtract(quants, 8, out=quants)
-    np.multiply(quants.view(np.int8), _half(blocks, 0), out=out)
+def _q4_0(blocks: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, None]:
+    _nibbles(blocks[:, 2:], codes)
+    return _half(blocks, 0), None
 
 
-def _q4_1(blocks: np.ndarray, out: np.ndarray) -> None:
-    quants = np.empty((len(blocks), 32), np.uint8)
-    _nibbles(blocks[:, 4:], quants)
-    np.multiply(quants, _half(blocks, 0), out=out)
-    np.add(out, _half(blocks, 2), out=out)
+def _q4_1(blocks: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _nibbles(blocks[:, 4:], codes)
+    return _half(blocks, 0), _half(blocks, 2)
 
 
-def _five_bits(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+def _five_bits(high: np.ndarray, low: np.ndarray, codes: np.ndarray) -> None:
     """32 five-bit values a block: a bit of `high` [n, 4] over a nibble of `low` [n, 16]."""
-    quants = np.empty((len(low), 32), np.uint8)
-    _nibbles(low, quants)
+    _nibbles(low, codes)
     fifth = np.unpackbits(high, axis=1, bitorder="little")
     np.left_shift(fifth, 4, out=fifth)
-    np.bitwise_or(quants, fifth, out=quants)
-    return quants
+    np.bitwise_or(codes, fifth, out=codes)
 
 
-def _q5_0(blocks: np.ndarray, out: np.ndarray) -> None:
-    quants = _five_bits(blocks[:, 2:6], blocks[:, 6:])
-    np.subtract(quants, 16, out=quants)
-    np.multiply(quants.view(np.int8), _half(blocks, 0), out=out)
+def _q5_0(blocks: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, None]:
+    _five_bits(blocks[:, 2:6], blocks[:, 6:], codes)
+    return _half(blocks, 0), None
 
 
-def _q5_1(blocks: np.ndarray, out: np.ndarray) -> None:
-    np.multiply(_five_bits(blocks[:, 4:8], blocks[:, 8:]), _half(blocks, 0), out=out)
-    np.add(out, _half(blocks, 2), out=out)
+def _q5_1(blocks: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _five_bits(blocks[:, 4:8], blocks[:, 8:], codes)
+    return _half(blocks, 0), _half(blocks, 2)
 
 
 def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and minimum of the 8 groups of a Q4_K or Q5_K block, [n, 8, 1] each, block scale applied.
+    """Scale and offset of the 8 groups of a Q4_K or Q5_K block, [n, 8] each, block scale applied.
 
     Twelve bytes hold sixteen 6-bit numbers: groups 0-3 lie in the low six bits of bytes 0-3 (scales) and
     4-7 (minima); groups 4-7 take four bits of bytes 8-11 and the top two bits of bytes 0-7.
@@ -96,55 +119,47 @@ def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     first, second, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 63, (mixed & 15) | ((first >> 2) & 48)], axis=1)
     minima = np.concatenate([second & 63, (mixed >> 4) | ((second >> 2) & 48)], axis=1)
-    return (_half(blocks, 0) * scales)[..., None], (_half(blocks, 2) * minima)[..., None]
+    return _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
 
 
-def _q4_k(blocks: np.ndarray, out: np.ndarray) -> None:
-    scales, minima = _k_scales(blocks)
-    quants = np.empty((len(blocks), 4, 64), np.uint8)
-    _nibbles(blocks[:, 16:].reshape(-1, 4, 32), quants)
-    groups = out.reshape(-1, 8, 32)
-    np.multiply(quants.reshape(-1, 8, 32), scales, out=groups)
-    np.subtract(groups, minima, out=groups)
+def _q4_k(blocks: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _nibbles(blocks[:, 16:].reshape(-1, 4, 32), codes.reshape(-1, 4, 64))
+    return _k_scales(blocks)
 
 
-def _q5_k(blocks: np.ndarray, out: np.ndarray) -> None:
-    scales, minima = _k_scales(blocks)
-    quants = np.empty((len(blocks), 4, 64), np.uint8)
-    _nibbles(blocks[:, 48:].reshape(-1, 4, 32), quants)
-    quants = quants.reshape(-1, 8, 32)
+def _q5_k(blocks: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _nibbles(blocks[:, 48:].reshape(-1, 4, 32), codes.reshape(-1, 4, 64))
+    groups = codes.reshape(-1, 8, 32)
     high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]
-    np.bitwise_or(quants, (high & 1) << 4, out=quants)
-    groups = out.reshape(-1, 8, 32)
-    np.multiply(quants, scales, out=groups)
-    np.subtract(groups, minima, out=groups)
+    np.bitwise_or(groups, (high & 1) << 4, out=groups)
+    return _k_scales(blocks)
 
 
-def _q6_k(blocks: np.ndarray, out: np.ndarray) -> None:
-    low = blocks[:, :128].reshape(-1, 2, 64)
+def _q6_k(blocks: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, None]:
+    _nibbles(blocks[:, :128].reshape(-1, 2, 64), codes.reshape(-1, 2, 128))
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
-    nibbles = np.empty((len(blocks), 2, 128), np.uint8)
-    _nibbles(low, nibbles)
-    quants = nibbles.reshape(-1, 2, 4, 32)
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    np.bitwise_or(quants, ((high >> shifts) & 3) << 4, out=quants)
-    np.subtract(quants, 32, out=quants)
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8)
-    np.multiply(quants.reshape(-1, 16, 16).view(np.int8), scales[..., None], out=out.reshape(-1, 16, 16))
+    quarters = codes.reshape(-1, 2, 4, 32)
+    np.bitwise_or(quarters, ((high >> shifts) & 3) << 4, out=quarters)
+    return _half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
+
+
+def _coded(name: str, elements: int, nbytes: int, coding: Coding) -> QuantFormat:
+    return QuantFormat(name, elements, nbytes, coding.decode, coding)
 
 
 # Keyed by the type number stored in the file.
 QUANT_FORMATS: dict[int, QuantFormat] = {
     0: QuantFormat("F32", 1, 4, _f32),
     1: QuantFormat("F16", 1, 2, _f16),
-    2: QuantFormat("Q4_0", 32, 18, _q4_0),
-    3: QuantFormat("Q4_1", 32, 20, _q4_1),
-    6: QuantFormat("Q5_0", 32, 22, _q5_0),
-    7: QuantFormat("Q5_1", 32, 24, _q5_1),
-    8: QuantFormat("Q8_0", 32, 34, _q8_0),
-    12: QuantFormat("Q4_K", 256, 144, _q4_k),
-    13: QuantFormat("Q5_K", 256, 176, _q5_k),
-    14: QuantFormat("Q6_K", 256, 210, _q6_k),
+    2: _coded("Q4_0", 32, 18, Coding(4, 8, 32, _q4_0)),
+    3: _coded("Q4_1", 32, 20, Coding(4, 0, 32, _q4_1)),
+    6: _coded("Q5_0", 32, 22, Coding(5, 16, 32, _q5_0)),
+    7: _coded("Q5_1", 32, 24, Coding(5, 0, 32, _q5_1)),
+    8: _coded("Q8_0", 32, 34, Coding(8, 128, 32, _q8_0)),
+    12: _coded("Q4_K", 256, 144, Coding(4, 0, 32, _q4_k)),
+    13: _coded("Q5_K", 256, 176, Coding(5, 0, 32, _q5_k)),
+    14: _coded("Q6_K", 256, 210, Coding(6, 32, 16, _q6_k)),
     30: QuantFormat("BF16", 1, 2, _bf16),
 }
 
@@ -153,14 +168,39 @@ def known_formats() -> str:
     return ", ".join(quant.name for quant in QUANT_FORMATS.values())
 
 
-def dequantize_into(quant: QuantFormat, read_at: Callable[[int, memoryview], None], out: np.ndarray) -> None:
-    """Fill `out` (flat float32) block by block; `read_at(offset, buffer)` supplies the source bytes."""
+ReadAt = Callable[[int, memoryview], None]
+"""Fills a buffer with source bytes from an offset on."""
+
+
+def dequantize_into(quant: QuantFormat, read_at: ReadAt, out: np.ndarray) -> None:
+    """Fill `out` (flat float32) block by block."""
+    rows = out.reshape(-1, quant.block_elements)
+    for start, blocks in _chunks(quant, read_at, len(rows)):
+        quant.decode(blocks, rows[start : start + len(blocks)])
+
+
+def read_codes(quant: QuantFormat, coding: Coding, read_at: ReadAt, count: int) -> Codes:
+    """Codes, scales and offsets of `count` blocks, flat."""
+    codes = np.empty((count, quant.block_elements), np.uint8)
+    scales = np.empty((count, quant.block_elements // coding.group), np.float32)
+    offsets: np.ndarray | None = None
+    for start, blocks in _chunks(quant, read_at, count):
+        part = slice(start, start + len(blocks))
+        scales[part], found = coding.split(blocks, codes[part])
+        if found is not None:
+            offsets = np.empty_like(scales) if offsets is None else offsets
+            offsets[part] = found
+    return codes.reshape(-1), scales.reshape(-1), None if offsets is None else offsets.reshape(-1)
+
+
+Codes = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+
+
+def _chunks(quant: QuantFormat, read_at: ReadAt, total: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Number of the first block, and blocks [n, block_bytes]: a few at a time, in one buffer."""
     per_chunk = max(1, CHUNK_BYTES // quant.block_bytes)
-    total = out.size // quant.block_elements
     buffer = np.empty((min(per_chunk, total), quant.block_bytes), np.uint8)
-    rows = out.reshape(total, quant.block_elements)
     for start in range(0, total, per_chunk):
-        stop = min(start + per_chunk, total)
-        blocks = buffer[: stop - start]
+        blocks = buffer[: min(per_chunk, total - start)]
         read_at(start * quant.block_bytes, blocks.reshape(-1).data)
-        quant.decode(blocks, rows[start:stop])
+        yield start, blocks

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ModelLoadError
 from quire.models.loader.json_file import read_json_object
-from quire.models.stored_parts import NOTHING, Ranges, StoredParts
+from quire.models.spec import Shape
+from quire.models.stored_parts import NOTHING, Ranges
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 REOPEN_BYTES = 64 << 20
+
+RangesOf = Callable[[str, Shape], Ranges | None]
+"""Which part is wanted of a tensor of this name and shape; None: all of it."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -66,23 +70,39 @@ def _names_by_file(folder: Path) -> dict[str, set[str]] | None:
     return wanted
 
 
+def tensor_names(folder: Path) -> list[str]:
+    """The tensors of a folder, without reading them."""
+    from safetensors import SafetensorError, safe_open
+
+    if (folder / INDEX).is_file():
+        return list(_weight_map(folder))
+    names: list[str] = []
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as shard:
+                names += shard.keys()
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise ModelLoadError(f"{path} is truncated or corrupted ({error}); download it again") from error
+    return names
+
+
 def iterate_weights(
-    folder: Path, dtype: torch.dtype | None, parts: StoredParts | None = None
+    folder: Path, dtype: torch.dtype | None, ranges_of: RangesOf | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) pairs, one in memory at a time, cast to `dtype` (None keeps the stored type); with `parts` only
-    those parts of them are read."""
+    """(name, tensor) pairs, one in memory at a time, cast to `dtype` (None keeps the stored type); with `ranges_of`
+    only those parts of them are read."""
     from safetensors import SafetensorError
 
     wanted = _names_by_file(folder)
     for path in weight_files(folder):
         try:
-            yield from _read_file(path, None if wanted is None else wanted[path.name], dtype, parts)
+            yield from _read_file(path, None if wanted is None else wanted[path.name], dtype, ranges_of)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise ModelLoadError(f"{path} is truncated or corrupted ({error}); download it again") from error
 
 
 def _read_file(
-    path: Path, wanted: set[str] | None, dtype: torch.dtype | None, parts: StoredParts | None
+    path: Path, wanted: set[str] | None, dtype: torch.dtype | None, ranges_of: RangesOf | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
@@ -98,7 +118,7 @@ def _read_file(
             while names and read < REOPEN_BYTES:
                 name = names.popleft()
                 stored = shard.get_slice(name)
-                ranges = None if parts is None else parts.ranges(name, tuple(stored.get_shape()))
+                ranges = None if ranges_of is None else ranges_of(name, tuple(stored.get_shape()))
                 if ranges == NOTHING:
                     continue
                 tensor = shard.get_tensor(name) if ranges is None else _read_ranges(path, name, stored, ranges)

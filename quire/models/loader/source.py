@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.loader import mxfp4, safetensors
@@ -20,6 +20,7 @@ from quire.models.loader.gguf_rope import CONFIG_TENSORS
 from quire.models.loader.hub import fetch_from_hub, looks_like_hub_id
 from quire.models.loader.json_file import read_json_object
 from quire.models.loader.pull import pull
+from quire.models.loader.quantization_config import IntegerScheme, integer_scheme
 from quire.models.stored_parts import NOTHING, Ranges, StoredParts
 from quire.tokenizer.from_folder import has_tokenizer, tokenizer_from_folder
 from quire.tokenizer.from_gguf import tokenizer_from_gguf
@@ -28,11 +29,14 @@ from quire.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:  # saying what a model is must not cost the import of torch
     import torch
 
+    from quire.kernels.quantized import QuantizedWeight
+
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 # Tensors being dequantized ahead of the one that is handed out, and threads that do it. Numpy lets go of the
 # interpreter lock, so that two halve the time of a load; more tensors ahead would only cost memory.
 READ_AHEAD = 2
 READ_THREADS = 2
+Read = TypeVar("Read")
 
 
 class ModelSource(ABC):
@@ -64,6 +68,11 @@ class ModelSource(ABC):
     ) -> Iterator[tuple[str, torch.Tensor]]: ...
 
     @abstractmethod
+    def _stored_weights(
+        self, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]: ...
+
+    @abstractmethod
     def _own_tokenizer(self) -> Tokenizer: ...
 
     def weights(
@@ -75,11 +84,21 @@ class ModelSource(ABC):
         """
         import torch
 
+        self._check_readable()
+        return self._weights(torch.float32 if dtype == "float32" else dtype, parts)
+
+    def stored_weights(
+        self, parts: StoredParts | None = None
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        """As `weights(None)`, but matrices that the file keeps as integers and scales come as these."""
+        self._check_readable()
+        return self._stored_weights(parts)
+
+    def _check_readable(self) -> None:
         if self.is_dummy:
             raise ModelLoadError(
                 f"{self.name} was opened with load_format='dummy': it has no weights to read"
             )
-        return self._weights(torch.float32 if dtype == "float32" else dtype, parts)
 
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer (or the one asked for instead); ModelLoadError where there is none."""
@@ -155,6 +174,32 @@ class GgufSource(ModelSource):
         values = self._arch.undo(name, values.t() if turned else values, self._config)
         return values if dtype is None else values.to(dtype)
 
+    def _read_stored(
+        self, tensor: GgufTensor, name: str, ranges: Ranges | None
+    ) -> torch.Tensor | QuantizedWeight:
+        """As `_read`, in the file's own bits where it is a quantized matrix that is not cut inside a group."""
+        import torch
+
+        from quire.kernels.quantized import QuantizedWeight, joined
+
+        coding = tensor.format.coding
+        dim, runs = ranges or (0, ((0, tensor.shape[0]),))
+        cut = dim == 1 and coding is not None and any(edge % coding.group for run in runs for edge in run)
+        if coding is None or cut or len(tensor.shape) != 2 or self._arch.is_transposed(name):
+            return self._read(tensor, name, None, ranges)
+        pieces = []
+        for run in runs:
+            codes, scales, offsets = self._file.read_codes(tensor, dim, *run)
+            kept = None if offsets is None else torch.from_numpy(offsets)
+            pieces.append(QuantizedWeight(
+                torch.from_numpy(codes), torch.from_numpy(scales), kept, coding.zero, coding.bits, coding.group
+            ))
+        weight = joined(pieces, dim)
+        # The converters' changes to matrices are orders of rows, so that row numbers show them.
+        rows = torch.arange(weight.shape[0]).unsqueeze(1)
+        order = self._arch.undo(name, rows, self._config)
+        return weight if order is rows else weight.rows(order.squeeze(1))
+
     def _wanted(self, parts: StoredParts | None) -> Iterator[tuple[str, GgufTensor, Ranges | None]]:
         layers = int(self._config.get("num_hidden_layers") or self._config["n_layer"])
         tensors = [tensor for name, tensor in self._file.tensors.items() if name not in CONFIG_TENSORS]
@@ -168,12 +213,22 @@ class GgufSource(ModelSource):
     def _weights(
         self, dtype: torch.dtype | None, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._read_ahead(lambda tensor, name, ranges: self._read(tensor, name, dtype, ranges), parts)
+
+    def _stored_weights(
+        self, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        return self._read_ahead(self._read_stored, parts)
+
+    def _read_ahead(
+        self, read: Callable[[GgufTensor, str, Ranges | None], Read], parts: StoredParts | None
+    ) -> Iterator[tuple[str, Read]]:
         wanted = list(self._wanted(parts))
         pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="quire-load")
-        ahead: deque[tuple[str, Future[torch.Tensor]]] = deque()
+        ahead: deque[tuple[str, Future[Read]]] = deque()
         try:
             for name, tensor, ranges in wanted:
-                ahead.append((name, pool.submit(self._read, tensor, name, dtype, ranges)))
+                ahead.append((name, pool.submit(read, tensor, name, ranges)))
                 if len(ahead) > READ_AHEAD:
                     ready, future = ahead.popleft()
                     yield ready, future.result()
@@ -228,10 +283,35 @@ class FolderSource(ModelSource):
     def _weights(
         self, dtype: torch.dtype | None, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        stored = safetensors.iterate_weights(self.path, dtype, parts)
+        scheme = integer_scheme(self._config)
+        if scheme is not None:
+            return self._dequantized(scheme, dtype, parts)
+        stored = safetensors.iterate_weights(self.path, dtype, None if parts is None else parts.ranges)
         quantization = self._config.get("quantization_config")
         packed = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
         return mxfp4.joined(stored) if packed else stored
+
+    def _dequantized(
+        self, scheme: IntegerScheme, dtype: torch.dtype | None, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        from quire.kernels.quantized import QuantizedWeight
+
+        for name, weight in self._integer_weights(scheme, parts):
+            values = weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+            yield name, values if dtype is None else values.to(dtype)
+
+    def _stored_weights(
+        self, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        scheme = integer_scheme(self._config)
+        return self._weights(None, parts) if scheme is None else self._integer_weights(scheme, parts)
+
+    def _integer_weights(
+        self, scheme: IntegerScheme, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        from quire.models.loader.integer_weights import read
+
+        return read(self.path, scheme, parts)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.config import GPU_DEFAULTS, CacheConfig
 from quire.errors import ConfigError, QuireError
-from quire.kernels.types import LayerCache
+from quire.kvtransfer.store import KVStore
 from quire.models.decoder import Decoder
 from quire.models.registry import read_spec
 from quire.ops.interface import Ops
@@ -181,10 +181,9 @@ class GpuWorker:
             self._connect(drafting, cache)
         self._prepare(drafting)
 
-    @property
-    def kv_layers(self) -> tuple[list[LayerCache], list[int]]:
-        """The model's caches and the cache group of each, for whoever moves KV to and from other engines."""
-        return self._cache.layers, self._cache.groups
+    def kv_memory(self) -> KVStore:
+        """The model's caches, for whoever moves KV to and from other engines."""
+        return KVStore(self._cache.layers, self._cache.groups)
 
     def connect(self, transfer: KVTransfer) -> None:
         """Move blocks to and from one more tier."""
@@ -200,6 +199,8 @@ class GpuWorker:
         started = time.perf_counter()
         if self.device.type == "cuda":
             self._runner.contexts.pick_up_prompts()
+            if self._runner.sampled is not None:
+                self._runner.sampled.prepare()
             for decodes in (1, 12, 140):
                 self._warm_up(min(decodes, self._options.max_num_seqs - 1))
         self._mark("warm_up", started)

@@ -1,0 +1,153 @@
+"""A weight of integer codes and scales, as readers hand it over and packers take it: no format of a file or a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from quire.errors import ModelLoadError
+
+if TYPE_CHECKING:  # saying what a weight is must not cost the import of torch
+    from torch import Tensor
+
+UNIT = 32
+"""Columns that are multiplied as integers before a scale is applied; activations share a scale over as many."""
+BITS = (4, 5, 6, 8)
+
+
+class WeightUse(Enum):
+    """What a linear layer is for: a quantization made at load time treats them differently."""
+
+    LAYER = "layer"
+    """A projection inside a layer: rounded to as many bits as the user asked for."""
+    VOCABULARY = "vocabulary"
+    """An embedding or a head: rounded to 8 bits, whatever was asked for."""
+    EXACT = "exact"
+    """A router or a gate: small, and an error there changes which expert computes. Never rounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight [N, K]: w[n, k] = scales[n, g] * (codes[n, k] - zero) (+ offsets[n, g]), where g = k // group.
+
+    The product rounds first, then the sum. So the usual formats are held without loss:
+
+    | format | bits | zero | group | offsets |
+    |---|---|---|---|---|
+    | Q8_0 (codes q + 128) | 8 | 128 | 32 | none |
+    | Q4_0, Q5_0 | 4, 5 | 8, 16 | 32 | none |
+    | Q4_1, Q5_1 | 4, 5 | 0 | 32 | m |
+    | Q4_K, Q5_K (scales d * s) | 4, 5 | 0 | 32 | -dmin * m |
+    | Q6_K (scales d * s) | 6 | 32 | 16 | none |
+    | AWQ, GPTQ, zero points z | 4, 8 | 0 | 32 to 128 | -s * z |
+    | the same, where every z is one number | 4, 8 | z | 32 to 128 | none |
+    | W8A8, one scale per row (codes q + 128) | 8 | 128 | K | none |
+    """
+
+    codes: Tensor
+    """uint8 [N, K], each from 0 to 2 ** bits - 1."""
+    scales: Tensor
+    """float32 [N, K / group]."""
+    offsets: Tensor | None
+    """float32 [N, K / group], where a format has minima or zero points of its own for each group."""
+    zero: int
+    bits: int
+    group: int
+    """Columns that share a scale: 16, or a multiple of 32."""
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS or not 0 <= self.zero < 1 << self.bits:
+            raise ModelLoadError(f"a quantized weight has {BITS} bits and a zero in them, not {self.bits}, {self.zero}")
+        n, k = self.shape
+        if self.group < 1 or (self.group != UNIT // 2 and self.group % UNIT) or k % self.group:
+            raise ModelLoadError(f"{k} columns cannot share scales in groups of {self.group}")
+        for part in (self.scales, self.offsets):
+            if part is not None and tuple(part.shape) != (n, k // self.group):
+                raise ModelLoadError(
+                    f"{k // self.group} groups in each of {n} rows do not have {tuple(part.shape)} scales or offsets"
+                )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.codes.shape
+        return n, k
+
+    def dim(self) -> int:
+        return 2
+
+    def rows(self, index: Tensor | Sequence[int] | slice) -> QuantizedWeight:
+        """These rows, in this order."""
+        return replace(
+            self,
+            codes=self.codes[index],
+            scales=self.scales[index],
+            offsets=None if self.offsets is None else self.offsets[index],
+        )
+
+    def columns(self, start: int, stop: int) -> QuantizedWeight:
+        """Columns [start, stop). A cut inside a group leaves smaller groups with the same scales: the same weight."""
+        group = self.group
+        while group > UNIT and (start % group or stop % group):
+            group = UNIT if group % (2 * UNIT) else group // 2
+        if start % group or stop % group:
+            raise ModelLoadError(f"columns {start} to {stop} cut a group of {group} of a quantized weight")
+        finer = self.regrouped(group)
+        part = slice(start // group, stop // group)
+        return replace(
+            finer,
+            codes=finer.codes[:, start:stop],
+            scales=finer.scales[:, part],
+            offsets=None if finer.offsets is None else finer.offsets[:, part],
+        )
+
+    def regrouped(self, group: int) -> QuantizedWeight:
+        """The same weight with scales repeated for smaller groups."""
+        times = self.group // group
+        if times == 1:
+            return self
+        return replace(
+            self,
+            scales=self.scales.repeat_interleave(times, 1),
+            offsets=None if self.offsets is None else self.offsets.repeat_interleave(times, 1),
+            group=group,
+        )
+
+    def split(self, rows: Sequence[int]) -> list[QuantizedWeight]:
+        """Runs of so many rows, one after the other."""
+        found, start = [], 0
+        for count in rows:
+            found.append(self.rows(slice(start, start + count)))
+            start += count
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        held = (self.codes, self.scales, self.offsets)
+        return sum(part.nbytes for part in held if part is not None)
+
+    def dequantized(self) -> Tensor:
+        """float32 [N, K]."""
+        n, k = self.shape
+        grouped = (self.codes.float() - self.zero).view(n, -1, self.group) * self.scales.unsqueeze(-1)
+        if self.offsets is not None:
+            grouped += self.offsets.unsqueeze(-1)
+        return grouped.view(n, k)
+
+
+def joined(parts: Sequence[QuantizedWeight], dim: int) -> QuantizedWeight:
+    """Parts of one form, one below the other (dim 0) or side by side (dim 1)."""
+    import torch
+
+    if len(parts) == 1:
+        return parts[0]
+    group = min(part.group for part in parts)
+    finer = [part.regrouped(group) for part in parts]
+    offsets = [part.offsets for part in finer if part.offsets is not None]
+    return replace(
+        finer[0],
+        codes=torch.cat([part.codes for part in finer], dim),
+        scales=torch.cat([part.scales for part in finer], dim),
+        offsets=torch.cat(offsets, dim) if offsets else None,
+    )

@@ -1,0 +1,150 @@
+"""Reads `quantization_config` of a config.json: how the checkpoint holds integer weights, or why it is refused.
+
+Only what cannot be seen from the tensors is kept. Bits, groups and zero points follow from their shapes and are checked
+against the config there (see `integer_weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from quire.errors import UnsupportedModelError
+
+Layout = Literal["awq", "gptq", "compressed-tensors"]
+FIELD = "quantization_config"
+METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4")
+_GPTQ_FORMATS = ("gptq", "gptq_v2")
+_COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
+_STRATEGIES = ("group", "channel", "tensor")
+_WIDTHS = (4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerScheme:
+    """How a checkpoint's linear layers are stored as integers."""
+
+    layout: Layout
+    bits: tuple[int, ...]
+    """Those that its layers may have: one number, but for compressed-tensors with several groups of layers."""
+    groups: tuple[int | None, ...]
+    """Columns that may share a scale; None: a whole row."""
+    zero_shift: int = 0
+    """Added to stored zero points: GPTQ's first format stores them less one."""
+
+
+def integer_scheme(config: Mapping[str, Any]) -> IntegerScheme | None:
+    """Of a model's config; None where weights are floats (or MXFP4). UnsupportedModelError names the field."""
+    stored = config.get(FIELD)
+    if stored is None:
+        return None
+    if not isinstance(stored, Mapping):
+        _refuse("", stored)
+    method = stored.get("quant_method")
+    if method == "mxfp4":
+        return None
+    if method == "awq":
+        return _awq(stored)
+    if method == "gptq":
+        return _gptq(stored)
+    if method == "compressed-tensors":
+        return _compressed(stored)
+    _refuse("quant_method", method, f"; known: {', '.join(METHODS)}")
+
+
+def _awq(stored: Mapping[str, Any]) -> IntegerScheme:
+    version = stored.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        _refuse("version", version, "; known: gemm")
+    if stored.get("zero_point", True) is not True:
+        _refuse("zero_point", stored["zero_point"], "; AWQ checkpoints store zero points")
+    return IntegerScheme("awq", (_width(stored, "bits", (4,)),), (_group(stored, "group_size"),))
+
+
+def _gptq(stored: Mapping[str, Any]) -> IntegerScheme:
+    for field in ("dynamic", "rotation", "is_marlin_format", "adapter"):
+        if stored.get(field):
+            _refuse(field, stored[field])
+    if stored.get("pack_dtype", "int32") not in ("int32", None):
+        _refuse("pack_dtype", stored["pack_dtype"], "; known: int32")
+    form = stored.get("checkpoint_format") or "gptq"
+    if form not in _GPTQ_FORMATS:
+        _refuse("checkpoint_format", form, f"; known: {', '.join(_GPTQ_FORMATS)}")
+    shift = 1 if form == "gptq" else 0
+    return IntegerScheme("gptq", (_width(stored, "bits", _WIDTHS),), (_group(stored, "group_size"),), shift)
+
+
+def _compressed(stored: Mapping[str, Any]) -> IntegerScheme:
+    for field in ("kv_cache_scheme", "transform_config"):
+        if stored.get(field):
+            _refuse(field, stored[field])
+    sparsity = stored.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in (None, "dense")):
+        _refuse("sparsity_config", sparsity)
+    status = stored.get("quantization_status", "compressed")
+    if status != "compressed":
+        _refuse("quantization_status", status, "; known: compressed")
+    groups = stored.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        _refuse("config_groups", groups)
+    bits: dict[int, None] = {}
+    sizes: dict[int | None, None] = {}
+    for name, group in groups.items():
+        width, size = _compressed_group(f"config_groups.{name}", group, stored.get("format"))
+        bits[width], sizes[size] = None, None
+    return IntegerScheme("compressed-tensors", tuple(bits), tuple(sizes))
+
+
+def _compressed_group(place: str, group: object, whole_format: object) -> tuple[int, int | None]:
+    """Bits and group size of one group of layers."""
+    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+        _refuse(place, group)
+    form = group.get("format") or whole_format
+    if form not in _COMPRESSED_FORMATS:
+        _refuse("format", form, f"; known: {', '.join(_COMPRESSED_FORMATS)}")
+    weights: Mapping[str, Any] = group["weights"]
+    for field, known in (("type", ("int",)), ("strategy", _STRATEGIES), ("dynamic", (False, None))):
+        if weights.get(field, known[0]) not in known:
+            _refuse(f"{place}.weights.{field}", weights.get(field), f"; known: {', '.join(map(str, known))}")
+    for field, value in _activations(place, group):
+        _refuse(field, value, "; activations may be left alone or quantized to int8 per token at run time (dynamic)")
+    width = _width(weights, "num_bits", _WIDTHS, f"{place}.weights.")
+    if weights.get("strategy", "tensor") != "group":
+        return width, None
+    return width, _group(weights, "group_size", f"{place}.weights.")
+
+
+def _activations(place: str, group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is asked of activations and is not supported. A scale that was fixed at calibration changes results."""
+    if group.get("output_activations") is not None:
+        yield f"{place}.output_activations", group["output_activations"]
+    inputs = group.get("input_activations")
+    if inputs is None:
+        return
+    where = f"{place}.input_activations"
+    if not isinstance(inputs, Mapping):
+        yield where, inputs
+        return
+    for field, wanted in (("type", "int"), ("num_bits", 8), ("dynamic", True)):
+        if inputs.get(field, wanted if field == "type" else None) != wanted:
+            yield f"{where}.{field}", inputs.get(field)
+
+
+def _width(stored: Mapping[str, Any], field: str, known: tuple[int, ...], place: str = "") -> int:
+    value = stored.get(field)
+    if isinstance(value, bool) or not isinstance(value, int) or value not in known:
+        _refuse(place + field, value, f"; known: {', '.join(map(str, known))}")
+    return value
+
+
+def _group(stored: Mapping[str, Any], field: str, place: str = "") -> int | None:
+    value = stored.get(field, 128)
+    if isinstance(value, bool) or not isinstance(value, int) or not (value == -1 or 0 < value < 1 << 24):
+        _refuse(place + field, value, "; it is a number of columns, or -1")
+    return None if value == -1 else value
+
+
+def _refuse(field: str, value: object, hint: str = "") -> NoReturn:
+    name = f"{FIELD}.{field}" if field else FIELD
+    raise UnsupportedModelError(f"config.json: {name}={value!r:.200} is not supported{hint}")

@@ -1,0 +1,210 @@
+"""AWQ, GPTQ and compressed-tensors: weights are the floats they stand for, in their own bits; the rest is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.kernels.quantized import QuantizedWeight
+from quire.models.build import build_decoder, stored_parts
+from quire.models.loader.quantization_config import integer_scheme
+from quire.models.loader.source import resolve_model
+from quire.models.registry import read_spec
+from quire.models.shard import shard_of
+from quire.models.stored_parts import NOTHING, take
+from quire.ops.reference import TorchOps
+from quire.parallel.place import Place
+from tests.integer_checkpoints import Packer, awq, compressed, compressed_config, gptq, write_checkpoint
+
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+COMPRESSED = compressed_config()
+W8A8 = compressed_config(8, -1, plain=True)
+
+KEPT: dict[str, tuple[Packer, dict[str, Any], int, int]] = {
+    "awq": (awq(), AWQ, 4, 32),
+    "awq in groups of 64, bfloat16 scales": (awq(64, torch.bfloat16), AWQ | {"group_size": 64}, 4, 64),
+    "gptq": (gptq(), GPTQ, 4, 32),
+    "gptq without g_idx's order, one group a row": (gptq(group=-1), GPTQ | {"group_size": -1}, 4, 0),
+    "gptq of 8 bits": (gptq(8), GPTQ | {"bits": 8}, 8, 32),
+    "gptq with zero points": (gptq(symmetric=False), GPTQ | {"sym": False}, 4, 32),
+    "gptq of 8 bits with zero points": (gptq(8, symmetric=False), GPTQ | {"bits": 8, "sym": False}, 8, 32),
+    "gptq v2": (gptq(symmetric=False, stored_less=0), GPTQ | {"checkpoint_format": "gptq_v2"}, 4, 32),
+    "compressed": (compressed(), COMPRESSED, 4, 32),
+    "compressed of 8 bits": (compressed(8), compressed_config(8), 8, 32),
+    "compressed, one scale a row": (compressed(group=-1), compressed_config(group=-1), 4, 0),
+    "compressed with zero points": (compressed(symmetric=False), compressed_config(symmetric=False), 4, 32),
+    "w8a8": (compressed(8, -1, plain=True), W8A8, 8, 0),
+    "w8a8 with zero points": (compressed(8, -1, False, plain=True), compressed_config(8, -1, False, plain=True), 8, 0),
+}
+IN_FLOATS: dict[str, tuple[Packer, dict[str, Any]]] = {
+    "gptq with act-order": (gptq(act_order=True), GPTQ | {"desc_act": True}),
+    "gptq with act-order, 8 bits, zero points": (gptq(8, 32, False, True), GPTQ | {"bits": 8, "desc_act": True}),
+    "compressed with act-order": (compressed(act_order=True), COMPRESSED),
+    "gptq in groups that no kernel has": (gptq(group=8), GPTQ | {"group_size": 8}),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_weight_is_the_floats_of_its_format_and_stays_in_its_bits(kind: str, tmp_path: Path) -> None:
+    pack, config, bits, group = KEPT[kind]
+    expected = write_checkpoint(tmp_path, pack, config)
+    source = resolve_model(str(tmp_path))
+    found = dict(source.weights())
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    for name, weight in source.stored_weights():
+        assert isinstance(weight, QuantizedWeight) == name.endswith("_proj.weight")
+        if isinstance(weight, QuantizedWeight):
+            assert (weight.bits, weight.group) == (bits, group or expected[name].shape[1])
+            assert (weight.offsets is None) == ("zero points" not in kind and "awq" not in kind and "v2" not in kind)
+
+
+@pytest.mark.parametrize("kind", IN_FLOATS)
+def test_an_order_of_columns_that_no_kernel_has_is_read_as_floats(kind: str, tmp_path: Path) -> None:
+    pack, config = IN_FLOATS[kind]
+    expected = write_checkpoint(tmp_path, pack, config)
+    found = dict(resolve_model(str(tmp_path)).stored_weights())
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert isinstance(weight, torch.Tensor) and torch.equal(weight, expected[name])
+
+
+def test_a_decoder_of_integers_computes_what_one_of_their_floats_computes(tmp_path: Path) -> None:
+    expected = write_checkpoint(tmp_path, awq(), AWQ, "qwen2")
+    source = resolve_model(str(tmp_path))
+    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    decoder = build_decoder(source.config, source.weights(), TorchOps(), max_model_len=64)
+    floats = build_decoder(config, expected.items(), TorchOps(), max_model_len=64)
+    for mine, other in zip(decoder.layers, floats.layers, strict=True):
+        assert torch.equal(mine.attn.qkv.packed.weight, other.attn.qkv.packed.weight)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["awq in groups of 64, bfloat16 scales", "gptq with act-order", "w8a8"])
+def test_ranks_read_their_parts(kind: str, tmp_path: Path) -> None:
+    pack, config = (KEPT | IN_FLOATS)[kind][:2]  # type: ignore[operator]
+    expected = write_checkpoint(tmp_path, pack, config)
+    source = resolve_model(str(tmp_path))
+    spec, seen = read_spec(source.config), set()
+    for place in Place.all(2, 2):
+        parts = stored_parts(source.config, shard_of(spec, place))
+        found = dict(source.weights(parts=parts))
+        for name, tensor in expected.items():
+            ranges = parts.ranges(name, tuple(tensor.shape))
+            if ranges == NOTHING:
+                assert name not in found
+            else:
+                assert torch.equal(found[name], tensor if ranges is None else take(tensor, ranges)), (place, name)
+        seen |= found.keys()
+    assert seen == expected.keys()
+
+
+def test_members_may_lie_in_different_files(tmp_path: Path) -> None:
+    expected = write_checkpoint(tmp_path, gptq(), GPTQ)
+    stored = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    files = {name: "a.safetensors" if "qzeros" in name else "b.safetensors" for name in stored}
+    for file in set(files.values()):
+        save_file({name: stored[name] for name in stored if files[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    found = dict(resolve_model(str(tmp_path)).weights())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _group(**changes: Any) -> dict[str, Any]:
+    weights = {**COMPRESSED["config_groups"]["group_0"]["weights"], **changes.pop("weights", {})}
+    return COMPRESSED | {"config_groups": {"group_0": {**COMPRESSED["config_groups"]["group_0"], "weights": weights,
+                                                       **changes}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method"),
+        ({"quant_method": "fp8"}, "quant_method"),
+        ({"bits": 4}, "quant_method"),
+        ("awq", "quantization_config"),
+        (AWQ | {"version": "gemv"}, "version"),
+        (AWQ | {"bits": 8}, "bits"),
+        (AWQ | {"zero_point": False}, "zero_point"),
+        (AWQ | {"group_size": 0}, "group_size"),
+        (GPTQ | {"bits": 3}, "bits"),
+        (GPTQ | {"bits": True}, "bits"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format"),
+        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype"),
+        (COMPRESSED | {"format": "float-quantized"}, "format"),
+        (COMPRESSED | {"format": "marlin-24"}, "format"),
+        (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        (COMPRESSED | {"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
+        (COMPRESSED | {"quantization_status": "frozen"}, "quantization_status"),
+        (COMPRESSED | {"config_groups": {}}, "config_groups"),
+        (_group(weights={"type": "float"}), "config_groups.group_0.weights.type"),
+        (_group(weights={"num_bits": 2}), "config_groups.group_0.weights.num_bits"),
+        (_group(weights={"strategy": "block"}), "config_groups.group_0.weights.strategy"),
+        (_group(input_activations={"num_bits": 8, "dynamic": False}), "group_0.input_activations.dynamic"),
+        (_group(input_activations={"num_bits": 8, "type": "float", "dynamic": True}), "input_activations.type"),
+        (_group(output_activations={"num_bits": 8}), "output_activations"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_the_name_of_its_field(config: Any, field: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=field.replace(".", r"\.") + "="):
+        integer_scheme({"quantization_config": config})
+
+
+def test_a_spec_is_refused_for_its_quantization(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, awq(), AWQ | {"version": "gemv"})
+    with pytest.raises(UnsupportedModelError, match="version"):
+        read_spec(resolve_model(str(tmp_path)).config)
+    write_checkpoint(tmp_path, awq(), {"quant_method": "mxfp4"})
+    with pytest.raises(UnsupportedModelError, match="quantization_config"):
+        read_spec(resolve_model(str(tmp_path)).config)
+
+
+WRONG = [
+    ("qweight", "awq", AWQ, lambda t: t[:, :-1]),
+    ("qweight", "awq", AWQ, lambda t: t.to(torch.int64)),
+    ("qzeros", "awq", AWQ, lambda t: t[:-1]),
+    ("scales", "awq", AWQ, lambda t: t.flatten()),
+    ("scales", "awq", AWQ | {"group_size": 64}, lambda t: t),
+    ("qweight", "gptq", GPTQ, lambda t: t[:, :-8]),
+    ("scales", "gptq", GPTQ | {"bits": 8}, lambda t: t),
+    ("g_idx", "gptq", GPTQ, lambda t: t[:-1]),
+    ("g_idx", "gptq", GPTQ, lambda t: t + 1),
+    ("weight_packed", "compressed", COMPRESSED, lambda t: t[:, :-1]),
+    ("weight_packed", "compressed", COMPRESSED, lambda t: t[:-1]),
+    ("weight_scale", "compressed", COMPRESSED, lambda t: t[:-1]),
+    ("weight_scale", "compressed", COMPRESSED, lambda t: t[:, :-1]),
+    ("weight_shape", "compressed", COMPRESSED, lambda t: t[:1]),
+    ("weight", "w8a8", W8A8, lambda t: t.float()),
+    ("weight_scale", "w8a8", W8A8, lambda t: t[:-1]),
+]
+
+
+@pytest.mark.parametrize(("member", "kind", "config", "change"), WRONG)
+def test_a_wrong_shape_is_refused_by_the_name_of_its_tensor(
+    member: str, kind: str, config: dict[str, Any], change: Any, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, KEPT[kind][0], config)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = f"model.layers.1.mlp.down_proj.{member}"
+    stored[name] = change(stored[name]).contiguous()
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"layers\.\d\.(mlp|self_attn)\.\w+_proj"):
+        dict(resolve_model(str(tmp_path)).weights())
+
+
+def test_a_weight_without_its_codes_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, awq(), AWQ)
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored["model.layers.0.self_attn.k_proj.qweight"]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"k_proj\.scales.*qweight beside it"):
+        dict(resolve_model(str(tmp_path)).weights())
