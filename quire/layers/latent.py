@@ -39,17 +39,13 @@ class HeadProjections:
     def receive(self, stored: StoredWeight) -> None:
         """`kv_b`: for each head the rows of its keys, then those of its values, all over the latent."""
         weight = stored.dequantized() if isinstance(stored, QuantizedWeight) else stored
-        keys, values = self.keys.linears, self.values.linears
-        for key, value, head in zip(keys, values, weight.chunk(len(keys)), strict=True):
-            key.receive("", "weight", head[: self._spec.nope_dim].T)
-            value.receive("", "weight", head[self._spec.nope_dim :])
+        for index, head in enumerate(weight.chunk(len(self.keys.linears))):
+            self.keys.receive(index, "", "weight", head[: self._spec.nope_dim].T)
+            self.values.receive(index, "", "weight", head[self._spec.nope_dim :])
 
     def __call__(self, x: Tensor, linears: LinearGroup) -> Tensor:
         """[T, heads, out] of x [T, heads, in], each head through its own projection."""
-        tokens, heads, width = x.shape
-        by_head = x.transpose(0, 1).contiguous().view(heads * tokens, width)
-        found = linears(by_head, torch.full((heads,), tokens))
-        return found.view(heads, tokens, -1).transpose(0, 1)
+        return linears.of_heads(x.transpose(0, 1).contiguous()).transpose(0, 1)
 
 
 class LatentAttention:

@@ -76,6 +76,10 @@ class Linear:
         for part in self._parts:
             del self._waiting[part, "weight"]
 
+    def adopt(self, packed: PackedLinear) -> None:
+        """The same weight where it lies now, as one of a group."""
+        self._packed = packed
+
     def _joined(self, kind: str) -> Tensor:
         held = [self._waiting.pop((part, kind)) for part in self._parts]
         parts = [part.dequantized() if isinstance(part, QuantizedWeight) else part for part in held]
@@ -116,13 +120,26 @@ class LinearGroup:
     def __init__(self, ops: Ops, linears: Sequence[Linear]) -> None:
         self._ops = ops
         self.linears = tuple(linears)
-        self._group: Any = None
+        self.group: Any = None
+        """In the device's form, once all weights came."""
+        self._left = len(linears)
+
+    def receive(self, index: int, part: str, kind: str, tensor: Tensor) -> None:
+        linear = self.linears[index]
+        linear.receive(part, kind, tensor)
+        self._left -= linear.is_loaded
+        if self._left == 0:
+            self.group = self._ops.group_linears([linear.packed for linear in self.linears])
+            for linear, packed in zip(self.linears, self.group.members, strict=True):
+                linear.adopt(packed)
 
     def __call__(self, x: Tensor, counts: Tensor) -> Tensor:
         """The first counts[0] rows of x through the first one, the next counts[1] through the second, and so on."""
-        if self._group is None:
-            self._group = self._ops.group_linears([linear.packed for linear in self.linears])
-        return self._ops.grouped_linear(x, counts, self._group)
+        return self._ops.grouped_linear(x, counts, self.group)
+
+    def of_heads(self, x: Tensor) -> Tensor:
+        """[members, T, out] of x [members, T, in], contiguous."""
+        return self._ops.head_linear(x, self.group)
 
 
 class SharedLinear(Linear):

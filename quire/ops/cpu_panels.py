@@ -47,8 +47,7 @@ class PanelLinear:
 class PanelGroup:
     """Weights of one shape, as the compiled grouped GEMM reads them."""
 
-    weights: tuple[PanelLinear, ...]
-    """Kept alive."""
+    members: tuple[PanelLinear, ...]
     table: NDArray[np.int64]
     """[weights, 4]: panels, bias, format, and room for a step's number of rows."""
     out_features: int

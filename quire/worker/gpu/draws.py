@@ -51,7 +51,7 @@ class SpecialDraws:
 
     def draw(self, step: DrawnStep) -> None:
         table, entries, drafted = self._table, step.entries, step.drafted
-        rows: Sequence[SampledRow] = [
+        rows: list[SampledRow] = [
             SampledRow(place, entries[i].row, end_of(entries[i]), entries[i].masks)
             for place, i in enumerate(step.drawing)
             if table.info(entries[i].row).special
