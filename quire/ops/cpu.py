@@ -458,8 +458,7 @@ class CpuOps(Ops):
         rope: Tensor,
         scale: float,
     ) -> Tensor:
-        if type(layer) is not CpuLayerCache:
-            layer = describe(layer)
+        layer = layer if type(layer) is CpuLayerCache else describe(layer)
         step = self._step_of(ctx, group, 0, layer)
         if rows_of(q, shape.num_heads * shape.width) != step.tokens or rows_of(kv, shape.width) != step.tokens:
             raise EngineError(f"queries of {q.shape[0]} rows, latents of {kv.shape[0]}, the step has {step.tokens}")
