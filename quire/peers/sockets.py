@@ -151,7 +151,7 @@ class SocketLink(Link):
         if not isinstance(about, dict):
             raise PeerError("the other engine does not say what it is")
         try:
-            self._owner.mover.check(about)
+            self._owner.mover.check(about, receives=self._asks)
         except QuireError as error:
             _refuse(made, str(error))
         return about
