@@ -14,6 +14,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, PeerError
+from quire.peers import sockets
 from quire.peers.bootstrap import split_address
 from quire.peers.messages import Prefill, parse
 from quire.sampling.params import MAX_BAD_WORDS, MAX_STOP_LENGTH
@@ -67,6 +68,33 @@ def test_junk_on_the_port_closes_that_link_and_nothing_else(engines: tuple[Prefi
         while made.recv(4096):
             pass
     served(llm)
+
+
+def test_a_stranger_who_says_a_byte_now_and_then_is_cut_off(engines: tuple[PrefillEngine, LLM],
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 of them would otherwise keep everybody else out for hours."""
+    other, llm = engines
+    served(llm)
+    monkeypatch.setattr(sockets, "HANDSHAKE_SECONDS", 0.5)
+    where = split_address(other.address)
+    with socket.create_connection((where.hostname or "", where.port or 0), timeout=10) as made:
+        made.settimeout(0.1)
+        made.sendall(struct.pack(">I", 4000))
+        eventually(lambda: _drip(made), "it may go on for ever", seconds=30)
+    served(llm)
+
+
+def _drip(made: socket.socket) -> bool:
+    """Say one byte more; true when the other side does not listen any more."""
+    try:
+        made.sendall(b" ")
+        while made.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _good() -> dict[str, Any]:
