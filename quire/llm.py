@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
 from quire.engine.assembly import Engine, build_engine
@@ -25,6 +25,9 @@ from quire.errors import EngineError, InvalidRequestError
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.request import FinishReason, Request
 
+if TYPE_CHECKING:
+    from quire.tokenizer.tokenizer import Tokenizer
+
 Message = Mapping[str, Any]
 
 
@@ -39,7 +42,16 @@ class LLM:
         self._engine: Engine | None = None
         config = EngineConfig.create(model=model, **options)
         engine = build_engine(config)
-        tokenizer = None if config.model.skip_tokenizer_init else engine.source.tokenizer()
+        self._open(engine, config, None if config.model.skip_tokenizer_init else engine.source.tokenizer())
+
+    @classmethod
+    def over(cls, engine: Engine) -> LLM:
+        """Around an engine that was put together by hand, without a tokenizer: what benches time from outside."""
+        made = cls.__new__(cls)
+        made._open(engine, engine.config, None)
+        return made
+
+    def _open(self, engine: Engine, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.vocab_size = engine.spec.vocab_size

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.types import StepContext
+from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
+from quire.ops.interface import Recorder
 
 
 class PagedDriver:
@@ -20,9 +22,11 @@ class PagedDriver:
     """
 
     def __init__(
-        self, decoder: Decoder, *, block_size: int = 16, num_blocks: int = 64, seed: int = 0
+        self, decoder: Decoder, *, block_size: int = 16, num_blocks: int = 64, seed: int = 0,
+        recorder: Recorder | None = None,
     ) -> None:
         self.decoder = decoder
+        self.recorder = recorder
         self.block_size = block_size
         self._groups = decoder.spec.cache_groups()
         self.caches = decoder.allocate_caches([num_blocks] * len(self._groups), block_size)
@@ -39,12 +43,17 @@ class PagedDriver:
         """Compute the next tokens of some sequences in one step; logits [n, vocab] of each."""
         ctx = self._context(tokens)
         ids = torch.tensor([token for chunk in tokens.values() for token in chunk])
-        hidden = self.decoder.forward(ids, ctx, self.caches)
-        logits = self.decoder.logits(hidden, ctx)
+        logits = self.decoder.logits(self._forward(ids, ctx), ctx)
         for seq in tokens:
             self._give_back_behind_window(seq)
         parts = logits.split([len(chunk) for chunk in tokens.values()])
         return dict(zip(tokens, parts, strict=True))
+
+    def _forward(self, ids: Tensor, ctx: StepContext) -> ResidualStream:
+        if self.recorder is None:
+            return self.decoder.forward(ids, ctx, self.caches)
+        return self.decoder.resumed(self.recorder.run(
+            None, ids, ctx, self.caches, lambda: self.decoder.forward(ids, ctx, self.caches).settled()))
 
     def run(self, seq: int, tokens: Sequence[int], chunks: Sequence[int]) -> Tensor:
         """Compute one sequence in chunks of these sizes; logits of all its tokens."""

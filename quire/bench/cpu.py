@@ -23,6 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=3, help="runs of each engine per case; the median counts")
     parser.add_argument("--slices", action="store_true",
                         help="instead of the cases: what summing in slices costs the GEMMs of a layer")
+    parser.add_argument("--python", action="store_true",
+                        help="instead of the cases: what Python costs one stream, per token, outside the kernels")
+    parser.add_argument("--threads", nargs="+", type=int, metavar="N",
+                        help="instead of the rival: the cases with these numbers of threads, and how they scale")
     parser.add_argument("--no-rival", action="store_true", help="measure Quire alone, without transformers")
 
 
@@ -30,6 +34,10 @@ def run(args: argparse.Namespace) -> int:
     machine = describe_machine()
     if args.slices:
         return _slices(args.model, machine)
+    if args.python:
+        return _python(args.model, args.repeat, machine)
+    if args.threads:
+        return _scaling(args, machine)
     shape = _shape(args.model)
     ceilings = measure_ceilings()
     _print({"bench": "cpu", "case": "ceilings", **machine, "read_GB_s": round(ceilings.read_bytes_per_s / 1e9, 1),
@@ -48,6 +56,29 @@ def _slices(model: str, machine: dict[str, Any]) -> int:
     spec = read_spec(resolve_model(model).config)
     for line in slice_costs(spec.layers[0], spec.hidden_size):
         _print({"bench": "cpu", "case": "slices", "model": model, **line, **machine})
+    return 0
+
+
+def _python(model: str, repeat: int, machine: dict[str, Any]) -> int:
+    for temperature in ("0.0", "0.8"):
+        found = _child("quire.bench.cpu_python", model, str(repeat), temperature)
+        _print({"bench": "cpu", "case": "python", "model": model, **found, **machine})
+    return 0
+
+
+def _scaling(args: argparse.Namespace, machine: dict[str, Any]) -> int:
+    """Each case with each number of threads, in processes of their own; `speedup` is over the first number named."""
+    shape = _shape(args.model)
+    for case in args.cases:
+        work = workload(case, shape["vocab_size"])
+        first: float | None = None
+        for threads in args.threads:
+            found = contest("quire", case, args.model, args.repeat, {"num_threads": threads})
+            seconds = statistics.median(found["seconds"])
+            first = seconds if first is None else first
+            _print({"bench": "cpu", "case": case, "model": args.model, "unit": _UNITS[case], "threads": threads,
+                    "quire": _figure(case, work, seconds), "speedup": round(first / seconds, 2),
+                    "quire_seconds": [round(s, 3) for s in found["seconds"]], **machine})
     return 0
 
 
@@ -116,11 +147,18 @@ def _shape(model: str) -> dict[str, int]:
 
 def contest(engine: str, case: str, model: str, repeat: int, options: dict[str, Any] | None = None) -> dict[str, Any]:
     """Seconds of each repetition and more of that kind, from a process of its own."""
-    command = module_command("quire.bench.cpu_contestant", engine, case, model, str(repeat), json.dumps(options or {}))
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment())
+    try:
+        return _child("quire.bench.cpu_contestant", engine, case, model, str(repeat), json.dumps(options or {}))
+    except QuireError as error:
+        raise QuireError(f"case {case} failed on {engine}: {error}") from error
+
+
+def _child(module: str, *arguments: str) -> dict[str, Any]:
+    """The JSON that a module prints in a process of its own."""
+    done = subprocess.run(module_command(module, *arguments), capture_output=True, text=True, check=False,
+                          env=child_environment())
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise QuireError(f"case {case} failed on {engine}: {last}")
+        raise QuireError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 

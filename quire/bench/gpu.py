@@ -1,9 +1,10 @@
 """`quire bench gpu`: cases a to d on a GPU with random weights of Qwen3 shapes, against what the hardware allows.
 
 a: 256 sequences of 100 to 1,024 tokens in and out; b: one stream of 128 in, 512 out; c: 32 of 1,024 in, 256
-out; d: 16 prompts of 4,096; start: from `python` to the first token. Kernels are warm before a clock starts.
-Per case: the figure (median, lowest, highest run), its share of the physical limit (an H200's 4.27 TB/s and 768
-TFLOP/s, measured), the host's time a step and what of it the GPU waited for, the share of time the GPU was busy.
+out; d: 16 prompts of 4,096; start: from `python` to the first token. Kernels are warm before a clock starts, and the
+clock is around `LLM.generate`. Per case: the figure (median, lowest, highest run), the same by the core's own time (its
+first step to its last), its share of the physical limit (an H200's 4.27 TB/s and 768 TFLOP/s, measured), the host's
+time a step and what of it the GPU waited for, the share of time the GPU was busy.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ EXAMPLES = (
     "  quire bench gpu --json\n"
     "  quire bench gpu --cases a b --models 0.6b\n"
     "  quire bench gpu --no-profile --repeat 1 --models 8b\n"
-    "  quire bench gpu --cases b --deterministic"
+    "  quire bench gpu --cases b --deterministic\n"
+    "  quire bench gpu --sampling --models 0.6b"
 )
 _PROFILED_TOKENS = 24
 _TOP_KERNELS = 14
@@ -94,6 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="instead: time cuBLASLt's algorithms, add those that win to the table in this file")
     parser.add_argument("--mixed", action="store_true",
                         help="instead: small steps of a short prompt beside eight decoding sequences")
+    parser.add_argument("--sampling", action="store_true",
+                        help="instead: what sampling settings cost, at 256 sequences and for one stream")
+    parser.add_argument("--serve", action="store_true",
+                        help="instead: 256 streams of 512 in, 512 out over HTTP, against the same through generate")
     parser.add_argument("--tokens", action="store_true", help="print a checksum of each case's tokens")
 
 
@@ -112,6 +118,20 @@ def run(args: argparse.Namespace) -> int:
     _show(args, {"bench": "gpu", "case": "machine", **machine}, " ".join(f"{k}={v}" for k, v in machine.items()))
     if args.tune or args.tune_library or args.tune_ahead:
         _tune(args)
+        return 0
+    if args.serve:
+        from quire.bench import gpu_serve
+
+        for model in args.models:
+            line = gpu_serve.measure(MODELS[model], model, {"device": "cuda", "dtype": args.dtype})
+            _show(args, line, gpu_serve.text(line))
+        return 0
+    if args.sampling:
+        from quire.bench import gpu_sampling
+
+        for model in args.models:
+            for line in gpu_sampling.measure(model, args.repeat, args.deterministic, args.enforce_eager):
+                _show(args, line, gpu_sampling.text(line))
         return 0
     if args.mixed:
         from quire.bench import gpu_mixed
@@ -172,17 +192,18 @@ def _model(model: str, cases: list[str], args: argparse.Namespace) -> None:
 
 
 def _case(case: str, model: str, worker: GpuWorker, options: DeviceOptions, args: argparse.Namespace) -> None:
-    from quire.bench.gpu_engine import GpuClock, build_core, run_requests
+    from quire.bench.gpu_engine import GpuClock, build_core, front_door, generate
 
     shape = CASES[case]
     budget = args.max_num_batched_tokens or shape.max_num_batched_tokens
     limits = dataclasses.replace(options, max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=budget)
     core = build_core(worker, limits, block_size=args.block_size, depth=args.depth)
-    run_requests(core, requests_of(case, -1, max_tokens=3))
+    llm = front_door(core, worker)
+    generate(llm, core, requests_of(case, -1, max_tokens=3))
     runs: list[tuple[Run, float]] = []
     for round_ in range(args.repeat):
         with GpuClock(worker) as clock:
-            done = run_requests(core, requests_of(case, round_), keep_tokens=args.tokens)
+            done = generate(llm, core, requests_of(case, round_), keep_tokens=args.tokens)
         runs.append((done, clock.seconds()))
     if args.timeline:
         title = f"Case {case}, {model}, {args.depth} steps in flight: ten steps from the middle of the run"
@@ -210,9 +231,12 @@ def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.N
     limit = 1e3 * least / tokens if case == "b" else tokens / least
     rival = RIVALS.get((case, model))
     better = (lambda mine, other: other / mine) if case == "b" else (lambda mine, other: mine / other)
+    inside = figure_of(case, dataclasses.replace(run, seconds=run.core_seconds,
+                                                 first_token=run.first_token - run.before_core))
     line: dict[str, Any] = {
         "bench": "gpu", "case": case, "model": model, "unit": CASES[case].figure,
         "median": round(middle, 3), "low": round(min(figures), 3), "high": round(max(figures), 3), "runs": len(runs),
+        "core": round(inside, 3),
         "limit": round(limit, 3), "share_of_limit": round(better(middle, limit), 3),
         "vllm": rival, "times_vllm": None if rival is None else round(better(middle, rival), 2),
         "seconds": round(run.seconds, 3), "first_tokens_s": round(run.first_token, 3), "steps": run.steps,
@@ -234,7 +258,8 @@ def _text(line: dict[str, Any]) -> str:
     tokens = f", tokens {line['tokens']}" if "tokens" in line else ""
     return (
         f"{line['case']} {line['model']:>4}: {line['median']:g} {line['unit']} ({line['low']:g} to {line['high']:g}, "
-        f"{line['runs']} runs), {line['share_of_limit']:.0%} of the limit {line['limit']:g}{rival}; "
+        f"{line['runs']} runs), core {line['core']:g}, {line['share_of_limit']:.0%} of the limit {line['limit']:g}"
+        f"{rival}; "
         f"{line['steps']} steps, host {line['host_ms_per_step']:.2f} ms a step, {line['exposed_ms_per_step']:.2f} "
         f"exposed, GPU busy {line['gpu_busy_share']:.0%}{tokens}"
     )

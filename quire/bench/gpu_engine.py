@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from quire.bench.gpu_timeline import StepSpan
-from quire.config import CacheConfig
+from quire.config import CacheConfig, EngineConfig
+from quire.engine.assembly import Engine
 from quire.engine.core import EngineCore
 from quire.executor.device import DeviceExecutor
 from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.llm import LLM
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
+from quire.scheduler.updates import SequenceUpdate
 from quire.speculation.speculator import Speculator
 from quire.worker.gpu.worker import DeviceOptions, GpuWorker
 
@@ -31,12 +35,33 @@ class Run:
     plan_seconds: float
     """Host time in planning, launching and taking results in: all but waiting."""
     tokens: list[list[int]] = field(default_factory=list)
+    core_seconds: float = 0.0
+    """From the core's first step to its last; the rest is the host before, after and around it."""
+    before_core: float = 0.0
+    """Until the first step."""
 
 
 class TimedCore(EngineCore):
     """An engine core that counts the seconds it spends waiting for results."""
 
     waited = 0.0
+    began: float | None = None
+    """When the first step began, since the last call of `reset`."""
+    ended = 0.0
+    last_first_token = 0.0
+    """When the last request had its first token."""
+
+    def reset(self) -> None:
+        self.waited, self.began = 0.0, None
+
+    def step(self, wait_for_kv: bool = True) -> list[SequenceUpdate]:
+        if self.began is None:
+            self.began = time.perf_counter()
+        updates = super().step(wait_for_kv)
+        self.ended = time.perf_counter()
+        if any(update.new_tokens and update.sequence.num_output_tokens == len(update.new_tokens) for update in updates):
+            self.last_first_token = self.ended
+        return updates
 
     def _collect(self) -> None:
         begin = time.perf_counter()
@@ -131,9 +156,41 @@ def build_core(
     return TimedCore(Scheduler(limits, cache, speculator=speculator), DeviceExecutor(worker), depth)
 
 
+def front_door(core: EngineCore, worker: GpuWorker) -> LLM:
+    """`LLM` over such an engine, as users call it."""
+    source: Any = SimpleNamespace(eos_token_ids=())
+    return LLM.over(Engine(EngineConfig.create(skip_tokenizer_init=True), source, worker.spec, worker.pool, core))
+
+
+def generate(llm: LLM, core: TimedCore, requests: Sequence[Request], keep_tokens: bool = False) -> Run:
+    """The same requests through `LLM.generate`, timed from outside."""
+    core.reset()
+    steps = core.scheduler.stats.steps
+    prompts = [request.prompt_token_ids for request in requests]
+    params = [replace(request.params, seed=request.seed) for request in requests]
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    errors = [output.error for output in outputs if output.error]
+    if errors:
+        raise RuntimeError(f"{len(errors)} requests failed: {errors[0]}")
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return Run(
+        seconds,
+        core.last_first_token - begin,
+        sum(map(len, prompts)),
+        sum(map(len, tokens)),
+        core.scheduler.stats.steps - steps,
+        seconds - core.waited,
+        tokens if keep_tokens else [],
+        core.ended - (core.began or core.ended),
+        (core.began or begin) - begin,
+    )
+
+
 def run_requests(core: TimedCore, requests: Sequence[Request], keep_tokens: bool = False) -> Run:
     """Give all requests at once and step until they are done."""
-    core.waited = 0.0
+    core.reset()
     steps = core.scheduler.stats.steps
     begin = time.perf_counter()
     for request in requests:
@@ -157,4 +214,5 @@ def run_requests(core: TimedCore, requests: Sequence[Request], keep_tokens: bool
         core.scheduler.stats.steps - steps,
         seconds - core.waited,
         [r.sequences[0].tokens[r.sequences[0].num_prompt_tokens :] for r in requests] if keep_tokens else [],
+        seconds,
     )

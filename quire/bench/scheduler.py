@@ -24,9 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="numbers of decoding sequences to measure")
     parser.add_argument("--steps", type=int, default=200, metavar="N",
                         help="steps measured of each (default: 200)")
+    parser.add_argument("--growth", action="store_true",
+                        help="count the operations of costs that must not grow with queues, prompts and answers")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 8192, 65536], metavar="N",
+                        help="queue, prompt and answer sizes for --growth (default: 1024 8192 65536)")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.growth:
+        from quire.bench.growth import print_table
+
+        return 0 if print_table(sorted(args.sizes)) else 1
     from quire.machine import describe_machine
 
     machine = describe_machine()

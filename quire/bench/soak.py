@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.http_client import Reply, ask
+from quire.bench.memory_watch import MemoryCurve, watch_memory
 from quire.bench.rank_processes import alive, ranks_of
 from quire.cli.options import add_engine_options, engine_options, integer
 from quire.errors import QuireError
@@ -28,10 +29,13 @@ EXAMPLES = ("examples:\n  quire bench soak --executor dummy\n"
             "  quire bench soak --requests 200 --kills 1 --num-threads 1\n"
             "  quire bench soak --executor dummy --tensor-parallel-size 2 --kill-ranks --kills 50\n"
             "  quire bench soak --hostile --seconds 600 --executor dummy\n"
+            "  quire bench soak --memory --seconds 3600 --executor dummy\n"
             "  quire bench soak --router --requests 20000 --kills 200")
 _SLOWEST = 180.0
 _ALLOWED_GROWTH = 48 << 20
 """Bytes by which the server's memory may differ between the first half and the end: allocators keep some."""
+_WARM_UP, _MOST_GROWTH, _SAMPLES = 0.25, 0.01, 200
+"""Of --memory: the share of the time that is warming up, the growth that is allowed after it, how often to look."""
 _GOOD = {200}
 _ALWAYS = {429, 500}
 """A full queue, an engine that died meanwhile."""
@@ -67,10 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="requests in flight (default: %(default)s)")
     parser.add_argument("--hostile", action="store_true",
                         help="ordinary load beside clients that attack the server, for --seconds")
+    parser.add_argument("--memory", action="store_true",
+                        help="full load for --seconds, with the memory of server and engine sampled: it may grow by "
+                             "less than 1%% after the first quarter")
     parser.add_argument("--router", action="store_true",
                         help="a router with four servers, which are killed, stopped, closed and replaced --kills times")
     parser.add_argument("--seconds", type=integer, default=60, metavar="N",
-                        help="with --hostile: how long (default: %(default)s)")
+                        help="with --hostile or --memory: how long (default: %(default)s)")
     parser.add_argument("--disaggregated", action="store_true",
                         help="engines that compute prompts for others and engines that continue them, of both of which "
                              "some are killed or stopped (--kills 200 takes half an hour)")
@@ -83,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
         from quire.bench.hostile import run_hostile
 
         return run_hostile(args.seconds, args.kills, args.soak_seed, engine_options(args))
+    if args.memory:
+        return _run_memory(args)
     if args.router:
         from quire.bench.soak_router import soak_router
 
@@ -102,6 +111,45 @@ def run(args: argparse.Namespace) -> int:
         "memory_mb": [round(found.memory_half / 1e6, 1), round(found.memory_end / 1e6, 1)],
         "wrong": found.wrong[:20]}))
     return 1 if found.wrong else 0
+
+
+def _run_memory(args: argparse.Namespace) -> int:
+    found, curves = asyncio.run(soak_memory(args.seconds, args.at_once, args.soak_seed, engine_options(args)))
+    growth = {name: curve.growth(_WARM_UP) for name, curve in curves.items()}
+    for name, share in growth.items():
+        if share is None or share > _MOST_GROWTH:
+            found.wrong.append(f"too few samples of the {name}" if share is None else
+                               f"the memory of the {name} grew by {share:.2%} after warm-up")
+    print(json.dumps({"bench": "soak-memory", "seconds": round(found.seconds, 1),
+                      "statuses": dict(sorted(found.statuses.items())),
+                      **{name: curve.summary(_WARM_UP) for name, curve in curves.items()}, "wrong": found.wrong[:20]}))
+    return 1 if found.wrong else 0
+
+
+async def soak_memory(seconds: float, at_once: int, seed: int,
+                      options: dict[str, Any]) -> tuple[Findings, dict[str, MemoryCurve]]:
+    """Mixed requests, `at_once` at any time, for so long; memory is sampled two hundred times."""
+    from quire.bench.served import served
+
+    found, curves = Findings(), dict[str, MemoryCurve]()
+    async with served({"request_timeout": 60.0, "drain_timeout": 5.0}, options) as (address, app, engine):
+        await ask(address, "/v1/completions", {"prompt": "warm", "max_tokens": 2})
+        settled = len(asyncio.all_tasks())
+        started = time.perf_counter()
+        watch = asyncio.create_task(watch_memory(
+            {"server": os.getpid, "engine": lambda: engine.engine_pid}, curves, seconds / _SAMPLES))
+
+        async def client(number: int) -> None:
+            dice = random.Random(f"{seed}:{number}")
+            while time.perf_counter() - started < seconds:
+                await _request(address, dice, found)
+
+        await asyncio.gather(*[client(number) for number in range(at_once)])
+        watch.cancel()
+        found.seconds = time.perf_counter() - started
+        await _rest(address, engine)
+        await _look_for_damage(app, engine, settled, found)
+    return found, curves
 
 
 async def soak(requests: int, kills: int, at_once: int, seed: int, options: dict[str, Any],

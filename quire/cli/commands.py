@@ -29,6 +29,7 @@ BENCHES: dict[str, Command] = {
     "policies": Command("quire.bench.policies", "one workload through each way of batching: throughput and latency"),
     "gpu": Command("quire.bench.gpu", "cases a to d on a GPU, against what the hardware allows"),
     "serve": Command("quire.bench.serve", "load on a server of the OpenAI API: throughput, latency, goodput"),
+    "structured": Command("quire.bench.structured", "answers in the shape of a JSON schema against free ones"),
     "async": Command("quire.bench.async_engine", "the engine in its own process: streamed tokens per second"),
     "http": Command("quire.bench.http", "what serving costs: HTTP against the engine, an instant model, long prompts"),
     "route": Command("quire.bench.route", "prefixes that a router finds on a trace, and what passing through it costs"),

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 
+from quire.engine.queue_shares import Departures, Heaviest, Share
 from quire.errors import QueueFullError
 
 _WINDOW_SECONDS = 30.0
@@ -42,10 +42,10 @@ class Admission:
         """Of the fresh ones and of those passed over."""
         self._tenants: dict[int, str | None] = {}
         """Of all these, by handle."""
-        self._shares: dict[str | None, list[int]] = {}
-        """Requests and prompt tokens of each tenant."""
-        self._left: deque[tuple[float, int]] = deque()
-        """When requests left the queue, and their tokens."""
+        self._shares: dict[str | None, Share] = {}
+        """What each tenant has in the queue."""
+        self._most_requests, self._most_tokens = Heaviest(), Heaviest()
+        self._departures = Departures(_WINDOW_SECONDS)
 
     @property
     def waiting(self) -> tuple[int, int]:
@@ -82,23 +82,21 @@ class Admission:
         requests, tokens = self.waiting
         too_many = requests + 1 - self._max_requests
         too_large = tokens + prompt_tokens - self._max_tokens
-        kind = 0 if too_many > 0 else 1
-        heaviest = max(self._shares, key=lambda name: self._shares[name][kind], default=tenant)
-        kept = list(self._shares.get(heaviest, (0, 0)))
-        own = self._shares.get(tenant, (0, 0))
-        gets = (own[0] + 1, own[1] + prompt_tokens)
+        by_requests = too_many > 0
+        heaviest = (self._most_requests if by_requests else self._most_tokens).top(default=tenant)
+        if heaviest == tenant:
+            return []
+        own, theirs = self._shares.get(tenant, Share()), self._shares[heaviest]
+        kept_requests, kept_tokens = len(theirs.sizes), theirs.tokens
         found: list[int] = []
-        for waiting in (self._fresh, self._passed_over):
-            for handle in reversed(waiting):
-                if too_many <= 0 and too_large <= 0:
-                    return found
-                if self._tenants[handle] == heaviest:
-                    size = waiting[handle][0]
-                    kept = [kept[0] - 1, kept[1] - size]
-                    if heaviest == tenant or kept[kind] < gets[kind]:
-                        return []
-                    found.append(handle)
-                    too_many, too_large = too_many - 1, too_large - size
+        for handle, size in reversed(theirs.sizes.items()):
+            if too_many <= 0 and too_large <= 0:
+                return found
+            kept_requests, kept_tokens = kept_requests - 1, kept_tokens - size
+            if kept_requests <= len(own.sizes) if by_requests else kept_tokens < own.tokens + prompt_tokens:
+                return []
+            found.append(handle)
+            too_many, too_large = too_many - 1, too_large - size
         return found if too_many <= 0 and too_large <= 0 else []
 
     # ---- what happens to requests
@@ -108,9 +106,10 @@ class Admission:
         self._rows_wanted += rows
         self._tokens += prompt_tokens
         self._tenants[handle] = tenant
-        share = self._shares.setdefault(tenant, [0, 0])
-        share[0] += 1
-        share[1] += prompt_tokens
+        share = self._shares.setdefault(tenant, Share())
+        share.sizes[handle] = prompt_tokens
+        share.tokens += prompt_tokens
+        self._weigh(tenant, share)
 
     def started(self, handle: int) -> None:
         """The engine has begun with it."""
@@ -136,6 +135,7 @@ class Admission:
         """The engine is gone, and everyone with it."""
         for each in (self._fresh, self._passed_over, self._running, self._tenants, self._shares):
             each.clear()
+        self._most_requests, self._most_tokens = Heaviest(), Heaviest()
         self._rows_used = self._rows_wanted = self._tokens = 0
 
     def _leave(self, handle: int) -> int | None:
@@ -150,23 +150,26 @@ class Admission:
         self._tokens -= found[0]
         tenant = self._tenants.pop(handle)
         share = self._shares[tenant]
-        share[0] -= 1
-        share[1] -= found[0]
-        if not share[0]:
+        del share.sizes[handle]
+        share.tokens -= found[0]
+        self._weigh(tenant, share)
+        if not share.sizes:
             del self._shares[tenant]
-        now = self._clock()
-        self._left.append((now, found[0]))
-        while self._left[0][0] < now - _WINDOW_SECONDS:
-            self._left.popleft()
+        self._departures.add(self._clock(), found[0])
         return found[1]
+
+    def _weigh(self, tenant: str | None, share: Share) -> None:
+        self._most_requests.set(tenant, len(share.sizes))
+        self._most_tokens.set(tenant, share.tokens if share.sizes else 0)
 
     def _estimate(self, requests: int, tokens: int) -> float:
         """Seconds until the queue has moved by so much, at the pace of the last half minute."""
         now = self._clock()
-        recent = [(when, size) for when, size in self._left if when >= now - _WINDOW_SECONDS]
-        if not recent:
+        recent = self._departures
+        recent.expire(now)
+        if not len(recent):
             return _BLIND_WAIT
-        span = max(now - recent[0][0], 0.1)
+        span = max(now - recent.first, 0.1)
         by_requests = requests * span / len(recent)
-        by_tokens = tokens * span / max(1, sum(size for _, size in recent))
+        by_tokens = tokens * span / max(1, recent.tokens)
         return float(min(_LONGEST_WAIT, max(1, math.ceil(max(by_requests, by_tokens)))))

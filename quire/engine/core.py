@@ -230,7 +230,8 @@ class EngineCore:
     def _collect(self) -> None:
         # It stays in the queue while we wait, so that a Ctrl-C here loses nothing.
         began = time.perf_counter()
-        wait([self._futures[0]])
+        if not self._futures[0].done():
+            wait([self._futures[0]])
         error = self._futures[0].exception()
         done = time.perf_counter()
         self.times.execute += done - began

@@ -3,6 +3,7 @@ happened."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.scheduler.request import RequestCounts
@@ -21,9 +22,24 @@ PositionLogprobs = dict[int, Logprob]
 """The token of a position first, then the likeliest ones, best first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A sequence as far as it had come: where it is kept, and how much of it was there. It only grows meanwhile."""
+
+    whole_text: Callable[[], str]
+    num_chars: int
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sequence of a request, as far as it has come."""
+    """One sequence of a request, as far as it has come.
+
+    `text`, `token_ids` and `logprobs` of one that was made by `at` are copied when they are first read: whoever reads
+    only what is new pays for nothing else.
+    """
 
     index: int
     text: str
@@ -39,6 +55,31 @@ class CompletionOutput:
     token_ids_delta: list[int] = field(default_factory=list)
     score: float | None = None
     """Of a beam: its cumulative log-probability after the length penalty, by which beams are ranked."""
+    _whole: Snapshot | None = field(default=None, init=False, repr=False, compare=False)
+
+    @classmethod
+    def at(cls, snapshot: Snapshot, index: int, cumulative_logprob: float | None, finish_reason: str | None,
+           stop_reason: int | str | None, text_delta: str, token_ids_delta: list[int],
+           score: float | None) -> CompletionOutput:
+        """The sequence as it was at a snapshot."""
+        made = cls(index, "", [], cumulative_logprob, None, finish_reason, stop_reason, text_delta, token_ids_delta,
+                   score)
+        del made.text, made.token_ids, made.logprobs
+        made._whole = snapshot
+        return made
+
+    def __getattr__(self, name: str) -> object:
+        """Called for fields that have no value yet."""
+        whole = self._whole if name in ("text", "token_ids", "logprobs") else None
+        if whole is None:
+            raise AttributeError(name)
+        if name == "text":
+            self.text = whole.whole_text()[: whole.num_chars]
+        elif name == "token_ids":
+            self.token_ids = whole.token_ids[: whole.num_tokens]
+        else:
+            self.logprobs = None if whole.logprobs is None else whole.logprobs[: whole.num_tokens]
+        return object.__getattribute__(self, name)
 
     @property
     def finished(self) -> bool:

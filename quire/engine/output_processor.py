@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from quire.engine.detokenizer import TextDecoder
@@ -74,12 +74,16 @@ class OutputProcessor:
         self.silent_until_done = params.ranked or num_sequences is not None
         """Which sequences are returned, or what they are, is known only at the end."""
         self._sequences = [SequenceState(index, params, tokenizer) for index in range(count)]
+        self.single = count == 1 and num_sequences is None
+        """It has one sequence, which is drawn: `process_token` may be used."""
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
 
     @property
     def finished(self) -> bool:
+        if self.single:
+            return self._sequences[0].finish_reason is not None
         return all(state.finish_reason is not None for state in self._sequences)
 
     def take(self, news: News, now: float) -> str | None:
@@ -130,14 +134,14 @@ class OutputProcessor:
             index, text, state.token_ids[before:], new, state.finish_reason, state.stop_reason, hit
         )
 
-    def process_token(self, token_id: int) -> str | None:
+    def process_token(self, token_id: int, clock: Callable[[], float] = time.monotonic) -> str | None:
         """The short way for one token of the only sequence that came without anything else: what `process` does,
         for a tenth of the time. Returns the stop string that it completed, if any."""
         if self.metrics.first_token_time is None:
-            self.metrics.first_token_time = time.monotonic()
+            self.metrics.first_token_time = clock()
         found = self._sequences[0].take_token(token_id)
         if found is not None:
-            self.metrics.finished_time = time.monotonic()
+            self.metrics.finished_time = clock()
         return found
 
     def abort(self, error: str | None = None, now: float | None = None) -> list[OutputUpdate]:
@@ -187,12 +191,17 @@ class OutputProcessor:
             prompt_token_ids=self.prompt_token_ids,
             outputs=self._completions(only_new),
             finished=self.finished,
-            prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
+            prompt_logprobs=self._known_prompt_logprobs(),
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics if only_new else replace(self.metrics, counts=replace(self.metrics.counts)),
             seed=self.seed,
             error=self.error,
         )
+
+    def _known_prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
+        """All outputs share the list once it is complete."""
+        found = self._prompt_logprobs
+        return found if found is None or len(found) == len(self.prompt_token_ids) else list(found)
 
     def _note_time(self, now: float) -> None:
         if self.metrics.first_token_time is None and any(state.token_ids for state in self._sequences):

@@ -59,7 +59,9 @@ class EngineServer:
         self._eos = frozenset(token for token in engine.source.eos_token_ids if 0 <= token < vocabulary)
         self._requests: dict[int, Request] = {}
         self._handles: dict[Request, int] = {}
-        self._unstarted: dict[int, Request] = {}
+        self._started: list[Request] = []
+        """Begun since the last message; some may be other engines'."""
+        self._scheduler.tell_of_starts(self._started.append)
         self._taken = 0
         self._ending = False
         self._news_due = False
@@ -171,7 +173,7 @@ class EngineServer:
             log.exception("a request could not be taken in")
             self._send_message(m.Refused(handle, f"{type(error).__name__}: {error}", None, False))
         else:
-            self._requests[handle] = self._unstarted[handle] = request
+            self._requests[handle] = request
             self._handles[request] = handle
 
     def _request(self, body: m.RequestBody) -> Request:
@@ -217,7 +219,6 @@ class EngineServer:
 
     def _forget(self, handle: int) -> None:
         request = self._requests.pop(handle, None)
-        self._unstarted.pop(handle, None)
         if request is not None:
             self._handles.pop(request, None)
 
@@ -277,7 +278,7 @@ class EngineServer:
             news.append(_news(handle, update))
             if seq.finish_reason is not None and request.finished:
                 ended.append(handle)
-        started = self._newly_started() if self._unstarted else []
+        started = self._newly_started() if self._started else []
         for handle in ended:
             self._forget(handle)
         now = time.monotonic()
@@ -304,10 +305,9 @@ class EngineServer:
             self._send_message(m.KVChanges(*changes))
 
     def _newly_started(self) -> list[m.Started]:
-        found = [m.Started(handle, request.first_scheduled_time, request.num_cached_tokens or 0)
-                 for handle, request in self._unstarted.items() if request.first_scheduled_time is not None]
-        for each in found:
-            del self._unstarted[each.handle]
+        found = [m.Started(self._handles[request], request.first_scheduled_time, request.num_cached_tokens or 0)
+                 for request in self._started if request in self._handles and request.first_scheduled_time is not None]
+        self._started.clear()
         return found
 
     def _send_message(self, message: m.FromEngine) -> None:

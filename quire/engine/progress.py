@@ -8,6 +8,8 @@ from typing import Any
 
 from quire.scheduler.scheduler import SchedulerStats
 
+_INTERVAL_S = 0.1
+
 
 class Progress:
     def __init__(self, total: int, stats: SchedulerStats, enabled: bool) -> None:
@@ -21,6 +23,7 @@ class Progress:
         if self._enabled:
             self._bar = self._make_bar()
         self._start = time.perf_counter()
+        self._next = self._start
         return self
 
     def _make_bar(self) -> Any:
@@ -31,9 +34,14 @@ class Progress:
         return tqdm(total=self._total, desc="Generating", unit="req", dynamic_ncols=True)
 
     def update(self, finished: int) -> None:
+        """Called for every token: looks at the clock, and draws ten times a second or when a request has finished."""
         if self._bar is None:
             return
-        elapsed = max(time.perf_counter() - self._start, 1e-9)
+        now = time.perf_counter()
+        if finished == self._bar.n and now < self._next:
+            return
+        self._next = now + _INTERVAL_S
+        elapsed = max(now - self._start, 1e-9)
         prefill = (self._stats.prompt_tokens - self._before[0]) / elapsed
         decode = (self._stats.output_tokens - self._before[1]) / elapsed
         self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.engine.detokenizer import TextDecoder
-from quire.engine.output import CompletionOutput, Logprob, PositionLogprobs
+from quire.engine.output import CompletionOutput, Logprob, PositionLogprobs, Snapshot
 from quire.engine.sequence_text import SequenceText
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import TokenLogprobs
@@ -106,18 +106,9 @@ class SequenceState:
         """The sequence so far, with what is new since this was last asked."""
         delta, self._new_text = "".join(self._new_text), []
         start, self._num_reported = self._num_reported, len(self.token_ids)
-        return CompletionOutput(
-            index=self.index,
-            text=self._text.text,
-            token_ids=list(self.token_ids),
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            text_delta=delta,
-            token_ids_delta=self.token_ids[start:],
-            score=self.score,
-        )
+        snapshot = Snapshot(self._text.whole, self._text.num_chars, self.token_ids, self.logprobs, len(self.token_ids))
+        return CompletionOutput.at(snapshot, self.index, self.cumulative_logprob, self.finish_reason, self.stop_reason,
+                                   delta, self.token_ids[start:], self.score)
 
     def _add_text(self, token_ids: Sequence[int], stopped_by_token: bool) -> tuple[str, int]:
         """Detokenize up to a stop string; the text, and how many tokens it took."""

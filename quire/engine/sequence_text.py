@@ -9,7 +9,7 @@ from quire.sampling.params import SamplingParams
 class SequenceText:
     """In pieces, as they may be shown, and as a whole."""
 
-    __slots__ = ("_detokenizer", "_include_stop", "_min_tokens", "_num_tokens", "_pieces", "_stops")
+    __slots__ = ("_detokenizer", "_include_stop", "_min_tokens", "_num_tokens", "_pieces", "_stops", "num_chars")
 
     def __init__(self, params: SamplingParams, tokenizer: TextDecoder | None) -> None:
         self._detokenizer = None
@@ -20,9 +20,11 @@ class SequenceText:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._pieces: list[str] = []
+        self.num_chars = 0
+        """Of all pieces."""
 
-    @property
-    def text(self) -> str:
+    def whole(self) -> str:
+        """All that may be shown so far."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
@@ -52,12 +54,16 @@ class SequenceText:
         rest = self._show(self._detokenizer.finish())
         if self._stops.matched is None:
             held = self._stops.finish()
-            self._pieces.append(held)
+            self._keep(held)
             rest += held
         return rest
 
     def _show(self, text: str) -> str:
         shown = self._stops.push(text, armed=self._num_tokens >= self._min_tokens) if text else ""
         if shown:
-            self._pieces.append(shown)
+            self._keep(shown)
         return shown
+
+    def _keep(self, text: str) -> None:
+        self._pieces.append(text)
+        self.num_chars += len(text)

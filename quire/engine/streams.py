@@ -53,13 +53,27 @@ class OutputStreams:
         found: dict[str, News] = {}
         for update in updates:
             request, seq = update.request, update.sequence
-            processor = self._processors.get(request.request_id)
-            if processor is not None:
-                news = found.setdefault(request.request_id, News(processor))
+            name = request.request_id
+            processor = self._processors.get(name)
+            if processor is None:
+                continue
+            news = found.get(name)
+            if news is None:
+                news = found[name] = News(processor)
+            if processor.single and is_one_token(update):
+                stop = processor.process_token(update.new_tokens[0], time.time)
+            else:
                 processor.started(request.first_scheduled_time, request.num_cached_tokens)
                 stop = processor.take(SequenceNews.of(update), time.time())
-                if stop is not None:
-                    news.stopped.append((seq, stop))
-                if processor.finished:
-                    del self._processors[request.request_id]
+            if stop is not None:
+                news.stopped.append((seq, stop))
+            if processor.finished:
+                del self._processors[name]
         return list(found.values())
+
+
+def is_one_token(update: SequenceUpdate) -> bool:
+    """Whether all it says is one more token of a sequence that has some: most updates do."""
+    seq = update.sequence
+    return (len(update.new_tokens) == 1 and seq.num_output_tokens > 1 and seq.finish_reason is None
+            and update.logprobs is None and update.prompt_logprobs is None and seq.error is None)

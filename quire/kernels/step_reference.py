@@ -12,12 +12,14 @@ from quire.sampling.philox import Purpose, uniforms
 from quire.sampling.sampler import NOT_FINITE, OK, argmax_rows
 
 FIELDS: Final = 8
-"""int32 words of a row's sampling state: temperature, log(min_p), seed (two), sequence index; three spare."""
+"""int32 words of a row's sampling state: temperature, log(min_p), seed (two), sequence index, elsewhere; two spare."""
 TEMPERATURE: Final = 0
 LOG_MIN_P: Final = 1
 SEED_LOW: Final = 2
 SEED_HIGH: Final = 3
 SEQ_INDEX: Final = 4
+ELSEWHERE: Final = 5
+"""Not 0: the row asks for more than `draw` knows, and is left to others."""
 
 
 def scatter(arena: Tensor, places: Tensor, values: Tensor) -> None:
@@ -61,16 +63,16 @@ def draw(
     ring: Tensor,
     scratch: Any = None,
 ) -> None:
-    """Draw a token for each row of logits [R, V] whose table row `rows[i]` is not negative.
+    """Draw a token for each row of logits [R, V] whose table row `rows[i]` is not negative, nor drawn elsewhere.
 
     `state` int32 [table rows, FIELDS] holds how each row draws (temperature 0: argmax). The token of position
     `positions[i]` goes to `tokens[rows[i], positions[i]]` (if it has room) and, with its status, to
     `out[ring[0], i]`, int32 [slots, >= R, 2]. The operations are those of `quire.sampling.sampler`, bit for
     bit.
     """
-    real = rows >= 0
     owner = rows.clamp(min=0).long()
     mine = state[owner]
+    real = (rows >= 0) & (mine[:, ELSEWHERE] == 0)
     floats = mine.view(torch.float32)
     values = logits.float()
     chosen = argmax_rows(values)

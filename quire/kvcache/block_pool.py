@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -38,6 +39,11 @@ class BlockPool:
         self._parent = [NO_BLOCK] * num_blocks
         self._children = [0] * num_blocks
         self._index: dict[bytes, int] = {}
+        self._registered_at = [0] * num_blocks
+        self.num_registrations = 0
+        """Registrations over the pool's life: their serial number."""
+        self.num_changes = 0
+        """Entries that the prefix index has got or lost."""
         self.num_evicted = 0
         """Cached blocks that gave up their place, over the pool's life."""
         self.num_leaving = 0
@@ -46,6 +52,11 @@ class BlockPool:
         """Blocks that were asked for in the draft being made and were not free; `begin_draft` forgets them."""
         self.on_evict: Callable[[int, bytes], bool] | None = None
         """Told of a block and its prefix when it is evicted; true if a tier copies the content first."""
+
+    def succeed(self, old: BlockPool) -> None:
+        """Go on counting where `old` stopped; what was seen there is not here."""
+        self.num_evicted, self.num_registrations = old.num_evicted, old.num_registrations
+        self.num_changes = old.num_changes + 1
 
     # ---- counts
 
@@ -163,6 +174,14 @@ class BlockPool:
         """The block registered under `key`, or NO_BLOCK. Takes no reference."""
         return self._index.get(key, NO_BLOCK)
 
+    def unchanged(self, block: int, key: bytes, since: int) -> bool:
+        """Has `block` cached the prefix `key` ever since the pool had counted `since` registrations?"""
+        return self._hash[block] == key and self._registered_at[block] <= since
+
+    def num_idle_of(self, chain: list[int]) -> int:
+        """How many blocks of a cached prefix nobody uses, in O(log n): who uses a block uses all before it."""
+        return len(chain) - bisect_left(chain, True, key=lambda block: self.counts[block] == 0)
+
     def register(self, block: int, key: bytes, parent: int) -> None:
         """Let others find a full block under `key`; `parent`: the registered one before it, or NO_BLOCK."""
         if key in self._index or self._hash[block] is not None:
@@ -174,6 +193,9 @@ class BlockPool:
             raise InvariantError(f"KV block {block} registered behind unregistered parent {parent}")
         self._hash[block] = key
         self._index[key] = block
+        self.num_registrations += 1
+        self.num_changes += 1
+        self._registered_at[block] = self.num_registrations
         if linked:
             self._parent[block] = parent
             self._children[parent] += 1
@@ -196,6 +218,7 @@ class BlockPool:
         if self._children[block]:
             raise InvariantError(f"KV block {block} evicted before its {self._children[block]} children")
         del self._index[key]
+        self.num_changes += 1
         self._hash[block] = None
         parent = self._parent[block]
         if parent != NO_BLOCK:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from quire.kvcache.eviction_policy import EvictionPolicy
+from quire.kvcache.lru2 import LRU2
 from quire.kvcache.reuse_rate import ReuseRate
 
-__all__ = ["EVICTION_POLICIES", "LRU", "EvictionPolicy", "ReuseRate"]
+__all__ = ["EVICTION_POLICIES", "LRU", "LRU2", "EvictionPolicy", "ReuseRate"]
 
 
 class LRU(EvictionPolicy):
@@ -29,4 +30,4 @@ class LRU(EvictionPolicy):
         return len(self._blocks)
 
 
-EVICTION_POLICIES: dict[str, type[EvictionPolicy]] = {"reuse-rate": ReuseRate, "lru": LRU}
+EVICTION_POLICIES: dict[str, type[EvictionPolicy]] = {"reuse-rate": ReuseRate, "lru": LRU, "lru-2": LRU2}

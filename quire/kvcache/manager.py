@@ -9,21 +9,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
 from quire.kvcache.connector import KVConnector, Lookup, unless_it_breaks
+from quire.kvcache.device_match import DevicePrefixes
 from quire.kvcache.events import KVEvents
 from quire.kvcache.eviction import EVICTION_POLICIES
 from quire.kvcache.examination import compare_counts, count_blocks, finish, zeros
 from quire.kvcache.leases import Leases
 from quire.kvcache.matching import CacheGroup as CacheGroup
-from quire.kvcache.matching import longest_match, valid_in_windows
+from quire.kvcache.matching import valid_in_windows
 from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.prefix import HashChain
 from quire.kvcache.reservations import Reservation, Reservations
 from quire.kvcache.stats import CacheStats
-from quire.kvcache.table import BlockTable, PrefixMatch, SequenceKV, outside, tier_and_block
+from quire.kvcache.table import BlockTable, PrefixMatch, SeenPrefix, SequenceKV, tier_and_block
+from quire.kvcache.tier_match import TierPrefixes
 from quire.kvcache.token_prefix import TokenPrefix
 from quire.kvcache.transfers import Fetch, Move, TransferLedger
 
@@ -70,6 +73,8 @@ class KVCacheManager:
         self.reservations = Reservations(self.free)
         self.events = KVEvents(self.tiers, self.transfers, self.fork, self._take_cached, self.block_bytes)
         self.pools = self._empty_pools()
+        self._prefixes = DevicePrefixes(groups, self.pools, block_size)
+        self._tier_prefixes = TierPrefixes(groups, self.pools, block_size, self.tiers, self.block_bytes)
         self.chain = HashChain(block_size, secret)
         self.stats = CacheStats()
         self._limbo: deque[tuple[int, int, list[int]]] = deque()
@@ -105,53 +110,34 @@ class KVCacheManager:
 
     # ---- admission
 
-    def match(self, kv: SequenceKV, tokens: list[int], lookups: Sequence[Lookup] = ()) -> PrefixMatch:
-        """The longest cached prefix valid in every group; never all of `tokens`: one is computed.
+    def name_prompt(self, kv: SequenceKV, tokens: list[int]) -> None:
+        """Hash a prompt when its request comes, so that planning steps does not."""
+        if self.prefix_caching:
+            self.chain.extend(kv, tokens, len(tokens))
+
+    def match(self, kv: SequenceKV, tokens: list[int], lookups: Sequence[Lookup] = (),
+              num_tokens: int | None = None) -> PrefixMatch:
+        """The longest cached prefix valid in every group; never all of the first `num_tokens`: one is computed.
 
         What tiers have found (`ask`, by tier) extends it where fetching is cheaper than computing; each block comes
         from the nearest tier that has it.
         """
         if not self.prefix_caching:
             return self.no_match()
-        hashes = self._hashes(kv, tokens)
-        here = longest_match(self.groups, self.block_size, hashes, self._find_here)
-        if not lookups or here.num_tokens == len(hashes) * self.block_size:
+        here, full = self._match_here(kv, tokens, num_tokens)
+        if not lookups or here.num_tokens == full * self.block_size:
             return here
+        return self._tier_prefixes.best(here, kv.hashes[:full], lookups, self.cost)
 
-        best, most_saved = here, 0.0
-        for depth, lookup in enumerate(lookups, 1):
-            if lookup.found_any:
-                found = self._match_in(hashes, lookups[:depth])
-                found.outside_tokens = found.num_tokens - here.num_tokens
-                saved = self._seconds_saved(found)
-                if saved > most_saved:
-                    best, most_saved = found, saved
-        return best
-
-    def _match_in(self, hashes: list[bytes], lookups: Sequence[Lookup]) -> PrefixMatch:
-        """The longest prefix on the device and in the nearest tiers."""
-        def find(group: int, i: int, key: bytes) -> int:
-            block = self.pools[group].lookup(key)
-            if block != NO_BLOCK:
-                return block
-            for tier, lookup in enumerate(lookups):
-                block = lookup.block(group, i)
-                if block != NO_BLOCK:
-                    return outside(tier, block)
-            return NO_BLOCK
-
-        found = longest_match(self.groups, self.block_size, hashes, find)
-        found.lookups = lookups
-        return found
-
-    def ask(self, kv: SequenceKV, tokens: list[int]) -> list[Lookup]:
-        """Ask every tier, in their order, what it has of these tokens; [] if the device has all that can be used."""
+    def ask(self, kv: SequenceKV, tokens: list[int], num_tokens: int | None = None) -> list[Lookup]:
+        """Ask every tier, in their order, what it has of the first `num_tokens`; [] if the device has all that can be
+        used."""
         if not self.prefix_caching or not any(tier.offload for tier in self.tiers):
             return []
-        hashes = self._hashes(kv, tokens)
-        here = longest_match(self.groups, self.block_size, hashes, self._find_here)
-        if here.num_tokens == len(hashes) * self.block_size:
+        here, full = self._match_here(kv, tokens, num_tokens)
+        if here.num_tokens == full * self.block_size:
             return []
+        hashes, tokens = kv.hashes[:full], tokens[:num_tokens]
         found = []
         prefix = TokenPrefix(kv.key, tokens, len(tokens), kv.unit_keys)
         for tier in self.tiers:
@@ -159,28 +145,11 @@ class KVCacheManager:
             found.append(unless_it_breaks(tier, Lookup.failed(*asked), tier.lookup, *asked, prefix))
         return found
 
-    def _hashes(self, kv: SequenceKV, tokens: list[int]) -> list[bytes]:
-        return self.chain.extend(kv, tokens, len(tokens) - 1)[: (len(tokens) - 1) // self.block_size]
-
-    def _find_here(self, group: int, i: int, key: bytes) -> int:
-        return self.pools[group].lookup(key)
-
-    def _seconds_saved(self, match: PrefixMatch) -> float:
-        """Computing what the device lacks, less fetching it from where it is; negative where fetching takes longer."""
-        if self.cost is None:
-            return float(match.outside_tokens)
-        seconds = self.cost.recompute(match.outside_tokens)
-        for index, tier in enumerate(self.tiers[: len(match.lookups)]):
-            num_bytes = self._bytes_in(match, index)
-            if num_bytes:
-                measured = tier.fetch_seconds(num_bytes)
-                seconds -= self.cost.move(num_bytes) if measured is None else measured
-        return seconds
-
-    def _bytes_in(self, match: PrefixMatch, tier: int) -> int:
-        """What a match takes from one tier."""
-        return sum(size * sum(b < NO_BLOCK and tier_and_block(b)[0] == tier for b in held)
-                   for size, held in zip(self.block_bytes, match.blocks, strict=True))
+    def _match_here(self, kv: SequenceKV, tokens: list[int], num_tokens: int | None) -> tuple[PrefixMatch, int]:
+        """What the device has of these tokens, and how many blocks of them could be used."""
+        usable = (len(tokens) if num_tokens is None else num_tokens) - 1
+        full = usable // self.block_size
+        return self._prefixes.match(kv.seen, self.chain.extend(kv, tokens, usable), full), full
 
     def no_match(self) -> PrefixMatch:
         return PrefixMatch(0, [[] for _ in self.groups])
@@ -214,6 +183,7 @@ class KVCacheManager:
                     moves.setdefault(tier, []).append(Move(index, table.blocks[i], place, kv.hashes[i]))
                     registered = min(registered, i)
             kv.tables.append(table)
+        kv.seen = SeenPrefix()
         # What is fetched counts as registered only when it is known to be there.
         kv.num_registered = registered
         self._start_fetch(kv, fetch, moves)
@@ -278,9 +248,11 @@ class KVCacheManager:
     def cut(self, kv: SequenceKV, num_blocks: int) -> int:
         """Keep no more than the first `num_blocks` of a sequence's tables, and of those only what is a prefix in every
         group; the tokens that are left."""
-        found = [[block if i >= table.first_live else NO_BLOCK for i, block in enumerate(table.blocks[:num_blocks])]
-                 for table in kv.tables]
-        kept = valid_in_windows(self.groups, self.block_size, found, min((len(f) for f in found), default=0))
+        tables = kv.tables
+        kept = valid_in_windows(
+            self.groups, self.block_size,
+            lambda group, i: i >= tables[group].first_live and tables[group].blocks[i] != NO_BLOCK,
+            min((min(num_blocks, len(table.blocks)) for table in tables), default=0))
         for index, table in enumerate(kv.tables):
             self._give_back(index, table.blocks[max(kept, table.first_live) :][::-1])
             del table.blocks[kept:]
@@ -342,15 +314,23 @@ class KVCacheManager:
         """
         for index, (pool, group) in enumerate(zip(self.pools, self.groups, strict=True)):
             held = match.blocks[index]
-            here = sum(block >= NO_BLOCK for block in held)
+            here = len(held) if not match.num_outside else sum(block >= NO_BLOCK for block in held)
             need = self.blocks_for(num_tokens) - here
             if group.window is not None:
                 at_once = self.blocks_for(match.num_tokens + first_chunk) - here
                 need = max(at_once, min(need, self._window_blocks(group.window)))
-            idle = sum(1 for b in held if b > NO_BLOCK and pool.references(b) == 0)
-            if need + extra > pool.num_available + pool.num_leaving - idle:
+            if need + extra > pool.num_available + pool.num_leaving - self._idle(pool, match, index):
                 return False
         return True
+
+    def _idle(self, pool: BlockPool, match: PrefixMatch, group: int) -> int:
+        """Blocks of a match that nobody uses: taking them leaves as many fewer for others."""
+        held = match.blocks[group]
+        if pool.chained and not match.num_outside:
+            return pool.num_idle_of(held)
+        # The front of a window's entries is NO_BLOCK; tiers' blocks may stand anywhere.
+        first = 0 if match.num_outside else self.first_needed(self.groups[group], match.num_tokens)
+        return sum(1 for b in islice(held, first, None) if b > NO_BLOCK and pool.references(b) == 0)
 
     # ---- growth
 
@@ -548,10 +528,10 @@ class KVCacheManager:
         """Start afresh with every block free: for an engine at rest whose bookkeeping broke."""
         if not self.resettable:
             raise InvariantError("the cache was to start afresh while blocks are still being written")
-        evicted = [pool.num_evicted for pool in self.pools]
-        self.pools = self._empty_pools()
-        for pool, count in zip(self.pools, evicted, strict=True):
-            pool.num_evicted = count
+        before = list(self.pools)
+        self.pools[:] = self._empty_pools()
+        for pool, old in zip(self.pools, before, strict=True):
+            pool.succeed(old)
         self._limbo.clear()
         self.copies = []
         self.leases.clear()

@@ -10,6 +10,8 @@ from quire.kvcache.table import PrefixMatch
 
 Find = Callable[[int, int, bytes], int]
 """Group, place in the chain and hash of a block: where it is, NO_BLOCK if nowhere."""
+There = Callable[[int, int], bool]
+"""Is the block of a group at a place in the chain there?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ def longest_match(groups: Sequence[CacheGroup], block_size: int, hashes: list[by
     for index, group in enumerate(groups):
         if group.window is not None:
             found[index] = [find(index, i, key) for i, key in enumerate(hashes[:length])]
-    length = valid_in_windows(groups, block_size, found, length)
+    length = valid_in_windows(groups, block_size, lambda group, i: found[group][i] != NO_BLOCK, length)
     blocks = []
     for index, group in enumerate(groups):
         first = group.first_needed(length * block_size, block_size)
@@ -43,16 +45,16 @@ def longest_match(groups: Sequence[CacheGroup], block_size: int, hashes: list[by
     return PrefixMatch(length * block_size, blocks, num_outside)
 
 
-def valid_in_windows(groups: Sequence[CacheGroup], block_size: int, found: list[list[int]], length: int) -> int:
+def valid_in_windows(groups: Sequence[CacheGroup], block_size: int, there: There, length: int) -> int:
     """The longest prefix, at most `length` blocks, whose last window is there in every window group."""
     gap = length
     while gap >= 0:
         length, gap = gap, -1
-        for group, blocks in zip(groups, found, strict=True):
+        for index, group in enumerate(groups):
             if group.window is not None:
                 first = group.first_needed(length * block_size, block_size)
                 # Every prefix that ends behind a gap and inside its window has that gap too.
-                gap = max(gap, _last_gap(blocks, first, length))
+                gap = max(gap, _last_gap(index, there, first, length))
     return length
 
 
@@ -67,9 +69,9 @@ def _leading(index: int, hashes: list[bytes], find: Find) -> list[int]:
     return blocks
 
 
-def _last_gap(blocks: list[int], first: int, end: int) -> int:
-    """Index of the last missing block in blocks[first:end], or -1."""
+def _last_gap(group: int, there: There, first: int, end: int) -> int:
+    """Index of the last block of [first, end) that is not there, or -1."""
     for i in range(end - 1, first - 1, -1):
-        if blocks[i] == NO_BLOCK:
+        if not there(group, i):
             return i
     return -1

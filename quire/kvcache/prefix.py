@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from quire.kvcache.table import SequenceKV
 
 _DIGEST_BYTES = 16
+_BLOCKS_AT_ONCE = 64
+"""Blocks of tokens that are turned into bytes at once: who wants only the first names pays for no more."""
 
 
 class HashChain:
@@ -32,22 +34,25 @@ class HashChain:
         hashes = kv.hashes
         full = num_tokens // size
         if len(hashes) < full:
-            parent = hashes[-1] if hashes else kv.key
-            for i in range(len(hashes), full):
-                parent = self._name(parent, tokens[i * size : (i + 1) * size])
-                hashes.append(parent)
+            first = len(hashes)
+            hashes.extend(self._names(hashes[-1] if hashes else kv.key, tokens[first * size : full * size]))
         return hashes
 
     def names(self, key: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
         """The names of the full blocks of `tokens` one by one; `key` is the root of the chain (`cache_key`)."""
-        size, parent = self.block_size, key
-        for end in range(size, len(tokens) + 1, size):
-            parent = self._name(parent, tokens[end - size : end])
-            yield parent
+        return self._names(key, tokens[: len(tokens) // self.block_size * self.block_size])
 
-    def _name(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        content = array("q", tokens).tobytes()
-        return hashlib.blake2b(parent + content, digest_size=_DIGEST_BYTES, key=self._secret).digest()
+    def _names(self, parent: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
+        size = self.block_size
+        keyed = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=self._secret)
+        for first in range(0, len(tokens), _BLOCKS_AT_ONCE * size):
+            content = memoryview(array("q", tokens[first : first + _BLOCKS_AT_ONCE * size]).tobytes())
+            for start in range(0, len(content), 8 * size):
+                digest = keyed.copy()
+                digest.update(parent)
+                digest.update(content[start : start + 8 * size])
+                parent = digest.digest()
+                yield parent
 
 
 def cache_key(parts: Iterable[str]) -> bytes:

@@ -7,7 +7,8 @@ from heapq import heapify, heappop, heappush
 
 from quire.errors import InvariantError
 from quire.kvcache.eviction_policy import EvictionPolicy
-from quire.kvcache.lru_shadow import LRUShadow
+from quire.kvcache.lru2 import LRU2
+from quire.kvcache.lru_shadow import LRU2Shadow, LRUShadow
 from quire.kvcache.reuse_statistics import Interval, ReuseStatistics
 
 _REMEMBERED = 2
@@ -15,6 +16,9 @@ _REMEMBERED = 2
 _TICKS = 16
 """Ages and indices are brought up to date so often while as many blocks as the pool has become idle."""
 _LEAST_TICK = 128
+_CLEAR_LEAD, _LEAD_MEMORY = 1 / 16, 8
+"""Hits, as a share of the pool's blocks, by which LRU-2 must be ahead of LRU to be followed, and how many pool sizes of
+prefixes asked for it takes to forget most of a lead."""
 
 # Kinds of blocks, told apart by how often the prefix was used, as far as remembered: tails used once, others
 # used once, twice, 3 or 4 times, more often. A prompt's last block has its own kind while it is new: chats
@@ -35,7 +39,7 @@ class ReuseRate(EvictionPolicy):
     wait in one heap, oldest first; `_waiting` has a bit for every heap that is not empty, lowest index first.
     O(log n) per block.
 
-    Should all this find less than LRU would have, LRU it is until the loss is made good (`LRUShadow`).
+    Should all this find less than LRU or LRU-2 would have, that one it is until the loss is made good (`Shadow`).
     """
 
     def __init__(self, num_blocks: int = 0) -> None:
@@ -56,7 +60,12 @@ class ReuseRate(EvictionPolicy):
         self._now = 0
         self._tick = max(_LEAST_TICK, num_blocks // _TICKS)
         self._next_tick = self._tick
-        self._shadow = LRUShadow(num_blocks)
+        self._lru, self._lru2 = LRUShadow(num_blocks), LRU2Shadow(num_blocks)
+        self._second_last = LRU2(num_blocks)
+        """The same blocks in the order of LRU-2."""
+        self._lead = 0.0
+        """Hits by which LRU-2 is ahead of LRU, those of long ago counting less."""
+        self._clear_lead, self._fade = _CLEAR_LEAD * num_blocks, 1.0 / max(1, _LEAD_MEMORY * num_blocks)
         self._statistics = ReuseStatistics(num_blocks, _NUM_KINDS)
         cells = _NUM_KINDS * self._statistics.num_buckets
         self._age_first = [-(cell % self._statistics.num_buckets) for cell in range(cells)]
@@ -72,7 +81,8 @@ class ReuseRate(EvictionPolicy):
     # ---- what the pool tells
 
     def register(self, block: int, key: bytes, parent: int) -> None:
-        self._shadow.wanted(key, found=False)
+        self._wanted(key, found=False)
+        self._second_last.register(block, key, parent)
         self._key[block] = key
         self._parent[block] = parent
         self._uses[block] = 1 + (self._remembered.get(key) or self._remembered_before.get(key, 0))
@@ -94,13 +104,16 @@ class ReuseRate(EvictionPolicy):
             self._waiting |= self._bit[cell]
         self._kind[block] = kind
         key = self._key[block]
-        self._shadow.released(key)
+        self._lru.released(key)
+        self._lru2.released(key)
+        self._second_last.add(block)
         self._interval[block] = self._statistics.begin(key, kind, now)
         if now >= self._next_tick:
             self._bring_up_to_date()
 
     def remove(self, block: int) -> None:
-        self._shadow.wanted(self._key[block], found=True)
+        self._wanted(self._key[block], found=True)
+        self._second_last.remove(block)
         self._uses[block] += 1
         interval = self._interval[block]
         if interval is not None:
@@ -111,12 +124,23 @@ class ReuseRate(EvictionPolicy):
         self._uses[block] += 1
 
     def pop(self) -> int:
-        block = self._least_promising() if self._shadow.trusted else next(iter(self._order))
+        block = self._victim()
+        self._second_last.evicted(block)
         self._leave(block)
         self._remembered[self._key[block]] = self._uses[block]
         if len(self._remembered) >= self._num_remembered:
             self._remembered_before, self._remembered = self._remembered, {}
         return block
+
+    def _wanted(self, key: bytes, found: bool) -> None:
+        by_lru, by_lru2 = self._lru.wanted(key, found), self._lru2.wanted(key, found)
+        self._lead += by_lru2 - by_lru - self._lead * self._fade
+
+    def _victim(self) -> int:
+        second = self._lead > self._clear_lead
+        if self._lru.trusted and (self._lru2.trusted or not second):
+            return self._least_promising()
+        return self._second_last.peek() if second else next(iter(self._order))
 
     # ---- bookkeeping
 

@@ -30,6 +30,40 @@ class BlockTable:
 
 
 @dataclass(slots=True)
+class PrefixMatch:
+    """A cached prefix: its length in tokens, its blocks per group (NO_BLOCK where a window has passed).
+
+    A block of another tier is written as its `outside` code.
+    """
+
+    num_tokens: int = 0
+    blocks: list[list[int]] = field(default_factory=list)
+    num_outside: int = 0
+    """Blocks, over all groups, that other tiers hold."""
+    outside_tokens: int = 0
+    """How much shorter the prefix would be without them."""
+    lookups: Sequence[Lookup] = ()
+    """By tier: where its blocks of other tiers were found."""
+    searched: int = 0
+    """Leading blocks that full attention found on the device, before windows were looked at."""
+    lost: bool = False
+    """A tier that was asked for one of them does not have it any more. Its lookup has forgotten it."""
+
+
+@dataclass(slots=True)
+class SeenPrefix:
+    """What the last search for a sequence's prefix on the device found, and what the pools were like then."""
+
+    runs: list[list[int]] = field(default_factory=list)
+    """By group: the cached blocks from the start of the prefix; empty for window groups."""
+    registrations: list[int] = field(default_factory=list)
+    """By group: how many registrations the pool had counted then."""
+    window_changes: tuple[int, ...] = ()
+    """Changes that the indexes of the window groups' pools had seen then."""
+    match: PrefixMatch | None = None
+
+
+@dataclass(slots=True)
 class SequenceKV:
     """A sequence's hold on the cache. `key` roots its hash chain: different keys never share blocks."""
 
@@ -45,25 +79,8 @@ class SequenceKV:
     """Leading units that have been offered to tiers of units."""
     num_copies: int = 0
     """Copies on write since somebody last counted them."""
-
-
-@dataclass(slots=True)
-class PrefixMatch:
-    """A cached prefix: its length in tokens, its blocks per group (NO_BLOCK where a window has passed).
-
-    A block of another tier is written as its `outside` code.
-    """
-
-    num_tokens: int = 0
-    blocks: list[list[int]] = field(default_factory=list)
-    num_outside: int = 0
-    """Blocks, over all groups, that other tiers hold."""
-    outside_tokens: int = 0
-    """How much shorter the prefix would be without them."""
-    lookups: Sequence[Lookup] = ()
-    """By tier: where its blocks of other tiers were found."""
-    lost: bool = False
-    """A tier that was asked for one of them does not have it any more. Its lookup has forgotten it."""
+    seen: SeenPrefix = field(default_factory=SeenPrefix)
+    """What was cached of its tokens when somebody last looked."""
 
 
 _MOST_TIERS = 16

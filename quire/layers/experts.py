@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.slices import Slices, merges_of
+from quire.kernels.expert_rows import ExpertRanges
+from quire.kernels.slices import Slices
 from quire.kernels.types import StepContext
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, LinearGroup
 from quire.layers.mlp import Mlp
 from quire.layers.share import LayerShare
 from quire.layers.spec import MoeSpec, RouterSpec
@@ -48,27 +49,36 @@ def _in_best_groups(ranked: Tensor, spec: RouterSpec) -> Tensor:
     return grouped.masked_fill(~open_.unsqueeze(-1), float("-inf")).view(ranked.shape)
 
 
-class Expert:
-    """One gated MLP among many. It is never cut: a rank has it whole or not at all."""
+class Experts:
+    """The gated MLPs of a run of experts. None is ever cut: a rank has it whole or not at all."""
 
-    def __init__(self, ops: Ops, spec: MoeSpec, dtype: torch.dtype | None) -> None:
+    def __init__(self, ops: Ops, spec: MoeSpec, ranges: ExpertRanges, dtype: torch.dtype | None) -> None:
         self._ops = ops
         self._spec = spec
-        self._up = Linear(ops, ("gate", "up"), spec.bias, dtype)
-        self._down = Linear(ops, ("down",), spec.bias, dtype)
+        self._ranges = ranges
+        count = ranges.last - ranges.first
+        self._up = LinearGroup(ops, [Linear(ops, ("gate", "up"), spec.bias, dtype) for _ in range(count)])
+        self._down = LinearGroup(ops, [Linear(ops, ("down",), spec.bias, dtype) for _ in range(count)])
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self._up, self._down
+        return *self._up.linears, *self._down.linears
 
-    def receive(self, part: str, kind: str, tensor: Tensor) -> None:
-        (self._down if part == "down" else self._up).receive(part, kind, tensor)
+    def receive(self, expert: int, part: str, kind: str, tensor: Tensor) -> None:
+        group = self._down if part == "down" else self._up
+        group.linears[expert - self._ranges.first].receive(part, kind, tensor)
 
-    def __call__(self, x: Tensor, ctx: StepContext) -> Tensor:
-        if self._spec.clamp is None:
-            return self._down(self._up.gated(x, ctx, self._spec.activation), ctx)
+    def nodes(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """What these experts add to each node of the tree over the ranges. Only chosen experts are read, each once for
+        all rows that want it."""
+        pairs = self._ranges.rows_of(chosen, weights)
+        inner = self._up(x.index_select(0, pairs.rows), pairs.counts)
         clamp = self._spec.clamp
-        return self._down(self._ops.clamped_act_mul(self._up(x, ctx), clamp.limit, clamp.alpha), ctx)
+        if clamp is None:
+            inner = self._ops.act_mul(inner, self._spec.activation)
+        else:
+            inner = self._ops.clamped_act_mul(inner, clamp.limit, clamp.alpha)
+        return self._ops.sum_experts(self._down(inner, pairs.counts), pairs, self._ranges)
 
 
 class Moe:
@@ -81,11 +91,10 @@ class Moe:
         self._spec = spec
         self._ranks = ranks if share is not None else None
         self._tree = None if share is None else share.expert_tree
-        self._run = Slices.of_experts(spec.router.num_experts) if share is None else share.expert_run
         self.router = Linear(ops, ("router",), spec.router.bias, dtype)
         self._choice_bias: Tensor | None = None
-        first, last = self._run.border(self._run.first), self._run.border(self._run.last)
-        self._experts = {index: Expert(ops, spec, dtype) for index in range(first, last)}
+        run = Slices.of_experts(spec.router.num_experts) if share is None else share.expert_run
+        self._experts = Experts(ops, spec, ExpertRanges(run), dtype)
         self._shared = None if spec.shared is None else Mlp(ops, spec.shared, dtype, share, ranks)
         self._shared_gate = Linear(ops, ("shared_gate",), False, dtype) if spec.shared_gate else None
 
@@ -98,13 +107,13 @@ class Moe:
     def all_linears(self) -> tuple[Linear, ...]:
         """Those of the experts too, of which a row goes through some."""
         gate = () if self._shared_gate is None else (self._shared_gate,)
-        return (*self.linears, *gate, *(each for expert in self._experts.values() for each in expert.linears))
+        return (*self.linears, *gate, *self._experts.linears)
 
     def receive(self, part: str, kind: str, tensor: Tensor) -> None:
         """`part` is the parameter's place in the layer's feed-forward part: router, experts.3.up, shared.down."""
         place = part.split(".")
         if place[0] == "experts":
-            self._experts[int(place[1])].receive(place[2], kind, tensor)
+            self._experts.receive(int(place[1]), place[2], kind, tensor)
         elif place[0] == "shared" and self._shared is not None:
             self._shared.receive(place[1], kind, tensor)
         elif place[0] == "shared_gate" and self._shared_gate is not None:
@@ -117,7 +126,7 @@ class Moe:
     def __call__(self, x: Rows, ctx: StepContext) -> Tensor:
         rows = x.normed() if isinstance(x, Unnormed) else x
         chosen, weights = choose_experts(self.router(rows, ctx), self._spec.router, self._choice_bias)
-        found = self._routed(rows, ctx, chosen, weights)
+        found = self._routed(rows, chosen, weights)
         if self._shared is None:
             return found
         beside = self._shared(rows, ctx)
@@ -129,44 +138,15 @@ class Moe:
         """stream += self(x)."""
         stream.add(self(x, ctx))
 
-    def _routed(self, x: Tensor, ctx: StepContext, chosen: Tensor, weights: Tensor) -> Tensor:
+    def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The sum of each row's experts, of all ranks."""
         if self._ranks is None or self._tree is None:
-            return self._nodes(x, ctx, chosen, weights)[0]
+            return self._experts.nodes(x, chosen, weights)[0]
         most = self._ranks.rows_at_once(4 * x.shape[1] * self._tree.most_nodes)
         parts = [
             self._ranks.sum_nodes(
-                torch.stack(self._nodes(x[some], ctx, chosen[some], weights[some])), self._tree, None, None
+                self._experts.nodes(x[some], chosen[some], weights[some]), self._tree, None, None
             )
             for some in (slice(start, start + most) for start in range(0, x.shape[0], most))
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _nodes(self, x: Tensor, ctx: StepContext, chosen: Tensor, weights: Tensor) -> list[Tensor]:
-        """What this rank's experts add to each node of the tree over the ranges. Only chosen experts are read, each
-        once for all rows that want it."""
-        rows_of, weight_of = _by_expert(chosen, weights, self._spec.router.num_experts)
-        ranges = [(index, index + 1) for index in range(self._run.first, self._run.last)]
-        stack: list[Tensor] = []
-        for (index, _), merges in zip(ranges, merges_of(ranges, self._run.total), strict=True):
-            total = torch.zeros_like(x)
-            for expert in range(self._run.border(index), self._run.border(index + 1)):
-                rows = rows_of[expert]
-                if rows.numel():
-                    found = self._experts[expert](x[rows], ctx)
-                    total.index_add_(0, rows, found * weight_of[expert].unsqueeze(1))
-            stack.append(total)
-            for _ in range(merges):
-                right = stack.pop()
-                stack[-1] = stack[-1] + right
-        return stack
-
-
-def _by_expert(chosen: Tensor, weights: Tensor, num_experts: int) -> tuple[list[Tensor], list[Tensor]]:
-    """For every expert, the rows that chose it, in their order, and its weight for each."""
-    flat = chosen.reshape(-1)
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=num_experts).tolist()
-    rows = (order // chosen.shape[1]).split(counts)  # type: ignore[no-untyped-call]
-    shares = weights.reshape(-1)[order].split(counts)  # type: ignore[no-untyped-call]
-    return list(rows), list(shares)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels.slices import Slices
 from quire.kernels.types import LatentShape, LayerCache, StepContext
-from quire.layers.linear import Linear, SharedLinear
+from quire.layers.linear import Linear, LinearGroup, SharedLinear
 from quire.layers.norm import Norm
 from quire.layers.share import LayerShare
 from quire.layers.spec import AttentionSpec, LatentSpec
@@ -25,26 +25,27 @@ class HeadProjections:
     """Two projections for each head: of its query into the latent space (`keys`), and out of it (`values`)."""
 
     def __init__(self, ops: Ops, spec: LatentSpec, heads: int, dtype: torch.dtype | None) -> None:
-        self._ops = ops
         self._spec = spec
-        self.keys = [Linear(ops, ("",), False, dtype) for _ in range(heads)]
-        self.values = [Linear(ops, ("",), False, dtype) for _ in range(heads)]
+        self.keys, self.values = (
+            LinearGroup(ops, [Linear(ops, ("",), False, dtype) for _ in range(heads)]) for _ in range(2)
+        )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return (*self.keys, *self.values)
+        return (*self.keys.linears, *self.values.linears)
 
     def receive(self, weight: Tensor) -> None:
         """`kv_b`: for each head the rows of its keys, then those of its values, all over the latent."""
-        for key, value, head in zip(self.keys, self.values, weight.chunk(len(self.keys)), strict=True):
+        keys, values = self.keys.linears, self.values.linears
+        for key, value, head in zip(keys, values, weight.chunk(len(keys)), strict=True):
             key.receive("", "weight", head[: self._spec.nope_dim].T)
             value.receive("", "weight", head[self._spec.nope_dim :])
 
-    def __call__(self, x: Tensor, linears: list[Linear]) -> Tensor:
+    def __call__(self, x: Tensor, linears: LinearGroup) -> Tensor:
         """[T, heads, out] of x [T, heads, in], each head through its own projection."""
         tokens, heads, width = x.shape
         by_head = x.transpose(0, 1).contiguous().view(heads * tokens, width)
-        found = self._ops.grouped_linear(by_head, [tokens] * heads, [linear.packed for linear in linears])
+        found = linears(by_head, torch.full((heads,), tokens))
         return found.view(heads, tokens, -1).transpose(0, 1)
 
 

@@ -7,6 +7,7 @@ by their input (`SharedLinear`: ranks exchange sums), the vocabulary by its rows
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +93,21 @@ class Linear:
             stream.owe(self._ops.linear(x, self.packed))
         else:
             stream.rows = self._ops.linear(x, self.packed, stream.rows)
+
+
+class LinearGroup:
+    """Linear layers of one shape, each for some rows: experts, or heads."""
+
+    def __init__(self, ops: Ops, linears: Sequence[Linear]) -> None:
+        self._ops = ops
+        self.linears = tuple(linears)
+        self._group: Any = None
+
+    def __call__(self, x: Tensor, counts: Tensor) -> Tensor:
+        """The first counts[0] rows of x through the first one, the next counts[1] through the second, and so on."""
+        if self._group is None:
+            self._group = self._ops.group_linears([linear.packed for linear in self.linears])
+        return self._ops.grouped_linear(x, counts, self._group)
 
 
 class SharedLinear(Linear):

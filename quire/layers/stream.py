@@ -72,7 +72,7 @@ class ResidualStream:
         self._owed = result
 
     def add(self, x: Tensor) -> None:
-        self.rows = self.settled() + x
+        self.rows = self._ops.add(self.settled(), x)
         self._owed = None
 
     def settled(self) -> Tensor:

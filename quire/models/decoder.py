@@ -267,13 +267,17 @@ class Decoder:
         # float64, because a vectorised float32 tanh may round differently at another place of the batch
         return (torch.tanh(logits.to(torch.float64) / cap) * cap).to(torch.float32)
 
+    def resumed(self, rows: Tensor) -> ResidualStream:
+        """The stream after the last layer, of the rows that `forward` left settled."""
+        return ResidualStream(self.ops, rows, self._fusable)
+
     def _stream(self, x: Tensor, ctx: StepContext) -> ResidualStream:
         return ResidualStream(self.ops, self._embed(x, ctx) if self.shard.place.is_first else x, self._fusable)
 
     def _embed(self, ids: Tensor, ctx: StepContext) -> Tensor:
         hidden = self.embed.rows(ids)
         if self.spec.embed_scale != 1.0:
-            hidden = hidden * self.spec.embed_scale
+            hidden = self.ops.scale(hidden, self.spec.embed_scale)
         if self.embed_in is not None:
             hidden = self.embed_in(hidden, ctx)
         if self.positions is not None and self.spec.positions is not None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import EngineError
 from quire.kernels.cpu.build import SOURCE_DIR
 from quire.kernels.cpu.library import load
+from quire.kernels.expert_rows import ExpertRanges, ExpertRows
 from quire.kernels.kv_spec import KVSpec
 from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
@@ -35,6 +39,7 @@ from quire.ops.cpu_step import (
     vector,
 )
 from quire.ops.interface import Ops
+from quire.ops.recording import StepRecorder
 from quire.parallel.collectives import TensorGroup
 
 # Formats of a packed weight, narrowest first (see weight.h).
@@ -73,6 +78,18 @@ class PanelLinear:
         return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class PanelGroup:
+    """Weights of one shape, as the compiled grouped GEMM reads them."""
+
+    weights: tuple[PanelLinear, ...]
+    """Kept alive."""
+    table: NDArray[np.int64]
+    """[weights, 4]: panels, bias, format, and room for a step's number of rows."""
+    out_features: int
+    in_features: int
+
+
 class CpuOps(Ops):
     """Compiled implementation of `quire.ops.interface.Ops` in fp32; any number of threads gives the same bits.
 
@@ -86,9 +103,14 @@ class CpuOps(Ops):
         library_dir: Path = SOURCE_DIR,
         narrow_weights: bool = True,
     ) -> None:
-        library = load(variant, library_dir)
-        self._library = library
+        self.library = load(variant, library_dir)
         self.narrow_weights = narrow_weights
+        self._call_through(self.library)
+        self.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+
+    def _call_through(self, library: Any) -> None:
+        """Kernels are called through `library` from now on; those of every layer are looked up once."""
+        self._library = library
         self._linear = library.quire_linear
         self._group_linear = library.quire_group_linear
         self._rms_norm = library.quire_rms_norm
@@ -96,7 +118,18 @@ class CpuOps(Ops):
         self._rope_and_cache = library.quire_rope_and_cache
         self._attend = library.quire_attend
         self._step: Step | None = None
-        self.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+
+    @contextmanager
+    def calling(self, library: Any) -> Iterator[None]:
+        """Inside, kernels are called through `library`, which stands in front of the compiled one."""
+        self._call_through(library)
+        try:
+            yield
+        finally:
+            self._call_through(self.library)
+
+    def recorder(self) -> StepRecorder:
+        return StepRecorder(self)
 
     def set_num_threads(self, count: int) -> None:
         """Threads that one operation may use, the caller's included; a property of the process's library."""
@@ -209,21 +242,36 @@ class CpuOps(Ops):
         ))  # fmt: skip
         return out
 
-    def grouped_linear(self, x: Tensor, counts: Sequence[int], ws: Sequence[PanelLinear]) -> Tensor:
-        """In one call: threads share the rows of all groups."""
+    def group_linears(self, ws: Sequence[PanelLinear]) -> PanelGroup:
         n, k = ws[0].out_features, ws[0].in_features
-        rows = rows_of(x, k)
-        if sum(counts) != rows or min(counts) < 0 or len(counts) != len(ws):
-            raise EngineError(f"{len(ws)} groups of {sum(counts)} rows in all, the input has {rows}")
         if any(w.slices is not None or w.out_features != n or w.in_features != k for w in ws):
             raise EngineError(f"weights that are used as a group are all [{n}, {k}], without slices")
-        out = torch.empty(rows, n)
-        groups = np.array(
-            [(w.panels_ptr, w.bias_ptr or 0, w.format_code, count) for w, count in zip(ws, counts, strict=True)],
-            np.int64,
-        )
-        if self._library.quire_grouped_linear(x.data_ptr(), groups.ctypes.data, len(ws), out.data_ptr(), n, k):
+        table = np.array([(w.panels_ptr, w.bias_ptr or 0, w.format_code, 0) for w in ws], np.int64)
+        return PanelGroup(tuple(ws), table, n, k)
+
+    def grouped_linear(self, x: Tensor, counts: Tensor, group: PanelGroup) -> Tensor:
+        """In one call: threads share the rows of all groups."""
+        rows, table = rows_of(x, group.in_features), group.table.copy()
+        table[:, 3] = counts
+        if table[:, 3].sum() != rows or table[:, 3].min() < 0:
+            raise EngineError(f"groups of {counts.tolist()} rows, the input has {rows}")
+        out = torch.empty(rows, group.out_features)
+        if self._library.quire_grouped_linear(
+            x.data_ptr(), table.ctypes.data, len(table), out.data_ptr(), group.out_features, group.in_features
+        ):
             raise MemoryError("no memory for the list of grouped GEMMs")
+        return out
+
+    def sum_experts(self, found: Tensor, pairs: ExpertRows, ranges: ExpertRanges) -> Tensor:
+        tokens, chosen = pairs.places.shape
+        width = found.shape[1]
+        if rows_of(found, width) != len(pairs.rows) or not dense(pairs.places, pairs.ranges, pairs.weights):
+            raise EngineError(f"{len(pairs.rows)} pairs of token and expert, {found.shape[0]} rows")
+        out = torch.empty(ranges.num_nodes, tokens, width)
+        self._library.quire_sum_experts(
+            found.data_ptr(), pairs.places.data_ptr(), pairs.ranges.data_ptr(), pairs.weights.data_ptr(),
+            ranges.merges.data_ptr(), out.data_ptr(), tokens, chosen, width, ranges.first_range, ranges.num_ranges,
+        )  # fmt: skip
         return out
 
     def embed(self, ids: Tensor, w: PanelLinear) -> Tensor:
@@ -286,6 +334,21 @@ class CpuOps(Ops):
                 shape.head_dim, eps,
             )  # fmt: skip
             start += heads * shape.head_dim
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        width = x.shape[-1]
+        rows = rows_of(x, width)
+        if rows_of(y, width) != rows:
+            raise EngineError(f"rows [{rows}, {width}] are not added to {tuple(y.shape)}")
+        out = torch.empty(rows, width)
+        self._library.quire_add(x.data_ptr(), y.data_ptr(), out.data_ptr(), rows * width)
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        width = x.shape[-1]
+        out = torch.empty(rows_of(x, width), width)
+        self._library.quire_scale(x.data_ptr(), out.data_ptr(), out.numel(), factor)
+        return out
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         width = x.shape[-1]

@@ -33,6 +33,23 @@ class CpuLayerCache(LayerCache):
     """The heads that read and write it, once they were found to suit it."""
 
 
+class StepNumber(int):
+    """A number that is another in the next step, among the arguments of a kernel; `word` is its place in the step's
+    words (`Step.words`)."""
+
+    word: int
+
+    @classmethod
+    def at(cls, word: int, value: int) -> StepNumber:
+        number = cls(value)
+        number.word = word
+        return number
+
+
+# Places in the words of a step. Those of cache group g begin at GROUP_WORDS + 4 * g: slots, table, stride, width.
+ZERO, RESULTS, IDS, POSITIONS, QUERY_START, CONTEXT_LEN, SEQS, GROUP_WORDS = range(8)
+
+
 @dataclass(slots=True)
 class Step:
     """The addresses of one StepContext, taken once per step and not per layer; keeps its tensors alive."""
@@ -52,6 +69,21 @@ class Step:
     rope: Tensor | None = None
     rope_ptr: int | None = None
     rot: int = 0
+
+    def words(self, results: int, ids: int) -> list[int]:
+        """Everything that a recorded step reads and that changes from step to step, in the order of the places above.
+        `results` is where intermediate results lie."""
+        words = [0, results, ids, self.positions, self.query_start, self.context_len, self.seqs]
+        for group in zip(self.slots, self.tables, self.strides, self.widths, strict=True):
+            words += group
+        return words
+
+    def addresses(self, ids: int) -> dict[int, int]:
+        """The place of each address among the words."""
+        found = {ids: IDS, self.positions: POSITIONS, self.query_start: QUERY_START, self.context_len: CONTEXT_LEN}
+        for group, (slots, table) in enumerate(zip(self.slots, self.tables, strict=True)):
+            found |= {slots: GROUP_WORDS + 4 * group, table: GROUP_WORDS + 4 * group + 1}
+        return found
 
 
 def rows_of(x: Tensor, width: int) -> int:
@@ -121,26 +153,31 @@ def check_heads(cache: CpuLayerCache, shape: HeadShape) -> None:
 def read_step(ctx: StepContext) -> Step:
     """Check the types of a step's tensors and take their addresses."""
     tokens, seqs = ctx.positions.shape[0], ctx.context_len.shape[0]
-    wanted: list[tuple[Tensor, torch.dtype, tuple[int, ...]]]
-    wanted = [(ctx.positions, I64, (tokens,)), (ctx.query_start, I32, (seqs + 1,))]
-    wanted += [(ctx.context_len, I32, (seqs,))]
-    wanted += [(slots, I64, (tokens,)) for slots in ctx.slots]
-    wanted += [(table, I32, (seqs, table.shape[-1])) for table in ctx.block_tables]
-    for tensor, dtype, shape in wanted:
-        if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
-            raise EngineError(f"the step wants {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
-        if not tensor.is_contiguous() and not (tensor.dim() == 2 and tensor.stride(1) == 1):
-            raise EngineError("the step's context must be contiguous")
+    _check(ctx.positions, I64, (tokens,))
+    _check(ctx.query_start, I32, (seqs + 1,))
+    _check(ctx.context_len, I32, (seqs,))
+    for slots in ctx.slots:
+        _check(slots, I64, (tokens,))
+    for table in ctx.block_tables:
+        _check(table, I32, (seqs, table.shape[-1]))
+    places = range(GROUP_WORDS, GROUP_WORDS + 4 * len(ctx.block_tables), 4)
     return Step(
         ctx=ctx,
         tensors=(ctx.positions, ctx.query_start, ctx.context_len, ctx.slots, ctx.block_tables),
         tokens=tokens,
-        seqs=seqs,
+        seqs=StepNumber.at(SEQS, seqs),
         positions=ctx.positions.data_ptr(),
         query_start=ctx.query_start.data_ptr(),
         context_len=ctx.context_len.data_ptr(),
         slots=[slots.data_ptr() for slots in ctx.slots],
         tables=[table.data_ptr() for table in ctx.block_tables],
-        strides=[table.stride(0) for table in ctx.block_tables],
-        widths=[table.shape[1] for table in ctx.block_tables],
+        strides=[StepNumber.at(at + 2, table.stride(0)) for at, table in zip(places, ctx.block_tables, strict=True)],
+        widths=[StepNumber.at(at + 3, table.shape[1]) for at, table in zip(places, ctx.block_tables, strict=True)],
     )
+
+
+def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
+        raise EngineError(f"the step wants {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+    if not tensor.is_contiguous() and not (tensor.dim() == 2 and tensor.stride(1) == 1):
+        raise EngineError("the step's context must be contiguous")

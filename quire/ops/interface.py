@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.kernels.expert_rows import ExpertRanges, ExpertRows
 from quire.kernels.slices import RankTree, Slices
-from quire.kernels.types import HeadShape
+from quire.kernels.types import HeadShape, LayerCache, StepContext
 from quire.parallel.collectives import TensorGroup
 
 if TYPE_CHECKING:  # Triton need not be installed
@@ -41,6 +42,16 @@ class Fusion(Enum):
     """The residual stream owes a GEMM's result until the norm that follows adds it (`add_rms_norm`)."""
     NORM_WITH_GEMM = "norm with GEMM"
     """A GEMM adds the residual to its result, and takes the norm before it along (`norm_linear`)."""
+
+
+class Recorder(Protocol):
+    """Runs a decoder's forward, and from the second or third time on without Python's part of it; the same bits."""
+
+    def run(self, variant: Hashable, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
+            forward: Callable[[], Tensor]) -> Tensor:
+        """What `forward` returns; it holds until the next step. Forwards that make other calls have another
+        `variant`."""
+        ...
 
 
 class Ops(AttentionBackend):
@@ -77,16 +88,37 @@ class Ops(AttentionBackend):
         without bias and residual; into `out` if given. With the nodes of the other runs, `finish_tree` gives the bits
         of the whole."""
 
-    def grouped_linear(self, x: Tensor, counts: Sequence[int], ws: Sequence[Any]) -> Tensor:
-        """[M, N]: the first counts[0] rows of x through ws[0], the next counts[1] through ws[1], and so on; a row has
-        the bits that `linear` gives it. The weights have one shape and no slices."""
-        out = torch.empty(x.shape[0], ws[0].out_features, dtype=x.dtype, device=x.device)
+    def group_linears(self, ws: Sequence[Any]) -> Any:
+        """Packed weights of one shape, without slices, in the form that `grouped_linear` wants."""
+        return tuple(ws)
+
+    def grouped_linear(self, x: Tensor, counts: Tensor, group: Any) -> Tensor:
+        """[M, N]: the first counts[0] rows of x through the first weight of the group, the next counts[1] through the
+        second, and so on; a row has the bits that `linear` gives it. `counts` are int64."""
+        out = torch.empty(x.shape[0], group[0].out_features, dtype=x.dtype, device=x.device)
         start = 0
-        for count, w in zip(counts, ws, strict=True):
+        for count, w in zip(counts.tolist(), group, strict=True):
             if count:
                 self.linear(x[start : start + count], w, None, out[start : start + count])
             start += count
         return out
+
+    def sum_experts(self, found: Tensor, pairs: ExpertRows, ranges: ExpertRanges) -> Tensor:
+        """[nodes, T, width]: the weighted sums of each token's experts, of which `found` has a row for each pair: in
+        ascending order within a range, the ranges in their tree, as far as these ranges go."""
+        tokens, chosen = pairs.places.shape
+        there = pairs.places >= 0
+        stack: list[Tensor] = []
+        for index, merges in enumerate(ranges.merges.tolist(), ranges.first_range):
+            total = found.new_zeros(tokens, found.shape[1])
+            for pair in range(chosen):
+                rows = (there[:, pair] & (pairs.ranges[:, pair] == index)).nonzero().flatten()
+                total[rows] += found[pairs.places[rows, pair]] * pairs.weights[rows, pair].unsqueeze(1)
+            stack.append(total)
+            for _ in range(merges):
+                right = stack.pop()
+                stack[-1] = stack[-1] + right
+        return torch.stack(stack)
 
     @abstractmethod
     def embed(self, ids: Tensor, w: Any) -> Tensor:
@@ -125,6 +157,14 @@ class Ops(AttentionBackend):
     def act(self, x: Tensor, kind: str) -> Tensor:
         """kind is silu, gelu_tanh, gelu or relu."""
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """[M, N] + [M, N], into memory of its own."""
+        return x + y
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x times a float32 factor, into memory of its own."""
+        return x * factor
+
     def clamped_act_mul(self, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
         """[M, 2I] -> [M, I]: g sigmoid(alpha g) (u + 1) of g = min(gate, limit) and u = up within +-limit."""
         gate, up = gate_up.to(torch.float64).chunk(2, -1)
@@ -133,6 +173,10 @@ class Ops(AttentionBackend):
 
     def close(self) -> None:
         """Give back what is held outside torch."""
+
+    def recorder(self) -> Recorder | None:
+        """A new recorder of steps, for one decoder, where calls of this device's operations can be recorded."""
+        return None
 
     # ---- fused forms
 

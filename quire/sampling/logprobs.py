@@ -8,13 +8,14 @@ Arm, always to the same side, which adds up along a beam.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire.sampling.batch import SamplingBatch
+from quire.sampling.kernels import SamplingKernels
 from quire.sampling.sending import send
 from quire.sampling.weights import SCALE, integer_weights, row_chunks
 
@@ -31,6 +32,11 @@ class SampledLogprobs:
     top_ids: Tensor
     top_logprobs: Tensor
 
+    def moved(self, copy: Callable[[Tensor], Tensor]) -> SampledLogprobs:
+        """With its tensors copied somewhere else."""
+        tensors = (self.token_ids, self.logprob, self.rank, self.top_ids, self.top_logprobs)
+        return SampledLogprobs(self.rows, self.counts, *(copy(tensor) for tensor in tensors))
+
     def to_list(self) -> list[tuple[int, float, int, list[int], list[float]]]:
         """(token id, logprob, rank, top ids, their logprobs) of each of `rows`, on the host."""
         columns = zip(
@@ -45,6 +51,27 @@ class SampledLogprobs:
         return [_possible(token, logprob, rank, ids[:n], tops[:n]) for token, logprob, rank, ids, tops, n in columns]
 
 
+@dataclass(slots=True)
+class PackedLogprobs:
+    """The same out of a kernel's reports: int32 rows of (token, log-probability, rank, `width` ids, their
+    log-probabilities), of which those of `rows` are wanted."""
+
+    rows: list[int]
+    counts: list[int]
+    numbers: Tensor
+    width: int
+
+    def moved(self, copy: Callable[[Tensor], Tensor]) -> PackedLogprobs:
+        return PackedLogprobs(self.rows, self.counts, copy(self.numbers), self.width)
+
+    def to_list(self) -> list[tuple[int, float, int, list[int], list[float]]]:
+        """As `SampledLogprobs.to_list`."""
+        numbers = self.numbers[self.rows]
+        words, floats, width = numbers.tolist(), numbers.view(torch.float32).tolist(), self.width
+        return [_possible(mine[0], values[1], mine[2], mine[3 : 3 + n], values[3 + width : 3 + width + n])
+                for mine, values, n in zip(words, floats, self.counts, strict=True)]
+
+
 def _possible(
     token: int, logprob: float, rank: int, ids: list[int], tops: list[float]
 ) -> tuple[int, float, int, list[int], list[float]]:
@@ -54,7 +81,8 @@ def _possible(
     return token, logprob, rank, ids[: len(tops)], tops
 
 
-def batch_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> SampledLogprobs | None:
+def batch_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch, kernels: SamplingKernels | None = None
+                   ) -> SampledLogprobs | None:
     """Of the tokens of those rows of a batch that ask for it: among the tokens that a grammar allows."""
     if not batch.logprob_rows:
         return None
@@ -62,12 +90,14 @@ def batch_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> Samp
     if batch.masks is not None:
         logits = logits.clone()
         batch.masks.apply_(logits)
-    found = token_logprobs(logits[rows], tokens[rows], max(batch.logprob_counts))
+    found = token_logprobs(logits[rows], tokens[rows], max(batch.logprob_counts), kernels)
     found.rows, found.counts = batch.logprob_rows, batch.logprob_counts
     return found
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> SampledLogprobs:
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, count: int, kernels: SamplingKernels | None = None
+) -> SampledLogprobs:
     """Log-probability and rank of one token per row of `logits`, and the `count` likeliest of the row.
 
     This is prompt_logprobs too: the rows are positions of a prompt, the tokens those that follow them.
@@ -75,6 +105,10 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> SampledLogp
     """
     rows, width = logits.shape
     count = min(count, width)
+    if kernels is not None:
+        base, rank, ids, values = _ranked_by_kernels(kernels, logits, token_ids, count)
+        mine = base.logprob(logits.gather(1, token_ids[:, None])).squeeze(1)
+        return SampledLogprobs(list(range(rows)), [count] * rows, token_ids, mine, rank, ids, base.logprob(values))
     parts = [
         _token_logprobs(logits[part], token_ids[part], count)
         for part in row_chunks(max(rows, 1), width, logits.device)
@@ -109,6 +143,15 @@ class _Base:
         return ((values - self.peak).double() - self.log_total).float()
 
 
+def _ranked_by_kernels(
+    kernels: SamplingKernels, logits: Tensor, token_ids: Tensor, count: int
+) -> tuple[_Base, Tensor, Tensor, Tensor]:
+    """(What logits are measured against, ranks of the given tokens, the likeliest ids, their logits) of each row."""
+    peak = logits.amax(-1, keepdim=True) if len(logits) else logits[:, :1]
+    total, rank, ids, values = kernels.rank(logits, token_ids, peak.squeeze(1), count)
+    return _Base(peak, (total.double() * (1.0 / SCALE)).log()[:, None]), rank, ids, values
+
+
 @dataclass(slots=True)
 class Candidates:
     """The likeliest next tokens of some rows, which beams choose from."""
@@ -126,12 +169,17 @@ class Candidates:
                 for count, ids, logprobs, peak in rows]
 
 
-def rank_candidates(logits: Tensor, counts: Sequence[int], temperatures: Sequence[float]) -> Candidates:
+def rank_candidates(
+    logits: Tensor, counts: Sequence[int], temperatures: Sequence[float], kernels: SamplingKernels | None = None
+) -> Candidates:
     """The `counts[i]` likeliest of row i of `logits`, whose log-probabilities are at its temperature."""
     wide = logits.float()
     if any(temperature != 1.0 for temperature in temperatures):
         wide = wide / send(temperatures, torch.float32, wide.device)[:, None]
     count = min(max(counts), wide.shape[1])
+    if kernels is not None:
+        base, _, ids, values = _ranked_by_kernels(kernels, wide, torch.zeros(len(counts), dtype=torch.int64), count)
+        return Candidates(counts, ids, base.logprob(values), base.peak.squeeze(1))
     parts = []
     for part in row_chunks(len(counts), wide.shape[1], wide.device):
         base = _Base.of(wide[part])

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.sampling.batch import Draws, SamplingBatch
+from quire.sampling.kernels import SamplingKernels
 from quire.sampling.logprobs import SampledLogprobs, batch_logprobs
 from quire.sampling.params import NOTHING_TO_DRAW
 from quire.sampling.sending import send
@@ -53,8 +55,11 @@ class SamplerOutput:
         return self.status == OK
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
-    """Draw one token for each row of float32 `logits` [rows, vocabulary], which are left unchanged."""
+def sample(logits: Tensor, batch: SamplingBatch, kernels: SamplingKernels | None = None) -> SamplerOutput:
+    """Draw one token for each row of float32 `logits` [rows, vocabulary], which are left unchanged. `kernels` do what
+    they can of it."""
+    if batch.only_greedy and logits.device.type == "cpu":
+        return _greedy(logits.numpy())
     edited = logits
     if batch.edits is not None:
         edited = logits.clone()
@@ -65,13 +70,31 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
     else:
         tokens = torch.zeros(batch.num_rows, dtype=torch.int64, device=logits.device)
         peak = edited.amax(-1)
-    if batch.plain is not None:
-        tokens[batch.plain.rows] = _draw_plain(edited, peak, batch.plain)
-    if batch.filtered is not None:
-        tokens[batch.filtered.rows] = _draw_filtered(edited, peak, batch.filtered)
+    for draws, draw in ((batch.plain, _draw_plain), (batch.filtered, _draw_filtered)):
+        if draws is not None and kernels is not None:
+            tokens[draws.rows] = _draw_by_kernels(kernels, edited, peak, draws)
+        elif draws is not None:
+            tokens[draws.rows] = draw(edited, peak, draws)
     status = _status(logits, edited, peak)
     tokens = torch.where(status == OK, tokens, 0)
-    return SamplerOutput(tokens, status, batch_logprobs(logits, tokens, batch))
+    return SamplerOutput(tokens, status, batch_logprobs(logits, tokens, batch, kernels))
+
+
+def _draw_by_kernels(kernels: SamplingKernels, logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
+    top_k = torch.tensor(draws.top_k, dtype=torch.int64)
+    return kernels.draw(logits, draws.rows, peak[draws.rows], draws.temperature, _min_p_floor(peak, draws), top_k,
+                        draws.top_p, draws.noise)
+
+
+def _greedy(logits: npt.NDArray[np.float32]) -> SamplerOutput:
+    """The same for rows of which nothing but the likeliest token is wanted: a few calls of numpy, whose argmax is
+    vectorised. For one stream, a dozen of torch's operations would take longer than looking at the logits."""
+    tokens = logits.argmax(-1)
+    finite = np.isfinite(logits[np.arange(len(tokens)), tokens])
+    if finite.all():
+        return SamplerOutput(torch.from_numpy(tokens), torch.zeros(len(tokens), dtype=torch.int64), None)
+    status = np.where(finite, OK, NOT_FINITE)
+    return SamplerOutput(torch.from_numpy(np.where(finite, tokens, 0)), torch.from_numpy(status), None)
 
 
 def draw_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -14,7 +14,12 @@ from quire.scheduler.leaders import PrefixLeaders
 from quire.scheduler.request import Request, Sequence
 from quire.scheduler.running import RunningPlanner
 from quire.scheduler.state import SchedulerState
-from quire.structured.gate import blocks_queue, mask_ready
+from quire.structured.gate import fail_if_slow, mask_ready
+
+_MOST_OVERTAKING = 64
+"""Requests that may begin before one that came earlier and waits for a prefix leader, a mask or KV under way."""
+_MOST_ASIDE = 16
+"""Such requests that a step looks behind."""
 
 
 class Admissions:
@@ -33,25 +38,48 @@ class Admissions:
         if (state.short and running) or not state.policy.admits(len(running)):
             return
         self._seat_arrived(draft)
-        while draft.budget > 0 and len(state.waiting) and not draft.preempted:
-            request = state.waiting.peek()
-            if request in draft.made_way or blocks_queue(request):
-                break
-            if self._asks_another_engine(request):
-                came = self._reserve(request)
-            elif not state.roster.has_rows_for(request):
-                came = Admission.NO_ROOM
-            elif request.swapped is not None:
-                came = self._swap_in(draft, request)
-            else:
-                came = self._begin(draft, request)
-            if came is Admission.AGAIN:
-                continue
-            if came is not Admission.DONE and (
-                    came is not Admission.NO_ROOM or not self._giving_way.make_way(draft, request)):
-                break
+        aside: list[Request] = []
+        try:
+            self._admit_waiting(draft, aside)
+        finally:
+            for request in reversed(aside):
+                state.waiting.put_back(request)
         # What was still on the device after all is here already.
         self._seat_arrived(draft)
+
+    def _admit_waiting(self, draft: Draft, aside: list[Request]) -> None:
+        """In the queue's order. A request that waits for something other than memory or tokens is set aside, and those
+        behind it go on; but only so many may pass it before the queue waits for it."""
+        state = self._state
+        while draft.budget > 0 and len(state.waiting) and not draft.preempted:
+            request = state.waiting.peek()
+            if request in draft.made_way:
+                break
+            came = self._admit(draft, request)
+            if came is Admission.AGAIN:
+                continue
+            if came is Admission.WAITS and request.num_overtaken < _MOST_OVERTAKING and len(aside) < _MOST_ASIDE:
+                state.waiting.set_aside(request)
+                aside.append(request)
+            elif came is Admission.DONE:
+                for passed in aside:
+                    passed.num_overtaken += 1
+            elif came is not Admission.NO_ROOM or not self._giving_way.make_way(draft, request):
+                break
+
+    def _admit(self, draft: Draft, request: Request) -> Admission:
+        """Try to let in the request at the head of the queue."""
+        if not mask_ready(request.live[0]):
+            if request.num_overtaken >= _MOST_OVERTAKING:
+                fail_if_slow(request)
+            return Admission.WAITS
+        if self._asks_another_engine(request):
+            return self._reserve(request)
+        if not self._state.roster.has_rows_for(request):
+            return Admission.NO_ROOM
+        if request.swapped is not None:
+            return self._swap_in(draft, request)
+        return self._begin(draft, request)
 
     # ---- from the prompt
 
@@ -70,7 +98,7 @@ class Admissions:
                 return Admission.DONE
             # A prefix that is cached must have brought the windows that somebody else is to get.
             most = known if request.windows_kept_at is None else min(known, request.windows_kept_at + 1)
-            match = cache.match(seq.kv, seq.tokens[:most], lookups)
+            match = cache.match(seq.kv, seq.tokens, lookups, most)
         # One slot more than is known: who cannot even hold the next token would be preempted at once.
         length = min(len(seq.tokens) + 1, request.max_len)
         if match.num_outside:
@@ -78,7 +106,9 @@ class Admissions:
         else:
             tokens = self._state.chunks.first(draft, seq, match.num_tokens, known - match.num_tokens,
                                               self._state.roster.running.values())
-            if tokens <= 0 or (cache.prefix_caching and self._follows(draft, seq, match, known)):
+            if cache.prefix_caching and self._follows(draft, seq, match, known):
+                return Admission.WAITS
+            if tokens <= 0:
                 return Admission.LATER
         if not cache.fits(length, match, tokens, extra_blocks(request, cache)):
             return Admission.NO_ROOM
@@ -91,7 +121,7 @@ class Admissions:
         """What the tiers have of its tokens; None if one cannot say at once."""
         if request.computes:
             return []
-        lookups = self._state.cache.ask(seq.kv, seq.tokens[:known]) if request.lookups is None else request.lookups
+        lookups = self._state.cache.ask(seq.kv, seq.tokens, known) if request.lookups is None else request.lookups
         if request.lookups is None and not all(lookup.settled for lookup in lookups):
             request.lookups = lookups
             now = self._state.clock()
@@ -141,6 +171,8 @@ class Admissions:
             request.num_cached_tokens = match.num_tokens
             request.first_scheduled_time = self._state.clock()
             self._state.cache.count_query(len(seq.tokens), match)
+            if self._state.on_start is not None:
+                self._state.on_start(request)
         else:
             again = len(seq.tokens) - match.num_tokens
             again += sum(other.num_output_tokens for other in request.live[1:])
@@ -189,7 +221,7 @@ class Admissions:
         """Bring a request's KV back from the host; it goes on where it was."""
         swapped, swapper, roster = request.swapped, self._state.preemption.swapper, self._state.roster
         if swapped is None or swapper is None or not swapped.settled:
-            return Admission.LATER
+            return Admission.WAITS
         seats = [seq for seq in request.live if any(seq.kv is kv for kv, _ in swapped.tables)]
         if not seats or swapped.lost:
             roster.forget_swapped(request)

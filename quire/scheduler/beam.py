@@ -34,6 +34,24 @@ class Hypothesis:
     """By an end-of-sequence token, not by length."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    """A running beam: its last token and the beam that it continues, so that forks share what they have in common."""
+
+    before: _Beam | None
+    token: int
+    score: float
+    length: int
+
+    def tokens(self) -> list[int]:
+        found: list[int] = []
+        beam: _Beam | None = self
+        while beam is not None and beam.before is not None:
+            found.append(beam.token)
+            beam = beam.before
+        return found[::-1]
+
+
 class BeamSearch:
     """One request's search. Beams are numbered by their place; at first there is one, the prompt."""
 
@@ -44,7 +62,7 @@ class BeamSearch:
         self.num_candidates = max(2, 1 + len(self.eos_token_ids)) * self.width
         """Likeliest next tokens that each beam reports: enough for `width` to go on whatever ends."""
         self.done = False
-        self._running: list[tuple[list[int], float]] = [([], 0.0)]
+        self._running = [_Beam(None, -1, 0.0, 0)]
         self._complete: list[Hypothesis] = []
         self._reported: dict[int, list[Candidate]] = {}
 
@@ -66,7 +84,7 @@ class BeamSearch:
 
         `max_tokens`: the longest output, which ends every beam that reaches it.
         """
-        length = len(self._running[0][0]) + 1
+        length = self._running[0].length + 1
         best = self._best_candidates()
         ends = [choice.token in self.eos_token_ids or length >= max_tokens for choice in best]
         # Only the best `width` may complete; the others are there so that enough can go on.
@@ -76,18 +94,18 @@ class BeamSearch:
         going = [choice for choice, end in zip(best, ends, strict=True) if not end][: self.width]
         self._reported = {}
         self.done = not going or self._decided(going[0].score, length, max_tokens)
-        self._running = [([*self._running[c.parent][0], c.token], c.score) for c in going]
+        self._running = [_Beam(self._running[c.parent], c.token, c.score, length) for c in going]
         return [] if self.done else going
 
     def _best_candidates(self) -> list[Choice]:
         """Of all continuations of all beams, best first; ties by beam, then by token order as reported."""
-        every = (Choice(place, token, score + logprob)
-                 for place, (_, score) in enumerate(self._running)
+        every = (Choice(place, token, beam.score + logprob)
+                 for place, beam in enumerate(self._running)
                  for token, logprob in self._reported[place])
         return heapq.nlargest(self.num_candidates, every, key=lambda choice: choice.score)
 
     def _keep(self, choice: Choice, length: int) -> None:
-        tokens = [*self._running[choice.parent][0], choice.token]
+        tokens = [*self._running[choice.parent].tokens(), choice.token]
         score = choice.score / length**self.params.length_penalty
         self._complete.append(
             Hypothesis(tokens, choice.score, score, ended=choice.token in self.eos_token_ids))

@@ -21,7 +21,9 @@ class Admission(enum.Enum):
 
     DONE = "done"
     LATER = "later"
-    """The step has no tokens left for it, or it waits: for a copy, or for a prefix that another computes."""
+    """The step has no tokens left for it, or blocks that it needs are still being copied out."""
+    WAITS = "waits"
+    """For a prefix that another request computes, a mask, or its own KV under way: others may go before it."""
     NO_ROOM = "no room"
     AGAIN = "again"
     """A tier has lost what it had found: look at the request once more, without that."""

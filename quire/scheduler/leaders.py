@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from quire.scheduler.request import Request, Sequence
@@ -26,14 +27,13 @@ class PrefixLeaders:
 
     def has_one_for(self, seq: Sequence, num_matched: int, num_known: int) -> bool:
         """Is most of what `seq` lacks being computed for somebody else?"""
-        first = num_matched // self._block_size
-        wanted = seq.kv.hashes[first : num_known // self._block_size]
-        leader = self._by_hash.get(wanted[0]) if wanted else None
+        ours = seq.kv.hashes
+        first, end = num_matched // self._block_size, min(num_known // self._block_size, len(ours))
+        leader = self._by_hash.get(ours[first]) if first < end else None
         if leader is None:
             return False
-        shared = 0
-        for ours, theirs in zip(wanted, leader.kv.hashes[leader.kv.num_registered :]):
-            if ours != theirs:
-                break
-            shared += 1
+        theirs, start = leader.kv.hashes, leader.kv.num_registered
+        # A hash stands for all tokens up to its block, so those before two equal ones are equal.
+        shared = bisect_left(range(min(end - first, len(theirs) - start)), True,
+                             key=lambda i: ours[first + i] != theirs[start + i])
         return shared * self._block_size >= _WORTH_WAITING * (num_known - num_matched)

@@ -6,9 +6,13 @@ import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 from quire.scheduler.draft import Planned
 from quire.scheduler.request import Request
+
+_FEW = 16
+"""Entries of removed requests that a heap keeps in any case."""
 
 
 class WaitingQueue(ABC):
@@ -28,6 +32,10 @@ class WaitingQueue(ABC):
 
     @abstractmethod
     def remove(self, request: Request) -> None: ...
+
+    def set_aside(self, request: Request) -> None:
+        """Take the head out, to look at those behind it; `put_back`, the last one first, restores the order."""
+        self.remove(request)
 
     def outranks(self, waiting: Request, running: Request) -> bool:
         """May `waiting` take the place of `running`?"""
@@ -53,8 +61,7 @@ class FCFSQueue(WaitingQueue):
         self._requests[request.request_id] = request
 
     def put_back(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id, last=False)
+        _put_first(self._requests, request)
 
     def peek(self) -> Request:
         return next(iter(self._requests.values()))
@@ -87,7 +94,7 @@ class PriorityQueue(WaitingQueue):
     put_back = add
 
     def peek(self) -> Request:
-        # Removed requests leave their heap entry behind; it is dropped when it surfaces.
+        # Removed requests leave their heap entry behind until it surfaces, or most entries are such.
         while self._heap[0][1] not in self._requests:
             heapq.heappop(self._heap)
         return self._requests[self._heap[0][1]]
@@ -103,6 +110,9 @@ class PriorityQueue(WaitingQueue):
 
     def remove(self, request: Request) -> None:
         del self._requests[request.arrival_index]
+        if len(self._heap) > 2 * len(self._requests) + _FEW:
+            self._heap = [(each.priority, index) for index, each in self._requests.items()]
+            heapq.heapify(self._heap)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -136,8 +146,7 @@ class FairQueue(WaitingQueue):
     def put_back(self, request: Request) -> None:
         line = self._line(request.tenant)
         self._served.setdefault(request.tenant, min(self._served.values(), default=self._level))
-        line[request.request_id] = request
-        line.move_to_end(request.request_id, last=False)
+        _put_first(line, request)
         self._size += 1
 
     def peek(self) -> Request:
@@ -187,6 +196,15 @@ class FairQueue(WaitingQueue):
         """Tenant by tenant, the next one first."""
         for tenant in sorted(self._lines, key=lambda t: self._served[t]):
             yield from list(self._lines[tenant].values())
+
+
+def _put_first(line: OrderedDict[str, Request], request: Request) -> None:
+    """Before all others, but for those that came earlier and were overtaken while they waited for something."""
+    overtaken = list(takewhile(lambda other: other.num_overtaken > 0 and other.arrival_index < request.arrival_index,
+                               line.values()))
+    line[request.request_id] = request
+    for other in (request, *reversed(overtaken)):
+        line.move_to_end(other.request_id, last=False)
 
 
 QUEUES: dict[str, type[WaitingQueue]] = {"fcfs": FCFSQueue, "priority": PriorityQueue, "fair": FairQueue}

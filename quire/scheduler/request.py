@@ -101,6 +101,11 @@ class Sequence:
         return (request.params.prompt_logprobs is not None
                 and request.prompt_logprobs_done < self.num_prompt_tokens - 1)
 
+    def own_tokens(self) -> None:
+        """It takes a row and will have tokens of its own: no list is shared from now on."""
+        if self.tokens is self.request.prompt_token_ids:
+            self.tokens = list(self.tokens)
+
     def rewind(self) -> None:
         """Leave the row with no KV: what preemption by recompute does, once the cache has the blocks back."""
         self.num_computed = self.num_confirmed = self.num_pending = 0
@@ -165,6 +170,8 @@ class Request:
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when the request was first admitted."""
     num_preemptions: int = 0
+    num_overtaken: int = 0
+    """Requests behind it in the queue that began while it waited for something other than memory."""
     prompt_logprobs_done: int = 0
     grammar: PendingGrammar | RequestGrammar | None = None
     """The grammar of its output, perhaps still being compiled."""
@@ -214,10 +221,17 @@ class Request:
         self.places = self.sequences[:1]
 
     def add_sequence(self) -> Sequence:
-        tokens = list(self.prompt_token_ids)
-        seq = Sequence(self, len(self.sequences), tokens, len(tokens), kv=SequenceKV(self.cache_key))
+        # Those that wait to be forked share the prompt's tokens; who gets a row gets its own (`Sequence.own_tokens`).
+        first = not self.sequences
+        tokens = list(self.prompt_token_ids) if first else self._shared_prompt()
+        seq = Sequence(self, len(self.sequences), tokens, self.num_prompt_tokens, kv=SequenceKV(self.cache_key))
         self.sequences.append(seq)
         return seq
+
+    def _shared_prompt(self) -> list[int]:
+        if not isinstance(self.prompt_token_ids, list):
+            self.prompt_token_ids = list(self.prompt_token_ids)
+        return self.prompt_token_ids
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -53,6 +53,7 @@ class Results:
 
     def take_first_token(self, seq: Sequence, first: FirstToken) -> None:
         """The engine that computes the prompt has drawn the first token. It stands whatever becomes of the KV."""
+        seq.own_tokens()
         seq.tokens.append(first.token)
         seq.num_computed = seq.num_prompt_tokens
         self._state.stats.output_tokens += 1

@@ -56,10 +56,8 @@ class Roster:
         yield from self.compiling.failures(self.requests.values())
 
     def has_rows_for(self, request: Request) -> bool:
-        """Running groups will need rows for sequences not forked yet: those are not free."""
-        owed = sum(other.rows_wanted - sum(seq.row >= 0 for seq in other.sequences)
-                   for other in self.running.values() if other.width > 1)
-        return self.rows.num_free - owed >= request.rows_wanted
+        """Are there as many rows as it wants, besides those that running groups will need?"""
+        return self.rows.num_spare >= request.rows_wanted
 
     def arrive(self, request: Request) -> None:
         """The request at the head of the queue waits for KV from now on, and is in nobody's way."""
@@ -80,6 +78,7 @@ class Roster:
             self.rows.take(seq)
         request.status = Status.RUNNING
         request.computes = False
+        request.num_overtaken = 0
         request.fetch, request.reservation = None, None
         self.running[request.request_id] = request
         if sequences[0].held_at is not None:
@@ -232,7 +231,7 @@ class Roster:
                   *self.compiling.names]
         if sorted(places) != sorted(self.requests):
             raise InvariantError("a request is in no place, or in two")
-        self.rows.check([seq.row for seq in self.live if seq.row >= 0])
+        self.rows.check([seq.row for seq in self.live if seq.row >= 0], self.running.values())
         yield
 
     @property

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quire.errors import InvariantError
 from quire.scheduler.plan import RowStart
-from quire.scheduler.request import Sequence
+from quire.scheduler.request import Request, Sequence, Status
 
 
 class RowBook:
@@ -15,10 +17,22 @@ class RowBook:
         self._free = list(range(num_rows - 1, -1, -1))
         self._freed: list[int] = []
         self._starts: list[RowStart] = []
+        self._owed: dict[Request, int] = {}
+        """Rows that running groups will need for sequences not forked yet; only those that need some."""
+        self._num_owed = 0
+        self._touched: dict[Request, None] = {}
+        """Groups whose debt may have changed since it was last counted."""
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_spare(self) -> int:
+        """Free rows that no running group will need for its sequences. Costs as much as groups have changed."""
+        for request in self._touched:
+            owed = rows_owed(request)
+            self._num_owed += owed - self._owed.pop(request, 0)
+            if owed:
+                self._owed[request] = owed
+        self._touched.clear()
+        return len(self._free) - self._num_owed
 
     @property
     def num_taken(self) -> int:
@@ -27,12 +41,17 @@ class RowBook:
     def take(self, seq: Sequence) -> None:
         """Seat a sequence: the worker gets all the tokens it knows."""
         request = seq.request
+        if request.grouped:
+            self._touched[request] = None
+        seq.own_tokens()
         seq.row = self._free.pop()
         self._starts.append(RowStart(
             seq.row, list(seq.tokens), seq.num_prompt_tokens, request.worker_params, request.seed, seq.index,
             sorted(request.stop_ids), request.bad_words))
 
     def leave(self, seq: Sequence) -> None:
+        if seq.request.grouped:
+            self._touched[seq.request] = None
         if seq.row < 0:
             return
         if self._starts:
@@ -46,6 +65,15 @@ class RowBook:
         self._freed, self._starts = [], []
         return changes
 
-    def check(self, taken: list[int]) -> None:
+    def check(self, taken: list[int], running: Iterable[Request]) -> None:
         if sorted(taken + self._free) != list(range(self._num_rows)):
             raise InvariantError("rows of the request table are lost or shared")
+        if self.num_spare != len(self._free) - sum(map(rows_owed, running)):
+            raise InvariantError("rows that running groups will need were miscounted")
+
+
+def rows_owed(request: Request) -> int:
+    """Rows that a running group will need for sequences that are not forked yet."""
+    if request.status is not Status.RUNNING or not request.grouped:
+        return 0
+    return request.rows_wanted - sum(seq.row >= 0 for seq in request.sequences)

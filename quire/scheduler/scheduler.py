@@ -96,6 +96,7 @@ class Scheduler:
         request.max_len = longest_allowed(request, self.limits, self.cache)
         request.arrival_index = self._num_added
         self._num_added += 1
+        self.cache.name_prompt(request.sequences[0].kv, request.sequences[0].tokens)
         self._roster.add(request)
 
     def take_asking(self) -> list[tuple[Request, Reservation]]:
@@ -165,6 +166,10 @@ class Scheduler:
     def on_preempt(self, told: Callable[[Request, PreemptionReason], None] | None) -> None:
         self._giving_way.on_preempt = told
 
+    def tell_of_starts(self, told: Callable[[Request], None]) -> None:
+        """Call `told` with every request that begins for the first time."""
+        self._state.on_start = told
+
     def take_updates(self) -> list[SequenceUpdate]:
         """News since the last call, in order."""
         return self._endings.take_updates()
@@ -206,12 +211,12 @@ class Scheduler:
         self._add_transfers(plan)
         planned = list(draft.planned.values())
         plan.entries = [entry for _, entry, _ in planned]
+        add_masks((seq, entry) for seq, entry, _ in planned)
         for seq, entry, _ in planned:
             for table in seq.kv.tables:
                 if table.dirty_from < len(table.blocks):
                     plan.diffs.extend(table_diffs(seq))
                     break
-            add_masks(seq, entry)
             start = entry.start
             seq.num_computed = end = start + entry.num_tokens
             if start < seq.num_prompt_tokens:

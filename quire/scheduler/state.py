@@ -34,6 +34,8 @@ class SchedulerState:
     speculator: Speculator | None = None
     asking: list[tuple[Request, Reservation]] = field(default_factory=list)
     """Requests whose prompt another engine is to compute, and the blocks reserved for it: for whoever asks it."""
+    on_start: Callable[[Request], None] | None = None
+    """Told of every request that begins for the first time."""
     short: bool = False
     """A running sequence found no memory in the last draft: what comes free is for those who run."""
     gave_way: bool = False

@@ -169,8 +169,10 @@ class Answer(ABC):
 
 
 def _num_logprobs(output: RequestOutput) -> int:
+    """About how many log-probabilities there are: every position has as many as the last, or one more."""
     found = sum(len(each.logprobs) * len(each.logprobs[0]) for each in output.outputs if each.logprobs)
-    return found + sum(len(position) for position in output.prompt_logprobs or () if position is not None)
+    prompt = output.prompt_logprobs or (None,)
+    return found + len(prompt) * len(prompt[-1] or ())
 
 
 async def _beside(num_logprobs: int, make: Callable[[], bytes]) -> bytes:

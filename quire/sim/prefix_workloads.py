@@ -185,10 +185,43 @@ def tool_mix(random: Random, requests: int) -> Iterator[Request]:
             yield next(chats)
 
 
+def regular(random: Random, requests: int) -> Iterator[Request]:
+    """Jobs that come back at a steady beat of their own with a prompt that grows, among prompts that never do."""
+    ids = _Ids()
+    due: list[tuple[float, int, Request, float, int]] = []
+    for number in range(requests):
+        if due and due[0][0] <= number:
+            _, _, prompt, beat, left = heapq.heappop(due)
+        elif random.random() < 0.35:
+            yield ids.take(_lognormal(random, 12, 0.6, 60))
+            continue
+        else:
+            prompt = ids.take(_lognormal(random, 14, 0.6, 80))
+            beat, left = random.uniform(60, 900), random.randint(2, 8)
+        yield prompt + ids.take(1)
+        if left:
+            longer = prompt + ids.take(random.randint(0, 2))
+            heapq.heappush(due, (number + beat * random.uniform(0.95, 1.05), number, longer, beat, left - 1))
+
+
+def regular_documents(random: Random, requests: int) -> Iterator[Request]:
+    """Documents that are asked about a few times at even distances, at first close together, then apart."""
+    ids = _Ids()
+    due: list[tuple[float, int, Request, float, int]] = []
+    for number in range(requests):
+        if due and due[0][0] <= number:
+            _, _, document, gap, left = heapq.heappop(due)
+        else:
+            document, gap, left = ids.take(random.randint(8, 30)), random.choice((15.0, 60.0, 240.0)), 3
+        yield document + ids.take(random.randint(1, 3))
+        if left and random.random() < 0.8:
+            heapq.heappush(due, (number + gap * random.uniform(0.9, 1.1), number, document, 2 * gap, left - 1))
+
+
 PREFIX_WORKLOADS: dict[str, Callable[[Random, int], Iterator[Request]]] = {
     kind.__name__: kind
     for kind in (conversations, system_prompts, drifting_prompts, scans, loop, recency, agents, bursts, twice,
-                 uniform, phases, tool_mix)
+                 uniform, phases, tool_mix, regular, regular_documents)
 }
 
 

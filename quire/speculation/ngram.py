@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from quire.speculation.automaton import SuffixAutomaton
-from quire.speculation.proposer import Proposal, Proposer, ProposerSource
+from quire.speculation.proposer import SHORT, Proposal, Proposer, ProposerSource
 
 
 class NgramProposer(Proposer):
@@ -14,11 +15,26 @@ class NgramProposer(Proposer):
     def __init__(self, least_match: int) -> None:
         self._least = least_match
         self._seen = SuffixAutomaton()
+        self._noted = array("i")
+        """Tokens that the automaton has not seen, from `_next` on."""
+        self._next = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._seen.extend(tokens)
+        if len(tokens) <= SHORT and not self._noted:
+            self._seen.extend(tokens)
+        else:
+            self._noted.extend(tokens)
+
+    def catch_up(self, most: int) -> int:
+        taken, cost = self._seen.take(self._noted, self._next, most)
+        self._next += taken
+        if self._next == len(self._noted):
+            self._noted, self._next = array("i"), 0
+        return cost
 
     def propose(self, most: int) -> Proposal:
+        if self._noted:
+            return Proposal(())
         length, place = self._seen.own_match()
         if length < self._least:
             return Proposal(())

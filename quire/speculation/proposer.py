@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NO_EVIDENCE = 0
+SHORT = 64
+"""Tokens that a proposer takes in at once, if it has none left over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +32,15 @@ class Proposer(ABC):
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> None:
-        """More tokens of the sequence are known."""
+        """More tokens of the sequence are known. Many of them are only noted: `catch_up` works through them."""
 
     @abstractmethod
     def propose(self, most: int) -> Proposal:
         """Up to `most` tokens that may follow all that it was shown."""
+
+    def catch_up(self, most: int) -> int:
+        """Work through noted tokens until that has cost as much as `most` ordinary ones; what it cost."""
+        return 0
 
     def finish(self) -> None:  # noqa: B027 (most have nothing to pass on)
         """The sequence has ended."""
@@ -46,3 +52,7 @@ class ProposerSource(ABC):
     @abstractmethod
     def open(self, tokens: Sequence[int], num_prompt_tokens: int, domain: object) -> Proposer:
         """A proposer for a sequence; those of different domains (tenant, cache salt) share nothing."""
+
+    def catch_up(self, most: int) -> int:
+        """The same for tokens of sequences that have ended."""
+        return 0

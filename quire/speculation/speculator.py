@@ -45,6 +45,8 @@ _TEXT_SHARE, _KNOWN_TRIES = 0.02, 16
 would never make up for more."""
 _USUAL_ANSWER, _FOLLOW_ANSWERS = 128.0, 0.25
 """Tokens, as long as nobody knows, and how far an answer moves the belief."""
+_READ_PER_STEP = 512
+"""Tokens of long prompts, and of outputs to be kept, that proposers work through in a step: about a millisecond."""
 _MOST_PATIENCE = 8
 """Every try in vain doubles the time until the next, up to so many times the first."""
 
@@ -174,6 +176,8 @@ class LookupSpeculator(Speculator):
         self._source = source
         self._odds = EvidenceOdds()
         self._followed: dict[Sequence, _Followed] = {}
+        self._reading: dict[Sequence, Proposer] = {}
+        """Proposers that may not have worked through all the tokens they were shown."""
 
     def _follow(self, seq: Sequence) -> _Followed:
         found = self._followed.get(seq)
@@ -181,7 +185,24 @@ class LookupSpeculator(Speculator):
             domain = (seq.request.tenant, seq.request.cache_key)
             proposer = self._source.open(seq.tokens, seq.num_prompt_tokens, domain)
             found = self._followed[seq] = _Followed(proposer, EvidenceOdds(self._odds))
+            self._reading[seq] = proposer
         return found
+
+    def submitted(self, planned: list[Planned]) -> None:
+        """Also read on: a little of long prompts in every step, from the step that begins to compute them."""
+        super().submitted(planned)
+        for seq, entry, _ in planned:
+            if entry.start < seq.num_prompt_tokens and seq.request.beams is None:
+                self._follow(seq)
+        left = _READ_PER_STEP
+        while self._reading and left > 0:
+            seq, proposer = next(iter(self._reading.items()))
+            cost = proposer.catch_up(left)
+            if cost < left:
+                del self._reading[seq]
+            left -= cost
+        if left > 0:
+            self._source.catch_up(left)
 
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
         proposals: dict[int, Proposal] = {}
@@ -236,7 +257,9 @@ class LookupSpeculator(Speculator):
     def forget(self, seq: Sequence) -> None:
         followed = self._followed.pop(seq, None)
         if followed is not None:
-            followed.proposer.finish()
+            self._reading.pop(seq, None)
+            if seq.num_output_tokens:
+                followed.proposer.finish()
 
 
 class DeviceSpeculator(Speculator):

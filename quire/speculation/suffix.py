@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from quire.speculation.automaton import SuffixAutomaton
 from quire.speculation.ngram import NgramProposer
-from quire.speculation.proposer import Proposal, Proposer, ProposerSource
+from quire.speculation.proposer import SHORT, Proposal, Proposer, ProposerSource
 
 _CONTEXT = 32
 """Last tokens of a prompt that are kept with its output, so that the first tokens can be matched too."""
@@ -25,19 +25,49 @@ class RecentOutputs:
         self.generations: list[SuffixAutomaton] = [SuffixAutomaton(), SuffixAutomaton()]
         """Old, young."""
         self.turns = 0
+        self._noted: deque[Sequence[int]] = deque()
+        """Outputs that are not in a generation yet; of the first one, tokens from `_next` on."""
+        self._next = 0
+        self._num_noted = 0
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(generation.text) for generation in self.generations)
+        return sum(len(generation.text) for generation in self.generations) + self._num_noted
 
     def add(self, tokens: Sequence[int]) -> None:
+        """Note an output; a short one can be found at once, others once `catch_up` has worked through them."""
+        tokens = tokens[-self._most :]
+        self._noted.append(tokens)
+        self._num_noted += len(tokens)
+        while self._num_noted > self._most and len(self._noted) > 1:
+            self._num_noted -= len(self._noted.popleft()) - self._next
+            self._next = 0
+        if len(self._noted) == 1 and len(tokens) <= SHORT:
+            self.catch_up(SHORT)
+
+    def catch_up(self, most: int) -> int:
+        """Take in outputs that were noted until that has cost as much as `most` ordinary tokens; what it cost."""
+        spent = 0
+        while self._noted and spent < most:
+            tokens = self._noted[0]
+            if not self._next:
+                self._make_room(len(tokens))
+            young = self.generations[1]
+            taken, cost = young.take(tokens, self._next, most - spent)
+            spent += cost
+            self._num_noted -= taken
+            self._next += taken
+            if self._next == len(tokens):
+                young.add(_SEPARATOR)
+                self._noted.popleft()
+                self._next = 0
+        return spent
+
+    def _make_room(self, num_tokens: int) -> None:
         young = self.generations[1]
-        if len(young.text) and len(young.text) + len(tokens) > self._most:
-            young = SuffixAutomaton()
-            self.generations = [self.generations[1], young]
+        if len(young.text) and len(young.text) + num_tokens > self._most:
+            self.generations = [young, SuffixAutomaton()]
             self.turns += 1
-        young.extend(tokens[-self._most :])
-        young.add(_SEPARATOR)
 
 
 class SuffixProposer(Proposer):
@@ -73,6 +103,9 @@ class SuffixProposer(Proposer):
                 state, length = generation.step(state, length, token)
             self._places[i] = state, length
 
+    def catch_up(self, most: int) -> int:
+        return self._own.catch_up(most)
+
     def propose(self, most: int) -> Proposal:
         self._follow(())
         best = self._own.propose(most)
@@ -102,3 +135,10 @@ class SuffixSource(ProposerSource):
         while held > self._most and len(self._domains) > 1:
             held -= self._domains.popitem(last=False)[1].num_tokens
         return SuffixProposer(outputs, tokens, num_prompt_tokens, self._least)
+
+    def catch_up(self, most: int) -> int:
+        done = 0
+        for outputs in self._domains.values():
+            if done < most:
+                done += outputs.catch_up(most - done)
+        return done

@@ -27,7 +27,8 @@ from typing import Any, NoReturn
 
 from quire.errors import QuireError
 from quire.structured.compiler import as_refusal, parse_grammar
-from quire.structured.matcher import CompiledGrammar, SequenceGrammar
+from quire.structured.matcher import CompiledGrammar, SequenceGrammar, allows_any
+from quire.structured.output import Output
 from quire.structured.packets import ANSWER, LAST, OVER, PACKET_BYTES, QUERY, SLOW, SPENT, CellLimits
 from quire.structured.spec import StructuredOutputs
 from quire.structured.vocabulary import Vocabulary, import_xgrammar
@@ -223,7 +224,10 @@ class _Cell:
         kind, serial, index, start, num_tokens, num_drafts = QUERY.unpack_from(data)
         tokens = array("I", data[QUERY.size :]).tolist()
         followed = self._sequences[index]
+        if start < len(followed.output):
+            followed.grammar.rewound(start)
         followed.output[start:] = tokens[:num_tokens]
+        output = Output(followed.output, 0)
         began = time.process_time()
         if kind != b"Q":
             return
@@ -232,8 +236,8 @@ class _Cell:
         signal.setitimer(signal.ITIMER_PROF, self._limits.token_seconds * (1 + num_drafts + again / 64))
         if not self._step_down.done:
             signal.setitimer(signal.ITIMER_VIRTUAL, self._limits.mask_quick_seconds)
-        masks = followed.grammar.masks(followed.output, tokens[num_tokens:])
-        over = len(masks) == 1 and not any(masks[0]) and followed.grammar.over(followed.output)
+        masks = followed.grammar.masks(output, tokens[num_tokens:])
+        over = len(masks) == 1 and not allows_any(masks[0]) and followed.grammar.over(output)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         self._spent[followed.request] = spent = self._spent[followed.request] + time.process_time() - began

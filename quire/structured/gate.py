@@ -4,10 +4,11 @@ there; and how they end it. Everybody else goes on meanwhile."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import InvalidRequestError, QuireError
 from quire.structured.isolated import PATIENCE_S, IsolatedGrammars, IsolatedSequence
+from quire.structured.output import Output
 
 if TYPE_CHECKING:
     from quire.scheduler.plan import PlanEntry
@@ -76,7 +77,7 @@ class GrammarGate:
         for seq in sequences:
             found = drafts.get(seq.row)
             if found is not None and isinstance(seq.grammar, IsolatedSequence):
-                seq.grammar.draft(seq.tokens[seq.num_prompt_tokens :], found.tokens)
+                seq.grammar.draft(_output(seq), found.tokens)
                 asked[seq.row] = (seq.grammar, found)
         if not asked:
             return drafts
@@ -128,31 +129,45 @@ def mask_ready(seq: Sequence) -> bool:
         return True
     if seq.grammar is None:
         seq.grammar = request.start_grammar(request.stop_ids)
-    return seq.grammar.ready(seq.tokens[seq.num_prompt_tokens :])
+    return seq.grammar.ready(_output(seq))
 
 
-def blocks_queue(request: Request) -> bool:
-    """Is a mask missing for the request at the head of the queue? One that keeps others waiting for long is failed."""
-    seq = request.live[0]
-    if mask_ready(seq):
-        return False
-    if isinstance(seq.grammar, IsolatedSequence) and seq.grammar.seconds_waited > _LONGEST_BLOCK:
-        seq.grammar.claim.fail("was too slow to go on after a preemption: simplify it")
-    return True
+def fail_if_slow(request: Request) -> None:
+    """Fail a request that has no mask for long and keeps others waiting: nobody may overtake it any more."""
+    grammar = request.live[0].grammar
+    if isinstance(grammar, IsolatedSequence) and grammar.seconds_waited > _LONGEST_BLOCK:
+        grammar.claim.fail("was too slow to go on after a preemption: simplify it")
 
 
-def add_masks(seq: Sequence, entry: PlanEntry) -> None:
-    """Tell a plan's entry which tokens may be drawn, if its sequence has a grammar to follow."""
-    request = seq.request
-    if request.start_grammar is None or not entry.sample:
-        return
-    if seq.grammar is None:
-        seq.grammar = request.start_grammar(request.stop_ids)
-    entry.masks = b"".join(seq.grammar.masks(seq.tokens[seq.num_prompt_tokens :], entry.drafts))
+def add_masks(planned: Iterable[tuple[Sequence, PlanEntry]]) -> None:
+    """Tell a plan's entries which tokens may be drawn, where their sequences have a grammar to follow. Those without
+    drafts are filled together, if their matchers are here and can be."""
+    together: list[tuple[PlanEntry, Any, Output]] = []
+    for seq, entry in planned:
+        request = seq.request
+        if request.start_grammar is None or not entry.sample:
+            continue
+        if seq.grammar is None:
+            seq.grammar = request.start_grammar(request.stop_ids)
+        output = _output(seq)
+        if entry.drafts or seq.grammar.masks_of_all is None:
+            entry.masks = b"".join(seq.grammar.masks(output, entry.drafts))
+        else:
+            together.append((entry, seq.grammar, output))
+    if together:
+        fill = together[0][1].masks_of_all
+        found = fill([(grammar, output) for _, grammar, output in together])
+        for (entry, _, _), mask in zip(together, found, strict=True):
+            entry.masks = mask
 
 
 def grammar_over(seq: Sequence) -> bool:
     """Has the sequence nothing more to say, and no token to say so?"""
     if seq.grammar is None:
         return False
-    return seq.grammar.over(seq.tokens[seq.num_prompt_tokens :], must_know=len(seq.tokens) >= seq.request.max_len)
+    return seq.grammar.over(_output(seq), must_know=len(seq.tokens) >= seq.request.max_len)
+
+
+def _output(seq: Sequence) -> Output:
+    """Tokens of a sequence that follows a grammar are only ever appended: it is drawn, and beams have no grammars."""
+    return Output(seq.tokens, seq.num_prompt_tokens)

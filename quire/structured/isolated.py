@@ -19,6 +19,7 @@ from typing import Any, Final
 from quire.errors import InvalidRequestError, InvariantError
 from quire.structured.compile_queue import CompileJob, CompileQueue
 from quire.structured.link import Hub, Link
+from quire.structured.output import agreement
 from quire.structured.packets import ANSWER, LAST, OVER, QUERY, SLOW, SPENT, CellLimits
 from quire.structured.spec import StructuredOutputs
 
@@ -408,6 +409,9 @@ class RequestGrammar:
 class IsolatedSequence:
     """Where one sequence stands, as far as it is known here; the matcher is in a cell."""
 
+    masks_of_all = None
+    """Masks are made one by one in the cells, as their tokens come."""
+
     def __init__(self, claim: RequestGrammar, cell: _Cell, first_mask: bytes | None = None) -> None:
         self.claim = claim
         self.number = next(claim.grammars.numbers)
@@ -431,9 +435,13 @@ class IsolatedSequence:
 
     def ready(self, output: Sequence[int]) -> bool:
         """Is the mask after `output` there? If it was never asked for, it is from now on."""
-        if self._told != output:
-            same = len(self._told) if list(output[: len(self._told)]) == self._told else 0
+        told = self._told
+        same = agreement(output, told, len(told))
+        if same < len(told):
             self._told = list(output)
+            self._ask(0)
+        elif same < len(output):
+            told.extend(output[same:])
             self._ask(same)
         return self._mask is not None
 

@@ -7,11 +7,13 @@ places need no word about grammars.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from quire.structured.output import agreement
 from quire.structured.vocabulary import Vocabulary, import_xgrammar
 
 
@@ -36,7 +38,7 @@ class CompiledGrammar:
 class SequenceGrammar:
     """The matcher of one sequence."""
 
-    __slots__ = ("_accepted", "_drawable", "_end_ids", "_matcher", "_silent", "_vocabulary", "_words")
+    __slots__ = ("_accepted", "_agreed", "_drawable", "_end_ids", "_matcher", "_silent", "_vocabulary", "_words")
 
     def __init__(self, compiled: Any, vocabulary: Vocabulary, stop_ids: frozenset[int], named: frozenset[int],
                  drawable: np.ndarray) -> None:
@@ -46,6 +48,8 @@ class SequenceGrammar:
         self._drawable = drawable
         self._end_ids = sorted(stop_ids & vocabulary.silent_ids)
         self._accepted: list[int] = []
+        self._agreed = 0
+        """How many of these were in the output when it was last shown; drafts come after them."""
         self._words = np.zeros((1, -(-vocabulary.size // 32)), np.int32)
 
     def mask(self, output: Sequence[int]) -> bytes:
@@ -54,6 +58,17 @@ class SequenceGrammar:
         No bit is set after an output that is not the grammar's: whoever draws then finds nothing and says so.
         """
         return self._next() if self._follow(output) else bytes(self._words.nbytes)
+
+    @staticmethod
+    def masks_of_all(asking: Sequence[tuple[SequenceGrammar, Sequence[int]]]) -> list[bytes]:
+        """The mask of each after its output, as `mask` gives it, filled by one call of the library on its threads."""
+        words = np.zeros((len(asking), asking[0][0]._words.shape[1]), np.int32)
+        going = [place for place, (grammar, output) in enumerate(asking) if grammar._follow(output)]
+        if going:
+            _batch_matcher().batch_fill_next_token_bitmask([asking[place][0]._matcher for place in going], words, going)
+        for place in going:
+            asking[place][0]._finish(words[place])
+        return [row.tobytes() for row in words]
 
     def masks(self, output: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
         """The mask after `output`, and after each of the drafts that follow it.
@@ -79,16 +94,22 @@ class SequenceGrammar:
         """Is the text complete, with nothing that may follow it and no token that would say so?"""
         if self._end_ids:
             return False
-        return self._follow(output) and bool(self._matcher.is_completed()) and not any(self._next())
+        return self._follow(output) and bool(self._matcher.is_completed()) and not allows_any(self._next())
 
     def _follow(self, output: Sequence[int]) -> bool:
         """Bring the matcher to the end of `output`; false if the grammar does not go there."""
         known = self._accepted
-        if list(output[: len(known)]) != known:
-            same = next((i for i, (a, b) in enumerate(zip(known, output)) if a != b), min(len(known), len(output)))
+        same = agreement(output, known, self._agreed)
+        if same < len(known):
             self._matcher.rollback(len(known) - same)
             del known[same:]
-        return all(self._accept(token) for token in output[len(known) :])
+        followed = all(self._accept(token) for token in output[same:])
+        self._agreed = len(known)
+        return followed
+
+    def rewound(self, num_tokens: int) -> None:
+        """Of what it was shown only the first `num_tokens` still hold."""
+        self._agreed = min(self._agreed, num_tokens)
 
     def _accept(self, token: int) -> bool:
         if token in self._silent or not self._matcher.accept_token(token):
@@ -97,20 +118,34 @@ class SequenceGrammar:
         return True
 
     def _next(self) -> bytes:
-        words = self._words
-        self._matcher.fill_next_token_bitmask(words)
+        self._matcher.fill_next_token_bitmask(self._words)
+        self._finish(self._words[0])
+        return self._words.tobytes()
+
+    def _finish(self, words: np.ndarray) -> None:
+        """What the library does not know of a mask that it has filled."""
         # Bits past the vocabulary are as they come, and free text has every token.
         words &= self._drawable
         vocabulary, accepted = self._vocabulary, self._accepted
-        self._set(vocabulary.after.get(accepted[-1], ()) if accepted else vocabulary.spaced_ids, False)
+        _set(words, vocabulary.after.get(accepted[-1], ()) if accepted else vocabulary.spaced_ids, False)
         if self._end_ids and self._matcher.is_completed():
-            self._set(self._end_ids, True)
-        return words.tobytes()
+            _set(words, self._end_ids, True)
 
-    def _set(self, tokens: Sequence[int], allowed: bool) -> None:
-        bits = self._words.view(np.uint32)[0]
-        for token in tokens:
-            if allowed:
-                bits[token >> 5] |= np.uint32(1 << (token & 31))
-            else:
-                bits[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+
+def allows_any(mask: bytes) -> bool:
+    """Whether any bit is set; not by looking at each byte, of which a large vocabulary has 19,000."""
+    return mask != bytes(len(mask))
+
+
+def _set(words: np.ndarray, tokens: Sequence[int], allowed: bool) -> None:
+    bits = words.view(np.uint32)
+    for token in tokens:
+        if allowed:
+            bits[token >> 5] |= np.uint32(1 << (token & 31))
+        else:
+            bits[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+
+
+@functools.cache
+def _batch_matcher() -> Any:
+    return import_xgrammar().BatchGrammarMatcher()

@@ -102,6 +102,7 @@ class SmallerModel:
     def __init__(self, decoder: Decoder, caches: list[LayerCache], table: RequestTable, group: int,
                  num_blocks: int, num_host_blocks: int) -> None:
         self._decoder = decoder
+        self._passes = Passes(decoder)
         self._caches = caches
         self._table = table
         self._groups = [group] * len(decoder.spec.cache_groups())
@@ -113,7 +114,7 @@ class SmallerModel:
 
     def logits(self, passes: Sequence[PlanEntry]) -> Tensor:
         ids, ctx = step_inputs(self._table, passes, self._groups)
-        hidden = self._decoder.forward(ids, ctx, self._caches)
+        hidden = self._passes.forward(ids, ctx, self._caches)
         for one in passes:
             self._progress.computed(one)
         return self._decoder.logits(hidden[ctx.query_start[1:].long() - 1])

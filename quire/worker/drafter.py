@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu.sampling import CpuSampling
 from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.philox import Purpose
 from quire.sampling.sampler import OK, draw_weights, sample
@@ -78,6 +79,7 @@ class Drafter:
         """`passes`: those of a model that ranks share; then what one of them draws all are told."""
         self.model = model
         self._table = table
+        self._sampling = CpuSampling()
         self._rejection = rejection
         self._passes = passes
 
@@ -125,7 +127,7 @@ class Drafter:
         """A token for each, or None where the draft model has none to give."""
         batch = SamplingBatch.build(rows, logits.shape[1])
         if not self._rejection:
-            output = sample(logits, batch)
+            output = sample(logits, batch, self._sampling)
             return [token if status == OK else None
                     for token, status in zip(output.token_ids.tolist(), output.status.tolist(), strict=True)]
         found: list[int | None] = []

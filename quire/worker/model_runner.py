@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu.sampling import CpuSampling
 from quire.models.decoder import Decoder
 from quire.parallel.collectives import Collectives
 from quire.sampling.batch import SamplingBatch, SamplingRow
@@ -43,6 +44,7 @@ class ModelRunner:
         self._passes = Passes(decoder, collectives)
         self._cache = cache
         self._table = table
+        self._sampling = CpuSampling()
         self.drafter = drafter
         self._rejection = rejection
         """Judge drafts by rejection; else a draft is kept if it is what the target draws."""
@@ -121,7 +123,7 @@ class ModelRunner:
             firsts.append(len(rows))
             rows += rows_along(self._table.sampling(entries[i].row), entries[i].drafts, entries[i].masks)
         batch = SamplingBatch.build(rows, logits.shape[1])
-        output = sample(logits, batch)
+        output = sample(logits, batch, self._sampling)
         drawn, status, logprobs = output.token_ids.tolist(), output.status.tolist(), output.logprobs
         judged: dict[int, int] = {}
         if self._rejection:
@@ -129,7 +131,7 @@ class ModelRunner:
                                    guesses.get(i)) for i, first in zip(drawing, firsts, strict=True)]
             judged = put_in_place(drawn, logits, [d for d in draws if d.drafts and not d.rows[0].params.greedy])
             if judged:
-                logprobs = batch_logprobs(logits, torch.tensor(drawn), batch)
+                logprobs = batch_logprobs(logits, torch.tensor(drawn), batch, self._sampling)
         found: dict[int, TokenLogprobs] = {}
         if logprobs is not None:
             found = dict(zip(logprobs.rows, reported(logprobs), strict=True))
@@ -148,7 +150,8 @@ class ModelRunner:
                          logits: Tensor) -> None:
         """The likeliest next tokens of the entries that ask for them instead of a draw."""
         temperatures = [self._table.sampling(entries[i].row).params.temperature or 1.0 for i in part]
-        take_candidates(part, rank_candidates(logits, [entries[i].candidates for i in part], temperatures), results)
+        found = rank_candidates(logits, [entries[i].candidates for i in part], temperatures, self._sampling)
+        take_candidates(part, found, results)
 
     def _prompt_logprobs(self, entry: PlanEntry, first_row: int, result: EntryResult) -> Iterator[LogitsUse]:
         """Of the prompt tokens that follow the positions of this chunk."""
@@ -165,4 +168,5 @@ class ModelRunner:
     def _score_prompt(self, row: int, at: int, stop: int, result: EntryResult, logits: Tensor) -> None:
         targets = torch.from_numpy(self._table.tokens[row, at + 1 : stop + 1].astype(np.int64))
         wanted = self._table.sampling(row).params.prompt_logprobs or 0
-        result.prompt_logprobs = (result.prompt_logprobs or []) + reported(token_logprobs(logits, targets, wanted))
+        found = reported(token_logprobs(logits, targets, wanted, self._sampling))
+        result.prompt_logprobs = (result.prompt_logprobs or []) + found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.sampling.logprobs import Candidates, SampledLogprobs
+from quire.sampling.logprobs import Candidates, PackedLogprobs, SampledLogprobs
 from quire.sampling.sampler import FAILURES, NOT_FINITE, OK
 from quire.scheduler.plan import EntryResult, TokenLogprobs
 
@@ -14,7 +14,7 @@ def drawn_result(token: int, status: int) -> EntryResult:
     return EntryResult(tokens=[token]) if status == OK else EntryResult(error=FAILURES[status])
 
 
-def reported(found: SampledLogprobs) -> list[TokenLogprobs]:
+def reported(found: SampledLogprobs | PackedLogprobs) -> list[TokenLogprobs]:
     """Log-probabilities as results carry them, in the order of `found.rows`."""
     return [TokenLogprobs(*row) for row in found.to_list()]
 

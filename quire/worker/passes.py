@@ -28,6 +28,8 @@ class Passes:
         self._group = None if collectives is None else collectives.group
         self._before = None if collectives is None else collectives.before
         self._after = None if collectives is None else collectives.after
+        # Ranks talk to each other in a pass, which only plain calls do.
+        self._recorder = decoder.ops.recorder() if self.alone else None
 
     @property
     def alone(self) -> bool:
@@ -37,14 +39,23 @@ class Passes:
                 kept: Sequence[int] | None = None) -> ResidualStream:
         """The stream after this stage's layers, or after those of them that are `kept`."""
         place = self.place
+        if self._recorder is not None:
+            rows = self._recorder.run(None if kept is None else tuple(kept), ids, ctx, caches,
+                                      lambda: self._run(ids, ctx, caches, kept).settled())
+            return self._decoder.resumed(rows)
         x = ids if place.is_first else self._take_over(_known(self._before), ids)
-        stream = self._decoder.forward(x, ctx, caches) if kept is None else self._decoder.forward_some(
-            x, ctx, caches, kept)
+        stream = self._run(x, ctx, caches, kept)
         if not place.is_last:
             after = _known(self._after)
             send_tensor(after, torch.cat((torch.tensor([ids.numel()]), ids)))
             send_tensor(after, stream.settled())
         return stream
+
+    def _run(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
+             kept: Sequence[int] | None) -> ResidualStream:
+        if kept is None:
+            return self._decoder.forward(x, ctx, caches)
+        return self._decoder.forward_some(x, ctx, caches, kept)
 
     def _take_over(self, before: Link, ids: Tensor) -> Tensor:
         """The rows of the stage before, once it is sure that both speak of the same tokens."""

@@ -181,6 +181,9 @@ def _weights(source: ModelSource, load_format: str, config: EngineConfig,
 def _one_torch_thread() -> Iterator[None]:
     """The kernels have threads of their own; torch's would spin on the same cores between its few small operations."""
     before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
     torch.set_num_threads(1)
     try:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import string
+from dataclasses import replace
 
 import pytest
 
@@ -249,3 +250,53 @@ def test_several_sequences_are_kept_apart_and_all_must_end():
 def test_an_unknown_finish_reason_is_a_mistake_of_the_engine():
     with pytest.raises(ValueError, match="finish_reason"):
         processor().process([], finish_reason="tired")
+
+
+def test_an_output_keeps_what_there_was_when_it_was_made():
+    out = processor(logprobs=0)
+    said = [TokenLogprobs(1, -0.5, 1, [], [])] * 3
+    out.process(ids("abc"), said)
+    first = out.output().outputs[0]
+    out.process(ids("def"), said)
+    second = out.output().outputs[0]
+    assert (first.text, first.token_ids, len(first.logprobs)) == ("abc", ids("abc"), 3)
+    assert (second.text, second.token_ids, len(second.logprobs)) == ("abcdef", ids("abcdef"), 6)
+    assert first == replace(first)
+    assert first != second
+    first.token_ids.append(1)
+    assert out.output().outputs[0].token_ids == ids("abcdef")
+
+
+class CountedList(list):
+    """Counts elements that are copied out of it."""
+
+    copied = 0
+
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        if isinstance(place, slice):
+            CountedList.copied += len(found)
+        return found
+
+    def __iter__(self):
+        CountedList.copied += len(self)
+        return super().__iter__()
+
+
+def test_who_reads_only_what_is_new_has_nothing_else_copied():
+    out = processor()
+    state = out._sequences[0]
+    state.token_ids = CountedList()
+    for _ in range(50):
+        out.process(ids("ab"))
+        assert out.output().outputs[0].token_ids_delta == ids("ab")
+    assert CountedList.copied <= 4 * 50
+    assert out.output().outputs[0].token_ids == ids("ab") * 50
+
+
+def test_prompt_logprobs_are_shared_by_all_outputs_once_they_are_there():
+    out = processor(prompt_logprobs=0)
+    assert out.output().prompt_logprobs == [None]
+    out.add_prompt_logprobs([TokenLogprobs(1, -0.5, 1, [], [])])
+    assert out.output().prompt_logprobs is out.output().prompt_logprobs
+    assert len(out.output().prompt_logprobs) == 2

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 
+from quire.bench.growth import counted
 from quire.config import EngineConfig
 from quire.engine import messages as m
 from quire.engine.assembly import build_engine
@@ -276,3 +277,19 @@ def test_news_of_the_last_token_goes_out_before_the_engine_examines_itself(bench
     with pytest.raises(TimeoutError):
         bench.server._take_in()
     assert order[-1] == "examined" and set(order[:-1]) == {"sent"}
+
+
+def test_telling_who_has_started_costs_nothing_for_those_who_wait() -> None:
+    def operations(waiting: int) -> int:
+        bench = Bench(max_num_seqs=1)
+        for handle in range(1, 3 + waiting):
+            bench.add(handle, greedy(4))
+        bench.server._take_in()
+        bench.server._step()
+        started = bench.mail.take(m.StepOutputs)[-1].started
+        assert [each.handle for each in started] == [1]
+        with counted() as count:
+            assert bench.server._newly_started() == []
+        return count.operations
+
+    assert operations(50) == operations(2)

@@ -123,6 +123,20 @@ def check_rowwise() -> None:
             )
     for rows, vocab, dtype in ((1, 151936, BF16), (256, 151936, BF16), (64, 49152, FP32), (9, 50, FP32)):
         attempt(f"draw {rows}x{vocab} {dtype}", lambda r=rows, v=vocab, t=dtype: cases.check_draw(D, t, r, v))
+    for rows, vocab, dtype in ((64, 151936, BF16), (64, 151936, FP32), (40, 5003, FP32)):
+        for seed in range(3):
+            attempt(f"sampling {rows}x{vocab} {dtype} {seed}",
+                    lambda r=rows, v=vocab, t=dtype, s=seed: _sampled(t, r, v, s))
+
+
+def _sampled(dtype: torch.dtype, rows: int, vocab: int, seed: int) -> int:
+    """Rows that drew another token than the sampler on the CPU: exp differs by a unit in the last place."""
+    from tests.kernels.triton.sampled import check_sampling
+
+    wrong = check_sampling(D, dtype, rows, vocab, seed)
+    if wrong > 1:
+        raise AssertionError(f"{wrong} of {rows} rows drew another token")
+    return wrong
 
 
 def check_decode() -> None:

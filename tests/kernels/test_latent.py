@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import EngineError
+from quire.kernels.expert_rows import ExpertRanges
+from quire.kernels.slices import Slices
 from quire.kernels.types import HeadShape, LatentShape, StepContext
 from quire.ops.cpu import CpuOps
 from quire.ops.interface import Ops
@@ -123,6 +125,34 @@ def test_rows_of_groups_have_the_bits_of_each_groups_gemm(n: int, k: int, thread
     weights[2] = weights[2].to(torch.bfloat16).float()  # kept in another format than its neighbours
     packed = [ops.pack_linear(w, torch.randn(n, generator=generator)) for w in weights]
     alone = [ops.linear(part, w) for part, w in zip(x.split(counts), packed, strict=True)]
-    assert torch.equal(ops.grouped_linear(x, counts, packed), torch.cat(alone))
+    group = ops.group_linears(packed)
+    assert torch.equal(ops.grouped_linear(x, torch.tensor(counts), group), torch.cat(alone))
     with pytest.raises(EngineError, match="rows"):
-        ops.grouped_linear(x, [1, 1, 1, 1, 1], packed)
+        ops.grouped_linear(x, torch.tensor([1, 1, 1, 1, 1]), group)
+    with pytest.raises(EngineError, match="all"):
+        ops.group_linears([packed[0], ops.pack_linear(torch.zeros(n, k + 1))])
+
+
+@pytest.mark.parametrize("experts", [3, 8, 20])
+@pytest.mark.parametrize("width", [24, 1030])
+def test_the_sum_of_a_tokens_experts_is_that_of_the_reference(experts: int, width: int) -> None:
+    """Bit for bit, since both round after the product and add in one order; a rank's ranges give its nodes."""
+    generator = torch.Generator().manual_seed(experts)
+    chosen = torch.stack([torch.randperm(experts, generator=generator)[:3] for _ in range(9)])
+    weights = torch.rand(9, 3, generator=generator)
+    whole = Slices.of_experts(experts)
+    for first, last in ((0, whole.total), (1, whole.total), (0, whole.total - 1)):
+        ranges = ExpertRanges(whole.part(first, last))
+        pairs = ranges.rows_of(chosen, weights)
+        found = torch.randn(len(pairs.rows), width, generator=generator)
+        expected = REFERENCE.sum_experts(found, pairs, ranges)
+        for threads in (1, 2):
+            assert torch.equal(CpuOps(num_threads=threads).sum_experts(found, pairs, ranges), expected)
+
+
+def test_pairs_lie_by_expert_and_know_their_token() -> None:
+    ranges = ExpertRanges(Slices.of_experts(4))
+    pairs = ranges.rows_of(torch.tensor([[2, 0], [3, 2], [0, 1]]), torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]]))
+    assert pairs.counts.tolist() == [2, 1, 2, 1] and pairs.rows.tolist() == [0, 2, 2, 0, 1, 1]
+    assert pairs.places.tolist() == [[0, 3], [4, 5], [1, 2]]
+    assert pairs.weights.tolist() == torch.tensor([[0.2, 0.1], [0.4, 0.3], [0.5, 0.6]]).tolist()

@@ -54,6 +54,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.lives: list[Life] = []
         self.flights: deque[Flight] = deque()
         self.step = 0
+        self.waiting: list[tuple[SequenceKV, list[int]]] = []
+        """Sequences that were looked up and not let in."""
         self.hash_of_prefix: dict[int | None, bytes] = {}
         """By fingerprint, of every full block ever written; worked out from the tokens alone."""
         for tokens in first:
@@ -104,6 +106,24 @@ class ManagerMachine(RuleBasedStateMachine):
             self.lives.append(life)
             self.submit([life], [chunk])
             assert life.computed == match.num_tokens + chunk, "fits() promised room that was not there"
+
+    @rule(tokens=PROMPTS, key=st.sampled_from([b"", b"", b"tenant"]))
+    def wait(self, tokens: list[int], key: bytes) -> None:
+        self.waiting = [*self.waiting[-2:], (SequenceKV(key), tokens)]
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def look_again(self, data: st.DataObject) -> None:
+        """Whatever happened since the last look, a match is what a search from nothing finds."""
+        kv, tokens = data.draw(st.sampled_from(self.waiting))
+        tokens = tokens[: data.draw(st.integers(1, len(tokens)))]
+        match = self.cache.match(kv, tokens)
+        assert match.num_tokens == self.longest_match(kv.key, tokens)
+        self.holds_its_prefix(match, fingerprints(kv.key, tokens))
+        assert self.cache.match(kv, tokens) is match or not self.cache.prefix_caching
+        for pool, blocks in zip(self.cache.pools, match.blocks, strict=True):
+            if pool.chained:
+                assert pool.num_idle_of(blocks) == sum(pool.references(block) == 0 for block in blocks)
 
     @precondition(lambda self: self.lives)
     @rule(data=st.data(), tokens=TAILS)

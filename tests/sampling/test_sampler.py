@@ -254,6 +254,23 @@ def test_argmax_by_blocks_is_the_first_maximum(width):
     assert math.isnan(values[3, argmax_rows(values)[3]])
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_greedy_rows_by_themselves_are_as_among_others(rows):
+    """By themselves they take a path of their own; with a log-probability asked for, the one of all."""
+    logits = torch.randn(rows, 1000, generator=torch.Generator().manual_seed(rows)).round()
+    broken = [float("nan"), float("inf"), -float("inf"), 0.0]
+    for row, value in zip(range(1, rows), broken, strict=False):
+        logits[row, 3:] = value
+    alone, among = (
+        draw(logits, [ReferenceRow(SamplingParams(temperature=0, logprobs=asked), 0, 0, [1], [], [], [])
+                      for asked in ([None] * rows if path == 0 else [0] * rows)])
+        for path in range(2)
+    )
+    assert alone.token_ids.tolist() == among.token_ids.tolist()
+    assert alone.status.tolist() == among.status.tolist()
+    assert alone.logprobs is None and among.logprobs is not None
+
+
 def test_a_row_of_bad_logits_fails_alone():
     logits = torch.randn(6, 500)
     logits[1, 17], logits[2, 3], logits[3] = math.nan, math.inf, -math.inf

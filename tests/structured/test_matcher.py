@@ -8,7 +8,7 @@ import torch
 
 from quire.sampling.masks import TokenMasks
 from quire.structured.compiler import parse_grammar
-from quire.structured.matcher import CompiledGrammar, SequenceGrammar
+from quire.structured.matcher import CompiledGrammar, SequenceGrammar, allows_any
 from quire.structured.spec import StructuredOutputs
 from quire.structured.vocabulary import Vocabulary, read_vocabulary
 from tests.structured.test_json_schema import END
@@ -44,6 +44,18 @@ def test_masks_along_drafts_are_those_of_the_outputs_they_make(vocabulary: Vocab
     masks = matcher.masks([A], [B, B, C])
     assert [allowed(mask) for mask in masks] == [{B}, {B}, {C, END}, {END}]
     assert matcher.mask([A, B]) == masks[1]
+
+
+def test_masks_of_several_sequences_at_once_are_those_of_each(vocabulary: Vocabulary) -> None:
+    outputs = [[], [A], [A, B], [B], [A, C, C], [A, B, END]]
+    patterns = ["a(b|c)*", "ab?", "a(b|c)*", "a", "a(b|c)*", "a(b|c)*"]
+    ends = [frozenset({END}), frozenset()] * 3
+    several = [start(vocabulary, *pair) for pair in zip(patterns, ends, strict=True)]
+    alone = [start(vocabulary, *pair).mask(output) for *pair, output in zip(patterns, ends, outputs, strict=True)]
+    for _ in range(2):
+        assert SequenceGrammar.masks_of_all(list(zip(several, outputs, strict=True))) == alone
+    assert [bool(allowed(mask)) for mask in alone] == [allows_any(mask) for mask in alone]
+    assert not allows_any(alone[3]) and allows_any(alone[0])
 
 
 def test_after_a_draft_that_is_not_allowed_nothing_is(vocabulary: Vocabulary) -> None:

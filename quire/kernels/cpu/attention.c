@@ -11,6 +11,7 @@
  * vector [block][slot][feature] for all heads: it is the key, and its first `value_dim` features are the value. */
 #include "export.h"
 #include "pool.h"
+#include "recorded.h"
 #include "vmath.h"
 
 #include <math.h>
@@ -474,3 +475,9 @@ EXPORT int32_t quire_latent_attend(const float *q, const float *latents, float *
                       .row_width = heads * (rank + rope), .scale = scale, .share = heads};
     return attend(&job);
 }
+
+RECORDED_CHECK(quire_latent_attend, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), INT(6), INT(7), INT(8), INT(9), INT(10),
+               INT(11), REAL(12))
+
+RECORDED_CHECK(quire_attend, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), PTR(6), PTR(7), INT(8), INT(9), INT(10), INT(11),
+               INT(12), INT(13), INT(14), INT(15), INT(16), REAL(17), REAL(18))

@@ -1,6 +1,7 @@
 /* Putting this step's keys and values into the paged cache: head norms, rotation, the write, and block copies. */
 #include "export.h"
 #include "pool.h"
+#include "recorded.h"
 #include "simd.h"
 
 void quire_rms_row(const float *x, const float *weight, float *out, int64_t n, float eps);
@@ -68,6 +69,9 @@ EXPORT void quire_rope_and_cache(float *qkv, float *k, float *v, const float *ro
     quire_parallel(rope_task, &job, (tokens + job.step - 1) / job.step);
 }
 
+RECORDED(quire_rope_and_cache, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), PTR(6), PTR(7), INT(8), INT(9), INT(10),
+         INT(11), INT(12), INT(13), REAL(14))
+
 typedef struct {
     float *q, *kv, *latents;
     const float *rope;
@@ -93,6 +97,8 @@ EXPORT void quire_rope_latents(float *q, float *kv, float *latents, const float 
     quire_parallel(latent_token, &job, tokens);
 }
 
+RECORDED(quire_rope_latents, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), INT(6), INT(7), INT(8), INT(9))
+
 /* Is every index that a step gives us inside its array? 0, or which of them is not: 1 query_start, 2 context_len,
  * 3 block table, 4 slot. Table entries that no query reads (past the keys, behind the window) may hold anything;
  * with a negative window no table is read at all. */
@@ -116,12 +122,16 @@ EXPORT int32_t quire_check_step(const int32_t *query_start, const int32_t *conte
     return 0;
 }
 
+RECORDED_CHECK(quire_check_step, PTR(0), PTR(1), PTR(2), PTR(3), INT(4), INT(5), INT(6), INT(7), INT(8), INT(9), INT(10))
+
 /* Are all of ids[0 .. count) in [0, limit)? */
 EXPORT int32_t quire_check_ids(const int64_t *ids, int64_t count, int64_t limit) {
     for (int64_t i = 0; i < count; i++)
         if (ids[i] < 0 || ids[i] >= limit) return 1;
     return 0;
 }
+
+RECORDED_CHECK(quire_check_ids, PTR(0), INT(1), INT(2))
 
 /* Block src[i] -> dst[i] of one cache tensor, `floats` floats a block. The caller makes sure that no block is both
  * a source and a target. */

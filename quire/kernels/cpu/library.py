@@ -25,6 +25,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_pack": (_N, [_P, _P, _I, _I, _N]),
     "quire_linear": (None, [_P, _P, _N, _P, _P, _P, _I, _I, _I, _P, _I]),
     "quire_grouped_linear": (_N, [_P, _P, _I, _P, _I, _I]),
+    "quire_sum_experts": (None, [_P] * 6 + [_I] * 5),
     "quire_embed": (None, [_P, _P, _N, _P, _I, _I]),
     "quire_rms_norm": (None, [_P, _P, _P, _I, _I, _F]),
     "quire_norm_all_heads": (None, [_P] * 3 + [_I] * 4 + [_F]),
@@ -34,6 +35,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_act": (None, [_P, _P, _I, _I, _N]),
     "quire_act_mul": (None, [_P, _P, _I, _I, _N]),
     "quire_clamped_act_mul": (None, [_P, _P, _I, _I, _F, _F]),
+    "quire_add": (None, [_P, _P, _P, _I]),
+    "quire_scale": (None, [_P, _P, _I, _F]),
     "quire_rope_and_cache": (None, [_P] * 8 + [_I] * 6 + [_F]),
     "quire_attend": (_N, [_P] * 8 + [_I] * 9 + [_F, _F]),
     "quire_latent_attend": (_N, [_P] * 6 + [_I] * 6 + [_F]),
@@ -53,6 +56,9 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_link_bytes": (_I, [_I]),
     "quire_link_join": (None, [_P, _N]),
     "quire_link_move": (_N, [_P, _P, _I, _N]),
+    "quire_draw": (None, [_P] * 9 + [_I, _I]),
+    "quire_rank": (None, [_P] * 7 + [_I, _I, _I]),
+    "quire_replay": (_N, [_P, _I, _P]),
     "quire_ring_publish": (None, [_P, _U]),
     "quire_ring_wake": (None, [_P]),
     "quire_ring_wait": (_U, [_P, _U, _I, _I]),
@@ -60,7 +66,10 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_ring_load": (_U, [_P]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 10
+ABI_VERSION = 11
+
+opener: type[ctypes.CDLL] = ctypes.CDLL
+"""What a library is opened with. Benches put one here that measures its calls."""
 
 
 def cpu_flags() -> set[str]:
@@ -95,7 +104,7 @@ def load(variant: str | None = None, folder: Path = SOURCE_DIR) -> ctypes.CDLL:
 
 def _open(path: Path) -> ctypes.CDLL:
     try:
-        library = ctypes.CDLL(str(path))
+        library = opener(str(path))
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments

@@ -5,6 +5,7 @@
  * pieces, the order is the same, so an element's bits depend on its own row and column only. */
 #include "export.h"
 #include "pool.h"
+#include "recorded.h"
 #include "weight.h"
 
 #include <stdlib.h>
@@ -371,3 +372,5 @@ EXPORT int32_t quire_grouped_linear(const float *x, const linear_group *groups, 
     free(all.first_task);
     return 0;
 }
+
+RECORDED(quire_linear, PTR(0), PTR(1), INT32(2), PTR(3), PTR(4), PTR(5), INT(6), INT(7), INT(8), PTR(9), INT(10))

@@ -1,6 +1,7 @@
 /* Packing weights into panels, in the narrowest format that keeps every bit, and reading rows back. */
 #include "export.h"
 #include "pool.h"
+#include "recorded.h"
 #include "weight.h"
 
 #include <math.h>
@@ -187,3 +188,5 @@ EXPORT void quire_embed(const int64_t *ids, const void *w, int32_t format, float
     embed_job job = {ids, w, out, count, k, format};
     quire_parallel(embed_task, &job, (count + IDS_OF_A_TASK - 1) / IDS_OF_A_TASK);
 }
+
+RECORDED(quire_embed, PTR(0), PTR(1), INT32(2), PTR(3), INT(4), INT(5))

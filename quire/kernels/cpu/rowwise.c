@@ -1,6 +1,7 @@
 /* Norms and activations: each row, and for activations each element, on its own. */
 #include "export.h"
 #include "pool.h"
+#include "recorded.h"
 #include "vmath.h"
 
 #include <math.h>
@@ -95,11 +96,15 @@ EXPORT void quire_rms_norm(const float *x, const float *weight, float *out, int6
     share_rows(rms_task, &job);
 }
 
+RECORDED(quire_rms_norm, PTR(0), PTR(1), PTR(2), INT(3), INT(4), REAL(5))
+
 EXPORT void quire_layer_norm(const float *x, const float *weight, const float *bias, float *out, int64_t rows, int64_t width,
                       float eps) {
     row_job job = {x, weight, bias, out, rows, width, 0, eps, 0};
     share_rows(layer_norm_task, &job);
 }
+
+RECORDED(quire_layer_norm, PTR(0), PTR(1), PTR(2), PTR(3), INT(4), INT(5), REAL(6))
 
 typedef struct {
     float *qkv;
@@ -147,6 +152,8 @@ EXPORT void quire_norm_all_heads(float *qkv, const float *q_norm, const float *k
     if (job.step < 1) job.step = 1;
     quire_parallel(norm_heads_task, &job, (tokens + job.step - 1) / job.step);
 }
+
+RECORDED(quire_norm_all_heads, PTR(0), PTR(1), PTR(2), INT(3), INT(4), INT(5), INT(6), REAL(7))
 
 /* out [tokens, heads]: the sum of squares of each of the first `heads` heads of rows of `width` floats. */
 EXPORT void quire_head_squares(const float *qkv, float *out, int64_t tokens, int64_t width, int64_t heads, int64_t dim) {
@@ -219,11 +226,15 @@ EXPORT void quire_act(const float *x, float *out, int64_t rows, int64_t width, i
     share_rows(act_task, &job);
 }
 
+RECORDED(quire_act, PTR(0), PTR(1), INT(2), INT(3), INT32(4))
+
 /* out [rows, width] = act(x[:, :width]) * x[:, width:] */
 EXPORT void quire_act_mul(const float *x, float *out, int64_t rows, int64_t width, int32_t kind) {
     row_job job = {x, NULL, NULL, out, rows, width, 0, 0.0f, kind};
     share_rows(act_mul_task, &job);
 }
+
+RECORDED(quire_act_mul, PTR(0), PTR(1), INT(2), INT(3), INT32(4))
 
 INLINE vf clamped_gate(vf gate, vf up, vf limit, vf alpha) {
     const vf one = set_v(1.0f);
@@ -252,3 +263,42 @@ EXPORT void quire_clamped_act_mul(const float *x, float *out, int64_t rows, int6
     row_job job = {x, limits, NULL, out, rows, width, 0, 0.0f, 0};
     share_rows(clamped_task, &job);
 }
+
+RECORDED(quire_clamped_act_mul, PTR(0), PTR(1), INT(2), INT(3), REAL(4), REAL(5))
+
+typedef struct {
+    const float *x, *y;
+    float *out;
+    int64_t count;
+    float factor;
+} element_job;
+
+static void element_task(void *arg, int64_t task) {
+    const element_job *job = arg;
+    int64_t begin = task * ROWS_WORTH_SHARING;
+    int64_t end = begin + ROWS_WORTH_SHARING < job->count ? begin + ROWS_WORTH_SHARING : job->count;
+    if (job->y)
+        for (int64_t i = begin; i < end; i++) job->out[i] = job->x[i] + job->y[i];
+    else
+        for (int64_t i = begin; i < end; i++) job->out[i] = job->x[i] * job->factor;
+}
+
+static void share_elements(element_job *job) {
+    quire_parallel(element_task, job, (job->count + ROWS_WORTH_SHARING - 1) / ROWS_WORTH_SHARING);
+}
+
+/* out = x + y */
+EXPORT void quire_add(const float *x, const float *y, float *out, int64_t count) {
+    element_job job = {x, y, out, count, 0.0f};
+    share_elements(&job);
+}
+
+RECORDED(quire_add, PTR(0), PTR(1), PTR(2), INT(3))
+
+/* out = x * factor */
+EXPORT void quire_scale(const float *x, float *out, int64_t count, float factor) {
+    element_job job = {x, NULL, out, count, factor};
+    share_elements(&job);
+}
+
+RECORDED(quire_scale, PTR(0), PTR(1), INT(2), REAL(3))

@@ -261,7 +261,7 @@ def _attend_piece(
         tl.debug_barrier()
         before = tl.atomic_add(arrived + seq * NUM_KV + head, 1, sem="acq_rel")
         if before == pieces - 1:
-            _join(
+            join_pieces(
                 partial,
                 summary,
                 out + seq.to(tl.int64) * (NUM_HEADS * DIM) + head * GROUP * DIM,
@@ -279,7 +279,7 @@ def _attend_piece(
 
 
 @triton.jit
-def _join(
+def join_pieces(
     partial,
     summary,
     target,

@@ -1,13 +1,9 @@
-"""From logits to tokens on the device: argmax, or one draw at a temperature (with min_p) over the whole
-vocabulary.
+"""From logits to tokens on the device: argmax, or one draw at a temperature (with min_p) over the whole vocabulary.
 
-The same choice as `quire.sampling.sampler` makes: integer weights, so that the order of summation does not
-matter, and
-one Philox number per (seed, sequence, position). Rows that ask for more (top_k, top_p, penalties,
-log-probabilities)
-are drawn again from the same logits by that sampler. Three small kernels, none of which the host waits for;
-their
-torch reference is `quire.kernels.step_reference.draw`.
+The same choice as `quire.sampling.sampler` makes: integer weights, so that the order of summation does not matter, and
+one Philox number per (seed, sequence, position). Rows that ask for more (top_k, top_p, penalties) are left to
+`kernels/triton/sample.py`. Three small kernels, none of which the host waits for; their torch reference is
+`quire.kernels.step_reference.draw`.
 """
 
 from __future__ import annotations
@@ -19,9 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.step_reference import FIELDS
+from quire.kernels.step_reference import ELSEWHERE, FIELDS
+from quire.kernels.triton.sampling_parts import integer_weights, uniform
 
 BLOCK = 4096
+_ELSEWHERE = tl.constexpr(ELSEWHERE)
 
 
 @dataclass(slots=True)
@@ -43,8 +41,22 @@ class DrawScratch:
 
 
 @triton.jit
-def _peak_kernel(logits, peak, place, stride, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+def _owner_of(rows, row, state_bits, FIELDS: tl.constexpr):
+    """The table's row that a row of logits is drawn for; negative: none, or one that is drawn elsewhere."""
+    owner = tl.load(rows + row)
+    if owner >= 0:
+        owner = tl.where(tl.load(state_bits + owner * FIELDS + _ELSEWHERE) != 0, -1, owner)
+    return owner
+
+
+@triton.jit
+def _peak_kernel(
+    logits, peak, place, state_bits, rows, stride, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
     block, row = tl.program_id(0), tl.program_id(1)
+    if _owner_of(rows, row, state_bits, FIELDS) < 0:
+        return
     token = block * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     # A NaN must not hide: as +inf it makes the row's maximum infinite, which is reported.
@@ -55,18 +67,12 @@ def _peak_kernel(logits, peak, place, stride, VOCAB: tl.constexpr, BLOCKS: tl.co
 
 
 @triton.jit
-def _weights(values, peak, temperature, floor):
-    """floor(exp((logit - peak) / temperature) * 2**40), nothing under the min_p floor."""
-    weights = (tl.exp((values - peak) / temperature) * 1099511627776.0).to(tl.int64)
-    return tl.where(values >= floor, weights, 0)
-
-
-@triton.jit
 def _weight_kernel(
     logits,
     peak,
     weight,
     state,
+    state_bits,
     rows,
     stride,
     VOCAB: tl.constexpr,
@@ -76,7 +82,7 @@ def _weight_kernel(
     FIELDS: tl.constexpr,
 ):
     block, row = tl.program_id(0), tl.program_id(1)
-    owner = tl.load(rows + row)
+    owner = _owner_of(rows, row, state_bits, FIELDS)
     if owner >= 0:
         temperature = tl.load(state + owner * FIELDS)
         if temperature > 0:
@@ -87,24 +93,7 @@ def _weight_kernel(
             values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB, other=float("-inf")).to(
                 tl.float32
             )
-            tl.store(weight + row * BLOCKS + block, tl.sum(_weights(values, top, temperature, floor)))
-
-
-@triton.jit
-def _philox(c0, c1, k0, k1):
-    """The first two words of Philox4x32-10 for counter (c0, c1, purpose 0, 0)."""
-    c2 = c0 ^ c0
-    c3 = c2
-    a: tl.constexpr = 0xD2511F53
-    b: tl.constexpr = 0xCD9E8D57
-    for _ in tl.static_range(10):
-        high_b, low_b = tl.umulhi(b, c2), tl.mul(b, c2, sanitize_overflow=False)
-        high_a, low_a = tl.umulhi(a, c0), tl.mul(a, c0, sanitize_overflow=False)
-        c0, c1 = high_b ^ c1 ^ k0, low_b
-        c2, c3 = high_a ^ c3 ^ k1, low_a
-        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
-        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
-    return c0, c1
+            tl.store(weight + row * BLOCKS + block, tl.sum(integer_weights(values, top, temperature, floor)))
 
 
 @triton.jit
@@ -132,7 +121,7 @@ def _pick_kernel(
 ):
     """Find the token of one row; write it where the host reads it and where the next step does."""
     row = tl.program_id(0)
-    owner = tl.load(rows + row)
+    owner = _owner_of(rows, row, state_bits, FIELDS)
     if owner >= 0:
         position = tl.load(positions + row)
         all_blocks = tl.arange(0, BLOCKS_POW)
@@ -142,15 +131,7 @@ def _pick_kernel(
         temperature = tl.load(state + owner * FIELDS)
         if temperature > 0:
             floor = top + temperature * tl.load(state + owner * FIELDS + 1)
-            word = state_bits + owner * FIELDS
-            high, low = _philox(
-                position.to(tl.uint32),
-                tl.load(word + 4).to(tl.uint32),
-                tl.load(word + 2).to(tl.uint32),
-                tl.load(word + 3).to(tl.uint32),
-            )
-            bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
-            noise = bits.to(tl.float64) * 1.1102230246251565e-16
+            noise = uniform(position, state_bits + owner * FIELDS + 2)
             sums = tl.load(weight + row * BLOCKS + all_blocks, mask=inside, other=0)
             total = tl.sum(sums)
             target = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
@@ -162,7 +143,7 @@ def _pick_kernel(
             values = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < VOCAB, other=float("-inf")).to(
                 tl.float32
             )
-            inner = tl.cumsum(_weights(values, top, temperature, floor), axis=0)
+            inner = tl.cumsum(integer_weights(values, top, temperature, floor), axis=0)
             chosen = block * BLOCK + tl.sum((inner <= target).to(tl.int32))
             chosen = tl.minimum(chosen, VOCAB - 1)
         else:
@@ -198,13 +179,14 @@ def draw(
     pow2 = triton.next_power_of_2(blocks)
     floats = state.view(torch.float32)
     _peak_kernel[(blocks, count)](
-        logits, scratch.peak, scratch.place, logits.stride(0), vocab, blocks, BLOCK, num_warps=4
+        logits, scratch.peak, scratch.place, state, rows, logits.stride(0), vocab, blocks, BLOCK, FIELDS, num_warps=4
     )
     _weight_kernel[(blocks, count)](
         logits,
         scratch.peak,
         scratch.weight,
         floats,
+        state,
         rows,
         logits.stride(0),
         vocab,

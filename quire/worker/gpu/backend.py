@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,19 +18,22 @@ class StepKernels:
     gather_inputs: Callable[..., None]
     draw: Callable[..., None]
     draw_scratch: Callable[[int, int], Any]
+    sampling: ModuleType | None = None
+    """`kernels.triton.sample`; None: the full sampler does all that `draw` does not."""
 
 
 def step_kernels(device: torch.device) -> StepKernels:
     """Triton's on a GPU. On a CPU the references, written in `host_kernels` so that Triton need not be
     there."""
     if device.type == "cuda":
-        from quire.kernels.triton import draw, inputs
+        from quire.kernels.triton import draw, inputs, sample
 
         return StepKernels(
             inputs.scatter,
             inputs.gather_inputs,
             draw.draw,
             lambda rows, vocab: draw.DrawScratch.allocate(rows, vocab, device),
+            sample,
         )
     from quire.kernels import step_reference
 

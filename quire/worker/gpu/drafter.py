@@ -25,7 +25,8 @@ from quire.worker.gpu.batches import end_of, is_decode
 from quire.worker.gpu.drafted import Drafted, DraftPass
 from quire.worker.gpu.draws import DrawnStep, SpecialDraws
 from quire.worker.gpu.runner import DeviceRunner
-from quire.worker.gpu.sampling import SpecialRow, special_batch
+from quire.worker.gpu.sampled_stage import SampledRow
+from quire.worker.gpu.sampling import special_batch
 from quire.worker.gpu.table import DeviceTable
 
 
@@ -80,7 +81,7 @@ class KeptDraws(SpecialDraws):
 
     def draw(self, step: DrawnStep) -> None:
         table, entries = self._table, step.entries
-        rows = [SpecialRow(place, entries[i].row, end_of(entries[i])) for place, i in enumerate(step.drawing)]
+        rows = [SampledRow(place, entries[i].row, end_of(entries[i])) for place, i in enumerate(step.drawing)]
         picked, batch = special_batch(step.logits, rows, table)
         weights = draw_weights(picked, batch)
         # Where nothing can be drawn it proposes token 0, and says that it was sure of it.
@@ -93,7 +94,7 @@ class KeptDraws(SpecialDraws):
         self.passes.append(DraftPass(weights, {row.row: place for place, row in enumerate(rows)}))
 
 
-def _state_at(table: DeviceTable, row: SpecialRow):  # type: ignore[no-untyped-def]
+def _state_at(table: DeviceTable, row: SampledRow):  # type: ignore[no-untyped-def]
     state = table.info(row.row).state.ahead(())
     state.position = row.position
     return state

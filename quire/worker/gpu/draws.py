@@ -1,4 +1,4 @@
-"""Draws beyond the drawing kernel: rows for the full sampler, drafts judged by rejection, candidates of beams."""
+"""Draws beyond the drawing kernel: rows that ask for more, drafts judged by rejection, candidates of beams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from quire.worker.gpu.drafted import Drafted
 from quire.worker.gpu.memory import too_much
 from quire.worker.gpu.rejection import JudgedEntry, judge_drafts
 from quire.worker.gpu.results import PendingStep
-from quire.worker.gpu.sampling import SpecialRow, sample_special
+from quire.worker.gpu.sampled_stage import SampledRow
+from quire.worker.gpu.sampled_steps import SampledSteps
+from quire.worker.gpu.sampling import sample_special
 from quire.worker.gpu.table import DeviceTable
 
 
@@ -31,26 +33,32 @@ class DrawnStep:
     logits: Tensor
     drawn: Tensor
     """int32 [places, 2]: token and status of each row, to be replaced."""
+    slot: int = 0
+    """Which of the ring's slots `drawn` is."""
     drafted: Drafted | None = None
 
 
 class SpecialDraws:
     """Draws again for rows that ask for more; their tokens replace the kernel's."""
 
-    def __init__(self, table: DeviceTable, rejection: bool) -> None:
-        """`rejection`: judge drafts by it; else a draft is kept if it is what the target draws."""
+    def __init__(self, table: DeviceTable, rejection: bool, kernels: SampledSteps | None = None) -> None:
+        """`rejection`: judge drafts by it; else a draft is kept if it is what the target draws. `kernels`: for all rows
+        but those that look at text with drafts in it; None: the full sampler takes all."""
         self._table = table
         self._rejection = rejection
+        self._kernels = kernels
 
     def draw(self, step: DrawnStep) -> None:
         table, entries, drafted = self._table, step.entries, step.drafted
-        rows = [
-            SpecialRow(place, entries[i].row, end_of(entries[i]), entries[i].masks)
+        rows: Sequence[SampledRow] = [
+            SampledRow(place, entries[i].row, end_of(entries[i]), entries[i].masks)
             for place, i in enumerate(step.drawing)
             if table.info(entries[i].row).special
         ]
         if drafted is not None:
             drafted.put_back(table, range(len(drafted.counts)))
+        if rows and self._kernels is not None:
+            rows = self._draw_by_kernels(self._kernels, step, rows)
         if rows:
             self._draw_all_again(step, rows)
         if drafted is not None and self._rejection:
@@ -63,7 +71,25 @@ class SpecialDraws:
                                 [info.params.temperature or 1.0 for info in infos])
         pending.candidates = (reads.ranking, found)
 
-    def _draw_all_again(self, step: DrawnStep, rows: Sequence[SpecialRow]) -> None:
+    def _draw_by_kernels(
+        self, kernels: SampledSteps, step: DrawnStep, rows: Sequence[SampledRow]
+    ) -> Sequence[SampledRow]:
+        """Returns those that are left for the full sampler: drafts change the text, and counts of it cannot go back."""
+        infos = [self._table.info(row.row) for row in rows]
+        chosen = [i for i, info in enumerate(infos) if step.drafted is None or not info.reads_history]
+        if not chosen:
+            return rows
+        mine = [rows[i] for i in chosen]
+        try:
+            found = kernels.draw(step.logits, mine, [infos[i].settings for i in chosen], step.slot)
+        except RuntimeError as error:
+            too_much(error)
+            return rows
+        if found is not None:
+            step.pending.logprobs.append(([step.drawing[place] for place in found.rows], found))
+        return [] if len(chosen) == len(rows) else [row for i, row in enumerate(rows) if i not in set(chosen)]
+
+    def _draw_all_again(self, step: DrawnStep, rows: Sequence[SampledRow]) -> None:
         try:
             self._draw_again(step, rows)
             return
@@ -77,7 +103,7 @@ class SpecialDraws:
             except RuntimeError as error:
                 step.pending.errors[step.drawing[row.place]] = too_much(error)
 
-    def _draw_again(self, step: DrawnStep, rows: Sequence[SpecialRow]) -> None:
+    def _draw_again(self, step: DrawnStep, rows: Sequence[SampledRow]) -> None:
         table = self._table
         output = sample_special(step.logits, rows, table)
         numbers = send([[row.place, row.row, row.position] for row in rows], torch.int64, table.arena.device)
@@ -97,7 +123,7 @@ class SpecialDraws:
         for index, (count, (row, position)) in enumerate(zip(drafted.counts, drafted.starts, strict=True)):
             if count and not self._table.info(row).params.greedy:
                 mine = range(first, first + 1 + count)
-                rows = [SpecialRow(places[i], row, position + i - first, step.entries[i].masks) for i in mine]
+                rows = [SampledRow(places[i], row, position + i - first, step.entries[i].masks) for i in mine]
                 judged.append(JudgedEntry(index, rows))
             first += 1 + count
         # Judging looks at the text of the drafts, which the draws before it may have overwritten.

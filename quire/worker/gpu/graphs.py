@@ -41,6 +41,10 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def holds(self, rung: Any, drafts: bool = False) -> bool:
+        """Whether that step is captured."""
+        return (rung, drafts) in self._graphs
+
     def capture(self, rungs: Iterable[Any], drafts: bool = False) -> None:
         for rung in sorted(rungs, reverse=True):
             if (rung, drafts) not in self._graphs:

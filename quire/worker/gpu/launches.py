@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from quire.worker.gpu.batches import FreshRuns, MixedBatch, aligned
 from quire.worker.gpu.contexts import StepContexts, View
 from quire.worker.gpu.decode_buffers import DecodeBuffers
 from quire.worker.gpu.padded import MixedRung
+from quire.worker.gpu.sampled_steps import SampledSteps
 from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import DeviceTable
 
@@ -43,6 +46,13 @@ class StepLaunches:
         self.drawn = torch.zeros(RING, max_num_seqs, 2, dtype=torch.int32, device=device)
         """int32 [slot of the ring, place, 2]: token and status."""
         self.caches: list[LayerCache] = []
+
+    def sampled_steps(self, pool: Any) -> SampledSteps | None:
+        """The sampling kernels over the same table, logits and ring, where there are such."""
+        if self._kernels.sampling is None:
+            return None
+        return SampledSteps(self._kernels.sampling, self._table, self.buffers.logits, self.drawn,
+                            self.drawn.shape[1], pool)
 
     def scatter(self, places: np.ndarray, values: np.ndarray) -> None:
         """Make a plan's changes in the table."""

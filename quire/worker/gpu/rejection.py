@@ -14,7 +14,8 @@ from quire.sampling.sampler import NOT_FINITE, draw_weights
 from quire.sampling.sending import send, send_tensor
 from quire.speculation.verify import NoiseKeys, judge_by_rejection
 from quire.worker.gpu.drafted import Drafted
-from quire.worker.gpu.sampling import SpecialRow, special_batch
+from quire.worker.gpu.sampled_stage import SampledRow
+from quire.worker.gpu.sampling import special_batch
 from quire.worker.gpu.table import DeviceTable
 
 _AT_ONCE = 8
@@ -26,7 +27,7 @@ class JudgedEntry:
     """An entry of the plan with drafts: its number there, and the places of its draws among the step's logits."""
 
     index: int
-    rows: list[SpecialRow]
+    rows: list[SampledRow]
 
 
 def judge_drafts(logits: Tensor, judged: Sequence[JudgedEntry], drafted: Drafted, table: DeviceTable, slot: Tensor

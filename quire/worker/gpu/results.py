@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.sampling.logprobs import Candidates, SampledLogprobs
+from quire.sampling.logprobs import Candidates, PackedLogprobs, SampledLogprobs
 from quire.scheduler.plan import EntryResult, StepResult
 from quire.worker.gpu.drafted import Drafted
 from quire.worker.outcomes import along_drafts, drawn_result, reported, take_candidates
@@ -28,7 +28,7 @@ class PendingStep:
     """Entry of the plan that each row of `tokens` belongs to."""
     tokens: Tensor
     """int32 [rows, 2]: token and status."""
-    logprobs: list[tuple[list[int], SampledLogprobs]] = field(default_factory=list)
+    logprobs: list[tuple[list[int], SampledLogprobs | PackedLogprobs]] = field(default_factory=list)
     """(entries, what was found for them)."""
     prompt_logprobs: list[tuple[int, SampledLogprobs]] = field(default_factory=list)
     """(entry, a run of its positions), in order."""
@@ -108,8 +108,8 @@ def _host_copy(pending: PendingStep) -> PendingStep:
         pending.num_entries,
         pending.drawing,
         _to_host(pending.tokens),
-        [(entries, _logprobs_to_host(found)) for entries, found in pending.logprobs],
-        [(entry, _logprobs_to_host(found)) for entry, found in pending.prompt_logprobs],
+        [(entries, found.moved(_to_host)) for entries, found in pending.logprobs],
+        [(entry, found.moved(_to_host)) for entry, found in pending.prompt_logprobs],
         None if pending.candidates is None else _candidates_to_host(*pending.candidates),
         pending.errors,
         None if pending.drafts is None else replace(pending.drafts, tokens=_to_host(pending.drafts.tokens)),
@@ -122,11 +122,6 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _logprobs_to_host(found: SampledLogprobs) -> SampledLogprobs:
-    tensors = (found.token_ids, found.logprob, found.rank, found.top_ids, found.top_logprobs)
-    return SampledLogprobs(found.rows, found.counts, *(_to_host(tensor) for tensor in tensors))
 
 
 def _candidates_to_host(entries: list[int], found: Candidates) -> tuple[list[int], Candidates]:

@@ -63,12 +63,13 @@ class DeviceRunner:
         self._table = table
         self.contexts = StepContexts(decoder, ops, table, windows, fuse_rope)
         self.launches = StepLaunches(decoder, table, self.contexts, max_num_seqs, advance)
-        self.draws = SpecialDraws(table, rejection)
         self.rungs = ladder(max_num_seqs)
         # Steps with drafts are never padded to these, so rows that are there for drafts need no shapes.
         mixed = self.contexts.mixed_rungs(decoder, min(max_num_seqs, table.num_rows), mixed_tokens)
         self.contexts.reserve({*self.rungs, *([] if mixed is None else mixed.decode_counts)})
         self.graphs = GraphCache(device, self.launches.decode) if use_graphs and device.type == "cuda" else None
+        self.sampled = self.launches.sampled_steps(None if self.graphs is None else self.graphs.pool)
+        self.draws = SpecialDraws(table, rejection, self.sampled)
         self._replays = False
         self.padded = None if mixed is None else PaddedSteps(
             mixed, self.launches.padded, device, None if self.graphs is None else self.graphs.pool)
@@ -84,7 +85,7 @@ class DeviceRunner:
 
     def close(self) -> None:
         """Let go of graphs and caches: the graphs' launches hold all the memory."""
-        for graphs in (self.graphs, self.padded):
+        for graphs in (self.graphs, self.padded, self.sampled):
             if graphs is not None:
                 graphs.close()
         self.graphs = self.padded = None
@@ -161,7 +162,8 @@ class DeviceRunner:
         else:
             self.launches.decode(rung, apart)
         pending = PendingStep(step, count, range(count), drawn[:count])
-        self.draws.draw(DrawnStep(pending, entries, range(count), self.launches.buffers.logits, drawn, drafted))
+        logits = self.launches.buffers.logits
+        self.draws.draw(DrawnStep(pending, entries, range(count), logits, drawn, step % RING, drafted))
         return pending
 
     # ---- steps of any shape
@@ -178,7 +180,7 @@ class DeviceRunner:
         if rung is not None and self.padded is not None:
             launches.scatter(places, values)
             self.padded.run(rung, batch, reads, entries, slot)
-            self.draws.draw(DrawnStep(pending, entries, reads.drawing, launches.buffers.logits, drawn))
+            self.draws.draw(DrawnStep(pending, entries, reads.drawing, launches.buffers.logits, drawn, slot))
             return pending
         stage = _staged(slot, entries, batch, reads, places, values)
         fresh = self.contexts.add_tiles(stage, batch)
@@ -193,7 +195,7 @@ class DeviceRunner:
             if reads.drawing:
                 launches.draw(logits[: len(reads.drawing)], stage.view(sent, "draw_rows"),
                               stage.view(sent, "draw_positions"), stage.view(sent, "ring"))
-                self.draws.draw(DrawnStep(pending, entries, reads.drawing, logits, drawn, drafted))
+                self.draws.draw(DrawnStep(pending, entries, reads.drawing, logits, drawn, slot, drafted))
             if reads.ranking:
                 self.draws.rank(pending, entries, reads, logits)
         return pending

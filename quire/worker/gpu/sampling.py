@@ -1,9 +1,8 @@
-"""Rows that ask for more than temperature and min_p: the full sampler over the device's logits and token
-rows.
+"""The full sampler over the device's logits and token rows: for rows with drafts, for memory that runs short, and as
+the reference of the sampling kernels.
 
-Nothing here waits for the device. What penalties and bad words need to know of the text is read from the
-request
-table, where the last token lies even when the host has not seen it yet.
+Nothing here waits for the device. What penalties and bad words need to know of the text is read from the request table,
+where the last token lies even when the host has not seen it yet.
 """
 
 from __future__ import annotations
@@ -19,17 +18,8 @@ from quire.sampling.batch import Edits, SamplingBatch
 from quire.sampling.penalties import penalised
 from quire.sampling.sampler import SamplerOutput, sample
 from quire.sampling.sending import send, send_tensor
+from quire.worker.gpu.sampled_stage import SampledRow
 from quire.worker.gpu.table import DeviceTable, RowInfo
-
-
-@dataclass(slots=True)
-class SpecialRow:
-    """One row of the logits: its place there, its table row, and the position it draws."""
-
-    place: int
-    row: int
-    position: int
-    mask: bytes = b""
 
 
 @dataclass(slots=True)
@@ -38,7 +28,7 @@ class DeviceEdits:
 
     base: Edits | None
     table: DeviceTable
-    rows: Sequence[SpecialRow]
+    rows: Sequence[SampledRow]
     infos: Sequence[RowInfo]
 
     def apply_(self, logits: Tensor) -> None:
@@ -51,12 +41,12 @@ class DeviceEdits:
                 _penalise(logits[index], self.table, row, info)
 
 
-def sample_special(logits: Tensor, rows: Sequence[SpecialRow], table: DeviceTable) -> SamplerOutput:
+def sample_special(logits: Tensor, rows: Sequence[SampledRow], table: DeviceTable) -> SamplerOutput:
     """Tokens of the rows `rows[i].place` of logits [R, V], with log-probabilities where asked for."""
     return sample(*special_batch(logits, rows, table))
 
 
-def special_batch(logits: Tensor, rows: Sequence[SpecialRow], table: DeviceTable) -> tuple[Tensor, SamplingBatch]:
+def special_batch(logits: Tensor, rows: Sequence[SampledRow], table: DeviceTable) -> tuple[Tensor, SamplingBatch]:
     """The rows `rows[i].place` of logits [R, V], and how each of them draws."""
     infos = [table.info(row.row) for row in rows]
     # Copies, since several may be of one row: the places of a draft.
@@ -72,7 +62,7 @@ def special_batch(logits: Tensor, rows: Sequence[SpecialRow], table: DeviceTable
     return picked, batch
 
 
-def _penalise(logits: Tensor, table: DeviceTable, row: SpecialRow, info: RowInfo) -> None:
+def _penalise(logits: Tensor, table: DeviceTable, row: SampledRow, info: RowInfo) -> None:
     """`penalties.penalised` over the whole vocabulary: which tokens the text holds is known on the device only."""
     params = info.params
     known = table.tokens[row.row, : row.position].long()
@@ -83,7 +73,7 @@ def _penalise(logits: Tensor, table: DeviceTable, row: SpecialRow, info: RowInfo
     logits.copy_(torch.where(seen, found, logits))
 
 
-def _ban_words(logits: Tensor, table: DeviceTable, row: SpecialRow, info: RowInfo) -> None:
+def _ban_words(logits: Tensor, table: DeviceTable, row: SampledRow, info: RowInfo) -> None:
     """Ban the last token of every bad word whose other tokens were just drawn."""
     drawn = row.position - info.num_prompt
     words = [word for word in info.bad_words if len(word) - 1 <= drawn]

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from quire.errors import InvariantError
+from quire.kernels.sampled_row import Wants
 from quire.kernels.step_reference import FIELDS
 from quire.sampling.batch import SamplingRow
 from quire.sampling.params import SamplingParams
 from quire.sampling.philox import signed_seed
 from quire.scheduler.plan import RowStart, StepPlan
+from quire.worker.gpu.sampled_stage import RowSettings
 
 
 @dataclass(slots=True)
@@ -29,10 +31,12 @@ class RowInfo:
     params: SamplingParams
     num_prompt: int
     special: bool
-    """Draws with more than temperature and min_p, or wants log-probabilities: the full sampler takes it."""
+    """Draws with more than temperature and min_p, or wants log-probabilities: the drawing kernel does not do."""
     state: SamplingRow
-    """Its parameters for that sampler. Values of drawn tokens are not in it: they are on the device."""
+    """Its parameters for the full sampler. Values of drawn tokens are not in it: they are on the device."""
     bad_words: tuple[tuple[int, ...], ...]
+    settings: RowSettings
+    """The same for the sampling kernels."""
     unreported: RowInfo | None = None
     """The same without log-probabilities, where those are asked for: nobody wants to know them of drafts."""
 
@@ -121,9 +125,9 @@ class DeviceTable:
         self._places.append(np.arange(base, base + len(start.token_ids), dtype=np.int32))
         self._values.append(np.array(start.token_ids, np.int32))
         place = self._state_base + start.row * FIELDS
-        self._places.append(np.arange(place, place + 5, dtype=np.int32))
-        self._values.append(_state_words(start))
-        self._info[start.row] = self._row_info(start)
+        info = self._info[start.row] = self._row_info(start)
+        self._places.append(np.arange(place, place + 6, dtype=np.int32))
+        self._values.append(_state_words(start, elsewhere=bool(info.settings.wants & Wants.DRAW)))
 
     def _row_info(self, start: RowStart) -> RowInfo:
         params = start.params
@@ -131,26 +135,14 @@ class DeviceTable:
         state = SamplingRow(params, start.seed, start.sequence_index, (), 0, start.stop_ids, ())
         state.history = None
         words = tuple(tuple(word) for word in start.bad_words)
-        special = self._needs_full_sampler(params, bool(words))
-        if params.logprobs is None:
-            return RowInfo(params, start.num_prompt_tokens, special, state, words)
-        quiet = replace(params, logprobs=None)
-        silent = state.ahead(())
-        silent.params = quiet
-        return RowInfo(params, start.num_prompt_tokens, True, state, words,
-                       RowInfo(quiet, start.num_prompt_tokens, special, silent, words))
-
-    def _needs_full_sampler(self, params: SamplingParams, bad_words: bool) -> bool:
-        cut = not params.greedy and params.top_k != 1 and (params.top_p < 1.0 or 0 < params.top_k < self._vocab_size)
-        return (
-            cut
-            or params.penalised
-            or bool(params.logit_bias)
-            or params.allowed_token_ids is not None
-            or bad_words
-            or params.min_tokens > 0
-            or params.structured_outputs is not None
-        )
+        settings = RowSettings.of(start, self._vocab_size)
+        info = RowInfo(params, start.num_prompt_tokens, bool(settings.wants), state, words, settings)
+        if params.logprobs is not None:
+            silent = state.ahead(())
+            silent.params = replace(params, logprobs=None)
+            quiet = settings.unreported()
+            info.unreported = RowInfo(silent.params, start.num_prompt_tokens, bool(quiet.wants), silent, words, quiet)
+        return info
 
 
 class DraftView(DeviceTable):
@@ -170,8 +162,8 @@ class DraftView(DeviceTable):
 NOTHING = np.zeros(0, np.int32)
 
 
-def _state_words(start: RowStart) -> np.ndarray:
-    """The sampling state of a row as the drawing kernel reads it."""
+def _state_words(start: RowStart, elsewhere: bool) -> np.ndarray:
+    """The sampling state of a row as the drawing kernel reads it; `elsewhere`: it leaves the row to others."""
     params = start.params
     greedy = params.greedy or params.top_k == 1
     floats = np.array(
@@ -182,5 +174,5 @@ def _state_words(start: RowStart) -> np.ndarray:
         np.float32,
     )
     seed = signed_seed(start.seed) & ((1 << 64) - 1)
-    words = np.array([seed & 0xFFFFFFFF, seed >> 32, start.sequence_index], np.uint32).view(np.int32)
+    words = np.array([seed & 0xFFFFFFFF, seed >> 32, start.sequence_index, elsewhere], np.uint32).view(np.int32)
     return np.concatenate([floats.view(np.int32), words])

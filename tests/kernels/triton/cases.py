@@ -25,13 +25,15 @@ from quire.kernels.triton import (
     copy,
     draw,
     inputs,
+    latent_attention,
+    latent_rope,
     linear_few,
     linear_fixed,
     linear_row,
     norm,
     rope_cache,
 )
-from quire.kernels.types import HeadShape, HeadTurn, LayerCache, pair_cache
+from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, pair_cache
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative error that rounding of inputs and outputs explains; a wrong index is far beyond it."""
@@ -569,3 +571,75 @@ def check_linear_row(
         want = linear_few.linear_reference(x, weight, bias, norm=gain, eps=1e-6, gated="silu")
         worst = max(worst, close(got, want, 2.0))
     return worst
+
+
+def latent_batch(
+    device: str, dtype: torch.dtype, shape: LatentShape, block_size: int, queries: list[int], lengths: list[int]
+) -> tuple[Tensor, LayerCache, Tensor, Tensor, Tensor]:
+    """q, cache of latents, shuffled block tables, query_start, context_len of a batch."""
+    _, _, table, start, length = paged_batch(device, dtype, HeadShape(1, 1, 8), block_size, queries, lengths)
+    blocks = sum(-(-each // block_size) for each in lengths) + 2
+    kept = rand(blocks, 1, block_size, shape.width, dtype=dtype, device=device)
+    cache = LayerCache(shape.kv, block_size, {"latent": kept})
+    q = rand(int(start[-1]), shape.num_heads * shape.width, dtype=dtype, device=device)
+    return q, cache, table, start, length
+
+
+def check_latent_decode(
+    device: str, dtype: torch.dtype, shape: LatentShape, block_size: int, lengths: list[int], *, extra: int = 8,
+    rows: bool = False,
+) -> float:
+    q, cache, table, start, length = latent_batch(device, dtype, shape, block_size, [1] * len(lengths), lengths)
+    split = attention_split.DecodeSplit.allocate(len(lengths), extra, device)
+    attention_split.split_decode(split, length, None)
+    blocks = latent_attention.head_block(shape)
+    scratch = attention_decode.DecodeScratch.allocate(split.tasks, len(lengths), blocks, device)
+    where, kernel_table = None, table
+    if rows:
+        order = torch.randperm(len(lengths), device=device)
+        kernel_table = torch.empty_like(table)
+        kernel_table[order] = table
+        where = order.to(torch.int32)
+    want = latent_attention.latent_reference(q, cache, table, start, length, shape, 0.1)
+    out = torch.full((len(lengths), shape.num_heads * shape.rank), math.nan, dtype=dtype, device=device)
+    latent_attention.latent_decode(q, cache, kernel_table, where, length, split, scratch, shape, 0.1, out=out)
+    if int(scratch.arrived.abs().sum()):
+        raise AssertionError("the joiner leaves its counters as it found them")
+    used = length > 0
+    return close(out[used], want[used], 2.0)
+
+
+def check_latent_tiles(
+    device: str, dtype: torch.dtype, shape: LatentShape, block_size: int, queries: list[int], contexts: list[int],
+    sizes: attention_mixed.MixedShape,
+) -> float:
+    lengths = [count + before for count, before in zip(queries, contexts, strict=True)]
+    q, cache, table, start, length = latent_batch(device, dtype, shape, block_size, queries, lengths)
+    group = latent_attention.head_block(shape).group
+    tiles = attention_mixed.query_tiles(np.array(queries), max(16, sizes.rows_of(group)) // group)
+    seqs, firsts = (torch.from_numpy(np.append(part, -1).astype(np.int32)).to(device) for part in tiles)
+    want = latent_attention.latent_reference(q, cache, table, start, length, shape, 0.1)
+    out = torch.full((q.shape[0], shape.num_heads * shape.rank), math.nan, dtype=dtype, device=device)
+    latent_attention.latent_tiles(
+        q, cache, table, None, start, length, seqs, firsts, shape, 0.1, out=out, sizes=sizes
+    )
+    return close(out, want, 2.0)
+
+
+def check_latent_rope(device: str, dtype: torch.dtype, shape: LatentShape, tokens: int, block_size: int) -> float:
+    num_blocks = tokens // block_size + 3
+    q = rand(tokens, shape.num_heads * shape.width, dtype=dtype, device=device)
+    kv = rand(tokens, shape.width, dtype=dtype, device=device)
+    kept = rand(num_blocks, 1, block_size, shape.width, dtype=dtype, device=device)
+    caches = [LayerCache(shape.kv, block_size, {"latent": kept.clone()}) for _ in range(2)]
+    slots = torch.randperm(num_blocks * block_size, device=device)[:tokens]
+    slots[0] = -1
+    positions = torch.randint(0, 300, (tokens,), device=device)
+    angles = torch.rand(300, shape.rope_dim // 2, device=device) * 6
+    rope = torch.cat((angles.cos(), angles.sin()), 1)
+    results = []
+    for run, cache in zip((latent_rope.rope_latents, latent_rope.rope_latents_reference), caches, strict=True):
+        mine = q.clone(), kv.clone()
+        run(*mine, cache, slots, positions, shape, rope)
+        results.append((*mine, cache.latents))
+    return max(close(got, want) for got, want in zip(*results, strict=True))

@@ -19,6 +19,8 @@ STRIDE = 7
 class Counting:
     """After n tokens only those may come whose id leaves the remainder n when divided by the stride."""
 
+    masks_of_all = None
+
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
 

@@ -1,0 +1,302 @@
+/* Draws and log-probabilities, a row of logits to a task, without sorting the vocabulary.
+ *
+ * Probabilities are integers, floor(exp((logit - peak) / temperature) * 2^40), whose sums are the same in any order: a
+ * row's token depends on that row alone. Tokens are ordered by logit, of equals the lower id first. */
+#include "export.h"
+#include "pool.h"
+#include "vmath.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#define RUN 1024 /* tokens that are looked at together */
+#define BINS 2048
+#define PER_NAT 72.0f /* bins in which a weight falls to 1/e of another; the last bin is for tokens without weight */
+#define SCALE 1099511627776.0f
+#define LIKELY -6.9077554f /* tokens of at least a thousandth of the best one's probability are looked at first */
+
+typedef struct {
+    float value;
+    int32_t id;
+} token;
+
+/* What tokens of one row weigh. */
+typedef struct {
+    const float *x;
+    int64_t width;
+    float peak, temperature, floor;
+    const float *known; /* what `scaled` gives for all of them, where that is at hand */
+} weighing;
+
+/* The last token that is kept; all that come before it in the order are too. */
+typedef struct {
+    float value;
+    int64_t id;
+} limit;
+
+/* e^((logit - peak) / temperature) * 2^40; 0 under the floor. */
+INLINE vf scaled_vector(const weighing *row, vf x) {
+    vf y = exp_negative((x - set_v(row->peak)) / set_v(row->temperature)) * set_v(SCALE);
+    return select_v(x < set_v(row->floor), set_v(0.0f), y);
+}
+
+/* The same of `count` tokens from `at` on. */
+INLINE void scaled(const weighing *row, int64_t at, int64_t count, float *out) {
+    const float *x = row->x + at;
+    int64_t i = 0;
+    for (; i + VL <= count; i += VL) store_v(out + i, scaled_vector(row, load_v(x + i)));
+    if (i < count) {
+        float rest[VL] = {0}, e[VL];
+        memcpy(rest, x + i, (size_t)(count - i) * sizeof(float));
+        store_v(e, scaled_vector(row, load_v(rest)));
+        memcpy(out + i, e, (size_t)(count - i) * sizeof(float));
+    }
+}
+
+/* Integer weights of the tokens from `at` on; returns how many these are. */
+INLINE int64_t weigh(const weighing *row, int64_t at, int64_t *weights) {
+    int64_t count = row->width - at < RUN ? row->width - at : RUN;
+    float fresh[RUN];
+    const float *known = row->known == NULL ? fresh : row->known + at;
+    if (row->known == NULL) scaled(row, at, count, fresh);
+    for (int64_t i = 0; i < count; i++) weights[i] = (int64_t)known[i];
+    return count;
+}
+
+/* A larger logit has no larger bin. */
+INLINE int32_t bin_of(const weighing *row, float x) {
+    float scale = PER_NAT / row->temperature;
+    float place = (row->peak - x) * (scale < 1e30f ? scale : 1e30f);
+    return place < (float)(BINS - 1) ? (int32_t)place : BINS - 1;
+}
+
+static int by_rank(const void *a, const void *b) {
+    const token *one = a, *other = b;
+    if (one->value != other->value) return one->value > other->value ? -1 : 1;
+    return one->id < other->id ? -1 : one->id > other->id;
+}
+
+INLINE int64_t weight_of(const weighing *row, int64_t id) { return (int64_t)row->known[id]; }
+
+/* The tokens of one bin, best first. */
+static token *sorted_bin(const weighing *row, int32_t bin, int64_t count) {
+    token *found = malloc((size_t)(count + 1) * sizeof *found);
+    int64_t n = 0;
+    if (found == NULL) return NULL;
+    for (int64_t i = 0; i < row->width && n < count; i++)
+        if (row->x[i] >= row->floor && bin_of(row, row->x[i]) == bin) found[n++] = (token){row->x[i], (int32_t)i};
+    qsort(found, (size_t)n, sizeof *found, by_rank);
+    return found;
+}
+
+typedef struct {
+    int64_t count[BINS], weight[BINS];
+} histogram;
+
+/* Count and weigh by bins the tokens that are not under `least`. */
+static void fill(const weighing *row, float least, histogram *h) {
+    memset(h, 0, sizeof *h);
+    for (int64_t at = 0; at < row->width; at += RUN) {
+        int64_t n = row->width - at < RUN ? row->width - at : RUN;
+        const float *x = row->x + at;
+        int32_t above = 0;
+        for (int64_t i = 0; i < n; i++) above |= x[i] >= least;
+        for (int64_t i = 0; above && i < n; i++)
+            if (x[i] >= least) {
+                int32_t bin = bin_of(row, x[i]);
+                h->count[bin]++;
+                h->weight[bin] += (int64_t)row->known[at + i];
+            }
+    }
+    h->count[BINS - 1] = 0; /* never drawn */
+}
+
+/* As `fill`, for the likely tokens alone if the cut is among them, else for all; returns the least logit looked at.
+ * `total` becomes the weight of all tokens. */
+static float look(const weighing *row, int64_t top_k, double top_p, int64_t *total, histogram *h) {
+    float likely = row->peak + row->temperature * LIKELY;
+    int64_t weights[RUN], count = 0, weight = 0;
+    *total = 0;
+    for (int64_t at = 0; at < row->width; at += RUN) {
+        int64_t n = weigh(row, at, weights);
+        for (int64_t i = 0; i < n; i++) {
+            int64_t counts = row->x[at + i] >= likely;
+            *total += weights[i];
+            weight += weights[i] & -counts;
+            count += counts;
+        }
+    }
+    int32_t enough = top_k > 0 ? count >= top_k : !((double)weight < top_p * (double)*total);
+    float least = enough && likely > row->floor ? likely : row->floor;
+    fill(row, least, h);
+    return least;
+}
+
+/* Where top_k (0: everywhere) and top_p cut the row; 0 without memory. */
+static int32_t find_limit(const weighing *all, histogram *h, int64_t top_k, double top_p, limit *cut) {
+    weighing looked_at = *all, *row = &looked_at;
+    int64_t whole;
+    looked_at.floor = look(all, top_k, top_p, &whole, h);
+    int64_t left = top_k > 0 ? top_k : row->width, total = 0, before = 0;
+    int32_t last = 0;
+    for (; last < BINS - 1 && h->count[last] < left; last++) {
+        left -= h->count[last];
+        total += h->weight[last];
+    }
+    /* Of the bin that top_k ends in, the first `left`. */
+    token *tokens = NULL;
+    if (last < BINS - 1) {
+        tokens = sorted_bin(row, last, h->count[last]);
+        if (tokens == NULL) return 0;
+        h->count[last] = left;
+        h->weight[last] = 0;
+        for (int64_t i = 0; i < left; i++) h->weight[last] += weight_of(row, tokens[i].id);
+        total += h->weight[last];
+        memset(h->count + last + 1, 0, (size_t)(BINS - 1 - last) * sizeof(int64_t));
+        memset(h->weight + last + 1, 0, (size_t)(BINS - 1 - last) * sizeof(int64_t));
+    }
+    double wanted = top_p * (double)(top_k > 0 ? total : whole);
+    int32_t bin = 0;
+    int32_t end = -1; /* the last bin with a kept token */
+    for (; bin < BINS; bin++) {
+        if (h->count[bin] == 0) continue;
+        if (!((double)before < wanted)) break;
+        end = bin;
+        if (!((double)(before + h->weight[bin]) < wanted)) break;
+        before += h->weight[bin];
+    }
+    int32_t ok = 1;
+    *cut = (limit){-INFINITY, row->width};
+    if (end >= 0 && (end == last || !((double)(before + h->weight[end]) < wanted))) {
+        /* `before` counts the bins before `end`, unless that one was passed whole. */
+        if (bin != end) before -= h->weight[end];
+        token *mine = end == last && tokens != NULL ? tokens : sorted_bin(row, end, h->count[end]);
+        ok = mine != NULL;
+        if (ok) {
+            int64_t kept = 0;
+            for (; kept < h->count[end] && (double)before < wanted; kept++) before += weight_of(row, mine[kept].id);
+            *cut = (limit){mine[kept - 1].value, mine[kept - 1].id};
+        }
+        if (mine != tokens) free(mine);
+    }
+    free(tokens);
+    return ok;
+}
+
+INLINE void drop(const weighing *row, int64_t at, int64_t n, limit cut, int64_t *weights) {
+    for (int64_t i = 0; i < n; i++) {
+        float x = row->x[at + i];
+        if (!(x > cut.value || (x == cut.value && at + i <= cut.id))) weights[i] = 0;
+    }
+}
+
+/* The first token whose running total exceeds the share `noise` of the whole. */
+static int64_t draw(const weighing *row, limit cut, int32_t is_cut, double noise, int64_t *sums) {
+    int64_t weights[RUN], total = 0, runs = 0;
+    for (int64_t at = 0; at < row->width; at += RUN, runs++) {
+        int64_t n = weigh(row, at, weights), sum = 0;
+        if (is_cut) drop(row, at, n, cut, weights);
+        for (int64_t i = 0; i < n; i++) sum += weights[i];
+        sums[runs] = sum;
+        total += sum;
+    }
+    int64_t target = (int64_t)(noise * (double)total), run = 0;
+    if (target > total - 1) target = total - 1;
+    for (; run < runs - 1 && sums[run] <= target; run++) target -= sums[run];
+    int64_t n = weigh(row, run * RUN, weights), i = 0;
+    if (is_cut) drop(row, run * RUN, n, cut, weights);
+    for (; i < n - 1 && weights[i] <= target; i++) target -= weights[i];
+    return run * RUN + i;
+}
+
+typedef struct {
+    const float *logits, *peak, *temperature, *floor;
+    const int64_t *rows, *top_k;
+    const double *top_p, *noise;
+    int64_t width;
+    int64_t *out;
+} draw_job;
+
+static void draw_task(void *arg, int64_t task) {
+    const draw_job *job = arg;
+    weighing row = {job->logits + job->rows[task] * job->width, job->width, job->peak[task], job->temperature[task],
+                    job->floor[task], NULL};
+    int64_t runs = (job->width + RUN - 1) / RUN;
+    int32_t is_cut = job->top_k[task] > 0 || job->top_p[task] < 1.0;
+    limit cut = {-INFINITY, job->width};
+    job->out[task] = isfinite(row.peak) ? -1 : 0;
+    if (!isfinite(row.peak)) return;
+    int64_t *sums = malloc((size_t)runs * sizeof *sums);
+    histogram *h = is_cut ? malloc(sizeof *h) : NULL;
+    float *known = is_cut ? malloc((size_t)job->width * sizeof *known) : NULL;
+    int32_t ok = sums != NULL && (!is_cut || (h != NULL && known != NULL));
+    if (ok && is_cut) {
+        scaled(&row, 0, job->width, known);
+        row.known = known;
+        ok = find_limit(&row, h, job->top_k[task], job->top_p[task], &cut);
+    }
+    if (ok) job->out[task] = draw(&row, cut, is_cut, job->noise[task], sums);
+    free(sums);
+    free(h);
+    free(known);
+}
+
+/* Token out[i] of row rows[i], drawn with the random number noise[i] from what top_k (0: no limit), top_p (1 or more:
+ * none) and the floor leave; -1 where there was no memory, 0 where the peak is not finite. */
+EXPORT void quire_draw(const float *logits, const int64_t *rows, const float *peak, const float *temperature,
+                       const float *floor, const int64_t *top_k, const double *top_p, const double *noise, int64_t *out,
+                       int64_t count, int64_t width) {
+    draw_job job = {logits, peak, temperature, floor, rows, top_k, top_p, noise, width, out};
+    quire_parallel(draw_task, &job, count);
+}
+
+typedef struct {
+    const float *logits;
+    const int64_t *tokens;
+    int64_t width, count;
+    int64_t *total, *rank, *ids;
+    const float *peak;
+    float *values;
+} rank_job;
+
+/* Keep the best of a row, best first: in goes one more, if it is better than the last. */
+INLINE void keep_best(float *values, int64_t *ids, int64_t *held, int64_t count, float x, int64_t id) {
+    int64_t place = *held < count ? (*held)++ : count - 1;
+    for (; place > 0 && x > values[place - 1]; place--) {
+        values[place] = values[place - 1];
+        ids[place] = ids[place - 1];
+    }
+    values[place] = x;
+    ids[place] = id;
+}
+
+static void rank_task(void *arg, int64_t task) {
+    const rank_job *job = arg;
+    const float *x = job->logits + task * job->width;
+    float mine = x[job->tokens[task]], *values = job->values + task * job->count;
+    int64_t *ids = job->ids + task * job->count, held = 0, better = 0, total = 0, weights[RUN];
+    weighing row = {x, job->width, job->peak[task], 1.0f, -INFINITY, NULL};
+    for (int64_t at = 0; at < job->width; at += RUN) {
+        int64_t n = weigh(&row, at, weights);
+        int32_t above = 0;
+        float least = held < job->count ? -INFINITY : job->count ? values[job->count - 1] : INFINITY;
+        for (int64_t i = 0; i < n; i++) {
+            total += weights[i];
+            better += x[at + i] > mine || (x[at + i] == mine && at + i < job->tokens[task]);
+            above |= x[at + i] > least;
+        }
+        if (!above && !(held < job->count)) continue;
+        for (int64_t i = 0; i < n; i++)
+            if (job->count && (held < job->count || x[at + i] > values[job->count - 1]))
+                keep_best(values, ids, &held, job->count, x[at + i], at + i);
+    }
+    job->total[task] = total;
+    job->rank[task] = better + 1;
+}
+
+/* Of one token of each row: its rank; of the row: the weight of all its tokens, and the `count` likeliest. */
+EXPORT void quire_rank(const float *logits, const int64_t *tokens, const float *peak, int64_t *total, int64_t *rank,
+                       int64_t *ids, float *values, int64_t rows, int64_t width, int64_t count) {
+    rank_job job = {logits, tokens, width, count, total, rank, ids, peak, values};
+    quire_parallel(rank_task, &job, rows);
+}

@@ -1,0 +1,40 @@
+"""Draws and log-probabilities by the compiled kernels: the choices of `quire.sampling.sampler`, a thread to a row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.errors import OutOfMemoryError
+from quire.kernels.cpu.library import load
+
+
+class CpuSampling:
+    """`quire.sampling.kernels.SamplingKernels` on a CPU."""
+
+    def __init__(self) -> None:
+        self._library = load()
+
+    def draw(self, logits: Tensor, rows: Tensor, peak: Tensor, temperature: Tensor, floor: Tensor, top_k: Tensor,
+             top_p: Tensor, noise: Tensor) -> Tensor:
+        """One token of each of the `rows` of float32 logits [R, V]; all else is by place in `rows`."""
+        logits = logits.contiguous()
+        out = torch.empty(len(rows), dtype=torch.int64)
+        given = (logits, rows.contiguous(), peak.contiguous(), temperature.contiguous(), floor.contiguous(),
+                 top_k.contiguous(), top_p.contiguous(), noise.contiguous(), out)
+        self._library.quire_draw(*(tensor.data_ptr() for tensor in given), len(rows), logits.shape[1])
+        if bool((out < 0).any()):
+            raise OutOfMemoryError("no memory to draw a token: lower max_num_seqs, or stop what else runs here")
+        return out
+
+    def rank(self, logits: Tensor, token_ids: Tensor, peak: Tensor, count: int
+             ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(Weight of all tokens, rank of the given one, the `count` likeliest ids, their logits) of each row."""
+        logits = logits.contiguous()
+        rows, width = logits.shape
+        total, rank = torch.empty(2, rows, dtype=torch.int64)
+        ids = torch.zeros(rows, count, dtype=torch.int64)
+        values = torch.full((rows, count), -torch.inf)
+        given = (logits, token_ids.contiguous(), peak.contiguous(), total, rank, ids, values)
+        self._library.quire_rank(*(tensor.data_ptr() for tensor in given), rows, width, count)
+        return total, rank, ids, values

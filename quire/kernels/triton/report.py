@@ -1,0 +1,102 @@
+"""Log-probabilities of drawn tokens and of the likeliest ones, without sorting the vocabulary."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels import sampled_row
+from quire.kernels.triton.cut import chunk_of, collect, is_cut
+from quire.kernels.triton.sampling_parts import HEAD, WORDS, bin_of, is_finite, order_key, read_logits, row_peak
+
+_PLACE = tl.constexpr(sampled_row.PLACE)
+_LOGPROBS = tl.constexpr(sampled_row.LOGPROBS)
+_RING = tl.constexpr(sampled_row.RING)
+_TOP = tl.constexpr(sampled_row.TOP)
+_REPORT_WORDS = tl.constexpr(sampled_row.REPORT_WORDS)
+
+
+@triton.jit
+def _drawn(stage, out, me, out_stride):
+    """The token that was drawn for a row."""
+    return tl.load(out + tl.load(stage + _RING).to(tl.int64) * out_stride + tl.load(me + _PLACE) * 2)
+
+
+@triton.jit
+def rank_kernel(
+    logits, stage, peak, bracket, tally, found, ids, out, stride, out_stride, VOCAB: tl.constexpr,
+    MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+    TALLY: tl.constexpr, CAPACITY: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
+    """Count a block's tokens that are likelier than the drawn one; collect those that may be among the likeliest."""
+    block, row = tl.program_id(0), tl.program_id(1)
+    me = stage + HEAD + row * WORDS
+    top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
+    if is_cut(me, True) & is_finite(top):
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        values = read_logits(logits, logits, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
+        drawn = _drawn(stage, out, me, out_stride)
+        one = drawn + tl.zeros([1], tl.int32)
+        mine = tl.max(read_logits(logits, logits, stage, row, one, stride, VOCAB, MASK_WORDS, SOURCE))
+        better = (values > mine) | ((values == mine) & (token < drawn))
+        tl.atomic_add(tally + row * TALLY + BINS + 3, tl.sum((better & (token < VOCAB)).to(tl.int32)))
+        if tl.load(bracket + row * 4 + 2) != 0:
+            bins = tl.where(token < VOCAB, bin_of(values, top, 1.0, float("-inf"), BINS), BINS)
+            collect(values, token, bins, tl.load(bracket + row * 4), tl.load(bracket + row * 4 + 1), found, ids,
+                    tally + row * TALLY + BINS + 2, row, CAPACITY)
+
+
+@triton.jit
+def _next_best(
+    key, token, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BINS: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
+    """(Key, id) of the likeliest token in question after the one given; of equals the lower id comes first."""
+    best = tl.max(tl.full([2], -9223372036854775807, tl.int64))
+    for start in range(0, settings[0], CHUNK):
+        values, ids, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
+        mine = order_key(values)
+        later = real & ((mine < key) | ((mine == key) & (ids > token)))
+        # One number that is larger for a larger key, and for a lower id.
+        both = mine.to(tl.int64) * 2147483648 + (2147483647 - ids)
+        best = tl.maximum(best, tl.max(tl.where(later, both, -9223372036854775807)))
+    return (best >> 31).to(tl.int32), (2147483647 - (best & 2147483647)).to(tl.int32)
+
+
+@triton.jit
+def _logprob(values, top, log_total):
+    return ((values - top).to(tl.float64) - log_total).to(tl.float32)
+
+
+@triton.jit
+def report_kernel(
+    logits, stage, peak, bracket, tally, tally_wide, found, ids, out, report, stride, out_stride, report_stride,
+    VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BINS: tl.constexpr,
+    TALLY: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
+    """What is reported of a row: see `sampled_row.REPORT_WORDS`."""
+    row = tl.program_id(0)
+    me = stage + HEAD + row * WORDS
+    top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
+    if is_cut(me, True) & is_finite(top):
+        drawn = _drawn(stage, out, me, out_stride)
+        mine = report + tl.load(stage + _RING).to(tl.int64) * report_stride + tl.load(me + _PLACE) * _REPORT_WORDS
+        total = tl.load(tally_wide + (row * TALLY + BINS) // 2).to(tl.float64) * (1.0 / 1099511627776.0)
+        log_total = tl.log(total)
+        one = drawn + tl.zeros([1], tl.int32)
+        value = tl.max(read_logits(logits, logits, stage, row, one, stride, VOCAB, MASK_WORDS, SOURCE))
+        tl.store(mine, drawn)
+        tl.store(mine + 1, _logprob(value, top, log_total).to(tl.int32, bitcast=True))
+        tl.store(mine + 2, tl.load(tally + row * TALLY + BINS + 3) + 1)
+        fits = tl.load(bracket + row * 4 + 2)
+        count = tl.where(fits != 0, tl.load(tally + row * TALLY + BINS + 2), VOCAB)
+        settings = (count, fits, tl.load(bracket + row * 4), tl.load(bracket + row * 4 + 1), top, 1.0, float("-inf"))
+        source = (logits, logits, stage, found, ids, stride)
+        key, token = order_key(top) + 1, drawn * 0 - 1
+        for place in range(0, tl.minimum(tl.load(me + _LOGPROBS), VOCAB)):
+            key, token = _next_best(
+                key, token, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
+            one = token + tl.zeros([1], tl.int32)
+            value = tl.max(read_logits(logits, logits, stage, row, one, stride, VOCAB, MASK_WORDS, SOURCE))
+            tl.store(mine + 3 + place, token)
+            tl.store(mine + 3 + _TOP + place, _logprob(value, top, log_total).to(tl.int32, bitcast=True))

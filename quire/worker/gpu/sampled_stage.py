@@ -1,0 +1,199 @@
+"""What a step sends to the sampling kernels: its rows' settings, changes of single logits, and masks, in one buffer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quire.kernels import sampled_row as at
+from quire.kernels.sampled_row import Wants
+from quire.sampling.params import SamplingParams
+from quire.sampling.philox import signed_seed
+from quire.scheduler.plan import RowStart
+
+_NO_CUT = 2.0
+_NOTHING = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True)
+class RowSettings:
+    """How one sequence draws, as the kernels read it; made once, when it takes its row."""
+
+    words: np.ndarray
+    wants: Wants
+    bias_ids: np.ndarray
+    bias_values: np.ndarray
+    """float32 values as int32 words."""
+    stop_ids: tuple[int, ...]
+    min_tokens: int
+    num_prompt: int
+    bad_words: tuple[tuple[int, ...], ...]
+    allowed: np.ndarray | None
+    """Mask of the allowed ids, in words of 32."""
+
+    @classmethod
+    def of(cls, start: RowStart, vocab_size: int) -> RowSettings:
+        params = start.params
+        bias = params.logit_bias or {}
+        words = tuple(tuple(word) for word in start.bad_words)
+        return cls(
+            words=_words(start, vocab_size),
+            wants=_wants_of(params, bool(words), vocab_size),
+            bias_ids=np.array(list(bias), np.int32),
+            bias_values=np.array(list(bias.values()), np.float32).view(np.int32),
+            stop_ids=tuple(dict.fromkeys(start.stop_ids)) if params.min_tokens else (),
+            min_tokens=params.min_tokens,
+            num_prompt=start.num_prompt_tokens,
+            bad_words=words,
+            allowed=_allowed_mask(params.allowed_token_ids, vocab_size),
+        )
+
+    def unreported(self) -> RowSettings:
+        """The same without log-probabilities."""
+        words = self.words.copy()
+        words[at.LOGPROBS] = -1
+        return replace(self, words=words, wants=self.wants & ~Wants.LOGPROBS)
+
+
+def _is_cut(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether top_k or top_p leave tokens out."""
+    return not params.greedy and params.top_k != 1 and (params.top_p < 1.0 or 0 < params.top_k < vocab_size)
+
+
+def _wants_of(params: SamplingParams, bad_words: bool, vocab_size: int) -> Wants:
+    """All that a sequence may ever ask for; nothing: the drawing kernel of plain rows does."""
+    wants = Wants(0)
+    if _is_cut(params, vocab_size):
+        wants |= Wants.CUT
+    if params.allowed_token_ids is not None or params.structured_outputs is not None:
+        wants |= Wants.MASKS
+    if params.logit_bias or bad_words or params.min_tokens > 0:
+        wants |= Wants.CHANGES
+    if params.penalised:
+        wants |= Wants.PENALTIES
+    if wants:
+        wants |= Wants.DRAW
+    if params.logprobs is not None:
+        wants |= Wants.LOGPROBS
+    return wants
+
+
+def _words(start: RowStart, vocab_size: int) -> np.ndarray:
+    params = start.params
+    words = np.full(at.WORDS, -1, np.int32)
+    floats = words.view(np.float32)
+    greedy = params.greedy or params.top_k == 1
+    seed = signed_seed(start.seed) & ((1 << 64) - 1)
+    words[at.NUM_PROMPT] = start.num_prompt_tokens
+    floats[at.TEMPERATURE] = 0.0 if greedy else min(params.temperature, 1e30)
+    floats[at.LOG_MIN_P] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+    words[at.SEED_LOW : at.SEED_LOW + 3] = np.array(
+        [seed & 0xFFFFFFFF, seed >> 32, start.sequence_index], np.uint32).view(np.int32)
+    words[at.TOP_K] = params.top_k if 0 < params.top_k < vocab_size else 0
+    top_p = params.top_p if params.top_p < 1.0 else _NO_CUT
+    words[at.TOP_P : at.TOP_P + 2] = np.array([top_p], np.float64).view(np.int32)
+    floats[at.REPETITION : at.REPETITION + 3] = (
+        params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    words[at.LOGPROBS] = -1 if params.logprobs is None else params.logprobs
+    return words
+
+
+def _allowed_mask(ids: Sequence[int] | None, vocab_size: int) -> np.ndarray | None:
+    if ids is None:
+        return None
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@dataclass(slots=True)
+class SampledRow:
+    """One row of the logits: its place there, its table row, the position it draws, and its grammar's mask."""
+
+    place: int
+    row: int
+    position: int
+    mask: bytes = b""
+    slot: int = -1
+    """Row of the token counts, under penalties."""
+    counted: int = 0
+    """Positions that are counted there already."""
+
+
+class SampledStage:
+    """Puts one step's rows together."""
+
+    def __init__(self, rows: Sequence[SampledRow], settings: Sequence[RowSettings], vocab_size: int) -> None:
+        self._rows = rows
+        self._settings = settings
+        self._mask_words = -(-vocab_size // 32)
+        self._changes: list[np.ndarray] = []
+        self._prefixes: list[int] = []
+        self._masks: list[np.ndarray] = []
+        self.wants = Wants(0)
+        for one in settings:
+            self.wants |= one.wants
+        if any(row.mask for row in rows):
+            self.wants |= Wants.MASKS | Wants.DRAW
+
+    def words(self, num_rows: int, ring: int) -> np.ndarray:
+        """The buffer, with padding up to `num_rows`."""
+        rows = np.full((num_rows, at.WORDS), -1, np.int32)
+        if self._rows:
+            np.stack([one.words for one in self._settings], out=rows[: len(self._rows)])
+            columns = np.array([(row.place, row.row, row.position, row.slot, row.counted) for row in self._rows])
+            rows[: len(self._rows), [at.PLACE, at.OWNER, at.POSITION, at.SLOT, at.COUNTED]] = columns
+        if self.wants & (Wants.MASKS | Wants.CHANGES):
+            for index, (row, one) in enumerate(zip(self._rows, self._settings, strict=True)):
+                self._add_masks(rows[index], row, one)
+                self._add_changes(index, row, one)
+        return self._joined(rows, ring)
+
+    def _joined(self, rows: np.ndarray, ring: int) -> np.ndarray:
+        changes = np.concatenate(self._changes).astype(np.int32) if self._changes else _NOTHING
+        if not self._changes:
+            self.wants &= ~Wants.CHANGES
+        if not self._masks:
+            self.wants &= ~Wants.MASKS
+        parts = [rows.reshape(-1), changes.reshape(-1), np.array(self._prefixes, np.int32), *self._masks]
+        head = np.zeros(at.HEAD, np.int32)
+        head[at.RING] = ring
+        head[at.NUM_CHANGES] = len(changes)
+        head[at.CHANGES_AT] = at.HEAD + rows.size
+        head[at.PREFIXES_AT] = head[at.CHANGES_AT] + changes.size
+        head[at.MASKS_AT] = head[at.PREFIXES_AT] + len(self._prefixes)
+        return np.concatenate([head, *parts])
+
+    def _add_masks(self, words: np.ndarray, row: SampledRow, one: RowSettings) -> None:
+        if row.mask:
+            words[at.MASK] = self._mask(np.frombuffer(row.mask, np.int32))
+        if one.allowed is not None:
+            words[at.ALLOWED] = self._mask(one.allowed)
+
+    def _mask(self, words: np.ndarray) -> int:
+        self._masks.append(words[: self._mask_words])
+        return len(self._masks) - 1
+
+    def _add_changes(self, index: int, row: SampledRow, one: RowSettings) -> None:
+        if len(one.bias_ids):
+            found = np.zeros((len(one.bias_ids), at.CHANGE_WORDS), np.int32)
+            found[:, 0], found[:, 1], found[:, 2] = index, one.bias_ids, one.bias_values
+            self._changes.append(found)
+        drawn = row.position - one.num_prompt
+        bans: list[tuple[int, tuple[int, ...]]] = []
+        if drawn < one.min_tokens:
+            bans += [(token, ()) for token in one.stop_ids]
+        bans += [(word[-1], word[:-1]) for word in one.bad_words if len(word) - 1 <= drawn]
+        if bans:
+            found = np.zeros((len(bans), at.CHANGE_WORDS), np.int32)
+            found[:, 0], found[:, 2] = index, _BAN
+            for place, (token, prefix) in enumerate(bans):
+                found[place, 1], found[place, 3], found[place, 4] = token, len(self._prefixes), len(prefix)
+                self._prefixes += prefix
+            self._changes.append(found)
+
+
+_BAN = int(np.array(-math.inf, np.float32).view(np.int32))

@@ -1,0 +1,183 @@
+"""Runs the sampling kernels for the rows of a step that ask for more than a temperature, from captured graphs.
+
+A graph serves a number of rows and a set of wishes (`Wants`): few kernels each, captured when first asked for. What the
+kernels need beside the logits is staged, one copy a step. Memory for changed logits and for token counts is allocated
+when somebody asks for such; graphs that knew the old places are captured again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels import sampled_row
+from quire.kernels.sampled_row import Wants
+from quire.sampling.logprobs import PackedLogprobs
+from quire.sampling.sending import send
+from quire.worker.gpu.batches import aligned, ladder, rung_for
+from quire.worker.gpu.graphs import GraphCache
+from quire.worker.gpu.sampled_stage import RowSettings, SampledRow, SampledStage
+from quire.worker.gpu.staging import Stage
+from quire.worker.gpu.table import DeviceTable, RowInfo
+
+AT_ONCE = 256
+"""Rows of one pass: a row of changed logits is 4 bytes times the vocabulary."""
+_WARM = (Wants.DRAW | Wants.CUT, Wants.DRAW | Wants.CUT | Wants.PENALTIES, Wants.LOGPROBS)
+"""What most requests ask for: compiled before anybody waits."""
+
+
+class TokenCounts:
+    """Which row of the counts a sequence has, and up to which position its tokens are counted there."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, int] = {}
+        """By row of the table; a row keeps its own for good."""
+        self._counted: dict[int, tuple[RowInfo, int]] = {}
+
+    @property
+    def size(self) -> int:
+        return len(self._slots)
+
+    def place(self, rows: Sequence[SampledRow], table: DeviceTable) -> list[int]:
+        """Fill in `slot` and `counted` of the rows with penalties; returns the slots that must be emptied first."""
+        fresh = []
+        for row in rows:
+            info = table.info(row.row)
+            if not info.params.penalised:
+                continue
+            row.slot = self._slots.setdefault(row.row, len(self._slots))
+            owner, row.counted = self._counted.get(row.row, (None, 0))
+            if owner is not info:
+                row.counted = 0
+                fresh.append(row.slot)
+            self._counted[row.row] = (info, row.position)
+        return fresh
+
+
+class SampledSteps:
+    """Rows in, tokens into the table and into a ring of the last steps' draws."""
+
+    def __init__(
+        self, kernels: ModuleType, table: DeviceTable, logits: Tensor, drawn: Tensor, max_rows: int, pool: Any = None
+    ) -> None:
+        """`logits`: where steps of fixed shapes leave them. `pool`: of other graphs; None: nothing is captured."""
+        self._kernels = kernels
+        self._table = table
+        self._logits = logits
+        self._drawn = drawn
+        self._device = logits.device
+        self._vocab = logits.shape[1]
+        self._most = min(max_rows, AT_ONCE)
+        self._rungs = ladder(self._most)
+        self._pool = pool
+        self._graphs: GraphCache | None = None
+        self._scratch: Any = None
+        self._counts = TokenCounts()
+        self._step: Any = None
+
+    # ---- memory
+
+    def _allocate(self) -> None:
+        """What every pass needs; changed logits and counts come when asked for."""
+        empty = torch.empty(0, self._vocab, device=self._device)
+        words = sampled_row.HEAD + (self._most + 1) * sampled_row.WORDS
+        report = torch.zeros(*self._drawn.shape[:2], sampled_row.REPORT_WORDS, dtype=torch.int32, device=self._device)
+        self._scratch = self._kernels.SampleScratch.allocate(self._most, self._vocab, self._device)
+        self._step = self._kernels.SampledStep(
+            torch.zeros(words, dtype=torch.int32, device=self._device), self._logits, self._table.tokens, self._drawn,
+            report, empty, empty.to(torch.int32))
+        self._forget()
+
+    def _make_room(self, words: int, rows: int, wants: Wants, fresh: Sequence[int]) -> None:
+        if self._step is None:
+            self._allocate()
+        step = self._step
+        before = (step.stage, step.edited, step.counts)
+        if step.stage.shape[0] < words:
+            step.stage = torch.zeros(2 * words, dtype=torch.int32, device=self._device)
+        if wants.edits and step.edited.shape[0] < rows:
+            step.edited = step.edited[:0]
+            step.edited = torch.empty(rows, self._vocab, device=self._device)
+        if wants & Wants.PENALTIES and step.counts.shape[0] < self._counts.size:
+            size = max(self._counts.size, min(2 * step.counts.shape[0], self._table.num_rows), min(16, self._most))
+            counts = torch.zeros(size, self._vocab, dtype=torch.int32, device=self._device)
+            counts[: step.counts.shape[0]] = step.counts
+            step.counts = counts
+        if any(new is not old for new, old in zip((step.stage, step.edited, step.counts), before, strict=True)):
+            self._forget()
+        if fresh:
+            step.counts.index_fill_(0, send(list(fresh), torch.int64, self._device), 0)
+
+    def _forget(self) -> None:
+        """Graphs hold the places of what they were captured with."""
+        if self._graphs is not None:
+            self._graphs.close()
+        self._graphs = None if self._pool is None else GraphCache(self._device, self._launch, self._pool)
+
+    # ---- passes
+
+    def prepare(self) -> None:
+        """Compile what most requests ask for."""
+        for wants in _WARM:
+            self._make_room(0, 1, wants, ())
+            self._send(SampledStage([], [], self._vocab).words(1, 0))
+            self._launch((1, int(wants)), False)
+
+    def draw(
+        self, logits: Tensor, rows: Sequence[SampledRow], settings: Sequence[RowSettings], slot: int
+    ) -> PackedLogprobs | None:
+        """Draw for the rows from their places of the logits, into `slot` of the ring; returns what they report."""
+        fresh = self._counts.place(rows, self._table)
+        for at in range(0, len(rows), AT_ONCE):
+            self._pass(logits, rows[at : at + AT_ONCE], settings[at : at + AT_ONCE], slot, fresh)
+            fresh = []
+        asking = [(row.place, int(one.words[sampled_row.LOGPROBS])) for row, one in zip(rows, settings, strict=True)
+                  if one.wants & Wants.LOGPROBS]
+        if not asking:
+            return None
+        places = [place for place, _ in asking]
+        found = self._step.report[slot, : max(places) + 1]
+        return PackedLogprobs(places, [count for _, count in asking], found, sampled_row.TOP)
+
+    def _pass(
+        self, logits: Tensor, rows: Sequence[SampledRow], settings: Sequence[RowSettings], slot: int,
+        fresh: Sequence[int],
+    ) -> None:  # fmt: skip
+        rung = rung_for(self._rungs, len(rows))
+        stage = SampledStage(rows, settings, self._vocab)
+        words = stage.words(rung, slot)
+        self._make_room(aligned(len(words)), rung, stage.wants, fresh)
+        key = (rung, int(stage.wants))
+        if self._graphs is None or logits.data_ptr() != self._logits.data_ptr():
+            self._send(words)
+            self._step.logits = logits
+            try:
+                self._launch(key, False)
+            finally:
+                self._step.logits = self._logits
+            return
+        # Captured over padding, since the run before a capture would count tokens twice.
+        if not self._graphs.holds(key):
+            self._send(SampledStage([], [], self._vocab).words(rung, slot))
+            self._graphs.capture([key])
+        self._send(words)
+        self._graphs.run(key)
+
+    def _send(self, words: np.ndarray) -> None:
+        stage = Stage()
+        stage.add("words", words)
+        stage.send(self._device, self._step.stage)
+
+    def _launch(self, key: tuple[int, int], _: bool) -> None:
+        rows, wants = key
+        self._kernels.sample_rows(self._step, rows, Wants(wants), self._scratch)
+
+    def close(self) -> None:
+        if self._graphs is not None:
+            self._graphs.close()
+        self._graphs = self._step = self._scratch = self._pool = None

@@ -1,0 +1,20 @@
+"""The kernels of rows that ask for more than a temperature draw what the sampler draws, for every mix of settings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton.sampled import check_sampling
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize(("seed", "capacity"), [(0, 512), (1, 512), (2, 8), (3, 8)])
+def test_tokens_and_reports_are_those_of_the_sampler(seed: int, capacity: int) -> None:
+    """With room for all tokens in question, and with too little for most rows."""
+    assert check_sampling(DEVICE, torch.float32, 16, 211, seed, block=64, capacity=capacity, chunk=256) == 0
+
+
+def test_the_sizes_of_a_gpu_draw_the_same() -> None:
+    assert check_sampling(DEVICE, torch.bfloat16, 12, 5003, 11) == 0

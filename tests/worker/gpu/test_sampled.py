@@ -1,0 +1,89 @@
+"""The sampling kernels inside an engine, run by Triton's interpreter: the tokens and reports of the full sampler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import Request
+from tests.worker.gpu import engines
+from tests.worker.gpu.test_grammars import Grammars
+
+pytest.importorskip("triton")
+CONFIG = {**engines.QWEN3, "num_hidden_layers": 1, "vocab_size": 61}
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 0.9, "top_k": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 3},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.8, "min_tokens": 3, "logit_bias": {5: 2.0}, "frequency_penalty": 0.4},
+    {"temperature": 0.8},
+    {"temperature": 0.7, "top_p": 0.9, "structured_outputs": {"choice": ["a"]}, "logprobs": 1},
+]
+
+
+def _requests() -> list[Request]:
+    return [Request(f"r{i}", [(7 * i + 3 * j) % 61 for j in range(3 + i)],
+                    SamplingParams(max_tokens=4, ignore_eos=True, **kind), seed=i, arrival_time=0.0,
+                    bad_words=[[3], [1, 2]] if i == 3 else [])
+            for i, kind in enumerate(KINDS)]
+
+
+def _sampled(core: Any) -> list[int]:
+    """Let the kernels draw in the engine's worker; returns the rows of each of their passes, as they come."""
+    from quire.kernels.triton import sample
+    from quire.worker.gpu.draws import SpecialDraws
+    from quire.worker.gpu.sampled_steps import SampledSteps
+
+    runner = core.executor._worker._runner
+    launches, table = runner.launches, core.executor._worker.table
+    steps = SampledSteps(sample, table, launches.buffers.logits, launches.drawn, launches.drawn.shape[1])
+    passes: list[int] = []
+    launch = steps._launch
+    steps._launch = lambda key, drafts: passes.append(key[0]) or launch(key, drafts)  # type: ignore
+    runner.draws = SpecialDraws(table, False, steps)
+    return passes
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_engine_with_the_sampling_kernels_gives_the_plain_engines_tokens(depth: int) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    plain = engines.make_engine(CONFIG, device=False)
+    core = engines.make_engine(CONFIG, device=True, depth=depth)
+    plain.grammars = core.grammars = Grammars(61)  # type: ignore[assignment]
+    passes = _sampled(core)
+    want = engines.run(plain, _requests())
+    got = engines.run(core, _requests())
+    assert {name: found[0] for name, found in got.items()} == {name: found[0] for name, found in want.items()}
+    for name, (_, logprobs, _, error) in want.items():
+        assert error is None
+        assert [(one.token_id, one.rank, one.top_ids) for one in got[name][1]] == [
+            (one.token_id, one.rank, one.top_ids) for one in logprobs]
+        for mine, one in zip(got[name][1], logprobs, strict=True):
+            assert [mine.logprob, *mine.top_logprobs] == pytest.approx([one.logprob, *one.top_logprobs], abs=2e-5)
+    # One pass for all rows of a step, whatever they ask for.
+    assert passes and len(passes) <= 12
+
+
+def test_counts_of_a_row_start_again_with_the_next_sequence() -> None:
+    from types import SimpleNamespace
+
+    from quire.worker.gpu.sampled_stage import SampledRow
+    from quire.worker.gpu.sampled_steps import TokenCounts
+
+    infos = {row: SimpleNamespace(params=SimpleNamespace(penalised=row != 2)) for row in range(4)}
+    table: Any = SimpleNamespace(info=infos.__getitem__)
+    counts = TokenCounts()
+
+    def step(*places: tuple[int, int]) -> tuple[list[int], list[tuple[int, int]]]:
+        rows = [SampledRow(0, row, position) for row, position in places]
+        return counts.place(rows, table), [(row.slot, row.counted) for row in rows]
+
+    assert step((3, 10), (2, 5), (1, 7)) == ([0, 1], [(0, 0), (-1, 0), (1, 0)])
+    assert step((1, 8), (3, 11)) == ([], [(1, 7), (0, 10)])
+    infos[1] = SimpleNamespace(params=SimpleNamespace(penalised=True))
+    assert step((1, 4), (0, 9)) == ([1, 2], [(1, 0), (2, 0)])
+    assert counts.size == 3
