@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from quire.errors import PeerError, QuireError
+from quire.listening import accepted
 from quire.peers.bootstrap import endpoint_of
 from quire.peers.link import Link
 from quire.peers.messages import PROTOCOL_VERSION, Data
@@ -244,11 +245,7 @@ class PeerListener:
         self._thread.start()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                made, where = self._socket.accept()
-            except OSError:
-                return
+        for made, where in accepted(self._socket):
             self._links = [link for link in self._links if not link.closed]
             if len(self._links) >= self._most_links:
                 made.close()
