@@ -34,7 +34,7 @@ class KVMover(Protocol):
         ...
 
     def check(self, theirs: Data, receives: bool) -> None:
-        """Raises KVMismatchError, which names the difference, unless KV can come from there (`receives`) or go there."""
+        """Raises KVMismatchError, by name, unless KV can come from there (`receives`) or go there."""
         ...
 
     def open(self, transfer: int, theirs: Data, tables: Tables, starts: Sequence[int], end: int, arrived: Arrived,

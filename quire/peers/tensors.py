@@ -40,8 +40,8 @@ class TensorMover:
         named = theirs.get("transports")
         others = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
         if not set(others) & set(self._transports):
-            raise KVMismatchError(f"no transport in common: the other engine has {', '.join(others)[:80] or 'none'}, this "
-                                  f"one {', '.join(self._transports)} (kv_transports)", "transports")
+            raise KVMismatchError(f"no transport in common: the other engine has {', '.join(others)[:80] or 'none'}, "
+                                  f"this one {', '.join(self._transports)} (kv_transports)", "transports")
 
     def open(self, transfer: int, theirs: Data, tables: Tables, starts: Sequence[int], end: int, arrived: Arrived,
              failed: Callable[[str], None]) -> Data:

@@ -51,7 +51,7 @@ def test_engines_without_a_transport_in_common_find_out_before_anything_is_compu
     decode = mover(torch.float32, receives=True, transports=("tcp",))
     try:
         for side, other, receives in ((decode, prefill, True), (prefill, decode, False)):
-            with pytest.raises(KVMismatchError, match="no transport in common.*kv_transports") as refused:
+            with pytest.raises(KVMismatchError, match=r"no transport in common.*kv_transports") as refused:
                 side.check(other.describe(), receives=receives)
             assert refused.value.field == "transports"
     finally:
