@@ -95,8 +95,10 @@ class DiskStore(UnitStore):
         path = self._path(name)
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except OSError as error:  # it is gone, or cannot be opened now: the next start finds it if it is there
             self._forget(name)
+            if error.errno != errno.ENOENT:
+                log.warning("the KV unit %s cannot be opened: %s", path, error)
             return None
         try:
             if os.fstat(handle).st_size != size:
@@ -105,6 +107,10 @@ class DiskStore(UnitStore):
             content = _read_all(handle, size)
             with contextlib.suppress(OSError):
                 os.utime(handle)
+        except OSError as error:  # a bad sector: it would fail again and again
+            log.warning("the KV unit %s cannot be read and is removed: %s", path, error)
+            self.discard(name)
+            return None
         finally:
             os.close(handle)
         self.stats.units_read += 1

@@ -16,6 +16,7 @@ from threading import BoundedSemaphore, Thread
 from quire.errors import KVTransferError
 from quire.kvpool.keys import KEY_BYTES
 from quire.kvpool.memory import MemoryStore
+from quire.listening import accepted
 
 NAME_BYTES = KEY_BYTES + 2
 LENGTH = struct.Struct("<Q")
@@ -42,13 +43,10 @@ class PeerServer:
         self._thread.start()
 
     def _accept(self) -> None:
-        while True:
-            self._places.acquire()
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
+        self._places.acquire()
+        for connection, _ in accepted(self._listener):
             Thread(target=self._serve, args=(connection,), name="quire-peer", daemon=True).start()
+            self._places.acquire()
 
     def _serve(self, connection: socket.socket) -> None:
         try:

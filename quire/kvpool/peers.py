@@ -25,6 +25,7 @@ log = logging.getLogger("quire.kvpool")
 _TIMEOUT = 5.0
 _AVOIDED_SECONDS = 5.0
 """A peer that did not answer is not asked for so long."""
+ALL_INTERFACES = ("0.0.0.0", "::", "[::]", "*")
 _REMEMBERED = 1 << 14
 """Units whose owners are remembered between lookup and fetch."""
 
@@ -55,6 +56,12 @@ class PeerOptions:
         host, _, port = listen.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
             raise ConfigError(f"kv_pool: listen must be an address and a port, as in 127.0.0.1:0, not {listen!r}",
+                              field="kv_pool")
+        if host in ALL_INTERFACES:
+            raise ConfigError(f"kv_pool: listen names all interfaces ({host}), and peers are told to come there: give "
+                              "the address by which they reach this engine", field="kv_pool")
+        if given and not parts.scheme.startswith("redis"):
+            raise ConfigError(f"kv_pool has no option {sorted(given)[0]!r}; it has share, listen and lease",
                               field="kv_pool")
         return cls(urlunsplit(parts._replace(query=urlencode(given))), share, listen, lease)
 

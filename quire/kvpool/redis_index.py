@@ -25,7 +25,9 @@ class RedisIndex(UnitIndex):
                               field="kv_pool") from error
         try:
             self._redis: Any = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
-        except ValueError as error:
+            pool = self._redis.connection_pool
+            pool.connection_class(**pool.connection_kwargs)  # not connected: an option that there is not shows here
+        except (TypeError, ValueError) as error:
             raise ConfigError(f"kv_pool {url!r} is no address of a Redis: {error}", field="kv_pool") from error
         self._space = space
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from quire.errors import InvalidRequestError, PeerError
 from quire.peers.decode import DecodeSide
 from quire.peers.lane import Lane, Range, SendLane
 from quire.peers.link import Inbox, Link
-from quire.peers.messages import Abort, Failed, First, Message, Prefill, parse
+from quire.peers.messages import Abort, Failed, First, Message, Prefill, parse, refused_alone
 from quire.peers.mover import Data, KVMover
 from quire.peers.prefill import PrefillSide
 from quire.peers.stats import PeerStats
@@ -152,6 +153,10 @@ class PeerHub:
         try:
             message = parse(data)
         except PeerError as error:
+            transfer = refused_alone(data)
+            if transfer is not None:
+                self.inbox.put(partial(self._prefill.refuse, link, transfer, str(error)))
+                return
             link.close(f"it said what it must not: {error}")
             self.inbox.put(lambda: None)
             return

@@ -61,7 +61,7 @@ class MemoryMover(ABC):
     def describe(self) -> Data:
         return {"engine": self.engine}
 
-    def check(self, theirs: Data) -> None:  # noqa: B027 (engines of one process are of one model)
+    def check(self, theirs: Data, receives: bool) -> None:  # noqa: B027 (engines of one process are of one model)
         pass
 
     def open(self, transfer: int, theirs: Data, tables: Tables, starts: Sequence[int], end: int, arrived: Arrived,

@@ -1,11 +1,13 @@
 """What two engines say to each other over their side channel: plain data, all of it checked on arrival.
 
 The decode side asks (`Prefill`), renews (`ping`) and calls off (`Abort`); the prefill side answers with what became of
-it. A message that is not as described here raises `PeerError`, and the link that brought it is closed.
+it. A message that is not as described here raises `PeerError`: a prompt is refused then, and the link that brought any
+other is closed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import InvalidRequestError, PeerError
-from quire.sampling.params import SamplingParams
+from quire.sampling.params import MAX_BAD_WORDS, SamplingParams
 from quire.scheduler.plan import TokenLogprobs
 from quire.scheduler.remote import FirstToken
 
@@ -22,6 +24,9 @@ MOST_TOKENS = 1 << 24
 _MOST_GROUPS = 64
 _MOST_REASON = 500
 _MOST_PRIORITY = 1 << 31
+_MOST_WORDS = 2 * MAX_BAD_WORDS
+"""Each as at the start of a text, and as inside one."""
+_MOST_OF_A_WORD = 1 << 16
 
 Data = dict[str, Any]
 
@@ -125,6 +130,15 @@ class Failed:
 
 
 Message = Prefill | Abort | Working | First | Sent | Failed
+
+
+def refused_alone(data: object) -> int | None:
+    """The transfer of a prompt that is not as it must be, if it names one: then that one is refused, and the link stays
+    for the others. What a client gave is in it, and no client may cost others their link."""
+    if isinstance(data, Mapping) and data.get("kind") == "prefill":
+        with contextlib.suppress(PeerError):
+            return _transfer(data)
+    return None
 
 
 def parse(data: object) -> Message | None:
@@ -233,9 +247,9 @@ def _integer_list(value: object, name: str, most: int) -> list[int]:
 
 
 def _words(value: object) -> list[list[int]]:
-    if not isinstance(value, list) or len(value) > 4096:
-        raise PeerError("bad_words must be a list")
-    return [_integer_list(word, "bad_words", 4096) for word in value]
+    if not isinstance(value, list) or len(value) > _MOST_WORDS:
+        raise PeerError(f"bad_words must be a list of at most {_MOST_WORDS}")
+    return [_integer_list(word, "bad_words", _MOST_OF_A_WORD) for word in value]
 
 
 def _params(value: object) -> SamplingParams:

@@ -33,8 +33,8 @@ class KVMover(Protocol):
         """For the other side's handshake: what model this is, how its KV lies, how it can be reached."""
         ...
 
-    def check(self, theirs: Data) -> None:
-        """Raises KVMismatchError, which names the difference, unless KV can go between the two."""
+    def check(self, theirs: Data, receives: bool) -> None:
+        """Raises KVMismatchError, by name, unless KV can come from there (`receives`) or go there."""
         ...
 
     def open(self, transfer: int, theirs: Data, tables: Tables, starts: Sequence[int], end: int, arrived: Arrived,

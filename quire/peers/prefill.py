@@ -72,14 +72,17 @@ class PrefillSide:
             request = self._request(link, asked)
             self._core.add(request)
         except QuireError as error:
-            self._stats.prefills_refused += 1
-            link.send(Failed(asked.transfer, str(error)).to_data())
+            self.refuse(link, asked.transfer, str(error))
             return
         served = Served(link, asked, request, asked.start, now)
         self._served[link, asked.transfer] = served
         self._of_request[request] = served
         self._stats.prefills_taken += 1
         link.send(Working(asked.transfer).to_data())
+
+    def refuse(self, link: Link, transfer: int, reason: str) -> None:
+        self._stats.prefills_refused += 1
+        link.send(Failed(transfer, reason).to_data())
 
     def _request(self, link: Link, asked: Prefill) -> Request:
         groups = self._cache.groups[: self._num_groups]

@@ -13,12 +13,14 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from quire.errors import PeerError, QuireError
+from quire.listening import accepted
 from quire.peers.bootstrap import endpoint_of
 from quire.peers.link import Link
 from quire.peers.messages import PROTOCOL_VERSION, Data
@@ -27,7 +29,8 @@ from quire.peers.mover import KVMover
 _HELLO_BYTES = 4096
 _ABOUT_BYTES = 4 << 20
 _FRAME_BYTES = 256 << 20
-_HANDSHAKE_SECONDS = 5.0
+HANDSHAKE_SECONDS = 5.0
+"""For all of it: who says a byte now and then must not hold one of the listener's places."""
 _LENGTH = struct.Struct(">I")
 
 
@@ -54,6 +57,8 @@ class SocketLink(Link):
         super().__init__(name)
         self._owner, self._key, self._connect, self._asks = owner, key, connect, asks
         self._socket: socket.socket | None = None
+        self._deadline = 0.0
+        """When the handshake must be over."""
         self._outgoing: SimpleQueue[Data | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._read, name=f"quire-peer-{name}", daemon=True),
@@ -115,7 +120,8 @@ class SocketLink(Link):
     # ---- the handshake
 
     def _handshake(self, made: socket.socket) -> None:
-        made.settimeout(_HANDSHAKE_SECONDS)
+        self._deadline = time.monotonic() + HANDSHAKE_SECONDS
+        made.settimeout(HANDSHAKE_SECONDS)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         theirs = self._introduce(made) if self._asks else self._welcome(made)
         made.settimeout(None)
@@ -124,10 +130,10 @@ class SocketLink(Link):
 
     def _introduce(self, made: socket.socket) -> Data:
         """The side that connects proves itself first."""
-        nonce = _nonce_of(_hello(read_frame(made, _HELLO_BYTES)))
+        nonce = _nonce_of(_hello(read_frame(made, _HELLO_BYTES, self._deadline)))
         mine = secrets.token_bytes(32)
         write_frame(made, {"quire": PROTOCOL_VERSION, "nonce": mine.hex(), "proof": self._proof("asks", nonce, mine)})
-        answer = _hello(read_frame(made, _ABOUT_BYTES))
+        answer = _hello(read_frame(made, _ABOUT_BYTES, self._deadline))
         if not hmac.compare_digest(str(answer.get("proof")), self._proof("answers", mine, nonce)):
             raise PeerError("the other engine does not have this one's secret")
         theirs = self._checked(made, answer.get("about"))
@@ -137,13 +143,13 @@ class SocketLink(Link):
     def _welcome(self, made: socket.socket) -> Data:
         mine = secrets.token_bytes(32)
         write_frame(made, {"quire": PROTOCOL_VERSION, "nonce": mine.hex()})
-        hello = _hello(read_frame(made, _HELLO_BYTES))
+        hello = _hello(read_frame(made, _HELLO_BYTES, self._deadline))
         nonce = _nonce_of(hello)
         if not hmac.compare_digest(str(hello.get("proof")), self._proof("asks", mine, nonce)):
             _refuse(made, "the secret is another one")
         write_frame(made, {"quire": PROTOCOL_VERSION, "proof": self._proof("answers", nonce, mine),
                            "about": self._owner.mover.describe()})
-        theirs = self._checked(made, _hello(read_frame(made, _ABOUT_BYTES)).get("about"))
+        theirs = self._checked(made, _hello(read_frame(made, _ABOUT_BYTES, self._deadline)).get("about"))
         # An engine that takes KV on all addresses is reached where its link comes from.
         return {**theirs, "seen_at": made.getpeername()[0]}
 
@@ -151,7 +157,7 @@ class SocketLink(Link):
         if not isinstance(about, dict):
             raise PeerError("the other engine does not say what it is")
         try:
-            self._owner.mover.check(about)
+            self._owner.mover.check(about, receives=self._asks)
         except QuireError as error:
             _refuse(made, str(error))
         return about
@@ -196,21 +202,26 @@ def write_frame(made: socket.socket, data: dict[str, Any]) -> None:
     made.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def read_frame(made: socket.socket, most: int) -> object:
-    """Raises PeerError for what is no frame, or too long."""
-    (length,) = _LENGTH.unpack(_read_exactly(made, _LENGTH.size))
+def read_frame(made: socket.socket, most: int, deadline: float | None = None) -> object:
+    """Raises PeerError for what is no frame, too long, or not whole by the deadline."""
+    (length,) = _LENGTH.unpack(_read_exactly(made, _LENGTH.size, deadline))
     if length > most:
         raise PeerError(f"a message of {length} bytes is longer than the {most} that are read")
     try:
-        found: object = json.loads(_read_exactly(made, length))
+        found: object = json.loads(_read_exactly(made, length, deadline))
     except (ValueError, RecursionError) as error:
         raise PeerError("a message is not JSON") from error
     return found
 
 
-def _read_exactly(made: socket.socket, count: int) -> bytes:
+def _read_exactly(made: socket.socket, count: int, deadline: float | None) -> bytes:
     parts = []
     while count:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise PeerError("the handshake takes too long")
+            made.settimeout(left)
         part = made.recv(min(count, 1 << 20))
         if not part:
             raise PeerError("the other side has closed the link")
@@ -234,11 +245,7 @@ class PeerListener:
         self._thread.start()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                made, where = self._socket.accept()
-            except OSError:
-                return
+        for made, where in accepted(self._socket):
             self._links = [link for link in self._links if not link.closed]
             if len(self._links) >= self._most_links:
                 made.close()
@@ -260,7 +267,7 @@ def connector(owner: Owner, key: bytes) -> Callable[[str], Link]:
 
     def connect(address: str) -> Link:
         def dial() -> socket.socket:
-            return socket.create_connection(endpoint_of(address, key), timeout=_HANDSHAKE_SECONDS)
+            return socket.create_connection(endpoint_of(address, key), timeout=HANDSHAKE_SECONDS)
 
         link = SocketLink(owner, key, address, dial, asks=True)
         link.start()

@@ -186,6 +186,24 @@ def test_a_full_disk_costs_the_write_and_nothing_else(tmp_path: Path, monkeypatc
     store.close()
 
 
+@pytest.mark.parametrize("call", ["open", "readv"])
+def test_a_unit_that_cannot_be_read_is_a_miss_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                  call: str) -> None:
+    store = DiskStore(tmp_path, 10_000)
+    put(store, 1)
+
+    def bad_sector(*_: object, **__: object) -> int:
+        raise OSError(errno.EIO, "input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.os, call, bad_sector)
+        assert get(store, 1) is None
+    assert store.find([name_of(1)]) == [False] and store.num_bytes == 0
+    assert file_of(tmp_path, 1).exists() == (call == "open"), "one that cannot be opened may be well at the next start"
+    assert put(store, 1) and get(store, 1) == content_of(1)
+    store.close()
+
+
 WRITER = """
 import sys
 from pathlib import Path

@@ -153,11 +153,18 @@ def test_who_does_not_have_the_secret_reads_nothing() -> None:
 
 
 def test_options_say_what_is_wrong_with_them() -> None:
-    assert PeerOptions.parse("redis://h:1/2?share=2MiB&listen=0.0.0.0:99&lease=3&ssl_cert_reqs=none") == PeerOptions(
-        "redis://h:1/2?ssl_cert_reqs=none", 2 << 20, "0.0.0.0:99", 3.0)
-    for wrong in ("?lease=x", "?lease=0", "?share=many", "?listen=here", "?listen=:5", "?listen=h:99999"):
+    assert PeerOptions.parse("redis://h:1/2?share=2MiB&listen=10.0.0.7:99&lease=3&ssl_cert_reqs=none") == PeerOptions(
+        "redis://h:1/2?ssl_cert_reqs=none", 2 << 20, "10.0.0.7:99", 3.0)
+    for wrong in ("?lease=x", "?lease=0", "?share=many", "?listen=here", "?listen=:5", "?listen=h:99999",
+                  "?listen=0.0.0.0:99", "?listen=[::]:99"):
         with pytest.raises(ConfigError):
             PeerOptions.parse(f"redis://h:1{wrong}")
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0?shar=1GiB", "http://127.0.0.1:1?shar=1GiB"])
+def test_an_option_that_there_is_not_is_refused_and_not_ignored(url: str) -> None:
+    with pytest.raises(ConfigError, match="shar"):
+        PeerOptions.parse(url).open_index(SECRET_BYTES)
 
 
 @pytest.mark.parametrize("kind", ["redis", "http"])

@@ -14,8 +14,10 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, PeerError
+from quire.peers import sockets
 from quire.peers.bootstrap import split_address
 from quire.peers.messages import Prefill, parse
+from quire.sampling.params import MAX_BAD_WORDS, MAX_STOP_LENGTH
 from tests.checkpoints import make_checkpoint
 from tests.peers.engine_process import eventually
 from tests.peers.pairs import SECRET, PrefillEngine
@@ -68,6 +70,33 @@ def test_junk_on_the_port_closes_that_link_and_nothing_else(engines: tuple[Prefi
     served(llm)
 
 
+def test_a_stranger_who_says_a_byte_now_and_then_is_cut_off(engines: tuple[PrefillEngine, LLM],
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 of them would otherwise keep everybody else out for hours."""
+    other, llm = engines
+    served(llm)
+    monkeypatch.setattr(sockets, "HANDSHAKE_SECONDS", 0.5)
+    where = split_address(other.address)
+    with socket.create_connection((where.hostname or "", where.port or 0), timeout=10) as made:
+        made.settimeout(0.1)
+        made.sendall(struct.pack(">I", 4000))
+        eventually(lambda: _drip(made), "it may go on for ever", seconds=30)
+    served(llm)
+
+
+def _drip(made: socket.socket) -> bool:
+    """Say one byte more; true when the other side does not listen any more."""
+    try:
+        made.sendall(b" ")
+        while made.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _good() -> dict[str, Any]:
     params = SamplingParams(max_tokens=3, logit_bias={5: 1.0})
     return Prefill(7, PROMPT, True, params, 1, [2], [[4, 5]], b"k", 0, "t", 0, [0], len(PROMPT),
@@ -77,6 +106,12 @@ def _good() -> dict[str, Any]:
 def test_a_prompt_survives_the_wire() -> None:
     found = parse(json.loads(json.dumps(_good())))
     assert isinstance(found, Prefill) and found.tokens == PROMPT and found.params.logit_bias == {5: 1.0}
+
+
+def test_the_longest_word_that_a_request_may_forbid_survives_the_wire() -> None:
+    """1,024 characters that the tokenizer spells in four bytes each, behind a space."""
+    found = parse({**_good(), "bad_words": [[5] * (4 * MAX_STOP_LENGTH + 1)] * (2 * MAX_BAD_WORDS)})
+    assert isinstance(found, Prefill) and len(found.bad_words[0]) == 4097
 
 
 WRONG: list[dict[str, Any]] = [
@@ -96,7 +131,7 @@ def test_a_message_that_is_none_is_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("change", [
     {"tokens": [], "end": 0}, {"tokens": [500], "end": 1}, {"starts": [0, 0]}, {"starts": []},
     {"tokens": [1] * 5000, "end": 5000}, {"params": {"stop_token_ids": [10**6]}}, {"ticket": {}}, {"ticket": {"a": 1}},
-    {"starts": [10**6]}], ids=str)
+    {"starts": [10**6]}, {"seed": -1}, {"bad_words": [["a"]]}, {"params": {"n": 0}}], ids=str)
 def test_a_prompt_that_cannot_be_served_is_refused_alone(engines: tuple[PrefillEngine, LLM],
                                                         change: dict[str, Any]) -> None:
     """Sent by an engine that has the secret and is mad."""
@@ -104,10 +139,11 @@ def test_a_prompt_that_cannot_be_served_is_refused_alone(engines: tuple[PrefillE
     served(llm)
     peers = llm._engine.peers  # type: ignore[union-attr]
     stats = other.llm._engine.peers.stats  # type: ignore[union-attr]
-    before = stats.prefills_refused + stats.prefills_failed
+    before, links = stats.prefills_refused + stats.prefills_failed, llm.metrics()["kv_links_lost"]
     peers.link_to(other.address).send({**_good(), "transfer": random.getrandbits(40), **change})  # type: ignore[union-attr]
     eventually(lambda: stats.prefills_refused + stats.prefills_failed > before, "nobody minded")
     served(llm)
+    assert llm.metrics()["kv_links_lost"] == links, "others would have lost their prompts"
 
 
 @pytest.mark.parametrize("message", [

@@ -30,6 +30,7 @@ from quire.kvtransfer.transport.session import (
     refusal,
     refused,
 )
+from quire.listening import accepted
 
 log = logging.getLogger("quire.kvtransfer")
 HANDSHAKE_SECONDS = 10.0
@@ -127,11 +128,7 @@ class StreamReceiver(Receiver):
     # ---- all of them
 
     def _accept(self) -> None:
-        while not self._stopped:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
+        for sock, _ in accepted(self._listener):
             with self._lock:
                 self._threads = {thread for thread in self._threads if thread.is_alive()}
                 if self._stopped or len(self._sockets) >= MOST_WRITERS:
