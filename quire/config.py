@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.kernels.quantized import Rounding
 from quire.options import check_type, option, parse_bytes, read_kv_secret
 from quire.speculation.options import SpeculationOptions
 
@@ -25,6 +26,15 @@ class ModelConfig:
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids only")
     dtype: str = option("auto", "type of weights and activations; auto is float32 on a CPU, bfloat16 on a GPU",
                         ("auto", "float32", "bfloat16", "float16"))
+    quantization: str | None = option(
+        None, "on a CPU: multiply weights as integers. int8 and int4 round weights that the file stores as floats to "
+              "so many bits (embedding and head to 8) and keep the bits of others; file keeps all as they are stored",
+        ("int8", "int4", "file"))
+    quantization_group_size: int = option(32, "with quantization int8 or int4: columns of a weight that share a scale, "
+                                              "32, 64 or 128; 0: one scale per output channel")
+    quantization_zero_points: bool | None = option(
+        None, "with quantization int8 or int4: codes count from the least weight of a group instead of lying around "
+              "zero (default: with int4)")
     seed: int = option(0, "seed from which requests without one of their own draw theirs")
     max_model_len: int | None = option(
         None, "longest prompt plus output (default: what model and KV pool allow)")
@@ -47,6 +57,22 @@ class ModelConfig:
         False, "on a GPU: the same bits whatever the batch, chunks, cache and graphs, at some cost in speed "
                "(a CPU always has them)")
 
+    @property
+    def rounding(self) -> Rounding | None:
+        """Which weights are multiplied as integers; None: none."""
+        if self.quantization_group_size not in (0, 32, 64, 128):
+            raise ConfigError(f"quantization_group_size must be 32, 64, 128 or 0, not {self.quantization_group_size}",
+                              field="quantization_group_size")
+        if self.quantization in (None, "file"):
+            for name, default in (("quantization_group_size", 32), ("quantization_zero_points", None)):
+                if getattr(self, name) != default:
+                    raise ConfigError(f"{name} says how weights are rounded: set quantization to int8 or int4",
+                                      field=name)
+            return None if self.quantization is None else Rounding(None)
+        bits = 8 if self.quantization == "int8" else 4
+        zero_points = bits == 4 if self.quantization_zero_points is None else self.quantization_zero_points
+        return Rounding(bits, self.quantization_group_size, zero_points)
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
@@ -68,8 +94,9 @@ class CacheConfig:
     kv_fetch_timeout: float = option(30.0, "seconds that a request waits for KV from another tier before it computes "
                                            "what has not come")
     eviction_policy: str = option("reuse-rate", "which idle cached block gives up its place first: the one least "
-                                  "likely to be asked for again, as learned so far, or the least recently used",
-                                  ("reuse-rate", "lru"))
+                                  "likely to be asked for again, as learned so far, the least recently used, or the "
+                                  "one whose second-last use is longest ago",
+                                  ("reuse-rate", "lru", "lru-2"))
     kv_disk: str | None = option(
         None, "keep prefixes in this directory, at most so many bytes, and find them again after a restart: PATH:SIZE, "
               "as in /var/cache/quire-kv:20GiB (default: none)")
@@ -353,6 +380,7 @@ def _check_ranges(config: EngineConfig) -> None:
     if config.model.dummy_script is not None and (config.model.executor != "dummy" or config.model.skip_tokenizer_init):
         raise ConfigError("dummy_script needs executor 'dummy' and a tokenizer", field="dummy_script")
     _ = config.speculation.options
+    _ = config.model.rounding
     _check_slo(config.scheduler)
     _check_swap(config)
     _check_structured(config.structured)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,16 @@ def compressed_config(bits: int = 4, group: int = 32, symmetric: bool = True, pl
     }
 
 
+@cache
+def _model(family: str, overrides: tuple[tuple[str, Any], ...]) -> Any:
+    return make_model(family, **dict(overrides))
+
+
 def write_checkpoint(
     folder: Path, pack: Packer, config: dict[str, Any], family: str = "llama", **overrides: Any
 ) -> dict[str, Tensor]:
     """A tiny model whose layers' projections are packed; returns the floats that its checkpoint stands for."""
-    model = make_model(family, **{**SIZES, **overrides})
+    model = _model(family, tuple({**SIZES, **overrides}.items()))
     stored: Stored = {}
     expected: dict[str, Tensor] = {}
     for name, tensor in weights_of(model):

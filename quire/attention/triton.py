@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ from quire.kernels.triton.attention_split import (
     extra_pieces,
     split_decode,
 )
-from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext, pair_cache
+from quire.kernels.triton.latent_attention import latent_decode, latent_tiles
+from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext, pair_cache
 
 _FIXED = MixedShape(64, 64, 4, 3)
 """The tile of deterministic mode, for every query of every step: bits may depend on its shape."""
@@ -252,6 +253,26 @@ class TritonAttention:
                 exact=self.deterministic,
                 **options,
             )
+        return out
+
+    def latents(
+        self, q: Tensor, cache: LayerCache, ctx: StepContext, group: int, shape: LatentShape, scale: float
+    ) -> Tensor:
+        """[T, heads * rank]: attention in the latent space; the step's context is that of `shape.blocks`."""
+        blocks = shape.blocks
+        if not isinstance(ctx, DeviceContext):
+            ctx = self.adapt(ctx, blocks, None)
+        out = torch.empty(q.shape[0], shape.num_heads * shape.rank, dtype=q.dtype, device=q.device)
+        table = ctx.tables[group] if ctx.tables else ctx.block_tables[group]
+        if ctx.num_decodes and ctx.splits:
+            split, count = ctx.splits[group], ctx.num_decodes
+            scratch = self.reserve(blocks, split.tasks, count)
+            latent_decode(q, cache, table, ctx.rows, ctx.context_len[:count], split, scratch, shape, scale, out=out)
+        if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:
+            latent_tiles(
+                q, cache, table, ctx.rows, ctx.query_start, ctx.context_len, ctx.tile_seq, ctx.tile_first, shape, scale,
+                out=out, sizes=replace(self.tile(blocks), warps=8), exact=self.deterministic,
+            )  # fmt: skip
         return out
 
     def turns(self, ctx: StepContext, shape: HeadShape, turn: HeadTurn) -> bool:

@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=3, help="runs of each engine per case; the median counts")
     parser.add_argument("--slices", action="store_true",
                         help="instead of the cases: what summing in slices costs the GEMMs of a layer")
+    parser.add_argument("--sampling", action="store_true",
+                        help="instead of the cases: what sampling takes of a step of Qwen3-0.6B's shapes, 32 sequences")
     parser.add_argument("--python", action="store_true",
                         help="instead of the cases: what Python costs one stream, per token, outside the kernels")
     parser.add_argument("--threads", nargs="+", type=int, metavar="N",
@@ -34,6 +36,13 @@ def run(args: argparse.Namespace) -> int:
     machine = describe_machine()
     if args.slices:
         return _slices(args.model, machine)
+    if args.sampling:
+        from quire.bench import cpu_sampling
+        from quire.bench.gpu_cases import MODELS
+
+        for line in cpu_sampling.measure(MODELS["0.6b"], repeat=args.repeat):
+            _print({**line, **machine})
+        return 0
     if args.python:
         return _python(args.model, args.repeat, machine)
     if args.threads:

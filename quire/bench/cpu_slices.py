@@ -15,7 +15,8 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.kernels.slices import Slices
 from quire.models.spec import LayerSpec, MoeSpec
-from quire.ops.cpu import CpuOps, PanelLinear
+from quire.ops.cpu import CpuOps
+from quire.ops.cpu_panels import PanelLinear
 
 ROWS = (1, 3, 32, 512)
 _SECONDS = 3.0

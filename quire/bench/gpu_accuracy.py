@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.bench.whole_pass import logits_of
 from quire.errors import KernelBuildError
 from quire.kernels.slices import Slices
 from quire.kernels.types import HeadShape, LayerCache, StepContext
@@ -175,7 +176,6 @@ EMULATED: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "float16": (torch.float16, None),
     "bfloat16, fp8 cache": (torch.bfloat16, torch.float8_e4m3fn),
 }
-_BLOCK = 16
 
 
 def emulate(model: str, count: int) -> Iterator[dict[str, Any]]:
@@ -198,17 +198,10 @@ def _read_emulated(source: Any, prompts: list[list[int]], ops: RoundedOps) -> Re
 
     longest = max(map(len, prompts))
     decoder = build_decoder(source.config, source.weights(), ops, max_model_len=longest)
-    groups = len(decoder.spec.cache_groups())
     found = Reading([], [], [])
     for prompt in prompts:
-        tokens = len(prompt)
-        caches = decoder.allocate_caches([-(-tokens // _BLOCK)] * groups, _BLOCK)
-        table = torch.arange(-(-tokens // _BLOCK), dtype=torch.int32)[None]
-        places = torch.arange(tokens)
-        ctx = StepContext(places, torch.tensor([0, tokens], dtype=torch.int32),
-                          torch.tensor([tokens], dtype=torch.int32), (table,) * groups, (places,) * groups)  # fmt: skip
         ids = torch.tensor(prompt)
-        logits = decoder.logits(decoder.forward(ids, ctx, caches)).float().log_softmax(-1)[:-1]
+        logits = logits_of(decoder, prompt).float().log_softmax(-1)[:-1]
         found.logprobs += logits.gather(1, ids[1:, None]).squeeze(1).tolist()
         found.best += logits.argmax(-1).tolist()
     return found

@@ -41,7 +41,12 @@ MODELS = {
     "0.6b": qwen3(1024, 28, 16, 3072, True),
     "8b": qwen3(4096, 36, 32, 12288, False),
     "14b": qwen3(5120, 40, 40, 17408, False),
-}
+    "30b-a3b": {
+        **qwen3(2048, 48, 32, 6144, False), "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +61,10 @@ class Case:
 
 
 CASES = {
-    "a": Case("a", "output tok/s", 256, 16384, ("0.6b", "8b", "14b")),
-    "b": Case("b", "ms/token", 1, 2048, ("0.6b", "8b", "14b")),
-    "c": Case("c", "output tok/s", 32, 16384, ("0.6b", "8b")),
-    "d": Case("d", "prompt tok/s", 16, 16384, ("0.6b", "8b")),
+    "a": Case("a", "output tok/s", 256, 16384, ("0.6b", "8b", "14b", "30b-a3b")),
+    "b": Case("b", "ms/token", 1, 2048, ("0.6b", "8b", "14b", "30b-a3b")),
+    "c": Case("c", "output tok/s", 32, 16384, ("0.6b", "8b", "30b-a3b")),
+    "d": Case("d", "prompt tok/s", 16, 16384, ("0.6b", "8b", "30b-a3b")),
 }
 
 
@@ -74,6 +79,10 @@ RIVALS = {
     ("c", "8b"): 3344.0,
     ("d", "0.6b"): 351500.0,
     ("d", "8b"): 40875.0,
+    ("a", "30b-a3b"): 5764.0,
+    ("b", "30b-a3b"): 4.13,
+    ("c", "30b-a3b"): 1771.0,
+    ("d", "30b-a3b"): 62625.0,
 }
 """What vLLM 0.26.0 reached on an H200 with the same cases, in the unit of the case."""
 
@@ -107,7 +116,7 @@ class Limits:
     """Bytes and operations of a model that every step must move and do."""
 
     weight_bytes: int
-    """Read by every step: all matrices but the embedding table (which is the head where it is tied)."""
+    """Read by every step: all matrices but the embedding table (which is the head where it is tied) and experts."""
     kv_bytes: int
     """Of one token."""
     flops: int
@@ -115,6 +124,19 @@ class Limits:
     head_flops: int
     attention_flops: int
     """Of one query over one key, all layers."""
+    expert_bytes: int = 0
+    """Of one expert in each layer."""
+    experts: int = 0
+    chosen: int = 0
+
+    def read_bytes(self, rows: int) -> float:
+        """Of all weights that a step of so many rows reads."""
+        return self.weight_bytes + self.expert_bytes * distinct_experts(self.experts, self.chosen, rows)
+
+
+def distinct_experts(experts: int, chosen: int, rows: int) -> float:
+    """How many experts of a layer some rows choose together, where each chooses as if by lot."""
+    return experts * (1 - (1 - chosen / experts) ** rows) if experts else 0.0
 
 
 def limits_of(config: dict[str, Any], element: int = 2) -> Limits:
@@ -123,14 +145,19 @@ def limits_of(config: dict[str, Any], element: int = 2) -> Limits:
         config["num_attention_heads"] * config["head_dim"],
         config["num_key_value_heads"] * config["head_dim"],
     )
-    per_layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * config["intermediate_size"]
-    head = hidden * config["vocab_size"]
+    experts, chosen = config.get("num_experts", 0), config.get("num_experts_per_tok", 0)
+    attention, head = hidden * (q + 2 * kv) + q * hidden, hidden * config["vocab_size"]
+    one = 3 * hidden * config["moe_intermediate_size"] if experts else 0
+    mlp = hidden * experts if experts else 3 * hidden * config["intermediate_size"]
     return Limits(
-        (layers * per_layer + head) * element,
+        (layers * (attention + mlp) + head) * element,
         2 * layers * kv * element,
-        2 * layers * per_layer,
+        2 * layers * (attention + mlp + chosen * one),
         2 * head,
         4 * layers * q,
+        layers * one * element,
+        experts,
+        chosen,
     )
 
 
@@ -143,7 +170,7 @@ def least_seconds(case: str, config: dict[str, Any], requests: list[Request], el
     total = work / FLOPS
     for step in range(1, max(outs)):
         alive = [n + step for n, out in zip(prompts, outs, strict=True) if out > step]
-        moved = limits.weight_bytes + limits.kv_bytes * sum(alive)
+        moved = limits.read_bytes(len(alive)) + limits.kv_bytes * sum(alive)
         done = len(alive) * (limits.flops + limits.head_flops) + limits.attention_flops * sum(alive)
         total += max(moved / READ_BANDWIDTH, done / FLOPS)
     return total
@@ -160,7 +187,8 @@ def kind_of(kernel: str) -> str:
         return DECODES
     if "_mixed_kernel" in name or "sdpa" in name or "flash" in name:
         return PROMPTS
-    products = ("gemm", "nvjet", "_row_kernel", "_vector_kernel", "ahead_kernel", "_fixed_kernel", "splitk")
+    products = ("gemm", "nvjet", "_expert_kernel", "_row_kernel", "_vector_kernel", "ahead_kernel", "_fixed_kernel",
+                "splitk")
     return PRODUCTS if any(part in name for part in products) else OTHER
 
 
@@ -185,7 +213,8 @@ def least_by_kind(config: dict[str, Any], requests: list[Request], element: int 
     keys, bound = 0, 0.0
     for step in range(1, max(outs)):
         alive = [n + step for n, out in zip(prompts, outs, strict=True) if out > step]
-        read, done = limits.weight_bytes / READ_BANDWIDTH, len(alive) * (limits.flops + limits.head_flops) / FLOPS
+        read = limits.read_bytes(len(alive)) / READ_BANDWIDTH
+        done = len(alive) * (limits.flops + limits.head_flops) / FLOPS
         bound += read if read > done else 0.0
         products += max(read, done)
         keys += sum(alive)

@@ -19,7 +19,7 @@ from quire.executor.dummy import DummyExecutor
 from quire.kvcache.manager import KVCacheManager
 from quire.sampling.params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam import BeamSearch
-from quire.scheduler.queue import FCFSQueue, PriorityQueue, WaitingQueue
+from quire.scheduler.queue import FairQueue, FCFSQueue, PriorityQueue, WaitingQueue
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.ngram import NgramSource
@@ -145,6 +145,18 @@ def waiting_queue(waiting: int) -> int:
     return _count_step(scheduler, executor)
 
 
+def fair_queue(waiting: int) -> int:
+    """A decode step with that many tenants waiting in a fair queue."""
+    scheduler, executor = _scheduler(64, 600, rows=2, queue=FairQueue()), DummyExecutor()
+    for i in range(2):
+        scheduler.add(_request(f"running {i}", _prompt(i, 32), max_tokens=100, tenant=f"running {i}"))
+    _run(scheduler, executor, 1)
+    for i in range(waiting):
+        scheduler.add(_request(f"waiting {i}", [1, 2, 3], tenant=f"tenant {i}"))
+    _run(scheduler, executor, 3)
+    return _count_step(scheduler, executor)
+
+
 def running_groups(size: int) -> int:
     """Letting one more in while a 64th as many run; planning those is another matter and is taken off."""
     running = size // 64
@@ -248,6 +260,7 @@ ROWS = (
     Row("a blocked head of the queue, per step", "its prompt tokens", blocked_head),
     Row("first step of a new prompt", "its tokens", new_prompt),
     Row("a decode step", "waiting requests", waiting_queue),
+    Row("a decode step, fair queue", "waiting tenants", fair_queue),
     Row("letting one request in", "64 x running requests", running_groups),
     Row("an abort in a priority queue", "waiting requests", aborted_of_queue),
     Row("a refusal", "waiting requests", refusal),

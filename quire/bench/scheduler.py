@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="steps measured of each (default: 200)")
     parser.add_argument("--growth", action="store_true",
                         help="count the operations of costs that must not grow with queues, prompts and answers")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 8192, 65536], metavar="N",
-                        help="queue, prompt and answer sizes for --growth (default: 1024 8192 65536)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 4096, 16384], metavar="N",
+                        help="queue, prompt and answer sizes for --growth (default: 1024 4096 16384)")
 
 
 def run(args: argparse.Namespace) -> int:

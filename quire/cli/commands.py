@@ -24,6 +24,7 @@ class Command:
 
 BENCHES: dict[str, Command] = {
     "cpu": Command("quire.bench.cpu", "cases A to D on a CPU, against transformers in one run"),
+    "accuracy": Command("quire.bench.accuracy", "what integer arithmetic on a CPU costs in accuracy, against float32"),
     "scheduler": Command("quire.bench.scheduler", "time to plan a step of 16 to 1,024 sequences"),
     "prefix-cache": Command("quire.bench.prefix_cache", "hit rates of the eviction policies on a trace"),
     "policies": Command("quire.bench.policies", "one workload through each way of batching: throughput and latency"),

@@ -148,7 +148,7 @@ def _memory(spec: DecoderSpec, config: EngineConfig) -> dict[str, Any]:
     """What an engine started now with these options would have."""
     from quire.models.shard import shard_of
     from quire.parallel.place import Place
-    from quire.worker.memory import available_memory, size_pool, smallest_pool
+    from quire.worker.memory import available_memory, size_pool, smallest_pool, step_tokens_of
 
     sizes = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     shards = [shard_of(spec, place) for place in Place.all(*sizes)]
@@ -158,19 +158,23 @@ def _memory(spec: DecoderSpec, config: EngineConfig) -> dict[str, Any]:
     try:
         pool = smallest_pool([
             size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False),
-                      free // len(shards), shard=shard)
+                      free // len(shards), shard=shard, step_tokens=step_tokens_of(config))
             for shard in shards
         ])
     except OutOfMemoryError as error:
         return {**facts, "reason": str(error)}
     block = config.cache.block_size
     facts["ranks"] = ranks = [rank_facts(shard, block, pool.num_blocks) for shard in shards]
+    if pool.window_blocks is not None:  # there is one rank
+        ranks[0]["kv_bytes"] = pool.num_bytes
     facts["fits"] = sum(rank["weight_bytes"] + rank["kv_bytes"] for rank in ranks) <= free
     facts["pool"] = {
         "blocks": pool.num_blocks,
+        "window_blocks": pool.window_blocks,
         "block_size": block,
-        "bytes": pool.num_blocks * pool.bytes_per_block,
+        "bytes": pool.num_bytes,
         "tokens": pool.num_blocks * block,
+        "tokens_with_equal_groups": pool.num_bytes // pool.bytes_per_block * block,
         "longest_sequence": pool.max_model_len,
     }
     lengths = sorted({length for length in _LENGTHS if length < pool.max_model_len} | {pool.max_model_len})
@@ -185,7 +189,7 @@ def _sequences(spec: DecoderSpec, pool: PoolSize, block: int, length: int) -> in
         whole = -(-length // block)
         return whole if window is None else min(whole, -(-window // block) + 1)
 
-    return min(pool.num_blocks // blocks(group.window) for group in spec.cache_groups())
+    return min(pool.blocks_of(group.window) // blocks(group.window) for group in spec.cache_groups())
 
 
 def _page(facts: dict[str, Any]) -> str:
@@ -251,7 +255,10 @@ def _fit_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "KV pool",
             f"{size_text(pool['bytes'])}: {pool['blocks']:,} blocks of {pool['block_size']}, "
-            f"{pool['tokens']:,} tokens, the longest sequence {pool['longest_sequence']:,}",
+            f"{pool['tokens']:,} tokens, the longest sequence {pool['longest_sequence']:,}"
+            + ("" if pool["window_blocks"] is None else
+               f"; {pool['window_blocks']:,} blocks for sliding windows (with as many for them as for the others "
+               f"{pool['tokens_with_equal_groups']:,} tokens would fit)"),
         ),
         (
             "at once",

@@ -153,6 +153,7 @@ def build_cache(config: EngineConfig, spec: DecoderSpec, pool: PoolSize, cost: M
         tiers=tiers,
         cost=cost,
         block_bytes=tuple(group.bytes_per_token * config.cache.block_size for group in groups),
+        group_blocks=tuple(pool.blocks_of(group.window) for group in groups),
     )
 
 

@@ -47,6 +47,9 @@ def resolve(config: EngineConfig) -> EngineConfig:
     gpu = device != "cpu" and missing is None
     if not gpu and config.cache.kv_cache_dtype != "auto":
         raise ConfigError("kv_cache_dtype 'fp8' needs a GPU: use kv_cache_dtype='auto'", field="kv_cache_dtype")
+    if gpu and config.model.quantization is not None:
+        raise ConfigError("quantization multiplies integers on a CPU only so far: use device='cpu', or no quantization",
+                          field="quantization")
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu"),
@@ -103,10 +106,11 @@ def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, 
     """The model's shapes and none of its weights: what is left is the engine around it."""
     from quire.executor.dummy import DummyExecutor
     from quire.models.registry import read_spec
-    from quire.worker.memory import size_pool
+    from quire.worker.memory import size_pool, step_tokens_of
 
     spec = read_spec(source.config)
-    pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False))
+    pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False),
+                     step_tokens=step_tokens_of(config))
     if config.model.dummy_script is not None:
         from quire.executor.scripted import ScriptedExecutor, read_script
 

@@ -45,7 +45,7 @@ def flat_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float]
         "kv_blocks_evicted": cache.num_evicted,
         "kv_blocks_deduplicated": cache.stats.blocks_deduplicated,
         "copies_on_write": cache.stats.copies_on_write,
-        "kv_pool_bytes": pool.num_blocks * pool.bytes_per_block,
+        "kv_pool_bytes": pool.num_bytes,
         **_tier_metrics(scheduler, pool),
         **{name: value for tier in cache.tiers for name, value in tier.metrics().items()},
         **({} if scheduler.speculator is None else scheduler.speculator.stats.flat()),

@@ -60,6 +60,8 @@ class Result:
     metrics: dict[str, float]
     answers: list[Any]
     shots: int
+    right: list[bool]
+    """Which answers count as right in the task's first metric."""
 
 
 def first(rows: Iterator[dict[str, Any]], limit: int | None) -> list[dict[str, Any]]:
@@ -73,11 +75,16 @@ def lambada(engine: Engine, rows: Rows, options: Options) -> list[Result]:
         "acc": _mean([answer.greedy for answer in scored]),
         "perplexity": math.exp(-_mean([answer.logprob for answer in scored])),
     }
-    return [Result("lambada", metrics, [answer.greedy for answer in scored], 0)]
+    greedy = [answer.greedy for answer in scored]
+    return [Result("lambada", metrics, greedy, 0, greedy)]
 
 
 def arc(engine: Engine, rows: Rows, options: Options) -> list[Result]:
     return [_choices(name, engine, rows, options) for name in ("arc_easy", "arc_challenge")]
+
+
+def arc_easy(engine: Engine, rows: Rows, options: Options) -> list[Result]:
+    return [_choices("arc_easy", engine, rows, options)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +125,7 @@ def _choices(name: str, engine: Engine, rows: Rows, options: Options) -> Result:
         normed.append(_best([logprob / length for logprob, length in zip(logprobs, lengths, strict=True)]))
     gold = [question.gold for question in asked]
     metrics = {"acc_norm": _share_equal(normed, gold), "acc": _share_equal(plain, gold)}
-    return Result(name, metrics, normed, options.shots)
+    return Result(name, metrics, normed, options.shots, _equal(normed, gold))
 
 
 def gsm8k(engine: Engine, rows: Rows, options: Options) -> list[Result]:
@@ -127,7 +134,7 @@ def gsm8k(engine: Engine, rows: Rows, options: Options) -> list[Result]:
     texts = engine.complete([row["request"]["context"] for row in wanted], stops, options.max_tokens)
     answers = [last_number(text) for text in texts]
     right = [last_number(row["doc"]["short_answer"]) for row in wanted]
-    return [Result("gsm8k", {"exact_match": _share_equal(answers, right)}, answers, 8)]
+    return [Result("gsm8k", {"exact_match": _share_equal(answers, right)}, answers, 8, _equal(answers, right))]
 
 
 _NUMBER = re.compile(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
@@ -146,6 +153,7 @@ def last_number(text: str) -> str | None:
 TASKS: dict[str, Callable[[Engine, Rows, Options], list[Result]]] = {
     "lambada": lambada,
     "arc": arc,
+    "arc_easy": arc_easy,
     "gsm8k": gsm8k,
 }
 
@@ -159,4 +167,8 @@ def _mean(values: Sequence[float | bool]) -> float:
 
 
 def _share_equal(answers: Sequence[Any], gold: Sequence[Any]) -> float:
-    return _mean([answer == right for answer, right in zip(answers, gold, strict=True)])
+    return _mean(_equal(answers, gold))
+
+
+def _equal(answers: Sequence[Any], gold: Sequence[Any]) -> list[bool]:
+    return [answer == right for answer, right in zip(answers, gold, strict=True)]

@@ -98,6 +98,7 @@ def random_case(seed: int) -> FuzzCase:
     _give_stops(random.Random(f"{seed} stops"), case.requests)
     _judge_by_rejection(random.Random(f"{seed} rejection"), case)
     _give_latents(random.Random(f"{seed} latents"), case.model)
+    _give_integers(random.Random(f"{seed} integers"), case)
     return case
 
 
@@ -187,6 +188,17 @@ def _model(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.3:
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": rng.choice([5, 16, 33])}
     return config
+
+
+def _give_integers(rng: random.Random, case: FuzzCase) -> None:
+    """Some models multiply integers: their heads and widths are then multiples of 32, so that every layer does."""
+    if rng.random() >= 0.2 or "kv_lora_rank" in case.model:
+        return
+    heads = case.model["num_attention_heads"]
+    case.model |= {"hidden_size": heads * 32, "intermediate_size": rng.choice([96, 288])}
+    case.options["quantization"] = rng.choice(["int8", "int4"])
+    case.options["quantization_group_size"] = rng.choice([32, 32, 64, 0])
+    case.options["quantization_zero_points"] = rng.choice([True, False])
 
 
 def _give_latents(rng: random.Random, model: dict[str, Any]) -> None:

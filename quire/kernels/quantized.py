@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, Union
 
 from quire.errors import ModelLoadError
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # saying what a weight is must not cost the import of torch
 UNIT = 32
 """Columns that are multiplied as integers before a scale is applied; activations share a scale over as many."""
 BITS = (4, 5, 6, 8)
+StoredWeight: TypeAlias = Union["Tensor", "QuantizedWeight"]
+"""What a reader hands over for one parameter."""
 
 
 class WeightUse(Enum):
@@ -26,6 +28,18 @@ class WeightUse(Enum):
     """An embedding or a head: rounded to 8 bits, whatever was asked for."""
     EXACT = "exact"
     """A router or a gate: small, and an error there changes which expert computes. Never rounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What a user wants of weights: multiplied as integers, and which are made integers at load time."""
+
+    bits: int | None
+    """Weights stored as floats are rounded to so many; None: they stay floats. Integers of the file keep their bits."""
+    group: int = UNIT
+    """Columns that share a scale; 0: one scale per row."""
+    zero_points: bool = False
+    """Codes count from the least weight of a group instead of lying around zero."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,13 @@ class LatentShape:
     def kv(self) -> KVSpec:
         return KVSpec.latent(self.width)
 
+    @property
+    def blocks(self) -> HeadShape:
+        """Heads that a GPU's program takes together, as attention over pairs says it: a block is a kv head. At most 64:
+        their sums are [64, 512] in float32, 128 registers of each of 256 threads."""
+        group = max(size for size in range(1, min(64, self.num_heads) + 1) if self.num_heads % size == 0)
+        return HeadShape(self.num_heads, self.num_heads // group, self.rank)
+
 
 @dataclass(frozen=True, slots=True)
 class HeadTurn:

@@ -73,6 +73,11 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
 
+    def at_most(self, wanted: int) -> int:
+        """Blocks to ask for where `wanted` is an estimate from above, as it is for windows that several sequences will
+        leave soon: no more than there are."""
+        return wanted if self.chained else min(wanted, self.num_blocks)
+
     def references(self, block: int) -> int:
         return self.counts[block]
 

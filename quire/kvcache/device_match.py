@@ -38,8 +38,7 @@ class DevicePrefixes:
         if known is not None and known.searched == length and (not length or tuple(changes) == seen.window_changes):
             return known
         seen.window_changes = tuple(changes)
-        seen.match = self._cut(seen, hashes, length)
-        return seen.match
+        return seen.found(self._cut(seen, hashes, length))
 
     def _cut(self, seen: SeenPrefix, hashes: Sequence[bytes], searched: int) -> PrefixMatch:
         """The longest prefix of at most `searched` blocks whose last window is cached in every window group."""

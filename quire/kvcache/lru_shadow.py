@@ -93,25 +93,32 @@ class LRU2Shadow(Shadow):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self._keys: dict[bytes, tuple[int, int]] = {}
-        """Second-last and last use of what it holds."""
+        """Second-last and last use of what is idle."""
+        self._in_use: dict[bytes, int] = {}
+        """Last use of what is in use, before this one: it cannot be evicted meanwhile."""
         self._heap: list[tuple[int, int, bytes]] = []
         self._last_uses = LastUses(num_blocks)
         self._now = 0
 
     def _holds(self, key: bytes) -> bool:
-        return key in self._keys
+        known = self._keys.pop(key, None)
+        held = known is not None or key in self._in_use
+        if key not in self._in_use:
+            self._in_use[key] = self._last_uses.get(key) if known is None else known[1]
+            self._make_room()
+        return held
 
     def released(self, key: bytes) -> None:
         self._now += 1
-        known = self._keys.get(key)
-        before = self._last_uses.get(key) if known is None else known[1]
-        self._keys[key] = (before, self._now)
-        heappush(self._heap, (before, self._now, key))
-        while len(self._keys) > self._num_blocks:
-            before, last, oldest = heappop(self._heap)
-            if self._keys.get(oldest) == (before, last):
-                del self._keys[oldest]
-                self._last_uses.set(oldest, last)
+        uses = self._keys[key] = (self._in_use.pop(key, 0), self._now)
+        heappush(self._heap, (*uses, key))
         if len(self._heap) > 2 * len(self._keys) + _SLACK:
             self._heap = [(*uses, key) for key, uses in self._keys.items()]
             heapify(self._heap)
+
+    def _make_room(self) -> None:
+        while self._keys and len(self._keys) + len(self._in_use) > self._num_blocks:
+            before, last, key = heappop(self._heap)
+            if self._keys.get(key) == (before, last):
+                del self._keys[key]
+                self._last_uses.set(key, last)

@@ -54,8 +54,11 @@ class KVCacheManager:
         tiers: Sequence[KVConnector] = (),
         cost: MoveCost | None = None,
         block_bytes: tuple[int, ...] = (),
+        group_blocks: tuple[int, ...] = (),
     ) -> None:
+        """`group_blocks`: where groups with a window have fewer blocks than `num_blocks`, which the others have."""
         self.num_blocks = num_blocks
+        self._group_blocks = group_blocks or (num_blocks,) * len(groups)
         self.block_size = block_size
         self.groups = groups
         self.prefix_caching = prefix_caching
@@ -82,8 +85,8 @@ class KVCacheManager:
         self._newest_done = 0
 
     def _empty_pools(self) -> list[BlockPool]:
-        size = self.num_blocks
-        pools = [BlockPool(size, self._policy(size), chained=group.window is None) for group in self.groups]
+        pools = [BlockPool(size, self._policy(size), chained=group.window is None)
+                 for group, size in zip(self.groups, self._group_blocks, strict=True)]
         for index, pool in enumerate(pools):
             pool.on_evict = partial(self.events.evicted, index)
         return pools
@@ -127,22 +130,31 @@ class KVCacheManager:
         here, full = self._match_here(kv, tokens, num_tokens)
         if not lookups or here.num_tokens == full * self.block_size:
             return here
-        return self._tier_prefixes.best(here, kv.hashes[:full], lookups, self.cost)
+        known = kv.seen.with_tiers
+        if known is None or known.lost or kv.seen.lookups is not lookups:
+            known = self._tier_prefixes.best(here, kv.hashes[:full], lookups, self.cost)
+            if kv.seen.lookups is lookups and all(lookup.settled for lookup in lookups):
+                kv.seen.with_tiers = known
+        return known
 
     def ask(self, kv: SequenceKV, tokens: list[int], num_tokens: int | None = None) -> list[Lookup]:
         """Ask every tier, in their order, what it has of the first `num_tokens`; [] if the device has all that can be
-        used."""
+        used. What they have answered stands while the device has the same of them."""
         if not self.prefix_caching or not any(tier.offload for tier in self.tiers):
             return []
         here, full = self._match_here(kv, tokens, num_tokens)
         if here.num_tokens == full * self.block_size:
             return []
+        known = kv.seen.lookups
+        if known and all(lookup.settled for lookup in known):
+            return known
         hashes, tokens = kv.hashes[:full], tokens[:num_tokens]
         found = []
         prefix = TokenPrefix(kv.key, tokens, len(tokens), kv.unit_keys)
         for tier in self.tiers:
             asked = hashes if tier.offload else [], len(self.groups)
             found.append(unless_it_breaks(tier, Lookup.failed(*asked), tier.lookup, *asked, prefix))
+        kv.seen.lookups = found
         return found
 
     def _match_here(self, kv: SequenceKV, tokens: list[int], num_tokens: int | None) -> tuple[PrefixMatch, int]:
@@ -240,9 +252,8 @@ class KVCacheManager:
         for pool in self.pools:
             pool.num_promised = 0
         if any(tier.offload for tier in self.tiers):
-            ahead = min(num_running, self.num_blocks // 8)
             for pool in self.pools:
-                if not pool.make_room(ahead):
+                if not pool.make_room(min(num_running, pool.num_blocks // 8)):
                     pool.num_promised = 0
 
     def cut(self, kv: SequenceKV, num_blocks: int) -> int:
@@ -319,7 +330,7 @@ class KVCacheManager:
             if group.window is not None:
                 at_once = self.blocks_for(match.num_tokens + first_chunk) - here
                 need = max(at_once, min(need, self._window_blocks(group.window)))
-            if need + extra > pool.num_available + pool.num_leaving - self._idle(pool, match, index):
+            if pool.at_most(need + extra) > pool.num_available + pool.num_leaving - self._idle(pool, match, index):
                 return False
         return True
 

@@ -157,7 +157,7 @@ class Swapper:
         for group, pool in enumerate(self._cache.pools):
             idle = sum(pool.references(block) == 0 for block in self._still_cached(swapped, group).values())
             fetched = swapped.blocks_in(group) - len(self._still_cached(swapped, group))
-            if fetched + extra > pool.num_available + pool.num_leaving - idle:
+            if pool.at_most(fetched + extra) > pool.num_available + pool.num_leaving - idle:
                 return False
         return True
 

@@ -61,6 +61,15 @@ class SeenPrefix:
     window_changes: tuple[int, ...] = ()
     """Changes that the indexes of the window groups' pools had seen then."""
     match: PrefixMatch | None = None
+    lookups: list[Lookup] = field(default_factory=list)
+    """What tiers were asked for while `match` was what the device had."""
+    with_tiers: PrefixMatch | None = None
+    """The best match of both together."""
+
+    def found(self, match: PrefixMatch) -> PrefixMatch:
+        """The device has another match than before: what tiers said is out of date, blocks may have gone there."""
+        self.match, self.lookups, self.with_tiers = match, [], None
+        return match
 
 
 @dataclass(slots=True)

@@ -10,43 +10,17 @@ import torch
 from torch import Tensor
 
 from quire.kernels.expert_rows import ExpertRanges
+from quire.kernels.quantized import WeightUse
 from quire.kernels.slices import Slices
+from quire.kernels.torch_routing import choose_experts
 from quire.kernels.types import StepContext
 from quire.layers.linear import Linear, LinearGroup
 from quire.layers.mlp import Mlp
 from quire.layers.share import LayerShare
-from quire.layers.spec import MoeSpec, RouterSpec
+from quire.layers.spec import MoeSpec
 from quire.layers.stream import ResidualStream, Rows, Unnormed
 from quire.ops.interface import Ops
 from quire.parallel.collectives import TensorGroup
-
-
-def choose_experts(logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The experts [T, top_k] of each row, best first, and their weights in float32.
-
-    In float64: a vectorised float32 function may round differently at another place of the batch. Of equal scores the
-    lower expert wins.
-    """
-    raw = logits.to(torch.float64)
-    scores = raw.softmax(-1) if spec.score == "softmax" else raw.sigmoid()
-    ranked = scores if choice_bias is None else scores + choice_bias.to(torch.float64)
-    if spec.groups > 1:
-        ranked = _in_best_groups(ranked, spec)
-    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
-    weights = scores.gather(-1, chosen)
-    if spec.renormalised:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return chosen, (weights * spec.scale).to(torch.float32)
-
-
-def _in_best_groups(ranked: Tensor, spec: RouterSpec) -> Tensor:
-    """The scores, with those of experts outside the best groups below all others."""
-    grouped = ranked.view(ranked.shape[0], spec.groups, -1)
-    best = grouped.sort(dim=-1, descending=True, stable=True).values
-    count = best[..., 0] if spec.group_score == "best" else best[..., :2].sum(-1)
-    kept = count.sort(dim=-1, descending=True, stable=True).indices[:, : spec.chosen_groups]
-    open_ = torch.zeros_like(count, dtype=torch.bool).scatter_(-1, kept, True)
-    return grouped.masked_fill(~open_.unsqueeze(-1), float("-inf")).view(ranked.shape)
 
 
 class Experts:
@@ -65,8 +39,14 @@ class Experts:
         return *self._up.linears, *self._down.linears
 
     def receive(self, expert: int, part: str, kind: str, tensor: Tensor) -> None:
-        group = self._down if part == "down" else self._up
-        group.linears[expert - self._ranges.first].receive(part, kind, tensor)
+        (self._down if part == "down" else self._up).receive(expert - self._ranges.first, part, kind, tensor)
+
+    def fused(self, x: Tensor, logits: Tensor, choice_bias: Tensor | None) -> Tensor | None:
+        """The sums of each row's experts, routing included, where the device has kernels for all of it."""
+        spec = self._spec
+        return self._ops.routed_experts(
+            x, logits, spec.router, choice_bias, self._up.group, self._down.group, spec.activation, spec.clamp
+        )
 
     def nodes(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """What these experts add to each node of the tree over the ranges. Only chosen experts are read, each once for
@@ -91,12 +71,14 @@ class Moe:
         self._spec = spec
         self._ranks = ranks if share is not None else None
         self._tree = None if share is None else share.expert_tree
-        self.router = Linear(ops, ("router",), spec.router.bias, dtype)
+        self.router = Linear(ops, ("router",), spec.router.bias, dtype, use=WeightUse.EXACT)
         self._choice_bias: Tensor | None = None
         run = Slices.of_experts(spec.router.num_experts) if share is None else share.expert_run
         self._experts = Experts(ops, spec, ExpertRanges(run), dtype)
         self._shared = None if spec.shared is None else Mlp(ops, spec.shared, dtype, share, ranks)
-        self._shared_gate = Linear(ops, ("shared_gate",), False, dtype) if spec.shared_gate else None
+        self._shared_gate = (
+            Linear(ops, ("shared_gate",), False, dtype, use=WeightUse.EXACT) if spec.shared_gate else None
+        )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -125,8 +107,10 @@ class Moe:
 
     def __call__(self, x: Rows, ctx: StepContext) -> Tensor:
         rows = x.normed() if isinstance(x, Unnormed) else x
-        chosen, weights = choose_experts(self.router(rows, ctx), self._spec.router, self._choice_bias)
-        found = self._routed(rows, chosen, weights)
+        logits = self.router(rows, ctx)
+        found = self._experts.fused(rows, logits, self._choice_bias) if self._ranks is None else None
+        if found is None:
+            found = self._routed(rows, *choose_experts(logits, self._spec.router, self._choice_bias))
         if self._shared is None:
             return found
         beside = self._shared(rows, ctx)
@@ -136,7 +120,11 @@ class Moe:
 
     def add_to(self, stream: ResidualStream, x: Rows, ctx: StepContext) -> None:
         """stream += self(x)."""
-        stream.add(self(x, ctx))
+        found = self(x, ctx)
+        if stream.owes:
+            stream.owe(found)
+        else:
+            stream.add(found)
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The sum of each row's experts, of all ranks."""

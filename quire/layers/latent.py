@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
 from quire.kernels.slices import Slices
 from quire.kernels.types import LatentShape, LayerCache, StepContext
 from quire.layers.linear import Linear, LinearGroup, SharedLinear
@@ -27,26 +28,24 @@ class HeadProjections:
     def __init__(self, ops: Ops, spec: LatentSpec, heads: int, dtype: torch.dtype | None) -> None:
         self._spec = spec
         self.keys, self.values = (
-            LinearGroup(ops, [Linear(ops, ("",), False, dtype) for _ in range(heads)]) for _ in range(2)
+            LinearGroup(ops, [Linear(ops, ("",), False, dtype, use=WeightUse.EXACT) for _ in range(heads)])
+            for _ in range(2)
         )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         return (*self.keys.linears, *self.values.linears)
 
-    def receive(self, weight: Tensor) -> None:
+    def receive(self, stored: StoredWeight) -> None:
         """`kv_b`: for each head the rows of its keys, then those of its values, all over the latent."""
-        keys, values = self.keys.linears, self.values.linears
-        for key, value, head in zip(keys, values, weight.chunk(len(keys)), strict=True):
-            key.receive("", "weight", head[: self._spec.nope_dim].T)
-            value.receive("", "weight", head[self._spec.nope_dim :])
+        weight = stored.dequantized() if isinstance(stored, QuantizedWeight) else stored
+        for index, head in enumerate(weight.chunk(len(self.keys.linears))):
+            self.keys.receive(index, "", "weight", head[: self._spec.nope_dim].T)
+            self.values.receive(index, "", "weight", head[self._spec.nope_dim :])
 
     def __call__(self, x: Tensor, linears: LinearGroup) -> Tensor:
         """[T, heads, out] of x [T, heads, in], each head through its own projection."""
-        tokens, heads, width = x.shape
-        by_head = x.transpose(0, 1).contiguous().view(heads * tokens, width)
-        found = linears(by_head, torch.full((heads,), tokens))
-        return found.view(heads, tokens, -1).transpose(0, 1)
+        return linears.of_heads(x.transpose(0, 1).contiguous()).transpose(0, 1)
 
 
 class LatentAttention:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import EngineError, InvariantError
+from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
 from quire.kernels.slices import RankTree, Slices
 from quire.kernels.types import StepContext
 from quire.layers.stream import ResidualStream, Rows, Unnormed
@@ -29,7 +30,8 @@ class Linear:
     """
 
     def __init__(
-        self, ops: Ops, parts: Sequence[str], bias: bool, dtype: torch.dtype | None, slices: Slices | None = None
+        self, ops: Ops, parts: Sequence[str], bias: bool, dtype: torch.dtype | None, slices: Slices | None = None,
+        use: WeightUse = WeightUse.LAYER,
     ) -> None:
         """`dtype` None: weights are handed to be packed in the type they are stored in."""
         self._ops = ops
@@ -37,7 +39,8 @@ class Linear:
         self._bias = bias
         self._dtype = dtype
         self._slices = slices
-        self._waiting: dict[tuple[str, str], Tensor] = {}
+        self._use = use
+        self._waiting: dict[tuple[str, str], StoredWeight] = {}
         self._packed: PackedLinear | None = None
 
     @property
@@ -51,19 +54,35 @@ class Linear:
             raise InvariantError(f"a linear layer of {self._parts} was used before its weights came")
         return self._packed
 
-    def receive(self, part: str, kind: str, tensor: Tensor) -> None:
+    def receive(self, part: str, kind: str, tensor: StoredWeight) -> None:
         """Take one stored tensor, of the shape the spec declared."""
+        if kind == "weight":
+            kept: StoredWeight | None = self._ops.quantized(tensor, self._slices, self._use)
+            if kept is None and isinstance(tensor, QuantizedWeight):  # a slice's border would cut a group
+                kept = tensor.dequantized()
+            tensor = tensor if kept is None else kept
         self._waiting[part, kind] = tensor
         if len(self._waiting) == len(self._parts) * (2 if self._bias else 1):
-            weight = self._joined("weight")
-            bias = self._joined("bias") if self._bias else None
-            self._pack(weight, bias)
+            self._pack(self._joined("bias") if self._bias else None)
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._packed = self._ops.pack_linear(weight, bias, self._slices)
+    def _pack(self, bias: Tensor | None) -> None:
+        """The weight is of integers where the device multiplies with those of every part."""
+        held = [self._waiting[part, "weight"] for part in self._parts]
+        quantized = [part for part in held if isinstance(part, QuantizedWeight)]
+        if len(quantized) < len(held):
+            self._packed = self._ops.pack_linear(self._joined("weight"), bias, self._slices)
+            return
+        self._packed = self._ops.pack_quantized(quantized, bias, self._slices)
+        for part in self._parts:
+            del self._waiting[part, "weight"]
+
+    def adopt(self, packed: PackedLinear) -> None:
+        """The same weight where it lies now, as one of a group."""
+        self._packed = packed
 
     def _joined(self, kind: str) -> Tensor:
-        parts = [self._waiting.pop((part, kind)) for part in self._parts]
+        held = [self._waiting.pop((part, kind)) for part in self._parts]
+        parts = [part.dequantized() if isinstance(part, QuantizedWeight) else part for part in held]
         stored = {part.dtype for part in parts}
         dtype = self._dtype or (stored.pop() if len(stored) == 1 else torch.float32)
         if len(parts) == 1:
@@ -101,13 +120,26 @@ class LinearGroup:
     def __init__(self, ops: Ops, linears: Sequence[Linear]) -> None:
         self._ops = ops
         self.linears = tuple(linears)
-        self._group: Any = None
+        self.group: Any = None
+        """In the device's form, once all weights came."""
+        self._left = len(linears)
+
+    def receive(self, index: int, part: str, kind: str, tensor: Tensor) -> None:
+        linear = self.linears[index]
+        linear.receive(part, kind, tensor)
+        self._left -= linear.is_loaded
+        if self._left == 0:
+            self.group = self._ops.group_linears([linear.packed for linear in self.linears])
+            for linear, packed in zip(self.linears, self.group.members, strict=True):
+                linear.adopt(packed)
 
     def __call__(self, x: Tensor, counts: Tensor) -> Tensor:
         """The first counts[0] rows of x through the first one, the next counts[1] through the second, and so on."""
-        if self._group is None:
-            self._group = self._ops.group_linears([linear.packed for linear in self.linears])
-        return self._ops.grouped_linear(x, counts, self._group)
+        return self._ops.grouped_linear(x, counts, self.group)
+
+    def of_heads(self, x: Tensor) -> Tensor:
+        """[members, T, out] of x [members, T, in], contiguous."""
+        return self._ops.head_linear(x, self.group)
 
 
 class SharedLinear(Linear):
@@ -134,8 +166,8 @@ class SharedLinear(Linear):
         self._added: Tensor | None = None
         """The bias: it is added once, after the tree."""
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._packed = self._ops.pack_linear(weight, None, self._slices)
+    def _pack(self, bias: Tensor | None) -> None:
+        super()._pack(None)
         self._added = None if bias is None else bias.to(torch.float32)
 
     def __call__(self, x: Rows, ctx: StepContext | None, out: Tensor | None = None) -> Tensor:
@@ -166,8 +198,8 @@ class SharedLinear(Linear):
 class Embedding(Linear):
     """A table of rows: token or position embeddings. A tied head projects on the same packed table."""
 
-    def __init__(self, ops: Ops, dtype: torch.dtype | None) -> None:
-        super().__init__(ops, ("",), False, dtype)
+    def __init__(self, ops: Ops, dtype: torch.dtype | None, use: WeightUse = WeightUse.VOCABULARY) -> None:
+        super().__init__(ops, ("",), False, dtype, use=use)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self._ops.embed(ids, self.packed)

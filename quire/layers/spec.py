@@ -5,6 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.kernels.routing import Clamp, RouterSpec
+
+__all__ = [
+    "Activation",
+    "AttentionSpec",
+    "Clamp",
+    "LatentSpec",
+    "MlpSpec",
+    "MoeSpec",
+    "NormKind",
+    "NormSpec",
+    "QueryGrowth",
+    "RopeKind",
+    "RopeSpec",
+    "RouterSpec",
+]
+
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -113,14 +130,6 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Clamp:
-    """A clamped SwiGLU (gpt-oss): gate at most `limit`, up within +-limit; gate * sigmoid(alpha gate) * (up + 1)."""
-
-    limit: float
-    alpha: float
-
-
-@dataclass(frozen=True, slots=True)
 class MlpSpec:
     """One layer's feed-forward part: gated (act(gate) * up, then down) or plain (act(up), then down)."""
 
@@ -128,28 +137,6 @@ class MlpSpec:
     activation: Activation
     gated: bool = True
     bias: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSpec:
-    """Which experts a token goes to, and with what weights."""
-
-    num_experts: int
-    top_k: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    renormalised: bool = True
-    """The weights of the chosen experts are divided by their sum."""
-    scale: float = 1.0
-    """Multiplies the weights."""
-    bias: bool = False
-    """Of the router's projection."""
-    choice_bias: bool = False
-    """Added to the scores for the choice only, not for the weights."""
-    groups: int = 1
-    """Experts stand in so many equal groups; only the `chosen_groups` best ones may be chosen from."""
-    chosen_groups: int = 1
-    group_score: Literal["best", "best two"] = "best"
-    """What a group counts: its best expert's score, or the sum of its best two."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
+from quire.kernels.quantized import StoredWeight
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of, read_spec
 from quire.models.rotary_rows import half_split
@@ -27,7 +28,7 @@ _RANDOM_AT_ONCE = 1 << 22
 
 def build_decoder(
     config: Mapping[str, Any],
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Iterable[tuple[str, StoredWeight]],
     ops: Ops,
     *,
     max_model_len: int | None = None,
@@ -54,7 +55,7 @@ def build_decoder(
 
 
 def _load_stored(
-    decoder: Decoder, names: WeightNames, source: str, tensor: Tensor, shapes: Mapping[str, Shape]
+    decoder: Decoder, names: WeightNames, source: str, tensor: StoredWeight, shapes: Mapping[str, Shape]
 ) -> bool:
     """Hand one stored tensor to the decoder; False if the family has no such tensor."""
     if names.is_extra(source, decoder.spec):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
 from quire.layers.experts import Moe
@@ -58,7 +59,7 @@ class DecoderLayer:
             self.attn_post_norm = Norm(ops, spec.norm, hidden)
             self.mlp_post_norm = Norm(ops, spec.norm, hidden)
 
-    def receive(self, path: list[str], kind: str, tensor: Tensor) -> None:
+    def receive(self, path: list[str], kind: str, tensor: StoredWeight) -> None:
         """`path` is the parameter's place inside the layer: attn.q, mlp.experts.3.down, attn_norm."""
         getattr(self, path[0]).receive(".".join(path[1:]), kind, tensor)
 
@@ -130,9 +131,9 @@ class Decoder:
         projected = spec.embed_dim != spec.hidden_size
         runs = self.shard.vocabulary
         self.embed = Embedding(ops, dtype) if ranks is None else SharedEmbedding(ops, dtype, runs, ranks)
-        self.head: Linear = self.embed if spec.tied_head else Linear(ops, ("",), False, dtype)
+        self.head: Linear = self.embed if spec.tied_head else Linear(ops, ("",), False, dtype, use=WeightUse.VOCABULARY)
         self._shared_head = None if ranks is None else VocabularyHead(self.head, runs, ranks)
-        self.positions = Embedding(ops, dtype) if spec.positions else None
+        self.positions = Embedding(ops, dtype, WeightUse.EXACT) if spec.positions else None
         self.embed_in = Linear(ops, ("",), False, dtype) if projected else None
         self.embed_out = Linear(ops, ("",), False, dtype) if projected else None
         self.final_norm = Norm(ops, spec.final_norm, spec.hidden_size) if spec.final_norm else None
@@ -149,7 +150,7 @@ class Decoder:
             self.ops, layer, self.spec.hidden_size, rope, group, self._dtype, factors, share, self._ranks
         )
 
-    def load(self, name: str, tensor: Tensor, source: str | None = None) -> None:
+    def load(self, name: str, tensor: StoredWeight, source: str | None = None) -> None:
         """Take one tensor; `source` is its name in the checkpoint, for messages."""
         shown = source or name
         if name not in self._shapes:
@@ -163,7 +164,7 @@ class Decoder:
                 f"tensor {shown!r} has shape {tuple(tensor.shape)}, but the config asks for "
                 f"{self._shapes[name]}: config.json and the weights are not of the same model"
             )
-        if not tensor.is_floating_point():
+        if not isinstance(tensor, QuantizedWeight) and not tensor.is_floating_point():
             raise ModelLoadError(f"tensor {shown!r} has type {tensor.dtype}, but weights are floating point")
         self._missing.discard(name)
         *path, kind = name.split(".")
@@ -299,13 +300,10 @@ def _check_device(spec: DecoderSpec, ops: Ops) -> None:
     if ops.attention is None:
         return
     for layer in spec.layers:
-        found = {
-            "mixtures of experts": isinstance(layer.mlp, MoeSpec),
-            "attention sinks": layer.attention.sinks,
-            "latent attention (MLA)": layer.attention.latent is not None,
-        }
-        for what in (what for what, there in found.items() if there):
-            raise UnsupportedModelError(f"{spec.architecture}: {what} run on a CPU only so far: use device='cpu'")
+        if layer.attention.sinks:
+            raise UnsupportedModelError(
+                f"{spec.architecture}: attention sinks run on a CPU only so far: use device='cpu'"
+            )
 
 
 def _checked_length(spec: DecoderSpec, max_model_len: int | None) -> int:

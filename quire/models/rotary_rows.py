@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from quire.kernels.quantized import QuantizedWeight, StoredWeight
 from quire.models.spec import DecoderSpec
-
-if TYPE_CHECKING:  # reading a spec must not cost the import of torch
-    from torch import Tensor
 
 _TURNED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm", "attn.q_b", "attn.kv_a")
 
 
-def half_split(name: str, tensor: Tensor, spec: DecoderSpec) -> Tensor:
+def half_split(name: str, tensor: StoredWeight, spec: DecoderSpec) -> StoredWeight:
     """A parameter as the kernels want it: feature i of a head turns together with i + rotary_dim / 2.
 
     Where the checkpoint pairs 2i with 2i + 1, the even features of the turned part move before the odd ones, in q
@@ -30,11 +27,13 @@ def half_split(name: str, tensor: Tensor, spec: DecoderSpec) -> Tensor:
     dim = attention.head_dim
     if attention.latent is not None and place[-2] == "kv_a":
         dim = attention.latent.width
-    if tensor.numel() % (dim * math.prod(width)):
+    if math.prod(tensor.shape) % (dim * math.prod(width)):
         return tensor
     turned = spec.ropes[attention.rope].rotary_dim
     order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, dim)]
     if attention.latent is not None:  # whose heads turn at their end
         order = [*range(dim - turned), *range(dim - turned, dim, 2), *range(dim - turned + 1, dim, 2)]
+    if isinstance(tensor, QuantizedWeight):
+        return tensor.rows([start + feature for start in range(0, tensor.shape[0], dim) for feature in order])
     heads = tensor.reshape(-1, dim, *width)
     return heads[:, order].reshape(tensor.shape)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.errors import ModelLoadError
+from quire.kernels.quantized import QuantizedWeight, StoredWeight
 from quire.layers.spec import MoeSpec
 from quire.models.spec import DecoderSpec, Shape
 
@@ -108,17 +109,18 @@ class WeightNames:
         return index.isdecimal() and spec.num_layers <= int(index) < spec.num_layers + spec.extra_layers
 
     def split(
-        self, name: str, tensor: Tensor, spec_shapes: Mapping[str, Shape], held: Container[str] = ()
-    ) -> Iterator[tuple[str, Tensor]]:
+        self, name: str, tensor: StoredWeight, spec_shapes: Mapping[str, Shape], held: Container[str] = ()
+    ) -> Iterator[tuple[str, StoredWeight]]:
         """The decoder's parameters stored in one tensor, as views of it. `held` are those of a rank's shard: a tensor
         of merged experts may have these alone."""
         merged = self.merged_in(name)
         if merged is not None:
-            yield from self._split_experts(name, tensor, spec_shapes, held, *merged)
+            floats = tensor.dequantized() if isinstance(tensor, QuantizedWeight) else tensor
+            yield from self._split_experts(name, floats, spec_shapes, held, *merged)
             return
         targets = self.targets(name)
         if targets and self.is_transposed(targets[0]) and tensor.dim() == 2:
-            tensor = tensor.t()
+            tensor = (tensor.dequantized() if isinstance(tensor, QuantizedWeight) else tensor).t()
         if len(targets) <= 1:
             yield from ((target, tensor) for target in targets)
             return

@@ -7,13 +7,11 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import EngineError
@@ -21,8 +19,11 @@ from quire.kernels.cpu.build import SOURCE_DIR
 from quire.kernels.cpu.library import load
 from quire.kernels.expert_rows import ExpertRanges, ExpertRows
 from quire.kernels.kv_spec import KVSpec
+from quire.kernels.quantized import QuantizedWeight, Rounding, StoredWeight, WeightUse
 from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
+from quire.ops import cpu_integer
+from quire.ops.cpu_panels import PanelGroup, PanelLinear, described
 from quire.ops.cpu_step import (
     F32,
     I64,
@@ -44,50 +45,10 @@ from quire.parallel.collectives import TensorGroup
 
 # Formats of a packed weight, narrowest first (see weight.h).
 _FORMATS = {"scaled4": 3, "scaled8": 2, "bfloat16": 1, "float32": 0}
+_INTEGER = 4  # codes that are multiplied as integers (see integer.h)
 _GROUPED = ("scaled4", "scaled8")  # formats that keep UNIT columns together
-_MAX_STACK = 16  # MAX_STACK of linear.c
 _ROWS_AT_ONCE = 2048  # of a weight that is packed from another type: whole panels of every variant
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-
-
-@dataclass(frozen=True, slots=True)
-class PanelLinear:
-    """A weight in panels of columns, and its bias, as the compiled product reads them.
-
-    `format` says how few bytes hold the very same floats: it changes a product's time, never its result.
-    """
-
-    panels: Tensor
-    bias: Tensor | None
-    out_features: int
-    in_features: int
-    format: str
-    panels_ptr: int
-    bias_ptr: int | None
-    format_code: int
-    slices: Slices | None
-    slice_ends: Tensor | None
-    """int64 [slices, 2]: where each slice ends, and how many additions follow it."""
-    slices_ptr: int | None
-    num_slices: int
-    num_nodes: int
-    """Sums that are left of the run of slices; 1 where it is all of them."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class PanelGroup:
-    """Weights of one shape, as the compiled grouped GEMM reads them."""
-
-    weights: tuple[PanelLinear, ...]
-    """Kept alive."""
-    table: NDArray[np.int64]
-    """[weights, 4]: panels, bias, format, and room for a step's number of rows."""
-    out_features: int
-    in_features: int
 
 
 class CpuOps(Ops):
@@ -102,8 +63,11 @@ class CpuOps(Ops):
         variant: str | None = None,
         library_dir: Path = SOURCE_DIR,
         narrow_weights: bool = True,
+        rounding: Rounding | None = None,
     ) -> None:
+        """With `rounding` weights are multiplied as integers: those that come as integers, and floats it rounds."""
         self.library = load(variant, library_dir)
+        self._rounding = rounding
         self.narrow_weights = narrow_weights
         self._call_through(self.library)
         self.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
@@ -143,8 +107,6 @@ class CpuOps(Ops):
         if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
             raise EngineError(f"a linear weight is [N, K] with a bias [N], not {tuple(weight.shape)}")
         n, k = weight.shape
-        ends = None if slices is None else _slice_ends(slices, k)
-        kept = None if bias is None else bias.detach().to(F32, copy=True).contiguous()
         for name in _FORMATS if self.narrow_weights else ("float32",):
             code = _FORMATS[name]
             if name in _GROUPED and slices is not None and not slices.divisible_by(UNIT):
@@ -155,21 +117,31 @@ class CpuOps(Ops):
             self._library.quire_advise_huge_pages(panels.data_ptr(), panels.nbytes)
             if self._pack(weight.detach(), panels, code):
                 break
-        return PanelLinear(
-            panels=panels,
-            bias=kept,
-            out_features=n,
-            in_features=k,
-            format=name,
-            panels_ptr=panels.data_ptr(),
-            bias_ptr=None if kept is None else kept.data_ptr(),
-            format_code=code,
-            slices=slices,
-            slice_ends=ends,
-            slices_ptr=None if ends is None else ends.data_ptr(),
-            num_slices=0 if slices is None else slices.count,
-            num_nodes=1 if slices is None else len(slices.nodes()),
-        )
+        return described(panels, name, code, (n, k), bias, slices)
+
+    def quantized(
+        self, weight: StoredWeight, slices: Slices | None = None, use: WeightUse = WeightUse.LAYER
+    ) -> QuantizedWeight | None:
+        if self._rounding is None or weight.dim() != 2:
+            return None
+        if isinstance(weight, QuantizedWeight):
+            return weight if cpu_integer.fits(weight.shape[1], slices) else None
+        return cpu_integer.round_to_codes(self._library, weight, slices, self._rounding, use)
+
+    def pack_quantized(
+        self, parts: Sequence[QuantizedWeight], bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PanelLinear:
+        n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        if (bias is not None and bias.shape != (n,)) or not cpu_integer.fits(k, slices):
+            raise EngineError(f"integer weights of [{n}, {k}] do not suit their bias or slices")
+        name = " + ".join(dict.fromkeys(f"int{part.bits}" for part in parts))
+        return described(cpu_integer.pack(self._library, parts), name, _INTEGER, (n, k), bias, slices)
+
+    def use_integer_kernel(self, name: str | None = None) -> str | None:
+        """Take this kernel for integer products, in the whole process; None: the best that this processor runs. Returns
+        its name, or None where the processor has no such instructions."""
+        found = self._library.quire_int_kernel(-1 if name is None else cpu_integer.KERNELS.index(name))
+        return None if found is None else str(found.decode())
 
     def _pack(self, weight: Tensor, panels: Tensor, code: int) -> bool:
         """Whether every weight comes back bit for bit. A weight that is not float32 becomes so a few rows at a time."""
@@ -486,8 +458,7 @@ class CpuOps(Ops):
         rope: Tensor,
         scale: float,
     ) -> Tensor:
-        if type(layer) is not CpuLayerCache:
-            layer = describe(layer)
+        layer = layer if type(layer) is CpuLayerCache else describe(layer)
         step = self._step_of(ctx, group, 0, layer)
         if rows_of(q, shape.num_heads * shape.width) != step.tokens or rows_of(kv, shape.width) != step.tokens:
             raise EngineError(f"queries of {q.shape[0]} rows, latents of {kv.shape[0]}, the step has {step.tokens}")
@@ -587,16 +558,3 @@ class CpuOps(Ops):
         if self._library.quire_check_ids(step.positions, step.tokens, rows):
             raise EngineError(f"a position lies outside the rotary table's 0..{rows - 1}")
         step.rope, step.rope_ptr, step.rot = rope, rope.data_ptr(), rot
-
-
-def _slice_ends(slices: Slices, width: int) -> Tensor:
-    """The slices of a weight's columns as the compiled GEMM reads them."""
-    slices.check_width(width)
-    merges = slices.merges()
-    deepest = on_stack = 0
-    for count in merges:
-        deepest = max(deepest, on_stack + 1)
-        on_stack += 1 - count
-    if deepest > _MAX_STACK:
-        raise EngineError(f"the tree over {slices} needs {deepest} sums at once; the CPU kernels hold {_MAX_STACK}")
-    return torch.tensor(list(zip(slices.borders[1:], merges, strict=True)), dtype=I64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.errors import EngineError
 from quire.kernels.expert_rows import ExpertRanges, ExpertRows
+from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
+from quire.kernels.routing import Clamp, RouterSpec
 from quire.kernels.slices import RankTree, Slices
 from quire.kernels.types import HeadShape, LayerCache, StepContext
 from quire.parallel.collectives import TensorGroup
@@ -31,6 +35,13 @@ class PackedLinear(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinearList:
+    """Packed weights one by one: the group of a device without grouped GEMMs."""
+
+    members: tuple[Any, ...]
 
 
 class Fusion(Enum):
@@ -78,6 +89,18 @@ class Ops(AttentionBackend):
         bias and residual. On a GPU this holds in deterministic mode.
         """
 
+    def quantized(
+        self, weight: StoredWeight, slices: Slices | None = None, use: WeightUse = WeightUse.LAYER
+    ) -> QuantizedWeight | None:
+        """The integers that this device multiplies with in place of a weight; None: it multiplies floats."""
+        return None
+
+    def pack_quantized(
+        self, parts: Sequence[QuantizedWeight], bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PackedLinear:
+        """As `pack_linear`, of parts one below the other that `quantized` gave."""
+        raise EngineError("this device multiplies no integers")
+
     @abstractmethod
     def linear(self, x: Tensor, w: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """[M, N] = x W^T (+ bias) (+ residual), in that order; into `out` if given."""
@@ -89,19 +112,34 @@ class Ops(AttentionBackend):
         of the whole."""
 
     def group_linears(self, ws: Sequence[Any]) -> Any:
-        """Packed weights of one shape, without slices, in the form that `grouped_linear` wants."""
-        return tuple(ws)
+        """Packed weights of one shape, without slices, in the form that `grouped_linear` wants. The weights themselves
+        are its `members` then, and may lie elsewhere."""
+        return LinearList(tuple(ws))
 
     def grouped_linear(self, x: Tensor, counts: Tensor, group: Any) -> Tensor:
         """[M, N]: the first counts[0] rows of x through the first weight of the group, the next counts[1] through the
         second, and so on; a row has the bits that `linear` gives it. `counts` are int64."""
-        out = torch.empty(x.shape[0], group[0].out_features, dtype=x.dtype, device=x.device)
+        out = torch.empty(x.shape[0], group.members[0].out_features, dtype=x.dtype, device=x.device)
         start = 0
-        for count, w in zip(counts.tolist(), group, strict=True):
+        for count, w in zip(counts.tolist(), group.members, strict=True):
             if count:
                 self.linear(x[start : start + count], w, None, out[start : start + count])
             start += count
         return out
+
+    def head_linear(self, x: Tensor, group: Any) -> Tensor:
+        """[members, T, N] of contiguous x [members, T, K]: each through its own weight of the group."""
+        members, tokens, width = x.shape
+        found = self.grouped_linear(x.view(members * tokens, width), torch.full((members,), tokens), group)
+        return found.view(members, tokens, -1)
+
+    def routed_experts(
+        self, x: Tensor, logits: Tensor, router: RouterSpec, choice_bias: Tensor | None, up: Any, down: Any, kind: str,
+        clamp: Clamp | None,
+    ) -> Tensor | None:
+        """[T, N]: each row's experts, as the router's logits choose them, weighted and summed; `up` and `down` are the
+        groups of all experts. None: the device has no kernels for all of it in one."""
+        return None
 
     def sum_experts(self, found: Tensor, pairs: ExpertRows, ranges: ExpertRanges) -> Tensor:
         """[nodes, T, width]: the weighted sums of each token's experts, of which `found` has a row for each pair: in

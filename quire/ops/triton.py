@@ -11,24 +11,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.attention.triton import TritonAttention
-from quire.errors import EngineError
+from quire.errors import EngineError, UnsupportedModelError
 from quire.kernels import cublas, torch_norm
 from quire.kernels.kv_spec import KVSpec
+from quire.kernels.routing import Clamp, RouterSpec
 from quire.kernels.slices import Slices
 from quire.kernels.triton import (
     activation,
     all_head_norm,
     choices,
     copy,
+    expert_linear,
+    latent_rope,
     linear_ahead,
     linear_few,
     linear_fixed,
     norm,
     rope_cache,
+    route,
 )
 from quire.kernels.triton.choices import Choice
 from quire.kernels.triton.linear_row import RowShape, linear_row
-from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
+from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 from quire.ops.interface import Fusion, Ops
 
 _EARLY_ROWS = 512
@@ -55,6 +59,15 @@ class DeviceLinear:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """Weights of one shape in one tensor [members, out_features, in_features]: experts, or heads."""
+
+    members: tuple[DeviceLinear, ...]
+    weight: Tensor
+    bias: Tensor | None
 
 
 class TritonOps(Ops):
@@ -171,6 +184,48 @@ class TritonOps(Ops):
         """Whether a small kernel should start while the one before it ends: only where its launch shows."""
         return self.pdl and rows <= _EARLY_ROWS
 
+    def group_linears(self, ws: Sequence[DeviceLinear]) -> DeviceGroup:
+        """One tensor of all, which they then are views of."""
+        first = ws[0].bias
+        weight = torch.stack([w.weight for w in ws])
+        bias = None if first is None else torch.stack([w.bias for w in ws if w.bias is not None])
+        members = tuple(DeviceLinear(weight[i], None if bias is None else bias[i]) for i in range(len(ws)))
+        return DeviceGroup(members, weight, bias)
+
+    def head_linear(self, x: Tensor, group: DeviceGroup) -> Tensor:
+        if self.deterministic:
+            return torch.stack([self.linear(part, w) for part, w in zip(x, group.members, strict=True)])
+        return torch.bmm(x, group.weight.transpose(1, 2))
+
+    def routed_experts(
+        self, x: Tensor, logits: Tensor, router: RouterSpec, choice_bias: Tensor | None, up: DeviceGroup,
+        down: DeviceGroup, kind: str, clamp: Clamp | None,
+    ) -> Tensor:
+        """Without a look at what was chosen, so that graphs can hold it. In deterministic mode blocks have one size."""
+        chosen, gains = route.choose(logits, router, choice_bias)
+        sizes, blocks = expert_linear.ExpertShape(), None
+        if not self.deterministic:
+            sizes = expert_linear.expert_shape(chosen.numel(), router.num_experts)
+        if self.deterministic or chosen.numel() > expert_linear.FEW_PAIRS:
+            blocks = route.block_experts(chosen, router.num_experts, sizes.rows)
+        inner = expert_linear.up_experts(x, up.weight, up.bias, chosen, blocks, kind, clamp, sizes)
+        found = expert_linear.down_experts(inner, down.weight, down.bias, chosen, gains, blocks, sizes)
+        return expert_linear.sum_pairs(found, router.top_k)
+
+    def latent_attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layer: LayerCache,
+        ctx: StepContext,
+        group: int,
+        shape: LatentShape,
+        rope: Tensor,
+        scale: float,
+    ) -> Tensor:
+        latent_rope.rope_latents(q, kv, layer, ctx.slots[group], ctx.positions, shape, rope)
+        return self.attention.latents(q, layer, ctx, group, shape, scale)
+
     def embed(self, ids: Tensor, w: DeviceLinear) -> Tensor:
         return F.embedding(ids, w.weight)
 
@@ -246,10 +301,18 @@ class TritonOps(Ops):
 
     def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:
         """k, v [num_blocks, num_kv_heads, block_size, head_dim]: a head's keys of one block lie together."""
+        if kv.kind == "latent":
+            return self._latents(kv, num_blocks, block_size)
         heads, dim = kv.heads_of_pair()
         size = (num_blocks, heads, block_size, dim)
         tensors = {part.name: torch.zeros(size, dtype=self.kv_dtype, device=self.device) for part in kv.parts}
         return LayerCache(kv, block_size, tensors)
+
+    def _latents(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:
+        if self.kv_dtype != self.dtype:
+            raise UnsupportedModelError("latents (MLA) are kept in the activations' type: use kv_cache_dtype='auto'")
+        size = (num_blocks, 1, block_size, kv.parts[0].width)
+        return LayerCache(kv, block_size, {"latent": torch.zeros(size, dtype=self.dtype, device=self.device)})
 
     def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
         for sources, targets in copy.independent_runs(src, dst):

@@ -29,6 +29,7 @@ log = logging.getLogger("quire.peers")
 
 Connect = Callable[[str], Link]
 _CLOSE_SECONDS = 5.0
+_LEAST_GREETING_SECONDS = 2.0
 
 
 class Listener(Protocol):
@@ -47,6 +48,8 @@ class PeerHub:
         self.stats = PeerStats()
         self.inbox = Inbox(core.executor.arrivals.ring)
         self.lease = lease
+        self._most_greeting = max(lease, _LEAST_GREETING_SECONDS)
+        """To find another engine, to connect, and to prove who both are: all of that together."""
         self.computes, self.asks = computes, asks
         self.connect: Connect | None = None
         """Makes a link to an address, up or not; filled in by whoever has sockets."""
@@ -109,6 +112,10 @@ class PeerHub:
                 link.close(f"no sign of life for {self.lease:g} s")
                 self._lost(link)
                 stirred = True
+            elif link.theirs is None and now - link.made > self._most_greeting:
+                link.close(f"it has not introduced itself within {self._most_greeting:g} s")
+                self._lost(link)
+                stirred = True
         self._prefill.tick()
         self._decode.tick()
         return stirred or self._decode.num_changes > before
@@ -137,6 +144,7 @@ class PeerHub:
 
     def add_link(self, link: Link) -> None:
         """A link that was made here, or whose other end was."""
+        link.made = self.core.scheduler.clock()
         self._open.append(link)
 
     def received(self, link: Link, data: object) -> None:

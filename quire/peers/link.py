@@ -49,6 +49,8 @@ class Link(ABC):
         """For logs and errors: the address of the other side."""
         self.theirs: Data | None = None
         """What the other side said of itself; None before the handshake is over."""
+        self.made = float("inf")
+        """When it was begun, by the engine's clock."""
         self.heard = float("-inf")
         """When the other side last gave a sign of life, by the engine's clock."""
         self.error: str | None = None

@@ -6,6 +6,7 @@ The engine's side is `shared_kv.py`. Jobs run on a thread for each direction, be
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -15,6 +16,7 @@ from quire.errors import KVTransferError, QuireError
 from quire.kvtransfer.layout import Piece, Span
 from quire.kvtransfer.memory import KVMemory
 from quire.ranks.connections import open_memory
+from quire.ranks.frames import ConnectionLost
 from quire.ranks.start import MemoryAddress
 
 Job = dict[str, Any]
@@ -59,9 +61,10 @@ class RankKV:
             lane.put(None)
 
     def _work(self, lane: SimpleQueue[Job | None]) -> None:
-        while (job := lane.get()) is not None:
-            self._await_step(job["after"])
-            self._carry_out(job)
+        with contextlib.suppress(ConnectionLost):  # nobody waits for an answer any more
+            while (job := lane.get()) is not None:
+                self._await_step(job["after"])
+                self._carry_out(job)
 
     def _await_step(self, number: int) -> None:
         """The rank that draws may be a moment ahead of this one: blocks are touched only when the steps that the engine

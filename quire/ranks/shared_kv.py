@@ -157,8 +157,13 @@ class SharedKV:
     def _job(self, what: str, tables: Tables, span: Span, mine: list[tuple[int, Piece]]) -> Job:
         pieces = [[piece.layer, piece.group, piece.part, piece.width, piece.first_head, piece.num_heads]
                   for _, piece in mine]
-        return {"do": what, "after": self._ranks.steps_over, "tables": [list(table) for table in tables],
-                "span": [span.start, span.end, list(span.starts)], "pieces": pieces}
+        # Of the tables only the blocks of these tokens are sent: a long prompt has thousands of them.
+        size = self.layout.block_size
+        first, last = span.start // size, -(-span.end // size)
+        base = first * size
+        return {"do": what, "after": self._ranks.steps_over, "tables": [list(table[first:last]) for table in tables],
+                "span": [span.start - base, span.end - base, [max(0, start - base) for start in span.starts]],
+                "pieces": pieces}
 
     def _pairs(self, what: str, span: Span, part: Span, pieces: Sequence[Piece], dealt: Dealt, wire: Bytes,
                size: int) -> Iterator[tuple[Bytes, Bytes]]:

@@ -66,10 +66,12 @@ class PackedLogprobs:
 
     def to_list(self) -> list[tuple[int, float, int, list[int], list[float]]]:
         """As `SampledLogprobs.to_list`."""
-        numbers = self.numbers[self.rows]
-        words, floats, width = numbers.tolist(), numbers.view(torch.float32).tolist(), self.width
-        return [_possible(mine[0], values[1], mine[2], mine[3 : 3 + n], values[3 + width : 3 + width + n])
-                for mine, values, n in zip(words, floats, self.counts, strict=True)]
+        words, most = self.numbers[self.rows], max(self.counts)
+        floats, first = words.view(torch.float32), 3 + self.width
+        ids_of, tops_of = words[:, 3 : 3 + most].tolist(), floats[:, first : first + most].tolist()
+        columns = zip(words[:, 0].tolist(), floats[:, 1].tolist(), words[:, 2].tolist(), ids_of, tops_of, self.counts,
+                      strict=True)
+        return [_possible(token, logprob, rank, ids[:n], tops[:n]) for token, logprob, rank, ids, tops, n in columns]
 
 
 def _possible(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
 from quire.scheduler.draft import Planned
+from quire.scheduler.lowest import Lowest
 from quire.scheduler.request import Request
 
 _FEW = 16
@@ -132,62 +133,77 @@ class FairQueue(WaitingQueue):
         self._lines: dict[str, OrderedDict[str, Request]] = {}
         self._served: dict[str, int] = {}
         """Tokens computed for every tenant that waits, or was part of the last step."""
+        self._counts = Lowest()
+        """The same in their order."""
+        self._turns = Lowest()
+        """Tenants that wait by that count, and those who are equal by who has waited longest."""
+        self._away: set[str] = set()
+        """Tenants that have a count and do not wait."""
         self._level = 0
         """The highest count at which anybody was admitted: where newcomers begin if nobody else is there."""
         self._size = 0
 
     def add(self, request: Request) -> None:
-        tenant = request.tenant
-        if tenant not in self._served:
-            self._served[tenant] = min(self._served.values(), default=self._level)
-        self._line(tenant)[request.request_id] = request
-        self._size += 1
+        self._line(request.tenant)[request.request_id] = request
+        self._changed(request.tenant, 1)
 
     def put_back(self, request: Request) -> None:
-        line = self._line(request.tenant)
-        self._served.setdefault(request.tenant, min(self._served.values(), default=self._level))
-        _put_first(line, request)
-        self._size += 1
+        _put_first(self._line(request.tenant), request)
+        self._changed(request.tenant, 1)
 
     def peek(self) -> Request:
-        return next(iter(self._lines[self._next_tenant()].values()))
+        return next(iter(self._lines[self._turns.first()].values()))
 
     def pop(self) -> Request:
-        tenant = self._next_tenant()
+        tenant = self._turns.first()
         self._level = max(self._level, self._served[tenant])
         request = self._lines[tenant].popitem(last=False)[1]
-        self._shrink(tenant)
+        self._changed(tenant, -1)
         return request
 
     def remove(self, request: Request) -> None:
         del self._lines[request.tenant][request.request_id]
-        self._shrink(request.tenant)
+        self._changed(request.tenant, -1)
 
     def charge(self, planned: Iterable[Planned]) -> None:
-        served = self._served
-        active = set(self._lines)
+        ran: dict[str, int] = {}
         for seq, entry, _ in planned:
             tenant = seq.request.tenant
-            active.add(tenant)
-            served[tenant] = served.get(tenant, self._level) + entry.num_tokens
-        for tenant in [tenant for tenant in served if tenant not in active]:
+            ran[tenant] = ran.get(tenant, 0) + entry.num_tokens
+        for tenant, tokens in ran.items():
+            self._serve(tenant, self._served.get(tenant, self._level) + tokens)
+        for tenant in self._away - ran.keys():
             # Nothing waits and nothing ran: it begins anew when it comes back, level with the others.
-            self._level = max(self._level, served.pop(tenant))
+            self._level = max(self._level, self._served.pop(tenant))
+            self._counts.discard(tenant)
+        self._away = {tenant for tenant in ran if tenant not in self._lines}
 
     def _line(self, tenant: str) -> OrderedDict[str, Request]:
+        """A tenant that was away comes back with the lowest count there is."""
+        if tenant not in self._served:
+            self._serve(tenant, self._counts.lowest[0] if len(self._counts) else self._level)
         return self._lines.setdefault(tenant, OrderedDict())
 
-    def _next_tenant(self) -> str:
-        # Ties go to whoever has waited longest.
-        def turn(tenant: str) -> tuple[int, int]:
-            return self._served[tenant], next(iter(self._lines[tenant].values())).arrival_index
+    def _serve(self, tenant: str, count: int) -> None:
+        self._served[tenant] = count
+        self._counts.set(tenant, (count, 0))
+        self._rank(tenant)
 
-        return min(self._lines, key=turn)
+    def _rank(self, tenant: str) -> None:
+        line = self._lines.get(tenant)
+        if line:
+            self._turns.set(tenant, (self._served[tenant], next(iter(line.values())).arrival_index))
 
-    def _shrink(self, tenant: str) -> None:
-        self._size -= 1
-        if not self._lines[tenant]:
+    def _changed(self, tenant: str, by: int) -> None:
+        """A tenant's line has grown or shrunk."""
+        self._size += by
+        if self._lines[tenant]:
+            self._away.discard(tenant)
+            self._rank(tenant)
+        else:
             del self._lines[tenant]
+            self._turns.discard(tenant)
+            self._away.add(tenant)
 
     def __len__(self) -> int:
         return self._size

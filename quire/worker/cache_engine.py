@@ -19,17 +19,21 @@ class CacheEngine:
     where it has blocks.
     """
 
-    def __init__(self, decoder: Decoder, ops: Ops, num_blocks: int, block_size: int, num_host_blocks: int = 0,
-                 transfers: Sequence[KVTransfer] = (), draft: Decoder | None = None, draft_group: int = 0) -> None:
+    def __init__(self, decoder: Decoder, ops: Ops, num_blocks: int | Sequence[int], block_size: int,
+                 num_host_blocks: int = 0, transfers: Sequence[KVTransfer] = (), draft: Decoder | None = None,
+                 draft_group: int = 0) -> None:
+        """`num_blocks` of every cache group, or by group."""
         self._ops = ops
         groups = decoder.spec.group_of_layer()[decoder.first_layer : decoder.last_layer]
-        self.layers: list[LayerCache] = decoder.allocate_caches([num_blocks] * (max(groups) + 1), block_size)
+        blocks = [num_blocks] * (1 + max(*groups, draft_group)) if isinstance(num_blocks, int) else num_blocks
+        self.layers: list[LayerCache] = decoder.allocate_caches(blocks, block_size)
         self.groups = list(groups)
         """Of each layer."""
         self.draft_layers: list[LayerCache] = []
         """Of a draft model: a part of the blocks of `draft_group`."""
         if draft is not None:
-            self.draft_layers = draft.allocate_caches([num_blocks] * len(draft.spec.cache_groups()), block_size)
+            own_groups = len(draft.spec.cache_groups())
+            self.draft_layers = draft.allocate_caches([blocks[draft_group]] * own_groups, block_size)
         self._stored = self.layers + self.draft_layers
         self._group_of_layer = (*groups, *[draft_group] * len(self.draft_layers))
         self.arrivals = ArrivalBox()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quire.config import CacheConfig
+from quire.config import CPU_DEFAULTS, CacheConfig, EngineConfig
 from quire.errors import ConfigError, OutOfMemoryError
 from quire.models.shard import Shard, shard_of
 from quire.models.spec import CacheGroup, DecoderSpec
@@ -18,6 +18,8 @@ _DEFAULT_POOL_SHARE = 0.4
 """Most of the free memory that the default pool takes; the weights come out of the rest."""
 
 
+_CACHED_WINDOWS = 4
+"""Groups with a window get at least one block for so many of the others: cached prefixes need the end of theirs."""
 _LEAST_PACKED_BYTES = 0.75
 """Per parameter, in the narrowest format that the kernels keep."""
 
@@ -34,6 +36,19 @@ class PoolSize:
     """Blocks of the host tier."""
     draft_bytes_per_token: int = 0
     """Of `bytes_per_block`, what a draft model takes for each token."""
+    window_blocks: int | None = None
+    """Blocks of a cache group with a sliding window; None: as many as of the others."""
+    window_bytes_per_block: int = 0
+    """Of `bytes_per_block`, what the groups with windows take."""
+
+    def blocks_of(self, window: int | None) -> int:
+        """Blocks of a cache group."""
+        return self.num_blocks if window is None or self.window_blocks is None else self.window_blocks
+
+    @property
+    def num_bytes(self) -> int:
+        spared = 0 if self.window_blocks is None else self.num_blocks - self.window_blocks
+        return self.num_blocks * self.bytes_per_block - spared * self.window_bytes_per_block
 
 
 def groups_with_draft(spec: DecoderSpec, draft_bytes_per_token: int) -> list[CacheGroup]:
@@ -99,8 +114,12 @@ def block_bytes(shard: Shard, block_size: int, draft_bytes_per_token: int = 0) -
 
 
 def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, max_num_seqs: int,
-              free: int | None = None, draft_bytes_per_token: int = 0, shard: Shard | None = None) -> PoolSize:
+              free: int | None = None, draft_bytes_per_token: int = 0, shard: Shard | None = None,
+              step_tokens: int | None = None) -> PoolSize:
     """Blocks from num_kv_blocks, kv_cache_memory or a share of free memory; the length they and the model allow.
+
+    With `step_tokens`, the tokens that steps in flight may compute, groups with a sliding window get what they need and
+    the others what that leaves; without it, or with num_kv_blocks, every group gets as many blocks.
 
     With a `shard` the blocks that its rank can hold of `free`, which is what this rank may take; the memory that the
     options name is that of all ranks together, so that every number of ranks has as many blocks.
@@ -109,19 +128,71 @@ def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, 
     shard = shard_of(spec, Place()) if shard is None else shard
     block = block_bytes(shard, cache.block_size, draft_bytes_per_token)
     wanted_len = _model_length(spec, max_model_len)
-    num_blocks = _num_blocks(cache, block, free, wanted_len, max_num_seqs)
-    if num_blocks * block.own > free:
+    equal = _num_blocks(cache, block, free, wanted_len, max_num_seqs)
+    if equal * block.own > free:
         raise OutOfMemoryError(
-            f"a KV pool of {num_blocks} blocks takes {_gib(num_blocks * block.own)}, but {_gib(free)} are free: "
+            f"a KV pool of {equal} blocks takes {_gib(equal * block.own)}, but {_gib(free)} are free: "
             "lower num_kv_blocks or kv_cache_memory")
+    sizes = GroupSizes(equal)
+    if step_tokens is not None and cache.num_kv_blocks is None:
+        sizes = group_sizes(spec, equal, cache.block_size, max_num_seqs, step_tokens,
+                            most=2 * max_num_seqs * -(-wanted_len // cache.block_size))
+    num_blocks = sizes.num_blocks
     capacity = num_blocks * cache.block_size
     if max_model_len is not None and max_model_len > capacity:
         raise ConfigError(
             f"max_model_len {max_model_len} does not fit the KV pool, which holds {capacity} tokens ({num_blocks} "
             f"blocks of {cache.block_size}): lower max_model_len or raise num_kv_blocks or kv_cache_memory",
             field="max_model_len")
-    num_host_blocks = size_host_tier(cache, block.all, free - num_blocks * block.own, block.own)
-    return PoolSize(num_blocks, min(wanted_len, capacity), block.all, num_host_blocks, draft_bytes_per_token)
+    num_host_blocks = size_host_tier(cache, block.all, free - equal * block.own, block.own)
+    return PoolSize(num_blocks, min(wanted_len, capacity), block.all, num_host_blocks, draft_bytes_per_token,
+                    sizes.window_blocks, _window_bytes(spec, cache.block_size))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """Blocks of cache groups that keep every token, and of those with a sliding window (None: as many)."""
+
+    num_blocks: int
+    window_blocks: int | None = None
+
+
+def group_sizes(spec: DecoderSpec, equal: int, block_size: int, max_num_seqs: int, step_tokens: int,
+                most: int) -> GroupSizes:
+    """Share the memory of `equal` blocks of every group so that those with a window get what running sequences need,
+    or a quarter as many as the others for cached prefixes, if that is more."""
+    windows = [group.window for group in spec.cache_groups() if group.window is not None]
+    if not windows or len(windows) == len(spec.cache_groups()):
+        return GroupSizes(equal)
+    per_block, window_bytes = spec.kv_bytes_per_block(block_size), _window_bytes(spec, block_size)
+    full_bytes = per_block - window_bytes
+    # Each sequence holds its window, cut at both ends, and one block that it writes; steps hold what they compute.
+    least = max_num_seqs * (-(-max(windows) // block_size) + 2) + -(-step_tokens // block_size)
+    memory = equal * per_block
+    by_share = memory * _CACHED_WINDOWS // (_CACHED_WINDOWS * full_bytes + window_bytes)
+    by_need = (memory - least * window_bytes) // full_bytes
+    num_blocks = min(by_share, by_need, most)
+    window_blocks = max(least, num_blocks // _CACHED_WINDOWS)
+    return GroupSizes(num_blocks, window_blocks) if num_blocks > equal else GroupSizes(equal)
+
+
+def _window_bytes(spec: DecoderSpec, block_size: int) -> int:
+    return sum(group.bytes_per_token for group in spec.cache_groups() if group.window is not None) * block_size
+
+
+def step_tokens_of(config: EngineConfig) -> int | None:
+    """Tokens that steps in flight may compute; None where all cache groups must have as many blocks: KV that travels
+    between engines or ranks is laid out so, and a draft model's layers share blocks of the target's."""
+    cache, parallel, options = config.cache, config.parallel, config.scheduler
+    speculation = config.speculation.options
+    if (parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1 or config.transfer.kv_role is not None
+            or cache.kv_disk is not None or cache.kv_pool is not None
+            or (speculation is not None and speculation.model is not None)):
+        return None
+    if not options.enable_chunked_prefill:
+        return None
+    depth = options.max_steps_in_flight or CPU_DEFAULTS.max_steps_in_flight
+    return depth * (options.max_num_batched_tokens or CPU_DEFAULTS.max_num_batched_tokens)
 
 
 def smallest_pool(pools: Sequence[PoolSize]) -> PoolSize:

@@ -9,6 +9,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.kernels.quantized import StoredWeight
 from quire.kvtransfer.store import KVStore
 from quire.models.build import build_decoder, dummy_weights, stored_parts
 from quire.models.decoder import Decoder
@@ -30,6 +31,7 @@ from quire.worker.memory import (
     draft_group,
     groups_with_draft,
     size_pool,
+    step_tokens_of,
 )
 from quire.worker.model_runner import ModelRunner
 from quire.worker.passes import Passes
@@ -50,19 +52,20 @@ class Worker:
         self.spec = read_spec(source.config)
         self.shard = shard = shard_of(self.spec, Place()) if shard is None else shard
         self.pool: PoolSize = size_shard_pool(source, config, shard) if pool is None else pool
-        ops = CpuOps(num_threads=config.model.num_threads)
+        ops = CpuOps(num_threads=config.model.num_threads, rounding=config.model.rounding)
         decoder = build_decoder(
             source.config, _weights(source, config.model.load_format, config, shard), ops,
             max_model_len=self.pool.max_model_len, shard=shard,
             ranks=None if collectives is None else collectives.group, dtype=None)
         self.weight_bytes = decoder.weight_bytes
         draft = self._draft_decoder(config, ops)
-        self._cache = CacheEngine(decoder, ops, self.pool.num_blocks, config.cache.block_size,
+        groups = groups_with_draft(self.spec, self.pool.draft_bytes_per_token)
+        self._cache = CacheEngine(decoder, ops, [self.pool.blocks_of(group.window) for group in groups],
+                                  config.cache.block_size,
                                   self.pool.num_host_blocks, draft=draft, draft_group=draft_group(self.spec))
         self.arrivals = self._cache.arrivals
         self._table = RequestTable(config.scheduler.num_seqs(gpu=False), self.pool.max_model_len,
-                                   config.cache.block_size,
-                                   len(groups_with_draft(self.spec, self.pool.draft_bytes_per_token)))
+                                   config.cache.block_size, len(groups))
         speculation = config.speculation.options
         rejection = speculation is not None and speculation.verifier == REJECTION
         drafter = None if speculation is None else self._drafter(
@@ -159,9 +162,10 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
         draft_bytes = draft.kv_bytes_per_token
     free = available_memory() // ranks_here
     pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False), free,
-                     draft_bytes_per_token=draft_bytes, shard=shard)
+                     draft_bytes_per_token=draft_bytes, shard=shard, step_tokens=step_tokens_of(config))
     dummy = config.model.load_format == "dummy"
-    check_weights_fit(shard.num_parameters, packed=source.path.suffix == ".gguf" and not dummy, free=free)
+    packed = (source.path.suffix == ".gguf" and not dummy) or config.model.rounding is not None
+    check_weights_fit(shard.num_parameters, packed=packed, free=free)
     return pool
 
 
@@ -170,10 +174,12 @@ def _draft_source(speculation: SpeculationOptions, config: EngineConfig) -> Mode
 
 
 def _weights(source: ModelSource, load_format: str, config: EngineConfig,
-             shard: Shard | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+             shard: Shard | None = None) -> Iterator[tuple[str, StoredWeight]]:
     parts = None if shard is None or shard.is_whole else stored_parts(source.config, shard)
     if load_format == "dummy":
         return dummy_weights(source.config, config.model.seed, parts)
+    if config.model.rounding is not None:
+        return source.stored_weights(parts)
     return source.weights(None, parts)  # packed from the type they are stored in: less memory at once
 
 

@@ -10,7 +10,18 @@ import pytest
 
 from quire.bench import gpu, gpu_tune
 from quire.bench.gpu_accuracy import Reading, compare, texts
-from quire.bench.gpu_cases import CASES, MODELS, kind_of, least_by_kind, least_seconds, requests_of, shares
+from quire.bench.gpu_cases import (
+    CASES,
+    MODELS,
+    READ_BANDWIDTH,
+    distinct_experts,
+    kind_of,
+    least_by_kind,
+    least_seconds,
+    limits_of,
+    requests_of,
+    shares,
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -28,6 +39,15 @@ def test_kernels_are_told_apart_by_name() -> None:
              "_rms_norm_kernel": "other", "ahead_kernel": "products", "_rope_decode_kernel": "attention of decodes",
              "_fresh_mixed_kernel": "attention of prompts", "_split_kernel": "other"}  # fmt: skip
     assert {name: kind_of(name) for name in names} == names
+
+
+def test_experts_are_read_as_often_as_rows_choose_them() -> None:
+    """One row of Qwen3-30B-A3B reads 8 experts of a layer, 256 nearly all; the limit of case b is 1.4 ms a token."""
+    assert distinct_experts(128, 8, 1) == pytest.approx(8) and 127.9 < distinct_experts(128, 8, 256) < 128
+    config = MODELS["30b-a3b"]
+    limits = limits_of(config)
+    assert limits.read_bytes(0) + 128 * limits.expert_bytes == pytest.approx(60.4e9, rel=0.01)
+    assert 1.2e-3 < limits.read_bytes(1) / READ_BANDWIDTH < 1.45e-3
 
 
 def test_a_profile_names_the_share_of_what_limits_each_kind() -> None:

@@ -9,9 +9,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "adding-a-family.md"
 
 
-def test_the_page_shows_the_file_of_phi3_as_it_stands() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert code == (ROOT / "quire/models/families/phi3.py").read_text(encoding="utf-8")
+def test_the_page_shows_the_file_of_phi3_and_a_router_as_they_stand() -> None:
+    code, experts = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    families = ROOT / "quire/models/families"
+    assert code == (families / "phi3.py").read_text(encoding="utf-8")
+    assert experts in (families / "qwen3_moe.py").read_text(encoding="utf-8")
 
 
 def test_the_page_fits_on_one_page() -> None:

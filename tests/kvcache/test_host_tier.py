@@ -162,3 +162,25 @@ def test_what_a_stopped_sibling_left_outside_comes_back_in_the_order_in_which_it
         if not cache.pools[0].make_room(1):
             carry_out(cache)
         cache.pools[0].allocate()
+
+
+def test_a_sequence_that_waits_asks_a_tier_again_only_when_the_device_has_changed() -> None:
+    asked = []
+
+    class Counted(HostTier):
+        def lookup(self, keys, num_groups, prefix=None):  # type: ignore[no-untyped-def]
+            asked.append(len(keys))
+            return super().lookup(keys, num_groups, prefix)
+
+    cache = KVCacheManager(8, 4, tiers=[Counted(16, 1, True)])
+    waiting, tokens = SequenceKV(), list(range(24))
+    first = cache.match(waiting, tokens, cache.ask(waiting, tokens))
+    for _ in range(5):
+        assert cache.match(waiting, tokens, cache.ask(waiting, tokens)) is first
+    assert asked == [5]
+    other = SequenceKV()
+    assert cache.open(other, cache.match(other, tokens[:9])) is not None
+    assert cache.extend(other, 9, 0)
+    cache.publish(other, tokens, 8)
+    found = cache.match(waiting, tokens, cache.ask(waiting, tokens))
+    assert (found.num_tokens, asked) == (8, [5, 5])

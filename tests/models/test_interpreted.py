@@ -15,7 +15,13 @@ from tests.paged_driver import PagedDriver
 TOKENS = [5, 3, 96, 41]
 
 
-@pytest.mark.parametrize(("family", "change"), [("smollm3", {"no_rope_layers": [0]}), ("phi3", {}), ("cohere", {})])
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("smollm3", {"no_rope_layers": [0]}), ("phi3", {}), ("cohere", {}), ("qwen2_moe", {}),
+    ("deepseek_v3", {"first_k_dense_replace": 0}),
+]
+
+
+@pytest.mark.parametrize(("family", "change"), CHANGES)
 def test_logits_are_those_of_transformers(family: str, change: dict[str, Any]) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():

@@ -179,3 +179,18 @@ def test_options_that_cannot_be_are_refused(model: str, options: dict[str, Any],
         monkeypatch.delenv("QUIRE_KV_SECRET", raising=False)
     with pytest.raises(ConfigError):
         LLM(model, **OPTIONS, **options)
+
+
+def test_an_engine_that_accepts_and_says_nothing_costs_one_lease(model: str, monkeypatch: pytest.MonkeyPatch,
+                                                                 caplog: pytest.LogCaptureFixture) -> None:
+    """Finding it, connecting and the handshake have one bound together, and not five seconds each."""
+    monkeypatch.setenv("QUIRE_KV_SECRET", SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as mute, \
+            LLM(model, **OPTIONS, kv_transfer={"role": "decode", "lease": 2.0, "least_tokens": 1}) as llm:
+        silent = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        llm.add_request("r", PROMPT, SamplingParams(max_tokens=2, ignore_eos=True), prefill=[silent])
+        while llm.has_unfinished_requests():
+            llm.step()
+        found = llm.metrics()
+    assert found["kv_prompts_failed"] == found["kv_prompts_computed_here"] == 1
+    assert "it has not introduced itself within 2 s" in caplog.text

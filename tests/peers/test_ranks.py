@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
+import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, StructuredOutputs
 from tests.checkpoints import make_checkpoint
 from tests.peers.engine_process import eventually
 from tests.peers.pairs import SECRET, answers, pair
 from tests.peers.test_exact import OPTIONS, PARAMS, PROMPTS
 from tests.ranks.processes import ranks_of, until_gone
+from tests.structured.tiny import make_model
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +71,28 @@ def test_the_bits_of_one_engine(models: Any, kind: str) -> None:
         assert answers(llm, PROMPTS, PARAMS) == expected
         found = llm.metrics()
         assert found["kv_prompts_arrived"] >= 4 and found["kv_prompts_failed"] == 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="grammars need xgrammar")
+def test_a_grammar_shapes_what_follows_a_prompt_that_came(tmp_path: Path) -> None:
+    """The other side computes all but the last token of the prompt; the first one must fit the grammar too."""
+    model = str(make_model(tmp_path))
+    plain: dict[str, Any] = {"load_format": "dummy", "num_kv_blocks": 64, "num_threads": 1}
+    prompts = ["The quick brown fox", "Once there was a fox that " * 3, "A code such as 12-abc is"]
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=40, logprobs=1, n=1 + seed % 2,
+                             structured_outputs=StructuredOutputs(regex="[0-9]{2}-[a-z]{3,5}")) for seed in range(3)]
+
+    def said(llm: LLM) -> list[Any]:
+        return [[(one.text, one.token_ids, one.logprobs) for one in output.outputs]
+                for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    with LLM(model, **plain) as llm:
+        expected = said(llm)
+    assert all(re.fullmatch("[0-9]{2}-[a-z]{3,5}", text) for output in expected for text, *_ in output)
+    two = {**plain, "tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
+    with pair(model, two, {**plain, "block_size": 4}) as (_, llm):
+        assert said(llm) == expected
+        assert llm.metrics()["kv_prompts_arrived"] == 3
 
 
 # ---- a rank that is lost

@@ -45,13 +45,15 @@ def make_scheduler(
     mode: str = "auto",
     offload: bool = False,
     cost: MoveCost | None = None,
+    window_blocks: int | None = None,
     **limits: int | bool,
 ) -> Scheduler:
     """A scheduler in one line; limits default to generous ones."""
     wanted = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256} | limits
+    group_blocks = tuple(num_blocks if w is None or window_blocks is None else window_blocks for w in windows)
     tiers = [HostTier(host_blocks, len(windows), offload)] if host_blocks else []
     cache = KVCacheManager(num_blocks, block_size, tuple(CacheGroup(w) for w in windows), caching, tiers=tiers,
-                           cost=cost, block_bytes=(100,) * len(windows))
+                           cost=cost, block_bytes=(100,) * len(windows), group_blocks=group_blocks)
     return Scheduler(Limits(**wanted), cache, QUEUES[queue](), BATCHING_POLICIES[policy](),  # type: ignore[arg-type]
                      preemption=Preemption(cache, PreemptionMode(mode), cost))
 

@@ -29,10 +29,17 @@ COSTS = [None, MoveCost(1.0, 1e9), MoveCost(1e9, 1.0), MoveCost(100.0, 2000.0)]
 
 @st.composite
 def schedulers(draw: st.DrawFn) -> Scheduler:
+    num_blocks, block_size = draw(st.sampled_from([8, 12, 16, 24])), draw(st.sampled_from([1, 2, 3, 4]))
+    windows = draw(st.sampled_from([(None,), (None,), (None,), (3,), (None, 4)]))
+    max_num_seqs, step_tokens = draw(st.sampled_from([3, 4, 6, 9])), draw(st.sampled_from([1, 3, 8, 24]))
+    window_blocks = None
+    if len(windows) > 1:  # the rule of `worker/memory.py`
+        window_blocks = min(num_blocks, max_num_seqs * (-(-4 // block_size) + 2) + -(-step_tokens // block_size))
     return make_scheduler(
-        num_blocks=draw(st.sampled_from([8, 12, 16, 24])),
-        block_size=draw(st.sampled_from([1, 2, 3, 4])),
-        windows=draw(st.sampled_from([(None,), (None,), (None,), (3,), (None, 4)])),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        windows=windows,
+        window_blocks=window_blocks,
         queue=draw(st.sampled_from(["fcfs", "priority", "fair"])),
         policy=draw(st.sampled_from(["decode-first", "prefill-first"])),
         caching=draw(st.sampled_from([True, True, False])),
@@ -40,8 +47,8 @@ def schedulers(draw: st.DrawFn) -> Scheduler:
         mode=draw(st.sampled_from(["auto", "recompute", "swap"])),
         offload=draw(st.booleans()),
         cost=draw(st.sampled_from(COSTS)),
-        max_num_seqs=draw(st.sampled_from([3, 4, 6, 9])),
-        max_num_batched_tokens=draw(st.sampled_from([1, 3, 8, 24])),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=step_tokens,
         max_num_partial_prefills=draw(st.integers(1, 2)),
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 2, 4])),
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from quire.scheduler.queue import FCFSQueue, PriorityQueue, WaitingQueue
+from quire.scheduler.plan import PlanEntry
+from quire.scheduler.queue import FairQueue, FCFSQueue, PriorityQueue, WaitingQueue
 from quire.scheduler.request import Request
 from tests.scheduler.simulation import make_request
 
@@ -66,3 +69,60 @@ def test_an_id_that_comes_again_stands_where_its_new_priority_puts_it() -> None:
     queue.add(request("b", 1, priority=1))
     queue.add(request("a", 2, priority=2))
     assert names(queue) == ["b", "a"]
+
+
+class NaiveFairQueue:
+    """The rule of the fair queue as it is told, looking at every tenant each time."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Request] = []
+        self.served: dict[str, int] = {}
+        self.level = 0
+
+    def add(self, request: Request) -> None:
+        self.served.setdefault(request.tenant, min(self.served.values(), default=self.level))
+        self.waiting.append(request)
+
+    def peek(self) -> Request:
+        heads: dict[str, Request] = {}
+        for request in self.waiting:
+            heads.setdefault(request.tenant, request)
+        return min(heads.values(), key=lambda head: (self.served[head.tenant], head.arrival_index))
+
+    def pop(self) -> Request:
+        request = self.peek()
+        self.level = max(self.level, self.served[request.tenant])
+        self.waiting.remove(request)
+        return request
+
+    def charge(self, tenants: list[str]) -> None:
+        for tenant in tenants:
+            self.served[tenant] = self.served.get(tenant, self.level) + 3
+        for tenant in set(self.served) - set(tenants) - {request.tenant for request in self.waiting}:
+            self.level = max(self.level, self.served.pop(tenant))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "add", "pop", "remove", "charge"]), st.integers(0, 5)), max_size=60))
+def test_the_fair_queue_keeps_its_rule_without_looking_at_every_tenant(actions: list[tuple[str, int]]) -> None:
+    queue, model = FairQueue(), NaiveFairQueue()
+    running: list[Request] = []
+    for number, (action, which) in enumerate(actions):
+        if action == "add":
+            new = make_request(f"r{number}", [1], tenant=f"t{which}")
+            new.arrival_index = number
+            queue.add(new)
+            model.add(new)
+        elif action == "charge":
+            ran = [request.tenant for request in running[-which:]] if which else []
+            queue.charge([(r.sequences[0], PlanEntry(0, 0, 3, False), 0) for r in running[-which:]] if which else [])
+            model.charge(ran)
+        elif model.waiting:
+            if action == "pop":
+                assert queue.peek() is model.peek()
+                running.append(queue.pop())
+                assert model.pop() is running[-1]
+            else:
+                gone = model.waiting[which % len(model.waiting)]
+                queue.remove(gone)
+                model.waiting.remove(gone)
+        assert len(queue) == len(model.waiting)

@@ -39,15 +39,26 @@ def wishes(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def schedulers(draw: st.DrawFn) -> Scheduler:
     chunked = draw(st.booleans())
+    num_blocks = draw(st.sampled_from([4, 6, 8, 9, 10, 12, 16]))
+    block_size = draw(st.sampled_from([1, 2, 2, 3, 4]))
+    windows = draw(WINDOWS)
+    max_num_seqs = draw(st.sampled_from([1, 2, 3, 4, 4, 6]))
+    step_tokens = draw(st.sampled_from([1, 2, 3, 5, 8, 12, 16, 24]))
+    window_blocks = None
+    if None in windows and len(windows) > 1 and chunked:
+        # What one sequence and one step need; less than the rule of `worker/memory.py` gives to all of them.
+        widest = max(w for w in windows if w is not None)
+        window_blocks = min(num_blocks, -(-widest // block_size) + 2 + -(-step_tokens // block_size))
     return make_scheduler(
-        num_blocks=draw(st.sampled_from([4, 6, 8, 9, 10, 12, 16])),
-        block_size=draw(st.sampled_from([1, 2, 2, 3, 4])),
-        windows=draw(WINDOWS),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        windows=windows,
+        window_blocks=window_blocks,
         queue=draw(st.sampled_from(["fcfs", "priority"])),
         policy=draw(st.sampled_from(["decode-first", "prefill-first"])),
         caching=draw(st.sampled_from([True, True, False])),
-        max_num_seqs=draw(st.sampled_from([1, 2, 3, 4, 4, 6])),
-        max_num_batched_tokens=draw(st.sampled_from([1, 2, 3, 5, 8, 12, 16, 24])),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=step_tokens,
         max_model_len=draw(st.sampled_from([5, 12, 20, 30, 60])),
         chunked_prefill=chunked,
         max_num_partial_prefills=draw(st.integers(1, 3)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 from quire.errors import KernelBuildError
@@ -27,6 +27,10 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_grouped_linear": (_N, [_P, _P, _I, _P, _I, _I]),
     "quire_sum_experts": (None, [_P] * 6 + [_I] * 5),
     "quire_embed": (None, [_P, _P, _N, _P, _I, _I]),
+    "quire_int_kernel": (c_char_p, [_N]),
+    "quire_int_bytes": (_I, [_P, _I]),
+    "quire_int_pack": (None, [_P, _P, _I, _P, _P, _P]),
+    "quire_int_round": (None, [_P, _I, _I, _I, _I, _P, _P, _P]),
     "quire_rms_norm": (None, [_P, _P, _P, _I, _I, _F]),
     "quire_norm_all_heads": (None, [_P] * 3 + [_I] * 4 + [_F]),
     "quire_head_squares": (None, [_P, _P] + [_I] * 4),
@@ -66,7 +70,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_ring_load": (_U, [_P]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 opener: type[ctypes.CDLL] = ctypes.CDLL
 """What a library is opened with. Benches put one here that measures its calls."""

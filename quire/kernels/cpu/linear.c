@@ -4,9 +4,13 @@
  * binary tree of slices.py; most weights are one slice. However many rows share a pass, and however a slice is cut into
  * pieces, the order is the same, so an element's bits depend on its own row and column only. */
 #include "export.h"
+#include "integer.h"
 #include "pool.h"
 #include "recorded.h"
 #include "weight.h"
+#if defined(__aarch64__)
+#include "lane_tile.h"
+#endif
 
 #include <stdlib.h>
 
@@ -46,6 +50,7 @@ typedef struct {
     const slice *slices;
     int64_t num_slices, stack, left; /* entries on the stack at most, and in the end */
     int64_t panels, row_blocks, panel_step; /* how the work is cut into tasks */
+    float *lanes;                           /* x as lane_tile.h wants it, or NULL: x is read as it is */
 } linear_job;
 
 /* Where a tile finds its weights, and what it fetches meanwhile. */
@@ -113,6 +118,26 @@ static void run_tile(int64_t rows, int64_t panels, int near, const float *x, int
     }
 }
 
+/* Tells the compiler to begin with the next weights of `q` when `sum` has its last ones, not all of them at once: it would
+ * run out of registers. It costs no instruction. */
+#if defined(__aarch64__)
+#define IN_TURN(q, sum) __asm__ __volatile__("" : "+w"(q) : "w"(sum))
+#else
+#define IN_TURN(q, sum)
+#endif
+
+/* A vector that the next instruction overwrites: where a copy costs as much as arithmetic, it is loaded again. */
+#if defined(__aarch64__)
+#define RELOAD(vector, address)                                                                                     \
+    do {                                                                                                            \
+        const uint8_t *from = address;                                                                              \
+        __asm__ __volatile__("" : "+r"(from));                                                                      \
+        vector = load_v((const float *)from);                                                                       \
+    } while (0)
+#else
+#define RELOAD(vector, address)
+#endif
+
 /* acc += steps [k0, k1) of k for few rows, widening a narrow weight on its way to the registers. `w` is at step k0. */
 INLINE void narrow_steps(int rows, int panels, int32_t format, const float *x, int64_t ldx, int64_t k0, int64_t k1,
                          const uint8_t *w, int64_t ldw, vf *acc) {
@@ -144,7 +169,11 @@ INLINE void narrow_steps(int rows, int panels, int32_t format, const float *x, i
                     vi q[PAIR * NV];
                     EACH(p, j) q[p * NV + j] = words_scaled4(w + p * ldw, word, j);
                     UNROLL for (int i = 0; i < 8; i++)
-                        EACH(p, j) ADD(k0 + word * 8 + i, p, j, weight_scaled4(q[p * NV + j], &s[p], i, j));
+                        EACH(p, j) {
+                            IN_TURN(q[p * NV + j], acc[p * NV + j]);
+                            RELOAD(s[p].m[j], w + p * ldw + (NR + j * VL) * 4);
+                            ADD(k0 + word * 8 + i, p, j, weight_scaled4(q[p * NV + j], &s[p], i, j));
+                        }
                 }
         }
 }
@@ -182,9 +211,9 @@ static void run_narrow_tile(const linear_job *job, int64_t rows, int64_t panels,
     }
 }
 
-/* A range of rows by a range of panels. */
+/* A range of rows by a range of panels; `held` rows of sums are kept, where a tile has more than there are. */
 typedef struct {
-    int64_t row, rows, panel, panels;
+    int64_t row, rows, panel, panels, held;
 } area;
 
 /* out = sums + bias + residual. */
@@ -207,7 +236,7 @@ static void write_out(const linear_job *job, const area *of, const float *sums, 
 /* Write what is left on the stack: one sum, or several where the job has only a run of the slices. */
 static void finish(const linear_job *job, const area *of, const float *stack) {
     for (int64_t i = 0; i < job->left; i++)
-        write_out(job, of, stack + i * of->rows * of->panels * NR, job->out + i * job->rows * job->n);
+        write_out(job, of, stack + i * of->held * of->panels * NR, job->out + i * job->rows * job->n);
 }
 
 /* Steps [k0, k0 + depth) of one panel as floats. */
@@ -247,23 +276,76 @@ INLINE void piece(const linear_job *job, const area *of, int64_t k0, int64_t dep
     }
 }
 
+#if defined(__aarch64__)
+/* The same for one panel and rows that are packed in lanes. */
+static void lane_piece(const linear_job *job, const area *of, int64_t k0, int64_t depth, target to) {
+    float wide[LANE_DEPTH * NR] __attribute__((aligned(64)));
+    const float *w = (const float *)job->w + (of->panel * job->k + k0) * NR;
+    if (job->format != FLOAT32) {
+        widen(job, of->panel, k0, depth, wide);
+        w = wide;
+    }
+    for (int64_t t = 0; t < of->held / LANE_ROWS; t++, to.sums += LANE_ROWS * NR) {
+        float32x4_t acc[2 * LANE_ROWS];
+        float *sums = to.sums;
+        UNROLL for (int i = 0; i < 2 * LANE_ROWS; i++) acc[i] = to.first ? vdupq_n_f32(0.0f) : vld1q_f32(sums + i * VL);
+        lane_steps(job->lanes + ((of->row / LANE_ROWS + t) * job->k + k0) * LANE_ROWS, w, depth, acc);
+        for (int64_t merges = to.merges; merges > 0; merges--) {
+            sums -= to.below;
+            UNROLL for (int i = 0; i < 2 * LANE_ROWS; i++) acc[i] = vaddq_f32(vld1q_f32(sums + i * VL), acc[i]);
+        }
+        UNROLL for (int i = 0; i < 2 * LANE_ROWS; i++) vst1q_f32(sums + i * VL, acc[i]);
+    }
+}
+
+static void lanes_task(void *arg, int64_t tile) {
+    const linear_job *job = arg;
+    int64_t row = tile * LANE_ROWS, rows = job->rows - row < LANE_ROWS ? job->rows - row : LANE_ROWS;
+    pack_lanes(job->x + row * job->k, rows, job->k, job->lanes + row * job->k);
+}
+
+/* Pack the rows of x, where that pays and there is memory. */
+static void take_lanes(linear_job *job) {
+    int64_t tiles = (job->rows + LANE_ROWS - 1) / LANE_ROWS;
+    if (job->rows <= 4) return;
+    job->lanes = malloc((size_t)(tiles * LANE_ROWS * job->k) * sizeof(float));
+    if (!job->lanes) return;
+    job->row_blocks = (job->rows + LANE_ROW_BLOCK - 1) / LANE_ROW_BLOCK;
+    quire_parallel(lanes_task, job, tiles);
+}
+#endif
+
 /* Steps of k in each piece of a slice: of even size, since a short piece costs as much to begin and end as a long one.
  * A weight of floats that one tile reads once need not be cut. */
 static int64_t piece_depth(const linear_job *job, const area *of, int64_t depth) {
+    int64_t most = K_BLOCK;
+#if defined(__aarch64__)
+    if (job->lanes) most = LANE_DEPTH;
+#endif
     if (job->format == FLOAT32 && of->rows <= TILE_ROWS) return depth;
-    int64_t pieces = (depth + K_BLOCK - 1) / K_BLOCK;
+    int64_t pieces = (depth + most - 1) / most;
     return pieces < 2 ? depth : ((depth + pieces - 1) / pieces + GROUP - 1) / GROUP * GROUP;
 }
 
+INLINE void any_piece(const linear_job *job, const area *of, int64_t k0, int64_t depth, target to) {
+#if defined(__aarch64__)
+    if (job->lanes) {
+        lane_piece(job, of, k0, depth, to);
+        return;
+    }
+#endif
+    piece(job, of, k0, depth, to);
+}
+
 static void product(const linear_job *job, const area *of) {
-    int64_t size = of->rows * of->panels * NR, k0 = 0;
+    int64_t size = of->held * of->panels * NR, k0 = 0;
     float stack[job->stack * size] __attribute__((aligned(64))), *top = stack;
     for (const slice *s = job->slices; s < job->slices + job->num_slices; s++) {
         int64_t block = piece_depth(job, of, s->end - k0);
         for (int first = 1; first || k0 < s->end; first = 0) {
             int64_t depth = k0 + block < s->end ? block : s->end - k0;
             int last = k0 + depth == s->end;
-            piece(job, of, k0, depth, (target){top, size, last ? s->merges : 0, first});
+            any_piece(job, of, k0, depth, (target){top, size, last ? s->merges : 0, first});
             k0 += depth;
         }
         top += (1 - s->merges) * size;
@@ -283,10 +365,20 @@ static void linear_task(void *arg, int64_t task) {
     int64_t block = task % job->row_blocks, panel = task / job->row_blocks * job->panel_step;
     int64_t end = panel + job->panel_step < job->panels ? panel + job->panel_step : job->panels;
     int64_t row = job->rows * block / job->row_blocks, rows = job->rows * (block + 1) / job->row_blocks - row;
+#if defined(__aarch64__)
+    if (job->lanes) {
+        int64_t tiles = (job->rows + LANE_ROWS - 1) / LANE_ROWS, first = tiles * block / job->row_blocks;
+        int64_t held = (tiles * (block + 1) / job->row_blocks - first) * LANE_ROWS;
+        row = first * LANE_ROWS;
+        rows = held < job->rows - row ? held : job->rows - row;
+        for (; panel < end; panel++) product(job, &(area){row, rows, panel, 1, held});
+        return;
+    }
+#endif
     for (int64_t step; panel < end; panel += step) {
         int narrow = rows <= FEW && job->format != FLOAT32;
         step = rows <= FEW && !narrow && panel + WIDE <= end ? WIDE : panel + PAIR <= end ? PAIR : 1;
-        area of = {row, rows, panel, step};
+        area of = {row, rows, panel, step, rows};
         if (narrow) narrow_product(job, &of);
         else product(job, &of);
     }
@@ -306,16 +398,26 @@ static int64_t cut_tasks(linear_job *job, int64_t pieces) {
 EXPORT void quire_linear(const float *x, const void *w, int32_t format, const float *bias, const float *residual,
                          float *out, int64_t rows, int64_t n, int64_t k, const slice *slices, int64_t num_slices) {
     if (rows == 0) return;
+    if (format == INTEGER) {
+        quire_int_linear(x, w, bias, residual, out, rows, n, k, slices, num_slices);
+        return;
+    }
     slice all = {k, 0};
     linear_job job = {x, w, bias, residual, out, rows, n, k, format, &all, 1, 0, 0, (n + NR - 1) / NR, 1, 1};
     if (num_slices) job.slices = slices, job.num_slices = num_slices;
     for (int64_t i = 0; i < job.num_slices; job.left -= job.slices[i++].merges)
         if (++job.left > job.stack) job.stack = job.left;
     job.row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+#if defined(__aarch64__)
+    take_lanes(&job);
+#endif
     int64_t threads = quire_get_num_threads(), pieces = threads * 8 / job.row_blocks;
     if (threads == 1 || rows * n * k < 100000 || pieces < 1) pieces = 1;
     quire_parallel(linear_task, &job, cut_tasks(&job, pieces));
+    free(job.lanes);
 }
+
+RECORDED(quire_linear, PTR(0), PTR(1), INT32(2), PTR(3), PTR(4), PTR(5), INT(6), INT(7), INT(8), PTR(9), INT(10))
 
 /* One of several weights of the same shape, and the rows that go through it. */
 typedef struct {
@@ -359,6 +461,10 @@ EXPORT int32_t quire_grouped_linear(const float *x, const linear_group *groups, 
     for (int64_t g = 0; g < count; row += groups[g++].rows) {
         int64_t rows = groups[g].rows;
         if (rows == 0) continue;
+        if (groups[g].format == INTEGER) {
+            quire_int_linear(x + row * k, groups[g].w, groups[g].bias, NULL, out + row * n, rows, n, k, NULL, 0);
+            continue;
+        }
         linear_job *job = &all.jobs[all.count];
         *job = (linear_job){x + row * k, groups[g].w, groups[g].bias, NULL, out + row * n, rows, n, k,
                             (int32_t)groups[g].format, &whole, 1, 1, 1, (n + NR - 1) / NR,
@@ -372,5 +478,3 @@ EXPORT int32_t quire_grouped_linear(const float *x, const linear_group *groups, 
     free(all.first_task);
     return 0;
 }
-
-RECORDED(quire_linear, PTR(0), PTR(1), INT32(2), PTR(3), PTR(4), PTR(5), INT(6), INT(7), INT(8), PTR(9), INT(10))

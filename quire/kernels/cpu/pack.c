@@ -1,5 +1,6 @@
 /* Packing weights into panels, in the narrowest format that keeps every bit, and reading rows back. */
 #include "export.h"
+#include "integer.h"
 #include "pool.h"
 #include "recorded.h"
 #include "weight.h"
@@ -178,6 +179,10 @@ static void embed_task(void *arg, int64_t task) {
     const embed_job *job = arg;
     int64_t k = job->k, end = (task + 1) * IDS_OF_A_TASK < job->count ? (task + 1) * IDS_OF_A_TASK : job->count;
     for (int64_t i = task * IDS_OF_A_TASK; i < end; i++) {
+        if (job->format == INTEGER) {
+            quire_int_embed_row(job->w, job->ids[i], k, job->out + i * k);
+            continue;
+        }
         const uint8_t *panel = job->w + job->ids[i] / NR * panel_bytes(job->format, k);
         for (int64_t j = 0; j < k; j++) job->out[i * k + j] = read_weight(panel, job->format, j, job->ids[i] % NR);
     }

@@ -113,13 +113,32 @@ INLINE vi load_u16(const void *p) {
 
 INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 
-/* The lowest four bits of each lane as a float. */
-INLINE vf nibble_to_float(vi x) {
+/* Four bits of each lane as a float, those from bit 4 * i on; i is known when it is compiled. */
+INLINE vf nibble_to_float(vi x, int i) {
 #if defined(__AVX512F__)
     const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return (vf)_mm512_permutexvar_ps((__m512i)x, numbers); /* looks at four bits only */
+    return (vf)_mm512_permutexvar_ps((__m512i)(x >> (4 * i)), numbers); /* looks at four bits only */
+#elif defined(__aarch64__)
+    /* Where they are, they are the last bits of a number 2^(23 - 4i) + q. That takes and, or and a subtraction, which is
+     * exact; a conversion takes as long as four of these. The upper three nibbles come after one shift. */
+    if (i > 4) x = x >> 20, i -= 5;
+    vi bits = (x & set_i(15 << (4 * i))) | set_i((127 + 23 - 4 * i) << 23);
+    return (vf)bits - set_v((float)(1 << (23 - 4 * i)));
 #else
-    return to_float(x & set_i(15));
+    return to_float((x >> (4 * i)) & set_i(15));
+#endif
+}
+
+/* VL signed bytes at p as floats. */
+INLINE vf bytes_to_float(const void *p) {
+#if defined(__aarch64__)
+    /* As above: byte + 128 are the last bits of 2^23 + byte + 128. */
+    const uint8x16_t place = {0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255, 255};
+    uint8x16_t bytes = veorq_u8(vreinterpretq_u8_u32(vld1q_dup_u32(p)), vdupq_n_u8(0x80));
+    vi bits = (vi)vqtbl1q_u8(bytes, place) | set_i(0x4b000000);
+    return (vf)bits - set_v(8388736.0f);
+#else
+    return to_float(load_i8(p));
 #endif
 }
 

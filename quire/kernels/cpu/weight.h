@@ -18,6 +18,7 @@ enum {
     SCALED8 = 2,  /* groups of d[NR] floats, q[GROUP][NR] signed bytes: w = d * q (Q8_0, Q5_0, Q4_0) */
     SCALED4 = 3,  /* groups of d[NR], m[NR] floats, q[GROUP / 8][NR] words, each holding 8 steps of k from its lowest
                      bits up: w = d * q + m (Q4_1) */
+    INTEGER = 4,  /* integer codes that are multiplied as integers, see integer.h */
 };
 
 INLINE int64_t group_bytes(int32_t format) { return format == SCALED8 ? NR * (4 + GROUP) : NR * (8 + GROUP / 2); }
@@ -54,7 +55,7 @@ INLINE vf weight_bfloat16(const uint8_t *panel, int64_t k, int j) {
 }
 
 INLINE vf weight_scaled8(const uint8_t *group, const scales *s, int64_t i, int j) {
-    return s->d[j] * to_float(load_i8(group + NR * (4 + i) + j * VL));
+    return s->d[j] * bytes_to_float(group + NR * (4 + i) + j * VL);
 }
 
 INLINE vi words_scaled4(const uint8_t *group, int64_t word, int j) {
@@ -62,7 +63,7 @@ INLINE vi words_scaled4(const uint8_t *group, int64_t word, int j) {
 }
 
 INLINE vf weight_scaled4(vi words, const scales *s, int i, int j) {
-    return fma_v(s->d[j], nibble_to_float(words >> (4 * i)), s->m[j]);
+    return fma_v(s->d[j], nibble_to_float(words, i), s->m[j]);
 }
 
 INLINE void widen_bfloat16(const uint8_t *from, int64_t depth, float *to) {

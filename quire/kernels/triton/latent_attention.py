@@ -1,7 +1,7 @@
 """Latent attention (MLA) over paged latents: all heads read one vector of a token, as its key and as its value.
 
-Queries come in the latent space, [T, heads * (rank + rope)]. A program takes a block of heads (`head_block`), so that a
-latent is read once for all of them. One new token per sequence: a program takes one piece of the sequence's keys
+Queries come in the latent space, [T, heads * (rank + rope)]. A program takes a block of heads (`shape.blocks`), so
+that a latent is read once for all of them. One new token per sequence: a program takes one piece of the sequence's keys
 (`DecodeSplit`), and the last one joins the pieces. Any number of tokens: tiles of tokens, keys folded at fixed absolute
 positions, so that a query's result depends on its own sequence alone.
 """
@@ -17,16 +17,7 @@ from quire.kernels.torch_attention import softmax_attention
 from quire.kernels.triton.attention_decode import LOG2_E, DecodeScratch, join_pieces
 from quire.kernels.triton.attention_mixed import MixedShape
 from quire.kernels.triton.attention_split import PIECE_STEP, DecodeSplit
-from quire.kernels.types import HeadShape, LatentShape, LayerCache
-
-_MOST_HEADS = 64
-"""Of a program: their sums are [heads, 512] in float32, 128 registers of each of 256 threads."""
-
-
-def head_block(shape: LatentShape) -> HeadShape:
-    """Blocks of heads that go together, in the words of attention over pairs: a block is a kv head."""
-    group = max(size for size in range(1, min(_MOST_HEADS, shape.num_heads) + 1) if shape.num_heads % size == 0)
-    return HeadShape(shape.num_heads, shape.num_heads // group, shape.rank)
+from quire.kernels.types import LatentShape, LayerCache
 
 
 @triton.jit
@@ -170,8 +161,8 @@ def latent_decode(
     num_warps: int = 8, num_stages: int = 2,
 ) -> Tensor:  # fmt: skip
     """[S, heads * rank] for the S sequences of `split`, whose queries are the first S rows of q; `scratch` is that of
-    `head_block(shape)`. Block tables as in `decode_attention`."""
-    blocks = head_block(shape)
+    `shape.blocks`. Block tables as in `decode_attention`."""
+    blocks = shape.blocks
     if out is None:
         out = torch.empty(context_len.shape[0], shape.num_heads * shape.rank, dtype=q.dtype, device=q.device)
     _decode_kernel[(blocks.num_kv_heads, split.tasks)](
@@ -190,9 +181,9 @@ def latent_tiles(
     tile_seq: Tensor, tile_first: Tensor, shape: LatentShape, scale: float, *, out: Tensor | None = None,
     sizes: MixedShape = MixedShape(64, 32, 8, 2), exact: bool = False,  # noqa: B008 (frozen)
 ) -> Tensor:  # fmt: skip
-    """[T, heads * rank]: causal attention of the queries in the tiles (`query_tiles` with `head_block`'s group); a tile
+    """[T, heads * rank]: causal attention of the queries in the tiles (`query_tiles`, by `shape.blocks.group`); a tile
     whose sequence is -1 does nothing. `exact` keeps the compiler from fusing products and sums."""
-    blocks = head_block(shape)
+    blocks = shape.blocks
     if out is None:
         out = torch.empty(q.shape[0], shape.num_heads * shape.rank, dtype=q.dtype, device=q.device)
     _tile_kernel[(blocks.num_kv_heads, tile_seq.shape[0])](

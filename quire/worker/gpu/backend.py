@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from quire.sampling.kernels import SamplingKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,16 @@ class StepKernels:
     draw_scratch: Callable[[int, int], Any]
     sampling: ModuleType | None = None
     """`kernels.triton.sample`; None: the full sampler does all that `draw` does not."""
+
+
+@functools.cache
+def host_sampling(device: torch.device) -> SamplingKernels | None:
+    """Where the tensors lie on a CPU: the kernels of the CPU's worker, so that both report the same bits."""
+    if device.type != "cpu":
+        return None
+    from quire.kernels.cpu.sampling import CpuSampling
+
+    return CpuSampling()
 
 
 def step_kernels(device: torch.device) -> StepKernels:

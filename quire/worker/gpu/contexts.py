@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.attention.backend import FreshPrompts
 from quire.attention.prompts import Verdicts
 from quire.config import default_cache_dir
-from quire.kernels.types import HeadShape, LayerCache, StepContext
+from quire.kernels.types import HeadShape, LatentShape, LayerCache, StepContext
 from quire.models.decoder import Decoder
 from quire.ops.interface import Ops
 from quire.worker.gpu.batches import FreshRuns, MixedBatch
@@ -41,8 +41,11 @@ class StepContexts:
         self.tables = table.tables[: len(self.windows)]
         self.fuse_rope = fuse_rope and self.attention is not None and not self.attention.deterministic
         self._block_size = table.block_size
-        self._shapes = [shape for layer in decoder.layers if isinstance(shape := layer.attn.shape, HeadShape)]
-        self._plain = all(a.attention.window is None and a.attention.softcap is None for a in decoder.spec.layers)
+        self._shapes = [_as_heads(layer.attn.shape) for layer in decoder.layers]
+        self._plain = all(
+            a.attention.window is None and a.attention.softcap is None and a.attention.latent is None
+            for a in decoder.spec.layers
+        )
         self._splits: dict[int, tuple] = {}
 
     @property
@@ -192,3 +195,8 @@ def _fresh_prompts(starts: np.ndarray, on_device: Tensor, first: int, last: int)
     begin, end = int(starts[first]), int(starts[last])
     longest = int(np.diff(starts[first : last + 1]).max())
     return FreshPrompts(begin, end - begin, on_device[first : last + 1] - begin, longest)
+
+
+def _as_heads(shape: HeadShape | LatentShape) -> HeadShape:
+    """How work is shared out: of latents a block of heads counts as a kv head."""
+    return shape if isinstance(shape, HeadShape) else shape.blocks

@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.sampling.logprobs import rank_candidates
 from quire.sampling.sending import send
 from quire.scheduler.plan import PlanEntry
+from quire.worker.gpu.backend import host_sampling
 from quire.worker.gpu.batches import LogitRows, end_of
 from quire.worker.gpu.drafted import Drafted
 from quire.worker.gpu.memory import too_much
@@ -50,7 +51,7 @@ class SpecialDraws:
 
     def draw(self, step: DrawnStep) -> None:
         table, entries, drafted = self._table, step.entries, step.drafted
-        rows: Sequence[SampledRow] = [
+        rows: list[SampledRow] = [
             SampledRow(place, entries[i].row, end_of(entries[i]), entries[i].masks)
             for place, i in enumerate(step.drawing)
             if table.info(entries[i].row).special
@@ -68,26 +69,31 @@ class SpecialDraws:
         """Candidates of beams, from the logits behind those of the entries that draw."""
         infos = [self._table.info(entries[i].row) for i in reads.ranking]
         found = rank_candidates(logits[len(reads.drawing) :], [entries[i].candidates for i in reads.ranking],
-                                [info.params.temperature or 1.0 for info in infos])
+                                [info.params.temperature or 1.0 for info in infos], host_sampling(logits.device))
         pending.candidates = (reads.ranking, found)
 
     def _draw_by_kernels(
-        self, kernels: SampledSteps, step: DrawnStep, rows: Sequence[SampledRow]
-    ) -> Sequence[SampledRow]:
+        self, kernels: SampledSteps, step: DrawnStep, rows: list[SampledRow]
+    ) -> list[SampledRow]:
         """Returns those that are left for the full sampler: drafts change the text, and counts of it cannot go back."""
         infos = [self._table.info(row.row) for row in rows]
-        chosen = [i for i, info in enumerate(infos) if step.drafted is None or not info.reads_history]
-        if not chosen:
+        mine, settings, others = [], [], []
+        for row, info in zip(rows, infos, strict=True):
+            if step.drafted is None or not info.reads_history:
+                mine.append(row)
+                settings.append(info.settings)
+            else:
+                others.append(row)
+        if not mine:
             return rows
-        mine = [rows[i] for i in chosen]
         try:
-            found = kernels.draw(step.logits, mine, [infos[i].settings for i in chosen], step.slot)
+            found = kernels.draw(step.logits, mine, settings, step.slot)
         except RuntimeError as error:
             too_much(error)
             return rows
         if found is not None:
             step.pending.logprobs.append(([step.drawing[place] for place in found.rows], found))
-        return [] if len(chosen) == len(rows) else [row for i, row in enumerate(rows) if i not in set(chosen)]
+        return others
 
     def _draw_all_again(self, step: DrawnStep, rows: Sequence[SampledRow]) -> None:
         try:

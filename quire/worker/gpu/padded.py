@@ -74,7 +74,7 @@ class MixedRungs:
         """Those of a model, where the kernels know padding; None if no step (`max_tokens` 0) shall be padded."""
         layer = decoder.layers[0]
         if attention is None or max_tokens == 0 or not isinstance(layer.attn.shape, HeadShape):
-            return None
+            return None  # latents are not padded yet
         parts = (*layer.attn.linears, *layer.mlp.linears)
         weights = sum(part.packed.out_features * part.packed.in_features for part in parts)
         # Beyond that the GPU takes longer for a layer than the host for its launches, and padding would only cost.

@@ -10,6 +10,7 @@ from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
 from quire.sampling.logprobs import SampledLogprobs, token_logprobs
 from quire.scheduler.plan import PlanEntry
+from quire.worker.gpu.backend import host_sampling
 from quire.worker.gpu.batches import MixedBatch
 from quire.worker.gpu.memory import too_much
 from quire.worker.gpu.results import PendingStep
@@ -50,5 +51,5 @@ def _of_entry(
         chunk = torch.arange(first + at - entry.start, first + stop - entry.start, device=table.arena.device)
         logits = decoder.logits(hidden[chunk]).float()
         targets = table.tokens[entry.row, at + 1 : stop + 1].long()
-        found.append(token_logprobs(logits, targets, info.params.prompt_logprobs or 0))
+        found.append(token_logprobs(logits, targets, info.params.prompt_logprobs or 0, host_sampling(logits.device)))
     return found

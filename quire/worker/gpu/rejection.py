@@ -13,6 +13,7 @@ from quire.sampling.logprobs import SampledLogprobs, batch_logprobs
 from quire.sampling.sampler import NOT_FINITE, draw_weights
 from quire.sampling.sending import send, send_tensor
 from quire.speculation.verify import NoiseKeys, judge_by_rejection
+from quire.worker.gpu.backend import host_sampling
 from quire.worker.gpu.drafted import Drafted
 from quire.worker.gpu.sampled_stage import SampledRow
 from quire.worker.gpu.sampling import special_batch
@@ -109,5 +110,5 @@ class _Part:
         return NoiseKeys.of(states, self.device)
 
     def _logprobs(self, tokens: Tensor) -> tuple[list[int], SampledLogprobs] | None:
-        found = batch_logprobs(self.picked, tokens, self.batch)
+        found = batch_logprobs(self.picked, tokens, self.batch, host_sampling(self.device))
         return None if found is None else ([self.rows[row].place for row in found.rows], found)

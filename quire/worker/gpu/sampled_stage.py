@@ -23,7 +23,8 @@ class RowSettings:
     """How one sequence draws, as the kernels read it; made once, when it takes its row."""
 
     words: np.ndarray
-    wants: Wants
+    bits: int
+    """Its `wants` as a plain number: every step puts those of all rows together."""
     bias_ids: np.ndarray
     bias_values: np.ndarray
     """float32 values as int32 words."""
@@ -41,7 +42,7 @@ class RowSettings:
         words = tuple(tuple(word) for word in start.bad_words)
         return cls(
             words=_words(start, vocab_size),
-            wants=_wants_of(params, bool(words), vocab_size),
+            bits=int(_wants_of(params, bool(words), vocab_size)),
             bias_ids=np.array(list(bias), np.int32),
             bias_values=np.array(list(bias.values()), np.float32).view(np.int32),
             stop_ids=tuple(dict.fromkeys(start.stop_ids)) if params.min_tokens else (),
@@ -51,11 +52,15 @@ class RowSettings:
             allowed=_allowed_mask(params.allowed_token_ids, vocab_size),
         )
 
+    @property
+    def wants(self) -> Wants:
+        return Wants(self.bits)
+
     def unreported(self) -> RowSettings:
         """The same without log-probabilities."""
         words = self.words.copy()
         words[at.LOGPROBS] = -1
-        return replace(self, words=words, wants=self.wants & ~Wants.LOGPROBS)
+        return replace(self, words=words, bits=int(self.wants & ~Wants.LOGPROBS))
 
 
 def _is_cut(params: SamplingParams, vocab_size: int) -> bool:
@@ -133,9 +138,10 @@ class SampledStage:
         self._changes: list[np.ndarray] = []
         self._prefixes: list[int] = []
         self._masks: list[np.ndarray] = []
-        self.wants = Wants(0)
+        bits = 0
         for one in settings:
-            self.wants |= one.wants
+            bits |= one.bits
+        self.wants = Wants(bits)
         if any(row.mask for row in rows):
             self.wants |= Wants.MASKS | Wants.DRAW
 

@@ -27,7 +27,8 @@ from quire.worker.gpu.table import DeviceTable, RowInfo
 
 AT_ONCE = 256
 """Rows of one pass: a row of changed logits is 4 bytes times the vocabulary."""
-_WARM = (Wants.DRAW | Wants.CUT, Wants.DRAW | Wants.CUT | Wants.PENALTIES, Wants.LOGPROBS)
+_LOGPROBS = int(Wants.LOGPROBS)
+_WARM = (Wants.DRAW | Wants.CUT, Wants.DRAW | Wants.PENALTIES, Wants.DRAW | Wants.CUT | Wants.PENALTIES, Wants.LOGPROBS)
 """What most requests ask for: compiled before anybody waits."""
 
 
@@ -57,6 +58,11 @@ class TokenCounts:
                 fresh.append(row.slot)
             self._counted[row.row] = (info, row.position)
         return fresh
+
+    def forget(self, rows: Sequence[SampledRow]) -> None:
+        """They were not counted after all: begin again with them."""
+        for row in rows:
+            self._counted.pop(row.row, None)
 
 
 class SampledSteps:
@@ -133,11 +139,15 @@ class SampledSteps:
     ) -> PackedLogprobs | None:
         """Draw for the rows from their places of the logits, into `slot` of the ring; returns what they report."""
         fresh = self._counts.place(rows, self._table)
-        for at in range(0, len(rows), AT_ONCE):
-            self._pass(logits, rows[at : at + AT_ONCE], settings[at : at + AT_ONCE], slot, fresh)
-            fresh = []
+        try:
+            for at in range(0, len(rows), AT_ONCE):
+                self._pass(logits, rows[at : at + AT_ONCE], settings[at : at + AT_ONCE], slot, fresh)
+                fresh = []
+        except BaseException:
+            self._counts.forget(rows)
+            raise
         asking = [(row.place, int(one.words[sampled_row.LOGPROBS])) for row, one in zip(rows, settings, strict=True)
-                  if one.wants & Wants.LOGPROBS]
+                  if one.bits & _LOGPROBS]
         if not asking:
             return None
         places = [place for place, _ in asking]

@@ -18,6 +18,7 @@ from quire.sampling.batch import Edits, SamplingBatch
 from quire.sampling.penalties import penalised
 from quire.sampling.sampler import SamplerOutput, sample
 from quire.sampling.sending import send, send_tensor
+from quire.worker.gpu.backend import host_sampling
 from quire.worker.gpu.sampled_stage import SampledRow
 from quire.worker.gpu.table import DeviceTable, RowInfo
 
@@ -43,7 +44,7 @@ class DeviceEdits:
 
 def sample_special(logits: Tensor, rows: Sequence[SampledRow], table: DeviceTable) -> SamplerOutput:
     """Tokens of the rows `rows[i].place` of logits [R, V], with log-probabilities where asked for."""
-    return sample(*special_batch(logits, rows, table))
+    return sample(*special_batch(logits, rows, table), host_sampling(logits.device))
 
 
 def special_batch(logits: Tensor, rows: Sequence[SampledRow], table: DeviceTable) -> tuple[Tensor, SamplingBatch]:

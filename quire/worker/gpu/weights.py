@@ -23,13 +23,13 @@ def random_weights(
     generator = torch.Generator(device).manual_seed(seed)
     offset = -spec.layers[0].norm.weight_offset
     for name, shape in names.stored(spec).items():
-        if len(shape) == 2:
-            bound = math.sqrt(3.0 / shape[1])
+        if len(shape) in (2, 3) and not name.endswith("bias"):
+            bound = math.sqrt(3.0 / shape[-1])
             yield (
                 name,
                 torch.empty(shape, dtype=dtype, device=device).uniform_(-bound, bound, generator=generator),
             )
-        elif name.endswith(".bias"):
+        elif name.endswith(("bias", "sinks")):
             yield name, torch.zeros(shape, dtype=dtype, device=device)
         else:
             yield name, torch.ones(shape, dtype=torch.float32, device=device) + offset

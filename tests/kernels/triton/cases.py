@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import step_reference
+from quire.kernels.routing import Clamp, RouterSpec
 from quire.kernels.slices import Slices, add_in_tree, finish_tree, rank_run
 from quire.kernels.triton import (
     activation,
@@ -24,6 +25,7 @@ from quire.kernels.triton import (
     attention_split,
     copy,
     draw,
+    expert_linear,
     inputs,
     latent_attention,
     latent_rope,
@@ -32,6 +34,7 @@ from quire.kernels.triton import (
     linear_row,
     norm,
     rope_cache,
+    route,
 )
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, pair_cache
 
@@ -592,7 +595,7 @@ def check_latent_decode(
     q, cache, table, start, length = latent_batch(device, dtype, shape, block_size, [1] * len(lengths), lengths)
     split = attention_split.DecodeSplit.allocate(len(lengths), extra, device)
     attention_split.split_decode(split, length, None)
-    blocks = latent_attention.head_block(shape)
+    blocks = shape.blocks
     scratch = attention_decode.DecodeScratch.allocate(split.tasks, len(lengths), blocks, device)
     where, kernel_table = None, table
     if rows:
@@ -615,7 +618,7 @@ def check_latent_tiles(
 ) -> float:
     lengths = [count + before for count, before in zip(queries, contexts, strict=True)]
     q, cache, table, start, length = latent_batch(device, dtype, shape, block_size, queries, lengths)
-    group = latent_attention.head_block(shape).group
+    group = shape.blocks.group
     tiles = attention_mixed.query_tiles(np.array(queries), max(16, sizes.rows_of(group)) // group)
     seqs, firsts = (torch.from_numpy(np.append(part, -1).astype(np.int32)).to(device) for part in tiles)
     want = latent_attention.latent_reference(q, cache, table, start, length, shape, 0.1)
@@ -643,3 +646,39 @@ def check_latent_rope(device: str, dtype: torch.dtype, shape: LatentShape, token
         run(*mine, cache, slots, positions, shape, rope)
         results.append((*mine, cache.latents))
     return max(close(got, want) for got, want in zip(*results, strict=True))
+
+
+def check_choice(device: str, spec: RouterSpec, tokens: int) -> None:
+    logits = torch.randn(tokens, spec.num_experts, device=device)
+    logits[-1] = logits[-1, :1]  # equal scores: the lower expert wins
+    bias = torch.randn(spec.num_experts, device=device) * 0.3 if spec.choice_bias else None
+    got, want = route.choose(logits, spec, bias), route.choose_reference(logits, spec, bias)
+    if not torch.equal(got[0], want[0]):
+        raise AssertionError("other experts than the reference's")
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
+
+
+def check_blocks(device: str, chosen: Tensor, num_experts: int, rows: int) -> None:
+    got = route.block_experts(chosen.to(device), num_experts, rows)
+    want = route.block_experts_reference(chosen, num_experts, rows)
+    used = int((want.expert >= 0).sum()) * rows
+    for mine, other in ((got.expert, want.expert), (got.counts, want.counts), (got.pairs[:used], want.pairs[:used])):
+        if not torch.equal(mine.cpu(), other):
+            raise AssertionError(f"{mine.tolist()} is not {other.tolist()}")
+
+
+def check_experts(
+    device: str, dtype: torch.dtype, tokens: int, spec: RouterSpec, hidden: int, inner: int, *, clamp: Clamp | None,
+    biased: bool, is_sorted: bool, sizes: expert_linear.ExpertShape,
+) -> float:
+    x = rand(tokens, hidden, dtype=dtype, device=device)
+    up = rand(spec.num_experts, 2 * inner, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
+    down = rand(spec.num_experts, hidden, inner, dtype=dtype, device=device, scale=inner**-0.5)
+    up_bias = rand(spec.num_experts, 2 * inner, dtype=dtype, device=device) if biased else None
+    down_bias = rand(spec.num_experts, hidden, dtype=dtype, device=device) if biased else None
+    chosen, gains = route.choose(torch.randn(tokens, spec.num_experts, device=device), spec, None)
+    blocks = route.block_experts(chosen, spec.num_experts, sizes.rows) if is_sorted else None
+    between = expert_linear.up_experts(x, up, up_bias, chosen, blocks, "silu", clamp, sizes)
+    found = expert_linear.down_experts(between, down, down_bias, chosen, gains, blocks, sizes)
+    want = expert_linear.experts_reference(x, up, up_bias, down, down_bias, chosen, gains, "silu", clamp)
+    return close(expert_linear.sum_pairs(found, spec.top_k), want, 2.0)

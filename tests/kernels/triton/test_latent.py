@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from quire.kernels.triton.attention_mixed import MixedShape
-from quire.kernels.triton.latent_attention import head_block
 from quire.kernels.types import HeadShape, LatentShape
 from tests.kernels.triton import cases
 
@@ -24,7 +23,7 @@ def _seeded() -> None:
 
 def test_heads_go_in_blocks_that_divide_them() -> None:
     shapes = [(16, 1), (128, 2), (6, 1), (66, 2)]
-    assert [head_block(LatentShape(heads, 512, 64)) for heads, _ in shapes] == [
+    assert [LatentShape(heads, 512, 64).blocks for heads, _ in shapes] == [
         HeadShape(heads, blocks, 512) for heads, blocks in shapes
     ]
 

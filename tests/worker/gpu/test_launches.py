@@ -98,3 +98,30 @@ def test_deterministic_steps_are_never_fused_with_products(monkeypatch: pytest.M
 def test_norms_on_both_sides_run_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     launched, _ = decode(worker_of(monkeypatch, GEMMA3), 4)
     assert launched == ["embedding", "mul", *SANDWICH, *SANDWICH, "rms_norm", "mm"]
+
+
+MOE = {**QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8,
+       "moe_intermediate_size": 64, "norm_topk_prob": True}  # fmt: skip
+LATENT = {
+    **QWEN3, "architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 512, "q_lora_rank": None,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_experts_per_tok": 6, "moe_intermediate_size": 64, "first_k_dense_replace": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "sorting"), [(4, []), (8, ["count", "place"])])
+def test_experts_are_routed_and_computed_without_a_look_at_the_choice(
+    monkeypatch: pytest.MonkeyPatch, rows: int, sorting: list[str]
+) -> None:
+    """Nothing waits for the device: no operation hands a number to the host."""
+    launched, _ = decode(worker_of(monkeypatch, MOE), rows)
+    layer = ["linear", "rope_decode", "linear", "rms_norm", "linear", "choose", *sorting, "expert", "expert", "sum"]
+    assert launched == ["embedding", "rms_norm", *layer, "rms_norm", *layer, "rms_norm", "mm"]
+
+
+def test_latent_attention_decodes_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, _ = decode(worker_of(monkeypatch, LATENT), 4)
+    for layer in (launched[: len(launched) // 2], launched[len(launched) // 2 :]):
+        assert [name for name in layer if name in ("bmm", "decode", "mixed", "tile", "rope_cache")] == [
+            "bmm", "decode", "bmm"]  # fmt: skip
+    assert "local_scalar_dense" not in launched

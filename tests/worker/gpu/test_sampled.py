@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,30 +32,40 @@ def _requests() -> list[Request]:
             for i, kind in enumerate(KINDS)]
 
 
-def _sampled(core: Any) -> list[int]:
-    """Let the kernels draw in the engine's worker; returns the rows of each of their passes, as they come."""
+def _sampled(core: Any, failing: tuple[int, ...]) -> list[int]:
+    """Let the kernels draw in the engine's worker; returns the rows of each of their passes, as they come. Those
+    numbered `failing` find no memory."""
     from quire.kernels.triton import sample
     from quire.worker.gpu.draws import SpecialDraws
     from quire.worker.gpu.sampled_steps import SampledSteps
 
-    runner = core.executor._worker._runner
-    launches, table = runner.launches, core.executor._worker.table
-    steps = SampledSteps(sample, table, launches.buffers.logits, launches.drawn, launches.drawn.shape[1])
     passes: list[int] = []
-    launch = steps._launch
-    steps._launch = lambda key, drafts: passes.append(key[0]) or launch(key, drafts)  # type: ignore
-    runner.draws = SpecialDraws(table, False, steps)
+
+    def sample_rows(step: Any, rows: int, *rest: Any) -> None:
+        passes.append(rows)
+        if len(passes) in failing:
+            raise torch.OutOfMemoryError("out of memory")
+        sample.sample_rows(step, rows, *rest)
+
+    kernels: Any = SimpleNamespace(SampleScratch=sample.SampleScratch, SampledStep=sample.SampledStep,
+                                   sample_rows=sample_rows)
+    launches, table = core.executor._worker._runner.launches, core.executor._worker.table
+    steps = SampledSteps(kernels, table, launches.buffers.logits, launches.drawn, launches.drawn.shape[1])
+    core.executor._worker._runner.draws = SpecialDraws(table, False, steps)
     return passes
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_an_engine_with_the_sampling_kernels_gives_the_plain_engines_tokens(depth: int) -> None:
+@pytest.mark.parametrize(("depth", "failing"), [(1, ()), (2, ()), (2, (2, 4))])
+def test_an_engine_with_the_sampling_kernels_gives_the_plain_engines_tokens(
+    depth: int, failing: tuple[int, ...]
+) -> None:
+    """Where memory runs short the full sampler draws, and counts of tokens begin again after it."""
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
     plain = engines.make_engine(CONFIG, device=False)
     core = engines.make_engine(CONFIG, device=True, depth=depth)
     plain.grammars = core.grammars = Grammars(61)  # type: ignore[assignment]
-    passes = _sampled(core)
+    passes = _sampled(core, failing)
     want = engines.run(plain, _requests())
     got = engines.run(core, _requests())
     assert {name: found[0] for name, found in got.items()} == {name: found[0] for name, found in want.items()}
@@ -69,8 +80,6 @@ def test_an_engine_with_the_sampling_kernels_gives_the_plain_engines_tokens(dept
 
 
 def test_counts_of_a_row_start_again_with_the_next_sequence() -> None:
-    from types import SimpleNamespace
-
     from quire.worker.gpu.sampled_stage import SampledRow
     from quire.worker.gpu.sampled_steps import TokenCounts
 
@@ -87,3 +96,5 @@ def test_counts_of_a_row_start_again_with_the_next_sequence() -> None:
     infos[1] = SimpleNamespace(params=SimpleNamespace(penalised=True))
     assert step((1, 4), (0, 9)) == ([1, 2], [(1, 0), (2, 0)])
     assert counts.size == 3
+    counts.forget([SampledRow(0, 3, 11)])
+    assert step((3, 12), (1, 5)) == ([0], [(0, 0), (1, 4)])

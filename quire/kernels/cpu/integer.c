@@ -1,0 +1,343 @@
+/* Products of integer weights and activations rounded to int8: y = x W^T, every element in one fixed order.
+ *
+ * The rows of x become int8, each UNIT columns with a scale of their own (the largest magnitude is 127). Integer sums are
+ * exact; what rounds is one chain of fused multiply-adds over the steps of k for each element (int_tile), and the
+ * binary tree over slices, so an element's bits depend on its own row and column only, on every machine. */
+#include "export.h"
+#include "integer.h"
+#include "pool.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <stdlib.h>
+
+#define ROWS_AT_ONCE 256 /* rows of x that are int8 at the same time */
+#define ROW_BLOCK 96     /* rows of a task */
+#define MAX_STACK 16     /* as in linear.c */
+#define TINY 1e-30f      /* a group of smaller activations is zero: the inverse of its scale would overflow */
+
+/* ---- the plain kernel: the reference, and what runs where no other does */
+
+static float scale_at(const uint8_t *p, int64_t bytes, int64_t i) {
+    _Float16 half;
+    float x;
+    if (bytes == 2) {
+        memcpy(&half, p + i * 2, 2);
+        return (float)half;
+    }
+    memcpy(&x, p + i * 4, 4);
+    return x;
+}
+
+static int code_at(const uint8_t *codes, int mode, int64_t quad, int64_t column, int64_t i) {
+    if (mode != NIBBLES) return codes[quad * QUAD_BYTES + column * 4 + i];
+    return codes[quad / 2 * QUAD_BYTES + column * 4 + i] >> (quad % 2 * 4) & 15;
+}
+
+static void plain_tile(const int_tile *t, int rows, int panels, int mode, int offsets) {
+    int64_t step_bytes = t->quads * QUAD_BYTES / (mode == NIBBLES ? 2 : 1);
+    for (int r = 0; r < rows; r++)
+        for (int column = 0; column < panels * COLS; column++) {
+            int64_t panel = column / COLS, j = column % COLS;
+            float acc = 0.0f;
+            for (int64_t s = t->first; s < t->last; s++) {
+                const uint8_t *codes = t->codes + panel * t->codes_stride + s * step_bytes;
+                const uint8_t *scales = t->scales + panel * t->scales_stride + s / t->steps_of_group * t->scale_row;
+                int32_t sum = t->init[r * t->steps + s];
+                for (int64_t i = 0; i < t->quads * 4; i++)
+                    sum += code_at(codes, mode, i / 4, j, i % 4) * t->x[r * t->k + s * t->quads * 4 + i];
+                acc = fmaf(scale_at(scales, t->scale_bytes, j) * t->dx[r * t->steps + s], (float)sum, acc);
+                if (offsets) acc = fmaf(scale_at(scales, t->scale_bytes, COLS + j), t->shift[r * t->steps + s], acc);
+            }
+            t->sums[r * panels * COLS + column] = acc;
+        }
+}
+
+static const int_kernel plain = {"plain", plain_tile, MAX_TILE_ROWS, MAX_TILE_PANELS, 0};
+
+/* ---- which kernel runs */
+
+static const int_kernel *chosen;
+
+static const int_kernel *kernel_at(int32_t index) {
+    switch (index) {
+        case 0: return &plain;
+        case 1: return quire_int_avx2();
+        case 2: return quire_int_avxvnni();
+        case 3: return quire_int_avx512vnni();
+        case 4: return quire_int_dotprod();
+        case 5: return quire_int_i8mm();
+    }
+    return NULL;
+}
+
+#define NUM_KERNELS 6
+
+static const int_kernel *kernel(void) {
+    for (int32_t i = NUM_KERNELS; !chosen && i-- > 0;) chosen = kernel_at(i);
+    return chosen;
+}
+
+/* The name of the kernel that runs from now on: the one of this index, the best for -1. NULL: there is no such one here. */
+EXPORT const char *quire_int_kernel(int32_t index) {
+    if (index >= 0 && !kernel_at(index)) return NULL;
+    chosen = index < 0 ? NULL : kernel_at(index);
+    return kernel()->name;
+}
+
+/* ---- activations */
+
+typedef struct {
+    int64_t end, merges;
+} slice; /* as in linear.c */
+
+/* One call: rows of x as int8, and what each part's tiles need of them. */
+typedef struct {
+    const float *x;
+    int64_t rows, k, n;
+    int8_t *q;       /* [rows][k] */
+    float *scale;    /* [rows][k / UNIT] */
+    int32_t *sum;    /* [rows][2 * k / UNIT]: of each half of a unit */
+    float *dx;       /* for the part at hand, [rows][steps] each: see int_tile */
+    float *shift;
+    int32_t *init;
+    const int_part *part;
+    const uint8_t *panels;
+    int64_t bias_of_codes; /* what the kernel subtracts from a code */
+    const slice *slices;
+    int64_t num_slices, left;
+    const float *bias, *residual;
+    float *out;
+    int64_t first_row, all_rows; /* where the rows lie in out */
+    int64_t row_blocks, panel_step, num_panels;
+} int_job;
+
+/* q = round(x / scale): the same on every machine, since each operation rounds once, ties to even. */
+static void quantize_unit(const float *x, int8_t *q, float *scale, int32_t *sums) {
+    float top = 0.0f, bad = 0.0f;
+    for (int i = 0; i < UNIT; i++) {
+        float size = fabsf(x[i]);
+        top = size > top ? size : top;
+        bad += x[i] * 0.0f; /* NaN if any is not finite */
+    }
+    float inverse = top < TINY ? 0.0f : 127.0f / top;
+    *scale = (top < TINY ? 0.0f : top / 127.0f) + bad;
+    if (!(bad == 0.0f)) inverse = 0.0f;
+    for (int half = 0; half < 2; half++) {
+        int32_t sum = 0;
+        for (int i = half * 16; i < half * 16 + 16; i++) {
+            float whole = (x[i] * inverse + 12582912.0f) - 12582912.0f; /* rounds to an integer, ties to even */
+            int32_t code = (int32_t)whole;
+            q[i] = (int8_t)code;
+            sum += code;
+        }
+        sums[half] = sum;
+    }
+}
+
+static void quantize_row(void *arg, int64_t r) {
+    const int_job *job = arg;
+    int64_t units = job->k / UNIT;
+    for (int64_t u = 0; u < units; u++)
+        quantize_unit(job->x + r * job->k + u * UNIT, job->q + r * job->k + u * UNIT, job->scale + r * units + u,
+                      job->sum + (r * units + u) * 2);
+}
+
+/* What the tiles of a part need of each row. */
+static void prepare_row(void *arg, int64_t r) {
+    const int_job *job = arg;
+    int64_t units = job->k / UNIT, halves = step_of(job->part) == UNIT ? 1 : 2;
+    int32_t zero = (int32_t)(job->bias_of_codes - job->part->zero);
+    for (int64_t s = 0; s < units * halves; s++) {
+        const int32_t *sums = job->sum + r * units * 2;
+        float scale = job->scale[r * units + s / halves];
+        int32_t sum = halves == 1 ? sums[2 * s] + sums[2 * s + 1] : sums[s];
+        int64_t at = r * units * halves + s;
+        job->dx[at] = scale;
+        job->init[at] = zero * sum;
+        job->shift[at] = scale * (float)sum;
+    }
+}
+
+static void for_rows(int_job *job, task_fn fn) {
+    if (job->rows * job->k < 16384)
+        for (int64_t r = 0; r < job->rows; r++) fn(job, r);
+    else
+        quire_parallel(fn, job, job->rows);
+}
+
+/* ---- tasks */
+
+/* A panel's codes, one a byte, and its scales as floats. */
+static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) {
+    const int_part *p = job->part;
+    int64_t quads = step_of(p) / 4, steps = job->k / step_of(p), size = code_bytes(p);
+    const uint8_t *from = panel + scales_bytes(p, job->k);
+    for (int64_t s = 0; s < steps; s++, from += size, to += quads * QUAD_BYTES) {
+        for (int64_t pair = 0; pair < quads / 2; pair++)
+            for (int64_t i = 0; i < QUAD_BYTES; i++) {
+                uint8_t both = from[pair * QUAD_BYTES + i];
+                to[pair * 2 * QUAD_BYTES + i] = both & 15;
+                to[(pair * 2 + 1) * QUAD_BYTES + i] = both >> 4;
+            }
+        const uint8_t *high = from + quads / 2 * QUAD_BYTES;
+        if (p->bits == 5)
+            for (int64_t q = 0; q < quads; q++)
+                for (int64_t i = 0; i < QUAD_BYTES; i++) to[q * QUAD_BYTES + i] |= (uint8_t)((high[i] >> q & 1) << 4);
+        if (p->bits == 6)
+            for (int64_t q = 0; q < quads; q++)
+                for (int64_t i = 0; i < QUAD_BYTES; i++)
+                    to[q * QUAD_BYTES + i] |= (uint8_t)((high[q / 4 * QUAD_BYTES + i] >> (q % 4 * 2) & 3) << 4);
+    }
+}
+
+static void unpack_scales(const int_job *job, const uint8_t *panel, float *to) {
+    int64_t count = job->k / job->part->group * COLS * (1 + job->part->offsets);
+    if (job->part->scale_bytes == 4) memcpy(to, panel, (size_t)count * 4);
+    else
+        for (int64_t i = 0; i < count; i++) {
+            _Float16 half;
+            memcpy(&half, panel + i * 2, 2);
+            to[i] = (float)half;
+        }
+}
+
+static void write_rows(const int_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels, const float *sums,
+                       float *out) {
+    int64_t width = panels * COLS, col = panel * COLS, count = job->part->n - col < width ? job->part->n - col : width;
+    int64_t place = job->part->start + col;
+    for (int64_t r = 0; r < rows; r++, sums += width) {
+        int64_t at = (job->first_row + row + r) * job->n + place;
+        for (int64_t j = 0; j < count; j++) {
+            float y = sums[j];
+            if (job->bias) y = y + job->bias[place + j];
+            if (job->residual) y = y + job->residual[at + j];
+            out[at + j] = y;
+        }
+    }
+}
+
+/* A tile's slices, one after the other, added in their tree. */
+static void run_tile(const int_job *job, int_tile *t, int64_t row, int64_t rows, int64_t panel, int64_t panels, int mode) {
+    const int64_t size = rows * panels * COLS, step = step_of(job->part);
+    float stack[MAX_STACK * MAX_TILE_ROWS * MAX_TILE_PANELS * COLS] __attribute__((aligned(64)));
+    t->x = job->q + row * job->k;
+    t->dx = job->dx + row * t->steps;
+    t->init = job->init + row * t->steps;
+    t->shift = job->shift + row * t->steps;
+    t->sums = stack;
+    t->last = 0;
+    for (const slice *s = job->slices; s < job->slices + job->num_slices; s++, t->sums += size) {
+        t->first = t->last;
+        t->last = s->end / step;
+        kernel()->tile(t, (int)rows, (int)panels, mode, (int)job->part->offsets);
+        for (int64_t merges = s->merges; merges > 0; merges--) {
+            t->sums -= size;
+            for (int64_t i = 0; i < size; i++) t->sums[i] = t->sums[i] + t->sums[size + i];
+        }
+    }
+    for (int64_t i = 0; i < job->left; i++)
+        write_rows(job, row, rows, panel, panels, stack + i * size, job->out + i * job->all_rows * job->n);
+}
+
+/* Rows [row, row + rows) by some panels. Codes that are not what a tile reads, or that several tiles read, are unpacked. */
+static void run_area(const int_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
+    const int_part *p = job->part;
+    int64_t step = step_of(p), bytes = int_panel_bytes(p, job->k), most = kernel()->rows;
+    const uint8_t *from = job->panels + panel * bytes;
+    int_tile t = {.k = job->k, .steps = job->k / step, .quads = step / 4, .steps_of_group = p->group / step};
+    int mode = p->bits == 8 ? WIDE : p->bits == 4 && rows <= most ? NIBBLES : BYTES;
+    int64_t count = job->k / p->group * COLS * (1 + p->offsets);
+    int unpack = rows > most || mode == BYTES;
+    uint8_t codes[mode == BYTES ? panels * job->k * COLS : 1] __attribute__((aligned(64)));
+    float scales[unpack ? panels * count : 1] __attribute__((aligned(64)));
+    t.codes = from + scales_bytes(p, job->k), t.codes_stride = bytes;
+    t.scales = from, t.scales_stride = bytes, t.scale_bytes = p->scale_bytes, t.scale_row = scale_row(p);
+    for (int64_t i = 0; unpack && i < panels; i++) {
+        if (mode == BYTES) unpack_codes(job, from + i * bytes, codes + i * job->k * COLS);
+        unpack_scales(job, from + i * bytes, scales + i * count);
+    }
+    if (mode == BYTES) t.codes = codes, t.codes_stride = job->k * COLS;
+    if (unpack) {
+        t.scales = (const uint8_t *)scales, t.scales_stride = count * 4, t.scale_bytes = 4;
+        t.scale_row = COLS * 4 * (1 + p->offsets);
+    }
+    int64_t tiles = (rows + most - 1) / most;
+    for (int64_t i = 0; i < tiles; i++) {
+        int64_t first = rows * i / tiles, last = rows * (i + 1) / tiles;
+        run_tile(job, &t, row + first, last - first, panel, panels, mode);
+    }
+}
+
+static void int_task(void *arg, int64_t task) {
+    const int_job *job = arg;
+    int64_t block = task % job->row_blocks, panel = task / job->row_blocks * job->panel_step;
+    int64_t end = panel + job->panel_step < job->num_panels ? panel + job->panel_step : job->num_panels;
+    int64_t row = job->rows * block / job->row_blocks, rows = job->rows * (block + 1) / job->row_blocks - row;
+    for (int64_t step; panel < end; panel += step) {
+        step = panel + kernel()->panels <= end ? kernel()->panels : end - panel;
+        run_area(job, row, rows, panel, step);
+    }
+}
+
+static void run_part(int_job *job, const uint8_t *weight, const int_part *part) {
+    job->part = part;
+    job->panels = weight + part->at;
+    job->bias_of_codes = part->bits == 8 ? kernel()->wide_bias : 0;
+    for_rows(job, prepare_row);
+    job->num_panels = (part->n + COLS - 1) / COLS;
+    job->row_blocks = (job->rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    int64_t threads = quire_get_num_threads(), pieces = threads * 8 / job->row_blocks;
+    if (threads == 1 || job->rows * part->n * job->k < 100000 || pieces < 1) pieces = 1;
+    int64_t step = (job->num_panels + pieces - 1) / pieces, unit = kernel()->panels;
+    job->panel_step = round_up(step > 0 ? step : 1, unit);
+    quire_parallel(int_task, job, (job->num_panels + job->panel_step - 1) / job->panel_step * job->row_blocks);
+}
+
+/* ---- room for the activations: each calling thread keeps what its largest call needed */
+
+static pthread_key_t room_key;
+static pthread_once_t room_once = PTHREAD_ONCE_INIT;
+
+static void make_room_key(void) { pthread_key_create(&room_key, free); }
+
+static uint8_t *room(int64_t bytes) {
+    pthread_once(&room_once, make_room_key);
+    int64_t *kept = pthread_getspecific(room_key);
+    if (!kept || *kept < bytes) {
+        free(kept);
+        kept = aligned_alloc(64, (size_t)round_up(bytes + 64, 64));
+        pthread_setspecific(room_key, kept);
+        if (!kept) abort(); /* a few megabytes: as with a stack that cannot grow, there is nobody to tell */
+        *kept = bytes;
+    }
+    return (uint8_t *)kept + 64;
+}
+
+static void place_rows(int_job *job, int64_t rows) {
+    int64_t halves = rows * job->k / UNIT * 2;
+    uint8_t *at = room(round_up(rows * job->k, 64) + halves * 4 * 5);
+    job->q = (int8_t *)at;
+    job->sum = (int32_t *)(at + round_up(rows * job->k, 64));
+    job->init = job->sum + halves;
+    job->dx = (float *)(job->init + halves);
+    job->shift = job->dx + halves;
+    job->scale = job->shift + halves;
+}
+
+/* As quire_linear, of a weight in integer parts. */
+void quire_int_linear(const float *x, const void *w, const float *bias, const float *residual, float *out, int64_t rows,
+                      int64_t n, int64_t k, const void *slices, int64_t num_slices) {
+    const int_weight *weight = w;
+    slice all = {k, 0};
+    int_job job = {.k = k, .n = n, .slices = num_slices ? slices : &all, .num_slices = num_slices ? num_slices : 1};
+    job.bias = bias, job.residual = residual, job.out = out, job.all_rows = rows;
+    for (int64_t i = 0; i < job.num_slices; i++) job.left += 1 - job.slices[i].merges;
+    for (int64_t row = 0; row < rows; row += job.rows) {
+        job.rows = rows - row < ROWS_AT_ONCE ? rows - row : ROWS_AT_ONCE;
+        job.x = x + row * k, job.first_row = row;
+        place_rows(&job, job.rows);
+        for_rows(&job, quantize_row);
+        for (int64_t i = 0; i < weight->num_parts; i++) run_part(&job, w, weight->parts + i);
+    }
+}

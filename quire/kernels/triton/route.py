@@ -1,0 +1,178 @@
+"""Routing on the device, with nothing for the host to look at: the choice of experts, and who goes where.
+
+Pairs of token and expert (token * top_k + place among its experts) are sorted by expert into blocks of rows, each of
+one expert, padded with -1. How many blocks there are nobody needs to know: a GEMM's grid has the most there can be, and
+the rest have no expert (-1). So a captured graph holds for any choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.routing import RouterSpec
+from quire.kernels.torch_routing import choose_experts
+
+_AT_ONCE = 1024
+
+
+@triton.jit
+def _choose_kernel(
+    logits, bias, chosen, weights, scale, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    PLACES: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, RENORMALISED: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_POW: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    real = expert < EXPERTS
+    raw = tl.load(logits + token * EXPERTS + expert, mask=real, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        scores = tl.where(real, 1.0 / (1.0 + tl.exp(-raw)), 0.0)
+    else:
+        scores = tl.exp(raw - tl.max(raw, axis=0))
+        scores = scores / tl.sum(scores, axis=0)
+    ranked = scores
+    if BIASED:
+        ranked = ranked + tl.load(bias + expert, mask=real, other=0.0)
+    ranked = tl.where(real, ranked, float("-inf"))
+    if GROUPS > 1:
+        of = expert // (EXPERTS // GROUPS)
+        group = tl.arange(0, GROUP_POW)
+        counted = tl.full([GROUP_POW], float("-inf"), tl.float32)
+        for each in tl.static_range(GROUPS):
+            inside = tl.where(of == each, ranked, float("-inf"))
+            value = tl.max(inside, axis=0)
+            if BEST_TWO:
+                value += tl.max(tl.where(expert == tl.argmax(inside, axis=0), float("-inf"), inside), axis=0)
+            counted = tl.where(group == each, value, counted)
+        allowed = of < 0
+        for _ in tl.static_range(CHOSEN_GROUPS):
+            best = tl.argmax(counted, axis=0)
+            allowed = allowed | (of == best)
+            counted = tl.where(group == best, float("-inf"), counted)
+        ranked = tl.where(allowed, ranked, float("-inf"))
+    place = tl.arange(0, PLACES)
+    picks = tl.zeros([PLACES], tl.int32)
+    gains = tl.zeros([PLACES], tl.float32)
+    for index in tl.static_range(TOP_K):
+        best = tl.minimum(tl.argmax(ranked, axis=0), EXPERTS - 1)  # rows of padding may hold NaN
+        picks = tl.where(place == index, best, picks)
+        gains = tl.where(place == index, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), gains)
+        ranked = tl.where(expert == best, float("-inf"), ranked)
+    if RENORMALISED:
+        gains = gains / (tl.sum(gains, axis=0) + 1e-20)
+    tl.store(chosen + token * TOP_K + place, picks, mask=place < TOP_K)
+    tl.store(weights + token * TOP_K + place, gains * scale, mask=place < TOP_K)
+
+
+def choose(logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """int32 and float32 [T, top_k]: the experts of each row, best first, and their weights."""
+    tokens = logits.shape[0]
+    chosen = torch.empty(tokens, spec.top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=logits.device)
+    _choose_kernel[(tokens,)](
+        logits, logits if choice_bias is None else choice_bias, chosen, weights, spec.scale, spec.num_experts,
+        triton.next_power_of_2(spec.num_experts), spec.top_k, triton.next_power_of_2(spec.top_k),
+        spec.score == "sigmoid", choice_bias is not None, spec.renormalised, spec.groups,
+        triton.next_power_of_2(spec.groups), spec.chosen_groups, spec.group_score == "best two", num_warps=4,
+    )  # fmt: skip
+    return chosen, weights
+
+
+def choose_reference(logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    chosen, weights = choose_experts(logits, spec, choice_bias)
+    return chosen.to(torch.int32), weights
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBlocks:
+    """Pairs by expert, in blocks of `rows`."""
+
+    pairs: Tensor
+    """int32 [blocks * rows]: the pair of each row, or -1; of a block without an expert: anything."""
+    expert: Tensor
+    """int32 [blocks]: whose block it is, or -1."""
+    counts: Tensor
+    """int32 [experts]: how many pairs each expert has."""
+    rows: int
+
+
+def most_blocks(pairs: int, num_experts: int, rows: int) -> int:
+    """Every expert that is used may fill its last block in part."""
+    return pairs // rows + min(pairs, num_experts)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count_kernel(chosen, counts, pairs, AT_ONCE: tl.constexpr):
+    me = tl.program_id(0)
+    total = tl.zeros([AT_ONCE], tl.int32)
+    for start in range(0, pairs, AT_ONCE):
+        pair = start + tl.arange(0, AT_ONCE)
+        total += (tl.load(chosen + pair, mask=pair < pairs, other=-1) == me).to(tl.int32)
+    tl.store(counts + me, tl.sum(total, axis=0))
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks"])
+def _place_kernel(
+    chosen, counts, placed, block_expert, pairs, blocks, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Each program finds the division again (a handful of instructions) and writes its own expert's blocks."""
+    me = tl.program_id(0)
+    expert = tl.arange(0, BLOCK)
+    needed = (tl.load(counts + expert, mask=expert < EXPERTS, other=0) + ROWS - 1) // ROWS
+    before = tl.sum(tl.where(expert < me, needed, 0), axis=0)
+    mine = tl.sum(tl.where(expert == me, needed, 0), axis=0)
+    at = before * ROWS
+    for start in range(0, pairs, AT_ONCE):
+        pair = start + tl.arange(0, AT_ONCE)
+        hit = tl.load(chosen + pair, mask=pair < pairs, other=-1) == me
+        tl.store(placed + at + tl.cumsum(hit.to(tl.int32), axis=0) - 1, pair, mask=hit)
+        at += tl.sum(hit.to(tl.int32), axis=0)
+    row = tl.arange(0, ROWS)
+    tl.store(placed + at + row, tl.zeros_like(row) - 1, mask=at + row < (before + mine) * ROWS)
+    for start in range(0, mine, 64):
+        index = start + tl.arange(0, 64)
+        tl.store(block_expert + before + index, tl.zeros_like(index) + me, mask=index < mine)
+    if me == 0:
+        for start in range(tl.sum(needed, axis=0), blocks, 256):
+            index = start + tl.arange(0, 256)
+            tl.store(block_expert + index, tl.zeros_like(index) - 1, mask=index < blocks)
+
+
+def block_experts(chosen: Tensor, num_experts: int, rows: int) -> ExpertBlocks:
+    """The pairs of int32 `chosen` [T, top_k], by expert and within one by token."""
+    pairs, device = chosen.numel(), chosen.device
+    blocks = most_blocks(pairs, num_experts, rows)
+    found = ExpertBlocks(
+        torch.empty(blocks * rows, dtype=torch.int32, device=device),
+        torch.empty(blocks, dtype=torch.int32, device=device),
+        torch.empty(num_experts, dtype=torch.int32, device=device),
+        rows,
+    )
+    _count_kernel[(num_experts,)](chosen, found.counts, pairs, _AT_ONCE, num_warps=4)
+    _place_kernel[(num_experts,)](
+        chosen, found.counts, found.pairs, found.expert, pairs, blocks, num_experts,
+        triton.next_power_of_2(num_experts), rows, _AT_ONCE, num_warps=4,
+    )  # fmt: skip
+    return found
+
+
+def block_experts_reference(chosen: Tensor, num_experts: int, rows: int) -> ExpertBlocks:
+    flat = chosen.reshape(-1).tolist()
+    blocks = most_blocks(len(flat), num_experts, rows)
+    pairs, owners = [], []
+    for expert in range(num_experts):
+        own = [pair for pair, whose in enumerate(flat) if whose == expert]
+        needed = -(-len(own) // rows)
+        pairs += own + [-1] * (needed * rows - len(own))
+        owners += [expert] * needed
+    counts = [flat.count(expert) for expert in range(num_experts)]
+    pairs += [-1] * (blocks * rows - len(pairs))
+    owners += [-1] * (blocks - len(owners))
+    made = [torch.tensor(part, dtype=torch.int32, device=chosen.device) for part in (pairs, owners, counts)]
+    return ExpertBlocks(made[0], made[1], made[2], rows)

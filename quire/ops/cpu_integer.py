@@ -1,0 +1,110 @@
+"""Integer weights on a CPU: floats rounded to codes, and codes packed as the compiled integer products read them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.errors import EngineError
+from quire.kernels.quantized import UNIT, QuantizedWeight, Rounding, WeightUse
+from quire.kernels.slices import Slices
+
+KERNELS = ("plain", "avx2", "avx-vnni", "avx512-vnni", "dotprod", "i8mm")  # by their index in integer.c
+_HEADER = 8  # int64 numbers before the parts: int_weight of integer.h
+_PART = 8  # of a part: int_part
+_LINE = 64
+
+
+def fits(width: int, slices: Slices | None) -> bool:
+    """Whether a weight of so many columns can be multiplied in units of 32, none of which a slice's border cuts."""
+    return width % UNIT == 0 and (slices is None or slices.divisible_by(UNIT))
+
+
+def group_of(width: int, slices: Slices | None, rounding: Rounding) -> int:
+    """Columns that share a scale: as asked for, but never more than a slice of the sum, so that every number of
+    ranks rounds the same groups."""
+    wanted = rounding.group or width
+    if slices is None:
+        return math.gcd(wanted, width)
+    borders = (slices.border(index) for index in range(slices.total + 1))
+    return math.gcd(wanted if rounding.group else slices.sum_width, *borders)
+
+
+def round_to_codes(
+    library: ctypes.CDLL, weight: Tensor, slices: Slices | None, rounding: Rounding, use: WeightUse
+) -> QuantizedWeight | None:
+    """A weight of floats as codes; None where it stays as it is."""
+    if use is WeightUse.EXACT or rounding.bits is None or not fits(weight.shape[1], slices):
+        return None
+    n, k = weight.shape
+    bits = 8 if use is WeightUse.VOCABULARY else rounding.bits
+    group = group_of(k, slices, rounding)
+    floats = weight.detach().to(torch.float32).contiguous()
+    codes = torch.empty(n, k, dtype=torch.uint8)
+    scales = torch.empty(n, k // group)
+    offsets = torch.empty(n, k // group) if rounding.zero_points else None
+    library.quire_int_round(
+        floats.data_ptr(), n, k, bits, group, codes.data_ptr(), scales.data_ptr(),
+        None if offsets is None else offsets.data_ptr(),
+    )  # fmt: skip
+    return QuantizedWeight(codes, scales, offsets, 0 if rounding.zero_points else 1 << (bits - 1), bits, group)
+
+
+def pack(library: ctypes.CDLL, parts: Sequence[QuantizedWeight]) -> Tensor:
+    """The parts, one below the other, in the one array that `quire_linear` reads as format `integer`."""
+    parts = _joined(parts)
+    width = parts[0].shape[1]
+    if any(part.shape[1] != width for part in parts) or not fits(width, None):
+        raise EngineError(f"integer weights have one width, a multiple of {UNIT}, not {[part.shape for part in parts]}")
+    table = torch.zeros(_HEADER + _PART * len(parts), dtype=torch.int64)
+    table[0] = len(parts)
+    start, at = 0, -(-table.nbytes // _LINE) * _LINE
+    rows = table[_HEADER:].view(len(parts), _PART)
+    for row, part in zip(rows, parts, strict=True):
+        n = part.shape[0]
+        numbers = [n, start, part.bits, part.group, _scale_bytes(part), part.offsets is not None, part.zero, at]
+        row.copy_(torch.tensor(numbers))
+        start += n
+        at += library.quire_int_bytes(row.data_ptr(), width)
+    packed = torch.empty(at + _LINE, dtype=torch.uint8)
+    packed = packed[-packed.data_ptr() % _LINE :][:at]
+    library.quire_advise_huge_pages(packed.data_ptr(), at)
+    packed[: table.nbytes] = table.view(torch.uint8)
+    for row, part in zip(rows, parts, strict=True):
+        codes, scales = part.codes.contiguous(), part.scales.contiguous()
+        offsets = None if part.offsets is None else part.offsets.contiguous()
+        library.quire_int_pack(
+            packed.data_ptr(), row.data_ptr(), width, codes.data_ptr(), scales.data_ptr(),
+            None if offsets is None else offsets.data_ptr(),
+        )  # fmt: skip
+    return packed
+
+
+def _scale_bytes(part: QuantizedWeight) -> int:
+    """2 where half precision holds every scale and offset as it is."""
+    held = [part.scales] if part.offsets is None else [part.scales, part.offsets]
+    return 2 if all(torch.equal(each.half().float(), each) for each in held) else 4
+
+
+def _joined(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+    """Neighbours of one format as one part: one product instead of several."""
+    found: list[QuantizedWeight] = []
+    for part in parts:
+        before = found[-1] if found else None
+        if before is None or _format(before) != _format(part):
+            found.append(part)
+            continue
+        offsets = None
+        if before.offsets is not None and part.offsets is not None:
+            offsets = torch.cat([before.offsets, part.offsets])
+        codes, scales = torch.cat([before.codes, part.codes]), torch.cat([before.scales, part.scales])
+        found[-1] = QuantizedWeight(codes, scales, offsets, part.zero, part.bits, part.group)
+    return found
+
+
+def _format(part: QuantizedWeight) -> tuple[object, ...]:
+    return part.bits, part.group, part.zero, part.offsets is None, part.shape[1]

@@ -1,0 +1,91 @@
+"""Packed weights as the compiled GEMMs read them: panels, bias, slices, and their addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.errors import EngineError
+from quire.kernels.slices import Slices
+
+_MAX_STACK = 16  # MAX_STACK of linear.c
+
+
+@dataclass(frozen=True, slots=True)
+class PanelLinear:
+    """A weight in panels of columns, and its bias, as the compiled product reads them.
+
+    `format` says how few bytes hold the very same floats: it changes a product's time, never its result.
+    """
+
+    panels: Tensor
+    bias: Tensor | None
+    out_features: int
+    in_features: int
+    format: str
+    panels_ptr: int
+    bias_ptr: int | None
+    format_code: int
+    slices: Slices | None
+    slice_ends: Tensor | None
+    """int64 [slices, 2]: where each slice ends, and how many additions follow it."""
+    slices_ptr: int | None
+    num_slices: int
+    num_nodes: int
+    """Sums that are left of the run of slices; 1 where it is all of them."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelGroup:
+    """Weights of one shape, as the compiled grouped GEMM reads them."""
+
+    members: tuple[PanelLinear, ...]
+    table: NDArray[np.int64]
+    """[weights, 4]: panels, bias, format, and room for a step's number of rows."""
+    out_features: int
+    in_features: int
+
+
+def _slice_ends(slices: Slices, width: int) -> Tensor:
+    """The slices of a weight's columns as the compiled GEMM reads them."""
+    slices.check_width(width)
+    merges = slices.merges()
+    deepest = on_stack = 0
+    for count in merges:
+        deepest = max(deepest, on_stack + 1)
+        on_stack += 1 - count
+    if deepest > _MAX_STACK:
+        raise EngineError(f"the tree over {slices} needs {deepest} sums at once; the CPU kernels hold {_MAX_STACK}")
+    return torch.tensor(list(zip(slices.borders[1:], merges, strict=True)), dtype=torch.int64)
+
+
+def described(
+    panels: Tensor, name: str, code: int, shape: tuple[int, int], bias: Tensor | None, slices: Slices | None
+) -> PanelLinear:
+    """A packed weight [N, K] with its bias and slices, and their addresses."""
+    n, k = shape
+    ends = None if slices is None else _slice_ends(slices, k)
+    kept = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
+    return PanelLinear(
+        panels=panels,
+        bias=kept,
+        out_features=n,
+        in_features=k,
+        format=name,
+        panels_ptr=panels.data_ptr(),
+        bias_ptr=None if kept is None else kept.data_ptr(),
+        format_code=code,
+        slices=slices,
+        slice_ends=ends,
+        slices_ptr=None if ends is None else ends.data_ptr(),
+        num_slices=0 if slices is None else slices.count,
+        num_nodes=1 if slices is None else len(slices.nodes()),
+    )

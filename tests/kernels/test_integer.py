@@ -1,0 +1,165 @@
+"""Integer products: right, lossless in every format, the same bits for every kernel, batch, thread count and cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.errors import EngineError, ModelLoadError
+from quire.kernels.quantized import QuantizedWeight, Rounding, WeightUse
+from quire.kernels.slices import Slices, finish_tree, rank_run
+from quire.ops.cpu import CpuOps
+from quire.ops.cpu_integer import KERNELS
+
+# bits, zero, group, offsets: those of the GGUF formats, of AWQ and GPTQ, of one scale per row
+FORMATS = {
+    "Q8_0": (8, 128, 32, False),
+    "Q4_0": (4, 8, 32, False),
+    "Q4_1": (4, 0, 32, True),
+    "Q5_0": (5, 16, 32, False),
+    "Q5_1": (5, 0, 32, True),
+    "Q6_K": (6, 32, 16, False),
+    "AWQ": (4, 0, 96, True),
+    "W8A8": (8, 128, 192, False),
+    "int8 with zero points": (8, 0, 64, True),
+}
+WIDTH = 192
+
+
+def random_weight(name: str, n: int = 41, halves: bool = True) -> QuantizedWeight:
+    bits, zero, group, offsets = FORMATS[name]
+    generator = torch.Generator().manual_seed(len(name))
+    codes = torch.randint(0, 1 << bits, (n, WIDTH), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(n, WIDTH // group, generator=generator) * 0.01
+    minima = torch.randn(n, WIDTH // group, generator=generator) if offsets else None
+    if halves:
+        scales, minima = scales.half().float(), None if minima is None else minima.half().float()
+    return QuantizedWeight(codes, scales, minima, zero, bits, group)
+
+
+@pytest.fixture(autouse=True)
+def best_kernel(ops):
+    yield
+    ops.use_integer_kernel(None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_comes_back_as_its_format_says(ops, name):
+    for halves in (True, False):
+        weight = random_weight(name, halves=halves)
+        assert torch.equal(ops.embed(torch.arange(41), ops.pack_quantized([weight])), weight.dequantized())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_product_is_that_of_the_floats_but_for_rounded_activations(ops, randn, name):
+    weight, x = random_weight(name), randn(9, WIDTH, seed=3)
+    bias, residual = randn(41, seed=4), randn(9, 41, seed=5)
+    exact = x.double() @ weight.dequantized().double().T
+    found = ops.linear(x, ops.pack_quantized([weight], bias), residual) - bias - residual
+    # Half a step of 127 in each activation, of independent signs.
+    bound = 4 * 0.5 / 127 * x.abs().max().item() * weight.dequantized().norm(dim=1).double()
+    assert ((found - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_kernel_gives_the_bits_of_the_plain_one(variant_ops, randn, name):
+    kernels = [kernel for kernel in KERNELS[1:] if variant_ops.use_integer_kernel(kernel)]
+    for halves in (True, False):
+        packed = variant_ops.pack_quantized([random_weight(name, halves=halves)])
+        for rows in (1, 2, 3, 4, 5, 6, 7, 20):
+            x = randn(rows, WIDTH, seed=rows)
+            variant_ops.use_integer_kernel("plain")
+            plain = variant_ops.linear(x, packed)
+            for kernel in kernels:
+                variant_ops.use_integer_kernel(kernel)
+                assert torch.equal(variant_ops.linear(x, packed), plain), (kernel, rows)
+
+
+def test_a_rows_bits_depend_on_nothing_else(ops, randn):
+    packed = ops.pack_quantized([random_weight("Q4_1"), random_weight("Q6_K")], None, Slices.of_width(WIDTH))
+    x = randn(700, WIDTH)
+    full = ops.linear(x, packed)
+    ops.set_num_threads(1)
+    assert torch.equal(ops.linear(x, packed), full)
+    ops.set_num_threads(2)
+    for start, stop in ((0, 1), (3, 8), (10, 110), (255, 258), (699, 700)):
+        assert torch.equal(ops.linear(x[start:stop].contiguous(), packed), full[start:stop])
+
+
+def test_parts_of_different_formats_stand_side_by_side(ops, randn):
+    parts = [random_weight("Q4_1", 16), random_weight("Q4_1", 5), random_weight("Q6_K", 7), random_weight("Q8_0", 3)]
+    x = randn(8, WIDTH)
+    together = ops.linear(x, ops.pack_quantized(parts))
+    alone = [ops.linear(x, ops.pack_quantized([part])) for part in parts]
+    assert torch.equal(together, torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_that_share_a_sum_get_the_bits_of_one(ops, randn, size):
+    weight, x, whole = random_weight("Q4_1"), randn(5, WIDTH), Slices.of_width(WIDTH)
+    nodes: dict[tuple[int, int], torch.Tensor] = {}
+    for rank in range(size):
+        run = whole.part(*rank_run(whole.total, rank, size))
+        columns = slice(run.border(run.first), run.border(run.last))
+        packed = ops.pack_quantized([weight.columns(columns.start, columns.stop)], None, run)
+        found = ops.linear_nodes(x[:, columns].contiguous(), packed)
+        nodes.update(zip(run.nodes(), found, strict=True))
+    expected = ops.linear(x, ops.pack_quantized([weight], None, whole))
+    assert torch.equal(finish_tree(whole.total, nodes), expected)
+
+
+ROUNDINGS = [Rounding(8), Rounding(4), Rounding(4, 64, True), Rounding(8, 0), Rounding(4, 128)]
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_floats_are_rounded_to_the_nearest_codes(randn, rounding):
+    ops = CpuOps(num_threads=2, rounding=rounding)
+    weight = randn(33, 256)
+    found = ops.quantized(weight)
+    assert found is not None and found.bits == rounding.bits and found.group == (rounding.group or 256)
+    levels = (1 << found.bits) - 1
+    spread = weight.view(33, -1, found.group)
+    step = (spread.amax(-1) - spread.amin(-1)) / levels if rounding.zero_points else 2 * spread.abs().amax(-1) / levels
+    error = (found.dequantized() - weight).view(33, -1, found.group).pow(2).mean(-1).sqrt()
+    assert (error <= 0.6 * step).all()
+
+
+def test_the_use_of_a_layer_decides_what_is_rounded(randn):
+    ops = CpuOps(num_threads=2, rounding=Rounding(4))
+    weight = randn(8, 64)
+    table = ops.quantized(weight, None, WeightUse.VOCABULARY)
+    assert table is not None and table.bits == 8
+    assert ops.quantized(weight, None, WeightUse.EXACT) is None
+    assert ops.quantized(randn(8, 50)) is None, "columns that are no multiple of 32 stay floats"
+    assert ops.quantized(weight, Slices.of_heads(4, 16)) is None, "so does a sum whose slices cut a unit"
+    kept = random_weight("Q5_1")
+    assert ops.quantized(kept) is kept
+    assert CpuOps(num_threads=2).quantized(kept) is None, "without quantization floats are multiplied"
+
+
+def test_every_number_of_ranks_rounds_the_same_groups(randn):
+    ops = CpuOps(num_threads=2, rounding=Rounding(4, 128))
+    weight, whole = randn(8, 768), Slices.of_width(768)
+    found = ops.quantized(weight, whole)
+    half = whole.part(0, 4)
+    mine = ops.quantized(weight[:, : half.width].contiguous(), half)
+    assert found is not None and mine is not None
+    assert torch.equal(found.columns(0, half.width).dequantized(), mine.dequantized())
+
+
+def test_an_activation_that_is_not_finite_is_not_hidden(ops, randn):
+    packed = ops.pack_quantized([random_weight("Q4_0")])
+    for bad in (float("nan"), float("inf")):
+        x = randn(2, WIDTH)
+        x[1, 40] = bad
+        found = ops.linear(x, packed)
+        assert found[0].isfinite().all() and not found[1].isfinite().any()
+    assert torch.equal(ops.linear(torch.full((1, WIDTH), 1e-38), packed), torch.zeros(1, 41))
+
+
+def test_what_does_not_fit_is_refused(ops):
+    weight = random_weight("Q4_0")
+    with pytest.raises(EngineError, match="bias or slices"):
+        ops.pack_quantized([weight], torch.zeros(3))
+    with pytest.raises(ModelLoadError, match="groups of 48"):
+        QuantizedWeight(weight.codes, weight.scales, None, 8, 4, 48)

@@ -1,0 +1,65 @@
+"""Routing and grouped GEMMs of experts agree with their torch references (interpreted on a CPU, compiled on a GPU)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.kernels.routing import Clamp, RouterSpec
+from quire.kernels.triton.expert_linear import ExpertShape, expert_shape
+from quire.kernels.triton.route import most_blocks
+from tests.kernels.triton import cases
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = ExpertShape(16, 32, 32, 4, 2)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(1)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        RouterSpec(8, 2),
+        RouterSpec(12, 3, "sigmoid", choice_bias=True, groups=4, chosen_groups=2, group_score="best two", scale=2.5),
+        RouterSpec(10, 3, renormalised=False, groups=5, chosen_groups=2, scale=1.5),
+        RouterSpec(5, 5, "sigmoid", renormalised=False, choice_bias=True),
+    ],
+    ids=str,
+)
+def test_the_choice_is_the_references(spec: RouterSpec) -> None:
+    cases.check_choice(DEVICE, spec, 7)
+
+
+def test_a_row_of_nothing_still_names_experts_that_exist() -> None:
+    """Rows of padding hold whatever was there."""
+    logits = torch.full((1, 5), float("nan"), device=DEVICE)
+    chosen, _ = cases.route.choose(logits, RouterSpec(5, 2), None)
+    assert int(chosen.min()) >= 0 and int(chosen.max()) < 5
+
+
+@pytest.mark.parametrize(("tokens", "experts", "rows"), [(1, 4, 16), (40, 3, 16), (9, 40, 16), (700, 5, 16)])
+def test_pairs_stand_by_expert_in_blocks(tokens: int, experts: int, rows: int) -> None:
+    chosen = torch.randint(0, experts, (tokens, 2), dtype=torch.int32)
+    cases.check_blocks(DEVICE, chosen, experts, rows)
+
+
+def test_there_is_room_for_the_worst_choice() -> None:
+    for pairs, experts, rows in ((1, 8, 16), (17, 8, 16), (512, 128, 16), (64, 2, 64)):
+        spread = [pairs // min(pairs, experts)] * min(pairs, experts)
+        spread[0] += pairs - sum(spread)
+        assert sum(-(-count // rows) for count in spread) <= most_blocks(pairs, experts, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize(("clamp", "biased"), [(None, False), (Clamp(0.7, 1.702), True)])
+def test_experts_agree(dtype: torch.dtype, is_sorted: bool, clamp: Clamp | None, biased: bool) -> None:
+    cases.check_experts(DEVICE, dtype, 9, RouterSpec(6, 2), 40, 24, clamp=clamp, biased=biased, is_sorted=is_sorted,
+                        sizes=SMALL)
+
+
+def test_blocks_grow_with_the_rows_of_an_expert() -> None:
+    assert [expert_shape(tokens * 8, 128).rows for tokens in (8, 512, 8192)] == [16, 64, 128]

@@ -1,0 +1,66 @@
+"""The contract in integers: with `quantization` too a token's bits do not depend on the path to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.errors import ConfigError
+from tests.checkpoints import make_checkpoint
+from tests.test_same_tokens import PROMPTS, assert_same, params, run
+
+KINDS: list[dict[str, Any]] = [
+    {"quantization": "int4"},
+    {"quantization": "int8", "quantization_group_size": 0, "quantization_zero_points": True},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("integers")
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_hidden_layers": 2}
+    make_checkpoint(folder, "llama", **sizes)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_chunks_blocks_threads_and_ranks_change_no_bit(checkpoint: Path, kind: dict[str, Any]) -> None:
+    prompts = PROMPTS[:5]
+    plain = run(
+        checkpoint, prompts, one_by_one=True, enable_prefix_caching=False, enable_chunked_prefill=False, **kind
+    )
+    for options in (
+        {},
+        {"max_num_batched_tokens": 33, "block_size": 3},
+        {"block_size": 4, "num_kv_blocks": 24, "max_num_seqs": 8, "num_threads": 1},
+    ):
+        found = run(checkpoint, prompts, **options, **kind)
+        assert_same(found, plain)
+    shared = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads", "num_threads": 1}
+    with LLM(str(checkpoint), skip_tokenizer_init=True, **shared, **kind) as llm:
+        outputs = llm.generate(prompts, [params(i) for i in range(len(prompts))], use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == plain[1]
+
+
+def test_integers_are_what_is_multiplied(checkpoint: Path) -> None:
+    """Tokens that differ from those of floats: the option is not ignored."""
+    floats, eight, four = (
+        run(checkpoint, PROMPTS[:2], quantization=kind) for kind in (None, "int8", "int4")
+    )
+    assert floats[0] != eight[0] != four[0] != floats[0]
+    assert floats[0] == run(checkpoint, PROMPTS[:2], quantization="file")[0], "this file has no integers"
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    for options, field in (
+        ({"quantization": "int3"}, "quantization"),
+        ({"quantization": "int4", "quantization_group_size": 48}, "quantization_group_size"),
+        ({"quantization_group_size": 64}, "quantization_group_size"),
+        ({"quantization": "file", "quantization_zero_points": True}, "quantization_zero_points"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            LLM("nothing", **options)
+        assert caught.value.field == field
