@@ -36,7 +36,7 @@ def llm() -> Any:
 
 
 def test_64_greedy_tokens_are_those_of_transformers(llm: LLM) -> None:
-    from quire.bench.transformers_model import load_in_transformers
+    from quire.eval.transformers_model import load_in_transformers
 
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert max(len(output.prompt_token_ids) for output in outputs) > WINDOW

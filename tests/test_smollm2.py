@@ -54,7 +54,7 @@ def greedy_of_transformers(network: Any, prompt: list[int], candidate: list[int]
 
 
 def test_64_greedy_tokens_are_those_of_transformers_on_24_prompts(llm: LLM, smollm2: str) -> None:
-    from quire.bench.transformers_model import load_in_transformers
+    from quire.eval.transformers_model import load_in_transformers
 
     network, _ = load_in_transformers(smollm2)
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False)

@@ -17,7 +17,7 @@ LENGTH = 12
 @pytest.fixture(scope="module")
 def network(smollm2: str) -> Any:
     """In double precision."""
-    from quire.bench.transformers_model import load_in_transformers
+    from quire.eval.transformers_model import load_in_transformers
 
     return load_in_transformers(smollm2)[0].double()
 

@@ -38,7 +38,7 @@ def run_quire(case: str, model: str, repeat: int, options: dict[str, Any]) -> di
 
 
 def run_transformers(case: str, model: str, repeat: int, options: dict[str, Any]) -> dict[str, Any]:
-    from quire.bench.transformers_model import load_in_transformers
+    from quire.eval.transformers_model import load_in_transformers
 
     network, vocab_size = load_in_transformers(model)
     work = workload(case, vocab_size)

@@ -87,8 +87,8 @@ def _ask_quire(args: argparse.Namespace, options: dict[str, Any]) -> tuple[list[
 
 
 def _ask_transformers(args: argparse.Namespace, options: dict[str, Any], tokenizer: Any) -> list[Result]:
-    from quire.bench.transformers_model import load_in_transformers
     from quire.eval.engines import TransformersEngine
+    from quire.eval.transformers_model import load_in_transformers
 
     network, _ = load_in_transformers(_model(options))
     return _ask(args, TransformersEngine(network, tokenizer), options)

@@ -18,7 +18,7 @@ from quire.eval.tasks import TASKS, Options, Result
 
 @pytest.fixture(scope="module")
 def engines(smollm2: str) -> Any:
-    from quire.bench.transformers_model import load_in_transformers
+    from quire.eval.transformers_model import load_in_transformers
 
     try:
         next(rows("lambada", progress=False))
