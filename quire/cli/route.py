@@ -27,7 +27,7 @@ EXAMPLES = (
     "    quire route --replicas http://10.0.0.1:8000 http://10.0.0.2:8000 --policy least-loaded\n"
     "  servers that come and go (they say so with `quire serve --register http://ROUTER:8000`):\n"
     "    quire route --port 8000\n"
-    "  prompts computed by some servers, answers written by others:\n"
+    "  prompts computed by some servers, answers written by others (all with the same QUIRE_KV_SECRET):\n"
     "    quire route --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000 http://10.0.0.3:8000\n"
     "  who holds what, who got what and why: http://127.0.0.1:8000/ in a browser, or\n"
     "    curl http://127.0.0.1:8000/v1/router/servers"

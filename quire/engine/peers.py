@@ -51,4 +51,4 @@ def open_hub(config: EngineConfig, core: EngineCore, mover: KVMover, vocab_size:
 
 
 def _fingerprint(config: EngineConfig, source: ModelSource, worker: ModelWorker, dtype: str) -> Fingerprint:
-    return fingerprint_of(source, worker.pool.max_model_len, dtype, config.model.seed)
+    return fingerprint_of(source, worker.pool.max_model_len, dtype, config.model.seed, config.model.rounding)

@@ -115,11 +115,11 @@ def _connect(name: str, store: UnitStore, keys: UnitKeys, config: EngineConfig,
 
 def _fingerprint(config: EngineConfig, source: ModelSource, worker: PoolWorker) -> bytes:
     """All that KV depends on besides the tokens. Kernels of another processor may round otherwise."""
-    from quire.kvtransfer.fingerprint import dummy_digest, fingerprint, weights_digest
+    from quire.kvtransfer.fingerprint import fingerprint, weights_used
 
     model = config.model
     device = "cuda" if model.device == "cuda" else f"cpu {platform.machine()}"
     dtype = f"{model.dtype} {config.cache.kv_cache_dtype} {device} {model.executor}"
-    weights = dummy_digest(model.seed) if source.is_dummy else weights_digest(source.weight_files())
+    weights = weights_used(source, model.seed, model.rounding)
     # Units are named by token ids, so it does not matter where those come from.
     return fingerprint(worker.spec, worker.pool.max_model_len, weights, "", dtype).digest

@@ -82,16 +82,17 @@ _DIFFERENCES: Final = {
 
 
 def fingerprint(spec: DecoderSpec, max_model_len: int, weights: str, tokenizer: str, dtype: str) -> Fingerprint:
-    """`weights` is from `weights_digest` or `dummy_digest`, `tokenizer` from `tokenizer_digest`; `dtype` is the
+    """`weights` is from `weights_used`, `tokenizer` from `tokenizer_digest`; `dtype` is the
     cache's (`KVStore.layout.dtype`)."""
     model = _hash(repr(replace(spec, ropes=()))).hexdigest()
     rope = _hash(repr([_rope_in_use(each, max_model_len) for each in spec.ropes])).hexdigest()
     return Fingerprint(model, weights, rope, tokenizer, LAYOUT_VERSION, dtype)
 
 
-def fingerprint_of(source: ModelSource, max_model_len: int, dtype: str, seed: int = 0) -> Fingerprint:
-    """Of a model as an engine has it. `seed` is that of dummy weights."""
-    weights = dummy_digest(seed) if source.is_dummy else weights_digest(source.weight_files())
+def fingerprint_of(source: ModelSource, max_model_len: int, dtype: str, seed: int = 0,
+                   rounding: object = None) -> Fingerprint:
+    """Of a model as an engine has it. `seed` is that of dummy weights; `rounding`: how weights become integers."""
+    weights = weights_used(source, seed, rounding)
     try:
         tokenizer = tokenizer_digest(source.tokenizer())
     except ModelLoadError:
@@ -107,6 +108,12 @@ def _rope_in_use(rope: RopeSpec, max_model_len: int) -> RopeSpec:
     if max_model_len > rope.original_max_positions:
         return replace(rope, short_factors=())
     return replace(rope, long_factors=())
+
+
+def weights_used(source: ModelSource, seed: int, rounding: object = None) -> str:
+    """What an engine multiplies by: rounded weights give other KV than those of the file."""
+    stored = dummy_digest(seed) if source.is_dummy else weights_digest(source.weight_files())
+    return stored if rounding is None else f"{stored} as {rounding}"
 
 
 def dummy_digest(seed: int) -> str:

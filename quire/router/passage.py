@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
-from quire.router.asked import Asked, error_code
+from quire.router.asked import Asked, error_code, error_of
 from quire.router.load import Ticket
 from quire.router.prefill import Prefill
 from quire.router.replica import Replica, Role
@@ -36,6 +36,8 @@ _TRY_ELSEWHERE = frozenset({429, 500, 502, 503, 504})
 """A full queue, an engine that died, a server that closes: another may be well. No other answer is doubted."""
 _FINAL = frozenset({"request_quarantined", "request_timeout"})
 """Errors that are the request's own, though their status says otherwise."""
+_PREFILL_REFUSED = "the header X-Quire-Prefill "
+"""How a decode server begins to say that it does not ask whom the router names; on every API."""
 _IN_QUERY = "!$%&'()*+,;=:@/?[]"
 _MOST_WHOLE = 256 << 20
 """Bytes of an answer that is not streamed."""
@@ -110,7 +112,7 @@ class Passage:
     async def _try(self, replica: Replica, ticket: Ticket) -> bool:
         """Whether the client has its answer; if not, another server is to be asked."""
         self._record.facts.update(server=replica.url, tries=len(self._tried))
-        prefill = self._service.prefill.choose(self._asked) if replica.role is Role.DECODE else Prefill([], None)
+        prefill = self._service.prefill.choose(self._asked) if replica.takes_prefill else Prefill([], None)
         try:
             headers = [*self._headers, *prefill.headers]
             try:
@@ -119,6 +121,8 @@ class Passage:
                 if prefill.ticket is not None:  # with the first token its part is done
                     prefill.ticket.ended()
             with contextlib.closing(answer):
+                if prefill.headers and answer.status == 400:
+                    return await self._pass_refusal(answer, replica)
                 return await self._pass_on(answer, replica, ticket)
         except UpstreamError as error:
             self._suspect(replica, error.reached)
@@ -164,6 +168,24 @@ class Passage:
         self._service.noted(self._record.path, replica, body)
         await self._send_whole(answer, body)
         return True
+
+    async def _pass_refusal(self, answer: Answer, replica: Replica) -> bool:
+        """What a decode server minds may be the router's own header, of which the client knows nothing: then the same
+        server is asked once more without it."""
+        body = await answer.whole(_MOST_WHOLE)
+        why = error_of(body)[1] or ""
+        if not why.startswith(_PREFILL_REFUSED):
+            self._innocent(replica)
+            replica.outcomes["ok"] += 1
+            await self._send_whole(answer, body)
+            return True
+        replica.refused_prefill()
+        self._tried.remove(replica)
+        LOGGER.warning("prefill_refused", extra={"fields": {
+            "url": replica.url, "why": why,
+            "advice": "router and servers need the same secret (QUIRE_KV_SECRET), and decode servers --kv-role decode; "
+                      "meanwhile it computes prompts itself"}})
+        return False
 
     async def _send_whole(self, answer: Answer, body: bytes) -> None:
         headers = [*self._headers_down(answer), (b"content-length", str(len(body)).encode())]

@@ -13,6 +13,8 @@ from quire.router.upstream import Upstream
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _MOST_ACCUSED = 4096
+_PREFILL_SECONDS = 60.0
+"""A server that refused whom the router names for a prompt is not named anybody for so long."""
 _MISSES = 2
 """So many questions without an answer in a row, and a server counts as dead."""
 
@@ -78,6 +80,8 @@ class Replica:
     """Questions about its health that it has answered."""
     block_size: int = 0
     """Tokens of one of its KV blocks, while its events are followed."""
+    no_prefill_until: float = 0.0
+    """It refused whom the router names to compute a prompt: until then it computes prompts itself."""
     _misses: int = 0
     _accused: set[bytes] = field(default_factory=set)
     """Contents of requests that it has failed with since it was last found well again."""
@@ -112,6 +116,13 @@ class Replica:
             self.state, self.why = State.DOWN, "its engine is dead"
         elif status in (502, 504) or (status >= 500 and code is None):
             self.failed(f"it answered {status}")
+
+    @property
+    def takes_prefill(self) -> bool:
+        return self.role is Role.DECODE and time.monotonic() >= self.no_prefill_until
+
+    def refused_prefill(self) -> None:
+        self.no_prefill_until = time.monotonic() + _PREFILL_SECONDS
 
     def answered_health(self, status: int, closing: bool, why: str) -> None:
         self._misses = 0

@@ -136,6 +136,8 @@ def test_other_weights_another_salt_and_another_secret_find_nothing(models: Any,
         ask(llm)
     with open_engine(models("llama", seed=1), tmp_path) as llm:
         assert ask(llm).num_cached_tokens == 0
+    with open_engine(models("llama"), tmp_path, quantization="int8") as llm:
+        assert ask(llm).num_cached_tokens == 0, "KV of weights that were rounded is other KV"
     with open_engine(models("llama"), tmp_path) as llm:
         salted = llm.generate([{"prompt_token_ids": PROMPT, "cache_salt": "mine"}], PARAMS, use_tqdm=False)[0]
         assert salted.num_cached_tokens == 0 and ask(llm).num_cached_tokens == 512

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
+from quire.config import ModelConfig
 from quire.errors import KVMismatchError, KVTransferError
 from quire.kvtransfer.fingerprint import Fingerprint, fingerprint, fingerprint_of, tokenizer_digest, weights_digest
 from quire.layers.spec import RopeSpec
@@ -50,6 +51,17 @@ def test_what_differs_is_named(folders: dict[str, Path]) -> None:
     mine.check(replace(mine, dtype="bfloat16"), convert=True)
     with pytest.raises(KVMismatchError, match="version"):
         mine.check(replace(mine, layout=99))
+
+
+def test_weights_that_an_engine_rounds_are_others(folders: dict[str, Path]) -> None:
+    source = resolve_model(str(folders["one"]))
+    ways = [ModelConfig(quantization=how, quantization_group_size=group)
+            for how, group in ((None, 32), ("int8", 32), ("int8", 64), ("int4", 32), ("file", 32))]
+    found = [fingerprint_of(source, 64, "float32", rounding=each.rounding) for each in ways]
+    assert len({each.weights for each in found}) == len({each.digest for each in found}) == 5
+    for other in found[1:]:
+        with pytest.raises(KVMismatchError, match="other weights of it"):
+            found[0].check(Fingerprint.from_data(other.to_data()))
 
 
 def test_dummy_weights_are_known_by_their_seed(folders: dict[str, Path]) -> None:
