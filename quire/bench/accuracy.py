@@ -6,7 +6,8 @@ question, with the standard error. The last line of a format is the mean KL of i
 float32's over whole passages of LAMBADA, with a standard error over passages.
 
 `file` multiplies the integers that the file stores. `int8` and `int4` are made at load from the same model in floats,
-which is written to a folder of its own first (an engine would keep a file's integers). `int4-zeros` has zero points.
+which is written to a folder of its own first (an engine would keep a file's integers); `int4-symmetric` is without zero
+points.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "file": {"quantization": "file"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
-    "int4-zeros": {"quantization": "int4", "quantization_zero_points": True},
+    "int4-symmetric": {"quantization": "int4", "quantization_zero_points": False},
 }
 """Engine options of each."""
 TASKS = ("lambada", "arc_easy")

@@ -19,7 +19,7 @@ from quire.kernels.cpu import build, library
 
 SOURCE = Path(__file__).parent / "fingerprint.c"
 INTEGER_SOURCE = SOURCE.with_name("fingerprint_integer.c")
-INTEGER_EXPECTED = "21d5b4d7e7f6bd88c646e44138ab5ede9fe74080206cd649889cf214646ab8fb"
+INTEGER_EXPECTED = "5061f36c8c9b5119f0405452cbaba49c082f56482be62821b16f7ba7982365b7"
 EXPECTED = "7ae50cbdc15c2ca5795e43aec2f1f93fcb9162699bdc36b352811eab4a5432cb"
 
 
