@@ -23,10 +23,10 @@ def test_the_table_has_a_row_per_capacity_and_a_column_per_policy(
 ) -> None:
     assert main(["bench", "prefix-cache", "--trace", str(trace), "--capacity", "20", "5"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert lines[1] == ["capacity", "lru", "reuse-rate", "clairvoyant"]
+    assert lines[1] == ["capacity", "lru", "reuse-rate", "lru-2", "clairvoyant"]
     assert [line[0] for line in lines[2:]] == ["5", "20"]
     # 15 different blocks fit into 20: everybody finds all but the first use of each.
-    assert lines[3][1:4] == [f"{1 - 15 / 180:.4f}"] * 3
+    assert lines[3][1:5] == [f"{1 - 15 / 180:.4f}"] * 4
 
 
 def test_json_lines_carry_the_case_and_the_machine(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
