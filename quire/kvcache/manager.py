@@ -327,10 +327,12 @@ class KVCacheManager:
             held = match.blocks[index]
             here = len(held) if not match.num_outside else sum(block >= NO_BLOCK for block in held)
             need = self.blocks_for(num_tokens) - here
+            at_once = 0
             if group.window is not None:
                 at_once = self.blocks_for(match.num_tokens + first_chunk) - here
                 need = max(at_once, min(need, self._window_blocks(group.window)))
-            if pool.at_most(need + extra) > pool.num_available + pool.num_leaving - self._idle(pool, match, index):
+            wanted = max(at_once, pool.at_most(need + extra))
+            if wanted > pool.num_available + pool.num_leaving - self._idle(pool, match, index):
                 return False
         return True
 

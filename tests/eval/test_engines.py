@@ -70,9 +70,9 @@ def test_a_text_ends_before_the_first_of_its_stops() -> None:
 
 
 def test_differences_are_named_and_perplexities_may_differ_by_rounding() -> None:
-    one = Result("lambada", {"acc": 0.5, "perplexity": 10.0}, [True, False], 0)
-    near = Result("lambada", {"acc": 0.5, "perplexity": 10.005}, [True, False], 0)
-    far = Result("lambada", {"acc": 0.0, "perplexity": 11.0}, [False, False], 0)
+    one = Result("lambada", {"acc": 0.5, "perplexity": 10.0}, [True, False], 0, [True, False])
+    near = Result("lambada", {"acc": 0.5, "perplexity": 10.005}, [True, False], 0, [True, False])
+    far = Result("lambada", {"acc": 0.0, "perplexity": 11.0}, [False, False], 0, [False, False])
     assert differences(one, near) == []
     assert differences(one, far) == [
         "lambada question 0: True and False", "lambada acc: 0.5 and 0.0", "lambada perplexity: 10.0 and 11.0"]
