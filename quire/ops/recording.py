@@ -105,13 +105,18 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._recording = recording
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _see(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func in _NEW:
             self._recording.keep(found)
         elif func not in _VIEWS:
             self._recording.refuse(f"{func} is not one of our kernels")
         return found
+
+
+# Torch wraps a method of this name that the class is born with, and the wrapper's first call imports all of
+# torch._dynamo: more than a second, and packages that are not ours to need.
+_Watch.__torch_dispatch__ = _Watch._see  # type: ignore[assignment, method-assign]
 
 
 @dataclass(slots=True)
