@@ -225,7 +225,7 @@ def test_what_follows_a_stop_token_is_not_proposed_to_others(checkpoint: Path) -
         llm.generate([PROMPTS[0]], params(0, stop_token_ids=[stop]), use_tqdm=False)
         known = llm._core.scheduler.speculator._source._domains
         kept = next(iter(known.values())).generations[1].text
-    assert kept[-2:] == [stop, -1]
+    assert list(kept[-2:]) == [stop, -1]
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "skip_layers"])
