@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kernels.types import HeadShape
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import PlanEntry
 from quire.scheduler.request import Request
@@ -143,7 +144,7 @@ def test_prompts_are_padded_only_as_far_as_the_host_is_slower_than_the_gpu(
     def product(features: int, width: int) -> Any:
         return SimpleNamespace(packed=SimpleNamespace(out_features=features, in_features=width))
 
-    attn = SimpleNamespace(qkv=product(qkv, hidden), out=product(hidden, attended), shape=None)
+    attn = SimpleNamespace(linears=(product(qkv, hidden), product(hidden, attended)), shape=HeadShape(8, 2, 64))
     mlp = SimpleNamespace(linears=(product(2 * inner, hidden), product(hidden, inner)))
     decoder: Any = SimpleNamespace(layers=[SimpleNamespace(attn=attn, mlp=mlp)])
     attention = SimpleNamespace(tokens_per_tile=lambda shape: 32, deterministic=False)
