@@ -139,10 +139,16 @@ def answer(llm: LLM, prompts: list[list[int]]) -> list[Any]:
     return llm.generate(prompts, params, use_tqdm=False)
 
 
+def strangers() -> list[list[int]]:
+    """Prompts that have nothing in common with PROMPT, and need the whole pool several times."""
+    dice = random.Random(0)
+    return [[(PROMPT[0] + 1 + i) % 90 + 3, *(dice.randrange(3, 97) for _ in range(39))] for i in range(8)]
+
+
 def test_prefixes_go_to_files_and_come_back_with_every_bit(engine: tuple[LLM, FileTransfer]) -> None:
     llm, transfer = engine
     first = answer(llm, [PROMPT])[0]
-    crowd = answer(llm, [[random.Random(i).randrange(3, 97) for _ in range(40)] for i in range(8)])
+    crowd = answer(llm, strangers())
     again = answer(llm, [PROMPT])[0]
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
     assert again.outputs[0].logprobs == first.outputs[0].logprobs
@@ -155,7 +161,7 @@ def test_who_needs_a_transfer_that_fails_computes_and_nobody_else_notices(engine
     """A failed transfer used to end every sequence of its step with an error."""
     llm, transfer = engine
     first = answer(llm, [PROMPT])[0]
-    answer(llm, [[random.Random(i).randrange(3, 97) for _ in range(40)] for i in range(8)])
+    answer(llm, strangers())
     transfer.broken, transfer.num_moves = True, 0
     other = [5, 7, 9]
     again, beside = answer(llm, [PROMPT, other])
