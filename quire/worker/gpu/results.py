@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -44,10 +44,11 @@ class ResultCopier:
     """Copies results off the device while the next step runs on it. One thread waits for the copies, in
     order."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, check: Callable[[], None] | None = None) -> None:
+        """`check`: raises where results are worthless, once they are there."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: SimpleQueue[_Sent | None] = SimpleQueue()
-        self._thread = Thread(target=_deliver, args=(self._queue,), name="quire-results", daemon=True)
+        self._thread = Thread(target=_deliver, args=(self._queue, check or _nothing), name="quire-results", daemon=True)
         self._thread.start()
 
     def send(self, pending: PendingStep) -> Future[StepResult]:
@@ -79,13 +80,18 @@ class _Sent:
     done: Any
 
 
-def _deliver(queue: SimpleQueue[_Sent | None]) -> None:
+def _nothing() -> None:
+    pass
+
+
+def _deliver(queue: SimpleQueue[_Sent | None], check: Callable[[], None]) -> None:
     """Wait for each step's copies and hand its result over; the wait is in the driver, without Python's
     lock."""
     while (sent := queue.get()) is not None:
         try:
             if sent.done is not None:
                 sent.done.synchronize()
+            check()
             result = _assemble(sent.copied)
         except Exception as error:
             _settle(sent.future, error=error)
