@@ -142,7 +142,7 @@ class Method:
         return int(self.config.get("num_speculative_tokens", 8))
 
     def rows(self, seqs: int) -> int:
-        from quire.engine.device import MOST_DRAFT_ROWS
+        from quire.worker.gpu.options import MOST_DRAFT_ROWS
 
         # As many for all methods, so that they share a worker.
         return min(max(8, self.most) * seqs, MOST_DRAFT_ROWS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.attention.triton import TritonAttention
 from quire.errors import EngineError, UnsupportedModelError
-from quire.kernels import cublas, torch_norm
+from quire.kernels import cublas
 from quire.kernels.kv_spec import KVSpec
 from quire.kernels.routing import Clamp, RouterSpec
 from quire.kernels.slices import RankTree, Slices
@@ -252,16 +252,12 @@ class TritonOps(Ops):
         return activation.act_mul(gate_up, kind, pdl=self._early(gate_up.shape[0]))
 
     def head_squares(self, qkv: Tensor, shape: HeadShape) -> Tensor:
-        return torch_norm.head_squares(qkv, shape.num_heads + shape.num_kv_heads, shape.head_dim)
+        return all_head_norm.head_squares(qkv, shape)
 
     def norm_some_heads(
         self, qkv: Tensor, shape: HeadShape, squares: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], eps: float
     ) -> None:
-        start = 0
-        for all_heads, weight in zip(squares, norms, strict=True):
-            part = qkv[:, start : start + weight.shape[0]]
-            torch_norm.norm_some_heads(part, all_heads, weight, shape.head_dim, eps)
-            start += weight.shape[0]
+        all_head_norm.norm_some_heads(qkv, shape, squares, norms, eps)
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         return activation.act(x, kind)

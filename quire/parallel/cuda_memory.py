@@ -42,7 +42,7 @@ def _driver() -> Any:
     return library
 
 
-def _call(name: str, *arguments: Any) -> None:
+def call(name: str, *arguments: Any) -> None:
     code = getattr(_driver(), name)(*arguments)
     if code:
         said = ctypes.c_char_p()
@@ -64,8 +64,8 @@ class SharedDeviceMemory:
     def create(cls, size: int, device: torch.device) -> SharedDeviceMemory:
         torch.cuda.synchronize(device)  # the calls below are about the context that torch has made current
         address = ctypes.c_uint64()
-        _call("cuMemAlloc_v2", ctypes.byref(address), size)
-        _call("cuMemsetD8_v2", address, 0, size)
+        call("cuMemAlloc_v2", ctypes.byref(address), size)
+        call("cuMemsetD8_v2", address, 0, size)
         torch.cuda.synchronize(device)
         return cls(int(address.value), size, device, "cuMemFree_v2")
 
@@ -73,16 +73,16 @@ class SharedDeviceMemory:
     def open(cls, handle: bytes, size: int, device: torch.device) -> SharedDeviceMemory:
         """What another process of this machine made; it must live as long as this is used."""
         address = ctypes.c_uint64()
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), _ENABLE_PEER_ACCESS)
+        call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), _ENABLE_PEER_ACCESS)
         return cls(int(address.value), size, device, "cuIpcCloseMemHandle")
 
     @property
     def handle(self) -> bytes:
         found = _Handle()
-        _call("cuIpcGetMemHandle", ctypes.byref(found), self.address)
+        call("cuIpcGetMemHandle", ctypes.byref(found), self.address)
         return bytes(found)
 
     def close(self) -> None:
         address, self.address = self.address, 0
         if address:
-            _call(self._close, address)
+            call(self._close, address)

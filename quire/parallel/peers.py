@@ -1,7 +1,7 @@
 """Ranks on GPUs of one machine: each reads the others' memory, and waits for them on the device, also inside graphs.
 
 A rank has two slots that the others read. It writes what it has to say into one of them, meets the others
-(`kernels/triton/meeting.py`), and reads their slots; the next exchange is through the other slot. Whoever has arrived
+(`device_waits.py`), and reads their slots; the next exchange is through the other slot. Whoever has arrived
 at an exchange has read the one before, so nothing is acknowledged. A captured graph has fixed addresses: `settle` ends
 every step on the first slot, whatever the number of its exchanges, so that the next one, or the next replay, begins
 there.
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.errors import EngineError, RankLostError
+from quire.errors import EngineError
 from quire.kernels.slices import RankTree, finish_tree
 from quire.parallel.collectives import TensorGroup
 
@@ -34,8 +34,9 @@ class PeerGroup(TensorGroup):
 
     on_device = True
 
-    def __init__(self, rank: int, memories: Sequence[Tensor], meet: Callable[[], None]) -> None:
-        """`memories`: of every rank all bytes, of `group_bytes`; `meet` launches a wait for all the others."""
+    def __init__(self, rank: int, memories: Sequence[Tensor], meet: Callable[[int], None]) -> None:
+        """`memories`: of every rank all bytes, of `group_bytes`; `meet` launches a wait for all the others, and is told
+        which slot the exchange is through."""
         super().__init__(rank, len(memories))
         self._meet = meet
         self._slot_bytes = (memories[0].numel() - HEAD_BYTES) // 2
@@ -61,7 +62,7 @@ class PeerGroup(TensorGroup):
         return self._slots[self._turn][rank][: count * dtype.itemsize].view(dtype)
 
     def _advance(self) -> None:
-        self._meet()
+        self._meet(self._turn)
         self._turn ^= 1
 
     def _exchanged(self, mine: Tensor, counts: Sequence[int]) -> list[Tensor]:
@@ -164,9 +165,3 @@ class PeerLink:
             self._done()
         return found
 
-
-def check_state(state: Tensor, rank: int, size: int) -> None:
-    """Raise if a wait on the device has ended without the other rank (`kernels/triton/meeting.py`)."""
-    if int(state[0]):
-        why = "it did not come in time" if int(state[0]) == 1 else "the group was told to stop"
-        raise RankLostError(f"tensor rank {rank} of {size} waited for another on the GPU: {why}")

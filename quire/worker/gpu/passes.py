@@ -5,9 +5,9 @@ Tensor ranks of the last stage all have the logits, and draw the same tokens fro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -19,10 +19,6 @@ from quire.parallel.collectives import TensorGroup
 from quire.parallel.peers import RowsLink
 
 
-class Closing(Protocol):
-    def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class DeviceRanks:
     """Everybody whom a rank's launches talk to."""
@@ -31,8 +27,10 @@ class DeviceRanks:
     before: RowsLink | None = None
     after: RowsLink | None = None
 
-    def check(self) -> None:
-        """Raise if another rank did not come: what was computed since is worthless."""
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around whatever waits for the device on the host: ends with RankLostError if another rank did not come."""
+        yield
 
     @property
     def waited_ns(self) -> int:

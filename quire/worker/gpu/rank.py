@@ -49,7 +49,8 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
     shard = shard_of(spec, place)
     ranks: DeviceRanks = DeviceRanks()
     if collectives is not None:
-        ranks = connect_peers(collectives, place, device, DTYPES[model.dtype])
+        shared = count < place.num_ranks
+        ranks = connect_peers(collectives, place, device, DTYPES[model.dtype], shared)
     share = RankShare(shard, ranks, lambda pool: PoolSize(**agree(dataclasses.asdict(pool))), sharing(place, count))
     parts = None if shard.is_whole else stored_parts(source.config, shard)
     weights = None if model.load_format == "dummy" else source.weights(None, parts)

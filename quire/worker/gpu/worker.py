@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,7 +112,7 @@ class GpuWorker:
             # Outside the handler, since the error's traceback holds what is to be given back.
             self.close()
             raise shown
-        self._copier = ResultCopier(self.device, None if share is None else share.ranks.check)
+        self._copier = ResultCopier(self.device, nullcontext if share is None else share.ranks.watched)
         if self.device.type == "cuda":
             # A full collection looks at all of torch for 0.15 s, in which the GPU runs dry: what is here now stays.
             gc.collect()

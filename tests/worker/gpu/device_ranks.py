@@ -57,7 +57,7 @@ def device_ranks(tensor_size: int, num_stages: int, slot_bytes: int = 1 << 16) -
         barrier, rank, stage = barriers[place.stage], place.tensor_rank, place.stage
         ranks = DeviceRanks()
         if tensor_size > 1:
-            ranks.group = PeerGroup(rank, memories[stage], lambda barrier=barrier: barrier.wait(SECONDS))
+            ranks.group = PeerGroup(rank, memories[stage], lambda turn, barrier=barrier: barrier.wait(SECONDS))
         if not place.is_last:
             ranks.after = links[stage][rank].sender()
         if not place.is_first:
