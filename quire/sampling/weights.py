@@ -15,9 +15,20 @@ _CHUNK_ELEMENTS: Final = {"cpu": 1 << 19, "cuda": 1 << 24}
 
 
 def integer_weights(values: Tensor, peak: Tensor | float, temperature: Tensor | float) -> Tensor:
-    """Integer weights of float32 logits relative to the likeliest one."""
+    """Integer weights of float32 logits relative to the likeliest one; on a GPU those of the drawing kernels."""
+    if values.is_cuda:
+        from quire.kernels.triton.weights import row_weights
+
+        return row_weights(values, _of_rows(peak, values), _of_rows(temperature, values))
     scaled = (values - peak).div_(temperature)
     return scaled.exp_().mul_(SCALE).to(torch.int64)
+
+
+def _of_rows(number: Tensor | float, values: Tensor) -> Tensor:
+    """One number for each row of `values`, without a copy that the host would wait for."""
+    if isinstance(number, Tensor):
+        return number.reshape(-1).expand(values.shape[0])
+    return torch.full((values.shape[0],), number, dtype=torch.float32, device=values.device)
 
 
 def row_chunks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
