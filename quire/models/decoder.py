@@ -249,13 +249,19 @@ class Decoder:
         capped = self._capped(self.head(rows, ctx))
         return capped if out is None else out.copy_(capped)
 
-    def gathered_logits(self, hidden: ResidualStream, ctx: StepContext | None = None) -> Tensor | None:
-        """As `logits`; where tensor ranks share the vocabulary, on the first of them, and None on the others."""
+    def gathered_logits(
+        self, hidden: ResidualStream, ctx: StepContext | None = None, out: Tensor | None = None
+    ) -> Tensor | None:
+        """As `logits`; where tensor ranks share the vocabulary, on those of them that draw, and None on the others."""
         if self._shared_head is None:
-            return self.logits(hidden, ctx)
+            return self.logits(hidden, ctx, out)
         rows = self._before_head(hidden, ctx)
-        found = self._shared_head.logits(rows.normed() if isinstance(rows, Unnormed) else rows, ctx)
-        return found if found is None else self._capped(found)
+        whole = rows.normed() if isinstance(rows, Unnormed) else rows
+        if self.spec.logit_softcap is None:
+            return self._shared_head.logits(whole, ctx, out)
+        found = self._shared_head.logits(whole, ctx)
+        capped = None if found is None else self._capped(found)
+        return capped if capped is None or out is None else out.copy_(capped)
 
     def _before_head(self, hidden: ResidualStream, ctx: StepContext | None) -> Rows:
         rows: Rows = hidden.settled() if self.final_norm is None else hidden.normed(self.final_norm)
@@ -290,9 +296,9 @@ def _check_ranks(shard: Shard, ranks: TensorGroup | None, ops: Ops) -> None:
     size = 1 if ranks is None else ranks.size
     if size != shard.place.tensor_size or (ranks is not None and ranks.rank != shard.place.tensor_rank):
         raise ConfigError(f"a decoder at {shard.place} needs a group of as many tensor ranks")
-    if not shard.is_whole and ops.attention is not None:
-        raise ConfigError("a model on a GPU cannot be shared by ranks yet: use tensor_parallel_size=1 and "
-                          "pipeline_parallel_size=1, or device='cpu'", field="tensor_parallel_size")
+    if size > 1 and ops.attention is not None and any(isinstance(layer.mlp, MoeSpec) for layer in shard.spec.layers):
+        raise ConfigError("the experts of a layer cannot be shared by ranks on GPUs yet: use tensor_parallel_size=1 "
+                          "(pipeline_parallel_size may be more), or device='cpu'", field="tensor_parallel_size")
 
 
 def _check_device(spec: DecoderSpec, ops: Ops) -> None:

@@ -63,6 +63,10 @@ def _model(start: RankStart, collectives: Collectives | None, agree: Agree, opti
 
     config = EngineConfig.create(**options)
     model = config.model
+    if model.device == "cuda":
+        from quire.worker.gpu.rank import build_gpu_rank
+
+        return build_gpu_rank(config, start.place, collectives, agree)
     source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
                            cache_dir=model.cache_dir, progress=False)
     shard = shard_of(read_spec(source.config), start.place)

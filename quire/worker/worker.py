@@ -99,12 +99,8 @@ class Worker:
 
     def kv_memory(self) -> KVStore:
         """The model's caches, or this rank's share of them, for whoever moves KV to and from other engines."""
-        return KVStore(self._cache.layers, self._cache.groups, first_layer=self.shard.first_layer, heads=self._heads)
-
-    def _heads(self, layer: int, part: str) -> tuple[int, int]:
-        """Of the whole model, and the first one on this rank."""
-        whole = next(each for each in self.spec.layers[layer].kv.parts if each.name == part)
-        return whole.heads, self.shard.layer(layer).heads.first_kv
+        return KVStore(self._cache.layers, self._cache.groups, first_layer=self.shard.first_layer,
+                       heads=self.shard.kv_heads)
 
     def connect(self, transfer: KVTransfer) -> None:
         """Move blocks to and from one more tier."""

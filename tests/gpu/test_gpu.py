@@ -19,8 +19,8 @@ if torch.cuda.is_available():
     from quire.ops.triton import TritonOps
     from quire.sampling.params import BeamSearchParams, SamplingParams
     from quire.scheduler.request import Request
+    from quire.worker.gpu.options import DeviceOptions
     from quire.worker.gpu.weights import build_on_device
-    from quire.worker.gpu.worker import DeviceOptions
     from tests.gpu.models import VOCAB, config_of, device_engine, greedy, host_engine, host_ops, weights_of
     from tests.paged_driver import PagedDriver
     from tests.worker.gpu import engines

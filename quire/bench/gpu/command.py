@@ -37,7 +37,8 @@ from quire.machine import describe_machine
 
 if TYPE_CHECKING:
     from quire.bench.gpu.engine import Run
-    from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+    from quire.worker.gpu.options import DeviceOptions
+    from quire.worker.gpu.worker import GpuWorker
 
 EXAMPLES = (
     "examples:\n"
@@ -161,7 +162,7 @@ def _accuracy(args: argparse.Namespace, emulated: bool) -> None:
 def _model(model: str, cases: list[str], args: argparse.Namespace) -> None:
     """One worker for all cases of a model; a fresh scheduler and cache for each."""
     from quire.bench.gpu.engine import build_worker
-    from quire.worker.gpu.worker import DeviceOptions
+    from quire.worker.gpu.options import DeviceOptions
 
     options = DeviceOptions(
         dtype=args.dtype,

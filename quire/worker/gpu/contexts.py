@@ -199,4 +199,4 @@ def _fresh_prompts(starts: np.ndarray, on_device: Tensor, first: int, last: int)
 
 def _as_heads(shape: HeadShape | LatentShape) -> HeadShape:
     """How work is shared out: of latents a block of heads counts as a kv head."""
-    return shape if isinstance(shape, HeadShape) else shape.blocks
+    return shape.evened if isinstance(shape, HeadShape) else shape.blocks

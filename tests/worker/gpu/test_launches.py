@@ -14,7 +14,8 @@ import torch
 from quire.config import CacheConfig
 from quire.models.build import build_decoder, dummy_weights
 from quire.worker.gpu import worker as worker_module
-from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+from quire.worker.gpu.options import DeviceOptions
+from quire.worker.gpu.worker import GpuWorker
 from tests.worker.gpu import engines
 from tests.worker.gpu.launches import names, recorded
 
