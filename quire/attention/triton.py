@@ -212,8 +212,10 @@ class TritonAttention:
         window: int | None,
         softcap: float | None,
         turn: HeadTurn | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """With `turn`, qkv is as the projection left it and the cache without the step's keys (where `turns`)."""
+        """With `turn`, qkv is as the projection left it and the cache without the step's keys (where `turns`); its
+        sinks count, not `sinks`."""
         if not isinstance(ctx, DeviceContext):
             ctx = self.adapt(ctx, shape, window)
         out = torch.empty(qkv.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -224,6 +226,8 @@ class TritonAttention:
             "kv_scale": self.kv_scale,
             "out": out,
         }
+        if turn is None:
+            options["sinks"] = sinks
         if ctx.num_decodes and ctx.splits:
             split = ctx.splits[group]
             self._decode(qkv, cache, table, ctx, split, shape, scale, turn, options)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
@@ -104,7 +104,6 @@ class Decoder:
     ) -> None:
         self.shard = shard = shard_of(spec, Place()) if shard is None else shard
         _check_ranks(shard, ranks, ops)
-        _check_device(spec, ops)
         self.spec = spec
         self.ops = ops
         self.max_model_len = _checked_length(spec, max_model_len)
@@ -293,17 +292,6 @@ def _check_ranks(shard: Shard, ranks: TensorGroup | None, ops: Ops) -> None:
     if not shard.is_whole and ops.attention is not None:
         raise ConfigError("a model on a GPU cannot be shared by ranks yet: use tensor_parallel_size=1 and "
                           "pipeline_parallel_size=1, or device='cpu'", field="tensor_parallel_size")
-
-
-def _check_device(spec: DecoderSpec, ops: Ops) -> None:
-    """What only a CPU runs so far."""
-    if ops.attention is None:
-        return
-    for layer in spec.layers:
-        if layer.attention.sinks:
-            raise UnsupportedModelError(
-                f"{spec.architecture}: attention sinks run on a CPU only so far: use device='cpu'"
-            )
 
 
 def _checked_length(spec: DecoderSpec, max_model_len: int | None) -> int:

@@ -295,9 +295,7 @@ class TritonOps(Ops):
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if sinks is not None:
-            raise EngineError("attention sinks are not built for GPUs yet: use device='cpu'")
-        return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap)
+        return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap, sinks=sinks)
 
     def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:
         """k, v [num_blocks, num_kv_heads, block_size, head_dim]: a head's keys of one block lie together."""
@@ -334,7 +332,7 @@ class TritonOps(Ops):
         softcap: float | None,
     ) -> Tensor:
         """`rope_and_cache` and `attend`, in one launch where the step and the heads allow it."""
-        if turn.sinks is None and self.attention.turns(ctx, shape, turn):
+        if self.attention.turns(ctx, shape, turn):
             return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap, turn)
         self.rope_and_cache(qkv, layer, ctx, group, shape, turn.rope, turn.q_norm, turn.k_norm, turn.eps)
         return self.attend(qkv, layer, ctx, group, shape, scale, window, softcap, turn.sinks)

@@ -43,8 +43,8 @@ class StepContexts:
         self._block_size = table.block_size
         self._shapes = [_as_heads(layer.attn.shape) for layer in decoder.layers]
         self._plain = all(
-            a.attention.window is None and a.attention.softcap is None and a.attention.latent is None
-            for a in decoder.spec.layers
+            a.window is None and a.softcap is None and a.latent is None and not a.sinks
+            for a in (layer.attention for layer in decoder.spec.layers)
         )
         self._splits: dict[int, tuple] = {}
 

@@ -137,6 +137,11 @@ def paged_batch(
     return qkv, cache, table.to(device), start, torch.tensor(lengths, dtype=torch.int32, device=device)
 
 
+def make_sinks(device: str, shape: HeadShape) -> Tensor:
+    """Of each head another: below all scores, among them, above them."""
+    return torch.linspace(-8.0, 12.0, shape.num_heads, device=device)[torch.randperm(shape.num_heads)]
+
+
 def check_decode(
     device: str,
     dtype: torch.dtype,
@@ -152,6 +157,7 @@ def check_decode(
     halves: bool = False,
     carried: bool = False,
     pdl: bool = False,
+    sinks: bool = False,
     repeat: int = 1,
 ) -> float:
     qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, [1] * len(lengths), lengths)
@@ -165,8 +171,9 @@ def check_decode(
         kernel_table = torch.empty_like(table)
         kernel_table[order] = table
         where = order.to(torch.int32)
+    scores = make_sinks(device, shape) if sinks else None
     want = attention_mixed.attention_reference(
-        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap
+        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap, sinks=scores
     )
     worst, first = 0.0, None
     for _ in range(repeat):
@@ -188,6 +195,7 @@ def check_decode(
             halves=halves,
             carried=carried,
             pdl=pdl,
+            sinks=scores,
         )
         real = length > 0
         worst = max(worst, close(out[real], want[real], 2.0))
@@ -217,6 +225,7 @@ def check_rope_decode(
     ahead: bool = False,
     carried: bool = False,
     pdl: bool = False,
+    sinks: bool = False,
     repeat: int = 1,
 ) -> float:
     """The fused kernel beside the references of both it stands for, and beside those two kernels."""
@@ -251,16 +260,19 @@ def check_rope_decode(
     # The interpreter loses the carry of a mantissa that rounds up to the next power of two, so 0.499 becomes 0.25.
     narrow = apart_cache if kv_dtype is not None and device == "cpu" else want_cache
     want_cache = pair_cache(narrow.k.to(stored).to(dtype), narrow.v.to(stored).to(dtype), block_size)
-    want = attention_mixed.attention_reference(turned, want_cache, table, start, length, shape, 0.2, **seen)
+    scores = make_sinks(device, shape) if sinks else None
+    want = attention_mixed.attention_reference(
+        turned, want_cache, table, start, length, shape, 0.2, sinks=scores, **seen
+    )
     batch = (kernel_table, where, length, split, scratch, shape, 0.2)
-    two = attention_decode.decode_attention(apart, apart_cache, *batch, keys=keys, **seen)
+    two = attention_decode.decode_attention(apart, apart_cache, *batch, keys=keys, sinks=scores, **seen)
     real, worst, first = length > 0, 0.0, None
     for _ in range(repeat):
         mine, raw = copy_of(cache), qkv.clone()
         out = torch.full((len(lengths), shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device)
         attention_rope.rope_decode_attention(
-            raw, mine, *batch, HeadTurn(rope, *gains, 1e-6), out=out, keys=keys, ahead=ahead, carried=carried, pdl=pdl,
-            **seen
+            raw, mine, *batch, HeadTurn(rope, *gains, 1e-6, scores), out=out, keys=keys, ahead=ahead, carried=carried,
+            pdl=pdl, **seen
         )
         worst = max(worst, close(out[real], want[real], 2.0), close(out[real], two[real], 2.0))
         for part, whole, other in ((mine.k, want_cache.k, apart_cache.k), (mine.v, want_cache.v, apart_cache.v)):
@@ -313,6 +325,7 @@ def check_mixed(
     window: int | None = None,
     softcap: float | None = None,
     tree: bool = False,
+    sinks: bool = False,
     sizes: attention_mixed.MixedShape = attention_mixed.MixedShape(32, 32, 4, 2),  # noqa: B008
 ) -> float:
     lengths = [q + c for q, c in zip(queries, contexts, strict=True)]
@@ -327,8 +340,9 @@ def check_mixed(
         for s, count in enumerate(queries):
             for i in range(count):
                 branches[int(start[s]) + i, i] = 1
+    scores = make_sinks(device, shape) if sinks else None
     want = attention_mixed.attention_reference(
-        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap, tree=branches
+        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap, tree=branches, sinks=scores
     )
     out = torch.full_like(want, math.nan)
     attention_mixed.mixed_attention(
@@ -345,6 +359,7 @@ def check_mixed(
         window=window,
         softcap=softcap,
         tree=branches,
+        sinks=scores,
         out=out,
         sizes=sizes,
     )
