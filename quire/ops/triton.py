@@ -21,6 +21,7 @@ from quire.kernels.triton import (
     all_head_norm,
     choices,
     copy,
+    expert_few,
     expert_linear,
     latent_rope,
     linear_ahead,
@@ -203,13 +204,16 @@ class TritonOps(Ops):
     ) -> Tensor:
         """Without a look at what was chosen, so that graphs can hold it. In deterministic mode blocks have one size."""
         chosen, gains = route.choose(logits, router, choice_bias)
-        sizes, blocks = expert_linear.ExpertShape(), None
+        if not self.deterministic and chosen.numel() <= expert_few.FEW_PAIRS:
+            inner = expert_few.few_up(x, up.weight, up.bias, chosen, kind, clamp, pdl=self.pdl)
+            return expert_few.few_down(inner, down.weight, down.bias, chosen, gains, pdl=self.pdl)
+        first = second = expert_linear.ExpertShape()
         if not self.deterministic:
-            sizes = expert_linear.expert_shape(chosen.numel(), router.num_experts)
-        if self.deterministic or chosen.numel() > expert_linear.FEW_PAIRS:
-            blocks = route.block_experts(chosen, router.num_experts, sizes.rows)
-        inner = expert_linear.up_experts(x, up.weight, up.bias, chosen, blocks, kind, clamp, sizes)
-        found = expert_linear.down_experts(inner, down.weight, down.bias, chosen, gains, blocks, sizes)
+            choice = expert_linear.expert_choice(chosen.numel(), router.num_experts)
+            first, second = choice.up, choice.down
+        blocks = route.block_experts(chosen, router.num_experts, first.rows)
+        inner = expert_linear.up_experts(x, up.weight, up.bias, chosen, blocks, kind, clamp, first)
+        found = expert_linear.down_experts(inner, down.weight, down.bias, chosen, gains, blocks, second)
         return expert_linear.sum_pairs(found, router.top_k)
 
     def latent_attend(

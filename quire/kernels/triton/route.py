@@ -18,6 +18,7 @@ from quire.kernels.routing import RouterSpec
 from quire.kernels.torch_routing import choose_experts
 
 _AT_ONCE = 1024
+_MOST_SPANS = 16
 
 
 @triton.jit
@@ -97,7 +98,7 @@ class ExpertBlocks:
     expert: Tensor
     """int32 [blocks]: whose block it is, or -1."""
     counts: Tensor
-    """int32 [experts]: how many pairs each expert has."""
+    """int32 [experts, spans]: how many pairs each expert has in each span of the pairs."""
     rows: int
 
 
@@ -106,64 +107,86 @@ def most_blocks(pairs: int, num_experts: int, rows: int) -> int:
     return pairs // rows + min(pairs, num_experts)
 
 
+def span_of(pairs: int) -> tuple[int, int]:
+    """(pairs of a span, spans): programs that look through many pairs share them out. Both are powers of two times
+    `_AT_ONCE`, or one span, so that few kernels are compiled."""
+    length = _AT_ONCE * 4
+    while length * _MOST_SPANS < pairs:
+        length *= 2
+    return length, triton.next_power_of_2(triton.cdiv(max(1, pairs), length))
+
+
 @triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(chosen, counts, pairs, AT_ONCE: tl.constexpr):
+def _count_kernel(chosen, counts, pairs, SPAN: tl.constexpr, SPANS: tl.constexpr, AT_ONCE: tl.constexpr):
     me = tl.program_id(0)
+    span = tl.program_id(1)
     total = tl.zeros([AT_ONCE], tl.int32)
-    for start in range(0, pairs, AT_ONCE):
+    for start in range(span * SPAN, tl.minimum((span + 1) * SPAN, pairs), AT_ONCE):
         pair = start + tl.arange(0, AT_ONCE)
         total += (tl.load(chosen + pair, mask=pair < pairs, other=-1) == me).to(tl.int32)
-    tl.store(counts + me, tl.sum(total, axis=0))
+    tl.store(counts + me * SPANS + span, tl.sum(total, axis=0))
 
 
 @triton.jit(do_not_specialize=["pairs", "blocks"])
 def _place_kernel(
     chosen, counts, placed, block_expert, pairs, blocks, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    SPAN: tl.constexpr, SPANS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds the division again (a handful of instructions) and writes its own expert's blocks."""
+    """Each program finds the division again (a handful of instructions) and writes its own expert's pairs of its own
+    span; the one of the first span writes what the blocks are, too."""
     me = tl.program_id(0)
+    span = tl.program_id(1)
     expert = tl.arange(0, BLOCK)
-    needed = (tl.load(counts + expert, mask=expert < EXPERTS, other=0) + ROWS - 1) // ROWS
+    each = tl.arange(0, SPANS)
+    all_counts = tl.load(
+        counts + expert[:, None] * SPANS + each[None, :], mask=(expert < EXPERTS)[:, None] & (each < SPANS)[None, :],
+        other=0,
+    )  # fmt: skip
+    needed = (tl.sum(all_counts, axis=1) + ROWS - 1) // ROWS
     before = tl.sum(tl.where(expert < me, needed, 0), axis=0)
     mine = tl.sum(tl.where(expert == me, needed, 0), axis=0)
-    at = before * ROWS
-    for start in range(0, pairs, AT_ONCE):
+    own = tl.where((expert == me)[:, None], all_counts, 0)
+    at = before * ROWS + tl.sum(tl.sum(tl.where((each < span)[None, :], own, 0), axis=1), axis=0)
+    for start in range(span * SPAN, tl.minimum((span + 1) * SPAN, pairs), AT_ONCE):
         pair = start + tl.arange(0, AT_ONCE)
         hit = tl.load(chosen + pair, mask=pair < pairs, other=-1) == me
         tl.store(placed + at + tl.cumsum(hit.to(tl.int32), axis=0) - 1, pair, mask=hit)
         at += tl.sum(hit.to(tl.int32), axis=0)
-    row = tl.arange(0, ROWS)
-    tl.store(placed + at + row, tl.zeros_like(row) - 1, mask=at + row < (before + mine) * ROWS)
-    for start in range(0, mine, 64):
-        index = start + tl.arange(0, 64)
-        tl.store(block_expert + before + index, tl.zeros_like(index) + me, mask=index < mine)
-    if me == 0:
-        for start in range(tl.sum(needed, axis=0), blocks, 256):
-            index = start + tl.arange(0, 256)
-            tl.store(block_expert + index, tl.zeros_like(index) - 1, mask=index < blocks)
+    if span == 0:
+        full = before * ROWS + tl.sum(tl.sum(own, axis=1), axis=0)
+        row = tl.arange(0, ROWS)
+        tl.store(placed + full + row, tl.zeros_like(row) - 1, mask=full + row < (before + mine) * ROWS)
+        for start in range(0, mine, 64):
+            index = start + tl.arange(0, 64)
+            tl.store(block_expert + before + index, tl.zeros_like(index) + me, mask=index < mine)
+        if me == 0:
+            for start in range(tl.sum(needed, axis=0), blocks, 256):
+                index = start + tl.arange(0, 256)
+                tl.store(block_expert + index, tl.zeros_like(index) - 1, mask=index < blocks)
 
 
 def block_experts(chosen: Tensor, num_experts: int, rows: int) -> ExpertBlocks:
     """The pairs of int32 `chosen` [T, top_k], by expert and within one by token."""
     pairs, device = chosen.numel(), chosen.device
     blocks = most_blocks(pairs, num_experts, rows)
+    span, spans = span_of(pairs)
     found = ExpertBlocks(
         torch.empty(blocks * rows, dtype=torch.int32, device=device),
         torch.empty(blocks, dtype=torch.int32, device=device),
-        torch.empty(num_experts, dtype=torch.int32, device=device),
+        torch.empty(num_experts, spans, dtype=torch.int32, device=device),
         rows,
     )
-    _count_kernel[(num_experts,)](chosen, found.counts, pairs, _AT_ONCE, num_warps=4)
-    _place_kernel[(num_experts,)](
+    _count_kernel[(num_experts, spans)](chosen, found.counts, pairs, span, spans, _AT_ONCE, num_warps=4)
+    _place_kernel[(num_experts, spans)](
         chosen, found.counts, found.pairs, found.expert, pairs, blocks, num_experts,
-        triton.next_power_of_2(num_experts), rows, _AT_ONCE, num_warps=4,
+        triton.next_power_of_2(num_experts), rows, span, spans, _AT_ONCE, num_warps=4,
     )  # fmt: skip
     return found
 
 
 def block_experts_reference(chosen: Tensor, num_experts: int, rows: int) -> ExpertBlocks:
     flat = chosen.reshape(-1).tolist()
+    span, spans = span_of(len(flat))
     blocks = most_blocks(len(flat), num_experts, rows)
     pairs, owners = [], []
     for expert in range(num_experts):
@@ -171,7 +194,8 @@ def block_experts_reference(chosen: Tensor, num_experts: int, rows: int) -> Expe
         needed = -(-len(own) // rows)
         pairs += own + [-1] * (needed * rows - len(own))
         owners += [expert] * needed
-    counts = [flat.count(expert) for expert in range(num_experts)]
+    pieces = [flat[start * span : (start + 1) * span] for start in range(spans)]
+    counts = [[piece.count(expert) for piece in pieces] for expert in range(num_experts)]
     pairs += [-1] * (blocks * rows - len(pairs))
     owners += [-1] * (blocks - len(owners))
     made = [torch.tensor(part, dtype=torch.int32, device=chosen.device) for part in (pairs, owners, counts)]

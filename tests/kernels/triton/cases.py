@@ -25,6 +25,7 @@ from quire.kernels.triton import (
     attention_split,
     copy,
     draw,
+    expert_few,
     expert_linear,
     inputs,
     latent_attention,
@@ -684,7 +685,7 @@ def check_blocks(device: str, chosen: Tensor, num_experts: int, rows: int) -> No
 
 def check_experts(
     device: str, dtype: torch.dtype, tokens: int, spec: RouterSpec, hidden: int, inner: int, *, clamp: Clamp | None,
-    biased: bool, is_sorted: bool, sizes: expert_linear.ExpertShape,
+    biased: bool, sizes: expert_linear.ExpertShape | None,
 ) -> float:
     x = rand(tokens, hidden, dtype=dtype, device=device)
     up = rand(spec.num_experts, 2 * inner, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
@@ -692,8 +693,15 @@ def check_experts(
     up_bias = rand(spec.num_experts, 2 * inner, dtype=dtype, device=device) if biased else None
     down_bias = rand(spec.num_experts, hidden, dtype=dtype, device=device) if biased else None
     chosen, gains = route.choose(torch.randn(tokens, spec.num_experts, device=device), spec, None)
-    blocks = route.block_experts(chosen, spec.num_experts, sizes.rows) if is_sorted else None
+    want = expert_linear.experts_reference(x, up, up_bias, down, down_bias, chosen, gains, "silu", clamp)
+    if sizes is None:
+        residual = rand(tokens, hidden, dtype=dtype, device=device)
+        shapes = expert_few.FewShape(4, 16, 4), expert_few.FewShape(8, 16, 2)
+        between = expert_few.few_up(x, up, up_bias, chosen, "silu", clamp, sizes=shapes[0])
+        alone = expert_few.few_down(between, down, down_bias, chosen, gains, sizes=shapes[1])
+        added = expert_few.few_down(between, down, down_bias, chosen, gains, residual, sizes=shapes[1])
+        return max(close(alone, want, 2.0), close(added, (want.float() + residual.float()).to(dtype), 2.0))
+    blocks = route.block_experts(chosen, spec.num_experts, sizes.rows)
     between = expert_linear.up_experts(x, up, up_bias, chosen, blocks, "silu", clamp, sizes)
     found = expert_linear.down_experts(between, down, down_bias, chosen, gains, blocks, sizes)
-    want = expert_linear.experts_reference(x, up, up_bias, down, down_bias, chosen, gains, "silu", clamp)
     return close(expert_linear.sum_pairs(found, spec.top_k), want, 2.0)
