@@ -201,11 +201,11 @@ def _above(
     CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
     """Of the tokens in question with a larger logit than `key`: (their weight, their number)."""
-    count, _, _, _, top, temperature, floor = settings
+    count, top, temperature, floor = settings[0], settings[4], settings[5], settings[6]
     weight = tl.sum(tl.zeros([2], tl.int64))
     number = tl.sum(tl.zeros([2], tl.int32))
     for start in range(0, count, CHUNK):
-        values, _, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
+        values, _token, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
         over = real & (order_key(values) > key)
         weight += tl.sum(tl.where(over, integer_weights(values, top, temperature, floor), 0))
         number += tl.sum(over.to(tl.int32))
@@ -221,7 +221,7 @@ def _range(
     low = tl.max(tl.full([2], 2147483647, tl.int32))
     high = tl.max(tl.full([2], -2147483648, tl.int32))
     for start in range(0, settings[0], CHUNK):
-        values, _, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
+        values, _token, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
         key = order_key(values)
         low = tl.minimum(low, tl.min(tl.where(real, key, 2147483647)))
         high = tl.maximum(high, tl.max(tl.where(real, key, -2147483648)))
@@ -231,7 +231,7 @@ def _range(
 @triton.jit
 def _weight_of(key, settings):
     """The weight of one token with the logit of `key`."""
-    _, _, _, _, top, temperature, floor = settings
+    top, temperature, floor = settings[4], settings[5], settings[6]
     return tl.max(integer_weights(tl.zeros([2], tl.float32) + key_value(key), top, temperature, floor))
 
 
@@ -250,7 +250,7 @@ def _top_k(
         under = tl.where(fewer, under, middle + 1)
     key = under.to(tl.int32)
     weight, number = _above(key, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-    _, through = _above(key - 1, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
+    _others, through = _above(key - 1, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
     equals = tl.minimum(most, through) - number
     return key, equals, weight + equals.to(tl.int64) * _weight_of(key, settings)
 
@@ -264,7 +264,7 @@ def _top_p(
     under, over = low.to(tl.int64), high.to(tl.int64)
     while under < over:
         middle = (under + over) >> 1
-        weight, _ = _above(middle, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
+        weight, _number = _above(middle, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
         less = (base + weight).to(tl.float64) < wanted
         over = tl.where(less, middle, over)
         under = tl.where(less, under, middle + 1)
@@ -278,7 +278,7 @@ def _last_id(
 ):  # fmt: skip
     """The last id kept of those with `key`: as many as begin before the wanted weight, lower ids first."""
     weight, number = _above(key, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-    _, through = _above(key - 1, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
+    _others, through = _above(key - 1, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
     each = _weight_of(key, settings)
     sharing = through - number
     many = tl.where(key == kth, tl.minimum(equals, sharing), sharing)
