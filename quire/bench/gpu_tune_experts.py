@@ -12,7 +12,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,7 +51,7 @@ class Part:
     """One thing to tune: its candidates by name, a way to call each on one of several inputs, and its limit."""
 
     name: str
-    candidates: dict[str, Callable[[int], Any]]
+    candidates: Mapping[str, Callable[[int], Any]]
     inputs: int
     seconds: float
     """What the hardware needs at least."""
@@ -89,9 +89,9 @@ def few_parts(dry: bool) -> Iterator[Part]:
 def block_parts(tokens: int, rows: int, dry: bool) -> Iterator[Part]:
     import torch
 
+    from quire.kernels.routing import RoutedRows, RouterSpec
     from quire.kernels.triton.expert_linear import ExpertShape, down_experts, sum_pairs, up_experts
     from quire.kernels.triton.route import block_experts, choose
-    from quire.models.registry import read_spec
 
     count = 8 if dry else tokens
     up, down = _weights(TOP_K if dry else EXPERTS)
@@ -113,8 +113,10 @@ def block_parts(tokens: int, rows: int, dry: bool) -> Iterator[Part]:
     moved = tokens * TOP_K * (HIDDEN + INNER) * _BYTES / READ_BANDWIDTH
     yield Part(f"up, {tokens} tokens", ups, 1, max(2 * read, 2 * flops), bound)
     yield Part(f"down, {tokens} tokens", downs, 1, max(read, flops), bound)
-    router = read_spec(CONFIG).layers[0].mlp.router
-    yield Part(f"routing, {tokens} tokens", {"choose": lambda _: choose(logits, router, None)[1]}, 1, moved, "-")
+    load = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda")
+    slots = torch.zeros(count, dtype=torch.int64, device="cuda")
+    routed = RoutedRows(RouterSpec(EXPERTS, TOP_K), logits, None, slots, load)
+    yield Part(f"routing, {tokens} tokens", {"choose": lambda _: choose(routed)[1]}, 1, moved, "-")
     yield Part(f"sorting, {tokens} tokens", {"blocks": lambda _: block_experts(chosen, EXPERTS, rows).counts},
                1, moved, "-")  # fmt: skip
     found = down_experts(inner, down, None, chosen, gains, blocks, sizes[0])
@@ -186,7 +188,8 @@ def timed(part: Part) -> list[tuple[float, str]]:
     """Seconds of every candidate that works and agrees with the first, fastest first."""
     import torch
 
-    ways, names, want = [], [], None
+    ways: list[list[Callable[[], Any]]] = []
+    names, want = [], None
     for name, call in part.candidates.items():
         try:
             got = call(0).float()

@@ -99,7 +99,7 @@ def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker
 
     worker = Worker(source, config)
     return worker, LocalExecutor(worker, overlap=(config.scheduler.max_steps_in_flight or 1) > 1,
-                                 arrivals=worker.arrivals)
+                                 arrivals=worker.arrivals, expert_load=worker.expert_load)
 
 
 def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
@@ -145,7 +145,7 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
     )
     weights = None if model.load_format == "dummy" else source.weights(None)
     worker = GpuWorker(source.config, weights, config.cache, options, speculation=_speculation(config))
-    return worker, DeviceExecutor(worker)
+    return worker, DeviceExecutor(worker, worker.expert_load)
 
 
 def _speculation(config: EngineConfig) -> Speculation | None:

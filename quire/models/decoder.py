@@ -11,7 +11,7 @@ from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
-from quire.layers.experts import Moe
+from quire.layers.experts import ExpertLoad, Moe
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Embedding, Linear, SharedEmbedding, VocabularyHead
 from quire.layers.mlp import Mlp
@@ -124,6 +124,17 @@ class Decoder:
         self.layers = [
             self._build_layer(index, ropes, groups[index]) for index in range(self.first_layer, self.last_layer)
         ]
+        self.expert_load = self._count_experts()
+
+    def _count_experts(self) -> ExpertLoad:
+        """Every layer of experts counts the rows that go through each of them, in one tensor for all layers."""
+        with_experts = {index: layer.mlp for index, layer in enumerate(self.layers, self.first_layer)
+                        if isinstance(layer.mlp, Moe)}  # fmt: skip
+        most = max((moe.num_experts for moe in with_experts.values()), default=0)
+        counts = torch.zeros(len(with_experts), most, dtype=torch.int64)
+        for row, moe in zip(counts, with_experts.values(), strict=True):
+            moe.load = row[: moe.num_experts]
+        return ExpertLoad(tuple(with_experts), counts)
 
     def _build_ends(self) -> None:
         spec, ops, dtype, ranks = self.spec, self.ops, self._dtype, self._ranks

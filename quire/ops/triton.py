@@ -14,7 +14,7 @@ from quire.attention.triton import TritonAttention
 from quire.errors import EngineError, UnsupportedModelError
 from quire.kernels import cublas, torch_norm
 from quire.kernels.kv_spec import KVSpec
-from quire.kernels.routing import Clamp, RouterSpec
+from quire.kernels.routing import Clamp, RoutedRows
 from quire.kernels.slices import Slices
 from quire.kernels.triton import (
     activation,
@@ -199,22 +199,22 @@ class TritonOps(Ops):
         return torch.bmm(x, group.weight.transpose(1, 2))
 
     def routed_experts(
-        self, x: Tensor, logits: Tensor, router: RouterSpec, choice_bias: Tensor | None, up: DeviceGroup,
-        down: DeviceGroup, kind: str, clamp: Clamp | None,
+        self, x: Tensor, routed: RoutedRows, up: DeviceGroup, down: DeviceGroup, kind: str, clamp: Clamp | None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Without a look at what was chosen, so that graphs can hold it. In deterministic mode blocks have one size."""
-        chosen, gains = route.choose(logits, router, choice_bias)
+        chosen, gains = route.choose(routed)
         if not self.deterministic and chosen.numel() <= expert_few.FEW_PAIRS:
             inner = expert_few.few_up(x, up.weight, up.bias, chosen, kind, clamp, pdl=self.pdl)
-            return expert_few.few_down(inner, down.weight, down.bias, chosen, gains, pdl=self.pdl)
+            return expert_few.few_down(inner, down.weight, down.bias, chosen, gains, residual, pdl=self.pdl)
         first = second = expert_linear.ExpertShape()
         if not self.deterministic:
-            choice = expert_linear.expert_choice(chosen.numel(), router.num_experts)
+            choice = expert_linear.expert_choice(chosen.numel(), routed.router.num_experts)
             first, second = choice.up, choice.down
-        blocks = route.block_experts(chosen, router.num_experts, first.rows)
+        blocks = route.block_experts(chosen, routed.router.num_experts, first.rows)
         inner = expert_linear.up_experts(x, up.weight, up.bias, chosen, blocks, kind, clamp, first)
         found = expert_linear.down_experts(inner, down.weight, down.bias, chosen, gains, blocks, second)
-        return expert_linear.sum_pairs(found, router.top_k)
+        return expert_linear.sum_pairs(found, routed.router.top_k, residual)
 
     def latent_attend(
         self,

@@ -41,7 +41,7 @@ def _few_up_kernel(
     KIND: tl.constexpr, CLAMPED: tl.constexpr, BIASED: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [pairs, N]: some features of one pair."""
+    """out [pairs, N]: some features of one pair. Nothing is written for one without an expert."""
     TILES: tl.constexpr = (N + FEATURES - 1) // FEATURES
     pair = tl.program_id(0) // TILES
     feature = (tl.program_id(0) % TILES) * FEATURES + tl.arange(0, FEATURES)
@@ -50,26 +50,28 @@ def _few_up_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    first = tl.load(chosen + pair).to(tl.int64) * (2 * N)
-    place = weight + (first + feature)[:, None] * K
-    row = x + (pair // TOP_K).to(tl.int64) * K
-    gate = tl.zeros([FEATURES, COLUMNS], tl.float32)
-    up = tl.zeros([FEATURES, COLUMNS], tl.float32)
-    for start in tl.static_range(0, K, COLUMNS):
-        k = start + column[None, :]
-        loads = real[:, None] & (k < K)
-        a = tl.load(place + k, mask=loads, other=0.0, eviction_policy="evict_first")
-        b = tl.load(place + N * K + k, mask=loads, other=0.0, eviction_policy="evict_first")
-        values = tl.load(row + k, mask=k < K, other=0.0).to(tl.float32)
-        gate += values * a.to(tl.float32)
-        up += values * b.to(tl.float32)
-    low = tl.sum(gate, axis=1)
-    high = tl.sum(up, axis=1)
-    if BIASED:
-        low += tl.load(bias + first + feature, mask=real, other=0.0).to(tl.float32)
-        high += tl.load(bias + first + N + feature, mask=real, other=0.0).to(tl.float32)
-    found = gate_and_up(low, high, limit, alpha, KIND, CLAMPED)
-    tl.store(out + pair.to(tl.int64) * N + feature, found.to(out.dtype.element_ty), mask=real)
+    expert = tl.load(chosen + pair)
+    if expert >= 0:
+        first = expert.to(tl.int64) * (2 * N)
+        place = weight + (first + feature)[:, None] * K
+        row = x + (pair // TOP_K).to(tl.int64) * K
+        gate = tl.zeros([FEATURES, COLUMNS], tl.float32)
+        up = tl.zeros([FEATURES, COLUMNS], tl.float32)
+        for start in tl.static_range(0, K, COLUMNS):
+            k = start + column[None, :]
+            loads = real[:, None] & (k < K)
+            a = tl.load(place + k, mask=loads, other=0.0, eviction_policy="evict_first")
+            b = tl.load(place + N * K + k, mask=loads, other=0.0, eviction_policy="evict_first")
+            values = tl.load(row + k, mask=k < K, other=0.0).to(tl.float32)
+            gate += values * a.to(tl.float32)
+            up += values * b.to(tl.float32)
+        low = tl.sum(gate, axis=1)
+        high = tl.sum(up, axis=1)
+        if BIASED:
+            low += tl.load(bias + first + feature, mask=real, other=0.0).to(tl.float32)
+            high += tl.load(bias + first + N + feature, mask=real, other=0.0).to(tl.float32)
+        found = gate_and_up(low, high, limit, alpha, KIND, CLAMPED)
+        tl.store(out + pair.to(tl.int64) * N + feature, found.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -90,14 +92,16 @@ def _few_down_kernel(
     added = tl.zeros([FEATURES], tl.float32)
     for index in tl.static_range(TOP_K):
         pair = token * TOP_K + index
-        first = tl.load(chosen + pair).to(tl.int64) * N
+        expert = tl.load(chosen + pair)
         gain = tl.load(gains + pair)
+        first = tl.maximum(expert, 0).to(tl.int64) * N
         place = weight + (first + feature)[:, None] * K
         row = inner + pair.to(tl.int64) * K
         for start in tl.static_range(0, K, COLUMNS):
             k = start + column[None, :]
-            w = tl.load(place + k, mask=real[:, None] & (k < K), other=0.0, eviction_policy="evict_first")
-            values = tl.load(row + k, mask=k < K, other=0.0).to(tl.float32) * gain
+            loads = (k < K) & (expert >= 0)
+            w = tl.load(place + k, mask=real[:, None] & loads, other=0.0, eviction_policy="evict_first")
+            values = tl.load(row + k, mask=loads, other=0.0).to(tl.float32) * gain
             acc += values * w.to(tl.float32)
         if BIASED:
             added += gain * tl.load(bias + first + feature, mask=real, other=0.0).to(tl.float32)

@@ -174,22 +174,27 @@ def _described(weight: Tensor, sizes: ExpertShape) -> Any:
 
 
 @triton.jit
-def _sum_kernel(found, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(
+    found, residual, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     total = tl.zeros([BLOCK], tl.float32)
     for index in tl.static_range(TOP_K):
         total += tl.load(found + (token * TOP_K + index) * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def sum_pairs(found: Tensor, top_k: int) -> Tensor:
-    """[T, N]: the sum of each token's pairs [T * top_k, N], in their order."""
+def sum_pairs(found: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
+    """[T, N]: the sum of each token's pairs [T * top_k, N], in their order, and the residual."""
     out = torch.empty(found.shape[0] // top_k, found.shape[1], dtype=found.dtype, device=found.device)
     if out.numel():
         _sum_kernel[(out.shape[0], triton.cdiv(out.shape[1], 1024))](
-            found, out, out.shape[1], top_k, 1024, num_warps=4
+            found, found if residual is None else residual, out, out.shape[1], top_k, residual is not None, 1024,
+            num_warps=4,
         )
     return out
 

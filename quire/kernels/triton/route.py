@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.routing import RouterSpec
+from quire.kernels.routing import RoutedRows
 from quire.kernels.torch_routing import choose_experts
 
 _AT_ONCE = 1024
@@ -23,9 +23,10 @@ _MOST_SPANS = 16
 
 @triton.jit
 def _choose_kernel(
-    logits, bias, chosen, weights, scale, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    logits, bias, slots, load, chosen, weights, scale, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     PLACES: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, RENORMALISED: tl.constexpr,
     GROUPS: tl.constexpr, GROUP_POW: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr,
+    PADDED: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
@@ -66,26 +67,36 @@ def _choose_kernel(
         ranked = tl.where(expert == best, float("-inf"), ranked)
     if RENORMALISED:
         gains = gains / (tl.sum(gains, axis=0) + 1e-20)
+    if PADDED:
+        picks = tl.where(tl.load(slots + token) >= 0, picks, -1)
+    if COUNTED:
+        tl.atomic_add(load + picks, tl.full([PLACES], 1, tl.int64), mask=(place < TOP_K) & (picks >= 0), sem="relaxed")
     tl.store(chosen + token * TOP_K + place, picks, mask=place < TOP_K)
     tl.store(weights + token * TOP_K + place, gains * scale, mask=place < TOP_K)
 
 
-def choose(logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """int32 and float32 [T, top_k]: the experts of each row, best first, and their weights."""
-    tokens = logits.shape[0]
+def choose(routed: RoutedRows) -> tuple[Tensor, Tensor]:
+    """int32 and float32 [T, top_k]: the experts of each row, best first, and their weights; -1 for rows of padding."""
+    logits, spec, tokens = routed.logits, routed.router, routed.logits.shape[0]
     chosen = torch.empty(tokens, spec.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=logits.device)
     _choose_kernel[(tokens,)](
-        logits, logits if choice_bias is None else choice_bias, chosen, weights, spec.scale, spec.num_experts,
-        triton.next_power_of_2(spec.num_experts), spec.top_k, triton.next_power_of_2(spec.top_k),
-        spec.score == "sigmoid", choice_bias is not None, spec.renormalised, spec.groups,
-        triton.next_power_of_2(spec.groups), spec.chosen_groups, spec.group_score == "best two", num_warps=4,
+        logits, logits if routed.choice_bias is None else routed.choice_bias,
+        chosen if routed.slots is None else routed.slots, chosen if routed.load is None else routed.load, chosen,
+        weights, spec.scale, spec.num_experts, triton.next_power_of_2(spec.num_experts), spec.top_k,
+        triton.next_power_of_2(spec.top_k), spec.score == "sigmoid", routed.choice_bias is not None, spec.renormalised,
+        spec.groups, triton.next_power_of_2(spec.groups), spec.chosen_groups, spec.group_score == "best two",
+        routed.slots is not None, routed.load is not None, num_warps=4,
     )  # fmt: skip
     return chosen, weights
 
 
-def choose_reference(logits: Tensor, spec: RouterSpec, choice_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    chosen, weights = choose_experts(logits, spec, choice_bias)
+def choose_reference(routed: RoutedRows) -> tuple[Tensor, Tensor]:
+    chosen, weights = choose_experts(routed.logits, routed.router, routed.choice_bias)
+    if routed.slots is not None:
+        chosen = torch.where(routed.slots[:, None] >= 0, chosen, -1)
+    if routed.load is not None:
+        routed.load += torch.bincount(chosen[chosen >= 0], minlength=routed.router.num_experts)
     return chosen.to(torch.int32), weights
 
 

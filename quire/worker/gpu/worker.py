@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.config import GPU_DEFAULTS, CacheConfig
 from quire.errors import ConfigError, QuireError
+from quire.kernels.routing import LayerLoad
 from quire.kvtransfer.store import KVStore
 from quire.models.decoder import Decoder
 from quire.models.registry import read_spec
@@ -25,6 +26,7 @@ from quire.worker.cache_engine import CacheEngine
 from quire.worker.draft_models import DraftProgress, check_same_vocabulary, reading_draft_model
 from quire.worker.gpu.copies import CopyStream
 from quire.worker.gpu.drafter import DeviceDrafter, DraftRunner, without_layers
+from quire.worker.gpu.expert_meter import ExpertMeter
 from quire.worker.gpu.memory import bytes_per_block, explain, explain_start, measure_step, ran_out, size_device_pool
 from quire.worker.gpu.results import PendingStep, ResultCopier, failed
 from quire.worker.gpu.runner import DeviceRunner
@@ -152,6 +154,7 @@ class GpuWorker:
         length = _length(self.spec.max_positions, options.max_model_len)
         stream = random_weights(config, self.device, dtype, options.seed) if weights is None else weights
         self.decoder = build_on_device(config, stream, self.ops, self.device, dtype, length)
+        self._expert_meter = ExpertMeter(self.decoder.expert_load, self.device)
         draft = self._build_draft_model(length, dtype)
         self._mark("weights", started)
         groups = len(groups_with_draft(self.spec, 0 if draft is None else draft.spec.kv_bytes_per_token))
@@ -184,6 +187,10 @@ class GpuWorker:
     def kv_memory(self) -> KVStore:
         """The model's caches, for whoever moves KV to and from other engines."""
         return KVStore(self._cache.layers, self._cache.groups)
+
+    def expert_load(self) -> list[LayerLoad]:
+        """What the experts have done, as it was when somebody asked last: nobody waits for the device."""
+        return self._expert_meter.read()
 
     def connect(self, transfer: KVTransfer) -> None:
         """Move blocks to and from one more tier."""

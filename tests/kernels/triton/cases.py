@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import step_reference
-from quire.kernels.routing import Clamp, RouterSpec
+from quire.kernels.routing import Clamp, RoutedRows, RouterSpec
 from quire.kernels.slices import Slices, add_in_tree, finish_tree, rank_run
 from quire.kernels.triton import (
     activation,
@@ -668,7 +668,13 @@ def check_choice(device: str, spec: RouterSpec, tokens: int) -> None:
     logits = torch.randn(tokens, spec.num_experts, device=device)
     logits[-1] = logits[-1, :1]  # equal scores: the lower expert wins
     bias = torch.randn(spec.num_experts, device=device) * 0.3 if spec.choice_bias else None
-    got, want = route.choose(logits, spec, bias), route.choose_reference(logits, spec, bias)
+    slots = torch.arange(tokens, device=device)
+    slots[tokens // 2] = -1
+    loads = [torch.ones(spec.num_experts, dtype=torch.int64, device=device) for _ in range(2)]
+    rows = [RoutedRows(spec, logits, bias, slots, load) for load in loads]
+    got, want = route.choose(rows[0]), route.choose_reference(rows[1])
+    if not torch.equal(*loads) or int(loads[0].sum()) != spec.num_experts + (tokens - 1) * spec.top_k:
+        raise AssertionError("the rows of each expert were not counted")
     if not torch.equal(got[0], want[0]):
         raise AssertionError("other experts than the reference's")
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
@@ -692,7 +698,8 @@ def check_experts(
     down = rand(spec.num_experts, hidden, inner, dtype=dtype, device=device, scale=inner**-0.5)
     up_bias = rand(spec.num_experts, 2 * inner, dtype=dtype, device=device) if biased else None
     down_bias = rand(spec.num_experts, hidden, dtype=dtype, device=device) if biased else None
-    chosen, gains = route.choose(torch.randn(tokens, spec.num_experts, device=device), spec, None)
+    logits = torch.randn(tokens, spec.num_experts, device=device)
+    chosen, gains = route.choose(RoutedRows(spec, logits, None, None, None))
     want = expert_linear.experts_reference(x, up, up_bias, down, down_bias, chosen, gains, "silu", clamp)
     if sizes is None:
         residual = rand(tokens, hidden, dtype=dtype, device=device)
@@ -700,8 +707,15 @@ def check_experts(
         between = expert_few.few_up(x, up, up_bias, chosen, "silu", clamp, sizes=shapes[0])
         alone = expert_few.few_down(between, down, down_bias, chosen, gains, sizes=shapes[1])
         added = expert_few.few_down(between, down, down_bias, chosen, gains, residual, sizes=shapes[1])
+        chosen[0] = -1  # padding: nobody reads what comes out
+        other = expert_few.few_up(x, up, up_bias, chosen, "silu", clamp, sizes=shapes[0])
+        skipped = expert_few.few_down(other, down, down_bias, chosen, gains, sizes=shapes[1])
+        if not torch.equal(skipped[1:], alone[1:]):
+            raise AssertionError("padding changed another row")
         return max(close(alone, want, 2.0), close(added, (want.float() + residual.float()).to(dtype), 2.0))
     blocks = route.block_experts(chosen, spec.num_experts, sizes.rows)
     between = expert_linear.up_experts(x, up, up_bias, chosen, blocks, "silu", clamp, sizes)
     found = expert_linear.down_experts(between, down, down_bias, chosen, gains, blocks, sizes)
-    return close(expert_linear.sum_pairs(found, spec.top_k), want, 2.0)
+    residual = rand(tokens, hidden, dtype=dtype, device=device)
+    added = close(expert_linear.sum_pairs(found, spec.top_k, residual), (want.float() + residual).to(dtype), 2.0)
+    return max(added, close(expert_linear.sum_pairs(found, spec.top_k), want, 2.0))

@@ -26,7 +26,7 @@ sys.modules.setdefault("tests", _tests)
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from quire.kernels.routing import Clamp, RouterSpec  # noqa: E402
+from quire.kernels.routing import Clamp, RoutedRows, RouterSpec  # noqa: E402
 from quire.kernels.sampled_row import Wants  # noqa: E402
 from quire.kernels.slices import Slices  # noqa: E402
 from quire.kernels.triton import (  # noqa: E402
@@ -165,7 +165,8 @@ def experts(tokens: int, spec: RouterSpec, hidden: int, inner: int, clamp: Clamp
     """All launches of a layer of experts."""
     half = partial(torch.empty, dtype=torch.bfloat16)
     bias = None if clamp is None else half(spec.num_experts, 2 * inner)
-    chosen, gains = route.choose(torch.empty(tokens, spec.num_experts), spec, None)
+    load, slots = torch.zeros(spec.num_experts, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64)
+    chosen, gains = route.choose(RoutedRows(spec, torch.empty(tokens, spec.num_experts), None, slots, load))
     up, down = half(spec.num_experts, 2 * inner, hidden), half(spec.num_experts, hidden, inner)
     if chosen.numel() <= expert_few.FEW_PAIRS:
         between = expert_few.few_up(half(tokens, hidden), up, bias, chosen, "silu", clamp, pdl=True)
@@ -173,7 +174,7 @@ def experts(tokens: int, spec: RouterSpec, hidden: int, inner: int, clamp: Clamp
         return
     choice = expert_linear.expert_choice(chosen.numel(), spec.num_experts)
     blocks = route.block_experts(chosen, spec.num_experts, choice.up.rows)
-    for copied in (False, True):
+    for copied in (False, True) if tokens == 256 else (False,):
         sizes = replace(choice.up, copied=copied), replace(choice.down, copied=copied)
         between = expert_linear.up_experts(half(tokens, hidden), up, bias, chosen, blocks, "silu", clamp, sizes[0])
         found = expert_linear.down_experts(between, down, None, chosen, gains, blocks, sizes[1])

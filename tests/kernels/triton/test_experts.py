@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.routing import Clamp, RouterSpec
+from quire.kernels.routing import Clamp, RoutedRows, RouterSpec
 from quire.kernels.triton.expert_linear import CHOICES, ExpertShape, expert_choice
 from quire.kernels.triton.route import most_blocks
 from tests.kernels.triton import cases
@@ -37,7 +37,7 @@ def test_the_choice_is_the_references(spec: RouterSpec) -> None:
 def test_a_row_of_nothing_still_names_experts_that_exist() -> None:
     """Rows of padding hold whatever was there."""
     logits = torch.full((1, 5), float("nan"), device=DEVICE)
-    chosen, _ = cases.route.choose(logits, RouterSpec(5, 2), None)
+    chosen, _ = cases.route.choose(RoutedRows(RouterSpec(5, 2), logits, None, None, None))
     assert int(chosen.min()) >= 0 and int(chosen.max()) < 5
 
 
