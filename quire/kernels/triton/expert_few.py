@@ -32,7 +32,7 @@ class FewShape:
 
 
 UP, DOWN = FewShape(2, 2048, 4), FewShape(4, 256, 2)
-"""Guesses until `python -m quire.bench.gpu_tune_experts` has run on the chip."""
+"""Guesses until `python -m quire.bench.gpu.tune_experts` has run on the chip."""
 
 
 @triton.jit

@@ -52,7 +52,7 @@ CHOICES = (
 """By rows of an expert on the average, both products with blocks of as many rows. Up to 22 rows the weights' bytes
 decide, so a block should hold all rows of most experts (16 on the average: 4 of 10 have more than 16, none more than
 32) and its columns be few enough for several programs on each multiprocessor. Guesses until
-`python -m quire.bench.gpu_tune_experts` has run on the chip: it prints lines for this table."""
+`python -m quire.bench.gpu.tune_experts` has run on the chip: it prints lines for this table."""
 
 
 def expert_choice(pairs: int, num_experts: int) -> ExpertChoice:

@@ -34,7 +34,7 @@ class LatentDecode:
 
 FEW_HEADS, MANY_HEADS = LatentDecode(32, 4, 3, 2), LatentDecode(32, 8, 2, 1)
 """Of at most 16 heads in a block, where bytes bind, and of more, where FLOPs do. Guesses until
-`python -m quire.bench.gpu_tune_experts` has run on the chip."""
+`python -m quire.bench.gpu.tune_experts` has run on the chip."""
 
 
 def decode_sizes(shape: LatentShape, element_size: int) -> LatentDecode:
