@@ -162,11 +162,9 @@ def _weights(experts: int) -> tuple[Any, Any]:
     import torch
 
     if experts not in _HELD:
-        kind = {"device": "cuda", "dtype": torch.bfloat16}
-        _HELD[experts] = (
-            torch.randn(experts, 2 * INNER, HIDDEN, **kind) * HIDDEN**-0.5,
-            torch.randn(experts, HIDDEN, INNER, **kind) * INNER**-0.5,
-        )
+        normal = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        _HELD[experts] = (normal(experts, 2 * INNER, HIDDEN) * HIDDEN**-0.5,
+                          normal(experts, HIDDEN, INNER) * INNER**-0.5)  # fmt: skip
     return _HELD[experts]
 
 

@@ -96,7 +96,7 @@ def choose_reference(routed: RoutedRows) -> tuple[Tensor, Tensor]:
     if routed.slots is not None:
         chosen = torch.where(routed.slots[:, None] >= 0, chosen, -1)
     if routed.load is not None:
-        routed.load += torch.bincount(chosen[chosen >= 0], minlength=routed.router.num_experts)
+        routed.load.add_(torch.bincount(chosen[chosen >= 0], minlength=routed.router.num_experts))
     return chosen.to(torch.int32), weights
 
 
