@@ -97,7 +97,7 @@ def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker
 
     worker = Worker(source, config)
     return worker, LocalExecutor(worker, overlap=(config.scheduler.max_steps_in_flight or 1) > 1,
-                                 arrivals=worker.arrivals)
+                                 arrivals=worker.arrivals, expert_load=worker.expert_load)
 
 
 def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
@@ -127,7 +127,7 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
     options = device_options(config, read_spec(source.config).max_positions)
     weights = None if config.model.load_format == "dummy" else source.weights(None)
     worker = GpuWorker(source.config, weights, config.cache, options, speculation=_speculation(config))
-    return worker, DeviceExecutor(worker)
+    return worker, DeviceExecutor(worker, worker.expert_load)
 
 
 def _speculation(config: EngineConfig) -> Speculation | None:
