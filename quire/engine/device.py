@@ -10,6 +10,7 @@ from quire.config import GPU_DEFAULTS, EngineConfig, SchedulerConfig
 from quire.engine.no_worker import NoWorker
 from quire.errors import ConfigError
 from quire.executor.base import Executor
+from quire.speculation.options import EAGLE
 
 if TYPE_CHECKING:
     from quire.kvtransfer.memory import KVMemory
@@ -125,6 +126,10 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
     from quire.models.registry import read_spec
     from quire.worker.gpu.worker import DeviceOptions, GpuWorker
 
+    options_of_drafts = config.speculation.options
+    if options_of_drafts is not None and options_of_drafts.method == EAGLE:
+        raise ConfigError("speculative_config method 'eagle' runs on a CPU only so far: use device='cpu', or another "
+                          "method", field="device")
     model, limits = config.model, config.scheduler
     budget = limits.max_num_batched_tokens
     if budget is None:
