@@ -75,7 +75,7 @@ class Trainer:
         self.step = 0
 
     def _new_head(self) -> TrainedHead:
-        spec, decoder = self.target.decoder.spec, self.target.decoder
+        spec = self.target.decoder.spec
         attention = spec.layers[0].attention
         rope = spec.ropes[0] if spec.ropes else None
         if rope is None or rope.kind != "default" or rope.rotary_dim != attention.head_dim:
@@ -84,10 +84,10 @@ class Trainer:
         seen = self.target.see(self._batch(self._trained[:2])[0])
         states = seen.states.float().unflatten(-1, (-1, spec.hidden_size))
         rms = states[:, 1:].square().mean((0, 1, 3)).sqrt().cpu()  # the first token's are often far out of scale
-        norm = torch.ones(spec.hidden_size) if decoder.final_norm is None else decoder.final_norm.weight.cpu()
+        scale = 1.0 / float(self._rows.float().norm(dim=1).mean().clamp(min=1e-6))
         shape = HeadShape(spec.hidden_size, len(self.target.states), attention.num_heads, attention.num_kv_heads,
                           attention.head_dim, self.options.intermediate, spec.layers[0].norm.eps, rope.theta)
-        return TrainedHead(shape, rms, norm, self.options.seed)
+        return TrainedHead(shape, rms, scale, self.options.seed)
 
     # ---- batches
 

@@ -30,9 +30,9 @@ class HeadShape:
 class TrainedHead(nn.Module):
     """Names of parameters are those of public checkpoints, but for the dots, which torch takes for modules."""
 
-    def __init__(self, shape: HeadShape, rms: Tensor, norm: Tensor, seed: int) -> None:
-        """It begins with what the target holds likeliest before the token: the last of the states, in the scale in
-        which the target's head reads it (`norm`). `rms` are the sizes of the states."""
+    def __init__(self, shape: HeadShape, rms: Tensor, scale: float, seed: int) -> None:
+        """Random, and sure of nothing. `rms` are the sizes of the states, so that all count alike at first; `scale` is
+        what the last norm multiplies by: with it, logits begin near one."""
         super().__init__()
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
@@ -41,8 +41,7 @@ class TrainedHead(nn.Module):
         def matrix(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
             return nn.Parameter(torch.randn(rows, columns, generator=generator) * scale / math.sqrt(columns))
 
-        fc = torch.randn(hidden, shape.states, hidden, generator=generator) * 0.1 / math.sqrt(hidden)
-        fc[:, -1] += torch.eye(hidden)
+        fc = torch.randn(hidden, shape.states, hidden, generator=generator) / math.sqrt(shape.states * hidden)
         self.fc = nn.Parameter((fc / rms.view(1, -1, 1)).reshape(hidden, -1))
         self.q = matrix(shape.heads * shape.head_dim, read)
         self.k = matrix(shape.kv_heads * shape.head_dim, read)
@@ -52,9 +51,9 @@ class TrainedHead(nn.Module):
         self.up = matrix(shape.intermediate, hidden)
         self.down = matrix(hidden, shape.intermediate, 0.3)
         self.input_layernorm = nn.Parameter(torch.ones(hidden))
-        self.hidden_norm = nn.Parameter(norm.clone().float())
+        self.hidden_norm = nn.Parameter(torch.ones(hidden))
         self.post_attention_layernorm = nn.Parameter(torch.ones(hidden))
-        self.norm = nn.Parameter(torch.ones(hidden))
+        self.norm = nn.Parameter(torch.full((hidden,), scale))
 
     def fused(self, states: Tensor) -> Tensor:
         """The features of tokens whose states are known. Slot p holds those of token p - 1: they are `moved_on`."""
