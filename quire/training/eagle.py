@@ -189,8 +189,8 @@ class Trainer:
             self.step += 1
             if self.step % options.eval_every == 0 or self.step == options.steps:
                 found = self.evaluate()
-                say(f"step {self.step} of {options.steps}, {time.monotonic() - began:.0f} s: loss {float(loss.detach()):.3f}, "
-                    f"held out {found.loss:.3f}, first drafts right {found.chain[0]:.3f}, "
+                say(f"step {self.step} of {options.steps}, {time.monotonic() - began:.0f} s: "
+                    f"loss {float(loss.detach()):.3f}, held out {found.loss:.3f}, first drafts right {found.chain[0]:.3f}, "
                     f"{found.tokens_per_step(4):.3f} tokens a step with 4 drafts")
             if self.step % options.save_every == 0:
                 self.save(folder)

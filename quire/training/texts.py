@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.engine.output import RequestOutput
 from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.sampling.params import SamplingParams
@@ -120,7 +119,7 @@ class Generator:
         """(question, answer) as ids, of those that got any."""
         prompts = [self._llm.chat_prompt(messages, add_generation_prompt=True) for messages in conversations]
         params = [self._params(self._random.choice(_TEMPERATURES), self._max_tokens) for _ in prompts]
-        return [(list(output.prompt_token_ids), self._whole(output))
+        return [(list(output.prompt_token_ids), list(output.outputs[0].token_ids))
                 for output in self._llm.generate(prompts, params, use_tqdm=False) if output.outputs[0].token_ids]
 
     def converse(self, num_tokens: int) -> Iterator[list[tuple[list[int], list[int]]]]:
@@ -141,10 +140,6 @@ class Generator:
     def _params(self, temperature: float, max_tokens: int, top_p: float = 1.0) -> SamplingParams:
         seed = self._random.randrange(1 << 31)
         return SamplingParams(temperature=temperature, max_tokens=max_tokens, top_p=top_p, seed=seed)
-
-    def _whole(self, output: RequestOutput) -> list[int]:
-        """With the token that ended it: where an answer ends is a guess like any other."""
-        return list(output.outputs[0].token_ids)
 
     def _user_turn(self) -> str:
         """What the chat template writes before the user's first word."""
