@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from quire.models.loader.source import resolve_model
+    from quire.training.card import write_card
     from quire.training.eagle import Trainer
     from quire.training.target import Target
 
@@ -67,9 +68,6 @@ def run(args: argparse.Namespace) -> int:
         _say(f"goes on after step {trainer.step}")
     began = time.monotonic()
     found = trainer.train(folder, _say)
-    trainer.export(folder, source.config)
-    from quire.training.card import write_card
-
     write_card(folder, args.model, vars(args), found, trainer.step, time.monotonic() - began, len(texts.tokens))
     _say(f"{found.tokens_per_step(4):.3f} tokens a step with 4 drafts on held-out text; the head is in {folder}")
     return 0

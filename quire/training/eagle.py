@@ -190,11 +190,13 @@ class Trainer:
             if self.step % options.eval_every == 0 or self.step == options.steps:
                 found = self.evaluate()
                 say(f"step {self.step} of {options.steps}, {time.monotonic() - began:.0f} s: "
-                    f"loss {float(loss.detach()):.3f}, held out {found.loss:.3f}, first drafts right {found.chain[0]:.3f}, "
-                    f"{found.tokens_per_step(4):.3f} tokens a step with 4 drafts")
+                    f"loss {float(loss.detach()):.3f}, held out {found.loss:.3f}, first drafts right "
+                    f"{found.chain[0]:.3f}, {found.tokens_per_step(4):.3f} tokens a step with 4 drafts")
             if self.step % options.save_every == 0:
                 self.save(folder)
+                self.export(folder)
         self.save(folder)
+        self.export(folder)
         return self.evaluate()
 
     @torch.no_grad()
@@ -259,7 +261,7 @@ class Trainer:
         self.step = int(tensors["step"])
         return True
 
-    def export(self, folder: Path, target_config: dict[str, Any]) -> None:
+    def export(self, folder: Path) -> None:
         """The head as a public checkpoint of EAGLE-3; its projection to the vocabulary is the target's."""
         shape = self.head.shape
         tensors = self.head.exported()
@@ -269,7 +271,7 @@ class Trainer:
             "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "hidden_act": "silu",
             "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
             "rms_norm_eps": shape.eps, "rope_theta": shape.theta, "norm_before_residual": True,
-            "max_position_embeddings": target_config.get("max_position_embeddings", 2048),
+            "max_position_embeddings": self.target.decoder.spec.max_positions,
             "vocab_size": self.target.decoder.spec.vocab_size, "draft_vocab_size": len(self.guessed),
             "tie_word_embeddings": False, "torch_dtype": "bfloat16",
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.target.states)},
