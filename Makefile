@@ -45,7 +45,7 @@ serve: $(VENV)/.ready-serve
 	@$(BIN)/quire serve
 
 cluster: $(VENV)/.ready-serve
-	@$(BIN)/python -m quire.bench.cluster
+	@$(BIN)/python -m quire.bench.routing.cluster
 
 test: $(VENV)/.ready-test browser redis agents mooncake
 	$(BIN)/python -m pytest -n auto --durations 60 || { test $$? -eq 1 && $(MAKE) --no-print-directory test-failed; }

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
-from quire.layers.experts import Moe
+from quire.layers.experts import ExpertLoad, Moe
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Embedding, Linear, SharedEmbedding, VocabularyHead
 from quire.layers.mlp import Mlp
@@ -104,7 +104,6 @@ class Decoder:
     ) -> None:
         self.shard = shard = shard_of(spec, Place()) if shard is None else shard
         _check_ranks(shard, ranks, ops)
-        _check_device(spec, ops)
         self.spec = spec
         self.ops = ops
         self.max_model_len = _checked_length(spec, max_model_len)
@@ -125,6 +124,17 @@ class Decoder:
         self.layers = [
             self._build_layer(index, ropes, groups[index]) for index in range(self.first_layer, self.last_layer)
         ]
+        self.expert_load = self._count_experts()
+
+    def _count_experts(self) -> ExpertLoad:
+        """Every layer of experts counts the rows that go through each of them, in one tensor for all layers."""
+        with_experts = {index: layer.mlp for index, layer in enumerate(self.layers, self.first_layer)
+                        if isinstance(layer.mlp, Moe)}  # fmt: skip
+        most = max((moe.num_experts for moe in with_experts.values()), default=0)
+        counts = torch.zeros(len(with_experts), most, dtype=torch.int64)
+        for row, moe in zip(counts, with_experts.values(), strict=True):
+            moe.load = row[: moe.num_experts]
+        return ExpertLoad(tuple(with_experts), counts)
 
     def _build_ends(self) -> None:
         spec, ops, dtype, ranks = self.spec, self.ops, self._dtype, self._ranks
@@ -299,17 +309,6 @@ def _check_ranks(shard: Shard, ranks: TensorGroup | None, ops: Ops) -> None:
     if size > 1 and ops.attention is not None and any(isinstance(layer.mlp, MoeSpec) for layer in shard.spec.layers):
         raise ConfigError("the experts of a layer cannot be shared by ranks on GPUs yet: use tensor_parallel_size=1 "
                           "(pipeline_parallel_size may be more), or device='cpu'", field="tensor_parallel_size")
-
-
-def _check_device(spec: DecoderSpec, ops: Ops) -> None:
-    """What only a CPU runs so far."""
-    if ops.attention is None:
-        return
-    for layer in spec.layers:
-        if layer.attention.sinks:
-            raise UnsupportedModelError(
-                f"{spec.architecture}: attention sinks run on a CPU only so far: use device='cpu'"
-            )
 
 
 def _checked_length(spec: DecoderSpec, max_model_len: int | None) -> int:

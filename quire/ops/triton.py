@@ -14,13 +14,14 @@ from quire.attention.triton import TritonAttention
 from quire.errors import EngineError, UnsupportedModelError
 from quire.kernels import cublas
 from quire.kernels.kv_spec import KVSpec
-from quire.kernels.routing import Clamp, RouterSpec
+from quire.kernels.routing import Clamp, RoutedRows
 from quire.kernels.slices import RankTree, Slices
 from quire.kernels.triton import (
     activation,
     all_head_norm,
     choices,
     copy,
+    expert_few,
     expert_linear,
     latent_rope,
     linear_ahead,
@@ -208,19 +209,22 @@ class TritonOps(Ops):
         return torch.bmm(x, group.weight.transpose(1, 2))
 
     def routed_experts(
-        self, x: Tensor, logits: Tensor, router: RouterSpec, choice_bias: Tensor | None, up: DeviceGroup,
-        down: DeviceGroup, kind: str, clamp: Clamp | None,
+        self, x: Tensor, routed: RoutedRows, up: DeviceGroup, down: DeviceGroup, kind: str, clamp: Clamp | None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Without a look at what was chosen, so that graphs can hold it. In deterministic mode blocks have one size."""
-        chosen, gains = route.choose(logits, router, choice_bias)
-        sizes, blocks = expert_linear.ExpertShape(), None
+        chosen, gains = route.choose(routed)
+        if not self.deterministic and chosen.numel() <= expert_few.FEW_PAIRS:
+            inner = expert_few.few_up(x, up.weight, up.bias, chosen, kind, clamp, pdl=self.pdl)
+            return expert_few.few_down(inner, down.weight, down.bias, chosen, gains, residual, pdl=self.pdl)
+        first = second = expert_linear.ExpertShape()
         if not self.deterministic:
-            sizes = expert_linear.expert_shape(chosen.numel(), router.num_experts)
-        if self.deterministic or chosen.numel() > expert_linear.FEW_PAIRS:
-            blocks = route.block_experts(chosen, router.num_experts, sizes.rows)
-        inner = expert_linear.up_experts(x, up.weight, up.bias, chosen, blocks, kind, clamp, sizes)
-        found = expert_linear.down_experts(inner, down.weight, down.bias, chosen, gains, blocks, sizes)
-        return expert_linear.sum_pairs(found, router.top_k)
+            choice = expert_linear.expert_choice(chosen.numel(), routed.router.num_experts)
+            first, second = choice.up, choice.down
+        blocks = route.block_experts(chosen, routed.router.num_experts, first.rows)
+        inner = expert_linear.up_experts(x, up.weight, up.bias, chosen, blocks, kind, clamp, first)
+        found = expert_linear.down_experts(inner, down.weight, down.bias, chosen, gains, blocks, second)
+        return expert_linear.sum_pairs(found, routed.router.top_k, residual)
 
     def latent_attend(
         self,
@@ -301,9 +305,7 @@ class TritonOps(Ops):
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if sinks is not None:
-            raise EngineError("attention sinks are not built for GPUs yet: use device='cpu'")
-        return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap)
+        return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap, sinks=sinks)
 
     def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:
         """k, v [num_blocks, num_kv_heads, block_size, head_dim]: a head's keys of one block lie together."""
@@ -342,7 +344,7 @@ class TritonOps(Ops):
         """`rope_and_cache` and `attend`, in one launch where the step and the heads allow it."""
         if not shape.is_even:
             return self._attend_some_heads(qkv, layer, ctx, group, shape, turn, scale, window, softcap)
-        if turn.sinks is None and self.attention.turns(ctx, shape, turn):
+        if self.attention.turns(ctx, shape, turn):
             return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap, turn)
         self.rope_and_cache(qkv, layer, ctx, group, shape, turn.rope, turn.q_norm, turn.k_norm, turn.eps)
         return self.attend(qkv, layer, ctx, group, shape, scale, window, softcap, turn.sinks)

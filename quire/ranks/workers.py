@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quire.kernels.routing import LayerLoad
 from quire.ranks.start import RankStart
 from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import StepPlan, StepResult
@@ -34,6 +35,9 @@ class RankWorker(Protocol):
 
     def kv_memory(self) -> KVMemory | None:
         """Its share of the KV, for whoever moves it beside the steps; None where nobody computes."""
+
+    def expert_load(self) -> list[LayerLoad]:
+        """What the experts of its layers have done."""
 
     def close(self) -> None: ...
 
@@ -94,6 +98,9 @@ class _DummyRank:
 
     def kv_memory(self) -> KVMemory | None:
         return None
+
+    def expert_load(self) -> list[LayerLoad]:
+        return []
 
     def close(self) -> None:
         pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -14,12 +14,19 @@ _CHUNK_ELEMENTS: Final = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Entries of a temporary: rows of a CPU stay in its cache, and memory stays bounded whatever the batch."""
 
 
+_KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+
+
+def use_kernel(device_type: str, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """Let a device's drawing kernels say what weights are there: (values, peaks, temperatures), one row or many."""
+    _KERNELS[device_type] = kernel
+
+
 def integer_weights(values: Tensor, peak: Tensor | float, temperature: Tensor | float) -> Tensor:
     """Integer weights of float32 logits relative to the likeliest one; on a GPU those of the drawing kernels."""
-    if values.is_cuda:
-        from quire.kernels.triton.weights import row_weights
-
-        return row_weights(values, _of_rows(peak, values), _of_rows(temperature, values))
+    kernel = _KERNELS.get(values.device.type)
+    if kernel is not None:
+        return kernel(values, _of_rows(peak, values), _of_rows(temperature, values))
     scaled = (values - peak).div_(temperature)
     return scaled.exp_().mul_(SCALE).to(torch.int64)
 

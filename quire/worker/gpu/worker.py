@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.config import CacheConfig
 from quire.errors import ConfigError, QuireError
+from quire.kernels.routing import LayerLoad
 from quire.kvtransfer.store import KVStore
 from quire.models.build import stored_parts
 from quire.models.decoder import Decoder
@@ -29,6 +30,7 @@ from quire.worker.cache_engine import CacheEngine
 from quire.worker.draft_models import DraftProgress, check_same_vocabulary, reading_draft_model
 from quire.worker.gpu.copies import CopyStream
 from quire.worker.gpu.drafter import DeviceDrafter, DraftRunner, without_layers
+from quire.worker.gpu.expert_meter import ExpertMeter
 from quire.worker.gpu.memory import explain, explain_start, measure_step, ran_out, size_device_pool
 from quire.worker.gpu.options import DTYPES, DeviceOptions, supported
 from quire.worker.gpu.passes import DeviceRanks
@@ -134,6 +136,7 @@ class GpuWorker:
         ranks = None if self._share is None else self._share.ranks
         self.decoder = build_on_device(config, stream, self.ops, self.device, dtype, length, self.shard,
                                        None if ranks is None else ranks.group)
+        self._expert_meter = ExpertMeter(self.decoder.expert_load, self.device)
         draft = self._build_draft_model(length, dtype)
         self._mark("weights", started)
         groups = len(groups_with_draft(self.spec, 0 if draft is None else draft.spec.kv_bytes_per_token))
@@ -175,6 +178,10 @@ class GpuWorker:
         """What was drawn for a row on a later stage, the first token for `position`; before the plan that goes on from
         there. A row that is empty is left alone."""
         self.table.learn(row, position, tokens)
+
+    def expert_load(self) -> list[LayerLoad]:
+        """What the experts have done, as it was when somebody asked last: nobody waits for the device."""
+        return self._expert_meter.read()
 
     def connect(self, transfer: KVTransfer) -> None:
         """Move blocks to and from one more tier."""
