@@ -1,4 +1,4 @@
-"""Heads that ranks share: what each rank computes for its own is, bit for bit, what one rank computes for all."""
+"""Heads and experts that ranks share: what each computes of its own is, bit for bit, what one rank computes of all."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from quire.kernels.routing import RoutedRows, RouterSpec
 from quire.kernels.types import HeadShape, HeadTurn, StepContext
 from quire.layers.share import HeadShare
 from quire.layers.spec import AttentionSpec
+from quire.ops.triton import TritonOps
+from quire.parallel.collectives import TensorGroup
 from tests.kernels.triton.bits import deterministic_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,3 +75,47 @@ def test_a_norm_over_all_heads(dtype: str, heads: int, kv_heads: int, size: int)
         norms = (q_norm[share.first * DIM : share.last * DIM], k_norm[share.first_kv * DIM : share.last_kv * DIM])
         ops.norm_some_heads(mine, shape, (squares[:, :heads], squares[:, heads:]), norms, 1e-6)
         assert torch.equal(mine, _parts(want, heads, kv_heads, share))
+
+
+class _InTurn(TensorGroup):
+    """Ranks that run one after another: the first time each only gives, the second time all that was given is there."""
+
+    def __init__(self, rank: int, given: list[torch.Tensor]) -> None:
+        super().__init__(rank, 2)
+        self._given = given
+
+    def exchange(self, mine: torch.Tensor, counts: object = None) -> list[torch.Tensor]:
+        if len(self._given) < self.size:
+            self._given.append(mine.reshape(-1).clone())
+            return [mine.reshape(-1)] * self.size
+        return self._given
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@torch.inference_mode()
+def test_experts_of_two_ranks(deterministic: bool) -> None:
+    torch.manual_seed(5)
+    tokens, width, inner, experts = 5, 16, 16, 5
+    ops = TritonOps(DEVICE, torch.float32, deterministic=deterministic)
+    up, down = torch.randn(experts, 2 * inner, width, device=DEVICE), torch.randn(experts, width, inner, device=DEVICE)
+    x, residual = torch.randn(tokens, width, device=DEVICE), torch.randn(tokens, width, device=DEVICE)
+    slots = torch.tensor([0, 1, -1, 2, 3], device=DEVICE)
+    logits = torch.randn(tokens, experts, device=DEVICE)
+    routed = RoutedRows(RouterSpec(experts, 2), logits, None, slots, None)
+
+    def group(weight: torch.Tensor):  # type: ignore[no-untyped-def]
+        return ops.group_linears([ops.pack_linear(each) for each in weight])
+
+    want = ops.routed_experts(x, routed, group(up), group(down), "silu", None, residual)
+    runs, given = ((0, 2), (2, 5)), []
+    shares = [(group(up[first:last]), group(down[first:last])) for first, last in runs]
+    for turn in range(2):
+        for rank, (mine_up, mine_down) in enumerate(shares):
+            found = ops.experts_over_ranks(x, routed, mine_up, mine_down, "silu", None, residual,
+                                           _InTurn(rank, given), runs)
+            if turn:
+                some = slots >= 0
+                if deterministic:
+                    assert torch.equal(found[some], want[some])
+                else:
+                    assert torch.allclose(found[some], want[some], atol=1e-4)
