@@ -50,6 +50,9 @@ class Worker:
     others through `collectives`. `pool` is what all of them have agreed on (`size_shard_pool`, `smallest_pool`).
     """
 
+    launch = None
+    """A step is over when `execute` returns."""
+
     def __init__(self, source: ModelSource, config: EngineConfig, shard: Shard | None = None,
                  collectives: Collectives | None = None, pool: PoolSize | None = None) -> None:
         check_device(config)
