@@ -61,7 +61,8 @@ class OutputStreams:
             if news is None:
                 news = found[name] = News(processor)
             if processor.single and is_one_token(update):
-                stop = processor.process_token(update.new_tokens[0], time.time)
+                told = update.logprobs
+                stop = processor.process_token(update.new_tokens[0], time.time, None if told is None else told[0])
             else:
                 processor.started(request.first_scheduled_time, request.num_cached_tokens)
                 stop = processor.take(SequenceNews.of(update), time.time())
@@ -73,7 +74,8 @@ class OutputStreams:
 
 
 def is_one_token(update: SequenceUpdate) -> bool:
-    """Whether all it says is one more token of a sequence that has some: most updates do."""
+    """Whether all it says is one more token of a sequence that has some (and its log-probabilities): most updates
+    do."""
     seq = update.sequence
     return (len(update.new_tokens) == 1 and seq.num_output_tokens > 1 and seq.finish_reason is None
-            and update.logprobs is None and update.prompt_logprobs is None and seq.error is None)
+            and update.prompt_logprobs is None and seq.error is None)
