@@ -41,8 +41,9 @@ class SampledLogprobs:
 
     def records(self) -> list[LogprobRecord]:
         """Of each of `rows`, on the host."""
-        columns = (self.token_ids, self.logprob, self.rank, self.top_ids, self.top_logprobs)
-        return pack_columns(*(column.cpu().numpy() for column in columns), self.counts)
+        tensors = (self.token_ids, self.logprob, self.rank, self.top_ids, self.top_logprobs)
+        tokens, logprobs, ranks, top_ids, top_logprobs = (tensor.cpu().numpy() for tensor in tensors)
+        return pack_columns(tokens, logprobs, ranks, top_ids, top_logprobs, self.counts)
 
 
 @dataclass(slots=True)
