@@ -263,7 +263,7 @@ class EngineServer:
             raise failure
 
     def _send(self, updates: list[SequenceUpdate], stats: m.StepStats | None) -> None:
-        handles, tokens, news, ended = [], [], [], []
+        handles, tokens, records, news, ended = [], [], [], [], []
         for update in updates:
             request, seq = update.request, update.sequence
             handle = self._handles.get(request)
@@ -274,9 +274,10 @@ class EngineServer:
                 self._forget(handle)
                 continue
             if (len(update.new_tokens) == 1 and seq.finish_reason is None and not request.grouped
-                    and update.logprobs is None and not update.prompt_logprobs):
+                    and not update.prompt_logprobs):
                 handles.append(handle)
                 tokens.append(update.new_tokens[0])
+                records.append(update.logprobs[0] if update.logprobs else b"")
                 continue
             news.append(_news(handle, update))
             if seq.finish_reason is not None and request.finished:
@@ -291,7 +292,7 @@ class EngineServer:
             self._snapshot_at = now + _SNAPSHOT_SECONDS
         self._news_due = False
         self._send_message(m.StepOutputs(handles, tokens, news, started, self._taken, len(self._requests), stats,
-                                         metrics))
+                                         metrics, records if any(records) else []))
 
     def _show(self) -> None:
         """A frame for those who watch, if there are any and it is time."""
