@@ -19,7 +19,7 @@ from quire.kvcache.events import KVEvents
 from quire.kvcache.eviction import EVICTION_POLICIES
 from quire.kvcache.examination import compare_counts, count_blocks, finish, zeros
 from quire.kvcache.leases import Leases
-from quire.kvcache.matching import CacheGroup as CacheGroup
+from quire.kvcache.matching import GroupWindow as GroupWindow
 from quire.kvcache.matching import valid_in_windows
 from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.prefix import HashChain
@@ -47,7 +47,7 @@ class KVCacheManager:
         self,
         num_blocks: int,
         block_size: int,
-        groups: tuple[CacheGroup, ...] = (CacheGroup(),),
+        groups: tuple[GroupWindow, ...] = (GroupWindow(),),
         prefix_caching: bool = True,
         eviction_policy: str = "lru",
         secret: bytes | None = None,
@@ -560,7 +560,7 @@ class KVCacheManager:
     def _window_blocks(self, window: int) -> int:
         return self.blocks_for(window) + 1
 
-    def first_needed(self, group: CacheGroup, position: int) -> int:
+    def first_needed(self, group: GroupWindow, position: int) -> int:
         """First table entry that a token at `position` can still see."""
         return group.first_needed(position, self.block_size)
 
