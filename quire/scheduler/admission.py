@@ -96,7 +96,7 @@ class Admissions:
             if lookups is None:
                 self._state.roster.arrive(request)
                 return AdmissionResult.DONE
-            # A prefix that is cached must have brought the windows that somebody else is to get.
+            # A cached prefix must include the window blocks that are to be sent to another engine.
             most = known if request.windows_kept_at is None else min(known, request.windows_kept_at + 1)
             match = cache.match(seq.kv, seq.tokens, lookups, most)
         # One slot more than is known: who cannot even hold the next token would be preempted at once.
@@ -131,7 +131,7 @@ class Admissions:
         return lookups
 
     def _follows(self, draft: Draft, seq: Sequence, match: PrefixMatch, known: int) -> bool:
-        """Is the rest of its prefix being computed for somebody else, so that it is cached soon?"""
+        """Is another sequence computing the rest of its prefix, so that it will be cached soon?"""
         running = self._state.roster.running
         if not running or seq.lacks_prompt_logprobs:
             return False
@@ -227,7 +227,7 @@ class Admissions:
         if not seats or swapped.lost:
             roster.forget_swapped(request)
             return self._begin(draft, request)
-        # With nobody else running what it had must do: the pool held it before.
+        # If no other request runs, its former number of blocks is enough: the pool held it before.
         extra = 0
         if roster.running or roster.arriving:
             cache = self._state.cache

@@ -80,7 +80,7 @@ def reseat_beams(request: Request, choices: list[BeamStep], cache: KVCacheManage
                  leave: Callable[[Sequence], object]) -> int:
     """Let the chosen beams go on: a parent's first child keeps its row and blocks, the others fork them.
 
-    Returns the number of forks. `leave` takes row and blocks from a beam that nobody continues.
+    Returns the number of forks. `leave` takes row and blocks from a beam without a successor.
     """
     parents = [request.places[choice.parent] for choice in choices]
     heirs: dict[int, int] = {}
