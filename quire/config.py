@@ -190,7 +190,7 @@ class SpeculationConfig:
 
     speculative_config: dict[str, object] | None = option(  # noqa: RUF009 (a field, as everywhere here)
         None, "guess tokens ahead and check several in one step, as in {\"method\": \"ngram\", "
-              "\"num_speculative_tokens\": 8}; methods: ngram, suffix, draft_model, skip_layers (default: off)")
+              "\"num_speculative_tokens\": 8}; methods: ngram, suffix, draft_model, skip_layers, eagle (default: off)")
 
     @property
     def options(self) -> SpeculationOptions | None:

@@ -7,8 +7,9 @@ from typing import Literal
 
 from quire.errors import InvariantError
 
-KVKind = Literal["pair", "latent"]
-"""pair: keys and values by heads; latent: one vector for all heads (MLA). A state will be another kind."""
+KVKind = Literal["pair", "latent", "feature"]
+"""pair: keys and values by heads; latent: one vector for all heads (MLA); feature: a hidden state of the target, which
+a draft head reads and nobody attends to. A state will be another kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ class KVSpec:
     def latent(cls, width: int) -> KVSpec:
         """One vector that all heads read: what keys and values are made of, and the keys' rotated part."""
         return cls("latent", (KVPart("latent", 1, width),))
+
+    @classmethod
+    def feature(cls, width: int) -> KVSpec:
+        """One hidden state."""
+        return cls("feature", (KVPart("feature", 1, width),))
 
     @property
     def elements_per_token(self) -> int:

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.engine.vocabularies import byte_level, sentencepiece
-
 from quire import LLM
 from quire.tokenizer.tokenizer import Tokenizer
+from tests.engine.vocabularies import byte_level, sentencepiece
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import pytest
-from tests.engine.vocabularies import byte_level
 
 from quire.engine.front.subscription import Subscription
 from quire.engine.outputs.output_processor import OutputProcessor
@@ -16,6 +15,7 @@ from quire.errors import EngineDeadError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import TokenLogprobs
 from quire.scheduler.request import Request
+from tests.engine.vocabularies import byte_level
 
 TOKENIZER = byte_level()
 TEXT = "Grüße aus Köln: 👍🏽 私はガラスを食べられます. The quick brown fox"
