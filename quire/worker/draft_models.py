@@ -162,7 +162,7 @@ def kept_layers(num_layers: int, skipped: Sequence[int] | None) -> list[int]:
 
 @contextmanager
 def reading_draft_model(name: str | None) -> Iterator[None]:
-    """What is wrong with a draft model is said of it: nobody should look for it in the target."""
+    """Errors while a draft model loads name the draft model, so that nobody looks for them in the target."""
     try:
         yield
     except (ConfigError, DownloadError, ModelLoadError) as error:
