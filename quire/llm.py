@@ -12,14 +12,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
-from quire.engine.assembly import Engine, build_engine
+from quire.engine.assembly.engine import Engine, build_engine
 from quire.engine.core import EngineCore
 from quire.engine.input import InputProcessor, Params, Prompt
 from quire.engine.interrupt import DeferredInterrupt
 from quire.engine.metrics import flat_metrics
-from quire.engine.output import RequestOutput
+from quire.engine.outputs.output import RequestOutput
+from quire.engine.outputs.streams import News, OutputStreams
 from quire.engine.progress import Progress
-from quire.engine.streams import News, OutputStreams
 from quire.engine.trace import StepTrace
 from quire.errors import EngineError, InvalidRequestError
 from quire.sampling.params import BeamSearchParams, SamplingParams

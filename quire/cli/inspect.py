@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = EngineConfig.create(model=args.model, **engine_options(args))
     fetch(config.model.model, config.model.cache_dir)
-    from quire.engine.source import open_source
+    from quire.engine.assembly.source import open_source
     from quire.models.registry import read_spec
 
     source = open_source(config)

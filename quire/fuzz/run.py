@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quire.engine.output import CompletionOutput, RequestOutput
+from quire.engine.outputs.output import CompletionOutput, RequestOutput
 from quire.fuzz.case import CHARACTERS, DRAFT, FuzzCase, FuzzRequest
 from quire.llm import LLM
 from quire.sampling.params import BeamSearchParams, SamplingParams

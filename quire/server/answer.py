@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.output import CompletionOutput, RequestOutput
+from quire.engine.outputs.output import CompletionOutput, RequestOutput
 from quire.server.api_error import ApiError, api_error
 from quire.server.generation import ClientGone, Work, outputs, until_disconnect
-from quire.server.log import LOGGER
-from quire.server.protocol import StreamOptions
+from quire.server.openai_api.protocol import StreamOptions
 from quire.server.service import RequestRecord, Service
+from quire.server.telemetry.log import LOGGER
 
 encode = msgspec.json.Encoder().encode
 _JSON = [(b"content-type", b"application/json")]

@@ -790,8 +790,8 @@ def time_small(quick: bool) -> None:
 def time_engine(quick: bool) -> None:
     """Qwen3-0.6B with random weights: start, one stream and a batch, with and without graphs and early
     launch."""
-    from quire.bench.gpu_cases import MODELS, requests_of
-    from quire.bench.gpu_engine import build_core, build_worker, run_requests
+    from quire.bench.gpu.cases import MODELS, requests_of
+    from quire.bench.gpu.engine import build_core, build_worker, run_requests
     from quire.worker.gpu.worker import DeviceOptions
 
     tokens: dict[str, Any] = {}

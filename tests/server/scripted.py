@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
-from quire.engine.output import RequestOutput
-from quire.engine.output_processor import OutputProcessor
+from quire.engine.outputs.output import RequestOutput
+from quire.engine.outputs.output_processor import OutputProcessor
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import TokenLogprobs
 from quire.server.app import App

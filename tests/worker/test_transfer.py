@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.engine import assembly
+from quire.engine.assembly import engine as assembly
 from quire.kernels.types import LayerCache, pair_cache
 from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.connector import KVConnector, Lookup

@@ -1,4 +1,4 @@
-// What is known of one engine, put together from its frames (quire/engine/view_frame.py says what they hold).
+// What is known of one engine, put together from its frames (quire/engine/watch/view_frame.py says what they hold).
 
 const MAX_STEPS = 600;
 const MAX_SAMPLES = 1200;

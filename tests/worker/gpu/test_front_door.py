@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine import assembly
-from quire.engine.device import _speculation
+from quire.engine.assembly import engine as assembly
+from quire.engine.assembly.device import _speculation
 from quire.errors import ConfigError
 from quire.executor.device import DeviceExecutor
 from quire.ops.cpu import CpuOps
