@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.config import EngineConfig
-from quire.engine import device
+from quire.engine.assembly import device
 from quire.errors import ConfigError, KVMismatchError
 from quire.kvtransfer.layout import LayerLayout, LayoutDescription, PartLayout, check_compatible
 from tests.checkpoints import make_checkpoint
