@@ -1,8 +1,8 @@
 """Imports torch into a process of Quire's own without what only compilers of models need.
 
 The import of torch ends with shape functions ("meta kernels") for thousands of operations, written in Python: a third
-of the import's time and 18 MB of memory, for tracing, which we never do. Left out where no GPU is found, and only by the
-commands and by processes that Quire starts: whoever uses `quire.LLM` in a program of their own has the whole of torch.
+of the import's time and 18 MB of memory, for tracing, which we never do. Left out where no GPU is found, and only by
+the commands and by processes that Quire starts: whoever uses `quire.LLM` in a program of their own has all of torch.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class DecoderSpec:
         if kv_cache_dtype != INT8_KV:
             return self
         if any(layer.attention.latent is not None for layer in self.layers):
-            raise ConfigError(f"kv_cache_dtype {INT8_KV!r} keeps pairs of keys and values, and {self.architecture} keeps "
+            raise ConfigError(f"kv_cache_dtype {INT8_KV!r} is for keys and values, and {self.architecture} has "
                               "latents (MLA): use kv_cache_dtype='auto'", field="kv_cache_dtype")
         return replace(self, layers=tuple(replace(layer, int8_kv=True) for layer in self.layers))
 
