@@ -12,6 +12,7 @@ import torch
 
 from quire.executor.kv_hash import BlockStore, content_part, total
 from quire.executor.kv_hash_worker import KVHashWorker
+from quire.kernels.routing import LayerLoad
 from quire.kvtransfer.memory import KVMemory
 from quire.parallel.collectives import Collectives, receive_tensor, send_tensor
 from quire.parallel.place import Place
@@ -79,6 +80,9 @@ class KVHashRank:
             else:
                 here.put(move.device, there.read(move.tier))
         return TransferReport(start.number, len(start.moves), finished=True)
+
+    def expert_load(self) -> list[LayerLoad]:
+        return []
 
     def kv_memory(self) -> KVMemory:
         return NumberMemory(self._worker.device, *self._blocks, *self._part)

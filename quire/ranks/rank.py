@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.errors import QuireError, StepError
+from quire.kernels.routing import LayerLoad
 from quire.ranks.connections import MadeForOthers, open_collectives, open_memory
 from quire.ranks.frames import ConnectionLost, FrameSocket, Kind
 from quire.ranks.plan_codec import PlanDecoder
@@ -57,6 +58,7 @@ class Pulse(threading.Thread):
         self.waited_ns = 0
         self.recent: deque[tuple[int, float, float]] = deque(maxlen=_STEPS_SHOWN)
         """Plan, begin and end of steps that were not told yet."""
+        self.experts: Callable[[], list[LayerLoad]] = list
 
     def run(self) -> None:
         while True:
@@ -72,7 +74,7 @@ class Pulse(threading.Thread):
         while self.recent:
             times.append(self.recent.popleft())
         return {"steps": self.steps, "busy_ns": self.busy_ns, "waited_ns": self.waited_ns, "memory": _resident_bytes(),
-                "times": times}
+                "times": times, "experts": [(load.layer, load.rows) for load in self.experts()]}
 
 
 class Rank:
@@ -112,6 +114,8 @@ class Rank:
         if start.ring is not None:
             source = RingReader(open_memory(start.ring), start.reader, start.num_readers, start.spin_seconds)
         worker.arrivals.on_ring = lambda: self._report(worker)
+        if start.place.tensor_rank == 0:
+            self._pulse.experts = worker.expert_load
         self._kv = kv = RankKV(worker.kv_memory, lambda told: self._link.tell(Kind.KV_DONE, told))
         self._link.send(Kind.READY)
         try:

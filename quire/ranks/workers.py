@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quire.kernels.routing import LayerLoad
 from quire.ranks.start import RankStart
 from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import StepPlan, StepResult
@@ -35,6 +36,9 @@ class RankWorker(Protocol):
     def kv_memory(self) -> KVMemory | None:
         """Its share of the KV, for whoever moves it beside the steps; None where nobody computes."""
 
+    def expert_load(self) -> list[LayerLoad]:
+        """What the experts of its layers have done."""
+
     def close(self) -> None: ...
 
 
@@ -63,6 +67,10 @@ def _model(start: RankStart, collectives: Collectives | None, agree: Agree, opti
 
     config = EngineConfig.create(**options)
     model = config.model
+    if model.device == "cuda":
+        from quire.worker.gpu.rank import build_gpu_rank
+
+        return build_gpu_rank(config, start.place, collectives, agree)
     source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
                            cache_dir=model.cache_dir, progress=False)
     shard = shard_of(read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype), start.place)
@@ -90,6 +98,9 @@ class _DummyRank:
 
     def kv_memory(self) -> KVMemory | None:
         return None
+
+    def expert_load(self) -> list[LayerLoad]:
+        return []
 
     def close(self) -> None:
         pass

@@ -10,6 +10,7 @@ import torch
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels.quantized import StoredWeight
+from quire.kernels.routing import LayerLoad
 from quire.kvtransfer.store import KVStore
 from quire.models.build import build_decoder, dummy_weights, stored_parts
 from quire.models.decoder import Decoder
@@ -70,6 +71,7 @@ class Worker:
         rejection = speculation is not None and speculation.verifier == REJECTION
         drafter = None if speculation is None else self._drafter(
             speculation, rejection, decoder, draft, Passes(decoder, collectives))
+        self._expert_load = decoder.expert_load
         self._runner = ModelRunner(decoder, self._cache, self._table, drafter, rejection, collectives)
 
     def _draft_decoder(self, config: EngineConfig, ops: CpuOps) -> Decoder | None:
@@ -100,12 +102,12 @@ class Worker:
 
     def kv_memory(self) -> KVStore:
         """The model's caches, or this rank's share of them, for whoever moves KV to and from other engines."""
-        return KVStore(self._cache.layers, self._cache.groups, first_layer=self.shard.first_layer, heads=self._heads)
+        return KVStore(self._cache.layers, self._cache.groups, first_layer=self.shard.first_layer,
+                       heads=self.shard.kv_heads)
 
-    def _heads(self, layer: int, part: str) -> tuple[int, int]:
-        """Of the whole model, and the first one on this rank."""
-        whole = next(each for each in self.spec.layers[layer].kv.parts if each.name == part)
-        return whole.heads, self.shard.layer(layer).heads.first_kv
+    def expert_load(self) -> list[LayerLoad]:
+        """What the experts of this rank's layers have done; of the experts of all tensor ranks."""
+        return self._expert_load.as_data()
 
     def connect(self, transfer: KVTransfer) -> None:
         """Move blocks to and from one more tier."""

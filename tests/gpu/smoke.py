@@ -279,8 +279,8 @@ def check_engine() -> None:
     from quire.models.build import build_decoder, dummy_weights
     from quire.ops.reference import TorchOps
     from quire.ops.triton import TritonOps
+    from quire.worker.gpu.options import DeviceOptions
     from quire.worker.gpu.weights import build_on_device
-    from quire.worker.gpu.worker import DeviceOptions
     from tests.paged_driver import PagedDriver
     from tests.worker.gpu import engines
 
@@ -792,7 +792,7 @@ def time_engine(quick: bool) -> None:
     launch."""
     from quire.bench.gpu.cases import MODELS, requests_of
     from quire.bench.gpu.engine import build_core, build_worker, run_requests
-    from quire.worker.gpu.worker import DeviceOptions
+    from quire.worker.gpu.options import DeviceOptions
 
     tokens: dict[str, Any] = {}
     for name, options in (

@@ -187,8 +187,8 @@ def kind_of(kernel: str) -> str:
         return DECODES
     if "_mixed_kernel" in name or "sdpa" in name or "flash" in name:
         return PROMPTS
-    products = ("gemm", "nvjet", "_expert_kernel", "_row_kernel", "_vector_kernel", "ahead_kernel", "_fixed_kernel",
-                "splitk")
+    products = ("gemm", "nvjet", "_expert_kernel", "_few_up_kernel", "_few_down_kernel", "_row_kernel",
+                "_vector_kernel", "ahead_kernel", "_fixed_kernel", "splitk")
     return PRODUCTS if any(part in name for part in products) else OTHER
 
 

@@ -37,7 +37,8 @@ from quire.machine import describe_machine
 
 if TYPE_CHECKING:
     from quire.bench.gpu.engine import Run
-    from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+    from quire.worker.gpu.options import DeviceOptions
+    from quire.worker.gpu.worker import GpuWorker
 
 EXAMPLES = (
     "examples:\n"
@@ -161,7 +162,7 @@ def _accuracy(args: argparse.Namespace, emulated: bool) -> None:
 def _model(model: str, cases: list[str], args: argparse.Namespace) -> None:
     """One worker for all cases of a model; a fresh scheduler and cache for each."""
     from quire.bench.gpu.engine import build_worker
-    from quire.worker.gpu.worker import DeviceOptions
+    from quire.worker.gpu.options import DeviceOptions
 
     options = DeviceOptions(
         dtype=args.dtype,
@@ -210,10 +211,23 @@ def _case(case: str, model: str, worker: GpuWorker, options: DeviceOptions, args
         Path(args.timeline).write_text(draw(middle(clock.spans()), title), encoding="utf-8")
     line = _line(case, model, runs, args)
     _show(args, line, _text(line))
+    if "num_experts" in MODELS[model]:
+        _experts(case, model, worker, limits, args)
     if args.profile:
         kernels, kinds, busy = _profile(core, case, MODELS[model], _element(args))
         _show(args, {"bench": "gpu", "case": case, "model": model, "kernels": kernels, "kinds": kinds,
                      "kernel_busy_share": busy}, _table(kernels, kinds, busy))
+
+
+def _experts(case: str, model: str, worker: GpuWorker, limits: DeviceOptions, args: argparse.Namespace) -> None:
+    from quire.bench.gpu import experts
+    from quire.bench.gpu.engine import build_core
+
+    core = build_core(worker, limits, block_size=args.block_size, depth=1)
+    requests = requests_of(case, 2000, max_tokens=experts.TOKENS)
+    top_k = MODELS[model]["num_experts_per_tok"]
+    line = experts.line_of(case, model, experts.spread(core, worker.decoder.expert_load, requests, top_k))
+    _show(args, line, experts.text(line))
 
 
 def figure_of(case: str, run: Run) -> float:

@@ -19,7 +19,8 @@ from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.scheduler.updates import SequenceUpdate
 from quire.speculation.speculator import Speculator
-from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+from quire.worker.gpu.options import DeviceOptions
+from quire.worker.gpu.worker import GpuWorker
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ _PROFILED = 10
 def measure(model: str, **options: Any) -> Iterator[dict[str, Any]]:
     """One line for each length of prompt, and one (length 0) for the decoding sequences alone."""
     from quire.bench.gpu.engine import build_core, build_worker
-    from quire.worker.gpu.worker import DeviceOptions
+    from quire.worker.gpu.options import DeviceOptions
 
     settings = DeviceOptions(max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=MAX_MODEL_LEN, **options)
     began = time.perf_counter()

@@ -47,7 +47,7 @@ def measure(model: str, repeat: int, deterministic: bool = False, enforce_eager:
     """A line for every batch size and setting: tokens a second (or ms a token), and the share of temperature alone."""
     from quire.bench.gpu.cases import MODELS
     from quire.bench.gpu.engine import Run, build_core, build_worker, front_door, generate
-    from quire.worker.gpu.worker import DeviceOptions
+    from quire.worker.gpu.options import DeviceOptions
 
     options = DeviceOptions(max_num_seqs=max(_BATCHES), max_num_batched_tokens=16384, max_model_len=4112,
                             deterministic=deterministic, enforce_eager=enforce_eager)

@@ -28,17 +28,19 @@ _MOST_HELD = 512
 
 
 def weights_of(model: str) -> list[tuple[str, int, int]]:
-    """(form at one row, features, width) of every product of a model."""
+    """(form at one row, features, width) of every product of a model; those of experts are tuned by
+    `tune_experts`."""
     config = MODELS[model]
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     query, key = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
-    return [("norm", query + 2 * key, hidden), ("plain", hidden, query), ("gated", 2 * inner, hidden),
-            ("plain", hidden, inner), ("norm", config["vocab_size"], hidden)]  # fmt: skip
+    experts = config.get("num_experts")
+    mlp = [("plain", experts, hidden)] if experts else [("gated", 2 * inner, hidden), ("plain", hidden, inner)]
+    return [("norm", query + 2 * key, hidden), ("plain", hidden, query), *mlp, ("norm", config["vocab_size"], hidden)]
 
 
 def tune(models: list[str], rows: list[int], pdl: bool, note: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """The table's entries, best kernel each; `note` hears everything that was timed."""
-    jobs = [(model, index) for model in models for index in range(5)]
+    jobs = [(model, index) for model in models for index in range(len(weights_of(model)))]
     here = module_command("quire.bench.gpu.tune")
     last = [str(int(pdl)), *map(str, rows)]
     compiling = [subprocess.Popen([*here, model, str(index), *last], env=child_environment()) for model, index in jobs]

@@ -50,7 +50,7 @@ def tune(
     models: list[str], path: str, note: Callable[[dict[str, Any]], None], rows: list[int] | None = None
 ) -> None:
     counts = rows or ROWS
-    jobs = [(model, index) for model in models for index in range(5)]
+    jobs = [(model, index) for model in models for index in range(len(weights_of(model)))]
     here = module_command("quire.bench.gpu.tune_ahead")
     compiling = [subprocess.Popen([*here, model, str(index), *map(str, counts)], env=child_environment())
                  for model, index in jobs]

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from quire.bench.gpu.engine import Run
     from quire.ops.interface import Ops
     from quire.speculation.speculator import Speculator
-    from quire.worker.gpu.worker import DeviceOptions, GpuWorker, Speculation
+    from quire.worker.gpu.options import DeviceOptions
+    from quire.worker.gpu.worker import GpuWorker, Speculation
 
 TEXTS = ("repeating", "free", "misleading")
 _PROMPT = 256
@@ -46,7 +47,7 @@ class Bench:
         self._plain_runs: dict[tuple[str, int], list[Run]] = {}
 
     def _options(self, draft_rows: int) -> DeviceOptions:
-        from quire.worker.gpu.worker import DeviceOptions
+        from quire.worker.gpu.options import DeviceOptions
 
         on_gpu = self.args.device == "cuda"
         return DeviceOptions(
@@ -68,8 +69,8 @@ class Bench:
     def _weights(self, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         import torch
 
+        from quire.worker.gpu.options import DTYPES
         from quire.worker.gpu.weights import random_weights
-        from quire.worker.gpu.worker import DTYPES
 
         options = self._options(0)
         random = random_weights(config, torch.device(options.device), DTYPES[options.dtype])
@@ -141,7 +142,7 @@ class Method:
         return int(self.config.get("num_speculative_tokens", 8))
 
     def rows(self, seqs: int) -> int:
-        from quire.engine.assembly.device import MOST_DRAFT_ROWS
+        from quire.worker.gpu.options import MOST_DRAFT_ROWS
 
         # As many for all methods, so that they share a worker.
         return min(max(8, self.most) * seqs, MOST_DRAFT_ROWS)

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 from typing import TYPE_CHECKING, Protocol
 
-from quire.config import GPU_DEFAULTS, EngineConfig, SchedulerConfig
+from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.assembly.no_worker import NoWorker
 from quire.errors import ConfigError
 from quire.executor.base import Executor
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from quire.worker.gpu.worker import Speculation
     from quire.worker.memory import PoolSize
     from quire.worker.unit_transfer import UnitTransfer
-
-MOST_DRAFT_ROWS = 512
-"""64 sequences with 7 drafts each: 512 rows with their own; beyond, drafts share what there is."""
 
 
 class ModelWorker(Protocol):
@@ -72,11 +69,12 @@ def _with_a_step_for_every_stage(config: EngineConfig) -> SchedulerConfig:
 
 
 def draft_rows(config: EngineConfig) -> int:
-    """Drafts that a step of the GPU's worker may hold: rows of its decode graphs beside one of every sequence."""
-    options = config.speculation.options
-    if options is None or config.model.device != "cuda":
+    """Drafts that a step of the GPU's worker may hold; 0 on a CPU, which needs to know nothing of them."""
+    if config.model.device != "cuda":
         return 0
-    return min(options.num_speculative_tokens * config.scheduler.num_seqs(gpu=True), MOST_DRAFT_ROWS)
+    from quire.worker.gpu.options import draft_rows as rows_of
+
+    return rows_of(config)
 
 
 def _missing_for_gpu() -> str | None:
@@ -105,7 +103,7 @@ def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker
 
     worker = Worker(source, config)
     return worker, LocalExecutor(worker, overlap=(config.scheduler.max_steps_in_flight or 1) > 1,
-                                 arrivals=worker.arrivals)
+                                 arrivals=worker.arrivals, expert_load=worker.expert_load)
 
 
 def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
@@ -129,29 +127,13 @@ def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, 
 def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
     from quire.executor.device import DeviceExecutor
     from quire.models.registry import read_spec
-    from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+    from quire.worker.gpu.options import device_options
+    from quire.worker.gpu.worker import GpuWorker
 
-    model, limits = config.model, config.scheduler
-    budget = limits.max_num_batched_tokens
-    if budget is None:
-        # Without chunks a step must hold a whole prompt.
-        budget = max(GPU_DEFAULTS.max_num_batched_tokens, model.max_model_len or read_spec(source.config).max_positions)
-    options = DeviceOptions(
-        device="cuda",
-        dtype=model.dtype,
-        max_num_seqs=limits.num_seqs(gpu=True),
-        max_num_batched_tokens=budget,
-        max_model_len=model.max_model_len,
-        gpu_memory_utilization=config.cache.gpu_memory_utilization,
-        enforce_eager=model.enforce_eager,
-        deterministic=model.deterministic,
-        kv_cache_dtype=config.cache.kv_cache_dtype,
-        seed=model.seed,
-        draft_rows=draft_rows(config),
-    )
-    weights = None if model.load_format == "dummy" else source.weights(None)
+    options = device_options(config, read_spec(source.config).max_positions)
+    weights = None if config.model.load_format == "dummy" else source.weights(None)
     worker = GpuWorker(source.config, weights, config.cache, options, speculation=_speculation(config))
-    return worker, DeviceExecutor(worker)
+    return worker, DeviceExecutor(worker, worker.expert_load)
 
 
 def _speculation(config: EngineConfig) -> Speculation | None:

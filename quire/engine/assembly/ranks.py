@@ -78,8 +78,7 @@ def _start(config: EngineConfig, places: list[Place], worker: dict[str, Any],
 def check_parallel(config: EngineConfig) -> None:
     """Refuse what ranks cannot do."""
     if config.model.device == "cuda":
-        raise ConfigError("tensor_parallel_size and pipeline_parallel_size are supported on CPUs only: use "
-                          "device='cpu', or 1 of each", field="tensor_parallel_size")
+        _check_gpu_ranks(config)
     for name, value in (("kv_role", config.transfer.kv_role), ("kv_disk", config.cache.kv_disk),
                         ("kv_pool", config.cache.kv_pool)):
         if value is not None and config.parallel.backend == "ray":
@@ -87,6 +86,16 @@ def check_parallel(config: EngineConfig) -> None:
                               "other machines: leave it out, or use distributed_executor_backend='mp'", field=name)
     if config.model.dummy_script is not None:
         raise ConfigError("dummy_script is played by one process: leave out the parallel sizes", field="dummy_script")
+
+
+def _check_gpu_ranks(config: EngineConfig) -> None:
+    if config.parallel.backend != "mp":
+        raise ConfigError(f"ranks on GPUs are processes of this machine so far: distributed_executor_backend "
+                          f"{config.parallel.backend!r} needs device='cpu'", field="distributed_executor_backend")
+    speculation = config.speculation.options
+    if speculation is not None and speculation.on_device:
+        raise ConfigError("a model that proposes drafts runs beside one GPU rank only so far: use method 'ngram' or "
+                          "'suffix', one rank, or device='cpu'", field="speculative_config")
 
 
 def _rank_options(config: EngineConfig) -> dict[str, Any]:

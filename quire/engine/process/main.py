@@ -82,8 +82,11 @@ class EngineServer:
         return m.Ready(
             self._engine.source.name, self._engine.spec.vocab_size, self._engine.pool.max_model_len, sorted(self._eos),
             self._scheduler.cache.num_blocks, self._scheduler.cache.block_size, limits.max_num_seqs,
-            limits.max_num_batched_tokens, limits.chunked_prefill, flat_metrics(self._scheduler, self._engine.pool),
+            limits.max_num_batched_tokens, limits.chunked_prefill, self._metrics(),
             None if peers is None or peers.listener is None else peers.listener.address)
+
+    def _metrics(self) -> dict[str, int | float]:
+        return flat_metrics(self._scheduler, self._engine.pool, self._core.executor.expert_load())
 
     def run(self) -> None:
         """Until told to stop."""
@@ -226,7 +229,7 @@ class EngineServer:
     def _answer(self, call: m.Call) -> m.Answer:
         try:
             if call.name == "metrics":
-                return m.Answer(call.number, flat_metrics(self._scheduler, self._engine.pool))
+                return m.Answer(call.number, self._metrics())
             if call.name == "check":
                 self._scheduler.check()
                 return m.Answer(call.number)
@@ -285,7 +288,7 @@ class EngineServer:
         now = time.monotonic()
         metrics = None
         if not self._requests or now >= self._snapshot_at:
-            metrics = flat_metrics(self._scheduler, self._engine.pool)
+            metrics = self._metrics()
             self._snapshot_at = now + _SNAPSHOT_SECONDS
         self._news_due = False
         self._send_message(m.StepOutputs(handles, tokens, news, started, self._taken, len(self._requests), stats,

@@ -14,8 +14,10 @@ from itertools import chain, islice
 
 from quire.engine.metrics import flat_metrics
 from quire.engine.watch import view_frame as f
+from quire.engine.watch.expert_view import ExpertView
 from quire.engine.watch.pool_view import PoolView, TableBook, label
 from quire.executor.base import RankFacts
+from quire.kernels.routing import LayerLoad
 from quire.kvcache.block_pool import BlockPool
 from quire.kvcache.host_tier import HostTier
 from quire.scheduler.plan import StepPlan
@@ -105,14 +107,15 @@ class EngineView:
 
     def __init__(self, scheduler: Scheduler, pool: PoolSize, title: str, *, engine: int = 0, simulated: bool = False,
                  clock: Callable[[], float] = time.monotonic,
-                 ranks: Callable[[], list[RankFacts]] = list) -> None:
+                 ranks: Callable[[], list[RankFacts]] = list,
+                 experts: Callable[[], list[LayerLoad]] = list) -> None:
         self._scheduler = scheduler
         self._pool = pool
         self._title, self._engine, self._simulated = title, engine, simulated
         self._clock = clock
         self._started = self._next_at = clock()
         self._spent = _Spent()
-        self._ranks = ranks
+        self._ranks, self._experts = ranks, ExpertView(experts)
         self._stages_told: dict[int, float] = {}
         """By stage: the end of the last step that a frame has told of."""
         self._timeline = _Timeline()
@@ -127,6 +130,7 @@ class EngineView:
         self._device = [PoolView(cache.num_blocks) for _ in cache.groups]
         self._host = [PoolView(pool.num_blocks) for pool in self._host_pools()]
         self._tables = TableBook()
+        self._experts.start_over()
 
     def _host_pools(self) -> list[BlockPool]:
         """Other tiers than host memory are not shown block by block."""
@@ -211,7 +215,7 @@ class EngineView:
             steps=[_step_view(step, self._started) for step in shown], skipped_steps=skipped,
             stages=self._stage_steps(ranks), ranks=[_rank(rank) for rank in ranks],
             first_tokens=[token for step in shown for token in _first_tokens(step, self._started)],
-            totals=flat_metrics(scheduler, self._pool),
+            totals=flat_metrics(scheduler, self._pool), experts=self._experts.changes(),
             cost=round(self._spent.total / max(1e-9, now - self._started), 5),
         )
 
@@ -233,7 +237,8 @@ class EngineView:
         return f.EngineFacts(
             self._title, cache.block_size, cache.num_blocks, [group.window for group in cache.groups],
             self._host_pools()[0].num_blocks if self._host else 0, limits.max_num_seqs, limits.max_num_batched_tokens,
-            self._simulated, 1 + max((rank.stage for rank in ranks), default=0), max(1, len(ranks)))
+            self._simulated, 1 + max((rank.stage for rank in ranks), default=0), max(1, len(ranks)),
+            self._experts.layers)
 
 
 def _rank(rank: RankFacts) -> f.RankView:

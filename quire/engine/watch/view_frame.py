@@ -131,6 +131,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     """Nobody computes: a small engine that shows how scheduler and cache work."""
     num_stages: int = 1
     num_ranks: int = 1
+    expert_layers: list[int] = []
+    """Layers that have experts."""
 
 
 class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -159,6 +161,9 @@ class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
     stages: list[StageStep] = []
     """Steps of every stage that no frame has told of yet, in their order for each stage."""
     ranks: list[RankView] = []
+    experts: list[str] = []
+    """For each layer with experts a digit for each of them: 0 for one that did nothing since the last frame (in a full
+    one: since the engine was started), 9 for the busiest. Empty where nobody did anything."""
     first_tokens: list[FirstToken] = []
     totals: dict[str, int | float] = {}
     cost: float = 0.0

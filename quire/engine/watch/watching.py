@@ -31,7 +31,7 @@ class Watching:
         core = self._engine.core
         if self._view is None and seconds > 0 and core.trace is None:
             self._view = EngineView(core.scheduler, self._engine.pool, self._engine.source.name, engine=number,
-                                    ranks=core.executor.describe_ranks)
+                                    ranks=core.executor.describe_ranks, experts=core.executor.expert_load)
             core.trace = self._view
             self._told_rest = False
         elif fresh and self._view is not None:

@@ -2,8 +2,9 @@
 
 Two passes over the logits narrow the cut down: each sums the weight (or the number) of the tokens above a few pivots,
 and the next pass puts its pivots between the two that enclose the cut. The tokens that are left between two pivots are
-collected, and a binary search among them finds the cut: exact, since weights are integers, and the same whatever the
-order in which programs run.
+collected, and a binary search among them finds the cut: exact, since weights are integers there, and the same whatever
+the order in which programs run. Sums above pivots are only roughly right, so pivots count with a margin. Blocks are
+read by one warp each, which needs no barrier to sum.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ PIVOTS = 15
 """Of a pass."""
 _PIVOTS = tl.constexpr(PIVOTS)
 _LEVEL = tl.constexpr(PIVOTS + 1)
-SUM_WORDS = 2 * (PIVOTS + 1) + 2
-"""int64 words of a row: for each pass the sums above its pivots and of all tokens; then how many tokens were collected,
-and how many are better than the drawn one."""
+SUM_WORDS = 4
+"""int64 words of a row: the weight of all tokens, how many were collected, how many are better than the drawn one; and
+one that is free."""
 SUMS = tl.constexpr(SUM_WORDS)
-TOTAL = tl.constexpr(PIVOTS)
-CURSOR = tl.constexpr(2 * (PIVOTS + 1))
-BETTER = tl.constexpr(2 * (PIVOTS + 1) + 1)
+TOTAL = tl.constexpr(0)
+CURSOR = tl.constexpr(1)
+BETTER = tl.constexpr(2)
+_SURE = tl.constexpr(2e-4)
+"""Sums above pivots are float32: the cut is enclosed by pivots that are sure by more than all their rounding."""
 
 
 @triton.jit
@@ -79,14 +82,13 @@ def is_cut(me, RANKED: tl.constexpr):
 
 
 @triton.jit
-def _first_pivot(place):
+def _first_pivot(index: tl.constexpr):
     """How far under the largest logit the pivots of the first pass lie, over the temperature. Behind the last one
     tokens have no weight."""
-    near = tl.where(place < 2, 0.25 * (place + 1), 0.5 * place)
-    far = tl.where(place == 7, 4.0, tl.where(place == 8, 5.0, 6.5))
-    farther = tl.where(place == 10, 8.0, tl.where(place == 11, 10.5, 14.0))
-    last = tl.where(place == 13, 20.0, 28.0)
-    return tl.where(place < 7, near, tl.where(place < 10, far, tl.where(place < 13, farther, last)))
+    near: tl.constexpr = 0.25 * (index + 1) if index < 2 else 0.5 * index
+    far: tl.constexpr = 4.0 if index == 7 else (5.0 if index == 8 else (6.5 if index == 9 else 8.0))
+    last: tl.constexpr = 10.5 if index == 11 else (14.0 if index == 12 else (20.0 if index == 13 else 28.0))
+    return near if index < 7 else (far if index < 11 else last)
 
 
 @triton.jit
@@ -97,33 +99,33 @@ def _wanted(me, row, sums, RANKED: tl.constexpr):
     else:
         count = tl.load(me + _TOP_K)
     by_count = count > 0
-    share = top_p_of(me) * tl.load(sums + row * SUMS + TOTAL).to(tl.float64)
-    return by_count, tl.where(by_count, count.to(tl.float64), share)
+    share = top_p_of(me) * tl.load(sums + row * SUMS + TOTAL).to(tl.float64) * (1.0 / 1099511627776.0)
+    return by_count, tl.where(by_count, count.to(tl.float64), share).to(tl.float32)
 
 
 @triton.jit
-def _between(row, sums, pivots, wanted, low, high, LEVEL: tl.constexpr):
-    """The two pivots of a pass that enclose the cut; where there is none on a side, `low` or `high`."""
+def _between(row, above, pivots, by_count, wanted, low, high, LEVEL: tl.constexpr):
+    """The two pivots of a pass that enclose the cut; where there is none on a side, `low` or `high`. Numbers of tokens
+    are exact, and half a token is margin enough."""
     place = tl.arange(0, _LEVEL)
-    above = tl.load(sums + row * SUMS + LEVEL * _LEVEL + place)
+    sums = tl.load(above + (row * 2 + LEVEL) * _LEVEL + place)
     pivot = tl.load(pivots + (row * 2 + LEVEL) * _LEVEL + place)
-    over = tl.sum(((place < _PIVOTS) & (above.to(tl.float64) < wanted)).to(tl.int32))
-    if over < _PIVOTS:
-        low = tl.max(tl.where(place == over, pivot, float("-inf")))
-    if over > 0:
-        high = tl.min(tl.where(place == over - 1, pivot, float("inf")))
-    return low, high
+    real = place < _PIVOTS
+    surely_less = sums < tl.where(by_count, wanted - 0.5, wanted * (1 - _SURE))
+    maybe_less = sums < tl.where(by_count, wanted - 0.5, wanted * (1 + _SURE))
+    high = tl.min(tl.where(real & surely_less, pivot, high))
+    return tl.max(tl.where(real & (maybe_less == 0), pivot, low)), high
 
 
 @triton.jit
-def bracket(me, row, top, sums, pivots, RANKED: tl.constexpr):
+def bracket(me, row, top, sums, above, pivots, RANKED: tl.constexpr):
     """(low, high): the cut lies in the tokens with low < logit <= high; all above are kept. Where a number of tokens is
     wanted there is no upper end: all of them are in question. A row without a cut has nothing in question."""
     low, high = tl.full([], float("inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
     if is_cut(me, RANKED) & is_finite(top):
         by_count, wanted = _wanted(me, row, sums, RANKED)
-        low, high = _between(row, sums, pivots, wanted, tl.full([], float("-inf"), tl.float32), top, 0)
-        low, high = _between(row, sums, pivots, wanted, low, high, 1)
+        low, high = _between(row, above, pivots, by_count, wanted, tl.full([], float("-inf"), tl.float32), top, 0)
+        low, high = _between(row, above, pivots, by_count, wanted, low, high, 1)
         high = tl.where(by_count, float("inf"), high)
         if RANKED:
             low = tl.where(by_count, low, float("inf"))
@@ -133,11 +135,11 @@ def bracket(me, row, top, sums, pivots, RANKED: tl.constexpr):
 
 @triton.jit
 def narrow_kernel(
-    logits, edited, stage, peak, sums, pivots, stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    logits, edited, stage, peak, sums, above, pivots, stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, LEVEL: tl.constexpr, SOURCE: tl.constexpr,
     RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weight or the number of a block's tokens above each pivot of a pass, and the weight of them all."""
+    """Sum the weight or the number of a block's tokens above each pivot of a pass; in the first, also of them all."""
     block, row = tl.program_id(0), tl.program_id(1)
     me = stage + HEAD + row * WORDS
     top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
@@ -145,39 +147,48 @@ def narrow_kernel(
         temperature = row_temperature(me, RANKED)
         floor = row_floor(me, top, temperature, RANKED)
         by_count, wanted = _wanted(me, row, sums, RANKED)
-        place = tl.arange(0, _LEVEL)
-        if LEVEL == 0:
-            pivot = top - temperature * _first_pivot(place)
-        else:
-            low, high = _between(row, sums, pivots, wanted, tl.full([], float("-inf"), tl.float32), top, 0)
+        low, high = tl.full([], float("-inf"), tl.float32), top
+        if LEVEL == 1:
+            low, high = _between(row, above, pivots, by_count, wanted, low, high, 0)
             low = tl.where(low > float("-inf"), low, high - 112.0 * temperature)
-            pivot = high - (high - low) * ((place + 1).to(tl.float32) * 0.0625)
-        if block == 0:
-            tl.store(pivots + (row * 2 + LEVEL) * _LEVEL + place, pivot)
         token = block * BLOCK + tl.arange(0, BLOCK)
         values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
         weights = integer_weights(values, top, temperature, floor)
-        mine = sums + row * SUMS + LEVEL * _LEVEL
         if LEVEL == 0:
-            tl.atomic_add(mine + TOTAL, tl.sum(weights))
-        measure = tl.where(by_count, (values > float("-inf")).to(tl.int64), weights)
+            tl.atomic_add(sums + row * SUMS + TOTAL, tl.sum(weights))
+        measure = tl.where(by_count, 1.0, weights.to(tl.float32) * (1.0 / 1099511627776.0))
+        place = tl.arange(0, _LEVEL)
+        found = tl.zeros([_LEVEL], tl.float32)
+        pivot = tl.zeros([_LEVEL], tl.float32)
         for index in tl.static_range(_PIVOTS):
-            at = tl.max(tl.where(place == index, pivot, float("-inf")))
-            tl.atomic_add(mine + index, tl.sum(tl.where(values > at, measure, 0)))
+            if LEVEL == 0:
+                at = top - temperature * _first_pivot(index)
+            else:
+                at = high - (high - low) * ((index + 1) * 0.0625)
+            over = tl.sum(tl.where(values > at, measure, 0.0))
+            found = tl.where(place == index, over, found)
+            pivot = tl.where(place == index, at, pivot)
+        mine = (row * 2 + LEVEL) * _LEVEL + place
+        tl.atomic_add(above + mine, found, mask=found > 0)
+        if block == 0:
+            tl.store(pivots + mine, pivot)
 
 
 @triton.jit
 def collect(values, token, inside, found, ids, cursor, row, CAPACITY: tl.constexpr):
     """Add some tokens of a block to the row's collection, in any order. More than fit are counted only."""
-    place = tl.atomic_add(cursor + token * 0, inside.to(tl.int64), mask=inside)
-    inside = inside & (place < CAPACITY)
-    tl.store(found + row * CAPACITY + place, values, mask=inside)
-    tl.store(ids + row * CAPACITY + place, token, mask=inside)
+    count = tl.sum(inside.to(tl.int32))
+    if count > 0:
+        first = tl.atomic_add(cursor, count.to(tl.int64)).to(tl.int32)
+        place = first + tl.cumsum(inside.to(tl.int32), axis=0) - 1
+        inside = inside & (place < CAPACITY)
+        tl.store(found + row * CAPACITY + place, values, mask=inside)
+        tl.store(ids + row * CAPACITY + place, token, mask=inside)
 
 
 @triton.jit
 def weigh_kernel(
-    logits, edited, stage, peak, weight, sums, pivots, found, ids, stride, VOCAB: tl.constexpr,
+    logits, edited, stage, peak, weight, sums, above, pivots, found, ids, stride, VOCAB: tl.constexpr,
     MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr, CUT: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
@@ -192,7 +203,7 @@ def weigh_kernel(
         values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
         weights = integer_weights(values, top, temperature, floor)
         if CUT:
-            low, high = bracket(me, row, top, sums, pivots, False)
+            low, high = bracket(me, row, top, sums, above, pivots, False)
             inside = (values > low) & (values <= high) & (weights > 0)
             collect(values, token, inside, found, ids, sums + row * SUMS + CURSOR, row, CAPACITY)
             weights = tl.where(values > high, weights, 0)

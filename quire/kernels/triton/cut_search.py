@@ -207,7 +207,7 @@ def _search(
 
 @triton.jit
 def resolve_kernel(
-    logits, edited, stage, peak, weight, sums, pivots, found, ids, cut, cut_id, stride, VOCAB: tl.constexpr,
+    logits, edited, stage, peak, weight, sums, above, pivots, found, ids, cut, cut_id, stride, VOCAB: tl.constexpr,
     MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
@@ -219,7 +219,7 @@ def resolve_kernel(
     collected = tl.load(sums + row * SUMS + CURSOR).to(tl.int32)
     limit, last_id = tl.full([], float("-inf"), tl.float32), collected * 0 + VOCAB
     if is_cut(me, False) & is_finite(top) & (collected > 0):
-        low, high = bracket(me, row, top, sums, pivots, False)
+        low, high = bracket(me, row, top, sums, above, pivots, False)
         temperature = load_float(me + _TEMPERATURE)
         fits = (collected <= CAPACITY).to(tl.int32)
         count = tl.where(fits != 0, collected, VOCAB)

@@ -47,11 +47,13 @@ class SampleScratch:
     capacity: int
     few: int
     many: int
+    totals: Tensor
     raw_peak: Tensor
     peak: Tensor
     place: Tensor
     weight: Tensor
     sums: Tensor
+    above: Tensor
     pivots: Tensor
     found: Tensor
     ids: Tensor
@@ -60,7 +62,7 @@ class SampleScratch:
 
     @classmethod
     def allocate(
-        cls, rows: int, vocab_size: int, device: torch.device | str, *, block: int = 4096, capacity: int = 16384,
+        cls, rows: int, vocab_size: int, device: torch.device | str, *, block: int = 1024, capacity: int = 16384,
         few: int = 1024, many: int = 8192,
     ) -> SampleScratch:  # fmt: skip
         """`capacity`: tokens that can be in question at a row's cut; where there are more the row is read again and
@@ -70,13 +72,16 @@ class SampleScratch:
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
 
+        # In one piece, so that one launch empties them.
+        totals = empty(rows * (cut.SUM_WORDS + cut.PIVOTS + 1), dtype=torch.int64)
         return cls(
-            block, capacity, few, many,
+            block, capacity, few, many, totals,
             raw_peak=empty(rows, blocks, dtype=torch.float32),
             peak=empty(rows, blocks, dtype=torch.float32),
             place=empty(rows, blocks, dtype=torch.int32),
             weight=empty(rows, blocks, dtype=torch.int64),
-            sums=empty(rows, cut.SUM_WORDS, dtype=torch.int64),
+            sums=totals[: rows * cut.SUM_WORDS].view(rows, -1),
+            above=totals[rows * cut.SUM_WORDS :].view(torch.float32).view(rows, 2, -1),
             pivots=empty(rows, 2, cut.PIVOTS + 1, dtype=torch.float32),
             found=empty(rows, capacity, dtype=torch.float32),
             ids=empty(rows, capacity, dtype=torch.int32),
@@ -185,11 +190,11 @@ def _narrow(step: SampledStep, rows: int, source: int, ranked: bool, scratch: Sa
     """Which logits the last of the likeliest tokens can have."""
     s, vocab = scratch, step.logits.shape[1]
     blocks = s.peak.shape[1]
-    s.sums[:rows].zero_()
+    s.totals.zero_()
     for level in (0, 1):
         cut.narrow_kernel[(blocks, rows)](
-            step.logits, step.edited, step.stage, s.peak, s.sums, s.pivots, step.logits.stride(0), vocab,
-            _mask_words(step), blocks, triton.next_power_of_2(blocks), s.block, level, source, ranked, num_warps=4)
+            step.logits, step.edited, step.stage, s.peak, s.sums, s.above, s.pivots, step.logits.stride(0), vocab,
+            _mask_words(step), blocks, triton.next_power_of_2(blocks), s.block, level, source, ranked, num_warps=1)
 
 
 def _draw(step: SampledStep, rows: int, is_cut: bool, source: int, scratch: SampleScratch) -> None:
@@ -199,12 +204,13 @@ def _draw(step: SampledStep, rows: int, is_cut: bool, source: int, scratch: Samp
     if is_cut:
         _narrow(step, rows, source, False, scratch)
     cut.weigh_kernel[(blocks, rows)](
-        step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.pivots, s.found, s.ids, stride, vocab,
-        _mask_words(step), blocks, pow2, s.block, s.capacity, is_cut, source, num_warps=8)
+        step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.above, s.pivots, s.found, s.ids, stride,
+        vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, is_cut, source, num_warps=2 if is_cut else 1)
     if is_cut:
         cut_search.resolve_kernel[(rows,)](
-            step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.pivots, s.found, s.ids, s.cut, s.cut_id,
-            stride, vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, s.few, s.many, source, num_warps=8)
+            step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.above, s.pivots, s.found, s.ids, s.cut,
+            s.cut_id, stride, vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, s.few, s.many, source,
+            num_warps=8)
     _pick_kernel[(rows,)](
         step.logits, step.edited, step.stage, s.raw_peak, s.peak, s.place, s.weight, s.cut, s.cut_id, step.tokens,
         step.out, stride, step.tokens.stride(0), step.tokens.shape[1], step.out.stride(0), vocab, _mask_words(step),
@@ -218,9 +224,9 @@ def _report(step: SampledStep, rows: int, source: int, scratch: SampleScratch) -
     edit.masked_peaks(step.stage, rows, step.logits, s.peak, s.place, _mask_words(step), s.block, source)
     _narrow(step, rows, source, True, scratch)
     report.rank_kernel[(blocks, rows)](
-        step.logits, step.stage, s.peak, s.sums, s.pivots, s.found, s.ids, step.out, stride, step.out.stride(0),
-        vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, source, num_warps=8)
+        step.logits, step.stage, s.peak, s.sums, s.above, s.pivots, s.found, s.ids, step.out, stride,
+        step.out.stride(0), vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, source, num_warps=2)
     report.report_kernel[(rows,)](
-        step.logits, step.stage, s.peak, s.sums, s.pivots, s.found, s.ids, step.out, step.report, stride,
+        step.logits, step.stage, s.peak, s.sums, s.above, s.pivots, s.found, s.ids, step.out, step.report, stride,
         step.out.stride(0), step.report.stride(0), vocab, _mask_words(step), blocks, pow2, s.capacity, s.few, source,
         num_warps=4)

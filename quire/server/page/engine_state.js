@@ -53,6 +53,7 @@ export class EngineState {
     this.cost = frame.cost ?? 0;
     keep(this.steps, frame.steps ?? [], MAX_STEPS);
     this.ranks = frame.ranks ?? [];
+    if (frame.experts) this.experts = frame.experts;
     keep(this.stageSteps, frame.stages ?? [], MAX_STEPS);
     keep(this.firstTokens, frame.first_tokens ?? [], MAX_FIRST);
     keep(this.samples, [[frame.at, this.totals.prompt_tokens ?? 0, this.totals.output_tokens ?? 0]], MAX_SAMPLES);
@@ -71,6 +72,7 @@ export class EngineState {
     if (again) return;
     this.steps = [];
     this.stageSteps = [];
+    this.experts = [];
     this.firstTokens = [];
     this.samples = [];
     this.copied = new Map();

@@ -217,10 +217,10 @@ class ServerMetrics:
             stores = {store: engine[f"kv_{store}_{key}"] for store in _STORES if f"kv_{store}_{key}" in engine}
             if stores:
                 yield self._labelled(name, help, "store", stores)
-        for name, help, prefix in _ENGINE_BY_POSITION:
+        for name, help, label, prefix in _ENGINE_BY_NUMBER:
             places = {key.removeprefix(prefix): value for key, value in engine.items() if key.startswith(prefix)}
             if places:
-                yield self._labelled(name, help, "position", places)
+                yield self._labelled(name, help, label, places)
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         from prometheus_client.core import GaugeMetricFamily
@@ -254,6 +254,8 @@ _ENGINE_GAUGES = (
     ("spec_tokens_per_step", "Tokens from one computation of a decoding sequence, on average since the start",
      "spec_tokens_per_step"),
     ("spec_acceptance_rate", "Share of the judged drafts that was accepted since the start", "spec_acceptance_rate"),
+    ("expert_imbalance", "Rows of a layer's busiest expert over those of the average one, mean of all layers",
+     "expert_imbalance"),
     ("kv_leases", "Leases on KV blocks of finished prompts that others take", "kv_leases"),
     ("kv_reservations", "Reservations of KV blocks for prompts that others compute", "kv_reservations"),
     ("kv_links", "Other engines that this one is connected to", "kv_links"),
@@ -288,9 +290,11 @@ _ENGINE_COUNTERS = (
     ("kv_tokens_received", "Tokens whose KV came from other engines", "kv_tokens_received"),
     ("kv_leases_expired", "Leases that nobody released", "kv_leases_expired"),
 )
-_ENGINE_BY_POSITION = (
-    ("spec_draft_tokens_by_position", "Drafts judged, by place in the draft", "spec_draft_tokens_at_"),
-    ("spec_accepted_tokens_by_position", "Drafts accepted, by place in the draft", "spec_accepted_tokens_at_"),
+_ENGINE_BY_NUMBER = (
+    ("spec_draft_tokens_by_position", "Drafts judged, by place in the draft", "position", "spec_draft_tokens_at_"),
+    ("spec_accepted_tokens_by_position", "Drafts accepted, by place in the draft", "position",
+     "spec_accepted_tokens_at_"),
+    ("expert_tokens", "Tokens that went through each expert, all layers together", "expert", "expert_rows_"),
 )
 _STORES = ("disk", "pool")
 _ENGINE_BY_STORE = (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Thread
@@ -16,6 +17,8 @@ from quire.sampling.logprobs import Candidates, PackedLogprobs, SampledLogprobs
 from quire.scheduler.plan import EntryResult, StepResult
 from quire.worker.gpu.drafted import Drafted
 from quire.worker.outcomes import along_drafts, drawn_result, reported, take_candidates
+
+Watched = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -44,10 +47,11 @@ class ResultCopier:
     """Copies results off the device while the next step runs on it. One thread waits for the copies, in
     order."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, watched: Watched = nullcontext) -> None:
+        """`watched`: around every wait for the device; raises where what came is worthless."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: SimpleQueue[_Sent | None] = SimpleQueue()
-        self._thread = Thread(target=_deliver, args=(self._queue,), name="quire-results", daemon=True)
+        self._thread = Thread(target=_deliver, args=(self._queue, watched), name="quire-results", daemon=True)
         self._thread.start()
 
     def send(self, pending: PendingStep) -> Future[StepResult]:
@@ -79,13 +83,14 @@ class _Sent:
     done: Any
 
 
-def _deliver(queue: SimpleQueue[_Sent | None]) -> None:
+def _deliver(queue: SimpleQueue[_Sent | None], watched: Watched) -> None:
     """Wait for each step's copies and hand its result over; the wait is in the driver, without Python's
     lock."""
     while (sent := queue.get()) is not None:
         try:
-            if sent.done is not None:
-                sent.done.synchronize()
+            with watched():
+                if sent.done is not None:
+                    sent.done.synchronize()
             result = _assemble(sent.copied)
         except Exception as error:
             _settle(sent.future, error=error)

@@ -14,6 +14,7 @@ from quire.engine.watch.pool_view import label
 from quire.engine.watch.view import FRAME_SECONDS, EngineView
 from quire.executor.base import RankFacts
 from quire.executor.dummy import DummyExecutor
+from quire.kernels.routing import LayerLoad
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import CacheGroup, KVCacheManager
 from quire.sampling.params import SamplingParams
@@ -276,3 +277,18 @@ def test_ranks_and_the_steps_of_every_stage_are_told_once() -> None:
     times.append((3, 0.3, 0.5))
     assert json.loads(view.frame()[0])["stages"] == [[0, 3, 0.3, 0.5], [1, 3, 0.4, 0.6]]
     assert "stages" not in json.loads(view.frame()[0])
+
+
+def test_experts_that_worked_are_told_as_digits() -> None:
+    loads = [LayerLoad(1, (0, 0, 0)), LayerLoad(3, (0, 0, 0))]
+    scheduler = Scheduler(Limits(4, 64, 64), KVCacheManager(16, 4))
+    view = EngineView(scheduler, PoolSize(16, 64, 1), "experts", clock=lambda: 0.0, experts=lambda: loads)
+    first = json.loads(view.frame()[0])
+    assert first["facts"]["expert_layers"] == [1, 3] and "experts" not in first
+    loads[:] = [LayerLoad(1, (0, 40, 1)), LayerLoad(3, (5, 0, 5))]
+    assert json.loads(view.frame()[0])["experts"] == ["091", "909"]
+    loads[:] = [LayerLoad(1, (2, 40, 1)), LayerLoad(3, (5, 0, 5))]
+    assert json.loads(view.frame()[0])["experts"] == ["900", "000"]
+    assert "experts" not in json.loads(view.frame()[0])
+    view.start_over()
+    assert json.loads(view.frame()[0])["experts"] == ["191", "909"]

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ sys.modules.setdefault("tests", _tests)
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from quire.kernels.routing import Clamp, RouterSpec  # noqa: E402
+from quire.kernels.routing import Clamp, RoutedRows, RouterSpec  # noqa: E402
 from quire.kernels.sampled_row import Wants  # noqa: E402
 from quire.kernels.slices import Slices  # noqa: E402
 from quire.kernels.triton import (  # noqa: E402
@@ -34,6 +35,7 @@ from quire.kernels.triton import (  # noqa: E402
     attention_mixed,
     attention_rope,
     attention_split,
+    expert_few,
     expert_linear,
     latent_attention,
     linear_ahead,
@@ -163,14 +165,38 @@ def experts(tokens: int, spec: RouterSpec, hidden: int, inner: int, clamp: Clamp
     """All launches of a layer of experts."""
     half = partial(torch.empty, dtype=torch.bfloat16)
     bias = None if clamp is None else half(spec.num_experts, 2 * inner)
-    chosen, gains = route.choose(torch.empty(tokens, spec.num_experts), spec, None)
-    sizes = expert_linear.expert_shape(chosen.numel(), spec.num_experts)
-    for blocks in (None, route.block_experts(chosen, spec.num_experts, sizes.rows)):
-        up = half(spec.num_experts, 2 * inner, hidden)
-        between = expert_linear.up_experts(half(tokens, hidden), up, bias, chosen, blocks, "silu", clamp, sizes)
-        down = half(spec.num_experts, hidden, inner)
-        found = expert_linear.down_experts(between, down, None, chosen, gains, blocks, sizes)
-        expert_linear.sum_pairs(found, spec.top_k)
+    load, slots = torch.zeros(spec.num_experts, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64)
+    chosen, gains = route.choose(RoutedRows(spec, torch.empty(tokens, spec.num_experts), None, slots, load))
+    up, down = half(spec.num_experts, 2 * inner, hidden), half(spec.num_experts, hidden, inner)
+    if chosen.numel() <= expert_few.FEW_PAIRS:
+        between = expert_few.few_up(half(tokens, hidden), up, bias, chosen, "silu", clamp, pdl=True)
+        expert_few.few_down(between, down, None, chosen, gains, pdl=True)
+        return
+    choice = expert_linear.expert_choice(chosen.numel(), spec.num_experts)
+    blocks = route.block_experts(chosen, spec.num_experts, choice.up.rows)
+    for copied in (False, True) if tokens == 256 else (False,):
+        sizes = replace(choice.up, copied=copied), replace(choice.down, copied=copied)
+        between = expert_linear.up_experts(half(tokens, hidden), up, bias, chosen, blocks, "silu", clamp, sizes[0])
+        found = expert_linear.down_experts(between, down, None, chosen, gains, blocks, sizes[1])
+    expert_linear.sum_pairs(found, spec.top_k)
+
+
+def sinks(heads: HeadShape) -> None:
+    """Attention with sinks, as gpt-oss has it in its layers with a window."""
+    half, ints = partial(torch.empty, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
+    cache = pair_cache(*(half(4, heads.num_kv_heads, 16, heads.head_dim) for _ in range(2)), 16)
+    table, qkv = torch.zeros(4, 8, dtype=torch.int32), half(2, heads.width)
+    split = attention_split.DecodeSplit.allocate(4, 8, "cpu")
+    scratch = attention_decode.DecodeScratch.allocate(split.tasks, 4, heads, "cpu")
+    turn = HeadTurn(torch.empty(64, heads.head_dim), sinks=torch.empty(heads.num_heads))
+    attention_rope.rope_decode_attention(
+        qkv, cache, table, ints, ints, split, scratch, heads, 0.1, turn, window=128, carried=True, keys=64,
+        num_stages=3, ahead=True, pdl=True,
+    )  # fmt: skip
+    attention_mixed.mixed_attention(
+        qkv, cache, table, ints, ints, ints, ints, ints, heads, 0.1, window=128, sinks=turn.sinks,
+        sizes=attention_mixed.MixedShape(128, 64, 4, 3),
+    )  # fmt: skip
 
 
 def latents(shape: LatentShape, sequences: int = 4) -> None:
@@ -192,6 +218,7 @@ def families() -> dict[str, str]:
         *sampling(),
         *((f"experts of {tokens}", partial(experts, tokens, RouterSpec(128, 8), 2048, 768, None))
           for tokens in (1, 256, 8192)),
+        ("sinks", partial(sinks, HeadShape(64, 8, 64))),
         ("clamped experts", partial(experts, 256, RouterSpec(32, 4), 2880, 2880, clamp)),
         *((f"latents of {heads} heads", partial(latents, LatentShape(heads, 512, 64))) for heads in (16, 128)),
     ]  # fmt: skip

@@ -25,7 +25,8 @@ from quire.speculation.options import REJECTION, SpeculationOptions
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.draft_models import SkippedLayers, SmallerModel
 from quire.worker.drafter import Drafter, DraftModel
-from quire.worker.gpu.worker import DeviceOptions, GpuWorker, Speculation
+from quire.worker.gpu.options import DeviceOptions
+from quire.worker.gpu.worker import GpuWorker, Speculation
 from quire.worker.memory import draft_group, groups_with_draft
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
