@@ -78,7 +78,7 @@ def _model(start: RankStart, collectives: Collectives | None, agree: Agree, opti
         return build_gpu_rank(config, start.place, collectives, agree)
     source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
                            cache_dir=model.cache_dir, progress=False)
-    shard = shard_of(read_spec(source.config), start.place)
+    shard = shard_of(read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype), start.place)
     pool = size_shard_pool(source, config, shard, start.ranks_here)
     agreed = PoolSize(**agree(dataclasses.asdict(pool)))
     return Worker(source, config, shard, collectives, agreed)
