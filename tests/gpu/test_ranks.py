@@ -25,7 +25,11 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 on_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144, "head_dim": 16}
+EIGHT_SLICES = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128, "intermediate_size": 272}
+"""Of the MLP: at 8 ranks each has a query head, and four of them hold the same kv head."""
 SMALL = {"block_size": 8, "num_kv_blocks": 64, "max_num_seqs": 6, "max_num_batched_tokens": 40, "max_model_len": 200}
+SWAPPING = {"num_kv_blocks": 14, "max_model_len": 100, "swap_space": 0.01, "preemption_mode": "swap",
+            "max_num_batched_tokens": 200}
 PROMPTS = [[random.Random(i).randrange(3, 97) for _ in range(3 + 17 * i % 61)] for i in range(9)]
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "prompt_logprobs": 2},
@@ -67,6 +71,8 @@ CASES = [
     ("llama", NINE_HEADS, {"dtype": "bfloat16"}, [(2, 1)]),
     ("olmo2", {}, {"dtype": "bfloat16"}, [(2, 1)]),
     ("qwen3_moe", {}, {"dtype": "bfloat16"}, [(2, 1)]),
+    ("llama", EIGHT_SLICES, {"dtype": "bfloat16"}, [(4, 1), (8, 1)]),
+    ("llama", {}, {"dtype": "float32", **SWAPPING}, [(2, 1), (1, 2)]),
 ]
 
 
@@ -77,6 +83,7 @@ def test_deterministic_mode_gives_the_bits_of_one_rank(
     checkpoint(tmp_path, family, **changes)
     with engine(tmp_path, deterministic=True, **options) as llm:
         want = answers(llm)
+        assert (llm.metrics()["preemptions_by_swap"] > 0) == ("swap_space" in options)
     for tensor, stages in sizes:
         with engine(tmp_path, deterministic=True, tensor_parallel_size=tensor, pipeline_parallel_size=stages,
                     **options) as llm:
