@@ -42,7 +42,7 @@ def round_to_codes(
     if use is WeightUse.EXACT or rounding.bits is None or not fits(weight.shape[1], slices):
         return None
     n, k = weight.shape
-    bits = 8 if use is WeightUse.VOCABULARY else rounding.bits
+    bits = 8 if use in (WeightUse.VOCABULARY, WeightUse.SHARED) else rounding.bits
     group = group_of(k, slices, rounding)
     floats = weight.detach().to(torch.float32).contiguous()
     codes = torch.empty(n, k, dtype=torch.uint8)
