@@ -39,8 +39,8 @@ WIDE = {
     128: ((64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 8, 4), (256, 64, 8, 3)),
 }
 LATENT = {
-    16: tuple(itertools.product((32, 64), (4, 8), (2, 3, 4), (1, 2, 4))),
-    128: tuple(itertools.product((16, 32, 64), (8,), (2, 3), (1,))),
+    16: (*itertools.product((32,), (4, 8), (3, 4), (1, 2, 4)), *itertools.product((64,), (4, 8), (2, 3), (1, 2))),
+    128: ((64, 8, 2, 1), (32, 8, 3, 1), (32, 8, 4, 1), (64, 8, 1, 1)),
 }
 """By heads: keys, warps, stages, programs on a multiprocessor. Fewer warps have not the registers for 64 heads."""
 _LATENT_SEQS, _LATENT_KEYS = 64, 2000
@@ -149,7 +149,7 @@ def latent_part(heads: int, dry: bool) -> Part:
     def call(candidate: tuple[int, ...], index: int) -> Any:
         sizes = LatentDecode(*candidate)
         split, scratch = splits[sizes.programs]
-        return latent_decode(q, caches[index], table, None, lengths, split, scratch, shape, 0.05, sizes=sizes)
+        return latent_decode(q, caches[index], table, None, lengths, split, scratch, shape, 0.05, sizes=sizes, pdl=True)
 
     tokens = seqs * length
     read = tokens * shape.width * _BYTES / READ_BANDWIDTH
