@@ -17,7 +17,7 @@ from quire.fuzz.fault_case import END, VOCABULARY, FaultCase, FaultRequest
 from quire.fuzz.unit_tier import NUM_PLACES, UNITS, SmallUnits
 from quire.kvcache.connector import KVConnector
 from quire.kvcache.host_tier import HostTier
-from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.parallel.place import Place
 from quire.ranks.threads import ThreadExecutor, start_threads
 from quire.ranks.workers import KV_HASH
@@ -224,7 +224,7 @@ def faulty_executor(case: FaultCase) -> FaultyExecutor:
 
 
 def faulty_scheduler(options: dict[str, Any], clock: Any) -> Scheduler:
-    groups = tuple(CacheGroup(window) for window in options["windows"])
+    groups = tuple(GroupWindow(window) for window in options["windows"])
     tiers: list[KVConnector] = []
     if options["host_blocks"]:
         tiers.append(HostTier(options["host_blocks"], len(groups), options["offload"]))

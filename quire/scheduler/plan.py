@@ -135,7 +135,7 @@ class StepPlan:
     copies: list[BlockCopy] = field(default_factory=list)
     transfers: list[TransferStart] = field(default_factory=list)
     cancels: list[int] = field(default_factory=list)
-    """Transfers that nobody waits for any more: what they have not begun they may leave. They report all the same."""
+    """Cancelled transfers: the worker may skip what it has not begun. Each still reports its end."""
     entries: list[PlanEntry] = field(default_factory=list)
 
     @property

@@ -21,7 +21,7 @@ class RemotePrefill:
     least_tokens: int = 1
     """A prompt of which fewer tokens are missing here is computed here."""
     given_up: bool = False
-    """Nobody is left to ask: it is computed here."""
+    """No other engine is left to ask: the prompt is computed here."""
 
 
 @dataclass(slots=True)

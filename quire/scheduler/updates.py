@@ -12,7 +12,7 @@ from quire.scheduler.request import Request, Sequence
 
 @dataclass(slots=True)
 class SequenceUpdate:
-    """News of one sequence, for whoever turns tokens into text."""
+    """New tokens and state of one sequence, for the output processor."""
 
     request: Request
     sequence: Sequence

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.sampling import CpuSampling
+from quire.kernels.types import StepContext
+from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
 from quire.parallel.collectives import Collectives
 from quire.sampling.batch import SamplingBatch, SamplingRow
@@ -62,7 +64,7 @@ class ModelRunner:
         # Who shares another's logits computes nothing.
         computing = [entry for entry in entries if entry.num_tokens]
         ids, ctx = step_inputs(self._table, computing)
-        hidden = self._passes.forward(ids, ctx, self._cache.layers)
+        hidden = self._forward(ids, ctx)
         if not self._passes.place.is_last:
             return []
         row_ends = dict(zip((entry.row for entry in computing), ctx.query_start.tolist()[1:], strict=True))
@@ -83,6 +85,15 @@ class ModelRunner:
         if uses:
             self._agree(entries, results, failure)
         return results if self._passes.place.is_sampler else []
+
+    def _forward(self, ids: Tensor, ctx: StepContext) -> ResidualStream:
+        """The stream after the last layer; who drafts from hidden states is shown them."""
+        states = () if self.drafter is None else self.drafter.model.states
+        if self.drafter is None or not states:
+            return self._passes.forward(ids, ctx, self._cache.layers)
+        hidden, captured = self._passes.forward_capturing(ids, ctx, self._cache.layers, states)
+        self.drafter.model.watched(ctx, hidden, captured)
+        return hidden
 
     def _agree(self, entries: Sequence[PlanEntry], results: list[EntryResult], failure: Exception | None) -> None:
         """The rows take over the tokens that were drawn, on every tensor rank of this stage."""

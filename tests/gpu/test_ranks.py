@@ -66,6 +66,7 @@ CASES = [
     ("gpt2", {}, {"dtype": "float32"}, [(3, 1)]),
     ("llama", NINE_HEADS, {"dtype": "bfloat16"}, [(2, 1)]),
     ("olmo2", {}, {"dtype": "bfloat16"}, [(2, 1)]),
+    ("qwen3_moe", {}, {"dtype": "bfloat16"}, [(2, 1)]),
 ]
 
 
@@ -99,6 +100,28 @@ def test_the_fast_mode_draws_what_one_rank_draws_unless_two_were_as_likely(
                 best, second = sorted((each.logprob for each in want.logprobs[place].values()), reverse=True)[:2]
                 assert best - second < 1e-3
                 break
+
+
+@on_gpu
+@torch.inference_mode()
+def test_nccl_sums_inside_a_captured_graph() -> None:
+    """A group of one, which is all that NCCL forms on one GPU."""
+    from quire.parallel.nccl import NcclSum
+
+    add = NcclSum(0, 1, torch.cuda.nccl.unique_id())
+    part = torch.ones(1 << 20, device="cuda", dtype=torch.bfloat16)
+    add(part)
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        part.mul_(2)
+        add(part)
+        graph.capture_end()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert bool((part == 8).all())
 
 
 @on_gpu
@@ -146,6 +169,7 @@ def test_a_killed_rank_ends_the_engine_with_its_name(tmp_path: Path) -> None:
     ({"distributed_executor_backend": "threads"}, "distributed_executor_backend"),
     ({"speculative_config": {"method": "skip_layers", "num_speculative_tokens": 2}}, "speculative_config"),
     ({"tensor_parallel_size": 7}, "tensor_parallel_size"),
+    ({"rank_exchange": "nccl", "deterministic": True}, "rank_exchange"),
 ])
 def test_what_ranks_on_gpus_cannot_do_is_refused(tmp_path: Path, options: dict[str, Any], field: str) -> None:
     checkpoint(tmp_path, "llama")

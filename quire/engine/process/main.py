@@ -29,6 +29,7 @@ from quire.engine.process.pulse import Pulse
 from quire.engine.watch.watching import Watching
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.kvcache.held_names import HeldNames
+from quire.lean_torch import import_torch
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.request import FinishReason, Request
 from quire.scheduler.scheduler import SequenceUpdate
@@ -133,7 +134,7 @@ class EngineServer:
             try:
                 self._handle(m.decode_to_engine(data))
             except msgspec.DecodeError as error:
-                log.error("a message that is none was dropped: %s", error)
+                log.error("dropped a message that cannot be decoded: %s", error)
             if self._scheduler.running:
                 until = until or time.monotonic() + _TAKE_IN_SECONDS
                 if time.monotonic() > until:
@@ -160,7 +161,7 @@ class EngineServer:
         elif isinstance(message, m.Shutdown):
             self._ending = True
         else:
-            log.error("%s was dropped: the engine is running", type(message).__name__)
+            log.error("ignored the message %s: the engine is running already", type(message).__name__)
 
     def _add(self, message: m.Add) -> None:
         handle = message.handle
@@ -173,7 +174,7 @@ class EngineServer:
         except InvalidRequestError as error:
             self._send_message(m.Refused(handle, str(error), error.field))
         except Exception as error:  # whatever it is, it concerns this request alone
-            log.exception("a request could not be taken in")
+            log.exception("a request could not be added")
             self._send_message(m.Refused(handle, f"{type(error).__name__}: {error}", None, False))
         else:
             self._requests[handle] = request
@@ -334,7 +335,10 @@ def serve(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> 
         start = m.decode_to_engine(inbox.recv())
         if not isinstance(start, m.Start):
             raise EngineError(f"the first message must say what to start, not {type(start).__name__}")
-        engine = build_engine(EngineConfig.create(**start.options), progress=False, clock=time.monotonic,
+        config = EngineConfig.create(**start.options)
+        if config.model.executor != "dummy":
+            import_torch()
+        engine = build_engine(config, progress=False, clock=time.monotonic,
                               options=start.options)
         server = EngineServer(engine, inbox, outbox, pulse, Doorbell(
             inbox, engine.core.executor.arrivals, engine.core.scheduler.compiling.isolated))
@@ -349,7 +353,7 @@ def serve(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> 
     except Exception as error:
         known = isinstance(error, QuireError)
         if not known:
-            log.exception("the engine broke")
+            log.exception("the engine stops after an unexpected error")
         message = str(error) if known else f"{type(error).__name__}: {error}"
         kind = type(error).__name__ if known else EngineError.__name__
         outbox.send(m.encode(m.Failed(kind, message, getattr(error, "field", None))))

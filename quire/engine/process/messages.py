@@ -26,7 +26,7 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """A new request. Its body is decoded on its own, so that a wrong one concerns nobody else."""
+    """A new request. Its body is decoded by itself, so that a malformed one fails alone."""
 
     handle: int
     body: msgspec.Raw
@@ -50,7 +50,7 @@ class RequestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """Nobody waits for these any more."""
+    """Abort these requests."""
 
     handles: list[int]
 
@@ -71,8 +71,8 @@ class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
 
 
 class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
-    """Somebody looks at the engine for the next `seconds`, and (`fresh`) has seen nothing yet. To be repeated: who
-    forgets to say that nobody looks any more costs nothing."""
+    """Send view frames for the next `seconds`; the first is a full one if `fresh`. The watcher repeats this message:
+    frames stop by themselves when it does not, so no message is needed to end them."""
 
     seconds: float
     fresh: bool = False
@@ -81,7 +81,7 @@ class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
-    """Stop now; whoever wanted to drain has done so."""
+    """Stop now. A front that wants to drain does so before it sends this."""
 
 
 ToEngine = Start | Add | Abort | Finish | Call | Watch | Shutdown

@@ -12,7 +12,7 @@ from quire.config import CacheConfig
 from quire.engine.core import EngineCore
 from quire.executor.device import DeviceExecutor
 from quire.executor.local import LocalExecutor
-from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.registry import read_spec
 from quire.ops.cpu import CpuOps
@@ -120,7 +120,7 @@ def make_engine(
     prefix_caching: bool = True,
 ) -> EngineCore:
     """`drafts`: so many from n-grams; or whatever `speculation` says, with a draft model of the shapes `draft`."""
-    groups = tuple(CacheGroup(group.window) for group in _groups(config, draft))
+    groups = tuple(GroupWindow(group.window) for group in _groups(config, draft))
     cache = KVCacheManager(num_blocks, block_size, groups=groups, prefix_caching=prefix_caching)
     if drafts:
         speculation = SpeculationOptions("ngram", drafts, adaptive=False)
