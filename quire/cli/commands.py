@@ -51,6 +51,9 @@ BENCHES: dict[str, Command] = {
     "disaggregated": Command("quire.bench.kv.disaggregated", "long prompts among streams, in chunks or elsewhere"),
     "offload": Command("quire.bench.kv.offload", "streams that go on while a long prefix comes back from the host"),
 }
+TRAININGS: dict[str, Command] = {
+    "eagle": Command("quire.cli.train_eagle", "a head that guesses the model's next tokens, from its own answers"),
+}
 COMMANDS: dict[str, Command] = {
     "demo": Command("quire.cli.demo", "fetch the default model and let it answer three questions"),
     "generate": Command("quire.cli.generate", "complete prompts, or answer them"),
@@ -64,6 +67,7 @@ COMMANDS: dict[str, Command] = {
     "inspect": Command("quire.cli.inspect", "what a model is and what of it fits in this machine"),
     "env": Command("quire.cli.env", "versions, processor, memory and kernels, for a bug report"),
     "bench": Command("quire.cli.bench", "measure speed; one JSON line per case", BENCHES),
+    "train": Command("quire.cli.train", "train what makes a model faster", TRAININGS),
     "eval": Command("quire.eval.command", "accuracy on LAMBADA, ARC or GSM8K"),
     "fuzz": Command("quire.cli.fuzz", "look for workloads whose tokens differ from the plain path's"),
     "completion": Command("quire.cli.completion", "print a completion script for bash, zsh or fish"),
@@ -153,11 +157,12 @@ def overview(prog: str, intro: str, among: Mapping[str, Command], outro: str) ->
 def dispatch(argv: Sequence[str]) -> tuple[Any, argparse.Namespace] | str:
     """What `argv` asks for: a module with its parsed arguments, or a text to print."""
     words, among, prog, verbose = list(argv), COMMANDS, "quire", False
+    parent: Command | None = None
     while True:
         while words and words[0] in ("-v", "--verbose"):
             verbose, words = True, words[1:]
         if not words or words[0] in ("-h", "--help"):
-            return _help(prog, among)
+            return _help(prog, among, parent)
         if prog == "quire" and words[0] == "--version":
             from quire import __version__
 
@@ -171,13 +176,13 @@ def dispatch(argv: Sequence[str]) -> tuple[Any, argparse.Namespace] | str:
             args = make_parser(module, prog).parse_args(words)
             args.verbose = args.verbose or verbose
             return module, args
-        among = dict(command.children)
+        parent, among = command, dict(command.children)
 
 
-def _help(prog: str, among: Mapping[str, Command]) -> str:
-    if prog != "quire":
-        bench = importlib.import_module("quire.cli.bench")
-        return overview(prog, bench.INTRO, among, bench.EXAMPLES)
+def _help(prog: str, among: Mapping[str, Command], parent: Command | None) -> str:
+    if parent is not None:
+        module = importlib.import_module(parent.module)
+        return overview(prog, module.INTRO, among, module.EXAMPLES)
     return overview(
         prog,
         "Quire runs language models on this machine: paged KV cache, continuous batching, the same tokens\n"

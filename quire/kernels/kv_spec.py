@@ -7,8 +7,9 @@ from typing import Literal
 
 from quire.errors import InvariantError
 
-KVKind = Literal["pair", "latent"]
-"""pair: keys and values by heads; latent: one vector for all heads (MLA). A state will be another kind."""
+KVKind = Literal["pair", "latent", "feature"]
+"""pair: keys and values by heads; latent: one vector for all heads (MLA); feature: a hidden state of the target, which
+a draft head reads and nobody attends to. A state will be another kind."""
 
 CODES_PER_WORD = 4
 _PADDED_CODES = 16
@@ -49,6 +50,11 @@ class KVSpec:
     def latent(cls, width: int) -> KVSpec:
         """One vector that all heads read: what keys and values are made of, and the keys' rotated part."""
         return cls("latent", (KVPart("latent", 1, width),))
+
+    @classmethod
+    def feature(cls, width: int) -> KVSpec:
+        """One hidden state."""
+        return cls("feature", (KVPart("feature", 1, width),))
 
     def in_codes(self) -> KVSpec:
         """The same keys and values as int8 codes, with a scale for each token and head (`cpu/code_cache.h`)."""

@@ -159,34 +159,35 @@ class DecoderSpec:
             shapes["embed_in.weight"] = (self.hidden_size, self.embed_dim)
             shapes["embed_out.weight"] = (self.embed_dim, self.hidden_size)
         for index, layer in enumerate(self.layers):
-            for name, shape in _layer_parameters(layer, self.hidden_size).items():
+            for name, shape in layer_parameters(layer, self.hidden_size).items():
                 shapes[f"layers.{index}.{name}"] = shape
         if self.final_norm is not None:
-            shapes |= _norm_parameters("final_norm", self.final_norm, self.hidden_size)
+            shapes |= norm_parameters("final_norm", self.final_norm, self.hidden_size)
         if not self.tied_head:
             shapes["head.weight"] = (self.vocab_size, self.embed_dim)
         return shapes
 
 
-def _layer_parameters(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
-    a = layer.attention
+def layer_parameters(layer: LayerSpec, hidden: int, attended: int | None = None) -> dict[str, Shape]:
+    """Of one layer. `attended`: width of the rows that its attention reads, where that is another than `hidden`."""
+    a, read = layer.attention, attended or hidden
     shapes = {
-        **(_pair_parameters(a, hidden) if a.latent is None else _latent_parameters(a, a.latent, hidden)),
+        **(_pair_parameters(a, read) if a.latent is None else _latent_parameters(a, a.latent, read)),
         **_linear_parameters("attn.out", hidden, a.num_heads * a.value_width, a.out_bias),
         **_mlp_parameters(layer.mlp, hidden),
-        **_norm_parameters("attn_norm", layer.norm, hidden),
+        **norm_parameters("attn_norm", layer.norm, hidden),
     }
     if layer.placement != "parallel":
-        shapes |= _norm_parameters("mlp_norm", layer.norm, hidden)
+        shapes |= norm_parameters("mlp_norm", layer.norm, hidden)
     if a.sinks:
         shapes["attn.sinks.weight"] = (a.num_heads,)
     if a.qk_norm is not None:
         for name, heads in (("attn.q_norm", a.num_heads), ("attn.k_norm", a.num_kv_heads)):
             of = {"head": (a.head_dim,), "each": (heads, a.head_dim), "all": (heads * a.head_dim,)}
-            shapes |= _norm_parameters(name, a.qk_norm, *of[a.qk_norm_over])
+            shapes |= norm_parameters(name, a.qk_norm, *of[a.qk_norm_over])
     if layer.placement == "sandwich":
-        shapes |= _norm_parameters("attn_post_norm", layer.norm, hidden)
-        shapes |= _norm_parameters("mlp_post_norm", layer.norm, hidden)
+        shapes |= norm_parameters("attn_post_norm", layer.norm, hidden)
+        shapes |= norm_parameters("mlp_post_norm", layer.norm, hidden)
     return shapes
 
 
@@ -207,13 +208,13 @@ def _latent_parameters(a: AttentionSpec, latent: LatentSpec, hidden: int) -> dic
     else:
         queries = {
             **_linear_parameters("attn.q_a", latent.q_rank, hidden, a.qkv_bias),
-            **_norm_parameters("attn.q_a_norm", latent.norm, latent.q_rank),
+            **norm_parameters("attn.q_a_norm", latent.norm, latent.q_rank),
             **_linear_parameters("attn.q_b", width, latent.q_rank, False),
         }
     return {
         **queries,
         **_linear_parameters("attn.kv_a", latent.width, hidden, a.qkv_bias),
-        **_norm_parameters("attn.kv_a_norm", latent.norm, latent.rank),
+        **norm_parameters("attn.kv_a_norm", latent.norm, latent.rank),
         **_linear_parameters("attn.kv_b", a.num_heads * (latent.nope_dim + latent.value_dim), latent.rank, False),
     }
 
@@ -248,7 +249,7 @@ def _linear_parameters(name: str, rows: int, columns: int, bias: bool) -> dict[s
     return shapes | {f"{name}.bias": (rows,)} if bias else shapes
 
 
-def _norm_parameters(name: str, norm: NormSpec, *size: int) -> dict[str, Shape]:
+def norm_parameters(name: str, norm: NormSpec, *size: int) -> dict[str, Shape]:
     if not norm.affine:
         return {}
     shapes: dict[str, Shape] = {f"{name}.weight": size}

@@ -487,6 +487,9 @@ class CpuOps(Ops):
         return out
 
     def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> CpuLayerCache:
+        if kv.kind == "feature":
+            states = self._zeros(num_blocks, 1, block_size, kv.parts[0].width)
+            return CpuLayerCache(kv, block_size, {"feature": states}, num_blocks, 0, states.data_ptr())
         if kv.kind == "latent":
             kept = self._zeros(num_blocks, 1, block_size, kv.parts[0].width)
             return describe(LayerCache(kv, block_size, {"latent": kept}))

@@ -155,7 +155,7 @@ class RankGroup(threading.Thread):
         except QuireError as error:
             self._never_started(error)
         except Exception as error:
-            log.exception("watching the ranks failed")
+            log.exception("the thread that watches the ranks failed")
             self._never_started(EngineError(f"the ranks could not be watched: {type(error).__name__}: {error}"))
         finally:
             self._end()

@@ -125,7 +125,7 @@ class Fleet:
             try:
                 await self._look(replica)
             except Exception:  # whatever a server says, it is asked again
-                LOGGER.exception("a server could not be looked at")
+                LOGGER.exception("checking the health of a server failed")
 
     async def _look(self, replica: Replica) -> None:
         was = replica.state

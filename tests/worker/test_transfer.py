@@ -123,7 +123,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     tier = FilesOfPrefixes()
 
     def build_cache(config: Any, spec: Any, pool: Any, cost: Any) -> KVCacheManager:
-        groups = tuple(assembly.CacheGroup(group.window) for group in spec.cache_groups())
+        groups = tuple(assembly.GroupWindow(group.window) for group in spec.cache_groups())
         return KVCacheManager(pool.num_blocks, config.cache.block_size, groups, tiers=[tier])
 
     monkeypatch.setattr(assembly, "build_cache", build_cache)

@@ -13,7 +13,7 @@ from quire.config import CacheConfig, EngineConfig
 from quire.engine.assembly.engine import Engine
 from quire.engine.core import EngineCore
 from quire.executor.device import DeviceExecutor
-from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.llm import LLM
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
@@ -145,7 +145,7 @@ def build_core(
     cache = KVCacheManager(
         worker.pool.num_blocks,
         block_size,
-        groups=tuple(CacheGroup(g.window) for g in worker.spec.cache_groups()),
+        groups=tuple(GroupWindow(g.window) for g in worker.spec.cache_groups()),
         prefix_caching=prefix_caching,
     )
     limits = Limits(

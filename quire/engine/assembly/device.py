@@ -10,6 +10,7 @@ from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.assembly.no_worker import NoWorker
 from quire.errors import ConfigError
 from quire.executor.base import Executor
+from quire.speculation.options import EAGLE
 
 if TYPE_CHECKING:
     from quire.kvtransfer.memory import KVMemory
@@ -130,6 +131,10 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
     from quire.worker.gpu.options import device_options
     from quire.worker.gpu.worker import GpuWorker
 
+    drafts = config.speculation.options
+    if drafts is not None and drafts.method == EAGLE:
+        raise ConfigError("speculative_config method 'eagle' runs on a CPU only so far: use device='cpu', or another "
+                          "method", field="device")
     options = device_options(config, read_spec(source.config).max_positions)
     weights = None if config.model.load_format == "dummy" else source.weights(None)
     worker = GpuWorker(source.config, weights, config.cache, options, speculation=_speculation(config))

@@ -18,7 +18,7 @@ from quire.engine.assembly.source import open_source
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.kvcache.host_tier import HostTier
-from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.secret import derived_secret
 from quire.models.spec import DecoderSpec
@@ -146,7 +146,7 @@ def build_cache(config: EngineConfig, spec: DecoderSpec, pool: PoolSize, cost: M
     return KVCacheManager(
         pool.num_blocks,
         config.cache.block_size,
-        groups=tuple(CacheGroup(group.window) for group in groups),
+        groups=tuple(GroupWindow(group.window) for group in groups),
         prefix_caching=config.cache.enable_prefix_caching,
         eviction_policy=config.cache.eviction_policy,
         secret=None if secret is None else derived_secret(secret, "prefix"),

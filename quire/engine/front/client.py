@@ -152,7 +152,7 @@ class EngineClient:
         try:
             self._on_message(message)
         except Exception:  # the next message must be read whatever this one did
-            log.exception("a message of the engine could not be taken in")
+            log.exception("a message from the engine could not be handled")
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()

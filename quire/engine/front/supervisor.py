@@ -30,7 +30,7 @@ _PROVEN_SECONDS = 60.0
 _SILENT_START_SECONDS = 120.0
 """Loading libraries may hold up the heartbeat; longer than this it is a hang."""
 _STOPPED_SECONDS = 1.0
-"""A process that was stopped is given so long to be continued, after the second in which nobody wonders."""
+"""Seconds that a process stopped by a signal gets to be continued, beyond the usual silence."""
 _UNKILLABLE_SECONDS = 20.0
 
 
@@ -205,7 +205,7 @@ class Supervisor:
             except QuireError as error:
                 self._streak += 1
                 self._failure = error
-                log.error("the engine did not restart: %s", error)
+                log.error("restarting the engine failed: %s", error)
         self.state = State.FAILED
         self._failure = self._failure or EngineError("it died too often")
         log.critical("the engine is given up: %s", self._failure)
@@ -224,7 +224,7 @@ class Supervisor:
                 continue
             complaint = self._complaint(client)
             if complaint is not None:
-                log.error("the engine is killed: %s", complaint)
+                log.error("killing the engine: %s", complaint)
                 client.abandon()
                 self._lost(complaint, client)
 

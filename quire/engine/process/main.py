@@ -133,7 +133,7 @@ class EngineServer:
             try:
                 self._handle(m.decode_to_engine(data))
             except msgspec.DecodeError as error:
-                log.error("a message that is none was dropped: %s", error)
+                log.error("dropped a message that cannot be decoded: %s", error)
             if self._scheduler.running:
                 until = until or time.monotonic() + _TAKE_IN_SECONDS
                 if time.monotonic() > until:
@@ -160,7 +160,7 @@ class EngineServer:
         elif isinstance(message, m.Shutdown):
             self._ending = True
         else:
-            log.error("%s was dropped: the engine is running", type(message).__name__)
+            log.error("ignored the message %s: the engine is running already", type(message).__name__)
 
     def _add(self, message: m.Add) -> None:
         handle = message.handle
@@ -173,7 +173,7 @@ class EngineServer:
         except InvalidRequestError as error:
             self._send_message(m.Refused(handle, str(error), error.field))
         except Exception as error:  # whatever it is, it concerns this request alone
-            log.exception("a request could not be taken in")
+            log.exception("a request could not be added")
             self._send_message(m.Refused(handle, f"{type(error).__name__}: {error}", None, False))
         else:
             self._requests[handle] = request
@@ -263,7 +263,7 @@ class EngineServer:
             raise failure
 
     def _send(self, updates: list[SequenceUpdate], stats: m.StepStats | None) -> None:
-        handles, tokens, news, ended = [], [], [], []
+        handles, tokens, records, news, ended = [], [], [], [], []
         for update in updates:
             request, seq = update.request, update.sequence
             handle = self._handles.get(request)
@@ -274,9 +274,10 @@ class EngineServer:
                 self._forget(handle)
                 continue
             if (len(update.new_tokens) == 1 and seq.finish_reason is None and not request.grouped
-                    and update.logprobs is None and not update.prompt_logprobs):
+                    and not update.prompt_logprobs):
                 handles.append(handle)
                 tokens.append(update.new_tokens[0])
+                records.append(update.logprobs[0] if update.logprobs else b"")
                 continue
             news.append(_news(handle, update))
             if seq.finish_reason is not None and request.finished:
@@ -291,7 +292,7 @@ class EngineServer:
             self._snapshot_at = now + _SNAPSHOT_SECONDS
         self._news_due = False
         self._send_message(m.StepOutputs(handles, tokens, news, started, self._taken, len(self._requests), stats,
-                                         metrics))
+                                         metrics, records if any(records) else []))
 
     def _show(self) -> None:
         """A frame for those who watch, if there are any and it is time."""
@@ -348,7 +349,7 @@ def serve(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> 
     except Exception as error:
         known = isinstance(error, QuireError)
         if not known:
-            log.exception("the engine broke")
+            log.exception("the engine stops after an unexpected error")
         message = str(error) if known else f"{type(error).__name__}: {error}"
         kind = type(error).__name__ if known else EngineError.__name__
         outbox.send(m.encode(m.Failed(kind, message, getattr(error, "field", None))))

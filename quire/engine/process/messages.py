@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.sampling.params import BeamSearchParams, SamplingParams
-from quire.scheduler.plan import TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord
 from quire.scheduler.request import RequestCounts
 
 Plain = str | int | float | bool | dict[str, Any] | None
@@ -26,7 +26,7 @@ class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """A new request. Its body is decoded on its own, so that a wrong one concerns nobody else."""
+    """A new request. Its body is decoded by itself, so that a malformed one fails alone."""
 
     handle: int
     body: msgspec.Raw
@@ -50,7 +50,7 @@ class RequestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """Nobody waits for these any more."""
+    """Abort these requests."""
 
     handles: list[int]
 
@@ -71,8 +71,8 @@ class Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
 
 
 class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
-    """Somebody looks at the engine for the next `seconds`, and (`fresh`) has seen nothing yet. To be repeated: who
-    forgets to say that nobody looks any more costs nothing."""
+    """Send view frames for the next `seconds`; the first is a full one if `fresh`. The watcher repeats this message:
+    frames stop by themselves when it does not, so no message is needed to end them."""
 
     seconds: float
     fresh: bool = False
@@ -81,7 +81,7 @@ class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
-    """Stop now; whoever wanted to drain has done so."""
+    """Stop now. A front that wants to drain does so before it sends this."""
 
 
 ToEngine = Start | Add | Abort | Finish | Call | Watch | Shutdown
@@ -134,8 +134,8 @@ class SequenceNews(msgspec.Struct, array_like=True, frozen=True, gc=False):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[LogprobRecord] | None = None
+    prompt_logprobs: list[LogprobRecord] | None = None
     score: tuple[float, float] | None = None
     """Of a complete beam: its cumulative log-probability, and that after the length penalty."""
     counts: RequestCounts | None = None
@@ -175,7 +175,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class StepOutputs(msgspec.Struct, tag="step", array_like=True, frozen=True):
     """All that one step brought, for all requests: one message. The common case, one token of a request's only
-    sequence and nothing else to say, is a pair of numbers in two parallel lists."""
+    sequence (and its log-probabilities), is a place in parallel lists."""
 
     handles: list[int]
     tokens: list[int]
@@ -188,6 +188,8 @@ class StepOutputs(msgspec.Struct, tag="step", array_like=True, frozen=True):
     stats: StepStats | None = None
     metrics: dict[str, int | float] | None = None
     """A snapshot of all counters and gauges: now and then, and whenever the engine comes to rest."""
+    logprobs: list[LogprobRecord] = []
+    """Of each of `tokens`, empty where they were not asked for; no list where nobody asks."""
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):

@@ -85,10 +85,9 @@ def is_cut(me, RANKED: tl.constexpr):
 def _first_pivot(index: tl.constexpr):
     """How far under the largest logit the pivots of the first pass lie, over the temperature. Behind the last one
     tokens have no weight."""
-    near: tl.constexpr = 0.25 * (index + 1) if index < 2 else 0.5 * index
-    far: tl.constexpr = 4.0 if index == 7 else (5.0 if index == 8 else (6.5 if index == 9 else 8.0))
-    last: tl.constexpr = 10.5 if index == 11 else (14.0 if index == 12 else (20.0 if index == 13 else 28.0))
-    return near if index < 7 else (far if index < 11 else last)
+    near: tl.constexpr = 0.5 * (index + 1) if index < 8 else 0.75 * (index - 8) + 4.75
+    far: tl.constexpr = 7.25 if index == 11 else (9.0 if index == 12 else (13.0 if index == 13 else 28.0))
+    return near if index < 11 else far
 
 
 @triton.jit
@@ -118,9 +117,14 @@ def _between(row, above, pivots, by_count, wanted, low, high, LEVEL: tl.constexp
 
 
 @triton.jit
-def bracket(me, row, top, sums, above, pivots, RANKED: tl.constexpr):
-    """(low, high): the cut lies in the tokens with low < logit <= high; all above are kept. Where a number of tokens is
-    wanted there is no upper end: all of them are in question. A row without a cut has nothing in question."""
+def bracket_kernel(stage, peak, sums, above, pivots, bracket, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr,
+                   RANKED: tl.constexpr):  # fmt: skip
+    """Of each row (low, high): the cut lies in the tokens with low < logit <= high; all above are kept. Where a number
+    of tokens is wanted there is no upper end: all of them are in question. A row without a cut has nothing in
+    question."""
+    row = tl.program_id(0)
+    me = stage + HEAD + row * WORDS
+    top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
     low, high = tl.full([], float("inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
     if is_cut(me, RANKED) & is_finite(top):
         by_count, wanted = _wanted(me, row, sums, RANKED)
@@ -130,7 +134,8 @@ def bracket(me, row, top, sums, above, pivots, RANKED: tl.constexpr):
         if RANKED:
             low = tl.where(by_count, low, float("inf"))
             high = tl.where(by_count, high, float("inf"))
-    return low, high
+    tl.store(bracket + row * 2, low)
+    tl.store(bracket + row * 2 + 1, high)
 
 
 @triton.jit
@@ -153,10 +158,10 @@ def narrow_kernel(
             low = tl.where(low > float("-inf"), low, high - 112.0 * temperature)
         token = block * BLOCK + tl.arange(0, BLOCK)
         values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
-        weights = integer_weights(values, top, temperature, floor)
         if LEVEL == 0:
-            tl.atomic_add(sums + row * SUMS + TOTAL, tl.sum(weights))
-        measure = tl.where(by_count, 1.0, weights.to(tl.float32) * (1.0 / 1099511627776.0))
+            tl.atomic_add(sums + row * SUMS + TOTAL, tl.sum(integer_weights(values, top, temperature, floor)))
+        weights = tl.where(values >= floor, tl.exp((values - top) / temperature), 0.0)
+        measure = tl.where(by_count, 1.0, weights)
         place = tl.arange(0, _LEVEL)
         found = tl.zeros([_LEVEL], tl.float32)
         pivot = tl.zeros([_LEVEL], tl.float32)
@@ -188,7 +193,7 @@ def collect(values, token, inside, found, ids, cursor, row, CAPACITY: tl.constex
 
 @triton.jit
 def weigh_kernel(
-    logits, edited, stage, peak, weight, sums, above, pivots, found, ids, stride, VOCAB: tl.constexpr,
+    logits, edited, stage, peak, weight, sums, bracket, found, ids, stride, VOCAB: tl.constexpr,
     MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr, CUT: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
@@ -203,7 +208,7 @@ def weigh_kernel(
         values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
         weights = integer_weights(values, top, temperature, floor)
         if CUT:
-            low, high = bracket(me, row, top, sums, above, pivots, False)
+            low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
             inside = (values > low) & (values <= high) & (weights > 0)
             collect(values, token, inside, found, ids, sums + row * SUMS + CURSOR, row, CAPACITY)
             weights = tl.where(values > high, weights, 0)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import sampled_row
-from quire.kernels.triton.cut import CURSOR, SUMS, TOTAL, bracket, chunk_of, is_cut, row_floor, top_p_of
+from quire.kernels.triton.cut import CURSOR, SUMS, TOTAL, chunk_of, is_cut, row_floor, top_p_of
 from quire.kernels.triton.sampling_parts import (
     HEAD,
     WORDS,
@@ -104,6 +104,14 @@ def _weight_of(key, settings):
 
 
 @triton.jit
+def _quarter(under, over, first, second, third, less1, less2, less3):
+    """Where the search goes on: before the smallest of three ascending keys that is small enough."""
+    low = tl.where(less1, under, tl.where(less2, first + 1, tl.where(less3, second + 1, third + 1)))
+    high = tl.where(less1, first, tl.where(less2, second, tl.where(less3, third, over)))
+    return low, high
+
+
+@triton.jit
 def _top_k(
     most, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
     CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
@@ -111,12 +119,16 @@ def _top_k(
     """(Smallest key that fewer than `most` tokens exceed, how many tokens with it are kept, the weight of all kept.)"""
     under, over = low.to(tl.int64), high.to(tl.int64)
     while under < over:
-        middle = (under + over) >> 1
-        _weight, number = _above(
-            middle.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
-        fewer = number < most
-        over = tl.where(fewer, middle, over)
-        under = tl.where(fewer, under, middle + 1)
+        # Three looks at once: none waits for another.
+        quarter = (over - under) >> 2
+        first, second, third = under + quarter, (under + over) >> 1, over - 1 - quarter
+        _w1, number1 = _above(
+            first.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        _w2, number2 = _above(
+            second.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        _w3, number3 = _above(
+            third.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        under, over = _quarter(under, over, first, second, third, number1 < most, number2 < most, number3 < most)
     key = under.to(tl.int32)
     weight, before = _above(key, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
     sharing = _equal_up_to(
@@ -133,12 +145,17 @@ def _top_p(
     """The smallest key before which less than the wanted weight lies."""
     under, over = low.to(tl.int64), high.to(tl.int64)
     while under < over:
-        middle = (under + over) >> 1
-        weight, _number = _above(
-            middle.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
-        less = (base + weight).to(tl.float64) < wanted
-        over = tl.where(less, middle, over)
-        under = tl.where(less, under, middle + 1)
+        quarter = (over - under) >> 2
+        first, second, third = under + quarter, (under + over) >> 1, over - 1 - quarter
+        weight1, _n1 = _above(
+            first.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        weight2, _n2 = _above(
+            second.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        weight3, _n3 = _above(
+            third.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        under, over = _quarter(
+            under, over, first, second, third, (base + weight1).to(tl.float64) < wanted,
+            (base + weight2).to(tl.float64) < wanted, (base + weight3).to(tl.float64) < wanted)
     return under.to(tl.int32)
 
 
@@ -207,7 +224,7 @@ def _search(
 
 @triton.jit
 def resolve_kernel(
-    logits, edited, stage, peak, weight, sums, above, pivots, found, ids, cut, cut_id, stride, VOCAB: tl.constexpr,
+    logits, edited, stage, peak, weight, sums, bracket, found, ids, cut, cut_id, stride, VOCAB: tl.constexpr,
     MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
@@ -219,7 +236,7 @@ def resolve_kernel(
     collected = tl.load(sums + row * SUMS + CURSOR).to(tl.int32)
     limit, last_id = tl.full([], float("-inf"), tl.float32), collected * 0 + VOCAB
     if is_cut(me, False) & is_finite(top) & (collected > 0):
-        low, high = bracket(me, row, top, sums, above, pivots, False)
+        low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
         temperature = load_float(me + _TEMPERATURE)
         fits = (collected <= CAPACITY).to(tl.int32)
         count = tl.where(fits != 0, collected, VOCAB)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import sampled_row
-from quire.kernels.triton.cut import BETTER, CURSOR, SUMS, TOTAL, bracket, chunk_of, collect, is_cut
+from quire.kernels.triton.cut import BETTER, CURSOR, SUMS, TOTAL, chunk_of, collect, is_cut
 from quire.kernels.triton.sampling_parts import HEAD, WORDS, is_finite, order_key, read_logits, row_peak
 
 _PLACE = tl.constexpr(sampled_row.PLACE)
@@ -24,7 +24,7 @@ def _drawn(stage, out, me, out_stride):
 
 @triton.jit
 def rank_kernel(
-    logits, stage, peak, sums, above, pivots, found, ids, out, stride, out_stride, VOCAB: tl.constexpr,
+    logits, stage, peak, sums, bracket, found, ids, out, stride, out_stride, VOCAB: tl.constexpr,
     MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def rank_kernel(
         mine = tl.max(read_logits(logits, logits, stage, row, one, stride, VOCAB, MASK_WORDS, SOURCE))
         better = (values > mine) | ((values == mine) & (token < drawn))
         tl.atomic_add(sums + row * SUMS + BETTER, tl.sum((better & (token < VOCAB)).to(tl.int64)))
-        low, high = bracket(me, row, top, sums, above, pivots, True)
+        low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
         inside = (token < VOCAB) & (values > low) & (values <= high)
         collect(values, token, inside, found, ids, sums + row * SUMS + CURSOR, row, CAPACITY)
 
@@ -69,7 +69,7 @@ def _logprob(values, top, log_total):
 
 @triton.jit
 def report_kernel(
-    logits, stage, peak, sums, above, pivots, found, ids, out, report, stride, out_stride, report_stride,
+    logits, stage, peak, sums, bracket, found, ids, out, report, stride, out_stride, report_stride,
     VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr,
     CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def report_kernel(
         tl.store(mine + 2, (tl.load(sums + row * SUMS + BETTER) + 1).to(tl.int32))
         collected = tl.load(sums + row * SUMS + CURSOR).to(tl.int32)
         fits = (collected <= CAPACITY).to(tl.int32)
-        low, high = bracket(me, row, top, sums, above, pivots, True)
+        low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
         settings = (tl.where(fits != 0, collected, VOCAB), fits, low, high, top, 1.0, float("-inf"))
         source = (logits, logits, stage, found, ids, stride)
         key, token = order_key(top) + 1, drawn * 0 - 1

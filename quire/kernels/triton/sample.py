@@ -55,6 +55,7 @@ class SampleScratch:
     sums: Tensor
     above: Tensor
     pivots: Tensor
+    bracket: Tensor
     found: Tensor
     ids: Tensor
     cut: Tensor
@@ -63,10 +64,10 @@ class SampleScratch:
     @classmethod
     def allocate(
         cls, rows: int, vocab_size: int, device: torch.device | str, *, block: int = 1024, capacity: int = 16384,
-        few: int = 1024, many: int = 8192,
+        few: int = 512, many: int = 4096,
     ) -> SampleScratch:  # fmt: skip
         """`capacity`: tokens that can be in question at a row's cut; where there are more the row is read again and
-        again instead. `few`, `many`: how many of them a program holds in registers."""
+        again instead. `few`, `many`: sizes of the tile that a program holds in registers."""
         blocks = triton.cdiv(vocab_size, block)
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -83,6 +84,7 @@ class SampleScratch:
             sums=totals[: rows * cut.SUM_WORDS].view(rows, -1),
             above=totals[rows * cut.SUM_WORDS :].view(torch.float32).view(rows, 2, -1),
             pivots=empty(rows, 2, cut.PIVOTS + 1, dtype=torch.float32),
+            bracket=empty(rows, 2, dtype=torch.float32),
             found=empty(rows, capacity, dtype=torch.float32),
             ids=empty(rows, capacity, dtype=torch.int32),
             cut=empty(rows, dtype=torch.float32),
@@ -190,11 +192,14 @@ def _narrow(step: SampledStep, rows: int, source: int, ranked: bool, scratch: Sa
     """Which logits the last of the likeliest tokens can have."""
     s, vocab = scratch, step.logits.shape[1]
     blocks = s.peak.shape[1]
+    pow2 = triton.next_power_of_2(blocks)
     s.totals.zero_()
     for level in (0, 1):
         cut.narrow_kernel[(blocks, rows)](
             step.logits, step.edited, step.stage, s.peak, s.sums, s.above, s.pivots, step.logits.stride(0), vocab,
-            _mask_words(step), blocks, triton.next_power_of_2(blocks), s.block, level, source, ranked, num_warps=1)
+            _mask_words(step), blocks, pow2, s.block, level, source, ranked, num_warps=1)
+    cut.bracket_kernel[(rows,)](
+        step.stage, s.peak, s.sums, s.above, s.pivots, s.bracket, blocks, pow2, ranked, num_warps=1)
 
 
 def _draw(step: SampledStep, rows: int, is_cut: bool, source: int, scratch: SampleScratch) -> None:
@@ -204,11 +209,11 @@ def _draw(step: SampledStep, rows: int, is_cut: bool, source: int, scratch: Samp
     if is_cut:
         _narrow(step, rows, source, False, scratch)
     cut.weigh_kernel[(blocks, rows)](
-        step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.above, s.pivots, s.found, s.ids, stride,
-        vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, is_cut, source, num_warps=2 if is_cut else 1)
+        step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.bracket, s.found, s.ids, stride,
+        vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, is_cut, source, num_warps=4 if is_cut else 1)
     if is_cut:
         cut_search.resolve_kernel[(rows,)](
-            step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.above, s.pivots, s.found, s.ids, s.cut,
+            step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.bracket, s.found, s.ids, s.cut,
             s.cut_id, stride, vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, s.few, s.many, source,
             num_warps=8)
     _pick_kernel[(rows,)](
@@ -224,9 +229,9 @@ def _report(step: SampledStep, rows: int, source: int, scratch: SampleScratch) -
     edit.masked_peaks(step.stage, rows, step.logits, s.peak, s.place, _mask_words(step), s.block, source)
     _narrow(step, rows, source, True, scratch)
     report.rank_kernel[(blocks, rows)](
-        step.logits, step.stage, s.peak, s.sums, s.above, s.pivots, s.found, s.ids, step.out, stride,
-        step.out.stride(0), vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, source, num_warps=2)
+        step.logits, step.stage, s.peak, s.sums, s.bracket, s.found, s.ids, step.out, stride,
+        step.out.stride(0), vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, source, num_warps=4)
     report.report_kernel[(rows,)](
-        step.logits, step.stage, s.peak, s.sums, s.above, s.pivots, s.found, s.ids, step.out, step.report, stride,
+        step.logits, step.stage, s.peak, s.sums, s.bracket, s.found, s.ids, step.out, step.report, stride,
         step.out.stride(0), step.report.stride(0), vocab, _mask_words(step), blocks, pow2, s.capacity, s.few, source,
         num_warps=4)

@@ -108,7 +108,7 @@ class StepContexts:
         self, positions: Tensor, query_start: Tensor, lengths: Tensor, rows: Tensor, slots: tuple[Tensor, ...],
         caches: Sequence[LayerCache],
     ) -> StepContext:  # fmt: skip
-        """For the operations of a CPU, which know no padding: it is a sequence of one key in a block of nobody."""
+        """For CPU operations, which have no padding: each padded row attends to one key of the spare block."""
         owner = rows.clamp(min=0).long()
         width = max(1, -(-int(lengths.max()) // self._block_size))
         # The block past the pool's, which `allocate_caches` adds for padding.

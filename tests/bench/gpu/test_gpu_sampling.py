@@ -8,7 +8,7 @@ from typing import Any
 from quire.bench.gpu import sampling as gpu_sampling
 from quire.bench.gpu.engine import TimedCore, front_door, generate
 from quire.executor.dummy import DummyExecutor
-from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.worker.memory import PoolSize
 
@@ -26,7 +26,7 @@ def test_shares_are_of_temperature_alone_and_compared_with_the_targets() -> None
 
 
 def test_generate_is_timed_from_outside_and_the_core_by_itself() -> None:
-    cache = KVCacheManager(512, 16, groups=(CacheGroup(None),), prefix_caching=False)
+    cache = KVCacheManager(512, 16, groups=(GroupWindow(None),), prefix_caching=False)
     core = TimedCore(Scheduler(Limits(8, 512, 1024), cache), DummyExecutor(20000), 2)
     worker: Any = SimpleNamespace(spec=SimpleNamespace(vocab_size=20000), pool=PoolSize(512, 1024, 1))
     llm = front_door(core, worker)

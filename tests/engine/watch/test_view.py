@@ -16,7 +16,7 @@ from quire.executor.base import RankFacts
 from quire.executor.dummy import DummyExecutor
 from quire.kernels.routing import LayerLoad
 from quire.kvcache.host_tier import HostTier
-from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.sampling.params import SamplingParams
 from quire.scheduler.preemption import Preemption, PreemptionMode
 from quire.scheduler.request import Request
@@ -38,7 +38,7 @@ class Clock:
 class Small:
     """A small engine with a view on it; `step` makes one step."""
 
-    def __init__(self, num_blocks: int = 24, host_blocks: int = 0, groups: tuple[CacheGroup, ...] = (CacheGroup(),),
+    def __init__(self, num_blocks: int = 24, host_blocks: int = 0, groups: tuple[GroupWindow, ...] = (GroupWindow(),),
                  budget: int = 64) -> None:
         tiers = [HostTier(host_blocks, len(groups))] if host_blocks else []
         cache = KVCacheManager(num_blocks, BLOCK, groups=groups, tiers=tiers, eviction_policy="lru")
@@ -132,7 +132,7 @@ def truth(small: Small) -> Reader:
 def test_frames_put_together_are_the_engine_as_it_is(seed: int, layout: str) -> None:
     rng = random.Random(seed)
     more: dict[str, Any] = {"recompute": {}, "swap": {"host_blocks": 30},
-                            "windows": {"groups": (CacheGroup(), CacheGroup(9))}}[layout]
+                            "windows": {"groups": (GroupWindow(), GroupWindow(9))}}[layout]
     small, reader = Small(**more), Reader()
     for _ in range(250):
         if rng.random() < 0.4 and len(small.scheduler.waiting) < 6:
