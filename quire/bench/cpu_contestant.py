@@ -60,8 +60,7 @@ def _onnxruntime(case: str, model: str, options: dict[str, Any]) -> Iterator[Con
 @contextmanager
 def _llama(case: str, model: str, options: dict[str, Any]) -> Iterator[Contestant]:
     work = workload(case, options["vocab_size"])
-    room = work.num_prompt_tokens + work.num_output_tokens
-    yield llama_runner(model, room, len(work.prompts), options["vocab_size"]), work, dict
+    yield llama_runner(model, work, options["vocab_size"]), work, dict
 
 
 _ENGINES = {"quire": _quire, "transformers": _transformers, "onnxruntime-genai": _onnxruntime, "llama.cpp": _llama}

@@ -7,7 +7,8 @@ Each is used in the way that was fastest for it:
 - onnxruntime-genai: 4 bits in groups of 32, int8 activations (accuracy level 4). Requests one after the other; a prefix
   that all requests share is computed once, and the generator goes back to its end for each.
 - llama.cpp: Q4_0, which it has its fastest kernels for. All requests in one context: prompts in batches of 2,048
-  tokens, then every step with all sequences; a shared prefix is computed once and copied to the other sequences.
+  tokens, then every step with all sequences. A shared prefix is computed once, and its cells serve all sequences; without
+  one each sequence has cells of its own, since each token looks at all cells that its sequence may have.
 """
 
 from __future__ import annotations
@@ -156,8 +157,8 @@ class _LlamaBatch:
         self._wanted, self._batch.n_tokens = [], 0
 
 
-def llama_runner(model: str, room: int, sequences: int, vocab_size: int) -> Runner:
-    """`room` tokens in all, in so many sequences."""
+def llama_runner(model: str, work: Workload, vocab_size: int) -> Runner:
+    """With room for this workload."""
     import llama_cpp
 
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
@@ -165,7 +166,10 @@ def llama_runner(model: str, room: int, sequences: int, vocab_size: int) -> Runn
     path = str(_folder(model) / "q4_0.gguf").encode()
     network = llama_cpp.llama_model_load_from_file(path, llama_cpp.llama_model_default_params())
     params = llama_cpp.llama_context_default_params()
-    params.n_ctx, params.n_seq_max, params.kv_unified, params.n_batch = room + 64, sequences, True, _BATCH
+    lengths = [len(prompt) + count for prompt, count in zip(work.prompts, work.outputs, strict=True)]
+    params.kv_unified = shared_prefix(work) > 0
+    params.n_ctx = 64 + (sum(lengths) if params.kv_unified else (max(lengths) + 64) * len(lengths))
+    params.n_seq_max, params.n_batch = len(lengths), _BATCH
     params.n_threads = params.n_threads_batch = usable_cores()
     context = llama_cpp.llama_init_from_model(network, params)
     memory = llama_cpp.llama_get_memory(context)

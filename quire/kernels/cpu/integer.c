@@ -12,8 +12,9 @@
 #include <stdlib.h>
 
 #define ROWS_AT_ONCE 256 /* rows of x that are int8 at the same time */
-#define ROW_BLOCK 96     /* rows of a task */
+#define ROW_BLOCK 256     /* rows of a task */
 #define MAX_STACK 16     /* as in linear.c */
+#define AHEAD 2048       /* bytes that are fetched before they are unpacked */
 #define TINY 1e-30f      /* a group of smaller activations is zero: the inverse of its scale would overflow */
 
 /* ---- the plain kernel: the reference, and what runs where no other does */
@@ -133,16 +134,12 @@ static void quantize_unit(const float *x, int8_t *q, float *scale, int32_t *sums
     int finite = largest < 0x7F800000, some = finite && !(top < TINY);
     float inverse = some ? 127.0f / top : 0.0f;
     *scale = !finite ? NAN : some ? top / 127.0f : 0.0f;
-    for (int half = 0; half < 2; half++) {
-        int32_t sum = 0;
-        for (int i = half * 16; i < half * 16 + 16; i++) {
-            float whole = (x[i] * inverse + 12582912.0f) - 12582912.0f; /* rounds to an integer, ties to even */
-            int32_t code = (int32_t)whole;
-            q[i] = (int8_t)code;
-            sum += code;
-        }
-        sums[half] = sum;
-    }
+    int32_t codes[UNIT];
+    for (int i = 0; i < UNIT; i++) /* to an integer, ties to even */
+        codes[i] = (int32_t)((x[i] * inverse + 12582912.0f) - 12582912.0f);
+    for (int i = 0; i < UNIT; i++) q[i] = (int8_t)codes[i];
+    sums[0] = sums[1] = 0;
+    for (int i = 0; i < UNIT / 2; i++) sums[0] += codes[i], sums[1] += codes[UNIT / 2 + i];
 }
 
 static void quantize_row(void *arg, int64_t r) {
@@ -184,6 +181,7 @@ static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) 
     int64_t quads = step_of(p) / 4, steps = job->k / step_of(p), size = code_bytes(p);
     const uint8_t *from = panel + scales_bytes(p, job->k);
     for (int64_t s = 0; s < steps; s++, from += size, to += quads * QUAD_BYTES) {
+        for (int64_t pair = 0; pair < quads / 2; pair++) __builtin_prefetch(from + pair * QUAD_BYTES + AHEAD);
         for (int64_t pair = 0; pair < quads / 2; pair++)
             for (int64_t i = 0; i < QUAD_BYTES; i++) {
                 uint8_t both = from[pair * QUAD_BYTES + i];
