@@ -9,7 +9,7 @@ from quire.version import __version__
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig
-    from quire.engine.output import CompletionOutput, RequestOutput
+    from quire.engine.outputs.output import CompletionOutput, RequestOutput
     from quire.errors import ConfigError, InvalidRequestError, ModelLoadError, QuireError
     from quire.llm import LLM
     from quire.sampling.params import BeamSearchParams, SamplingParams
@@ -35,7 +35,7 @@ __all__ = [
 _HOMES = {
     "quire.async_llm": ("AsyncLLM",),
     "quire.config": ("EngineConfig",),
-    "quire.engine.output": ("CompletionOutput", "RequestOutput"),
+    "quire.engine.outputs.output": ("CompletionOutput", "RequestOutput"),
     "quire.errors": ("ConfigError", "InvalidRequestError", "ModelLoadError", "QuireError"),
     "quire.llm": ("LLM",),
     "quire.sampling.params": ("BeamSearchParams", "SamplingParams"),

@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.engine.front.kv_log import KVLog
+from quire.engine.front.request_desk import RequestDesk
+from quire.engine.front.request_stream import RequestStream
+from quire.engine.front.subscription import OUTPUT_KINDS, Subscription
 from quire.engine.input import InputProcessor, Params, Prompt
-from quire.engine.kv_log import KVLog
-from quire.engine.messages import StepStats, Watch
-from quire.engine.request_desk import RequestDesk
-from quire.engine.request_stream import RequestStream
-from quire.engine.subscription import OUTPUT_KINDS, Subscription
+from quire.engine.process.messages import StepStats, Watch
 from quire.errors import EngineDeadError, EngineError, InvalidRequestError
 from quire.kvcache.secret import secret_name
 from quire.sampling.params import BeamSearchParams, SamplingParams
@@ -280,6 +280,6 @@ def _fetch(config: EngineConfig) -> None:
 def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     if config.model.skip_tokenizer_init:
         return None
-    from quire.engine.source import open_source
+    from quire.engine.assembly.source import open_source
 
     return open_source(config, progress=False).tokenizer()

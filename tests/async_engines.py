@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire import AsyncLLM, SamplingParams
-from quire.engine.output import RequestOutput
-from quire.engine.request_stream import RequestStream
+from quire.engine.front.request_stream import RequestStream
+from quire.engine.outputs.output import RequestOutput
 
 T = TypeVar("T")
 PATIENCE = 120.0

@@ -165,8 +165,6 @@ _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 FAMILY_NAMES = tuple(_BASE)
 EXPERT_NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
-GPU_NAMES = tuple(name for name in FAMILY_NAMES if name != "gpt_oss")
-"""What runs on a GPU too: all but attention sinks."""
 
 
 def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:

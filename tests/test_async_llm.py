@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, AsyncLLM, BeamSearchParams, InvalidRequestError, SamplingParams
-from quire.engine.request_stream import RequestStream
+from quire.engine.front.request_stream import RequestStream
 from quire.errors import EngineDeadError, EngineError, QueueFullError, RequestTimeoutError
 from quire.structured.spec import StructuredOutputs
 from tests.async_engines import greedy, last, run, until

@@ -58,7 +58,7 @@ class Verdicts:
             written.write_text(json.dumps({**self._read(), question: winner}, indent=1), encoding="utf-8")
             written.replace(self._path)
         except OSError as error:
-            _log.info("%s is not kept: %s", self._path, error)
+            _log.info("%s could not be saved: %s", self._path, error)
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -105,10 +105,11 @@ def pick(
             away = (candidate(*inputs).float() - want).norm() / want.norm()
             seconds = clock(lambda c=candidate: c(*inputs))  # type: ignore[misc]
         except Exception as error:
-            _log.info("attention by %s fails here: %s", candidate.name, error)
+            _log.info("the attention library %s fails on this machine: %s", candidate.name, error)
             continue
         if not float(away) < _AGREES:
-            _log.warning("attention by %s is wrong here (relative error %.2g): not used", candidate.name, float(away))
+            _log.warning("the attention library %s gives wrong results on this machine (relative error %.2g): not used",
+                         candidate.name, float(away))
         elif seconds < least:
             best, least = candidate, seconds
     return best

@@ -25,7 +25,7 @@ from quire.kernels.triton.attention_split import (
     extra_pieces,
     split_decode,
 )
-from quire.kernels.triton.latent_attention import latent_decode, latent_tiles
+from quire.kernels.triton.latent_attention import decode_sizes, latent_decode, latent_pieces, latent_tiles
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext, pair_cache
 
 _FIXED = MixedShape(64, 64, 4, 3)
@@ -180,8 +180,13 @@ class TritonAttention:
 
         self.prompts = prompts.pick(candidates, ours, (q, k, v, trial, _SCALE), prompts.device_clock)
 
-    def allocate_split(self, num_seqs: int, num_kv_heads: int) -> DecodeSplit:
-        return DecodeSplit.allocate(num_seqs, extra_pieces(num_seqs, num_kv_heads, self._processors), self.device)
+    def allocate_split(self, num_seqs: int, shape: HeadShape | LatentShape) -> DecodeSplit:
+        if isinstance(shape, LatentShape):
+            programs = decode_sizes(shape, self._dtype.itemsize).programs
+            extra = latent_pieces(num_seqs, shape, programs, self._processors)
+        else:
+            extra = extra_pieces(num_seqs, shape.num_kv_heads, self._processors)
+        return DecodeSplit.allocate(num_seqs, extra, self.device)
 
     def reserve(self, shape: HeadShape, tasks: int, num_seqs: int) -> DecodeScratch:
         """Scratch for so many pieces; call with the largest batch before any graph is captured."""
@@ -212,8 +217,10 @@ class TritonAttention:
         window: int | None,
         softcap: float | None,
         turn: HeadTurn | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """With `turn`, qkv is as the projection left it and the cache without the step's keys (where `turns`)."""
+        """With `turn`, qkv is as the projection left it and the cache without the step's keys (where `turns`); its
+        sinks count, not `sinks`."""
         if not isinstance(ctx, DeviceContext):
             ctx = self.adapt(ctx, shape, window)
         out = torch.empty(qkv.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -224,6 +231,8 @@ class TritonAttention:
             "kv_scale": self.kv_scale,
             "out": out,
         }
+        if turn is None:
+            options["sinks"] = sinks
         if ctx.num_decodes and ctx.splits:
             split = ctx.splits[group]
             self._decode(qkv, cache, table, ctx, split, shape, scale, turn, options)

@@ -23,27 +23,36 @@ class Command:
 
 
 BENCHES: dict[str, Command] = {
-    "cpu": Command("quire.bench.cpu", "cases A to D on a CPU, against transformers in one run"),
-    "accuracy": Command("quire.bench.accuracy", "what integer arithmetic on a CPU costs in accuracy, against float32"),
-    "scheduler": Command("quire.bench.scheduler", "time to plan a step of 16 to 1,024 sequences"),
-    "prefix-cache": Command("quire.bench.prefix_cache", "hit rates of the eviction policies on a trace"),
-    "policies": Command("quire.bench.policies", "one workload through each way of batching: throughput and latency"),
-    "gpu": Command("quire.bench.gpu", "cases a to d on a GPU, against what the hardware allows"),
-    "serve": Command("quire.bench.serve", "load on a server of the OpenAI API: throughput, latency, goodput"),
-    "structured": Command("quire.bench.structured", "answers in the shape of a JSON schema against free ones"),
-    "async": Command("quire.bench.async_engine", "the engine in its own process: streamed tokens per second"),
-    "http": Command("quire.bench.http", "what serving costs: HTTP against the engine, an instant model, long prompts"),
-    "route": Command("quire.bench.route", "prefixes that a router finds on a trace, and what passing through it costs"),
-    "view": Command("quire.bench.view", "what it costs the engine to be watched on the page"),
-    "parallel": Command("quire.bench.parallel", "one model over several ranks: reaching them, and speed"),
-    "soak": Command("quire.bench.soak", "mixed requests, hang-ups, bad input, killed engines; then a look for damage"),
-    "speculative": Command("quire.bench.speculative", "one stream with drafts against the same without"),
-    "pressure": Command("quire.bench.pressure", "KV pools too small for the load, in each mode of preemption"),
-    "kv-benefit": Command("quire.bench.kv_benefit", "when a pool is faster than computing, by network and prompt"),
-    "pool": Command("quire.bench.pool", "replicas with a KV pool against replicas without, on a trace"),
-    "transfer": Command("quire.bench.transfer", "KV from one process into another's blocks, by each transport"),
-    "disaggregated": Command("quire.bench.disaggregated", "long prompts among streams, in chunks or elsewhere"),
-    "offload": Command("quire.bench.offload", "streams that go on while a long prefix comes back from the host"),
+    "cpu": Command("quire.bench.cpu.command", "cases A to D on a CPU, against transformers in one run"),
+    "accuracy": Command("quire.bench.cpu.accuracy",
+                        "what integer arithmetic on a CPU costs in accuracy, against float32"),
+    "scheduler": Command("quire.bench.scheduling.scheduler", "time to plan a step of 16 to 1,024 sequences"),
+    "prefix-cache": Command("quire.bench.kv.prefix_cache", "hit rates of the eviction policies on a trace"),
+    "policies": Command("quire.bench.scheduling.policies",
+                        "one workload through each way of batching: throughput and latency"),
+    "gpu": Command("quire.bench.gpu.command", "cases a to d on a GPU, against what the hardware allows"),
+    "serve": Command("quire.bench.serving.serve", "load on a server of the OpenAI API: throughput, latency, goodput"),
+    "structured": Command("quire.bench.serving.structured", "answers in the shape of a JSON schema against free ones"),
+    "async": Command("quire.bench.serving.async_engine", "the engine in its own process: streamed tokens per second"),
+    "http": Command("quire.bench.serving.http",
+                    "what serving costs: HTTP against the engine, an instant model, long prompts"),
+    "route": Command("quire.bench.routing.route",
+                     "prefixes that a router finds on a trace, and what passing through it costs"),
+    "view": Command("quire.bench.serving.view", "what it costs the engine to be watched on the page"),
+    "parallel": Command("quire.bench.ranks.parallel", "one model over several ranks: reaching them, and speed"),
+    "soak": Command("quire.bench.soak.command",
+                    "mixed requests, hang-ups, bad input, killed engines; then a look for damage"),
+    "speculative": Command("quire.bench.speculation.command", "one stream with drafts against the same without"),
+    "pressure": Command("quire.bench.scheduling.pressure",
+                        "KV pools too small for the load, in each mode of preemption"),
+    "kv-benefit": Command("quire.bench.kv.benefit", "when a pool is faster than computing, by network and prompt"),
+    "pool": Command("quire.bench.kv.pool", "replicas with a KV pool against replicas without, on a trace"),
+    "transfer": Command("quire.bench.kv.transfer", "KV from one process into another's blocks, by each transport"),
+    "disaggregated": Command("quire.bench.kv.disaggregated", "long prompts among streams, in chunks or elsewhere"),
+    "offload": Command("quire.bench.kv.offload", "streams that go on while a long prefix comes back from the host"),
+}
+TRAININGS: dict[str, Command] = {
+    "eagle": Command("quire.cli.train_eagle", "a head that guesses the model's next tokens, from its own answers"),
 }
 COMMANDS: dict[str, Command] = {
     "demo": Command("quire.cli.demo", "fetch the default model and let it answer three questions"),
@@ -58,6 +67,7 @@ COMMANDS: dict[str, Command] = {
     "inspect": Command("quire.cli.inspect", "what a model is and what of it fits in this machine"),
     "env": Command("quire.cli.env", "versions, processor, memory and kernels, for a bug report"),
     "bench": Command("quire.cli.bench", "measure speed; one JSON line per case", BENCHES),
+    "train": Command("quire.cli.train", "train what makes a model faster", TRAININGS),
     "eval": Command("quire.eval.command", "accuracy on LAMBADA, ARC or GSM8K"),
     "fuzz": Command("quire.cli.fuzz", "look for workloads whose tokens differ from the plain path's"),
     "completion": Command("quire.cli.completion", "print a completion script for bash, zsh or fish"),
@@ -147,11 +157,12 @@ def overview(prog: str, intro: str, among: Mapping[str, Command], outro: str) ->
 def dispatch(argv: Sequence[str]) -> tuple[Any, argparse.Namespace] | str:
     """What `argv` asks for: a module with its parsed arguments, or a text to print."""
     words, among, prog, verbose = list(argv), COMMANDS, "quire", False
+    parent: Command | None = None
     while True:
         while words and words[0] in ("-v", "--verbose"):
             verbose, words = True, words[1:]
         if not words or words[0] in ("-h", "--help"):
-            return _help(prog, among)
+            return _help(prog, among, parent)
         if prog == "quire" and words[0] == "--version":
             from quire import __version__
 
@@ -165,13 +176,13 @@ def dispatch(argv: Sequence[str]) -> tuple[Any, argparse.Namespace] | str:
             args = make_parser(module, prog).parse_args(words)
             args.verbose = args.verbose or verbose
             return module, args
-        among = dict(command.children)
+        parent, among = command, dict(command.children)
 
 
-def _help(prog: str, among: Mapping[str, Command]) -> str:
-    if prog != "quire":
-        bench = importlib.import_module("quire.cli.bench")
-        return overview(prog, bench.INTRO, among, bench.EXAMPLES)
+def _help(prog: str, among: Mapping[str, Command], parent: Command | None) -> str:
+    if parent is not None:
+        module = importlib.import_module(parent.module)
+        return overview(prog, module.INTRO, among, module.EXAMPLES)
     return overview(
         prog,
         "Quire runs language models on this machine: paged KV cache, continuous batching, the same tokens\n"

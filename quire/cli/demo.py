@@ -15,7 +15,7 @@ from quire.cli.terminal import BOLD, DIM, GREEN, LiveText, bar, process_age, sty
 from quire.cli.throughput import measure
 
 if TYPE_CHECKING:
-    from quire.engine.output import RequestOutput
+    from quire.engine.outputs.output import RequestOutput
     from quire.llm import LLM
     from quire.sampling.params import SamplingParams
 

@@ -25,7 +25,7 @@ from quire.cli.throughput import measure
 from quire.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from quire.engine.output import CompletionOutput, RequestOutput
+    from quire.engine.outputs.output import CompletionOutput, RequestOutput
     from quire.llm import LLM
     from quire.sampling.params import SamplingParams
 

@@ -43,11 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = EngineConfig.create(model=args.model, **engine_options(args))
     fetch(config.model.model, config.model.cache_dir)
-    from quire.engine.source import open_source
+    from quire.engine.assembly.source import open_source
     from quire.models.registry import read_spec
 
     source = open_source(config)
-    spec = read_spec(source.config)
+    spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
     facts = {**_identity(source), **_shape(spec), **_memory(spec, config)}
     print(json.dumps(facts) if args.json else _page(facts))
     return 0

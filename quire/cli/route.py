@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     from quire.cli.commands import UsageError
     from quire.router.app import build_router, start_router
     from quire.router.replica import Role
-    from quire.server import log
     from quire.server.run import run as serve
+    from quire.server.telemetry import log
 
     config = ServerConfig.create(**options_of(args, _SERVER_PREFIX))
     router = RouterConfig.create(**options_of(args, _ROUTER_PREFIX))

@@ -123,8 +123,8 @@ async def _local(options: dict[str, Any], concurrency: int) -> AsyncIterator[Ask
     from quire.async_llm import AsyncLLM
     from quire.cli.engine import fetch
     from quire.config import EngineConfig
+    from quire.server.access.auth import ApiKeys
     from quire.server.app import build_app
-    from quire.server.auth import ApiKeys
     from quire.server_config import ServerConfig
 
     engine = EngineConfig.create(**options)

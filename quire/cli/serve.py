@@ -44,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
     from quire.cli.engine import fetch
     from quire.config import EngineConfig
     from quire.router.registration import check_registration, heartbeat_of
-    from quire.server import log
-    from quire.server.auth import ApiKeys
+    from quire.server.access.auth import ApiKeys
     from quire.server.run import run as serve
+    from quire.server.telemetry import log
 
     config = ServerConfig.create(**options_of(args, _PREFIX))
     options = _engine_options(args, len(ApiKeys.of(config)))

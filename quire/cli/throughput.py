@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quire.engine.output import RequestOutput
+    from quire.engine.outputs.output import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)

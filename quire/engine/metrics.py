@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from quire.kernels.routing import LayerLoad
 from quire.kvcache.swap import SwapStats
 from quire.scheduler.scheduler import Scheduler
 from quire.worker.memory import PoolSize
 
 
-def flat_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float]:
+def flat_metrics(
+    scheduler: Scheduler, pool: PoolSize, experts: Sequence[LayerLoad] = ()
+) -> dict[str, int | float]:
     stats, cache = scheduler.stats, scheduler.cache
     used = sum(p.num_used for p in cache.pools)
     cached = sum(p.num_cached for p in cache.pools)
@@ -50,7 +55,21 @@ def flat_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float]
         **{name: value for tier in cache.tiers for name, value in tier.metrics().items()},
         **({} if scheduler.speculator is None else scheduler.speculator.stats.flat()),
         **({} if scheduler.peer_metrics is None else scheduler.peer_metrics()),
+        **_expert_metrics(experts),
     }
+
+
+def _expert_metrics(experts: Sequence[LayerLoad]) -> dict[str, int | float]:
+    """Rows that went through each expert, all layers together; and how unevenly the layers' experts were used."""
+    if not experts:
+        return {}
+    most = max(len(load.rows) for load in experts)
+    busiest = [max(load.rows) * len(load.rows) / sum(load.rows) for load in experts if sum(load.rows)]
+    return {
+        "expert_imbalance": sum(busiest) / len(busiest) if busiest else 1.0,
+        **{f"expert_rows_{expert}": sum(load.rows[expert] for load in experts if expert < len(load.rows))
+           for expert in range(most)},
+    }  # fmt: skip
 
 
 def _tier_metrics(scheduler: Scheduler, pool: PoolSize) -> dict[str, int | float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from quire.errors import EngineDeadError
+from quire.kernels.routing import LayerLoad
 from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import StepPlan, StepResult
 
@@ -57,6 +58,11 @@ class Executor(ABC):
 
     def describe_ranks(self) -> list[RankFacts]:
         """What is known of the processes that share the model; none where there is one."""
+        return []
+
+    def expert_load(self) -> list[LayerLoad]:
+        """What the experts of each layer have done so far, as far as is known without waiting; none where the model has
+        no experts."""
         return []
 
     def close(self) -> None:  # noqa: B027 (most have nothing to let go of)

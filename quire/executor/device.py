@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
 from quire.executor.base import Executor
 from quire.executor.lost_rows import LostRows, launch_sound
+from quire.kernels.routing import LayerLoad
 from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import StepPlan, StepResult
 
@@ -30,10 +32,14 @@ class DeviceExecutor(Executor):
     the failure on its rows are refused all the same.
     """
 
-    def __init__(self, worker: PlanLauncher) -> None:
+    def __init__(self, worker: PlanLauncher, expert_load: Callable[[], list[LayerLoad]] = list) -> None:
         self._worker = worker
+        self._expert_load = expert_load
         self.arrivals = worker.arrivals
         self._guard = LostRows()
+
+    def expert_load(self) -> list[LayerLoad]:
+        return self._expert_load()
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         return launch_sound(self._guard, plan, self._worker.submit)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from quire.executor.base import Executor
 from quire.executor.lost_rows import LostRows
+from quire.kernels.routing import LayerLoad
 from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import StepPlan, StepResult
 
@@ -22,13 +24,18 @@ class PlanRunner(Protocol):
 class LocalExecutor(Executor):
     """One worker, in this thread or in one of its own; the guard of lost rows stands in front of the worker."""
 
-    def __init__(self, worker: PlanRunner, overlap: bool = False, arrivals: ArrivalBox | None = None) -> None:
-        """`arrivals`: where the worker's transfers report, if it has any."""
+    def __init__(self, worker: PlanRunner, overlap: bool = False, arrivals: ArrivalBox | None = None,
+                 expert_load: Callable[[], list[LayerLoad]] = list) -> None:
+        """`arrivals`: where the worker's transfers report, if it has any. `expert_load`: what its experts have done."""
         self._worker = worker
         if arrivals is not None:
             self.arrivals = arrivals
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-worker") if overlap else None
         self._guard = LostRows()
+        self._expert_load = expert_load
+
+    def expert_load(self) -> list[LayerLoad]:
+        return self._expert_load()
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         if self._thread is not None:

@@ -17,11 +17,12 @@ from quire.fuzz.fault_case import END, VOCABULARY, FaultCase, FaultRequest
 from quire.fuzz.unit_tier import NUM_PLACES, UNITS, SmallUnits
 from quire.kvcache.connector import KVConnector
 from quire.kvcache.host_tier import HostTier
-from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.parallel.place import Place
 from quire.ranks.threads import ThreadExecutor, start_threads
 from quire.ranks.workers import KV_HASH
 from quire.sampling.params import BeamSearchParams, SamplingParams
+from quire.sampling.token_logprobs import logprob_of
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.policy import BATCHING_POLICIES
 from quire.scheduler.preemption import Preemption, PreemptionMode
@@ -75,7 +76,7 @@ class Play:
                 continue
             for update in self.core.step():
                 found = self._logprobs.setdefault(update.request.request_id, [])
-                found += [each.logprob for each in update.prompt_logprobs or ()]
+                found += [logprob_of(each) for each in update.prompt_logprobs or ()]
             self.core.scheduler.check()
             if not arrivals and not self.core.has_work:
                 break
@@ -223,7 +224,7 @@ def faulty_executor(case: FaultCase) -> FaultyExecutor:
 
 
 def faulty_scheduler(options: dict[str, Any], clock: Any) -> Scheduler:
-    groups = tuple(CacheGroup(window) for window in options["windows"])
+    groups = tuple(GroupWindow(window) for window in options["windows"])
     tiers: list[KVConnector] = []
     if options["host_blocks"]:
         tiers.append(HostTier(options["host_blocks"], len(groups), options["offload"]))

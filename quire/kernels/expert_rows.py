@@ -24,6 +24,8 @@ class ExpertRows:
     """int64 [T, chosen]: the range of experts that it belongs to."""
     weights: Tensor
     """float32 [T, chosen]"""
+    all_counts: Tensor
+    """int64 [all experts]: as `counts`, of the other ranks' experts too."""
 
 
 class ExpertRanges:
@@ -52,5 +54,5 @@ class ExpertRanges:
         places[mine] = torch.arange(len(mine))
         return ExpertRows(
             mine // chosen.shape[1], counts[self.first : self.last], places.view(chosen.shape),
-            self._range_of[experts], weights.gather(-1, order),
+            self._range_of[experts], weights.gather(-1, order), counts,
         )

@@ -1,9 +1,12 @@
-"""How a router chooses experts, as plain data. No torch."""
+"""How a router chooses experts, as plain data, and what it has to choose for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # what a model is can be said without the import of torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,29 @@ class RouterSpec:
     chosen_groups: int = 1
     group_score: Literal["best", "best two"] = "best"
     """What a group counts: its best expert's score, or the sum of its best two."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRows:
+    """Rows of a step that wait for their experts."""
+
+    router: RouterSpec
+    logits: Tensor
+    """[T, experts]"""
+    choice_bias: Tensor | None
+    """float32 [experts]"""
+    slots: Tensor | None
+    """int64 [T]: negative for rows of padding, which get no expert; None: there are none of them."""
+    load: Tensor | None
+    """int64 [experts]: so many rows have gone through each expert so far; counted on."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoad:
+    """How many rows have gone through each expert of a layer since the model was built."""
+
+    layer: int
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,11 @@ class HeadShape:
         return self.group * self.num_kv_heads == self.num_heads
 
     @property
+    def evened(self) -> HeadShape:
+        """With the query heads that other ranks have of the same kv heads, before and behind these."""
+        return self if self.is_even else HeadShape(self.group * self.num_kv_heads, self.num_kv_heads, self.head_dim)
+
+    @property
     def width(self) -> int:
         """Columns of the merged qkv projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim

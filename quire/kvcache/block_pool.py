@@ -111,7 +111,7 @@ class BlockPool:
     def make_room(self, count: int) -> bool:
         """Are `count` blocks free? If not, evicts cached ones until they are, or will be once a tier has their content.
 
-        No more than are asked for: what is on its way out counts, unless somebody else was promised it in this draft.
+        At most as many as asked for. Blocks being copied out count, unless this draft promised them to another request.
         """
         while len(self._free) + self.num_leaving < count + self.num_promised and len(self._policy):
             self._evict()
@@ -149,13 +149,13 @@ class BlockPool:
     def share(self, block: int) -> None:
         """One more holder of a used block, on behalf of one that holds it: no sign that others want it."""
         if self.counts[block] == 0:
-            raise InvariantError(f"KV block {block} shared while nobody holds it")
+            raise InvariantError(f"KV block {block} shared while its reference count is 0")
         self.counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """One holder less for each; give a chain deepest block first. Registered blocks stay cached.
 
-        A block that nobody holds is left alone and reported after the others were released.
+        A block whose reference count is 0 is left alone and reported after the others were released.
         """
         overdrawn = NO_BLOCK
         for block in blocks:
@@ -184,7 +184,7 @@ class BlockPool:
         return self._hash[block] == key and self._registered_at[block] <= since
 
     def num_idle_of(self, chain: list[int]) -> int:
-        """How many blocks of a cached prefix nobody uses, in O(log n): who uses a block uses all before it."""
+        """How many blocks of a cached prefix are idle, in O(log n): whoever holds a block holds all before it."""
         return len(chain) - bisect_left(chain, True, key=lambda block: self.counts[block] == 0)
 
     def register(self, block: int, key: bytes, parent: int) -> None:
@@ -192,7 +192,7 @@ class BlockPool:
         if key in self._index or self._hash[block] is not None:
             raise InvariantError(f"KV block {block} registered twice")
         if self.counts[block] == 0:
-            raise InvariantError(f"KV block {block} registered while nobody holds it")
+            raise InvariantError(f"KV block {block} registered while its reference count is 0")
         linked = self.chained and parent != NO_BLOCK
         if linked and self._hash[parent] is None:
             raise InvariantError(f"KV block {block} registered behind unregistered parent {parent}")
@@ -207,7 +207,7 @@ class BlockPool:
         self._policy.register(block, key, parent if linked else NO_BLOCK)
 
     def drop_cached(self) -> int:
-        """Evict everything that nobody uses; returns how many blocks that freed."""
+        """Evict every idle block; returns how many that freed."""
         dropped = 0
         while len(self._policy):
             block = self._policy.pop()

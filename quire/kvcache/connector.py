@@ -74,7 +74,7 @@ class Lookup:
 class KVConnector(ABC):
     """A tier of blocks, numbered per cache group.
 
-    Contract: a block stays as it is while somebody holds it. Every copy to the tier that `stored`, `finished` or
+    Contract: a block does not change while it is held. Every copy to the tier that `stored`, `finished` or
     `evicted` asked for ends with one `settled`; what is stored can be found only after that. `lookup`, `hold` of a
     prefix, `stored`, `finished` and `evicted` may raise: that is logged, and counts as "nothing here" or "no copy".
     `give_back` and `settled` may not.
@@ -165,16 +165,16 @@ class KVConnector(ABC):
     @property
     @abstractmethod
     def num_used(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with a reference."""
 
     @property
     @abstractmethod
     def num_cached(self) -> int:
-        """Blocks that hold a prefix for whoever asks, and nobody holds."""
+        """Cached blocks without a reference."""
 
     @abstractmethod
     def drop_cached(self) -> int:
-        """Forget prefixes that nobody holds; how many blocks."""
+        """Evict cached blocks without a reference; returns how many."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -198,11 +198,11 @@ class KVConnector(ABC):
 
 
 def unless_it_breaks(tier: KVConnector, otherwise: Answer, call: Callable[..., Answer], *arguments: object) -> Answer:
-    """Ask a tier something. One that raises costs the hit, or the copy, and nobody's request."""
+    """Call a tier. If it raises, the hit or the copy is lost; the request goes on."""
     try:
         return call(*arguments)
     except InvariantError:
         raise
     except Exception as error:
-        log.warning("the KV tier %r broke: %s: %s", tier.name, type(error).__name__, error)
+        log.warning("the KV tier %r failed: %s: %s", tier.name, type(error).__name__, error)
         return otherwise

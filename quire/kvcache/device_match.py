@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
-from quire.kvcache.matching import CacheGroup, valid_in_windows
+from quire.kvcache.matching import GroupWindow, valid_in_windows
 from quire.kvcache.table import PrefixMatch, SeenPrefix
 
 
 class DevicePrefixes:
     """Finds cached prefixes in the pools of all cache groups."""
 
-    def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], block_size: int) -> None:
+    def __init__(self, groups: Sequence[GroupWindow], pools: Sequence[BlockPool], block_size: int) -> None:
         self._groups = groups
         self._pools = pools
         self._block_size = block_size

@@ -17,7 +17,7 @@ from quire.kvcache.transfers import Move, TransferLedger
 
 
 class KVObserver(Protocol):
-    """Somebody who keeps an index of what an engine holds."""
+    """A listener that keeps an index of the blocks an engine holds."""
 
     def stored(self, group: int, key: bytes, parent: bytes | None, block: int) -> None:
         """A full block can be found under `key`; `parent` is the prefix one block shorter."""

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 
 class EvictionPolicy(ABC):
-    """Orders the blocks that hold a cached prefix and are used by nobody.
+    """Orders the idle blocks: those that cache a prefix and that no sequence uses.
 
     The pool calls `register` when a block in use begins to cache a prefix, `add` when nobody uses it any
     more, `remove` when it is used again, `touch` when one in use gets another user, `pop` for a victim. Users

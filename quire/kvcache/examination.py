@@ -1,4 +1,4 @@
-"""Checks of bookkeeping in parts of bounded work, for whoever must not stop for long."""
+"""Consistency checks in small parts, so that the step loop can run them between requests."""
 
 from __future__ import annotations
 

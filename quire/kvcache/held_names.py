@@ -1,4 +1,4 @@
-"""Which prefixes an engine's device holds, as changes since somebody last asked: what an engine publishes."""
+"""Which prefixes an engine's device holds, as changes since the last call: what an engine publishes to routers."""
 
 from __future__ import annotations
 

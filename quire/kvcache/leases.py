@@ -1,4 +1,4 @@
-"""Blocks that a finished sequence keeps until somebody has taken them, for a time that ends."""
+"""Leases: a finished sequence keeps its blocks until another engine has fetched them, or the lease expires."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._number = 0
         self.num_expired = 0
-        """Leases that nobody released, over the cache's life."""
+        """Leases that expired without being released, over the cache's life."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -45,7 +45,7 @@ class Leases:
         return self._leases.get(number)
 
     def renew(self, number: int, until: float) -> bool:
-        """False if the lease has ended: its blocks may be somebody else's."""
+        """False if the lease has ended: its blocks may hold something else by now."""
         lease = self._leases.get(number)
         if lease is not None:
             lease.until = max(lease.until, until)
@@ -56,7 +56,7 @@ class Leases:
         self._leases[number].readers += 1
 
     def release(self, number: int) -> bool:
-        """The blocks were taken, or nobody wants them; false if the lease had ended."""
+        """The blocks were fetched, or are not wanted; false if the lease had ended already."""
         lease = self._leases.pop(number, None)
         if lease is not None:
             self._free(lease.kv)

@@ -58,6 +58,10 @@ class LRU2(EvictionPolicy):
         self._parent[block] = parent
         self._last[block] = self._last_uses.get(key)
 
+    def set_last_use(self, block: int, when: int) -> None:
+        """For a block just registered, if the caller remembers its last use longer; `when` counts calls of `add`."""
+        self._last[block] = max(when, self._last[block])
+
     def add(self, block: int) -> None:
         self._now += 1
         self._before[block], self._last[block] = self._last[block], self._now

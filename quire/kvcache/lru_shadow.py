@@ -64,7 +64,7 @@ class Shadow(ABC):
 
     @abstractmethod
     def released(self, key: bytes) -> None:
-        """Nobody uses `key` any more; of a chain the deepest is told first."""
+        """`key` is idle from now on; the blocks of a chain are released deepest first."""
 
 
 class LRUShadow(Shadow):
@@ -107,6 +107,10 @@ class LRU2Shadow(Shadow):
             self._in_use[key] = self._last_uses.get(key) if known is None else known[1]
             self._make_room()
         return held
+
+    def last_use(self, key: bytes) -> int:
+        """When `key`, in use now, was last used before that, counted in calls of `released`; 0: not known."""
+        return self._in_use.get(key, 0)
 
     def released(self, key: bytes) -> None:
         self._now += 1

@@ -19,7 +19,7 @@ from quire.kvcache.events import KVEvents
 from quire.kvcache.eviction import EVICTION_POLICIES
 from quire.kvcache.examination import compare_counts, count_blocks, finish, zeros
 from quire.kvcache.leases import Leases
-from quire.kvcache.matching import CacheGroup as CacheGroup
+from quire.kvcache.matching import GroupWindow as GroupWindow
 from quire.kvcache.matching import valid_in_windows
 from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.prefix import HashChain
@@ -47,7 +47,7 @@ class KVCacheManager:
         self,
         num_blocks: int,
         block_size: int,
-        groups: tuple[CacheGroup, ...] = (CacheGroup(),),
+        groups: tuple[GroupWindow, ...] = (GroupWindow(),),
         prefix_caching: bool = True,
         eviction_policy: str = "lru",
         secret: bytes | None = None,
@@ -337,7 +337,7 @@ class KVCacheManager:
         return True
 
     def _idle(self, pool: BlockPool, match: PrefixMatch, group: int) -> int:
-        """Blocks of a match that nobody uses: taking them leaves as many fewer for others."""
+        """Idle blocks of a match: taking them leaves as many fewer for others."""
         held = match.blocks[group]
         if pool.chained and not match.num_outside:
             return pool.num_idle_of(held)
@@ -478,7 +478,7 @@ class KVCacheManager:
             self._give_back(index, table.blocks[table.first_live :][::-1])
 
     def _left(self, group: int, block: int) -> None:
-        """A block that was evicted has been copied out. No plan names it: nobody held it."""
+        """An evicted block has been copied out to a tier. It was idle, so no plan in flight names it."""
         self.pools[group].left(block)
 
     def _give_back(self, group: int, blocks: list[int]) -> None:
@@ -518,7 +518,7 @@ class KVCacheManager:
 
     @property
     def held_outside(self) -> bool:
-        """Blocks will come free once somebody outside has said that it reads, or writes, them no more."""
+        """Blocks will come free once another engine reports that it has finished reading or writing them."""
         return self.leases.num_read > 0 or self.reservations.num_quarantined > 0
 
     def close(self) -> None:
@@ -527,14 +527,14 @@ class KVCacheManager:
             tier.close()
 
     def drop_cached(self) -> int:
-        """Forget every prefix that nobody uses."""
+        """Evict every cached prefix that no sequence uses."""
         dropped = sum(tier.drop_cached() for tier in self.tiers) + sum(pool.drop_cached() for pool in self.pools)
         self.events.cleared()
         return dropped
 
     @property
     def resettable(self) -> bool:
-        """Nobody from outside, and no transfer, may still write into a block."""
+        """No other engine and no transfer may still write into a block."""
         return not (self.transfers.under_way or self.transfers.drafted or len(self.reservations))
 
     def reset(self) -> None:
@@ -560,7 +560,7 @@ class KVCacheManager:
     def _window_blocks(self, window: int) -> int:
         return self.blocks_for(window) + 1
 
-    def first_needed(self, group: CacheGroup, position: int) -> int:
+    def first_needed(self, group: GroupWindow, position: int) -> int:
         """First table entry that a token at `position` can still see."""
         return group.first_needed(position, self.block_size)
 

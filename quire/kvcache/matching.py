@@ -15,7 +15,7 @@ There = Callable[[int, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class CacheGroup:
+class GroupWindow:
     """Layers that share block tables: all full attention (`window` None), or all of one sliding window."""
 
     window: int | None = None
@@ -25,7 +25,7 @@ class CacheGroup:
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
 
 
-def longest_match(groups: Sequence[CacheGroup], block_size: int, hashes: list[bytes], find: Find) -> PrefixMatch:
+def longest_match(groups: Sequence[GroupWindow], block_size: int, hashes: list[bytes], find: Find) -> PrefixMatch:
     """From the start for full attention, the last window for the others."""
     length = len(hashes)
     found: list[list[int]] = [[] for _ in groups]
@@ -45,7 +45,7 @@ def longest_match(groups: Sequence[CacheGroup], block_size: int, hashes: list[by
     return PrefixMatch(length * block_size, blocks, num_outside)
 
 
-def valid_in_windows(groups: Sequence[CacheGroup], block_size: int, there: There, length: int) -> int:
+def valid_in_windows(groups: Sequence[GroupWindow], block_size: int, there: There, length: int) -> int:
     """The longest prefix, at most `length` blocks, whose last window is there in every window group."""
     gap = length
     while gap >= 0:

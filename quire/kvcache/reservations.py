@@ -1,4 +1,4 @@
-"""Blocks reserved for somebody outside who writes KV into them: arrival by token range, cancelling, quarantine.
+"""Blocks reserved for KV that another engine writes: arrival by token range, cancelling, quarantine.
 
 A reservation's blocks are out of circulation from `reserve` until its writer can do no harm any more: all of it has
 arrived, or the writer has confirmed that it stopped. Its number is never used again, so a writer that checks it before

@@ -16,9 +16,11 @@ _REMEMBERED = 2
 _TICKS = 16
 """Ages and indices are brought up to date so often while as many blocks as the pool has become idle."""
 _LEAST_TICK = 128
-_CLEAR_LEAD, _LEAD_MEMORY = 1 / 16, 8
-"""Hits, as a share of the pool's blocks, by which LRU-2 must be ahead of LRU to be followed, and how many pool sizes of
-prefixes asked for it takes to forget most of a lead."""
+_CLEAR_LEAD, _LEAD_MEMORY = 1 / 16, 1
+"""LRU-2 is followed once it leads LRU by this many hits, as a share of the pool's blocks. After as many hits as
+`_LEAD_MEMORY` pools have blocks most of a lead is forgotten (not lookups: where reuse is rare a lead grows slowly)."""
+_CLEAR_SHARE = 0.5
+"""Or once its lead is this share of the recent hits of both: where hits are few, that is evidence enough."""
 
 # Kinds of blocks, told apart by how often the prefix was used, as far as remembered: tails used once, others
 # used once, twice, 3 or 4 times, more often. A prompt's last block has its own kind while it is new: chats
@@ -65,6 +67,8 @@ class ReuseRate(EvictionPolicy):
         """The same blocks in the order of LRU-2."""
         self._lead = 0.0
         """Hits by which LRU-2 is ahead of LRU, those of long ago counting less."""
+        self._recent_hits = 0.0
+        """Hits of either, those of long ago counting less."""
         self._clear_lead, self._fade = _CLEAR_LEAD * num_blocks, 1.0 / max(1, _LEAD_MEMORY * num_blocks)
         self._statistics = ReuseStatistics(num_blocks, _NUM_KINDS)
         cells = _NUM_KINDS * self._statistics.num_buckets
@@ -83,6 +87,7 @@ class ReuseRate(EvictionPolicy):
     def register(self, block: int, key: bytes, parent: int) -> None:
         self._wanted(key, found=False)
         self._second_last.register(block, key, parent)
+        self._second_last.set_last_use(block, self._lru2.last_use(key))
         self._key[block] = key
         self._parent[block] = parent
         self._uses[block] = 1 + (self._remembered.get(key) or self._remembered_before.get(key, 0))
@@ -134,10 +139,12 @@ class ReuseRate(EvictionPolicy):
 
     def _wanted(self, key: bytes, found: bool) -> None:
         by_lru, by_lru2 = self._lru.wanted(key, found), self._lru2.wanted(key, found)
-        self._lead += by_lru2 - by_lru - self._lead * self._fade
+        if by_lru or by_lru2:
+            self._lead += by_lru2 - by_lru - self._lead * self._fade
+            self._recent_hits += 1.0 - self._recent_hits * self._fade
 
     def _victim(self) -> int:
-        second = self._lead > self._clear_lead
+        second = self._lead > self._clear_lead or self._lead > _CLEAR_SHARE * self._recent_hits
         if self._lru.trusted and (self._lru2.trusted or not second):
             return self._least_promising()
         return self._second_last.peek() if second else next(iter(self._order))

@@ -1,7 +1,7 @@
 """The secret that replicas share, and the keys that are derived from it, one for each purpose.
 
 Engines that share a secret give equal prefixes equal names, so that a router, a pool or a peer can say which of them
-holds what. Whoever does not have it can neither guess a prefix from its name nor make a name up.
+holds what. Without it one can neither guess a prefix from its name nor make up a name.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ def derived_secret(secret: bytes, purpose: str) -> bytes:
 
 
 def secret_name(secret: bytes) -> str:
-    """A public name of the secret: two who have the same one say the same, and nobody learns it from that."""
+    """A public fingerprint: equal for equal secrets, and the secret cannot be computed from it."""
     return derived_secret(secret, "name").hex()[:32]

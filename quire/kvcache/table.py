@@ -87,9 +87,9 @@ class SequenceKV:
     num_offered: int = 0
     """Leading units that have been offered to tiers of units."""
     num_copies: int = 0
-    """Copies on write since somebody last counted them."""
+    """Copies on write since the counter was last read."""
     seen: SeenPrefix = field(default_factory=SeenPrefix)
-    """What was cached of its tokens when somebody last looked."""
+    """How many of its tokens were cached at the last match."""
 
 
 _MOST_TIERS = 16

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from quire.kvcache.block_pool import NO_BLOCK, BlockPool
 from quire.kvcache.connector import KVConnector, Lookup
-from quire.kvcache.matching import CacheGroup, longest_match
+from quire.kvcache.matching import GroupWindow, longest_match
 from quire.kvcache.move_cost import MoveCost
 from quire.kvcache.table import PrefixMatch, outside, tier_and_block
 
 
 class TierPrefixes:
-    def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], block_size: int,
+    def __init__(self, groups: Sequence[GroupWindow], pools: Sequence[BlockPool], block_size: int,
                  tiers: Sequence[KVConnector], block_bytes: Sequence[int]) -> None:
         self._groups, self._pools, self._block_size = groups, pools, block_size
         self._tiers, self._block_bytes = tiers, block_bytes

@@ -15,7 +15,7 @@ class TokenPrefix:
     num_tokens: int
     """So many of `tokens` are meant."""
     unit_keys: list[bytes] = field(default_factory=list)
-    """Keys of its pool units, as far as somebody has computed them; the sequence keeps them."""
+    """Keys of its pool units that were computed so far; the sequence keeps them."""
 
 
 @dataclass(slots=True)

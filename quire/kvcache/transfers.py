@@ -1,7 +1,7 @@
 """Blocks on their way between the device and its tiers: who holds both ends until a transfer has reported.
 
 A transfer keeps a hold of its own on every block that it touches, on both sides, whatever becomes of the sequences
-that asked for it. So a late write can only land in a block that nobody else was given.
+that asked for it. So a late write can only land in a block that was not handed out again.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Fetch:
     """Why some of it will not come."""
     num_bytes: int = 0
     awaited: bool = False
-    """Somebody outside writes it, into blocks that were reserved for that."""
+    """Another engine writes it into blocks reserved for that."""
     token_due: bool = False
-    """Whoever writes it also draws the first token, which has not come."""
+    """The engine that writes it also samples the first token, which has not arrived yet."""
     until: float | None = None
     """When to look again at a token that is due."""
 
@@ -105,7 +105,7 @@ class TransferLedger:
         """To be started by the plan being drafted."""
         self.under_way: dict[int, Transfer] = {}
         self.cancels: list[int] = []
-        """Numbers of transfers that nobody waits for, for the plan being drafted."""
+        """Numbers of transfers to cancel in the plan being drafted."""
         self.stats = TransferStats()
         self._number = 0
 
@@ -203,7 +203,7 @@ class TransferLedger:
     # ---- giving up
 
     def cancel(self, fetch: Fetch) -> None:
-        """Nobody waits for it any more. Its blocks come free when its transfers have reported."""
+        """Cancel it. Its blocks come free when its transfers have reported their end."""
         for transfer in list(fetch.open):
             if transfer in self.drafted:
                 self.drafted.remove(transfer)
@@ -229,7 +229,7 @@ class TransferLedger:
                 self._abandon(transfer)
 
     def _abandon(self, transfer: Transfer) -> None:
-        """Reading late harms nobody here, and what was read is not trusted."""
+        """A late read does no harm: what it read is discarded."""
         transfer.error = "the copy was not made in time"
         for move in transfer.moves[transfer.num_done :]:
             self._release(transfer, move)

@@ -143,7 +143,7 @@ class PeerStore(UnitStore):
                 raise KVTransferError(f"a unit of {length} bytes")
             return receive_into(connection, bytearray(length)) if length else None
         except (OSError, KVTransferError) as error:
-            log.warning("the peer %s did not give a KV unit: %s", owner, error)
+            log.warning("fetching a KV unit from the peer %s failed: %s", owner, error)
             broken = self._connections.pop(owner, None)
             if broken is not None:
                 broken.close()
@@ -190,7 +190,7 @@ class PeerStore(UnitStore):
                     self._index.withdraw(self.owner, gone)
             except Exception as error:
                 # What it has not heard now it hears with the next heartbeat, since it will not know us.
-                log.debug("the index of KV units was not told: %s", error)
+                log.debug("the index of KV units could not be updated: %s", error)
                 with self._mutex:
                     self._fresh = fresh + self._fresh
                 self._closing.wait(min(1.0, self._lease / 3))

@@ -75,7 +75,7 @@ class UnitWriter:
             except Exception as error:
                 self._store.stats.writes_failed += 1
                 self._failed()
-                log.warning("a KV unit was not written: %s: %s", type(error).__name__, error)
+                log.warning("writing a KV unit failed: %s: %s", type(error).__name__, error)
             finally:
                 self._staging.drop(name)
 

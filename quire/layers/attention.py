@@ -117,9 +117,11 @@ class Attention:
             self._ops.norm_all_heads(qkv, self.shape, q_norm.weight, k_norm.weight, q_norm.eps)
             return
         spec, tokens = self._spec, qkv.shape[0]
-        queries, keys = qkv.new_empty(tokens, spec.num_heads), qkv.new_empty(tokens, spec.num_kv_heads)
-        for rank, squares in enumerate(self._ranks.exchange(self._ops.head_squares(qkv, self.shape))):
-            share = HeadShare.of(spec, rank, self._ranks.size)
+        mine = self._ops.head_squares(qkv, self.shape)
+        queries, keys = mine.new_empty(tokens, spec.num_heads), mine.new_empty(tokens, spec.num_kv_heads)
+        shares = [HeadShare.of(spec, rank, self._ranks.size) for rank in range(self._ranks.size)]
+        counts = [tokens * (share.last - share.first + share.last_kv - share.first_kv) for share in shares]
+        for share, squares in zip(shares, self._ranks.exchange(mine, counts), strict=True):
             heads = share.last - share.first
             theirs = squares.view(tokens, -1)
             queries[:, share.first : share.last] = theirs[:, :heads]

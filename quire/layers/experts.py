@@ -6,11 +6,15 @@ experts, the ranges in the tree of `quire.kernels.slices`. A rank that shares th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from quire.kernels.expert_rows import ExpertRanges
 from quire.kernels.quantized import WeightUse
+from quire.kernels.routing import LayerLoad, RoutedRows
 from quire.kernels.slices import Slices
 from quire.kernels.torch_routing import choose_experts
 from quire.kernels.types import StepContext
@@ -21,6 +25,21 @@ from quire.layers.spec import MoeSpec
 from quire.layers.stream import ResidualStream, Rows, Unnormed
 from quire.ops.interface import Ops
 from quire.parallel.collectives import TensorGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """How many rows have gone through each expert since the model was built."""
+
+    layers: tuple[int, ...]
+    """Which layers of the model have experts."""
+    counts: Tensor
+    """int64 [those layers, experts]"""
+
+    def as_data(self, counts: Tensor | None = None) -> list[LayerLoad]:
+        """`counts`: where they were copied to; None: where they are counted."""
+        rows = (self.counts if counts is None else counts).tolist()
+        return [LayerLoad(layer, tuple(row)) for layer, row in zip(self.layers, rows, strict=True)]
 
 
 class Experts:
@@ -41,17 +60,29 @@ class Experts:
     def receive(self, expert: int, part: str, kind: str, tensor: Tensor) -> None:
         (self._down if part == "down" else self._up).receive(expert - self._ranges.first, part, kind, tensor)
 
-    def fused(self, x: Tensor, logits: Tensor, choice_bias: Tensor | None) -> Tensor | None:
+    def fused(self, x: Tensor, routed: RoutedRows, residual: Tensor | None) -> Tensor | None:
         """The sums of each row's experts, routing included, where the device has kernels for all of it."""
         spec = self._spec
         return self._ops.routed_experts(
-            x, logits, spec.router, choice_bias, self._up.group, self._down.group, spec.activation, spec.clamp
+            x, routed, self._up.group, self._down.group, spec.activation, spec.clamp, residual
         )
 
-    def nodes(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def fused_over_ranks(
+        self, x: Tensor, routed: RoutedRows, residual: Tensor | None, ranks: TensorGroup,
+        runs: Sequence[tuple[int, int]],
+    ) -> Tensor | None:
+        """The same where ranks share the experts."""
+        spec = self._spec
+        return self._ops.experts_over_ranks(
+            x, routed, self._up.group, self._down.group, spec.activation, spec.clamp, residual, ranks, runs
+        )
+
+    def nodes(self, x: Tensor, chosen: Tensor, weights: Tensor, load: Tensor | None) -> Tensor:
         """What these experts add to each node of the tree over the ranges. Only chosen experts are read, each once for
         all rows that want it."""
         pairs = self._ranges.rows_of(chosen, weights)
+        if load is not None:
+            load.add_(pairs.all_counts)
         inner = self._up(x.index_select(0, pairs.rows), pairs.counts)
         clamp = self._spec.clamp
         if clamp is None:
@@ -68,17 +99,26 @@ class Moe:
         self, ops: Ops, spec: MoeSpec, dtype: torch.dtype | None, share: LayerShare | None = None,
         ranks: TensorGroup | None = None,
     ) -> None:
+        self._ops = ops
         self._spec = spec
         self._ranks = ranks if share is not None else None
         self._tree = None if share is None else share.expert_tree
         self.router = Linear(ops, ("router",), spec.router.bias, dtype, use=WeightUse.EXACT)
         self._choice_bias: Tensor | None = None
+        self.load: Tensor | None = None
+        """int64 [experts]: so many rows have gone through each, of all ranks' experts; None: nobody counts."""
         run = Slices.of_experts(spec.router.num_experts) if share is None else share.expert_run
+        self._runs = () if share is None else share.expert_runs
         self._experts = Experts(ops, spec, ExpertRanges(run), dtype)
         self._shared = None if spec.shared is None else Mlp(ops, spec.shared, dtype, share, ranks)
         self._shared_gate = (
             Linear(ops, ("shared_gate",), False, dtype, use=WeightUse.EXACT) if spec.shared_gate else None
         )
+
+    @property
+    def num_experts(self) -> int:
+        """Of all ranks."""
+        return self._spec.router.num_experts
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -107,10 +147,7 @@ class Moe:
 
     def __call__(self, x: Rows, ctx: StepContext) -> Tensor:
         rows = x.normed() if isinstance(x, Unnormed) else x
-        logits = self.router(rows, ctx)
-        found = self._experts.fused(rows, logits, self._choice_bias) if self._ranks is None else None
-        if found is None:
-            found = self._routed(rows, *choose_experts(logits, self._spec.router, self._choice_bias))
+        found = self._chosen(rows, ctx, None)
         if self._shared is None:
             return found
         beside = self._shared(rows, ctx)
@@ -120,20 +157,34 @@ class Moe:
 
     def add_to(self, stream: ResidualStream, x: Rows, ctx: StepContext) -> None:
         """stream += self(x)."""
-        found = self(x, ctx)
         if stream.owes:
-            stream.owe(found)
+            stream.owe(self(x, ctx))
+        elif self._shared is not None:
+            stream.add(self(x, ctx))
         else:
-            stream.add(found)
+            stream.rows = self._chosen(x.normed() if isinstance(x, Unnormed) else x, ctx, stream.rows)
+
+    def _chosen(self, rows: Tensor, ctx: StepContext, residual: Tensor | None) -> Tensor:
+        """The sum of each row's experts, and the residual."""
+        slots = ctx.slots[0] if self._ops.attention is not None else None
+        routed = RoutedRows(self._spec.router, self.router(rows, ctx), self._choice_bias, slots, self.load)
+        if self._ranks is None:
+            found = self._experts.fused(rows, routed, residual)
+        else:
+            found = self._experts.fused_over_ranks(rows, routed, residual, self._ranks, self._runs)
+        if found is not None:
+            return found
+        found = self._routed(rows, *choose_experts(routed.logits, routed.router, routed.choice_bias))
+        return found if residual is None else self._ops.add(residual, found)
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The sum of each row's experts, of all ranks."""
         if self._ranks is None or self._tree is None:
-            return self._experts.nodes(x, chosen, weights)[0]
+            return self._experts.nodes(x, chosen, weights, self.load)[0]
         most = self._ranks.rows_at_once(4 * x.shape[1] * self._tree.most_nodes)
         parts = [
             self._ranks.sum_nodes(
-                self._experts.nodes(x[some], chosen[some], weights[some]), self._tree, None, None
+                self._experts.nodes(x[some], chosen[some], weights[some], self.load), self._tree, None, None
             )
             for some in (slice(start, start + most) for start in range(0, x.shape[0], most))
         ]

@@ -220,27 +220,28 @@ class SharedEmbedding(Embedding):
         """Each rank looks up the ids that it has (and some row for the others: nobody reads it). Rows are handed round,
         not summed with zeros, so that -0.0 stays -0.0."""
         owners = torch.searchsorted(self._ends, ids, right=True)
-        if ids.numel() and (int(owners.max()) >= len(self._runs) or int(ids.min()) < 0):
+        if not self._ranks.on_device and ids.numel() and (int(owners.max()) >= len(self._runs) or int(ids.min()) < 0):
             raise EngineError(f"a token id lies outside 0..{self._runs[-1][1] - 1}")
         first, last = self._runs[self._ranks.rank]
         return self._ranks.pick(super().rows((ids - first).clamp_(0, last - first - 1)), owners)
 
 
 class VocabularyHead:
-    """The head whose vocabulary rows ranks share: logits of all of them, on the rank that draws."""
+    """The head whose vocabulary rows ranks share: logits of all of them, on those that draw."""
 
     def __init__(self, table: Linear, runs: Sequence[tuple[int, int]], ranks: TensorGroup) -> None:
         self._table = table
         self._widths = [last - first for first, last in runs]
         self._ranks = ranks
 
-    def logits(self, x: Tensor, ctx: StepContext | None) -> Tensor | None:
-        """[rows, vocabulary] on rank 0, None on the others."""
+    def logits(self, x: Tensor, ctx: StepContext | None, out: Tensor | None = None) -> Tensor | None:
+        """[rows, vocabulary], in `out` if given, on ranks that draw; None on the others."""
         rows, ranks = x.shape[0], self._ranks
-        out = torch.empty(rows, sum(self._widths)) if ranks.rank == 0 else None
+        if out is None and (ranks.rank == 0 or ranks.on_device):
+            out = x.new_empty(rows, sum(self._widths))
         most = ranks.rows_at_once(4 * max(self._widths))
         for start in range(0, rows, most):
             some = x[start : start + most]
-            part = self._table(some, ctx, ranks.room(some.shape[0], self._widths[ranks.rank]))
+            part = self._table(some, ctx, ranks.room(some.shape[0], self._widths[ranks.rank], x.dtype))
             ranks.gather(part, self._widths, None if out is None else out[start : start + most])
         return out

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
-from quire.layers.experts import Moe
+from quire.layers.experts import ExpertLoad, Moe
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Embedding, Linear, SharedEmbedding, VocabularyHead
 from quire.layers.mlp import Mlp
@@ -103,8 +103,7 @@ class Decoder:
         dtype: torch.dtype | None = torch.float32,
     ) -> None:
         self.shard = shard = shard_of(spec, Place()) if shard is None else shard
-        _check_ranks(shard, ranks, ops)
-        _check_device(spec, ops)
+        _check_ranks(shard, ranks)
         self.spec = spec
         self.ops = ops
         self.max_model_len = _checked_length(spec, max_model_len)
@@ -125,6 +124,17 @@ class Decoder:
         self.layers = [
             self._build_layer(index, ropes, groups[index]) for index in range(self.first_layer, self.last_layer)
         ]
+        self.expert_load = self._count_experts()
+
+    def _count_experts(self) -> ExpertLoad:
+        """Every layer of experts counts the rows that go through each of them, in one tensor for all layers."""
+        with_experts = {index: layer.mlp for index, layer in enumerate(self.layers, self.first_layer)
+                        if isinstance(layer.mlp, Moe)}  # fmt: skip
+        most = max((moe.num_experts for moe in with_experts.values()), default=0)
+        counts = torch.zeros(len(with_experts), most, dtype=torch.int64)
+        for row, moe in zip(counts, with_experts.values(), strict=True):
+            moe.load = row[: moe.num_experts]
+        return ExpertLoad(tuple(with_experts), counts)
 
     def _build_ends(self) -> None:
         spec, ops, dtype, ranks = self.spec, self.ops, self._dtype, self._ranks
@@ -249,13 +259,19 @@ class Decoder:
         capped = self._capped(self.head(rows, ctx))
         return capped if out is None else out.copy_(capped)
 
-    def gathered_logits(self, hidden: ResidualStream, ctx: StepContext | None = None) -> Tensor | None:
-        """As `logits`; where tensor ranks share the vocabulary, on the first of them, and None on the others."""
+    def gathered_logits(
+        self, hidden: ResidualStream, ctx: StepContext | None = None, out: Tensor | None = None
+    ) -> Tensor | None:
+        """As `logits`; where tensor ranks share the vocabulary, on those of them that draw, and None on the others."""
         if self._shared_head is None:
-            return self.logits(hidden, ctx)
+            return self.logits(hidden, ctx, out)
         rows = self._before_head(hidden, ctx)
-        found = self._shared_head.logits(rows.normed() if isinstance(rows, Unnormed) else rows, ctx)
-        return found if found is None else self._capped(found)
+        whole = rows.normed() if isinstance(rows, Unnormed) else rows
+        if self.spec.logit_softcap is None:
+            return self._shared_head.logits(whole, ctx, out)
+        found = self._shared_head.logits(whole, ctx)
+        capped = None if found is None else self._capped(found)
+        return capped if capped is None or out is None else out.copy_(capped)
 
     def _before_head(self, hidden: ResidualStream, ctx: StepContext | None) -> Rows:
         rows: Rows = hidden.settled() if self.final_norm is None else hidden.normed(self.final_norm)
@@ -286,24 +302,10 @@ class Decoder:
         return hidden
 
 
-def _check_ranks(shard: Shard, ranks: TensorGroup | None, ops: Ops) -> None:
+def _check_ranks(shard: Shard, ranks: TensorGroup | None) -> None:
     size = 1 if ranks is None else ranks.size
     if size != shard.place.tensor_size or (ranks is not None and ranks.rank != shard.place.tensor_rank):
         raise ConfigError(f"a decoder at {shard.place} needs a group of as many tensor ranks")
-    if not shard.is_whole and ops.attention is not None:
-        raise ConfigError("a model on a GPU cannot be shared by ranks yet: use tensor_parallel_size=1 and "
-                          "pipeline_parallel_size=1, or device='cpu'", field="tensor_parallel_size")
-
-
-def _check_device(spec: DecoderSpec, ops: Ops) -> None:
-    """What only a CPU runs so far."""
-    if ops.attention is None:
-        return
-    for layer in spec.layers:
-        if layer.attention.sinks:
-            raise UnsupportedModelError(
-                f"{spec.architecture}: attention sinks run on a CPU only so far: use device='cpu'"
-            )
 
 
 def _checked_length(spec: DecoderSpec, max_model_len: int | None) -> int:

@@ -114,12 +114,18 @@ class Shard:
         count = heads.last_kv - heads.first_kv
         return replace(spec, parts=tuple(replace(part, heads=count) for part in spec.parts))
 
+    def kv_heads(self, layer: int, part: str) -> tuple[int, int]:
+        """How many heads a part of a layer's KV has in the whole model, and which of them is this rank's first."""
+        whole = next(each for each in self.spec.layers[layer].kv.parts if each.name == part)
+        return whole.heads, self.layer(layer).heads.first_kv
+
     @property
     def kv_bytes_per_token(self) -> int:
-        return sum(self.kv(index).bytes_per_token() for index in range(self.first_layer, self.last_layer))
+        return self.kv_bytes_per_block(1)
 
-    def kv_bytes_per_block(self, block_size: int) -> int:
-        return self.kv_bytes_per_token * block_size
+    def kv_bytes_per_block(self, block_size: int, element_size: int = 4) -> int:
+        return block_size * sum(self.kv(index).bytes_per_token(element_size)
+                                for index in range(self.first_layer, self.last_layer))
 
 
 def _cut_in_layer(share: LayerShare, part: str, kind: str) -> Cut | None:

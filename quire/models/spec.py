@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from quire.errors import ConfigError
 from quire.kernels.kv_spec import KVSpec
 from quire.layers.spec import AttentionSpec, LatentSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
 
@@ -24,6 +25,8 @@ __all__ = [
 
 NormPlacement = Literal["pre", "parallel", "sandwich", "post", "output"]
 Shape = tuple[int, ...]
+INT8_KV = "int8"
+"""The `kv_cache_dtype` that keeps keys and values as codes on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class CacheGroup:
     window: int | None
     layers: tuple[int, ...]
     bytes_per_token: int
-    """Of all its layers together, in float32."""
+    """Of all its layers together, as a CPU keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class LayerSpec:
     mlp: MlpSpec | MoeSpec
     norm: NormSpec
     placement: NormPlacement = "pre"
+    int8_kv: bool = False
+    """Its keys and values are kept as int8 codes."""
 
     def within(self, positions: int) -> LayerSpec:
         """The same layer; one whose window no sequence can leave has none (Phi-4 has one of 262144 keys)."""
@@ -61,7 +66,8 @@ class LayerSpec:
         a = self.attention
         if a.latent is not None:
             return KVSpec.latent(a.latent.width)
-        return KVSpec.pair(a.num_kv_heads, a.head_dim, a.window)
+        kv = KVSpec.pair(a.num_kv_heads, a.head_dim, a.window)
+        return kv.in_codes() if self.int8_kv else kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +103,22 @@ class DecoderSpec:
             object.__setattr__(self, "embed_dim", self.hidden_size)
         object.__setattr__(self, "layers", tuple(layer.within(self.max_positions) for layer in self.layers))
 
+    def with_kv_dtype(self, kv_cache_dtype: str) -> DecoderSpec:
+        """The same decoder with a cache of that type; `int8` is a CPU's, other types are not a matter of the spec."""
+        if kv_cache_dtype != INT8_KV:
+            return self
+        if any(layer.attention.latent is not None for layer in self.layers):
+            raise ConfigError(f"kv_cache_dtype {INT8_KV!r} is for keys and values, and {self.architecture} has "
+                              "latents (MLA): use kv_cache_dtype='auto'", field="kv_cache_dtype")
+        return replace(self, layers=tuple(replace(layer, int8_kv=True) for layer in self.layers))
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of the float32 cache of all layers, for a token that every group keeps."""
+        """Of the cache of all layers on a CPU, for a token that every group keeps."""
         return sum(layer.kv.bytes_per_token() for layer in self.layers)
 
     def kv_bytes_per_block(self, block_size: int, element_size: int = 4) -> int:
@@ -144,34 +159,35 @@ class DecoderSpec:
             shapes["embed_in.weight"] = (self.hidden_size, self.embed_dim)
             shapes["embed_out.weight"] = (self.embed_dim, self.hidden_size)
         for index, layer in enumerate(self.layers):
-            for name, shape in _layer_parameters(layer, self.hidden_size).items():
+            for name, shape in layer_parameters(layer, self.hidden_size).items():
                 shapes[f"layers.{index}.{name}"] = shape
         if self.final_norm is not None:
-            shapes |= _norm_parameters("final_norm", self.final_norm, self.hidden_size)
+            shapes |= norm_parameters("final_norm", self.final_norm, self.hidden_size)
         if not self.tied_head:
             shapes["head.weight"] = (self.vocab_size, self.embed_dim)
         return shapes
 
 
-def _layer_parameters(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
-    a = layer.attention
+def layer_parameters(layer: LayerSpec, hidden: int, attended: int | None = None) -> dict[str, Shape]:
+    """Of one layer. `attended`: width of the rows that its attention reads, where that is another than `hidden`."""
+    a, read = layer.attention, attended or hidden
     shapes = {
-        **(_pair_parameters(a, hidden) if a.latent is None else _latent_parameters(a, a.latent, hidden)),
+        **(_pair_parameters(a, read) if a.latent is None else _latent_parameters(a, a.latent, read)),
         **_linear_parameters("attn.out", hidden, a.num_heads * a.value_width, a.out_bias),
         **_mlp_parameters(layer.mlp, hidden),
-        **_norm_parameters("attn_norm", layer.norm, hidden),
+        **norm_parameters("attn_norm", layer.norm, hidden),
     }
     if layer.placement != "parallel":
-        shapes |= _norm_parameters("mlp_norm", layer.norm, hidden)
+        shapes |= norm_parameters("mlp_norm", layer.norm, hidden)
     if a.sinks:
         shapes["attn.sinks.weight"] = (a.num_heads,)
     if a.qk_norm is not None:
         for name, heads in (("attn.q_norm", a.num_heads), ("attn.k_norm", a.num_kv_heads)):
             of = {"head": (a.head_dim,), "each": (heads, a.head_dim), "all": (heads * a.head_dim,)}
-            shapes |= _norm_parameters(name, a.qk_norm, *of[a.qk_norm_over])
+            shapes |= norm_parameters(name, a.qk_norm, *of[a.qk_norm_over])
     if layer.placement == "sandwich":
-        shapes |= _norm_parameters("attn_post_norm", layer.norm, hidden)
-        shapes |= _norm_parameters("mlp_post_norm", layer.norm, hidden)
+        shapes |= norm_parameters("attn_post_norm", layer.norm, hidden)
+        shapes |= norm_parameters("mlp_post_norm", layer.norm, hidden)
     return shapes
 
 
@@ -192,13 +208,13 @@ def _latent_parameters(a: AttentionSpec, latent: LatentSpec, hidden: int) -> dic
     else:
         queries = {
             **_linear_parameters("attn.q_a", latent.q_rank, hidden, a.qkv_bias),
-            **_norm_parameters("attn.q_a_norm", latent.norm, latent.q_rank),
+            **norm_parameters("attn.q_a_norm", latent.norm, latent.q_rank),
             **_linear_parameters("attn.q_b", width, latent.q_rank, False),
         }
     return {
         **queries,
         **_linear_parameters("attn.kv_a", latent.width, hidden, a.qkv_bias),
-        **_norm_parameters("attn.kv_a_norm", latent.norm, latent.rank),
+        **norm_parameters("attn.kv_a_norm", latent.norm, latent.rank),
         **_linear_parameters("attn.kv_b", a.num_heads * (latent.nope_dim + latent.value_dim), latent.rank, False),
     }
 
@@ -233,7 +249,7 @@ def _linear_parameters(name: str, rows: int, columns: int, bias: bool) -> dict[s
     return shapes | {f"{name}.bias": (rows,)} if bias else shapes
 
 
-def _norm_parameters(name: str, norm: NormSpec, *size: int) -> dict[str, Shape]:
+def norm_parameters(name: str, norm: NormSpec, *size: int) -> dict[str, Shape]:
     if not norm.affine:
         return {}
     shapes: dict[str, Shape] = {f"{name}.weight": size}

@@ -15,7 +15,7 @@ from quire.attention.backend import AttentionBackend
 from quire.errors import EngineError
 from quire.kernels.expert_rows import ExpertRanges, ExpertRows
 from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
-from quire.kernels.routing import Clamp, RouterSpec
+from quire.kernels.routing import Clamp, RoutedRows
 from quire.kernels.slices import RankTree, Slices
 from quire.kernels.types import HeadShape, LayerCache, StepContext
 from quire.parallel.collectives import TensorGroup
@@ -134,11 +134,19 @@ class Ops(AttentionBackend):
         return found.view(members, tokens, -1)
 
     def routed_experts(
-        self, x: Tensor, logits: Tensor, router: RouterSpec, choice_bias: Tensor | None, up: Any, down: Any, kind: str,
-        clamp: Clamp | None,
+        self, x: Tensor, routed: RoutedRows, up: Any, down: Any, kind: str, clamp: Clamp | None,
+        residual: Tensor | None = None,
     ) -> Tensor | None:
-        """[T, N]: each row's experts, as the router's logits choose them, weighted and summed; `up` and `down` are the
-        groups of all experts. None: the device has no kernels for all of it in one."""
+        """[T, N]: each row's experts, as the router's logits choose them, weighted and summed, and the residual; `up`
+        and `down` are the groups of all experts. None: the device has no kernels for all of it in one."""
+        return None
+
+    def experts_over_ranks(
+        self, x: Tensor, routed: RoutedRows, up: Any, down: Any, kind: str, clamp: Clamp | None,
+        residual: Tensor | None, ranks: TensorGroup, runs: Sequence[tuple[int, int]],
+    ) -> Tensor | None:
+        """`routed_experts` of experts that ranks share: `up` and `down` are those of this rank, `runs` says which each
+        has."""
         return None
 
     def sum_experts(self, found: Tensor, pairs: ExpertRows, ranges: ExpertRanges) -> Tensor:

@@ -4,7 +4,7 @@ reproducible."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -12,15 +12,16 @@ from torch import Tensor
 
 from quire.attention.triton import TritonAttention
 from quire.errors import EngineError, UnsupportedModelError
-from quire.kernels import cublas, torch_norm
+from quire.kernels import cublas
 from quire.kernels.kv_spec import KVSpec
-from quire.kernels.routing import Clamp, RouterSpec
-from quire.kernels.slices import Slices
+from quire.kernels.routing import Clamp, RoutedRows
+from quire.kernels.slices import RankTree, Slices
 from quire.kernels.triton import (
     activation,
     all_head_norm,
     choices,
     copy,
+    expert_few,
     expert_linear,
     latent_rope,
     linear_ahead,
@@ -34,6 +35,7 @@ from quire.kernels.triton.choices import Choice
 from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 from quire.ops.interface import Fusion, Ops
+from quire.parallel.collectives import TensorGroup
 
 _EARLY_ROWS = 512
 _FIXED_HEADS = 8
@@ -143,8 +145,17 @@ class TritonOps(Ops):
     def linear_nodes(self, x: Tensor, w: DeviceLinear, out: Tensor | None = None) -> Tensor:
         if w.slices is None:
             raise EngineError("a weight without slices has no tree of sums: use linear")
-        found = linear_fixed.linear_fixed_nodes(x, w.weight, w.slices)
-        return found if out is None else out.copy_(found)
+        return linear_fixed.linear_fixed_nodes(x, w.weight, w.slices, out=out)
+
+    def linear_over_ranks(
+        self, x: Tensor, w: DeviceLinear, ranks: TensorGroup, tree: RankTree, bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """In deterministic mode the additions of one rank; else the fastest product, and a sum over ranks."""
+        if self.deterministic:
+            return super().linear_over_ranks(x, w, ranks, tree, bias, residual).to(x.dtype)
+        room = ranks.room(x.shape[0], w.out_features, x.dtype)
+        return ranks.sum_parts(self.linear(x, w, None, room), bias, residual)
 
     def _product(
         self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
@@ -198,19 +209,43 @@ class TritonOps(Ops):
         return torch.bmm(x, group.weight.transpose(1, 2))
 
     def routed_experts(
-        self, x: Tensor, logits: Tensor, router: RouterSpec, choice_bias: Tensor | None, up: DeviceGroup,
-        down: DeviceGroup, kind: str, clamp: Clamp | None,
+        self, x: Tensor, routed: RoutedRows, up: DeviceGroup, down: DeviceGroup, kind: str, clamp: Clamp | None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Without a look at what was chosen, so that graphs can hold it. In deterministic mode blocks have one size."""
-        chosen, gains = route.choose(logits, router, choice_bias)
-        sizes, blocks = expert_linear.ExpertShape(), None
+        chosen, gains = route.choose(routed)
+        if not self.deterministic and chosen.numel() <= expert_few.FEW_PAIRS:
+            inner = expert_few.few_up(x, up.weight, up.bias, chosen, kind, clamp, pdl=self.pdl)
+            return expert_few.few_down(inner, down.weight, down.bias, chosen, gains, residual, pdl=self.pdl)
+        first = second = expert_linear.ExpertShape()
         if not self.deterministic:
-            sizes = expert_linear.expert_shape(chosen.numel(), router.num_experts)
-        if self.deterministic or chosen.numel() > expert_linear.FEW_PAIRS:
-            blocks = route.block_experts(chosen, router.num_experts, sizes.rows)
-        inner = expert_linear.up_experts(x, up.weight, up.bias, chosen, blocks, kind, clamp, sizes)
-        found = expert_linear.down_experts(inner, down.weight, down.bias, chosen, gains, blocks, sizes)
-        return expert_linear.sum_pairs(found, router.top_k)
+            choice = expert_linear.expert_choice(chosen.numel(), routed.router.num_experts)
+            first, second = choice.up, choice.down
+        blocks = route.block_experts(chosen, routed.router.num_experts, first.rows)
+        inner = expert_linear.up_experts(x, up.weight, up.bias, chosen, blocks, kind, clamp, first)
+        found = expert_linear.down_experts(inner, down.weight, down.bias, chosen, gains, blocks, second)
+        return expert_linear.sum_pairs(found, routed.router.top_k, residual)
+
+    def experts_over_ranks(
+        self, x: Tensor, routed: RoutedRows, up: DeviceGroup, down: DeviceGroup, kind: str, clamp: Clamp | None,
+        residual: Tensor | None, ranks: TensorGroup, runs: Sequence[tuple[int, int]],
+    ) -> Tensor:
+        """In deterministic mode every pair of a row and an expert comes from the rank that has the expert, and is added
+        where one rank would add it; else ranks add what they have."""
+        chosen, gains = route.choose(routed)
+        first, last = runs[ranks.rank]
+        mine = torch.where((chosen >= first) & (chosen < last), chosen - first, -1)
+        shape = expert_linear.ExpertShape()
+        blocks = route.block_experts(mine, last - first, shape.rows)
+        inner = expert_linear.up_experts(x, up.weight, up.bias, mine, blocks, kind, clamp, shape)
+        found = expert_linear.down_experts(inner, down.weight, down.bias, mine, gains, blocks, shape)
+        if self.deterministic:
+            owners = torch.zeros_like(chosen).view(-1)
+            for _, end in runs[:-1]:
+                owners += chosen.view(-1) >= end
+            return expert_linear.sum_pairs(ranks.pick(found, owners), routed.router.top_k, residual)
+        found = torch.where(mine.view(-1, 1) >= 0, found, 0)  # of other ranks' experts there is anything
+        return ranks.sum_parts(expert_linear.sum_pairs(found, routed.router.top_k), None, residual)
 
     def latent_attend(
         self,
@@ -242,16 +277,12 @@ class TritonOps(Ops):
         return activation.act_mul(gate_up, kind, pdl=self._early(gate_up.shape[0]))
 
     def head_squares(self, qkv: Tensor, shape: HeadShape) -> Tensor:
-        return torch_norm.head_squares(qkv, shape.num_heads + shape.num_kv_heads, shape.head_dim)
+        return all_head_norm.head_squares(qkv, shape)
 
     def norm_some_heads(
         self, qkv: Tensor, shape: HeadShape, squares: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], eps: float
     ) -> None:
-        start = 0
-        for all_heads, weight in zip(squares, norms, strict=True):
-            part = qkv[:, start : start + weight.shape[0]]
-            torch_norm.norm_some_heads(part, all_heads, weight, shape.head_dim, eps)
-            start += weight.shape[0]
+        all_head_norm.norm_some_heads(qkv, shape, squares, norms, eps)
 
     def act(self, x: Tensor, kind: str) -> Tensor:
         return activation.act(x, kind)
@@ -295,9 +326,7 @@ class TritonOps(Ops):
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if sinks is not None:
-            raise EngineError("attention sinks are not built for GPUs yet: use device='cpu'")
-        return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap)
+        return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap, sinks=sinks)
 
     def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:
         """k, v [num_blocks, num_kv_heads, block_size, head_dim]: a head's keys of one block lie together."""
@@ -334,10 +363,29 @@ class TritonOps(Ops):
         softcap: float | None,
     ) -> Tensor:
         """`rope_and_cache` and `attend`, in one launch where the step and the heads allow it."""
-        if turn.sinks is None and self.attention.turns(ctx, shape, turn):
+        if not shape.is_even:
+            return self._attend_some_heads(qkv, layer, ctx, group, shape, turn, scale, window, softcap)
+        if self.attention.turns(ctx, shape, turn):
             return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap, turn)
         self.rope_and_cache(qkv, layer, ctx, group, shape, turn.rope, turn.q_norm, turn.k_norm, turn.eps)
         return self.attend(qkv, layer, ctx, group, shape, scale, window, softcap, turn.sinks)
+
+    def _attend_some_heads(
+        self, qkv: Tensor, layer: LayerCache, ctx: StepContext, group: int, shape: HeadShape, turn: HeadTurn,
+        scale: float, window: int | None, softcap: float | None,
+    ) -> Tensor:
+        """Where a rank has some query heads of a kv head only: kernels want as many of each, so zeros stand for the
+        others."""
+        even, dim = shape.evened, shape.head_dim
+        mine = slice(shape.skipped * dim, (shape.skipped + shape.num_heads) * dim)
+        rows = qkv.new_zeros(qkv.shape[0], even.width)
+        rows[:, mine] = qkv[:, : shape.num_heads * dim]
+        rows[:, even.num_heads * dim :] = qkv[:, shape.num_heads * dim :]
+        if turn.sinks is not None:
+            behind = even.num_heads - shape.skipped - shape.num_heads
+            turn = replace(turn, sinks=F.pad(turn.sinks, (shape.skipped, behind)))
+        found = self.rope_attend(rows, layer, ctx, group, even, turn, scale, window, softcap)
+        return found[:, mine].contiguous()
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x in place; the norm of the sum."""

@@ -33,8 +33,12 @@ class TensorGroup(ABC):
     """The tensor ranks of one stage, seen from one of them.
 
     `exchange` is all that an implementation must have; the rest is made of it, and overridden where it can be faster.
-    Tensors are contiguous and on the CPU.
+    Tensors are contiguous.
     """
+
+    on_device: bool = False
+    """Calls are launches on a GPU: the host must not look at values, and every rank has the logits and draws. Else
+    tensors are on the CPU, and the first rank draws."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -43,11 +47,15 @@ class TensorGroup(ABC):
         """Nanoseconds spent waiting for other ranks so far."""
 
     @abstractmethod
-    def exchange(self, mine: Tensor) -> list[Tensor]:
-        """What every rank gave, flat, in the order of the ranks. Lengths may differ, the type may not."""
+    def exchange(self, mine: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
+        """What every rank gave, flat, in the order of the ranks. The type is the same. Where lengths differ, `counts`
+        are those of all ranks."""
 
-    def room(self, rows: int, columns: int) -> Tensor | None:
-        """Float32 [rows, columns] memory from which `sum_nodes` and `gather` pass values on without a copy, or None.
+    def settle(self) -> None:  # noqa: B027 (most have nothing to do)
+        """A step ends here: whoever replays steps begins each in the same state."""
+
+    def room(self, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """[rows, columns] memory from which `sum_nodes` and `gather` pass values on without a copy, or None.
 
         Valid for the next of these calls only.
         """
@@ -69,8 +77,20 @@ class TensorGroup(ABC):
         found = found if bias is None else found + bias
         return found if residual is None else found + residual
 
+    def sum_parts(self, part: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """The sum of what the ranks bring, then bias and residual: in float32, in the order of the ranks, rounded
+        once. For sums whose bits may depend on the number of ranks."""
+        first, *others = self.exchange(part)
+        total = first.float()
+        for other in others:
+            total = total + other
+        total = total.view(part.shape)
+        total = total if bias is None else total + bias
+        return (total if residual is None else total + residual).to(part.dtype)
+
     def gather(self, mine: Tensor, widths: Sequence[int], out: Tensor | None) -> None:
-        """Into `out` [rows, sum of widths], which rank 0 has: each rank's columns [rows, widths[rank]] side by side."""
+        """Into `out` [rows, sum of widths] of whoever has one: each rank's columns [rows, widths[rank]] side by
+        side."""
         parts = self.exchange(mine)
         if out is not None:
             start = 0
@@ -81,7 +101,7 @@ class TensorGroup(ABC):
     def pick(self, mine: Tensor, owners: Tensor) -> Tensor:
         """[rows, columns] whose row i is that of rank owners[i] (int64); every rank gives as many rows."""
         everybody = torch.stack([part.view(mine.shape) for part in self.exchange(mine)])
-        return everybody[owners, torch.arange(mine.shape[0])]
+        return everybody[owners, torch.arange(mine.shape[0], device=owners.device)]
 
     def shared_memory(self, tree: RankTree) -> SharedTree | None:
         """For kernels that exchange by themselves, where the ranks share memory."""

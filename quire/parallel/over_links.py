@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import perf_counter_ns
 
 import torch
@@ -24,7 +24,7 @@ class LinkGroup(TensorGroup):
         super().__init__(rank, size)
         self._to, self._of = to, of
 
-    def exchange(self, mine: Tensor) -> list[Tensor]:
+    def exchange(self, mine: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
         flat = mine.reshape(-1).contiguous()
         found = [flat] * self.size
         rounds = 1

@@ -128,7 +128,7 @@ class SharedGroup(TensorGroup):
                               "once")
         return self._slot_bytes // row_bytes
 
-    def room(self, rows: int, columns: int) -> Tensor:
+    def room(self, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self._slot()[: rows * columns].view(rows, columns)
 
     def _give(self, mine: Tensor) -> int:
@@ -137,7 +137,7 @@ class SharedGroup(TensorGroup):
             self._slot()[: mine.numel()].view(mine.shape).copy_(mine)
         return mine.numel() * 4
 
-    def exchange(self, mine: Tensor) -> list[Tensor]:
+    def exchange(self, mine: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
         """In as many rounds as the longest needs."""
         flat = mine.reshape(-1).contiguous()
         total, most = flat.numel() * flat.itemsize, self._slot_bytes

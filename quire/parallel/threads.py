@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from queue import SimpleQueue
 
 import torch
@@ -31,7 +32,7 @@ class ThreadGroup(TensorGroup):
         super().__init__(rank, size)
         self._table = table
 
-    def exchange(self, mine: Tensor) -> list[Tensor]:
+    def exchange(self, mine: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
         self._table.given[self.rank] = mine.reshape(-1).clone()
         self._wait()
         found = list(self._table.given)

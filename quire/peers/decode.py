@@ -95,7 +95,7 @@ class DecodeSide:
         self._shut(asking, abort=True)
         if failure is not None:
             self._stats.prompts_failed += 1
-            log.warning("the prompt of %s did not come: %s", asking.request.request_id, failure)
+            log.warning("prefill of %s on another engine failed: %s", asking.request.request_id, failure)
         fetch = asking.request.fetch
         kv_is_here = asking.reservation.complete
         if not asking.peers or kv_is_here or fetch is None or self._core.executor.failure is not None:

@@ -190,7 +190,7 @@ class PeerHub:
         if dead and self._links.get(link.name) is link:
             self._held_off[link.name] = self.core.scheduler.clock() + self.lease
         self.stats.links_lost += 1
-        log.info("the link to %s is closed: %s", link.name, link.error)
+        log.info("the link to %s was closed: %s", link.name, link.error)
         self._prefill.link_closed(link)
         lane = self._lanes.pop(link, None)
         if lane is not None:

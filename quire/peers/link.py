@@ -37,7 +37,7 @@ class Inbox:
             try:
                 self._events.popleft()()
             except Exception:  # whatever another engine did, this one goes on
-                log.exception("news of another engine could not be taken in")
+                log.exception("a message from another engine could not be handled")
         return count
 
 

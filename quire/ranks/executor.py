@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from quire.errors import EngineDeadError, QuireError
 from quire.executor.base import Executor, RankFacts
 from quire.executor.lost_rows import LostRows, launch_sound
+from quire.kernels.routing import LayerLoad
 from quire.parallel.place import Place
 from quire.ranks.frames import ConnectionLost, Kind
 from quire.ranks.group import RankGroup
@@ -283,3 +284,6 @@ class RankExecutor(Executor):
         return [RankFacts(state.place.index, state.place.stage, state.place.tensor_rank, state.memory, state.steps,
                           state.busy_ns / 1e9, state.waited_ns / 1e9, tuple(state.times))
                 for state in self.ranks.states]
+
+    def expert_load(self) -> list[LayerLoad]:
+        return [load for state in self.ranks.states for load in state.experts]

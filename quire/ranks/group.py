@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from quire import errors
 from quire.errors import ConfigError, EngineDeadError, EngineError, QuireError
+from quire.kernels.routing import LayerLoad
 from quire.parallel.place import Place
 from quire.ranks.frames import ConnectionLost, Kind
 from quire.ranks.launch import RankHandle
@@ -57,6 +58,8 @@ class RankState:
     memory: int = 0
     times: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
     """Plan, begin and end of its latest steps, in seconds of the monotonic clock."""
+    experts: list[LayerLoad] = field(default_factory=list)
+    """Of the first tensor rank of each stage: what the experts of its layers have done."""
 
 
 class Launcher(Protocol):
@@ -152,7 +155,7 @@ class RankGroup(threading.Thread):
         except QuireError as error:
             self._never_started(error)
         except Exception as error:
-            log.exception("watching the ranks failed")
+            log.exception("the thread that watches the ranks failed")
             self._never_started(EngineError(f"the ranks could not be watched: {type(error).__name__}: {error}"))
         finally:
             self._end()
@@ -193,6 +196,7 @@ class RankGroup(threading.Thread):
             state.steps, state.busy_ns, state.waited_ns = pulse["steps"], pulse["busy_ns"], pulse["waited_ns"]
             state.memory = pulse["memory"]
             state.times.extend(map(tuple, pulse["times"]))
+            state.experts = [LayerLoad(layer, tuple(rows)) for layer, rows in pulse["experts"]]
         elif kind is Kind.REPORTS:
             self._listener.reports(rank, decode_reports(data))
         elif kind is Kind.KV_DONE:

@@ -12,6 +12,7 @@ import torch
 
 from quire.executor.kv_hash import BlockStore, content_part, total
 from quire.executor.kv_hash_worker import KVHashWorker
+from quire.kernels.routing import LayerLoad
 from quire.kvtransfer.memory import KVMemory
 from quire.parallel.collectives import Collectives, receive_tensor, send_tensor
 from quire.parallel.place import Place
@@ -48,6 +49,8 @@ class RankPart:
 class KVHashRank:
     """A rank's worker; its transfers are made at once."""
 
+    launch = None
+
     def __init__(self, place: Place, collectives: Collectives | None, num_blocks: int, block_size: int,
                  num_host_blocks: int = 0, windows: Sequence[int | None] = (None,), vocab_size: int = 1000,
                  step_seconds: float = 0.0) -> None:
@@ -79,6 +82,9 @@ class KVHashRank:
             else:
                 here.put(move.device, there.read(move.tier))
         return TransferReport(start.number, len(start.moves), finished=True)
+
+    def expert_load(self) -> list[LayerLoad]:
+        return []
 
     def kv_memory(self) -> KVMemory:
         return NumberMemory(self._worker.device, *self._blocks, *self._part)

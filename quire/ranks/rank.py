@@ -9,10 +9,14 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.errors import QuireError, StepError
+from quire.kernels.routing import LayerLoad
 from quire.ranks.connections import MadeForOthers, open_collectives, open_memory
 from quire.ranks.frames import ConnectionLost, FrameSocket, Kind
 from quire.ranks.plan_codec import PlanDecoder
@@ -21,6 +25,7 @@ from quire.ranks.result_codec import encode_reports, encode_result
 from quire.ranks.ring import RingReader
 from quire.ranks.start import RankStart
 from quire.ranks.workers import RankWorker, build_rank_worker
+from quire.scheduler.plan import StepResult
 
 if TYPE_CHECKING:
     from quire.parallel.collectives import Collectives
@@ -54,9 +59,12 @@ class Pulse(threading.Thread):
         self._link, self._leave = link, leave
         self.steps = 0
         self.busy_ns = 0
+        self.ended = 0
+        """When the last step was over: those after it may have been launched before."""
         self.waited_ns = 0
         self.recent: deque[tuple[int, float, float]] = deque(maxlen=_STEPS_SHOWN)
         """Plan, begin and end of steps that were not told yet."""
+        self.experts: Callable[[], list[LayerLoad]] = list
 
     def run(self) -> None:
         while True:
@@ -72,7 +80,17 @@ class Pulse(threading.Thread):
         while self.recent:
             times.append(self.recent.popleft())
         return {"steps": self.steps, "busy_ns": self.busy_ns, "waited_ns": self.waited_ns, "memory": _resident_bytes(),
-                "times": times}
+                "times": times, "experts": [(load.layer, load.rows) for load in self.experts()]}
+
+
+@dataclass(slots=True)
+class _StepUnderWay:
+    number: int
+    began: int
+    is_sampler: bool
+    collectives: Collectives | None
+    kv: RankKV
+    step: int = 0
 
 
 class Rank:
@@ -112,6 +130,8 @@ class Rank:
         if start.ring is not None:
             source = RingReader(open_memory(start.ring), start.reader, start.num_readers, start.spin_seconds)
         worker.arrivals.on_ring = lambda: self._report(worker)
+        if start.place.tensor_rank == 0:
+            self._pulse.experts = worker.expert_load
         self._kv = kv = RankKV(worker.kv_memory, lambda told: self._link.tell(Kind.KV_DONE, told))
         self._link.send(Kind.READY)
         try:
@@ -124,7 +144,7 @@ class Rank:
 
     def _carry_out(self, source: PlanSource, start: RankStart, worker: RankWorker,
                    collectives: Collectives | None, kv: RankKV) -> None:
-        decoder, pulse, number = PlanDecoder(), self._pulse, 0
+        decoder, number = PlanDecoder(), 0
         learns = not start.place.is_last
         while True:
             data = source.read(_WAIT_SECONDS)
@@ -132,28 +152,46 @@ class Rank:
                 continue
             if not data:
                 return
-            number, step = number + 1, 0
-            began = time.monotonic_ns()
+            number += 1
+            step = _StepUnderWay(number, time.monotonic_ns(), start.place.is_sampler, collectives, kv)
             try:
                 plan, learned = decoder.decode(data)
-                step = plan.step
+                step.step = plan.step
                 for each in learned if learns else ():
                     worker.learn(each.row, each.position, each.tokens)
-                began = time.monotonic_ns()
-                result = worker.execute(plan)
+                step.began = time.monotonic_ns()
+                if worker.launch is None:
+                    result = worker.execute(plan)
+                else:
+                    worker.launch(plan).add_done_callback(partial(self._launched, step))
+                    continue
             except Exception as error:
-                self._link.tell(Kind.STEP_FAILED, {"number": number, **_described(error)})
-                continue
-            finally:
-                ended = time.monotonic_ns()
-                pulse.steps, pulse.waited_ns = number, 0 if collectives is None else collectives.waited_ns
-                pulse.busy_ns += ended - began
-                pulse.recent.append((step, began / 1e9, ended / 1e9))
-                kv.step_over(number)
-            if start.place.is_sampler:
-                self._link.send(Kind.RESULT, encode_result(result))
-            elif result.arrivals:
-                self._link.send(Kind.REPORTS, encode_reports(result.arrivals))
+                self._over(step, error)
+            else:
+                self._over(step, result)
+
+    def _launched(self, step: _StepUnderWay, future: Future[StepResult]) -> None:
+        """On the thread that waits for the device."""
+        error = future.exception()
+        try:
+            self._over(step, future.result() if error is None else error)
+        except ConnectionLost:
+            self._leave()
+
+    def _over(self, step: _StepUnderWay, found: StepResult | BaseException) -> None:
+        """What came of a step, to whoever has to know."""
+        pulse, ended = self._pulse, time.monotonic_ns()
+        pulse.steps, pulse.waited_ns = step.number, 0 if step.collectives is None else step.collectives.waited_ns
+        pulse.busy_ns += ended - max(step.began, pulse.ended)
+        pulse.ended = ended
+        pulse.recent.append((step.step, step.began / 1e9, ended / 1e9))
+        step.kv.step_over(step.number)
+        if isinstance(found, BaseException):
+            self._link.tell(Kind.STEP_FAILED, {"number": step.number, **_described(found)})
+        elif step.is_sampler:
+            self._link.send(Kind.RESULT, encode_result(found))
+        elif found.arrivals:
+            self._link.send(Kind.REPORTS, encode_reports(found.arrivals))
 
     def _listen(self) -> None:
         try:

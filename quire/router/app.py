@@ -12,10 +12,10 @@ from quire.router.policies import make_policy
 from quire.router.replica import Role
 from quire.router.routes import ROUTES
 from quire.router.service import RouterService
+from quire.server.access.auth import ApiKeys
 from quire.server.app import App
-from quire.server.auth import ApiKeys
-from quire.server.page_routes import file_routes
-from quire.server.tracing import Tracing
+from quire.server.telemetry.tracing import Tracing
+from quire.server.view.page_routes import file_routes
 from quire.server_config import RouterConfig, ServerConfig, replica_key_of_environment
 
 _SHARED_FILES = ("api.js", "key.js", "theme.js", "style.css", "icon.svg")

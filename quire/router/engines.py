@@ -20,10 +20,10 @@ from typing import Any
 
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
+from quire.engine.front.kv_log import Entry, JoinedKVLog, names_of
+from quire.engine.front.request_stream import RequestStream
 from quire.engine.input import Params, Prompt
-from quire.engine.kv_log import Entry, JoinedKVLog, names_of
-from quire.engine.output import RequestOutput
-from quire.engine.request_stream import RequestStream
+from quire.engine.outputs.output import RequestOutput
 from quire.errors import ConfigError, EngineDeadError
 from quire.kvcache.prefix import HashChain, cache_key
 from quire.kvcache.secret import derived_secret

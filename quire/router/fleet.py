@@ -17,7 +17,7 @@ from quire.router.policies import Candidate, Policy
 from quire.router.replica import Replica, Role, State
 from quire.router.upstream import Headers, Upstream, UpstreamError
 from quire.server.api_error import ApiError
-from quire.server.log import LOGGER, event
+from quire.server.telemetry.log import LOGGER, event
 from quire.server_config import RouterConfig
 
 _MAX_SERVERS = 1024
@@ -125,7 +125,7 @@ class Fleet:
             try:
                 await self._look(replica)
             except Exception:  # whatever a server says, it is asked again
-                LOGGER.exception("a server could not be looked at")
+                LOGGER.exception("checking the health of a server failed")
 
     async def _look(self, replica: Replica) -> None:
         was = replica.state

@@ -14,7 +14,7 @@ from quire.errors import QuireError
 from quire.router.index import KVIndex
 from quire.router.replica import Replica, State
 from quire.router.upstream import Headers, UpstreamError
-from quire.server.log import event
+from quire.server.telemetry.log import event
 
 NAME_BYTES = 16
 _VERSION = 1

@@ -15,7 +15,7 @@ from quire.router.follower import Follower
 from quire.router.index import KVIndex
 from quire.router.prompts import PromptReader, PromptTokens, load_tokenizer, on_this_machine
 from quire.router.replica import Replica
-from quire.server.log import event
+from quire.server.telemetry.log import event
 
 _PAUSE_SECONDS = 1.0
 

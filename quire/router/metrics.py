@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from quire.router.fleet import Fleet
 from quire.router.replica import State
-from quire.server.loop_lag import LoopLag
-from quire.server.metrics import Histogram, exposition
+from quire.server.telemetry.loop_lag import LoopLag
+from quire.server.telemetry.metrics import Histogram, exposition
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -22,9 +22,9 @@ from quire.router.service import RouterService
 from quire.router.upstream import Answer, UpstreamError
 from quire.server.answer import named_sse, sse
 from quire.server.api_error import ApiError
-from quire.server.log import LOGGER
 from quire.server.messages_api.answer import error_body
 from quire.server.service import RequestRecord
+from quire.server.telemetry.log import LOGGER
 
 _PASSED_UP = frozenset({b"content-type", b"accept", b"authorization", b"x-api-key", b"traceparent", b"tracestate",
                         b"anthropic-version", b"anthropic-beta", b"openai-organization", b"openai-project",

@@ -28,7 +28,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Destination:
     place: int
     """In the candidates."""
     why: str
@@ -39,7 +39,7 @@ class Policy(Protocol):
 
     name: str
 
-    def choose(self, num_tokens: int, candidates: Sequence[Candidate]) -> Choice:
+    def choose(self, num_tokens: int, candidates: Sequence[Candidate]) -> Destination:
         """Who takes a prompt of so many tokens."""
         ...
 
@@ -52,10 +52,10 @@ class RoundRobin:
     _turns: dict[str, int] = field(default_factory=dict)
     _clock: int = 0
 
-    def choose(self, num_tokens: int, candidates: Sequence[Candidate]) -> Choice:
+    def choose(self, num_tokens: int, candidates: Sequence[Candidate]) -> Destination:
         place = min(range(len(candidates)), key=lambda i: self._turns.get(candidates[i].name, 0))
         self._took(candidates[place].name)
-        return Choice(place, "its turn")
+        return Destination(place, "its turn")
 
     def _took(self, name: str) -> None:
         self._clock += 1
@@ -75,7 +75,7 @@ class LeastLoaded:
     name: str = "least-loaded"
     _turns: RoundRobin = field(default_factory=RoundRobin)
 
-    def choose(self, num_tokens: int, candidates: Sequence[Candidate]) -> Choice:
+    def choose(self, num_tokens: int, candidates: Sequence[Candidate]) -> Destination:
         loads = [(each.load.in_flight, each.load.waiting_tokens) for each in candidates]
         return among(self._turns, candidates, loads, lambda load: f"least loaded: {load[0]} in flight")
 
@@ -88,7 +88,7 @@ class CacheAware:
     name: str = "cache-aware"
     _turns: RoundRobin = field(default_factory=RoundRobin)
 
-    def choose(self, num_tokens: int, candidates: Sequence[Candidate]) -> Choice:
+    def choose(self, num_tokens: int, candidates: Sequence[Candidate]) -> Destination:
         costs = [(num_tokens - each.held + each.load.waiting_tokens + DECODE_TOKENS * each.load.in_flight,)
                  for each in candidates]
         found = among(self._turns, candidates, costs, lambda cost: f"{cost[0]} tokens before the first one")
@@ -99,16 +99,16 @@ class CacheAware:
             why = f"free sooner than the one that holds {most} of {num_tokens} tokens"
         else:
             why = "nobody holds a part; least to do"
-        return Choice(found.place, why)
+        return Destination(found.place, why)
 
 
 def among(turns: RoundRobin, candidates: Sequence[Candidate], costs: Sequence[tuple[int, ...]],
-          why: Callable[[tuple[int, ...]], str]) -> Choice:
+          why: Callable[[tuple[int, ...]], str]) -> Destination:
     """The cheapest, in turns among equals."""
     least = min(costs)
     places = [place for place, cost in enumerate(costs) if cost == least]
     place = places[turns.choose(0, [candidates[each] for each in places]).place]
-    return Choice(place, why(least))
+    return Destination(place, why(least))
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {"round-robin": RoundRobin, "least-loaded": LeastLoaded,

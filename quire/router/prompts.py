@@ -16,18 +16,18 @@ from pydantic import BaseModel, ValidationError
 
 from quire.errors import QuireError
 from quire.kvcache.prefix import cache_key
-from quire.server.chat_protocol import ChatBody
-from quire.server.conversation import prompt_text
+from quire.server.conversation.conversation import prompt_text
+from quire.server.conversation.tool_choice import tool_use
+from quire.server.long_texts.text_process import start_text_process
+from quire.server.long_texts.text_work import TextWork
 from quire.server.messages_api.protocol import MessagesBody
 from quire.server.messages_api.request import chat_of as chat_of_message
-from quire.server.protocol import CompletionBody
+from quire.server.openai_api.chat_protocol import ChatBody
+from quire.server.openai_api.protocol import CompletionBody
 from quire.server.responses_api.protocol import ResponsesBody
 from quire.server.responses_api.request import chat_of as chat_of_response
 from quire.server.responses_api.request import items_of
 from quire.server.service import LONG_TEXT, salt_of
-from quire.server.text_process import start_text_process
-from quire.server.text_work import TextWork
-from quire.server.tool_choice import tool_use
 from quire.server_config import ServerConfig
 from quire.tokenizer.tokenizer import Tokenizer
 

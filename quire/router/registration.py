@@ -22,12 +22,12 @@ from quire.kvcache.secret import derived_secret
 from quire.router.replica import Role
 from quire.router.service import RouterService
 from quire.router.upstream import Upstream, UpstreamError
+from quire.server.access.hosts import is_loopback
 from quire.server.answer import encode, send_json
 from quire.server.api_error import ApiError, refusal
 from quire.server.body import read_json
-from quire.server.hosts import is_loopback
-from quire.server.log import event
 from quire.server.service import RequestRecord
+from quire.server.telemetry.log import event
 from quire.server_config import ServerConfig
 
 PATH = "/v1/router/servers"

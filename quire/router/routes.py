@@ -152,7 +152,7 @@ async def _servers(service: RouterService, record: RequestRecord, scope: Any, re
 
 
 async def _openapi(service: RouterService, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
-    from quire.server.openapi import document
+    from quire.server.openai_api.openapi import document
 
     await send_json(send, 200, encode(document(ROUTES, needs_key=len(service.keys) > 0)))
 

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from typing import Any
 
-from quire.engine.quarantine import Quarantine
+from quire.engine.front.quarantine import Quarantine
 from quire.kvcache.secret import derived_secret
 from quire.kvpool.index import IndexRoutes, MemoryIndex
 from quire.router.asked import Asked
@@ -18,9 +18,9 @@ from quire.router.metrics import RouterMetrics
 from quire.router.prefill import PrefillChoice
 from quire.router.replica import Replica, Role
 from quire.router.upstream import Headers, UpstreamError
-from quire.server.auth import ApiKeys
-from quire.server.places import Places
-from quire.server.tracing import Tracing
+from quire.server.access.auth import ApiKeys
+from quire.server.access.places import Places
+from quire.server.telemetry.tracing import Tracing
 from quire.server_config import RouterConfig, ServerConfig
 
 _RESPONSE_ID = re.compile(rb'"id":\s*"(resp[A-Za-z0-9._-]{1,128})"')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -14,10 +14,28 @@ _CHUNK_ELEMENTS: Final = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Entries of a temporary: rows of a CPU stay in its cache, and memory stays bounded whatever the batch."""
 
 
+_KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+
+
+def use_kernel(device_type: str, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """Let a device's drawing kernels say what weights are there: (values, peaks, temperatures), one row or many."""
+    _KERNELS[device_type] = kernel
+
+
 def integer_weights(values: Tensor, peak: Tensor | float, temperature: Tensor | float) -> Tensor:
-    """Integer weights of float32 logits relative to the likeliest one."""
+    """Integer weights of float32 logits relative to the likeliest one; on a GPU those of the drawing kernels."""
+    kernel = _KERNELS.get(values.device.type)
+    if kernel is not None:
+        return kernel(values, _of_rows(peak, values), _of_rows(temperature, values))
     scaled = (values - peak).div_(temperature)
     return scaled.exp_().mul_(SCALE).to(torch.int64)
+
+
+def _of_rows(number: Tensor | float, values: Tensor) -> Tensor:
+    """One number for each row of `values`, without a copy that the host would wait for."""
+    if isinstance(number, Tensor):
+        return number.reshape(-1).expand(values.shape[0])
+    return torch.full((values.shape[0],), number, dtype=torch.float32, device=values.device)
 
 
 def row_chunks(rows: int, width: int, device: torch.device) -> Iterator[slice]:

@@ -6,7 +6,7 @@ from quire.errors import InvariantError
 from quire.kvcache.connector import Lookup
 from quire.kvcache.table import PrefixMatch
 from quire.scheduler.arriving import Arriving
-from quire.scheduler.draft import Admission, Draft
+from quire.scheduler.draft import AdmissionResult, Draft
 from quire.scheduler.endings import Endings
 from quire.scheduler.giving_way import GivingWay
 from quire.scheduler.groups import blocks_owed, blocks_to_go_on, extra_blocks
@@ -56,34 +56,34 @@ class Admissions:
             if request in draft.made_way:
                 break
             came = self._admit(draft, request)
-            if came is Admission.AGAIN:
+            if came is AdmissionResult.AGAIN:
                 continue
-            if came is Admission.WAITS and request.num_overtaken < _MOST_OVERTAKING and len(aside) < _MOST_ASIDE:
+            if came is AdmissionResult.WAITS and request.num_overtaken < _MOST_OVERTAKING and len(aside) < _MOST_ASIDE:
                 state.waiting.set_aside(request)
                 aside.append(request)
-            elif came is Admission.DONE:
+            elif came is AdmissionResult.DONE:
                 for passed in aside:
                     passed.num_overtaken += 1
-            elif came is not Admission.NO_ROOM or not self._giving_way.make_way(draft, request):
+            elif came is not AdmissionResult.NO_ROOM or not self._giving_way.make_way(draft, request):
                 break
 
-    def _admit(self, draft: Draft, request: Request) -> Admission:
+    def _admit(self, draft: Draft, request: Request) -> AdmissionResult:
         """Try to let in the request at the head of the queue."""
         if not mask_ready(request.live[0]):
             if request.num_overtaken >= _MOST_OVERTAKING:
                 fail_if_slow(request)
-            return Admission.WAITS
+            return AdmissionResult.WAITS
         if self._asks_another_engine(request):
             return self._reserve(request)
         if not self._state.roster.has_rows_for(request):
-            return Admission.NO_ROOM
+            return AdmissionResult.NO_ROOM
         if request.swapped is not None:
             return self._swap_in(draft, request)
         return self._begin(draft, request)
 
     # ---- from the prompt
 
-    def _begin(self, draft: Draft, request: Request) -> Admission:
+    def _begin(self, draft: Draft, request: Request) -> AdmissionResult:
         """Start a request from its prompt, or from all the tokens it knows after a preemption."""
         seq, cache = request.live[0], self._state.cache
         # Siblings that have tokens of their own fork from the leader at the end of the prompt.
@@ -95,8 +95,8 @@ class Admissions:
             lookups = self._lookups(request, seq, known)
             if lookups is None:
                 self._state.roster.arrive(request)
-                return Admission.DONE
-            # A prefix that is cached must have brought the windows that somebody else is to get.
+                return AdmissionResult.DONE
+            # A cached prefix must include the window blocks that are to be sent to another engine.
             most = known if request.windows_kept_at is None else min(known, request.windows_kept_at + 1)
             match = cache.match(seq.kv, seq.tokens, lookups, most)
         # One slot more than is known: who cannot even hold the next token would be preempted at once.
@@ -107,13 +107,13 @@ class Admissions:
             tokens = self._state.chunks.first(draft, seq, match.num_tokens, known - match.num_tokens,
                                               self._state.roster.running.values())
             if cache.prefix_caching and self._follows(draft, seq, match, known):
-                return Admission.WAITS
+                return AdmissionResult.WAITS
             if tokens <= 0:
-                return Admission.LATER
+                return AdmissionResult.LATER
         if not cache.fits(length, match, tokens, extra_blocks(request, cache)):
-            return Admission.NO_ROOM
+            return AdmissionResult.NO_ROOM
         came = self._start(draft, seq, match, tokens, held_at)
-        if came is Admission.AGAIN:
+        if came is AdmissionResult.AGAIN:
             request.lookups = lookups
         return came
 
@@ -131,7 +131,7 @@ class Admissions:
         return lookups
 
     def _follows(self, draft: Draft, seq: Sequence, match: PrefixMatch, known: int) -> bool:
-        """Is the rest of its prefix being computed for somebody else, so that it is cached soon?"""
+        """Is another sequence computing the rest of its prefix, so that it will be cached soon?"""
         running = self._state.roster.running
         if not running or seq.lacks_prompt_logprobs:
             return False
@@ -139,30 +139,31 @@ class Admissions:
             draft.leaders = PrefixLeaders(running.values(), self._state.cache.block_size)
         return draft.leaders.has_one_for(seq, match.num_tokens, known)
 
-    def _start(self, draft: Draft, seq: Sequence, match: PrefixMatch, tokens: int, held_at: int | None) -> Admission:
+    def _start(self, draft: Draft, seq: Sequence, match: PrefixMatch, tokens: int,
+               held_at: int | None) -> AdmissionResult:
         cache, request = self._state.cache, seq.request
         try:
             fetch = cache.open(seq.kv, match, tokens)
             if fetch is None:
                 request.lookups = None
-                return Admission.AGAIN if match.lost else Admission.LATER
+                return AdmissionResult.AGAIN if match.lost else AdmissionResult.LATER
             if not match.num_outside and not cache.extend(seq.kv, match.num_tokens + tokens, match.num_tokens):
                 raise InvariantError("the cache promised room for a sequence and then had none")
         except InvariantError as error:
             self._endings.quarantine(seq, error)
-            return Admission.DONE
+            return AdmissionResult.DONE
         request.lookups = None
         seq.held_at = held_at
         self._count(request, seq, match)
         seq.num_computed = seq.num_confirmed = match.num_tokens
         if match.num_outside:
             self._arriving.begin(request, fetch)
-            return Admission.DONE
+            return AdmissionResult.DONE
         self._state.roster.seat(request, [seq])
         if draft.leaders is not None:
             draft.leaders.add(seq)
         self._planner.plan(draft, seq, tokens)
-        return Admission.DONE
+        return AdmissionResult.DONE
 
     def _count(self, request: Request, seq: Sequence, match: PrefixMatch) -> None:
         request.counts.tier_hits += match.num_outside
@@ -188,24 +189,24 @@ class Admissions:
             return False
         return len(self._state.roster.arriving) < self._state.limits.max_num_seqs
 
-    def _reserve(self, request: Request) -> Admission:
+    def _reserve(self, request: Request) -> AdmissionResult:
         """Reserve blocks for what the device lacks of a prompt. Who asks the other engine finds it in `asking`."""
         state, seq, remote = self._state, request.live[0], request.remote
         if remote is None:
-            return Admission.LATER
+            return AdmissionResult.LATER
         match = state.cache.match(seq.kv, seq.tokens) if not seq.lacks_prompt_logprobs else state.cache.no_match()
         end = seq.num_prompt_tokens - (not remote.first_token)
         if end - match.num_tokens < max(1, remote.least_tokens):
             remote.given_up = True
-            return Admission.AGAIN
+            return AdmissionResult.AGAIN
         try:
             reservation = state.cache.reserve(seq.kv, match, end, state.clock() + state.limits.fetch_timeout,
                                               position=seq.num_prompt_tokens - 1)
         except InvariantError as error:
             self._endings.quarantine(seq, error)
-            return Admission.DONE
+            return AdmissionResult.DONE
         if reservation is None:
-            return Admission.LATER if state.cache.room_is_coming else Admission.NO_ROOM
+            return AdmissionResult.LATER if state.cache.room_is_coming else AdmissionResult.NO_ROOM
         request.reservation = reservation.number
         reservation.fetch.token_due = remote.first_token
         reservation.fetch.until = reservation.deadline
@@ -213,36 +214,36 @@ class Admissions:
         seq.num_computed = seq.num_prompt_tokens - 1
         self._arriving.begin(request, reservation.fetch)
         state.asking.append((request, reservation))
-        return Admission.DONE
+        return AdmissionResult.DONE
 
     # ---- with the KV that it had
 
-    def _swap_in(self, draft: Draft, request: Request) -> Admission:
+    def _swap_in(self, draft: Draft, request: Request) -> AdmissionResult:
         """Bring a request's KV back from the host; it goes on where it was."""
         swapped, swapper, roster = request.swapped, self._state.preemption.swapper, self._state.roster
         if swapped is None or swapper is None or not swapped.settled:
-            return Admission.WAITS
+            return AdmissionResult.WAITS
         seats = [seq for seq in request.live if any(seq.kv is kv for kv, _ in swapped.tables)]
         if not seats or swapped.lost:
             roster.forget_swapped(request)
             return self._begin(draft, request)
-        # With nobody else running what it had must do: the pool held it before.
+        # If no other request runs, its former number of blocks is enough: the pool held it before.
         extra = 0
         if roster.running or roster.arriving:
             cache = self._state.cache
             extra = blocks_to_go_on(request, seats, cache) + blocks_owed(roster.running.values(), cache)
         if not swapper.fits(swapped, extra):
-            return Admission.NO_ROOM
+            return AdmissionResult.NO_ROOM
         fetch = swapper.back(swapped, [seq.kv for seq in seats])
         if fetch is None:
-            return Admission.LATER
+            return AdmissionResult.LATER
         request.swapped = None
         request.counts.swaps_in += 1
         request.counts.swap_bytes += fetch.num_bytes
         if len(seats) < len(request.live) and seats[0].num_output_tokens:
             seats[0].held_at = seats[0].num_prompt_tokens
         self._arriving.begin(request, fetch)
-        return Admission.DONE
+        return AdmissionResult.DONE
 
     # ---- when its KV has come
 

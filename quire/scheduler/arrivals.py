@@ -38,5 +38,5 @@ class ArrivalBox:
         return taken
 
     def wait(self, seconds: float) -> bool:
-        """Until somebody rings, but no longer than that; was there a ring?"""
+        """Wait until `ring` is called, at most so long; returns whether it was."""
         return self._rung.wait(seconds)

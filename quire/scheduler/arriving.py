@@ -1,4 +1,4 @@
-"""Requests whose KV is on its way: neither waiting nor running, and in nobody's way.
+"""Requests whose KV is on its way: neither waiting nor running, so they block no other request.
 
 Progress is by token range: what has arrived without a gap counts as confirmed and can be found by others. When all has
 come that will come, the request runs; what is missing it computes.
@@ -67,7 +67,7 @@ class Arriving:
         return fetch.missing_from(seq.kv) * self._state.cache.block_size
 
     def _go_without(self, request: Request, fetch: Fetch) -> None:
-        """Some of it will not come: keep what did, and compute the rest. It concerns nobody else."""
+        """Part of the KV will not arrive: keep what did and compute the rest. Other requests are not affected."""
         cache, roster = self._state.cache, self._state.roster
         self._state.stats.fetches_failed += 1
         cache.transfers.cancel(fetch)

@@ -15,7 +15,7 @@ Candidate = tuple[int, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BeamStep:
     """The beam at place `parent` of those now running goes on with `token`."""
 
     parent: int
@@ -79,7 +79,7 @@ class BeamSearch:
 
     # ---- what is decided
 
-    def advance(self, max_tokens: int) -> list[Choice]:
+    def advance(self, max_tokens: int) -> list[BeamStep]:
         """With all reports in: who goes on. Afterwards either `done` holds or `width` choices do.
 
         `max_tokens`: the longest output, which ends every beam that reaches it.
@@ -97,14 +97,14 @@ class BeamSearch:
         self._running = [_Beam(self._running[c.parent], c.token, c.score, length) for c in going]
         return [] if self.done else going
 
-    def _best_candidates(self) -> list[Choice]:
+    def _best_candidates(self) -> list[BeamStep]:
         """Of all continuations of all beams, best first; ties by beam, then by token order as reported."""
-        every = (Choice(place, token, beam.score + logprob)
+        every = (BeamStep(place, token, beam.score + logprob)
                  for place, beam in enumerate(self._running)
                  for token, logprob in self._reported[place])
         return heapq.nlargest(self.num_candidates, every, key=lambda choice: choice.score)
 
-    def _keep(self, choice: Choice, length: int) -> None:
+    def _keep(self, choice: BeamStep, length: int) -> None:
         tokens = [*self._running[choice.parent].tokens(), choice.token]
         score = choice.score / length**self.params.length_penalty
         self._complete.append(

@@ -10,13 +10,13 @@ from quire.scheduler.leaders import PrefixLeaders
 from quire.scheduler.plan import PlanEntry, TableDiff
 from quire.scheduler.request import Request, Sequence
 from quire.scheduler.step_cost import StepLoad
-from quire.speculation.choice import Choice, Drafts
+from quire.speculation.choice import DraftChoice, Drafts
 
 Planned = tuple[Sequence, PlanEntry, int]
 """A plan entry with the sequence it speaks of, and the sequence's epoch."""
 
 
-class Admission(enum.Enum):
+class AdmissionResult(enum.Enum):
     """What became of the request at the head of the queue."""
 
     DONE = "done"
@@ -40,7 +40,7 @@ class Draft:
     """Running sequences that lack more."""
     planned: dict[int, Planned] = field(default_factory=dict)
     """By row, in the order of planning."""
-    drafts: dict[int, Drafts] = field(default_factory=dict)
+    proposals: dict[int, Drafts] = field(default_factory=dict)
     """By row: proposed tokens, for which there may be room."""
     made_way: list[Request] = field(default_factory=list)
     """Preempted for a request of higher priority; they wait for the next step at least."""
@@ -56,9 +56,9 @@ class Draft:
         if self.load is not None:
             _add_load(self.load, seq, entry)
 
-    def take_choice(self, choice: Choice) -> None:
+    def take_choice(self, choice: DraftChoice) -> None:
         """Drafts that were chosen for decoding sequences; some of those wait to have drafts in the next step."""
-        self.drafts = choice.drafts
+        self.proposals = choice.drafts
         if choice.waiting:
             self.decoding = [seq for seq in self.decoding if seq.row not in choice.waiting]
 

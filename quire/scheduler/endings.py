@@ -16,7 +16,7 @@ class Endings:
         self._state = state
         self.updates: list[SequenceUpdate] = []
         self.quarantined: list[SequenceKV] = []
-        """Blocks around which the bookkeeping broke: nobody gets them before the cache starts afresh."""
+        """Blocks whose bookkeeping is inconsistent: not handed out again until the cache is reset."""
         self.broken = False
 
     def take_updates(self) -> list[SequenceUpdate]:
@@ -46,7 +46,7 @@ class Endings:
                 self.finish(other, FinishReason.ABORT, error=error)
 
     def _keep(self, seq: Sequence) -> None:
-        """Tell of what the sequence leaves, and keep its blocks for whoever is to take them."""
+        """Report the blocks that the sequence leaves, and lease them to the engine that is to fetch them."""
         state, request = self._state, seq.request
         if not seq.kv.tables:
             return

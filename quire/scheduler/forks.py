@@ -56,9 +56,9 @@ class Forks:
         return True
 
     def hand_over(self, leader: Sequence) -> bool:
-        """`leader` is about to end from outside: whoever waits for it to get to the end of the prompt takes its place.
+        """`leader` is about to be aborted: a fork that waits for it to finish the prompt takes its place.
 
-        False if somebody waits and nobody can.
+        False if a fork waits and none of them can.
         """
         heir = heir_of(leader)
         return heir is None or inherit(leader, heir, self._state.cache, self._state.roster.rows)

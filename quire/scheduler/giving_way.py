@@ -1,4 +1,4 @@
-"""Who gives its memory up for somebody else, and goes back to the queue."""
+"""Preemption: which running request gives its blocks to another and goes back to the queue."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from quire.kvcache.manager import KVCacheManager
-from quire.scheduler.beam import Choice, Hypothesis
+from quire.scheduler.beam import BeamStep, Hypothesis
 from quire.scheduler.request import Request, Sequence
 from quire.scheduler.rows import RowBook
 
@@ -76,11 +76,11 @@ def blocks_owed(running: Iterable[Request], cache: KVCacheManager) -> int:
                for request in running for seq in request.sequences if seq.row >= 0 and seq.num_to_compute > 1)
 
 
-def reseat_beams(request: Request, choices: list[Choice], cache: KVCacheManager, rows: RowBook,
+def reseat_beams(request: Request, choices: list[BeamStep], cache: KVCacheManager, rows: RowBook,
                  leave: Callable[[Sequence], object]) -> int:
     """Let the chosen beams go on: a parent's first child keeps its row and blocks, the others fork them.
 
-    Returns the number of forks. `leave` takes row and blocks from a beam that nobody continues.
+    Returns the number of forks. `leave` takes row and blocks from a beam without a successor.
     """
     parents = [request.places[choice.parent] for choice in choices]
     heirs: dict[int, int] = {}

@@ -12,7 +12,7 @@ _WORTH_WAITING = 0.5
 
 
 class PrefixLeaders:
-    """Running sequences in the middle of a prompt, by the hash of the first block that nobody can find yet."""
+    """Sequences in prefill, by the hash of the first block that is not in the prefix cache yet."""
 
     def __init__(self, running: Iterable[Request], block_size: int) -> None:
         self._block_size = block_size
@@ -26,7 +26,7 @@ class PrefixLeaders:
             self._by_hash.setdefault(kv.hashes[kv.num_registered], seq)
 
     def has_one_for(self, seq: Sequence, num_matched: int, num_known: int) -> bool:
-        """Is most of what `seq` lacks being computed for somebody else?"""
+        """Is another sequence computing most of the prefix that `seq` lacks?"""
         ours = seq.kv.hashes
         first, end = num_matched // self._block_size, min(num_known // self._block_size, len(ours))
         leader = self._by_hash.get(ours[first]) if first < end else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.sampling.params import SamplingParams
+from quire.sampling.token_logprobs import LogprobRecord
 
 DEVICE = "device"
 HOST = "host"
@@ -134,7 +135,7 @@ class StepPlan:
     copies: list[BlockCopy] = field(default_factory=list)
     transfers: list[TransferStart] = field(default_factory=list)
     cancels: list[int] = field(default_factory=list)
-    """Transfers that nobody waits for any more: what they have not begun they may leave. They report all the same."""
+    """Cancelled transfers: the worker may skip what it has not begun. Each still reports its end."""
     entries: list[PlanEntry] = field(default_factory=list)
 
     @property
@@ -143,24 +144,13 @@ class StepPlan:
 
 
 @dataclass(slots=True)
-class TokenLogprobs:
-    """Log-probability and rank of one token, and the most likely ids at its position with theirs."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top_ids: list[int]
-    top_logprobs: list[float]
-
-
-@dataclass(slots=True)
 class EntryResult:
     """What one plan entry gave: 0 to k tokens, or an error that concerns this sequence alone."""
 
     tokens: list[int] = field(default_factory=list)
     """With drafts: those that were accepted and one more. The KV of all but the last of them is valid."""
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[LogprobRecord] | None = None
+    prompt_logprobs: list[LogprobRecord] | None = None
     candidates: list[tuple[int, float]] | None = None
     """(token, log-probability), likeliest first, where the entry asked for them."""
     error: str | None = None

@@ -30,7 +30,7 @@ class BatchingPolicy(ABC):
 
 
 class DecodeFirst(BatchingPolicy):
-    """Nobody who is streaming waits for a prompt; prompts fill what is left of the budget."""
+    """Decode first: sequences that stream never wait for a prefill, which gets the rest of the token budget."""
 
     def phases(self) -> tuple[Phase, ...]:
         return (Phase.DECODE, Phase.PREFILL, Phase.ADMIT)
@@ -50,7 +50,7 @@ class PrefillFirst(BatchingPolicy):
 
 
 class StaticBatch(DecodeFirst):
-    """Those who wait together run together, and nobody joins until the last of them has finished.
+    """Static batches: requests that wait together run together, and no other joins before the last has finished.
 
     What engines did before continuous batching; here to be compared with.
     """

@@ -187,15 +187,15 @@ class Request:
     fetch: Fetch | None = None
     """KV that it waits for."""
     reservation: int | None = None
-    """Number of the reservation into which somebody outside writes its KV."""
+    """Number of the reservation into which another engine writes its KV."""
     remote: RemotePrefill | None = None
     """Another engine is asked to compute its prompt."""
     windows_kept_at: int | None = None
-    """Blocks of sliding windows are kept that a token at this position sees: somebody else is to get them."""
+    """Window blocks that a token at this position sees are kept: they are to be sent to another engine."""
     computes: bool = False
     """Its KV did not come: it computes what the device lacks, and asks no tier again before it has run."""
     lease_seconds: float | None = None
-    """How long its sequences keep their blocks after they have ended, unless somebody takes them before."""
+    """Seconds that its finished sequences keep their blocks for another engine to fetch."""
     counts: RequestCounts = field(default_factory=RequestCounts)
     stop_ids: frozenset[int] = field(init=False)
     """Ids that end a sequence: the request's own and, unless it ignores them, those that end any."""

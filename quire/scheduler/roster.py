@@ -60,7 +60,7 @@ class Roster:
         return self.rows.num_spare >= request.rows_wanted
 
     def arrive(self, request: Request) -> None:
-        """The request at the head of the queue waits for KV from now on, and is in nobody's way."""
+        """Take the head of the queue out of it: that request waits for KV from now on, and blocks no other."""
         self.waiting.pop()
         self.await_kv(request)
 
@@ -173,7 +173,7 @@ class Roster:
         return error
 
     def leave_row(self, seq: Sequence) -> InvariantError | None:
-        """Give back row and blocks; an error if somebody else may have used the blocks meanwhile."""
+        """Give back row and blocks; an error if another sequence may have used the blocks meanwhile."""
         error = None
         try:
             self._cache.free(seq.kv)

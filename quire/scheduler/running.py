@@ -42,7 +42,7 @@ class RunningPlanner:
         speculator = self._state.speculator
         if speculator is not None and draft.decoding:
             draft.take_choice(speculator.choose(draft.decoding, draft.budget - len(draft.decoding)))
-            draft.drafts = self._state.roster.compiling.with_masks(draft.drafts, draft.decoding)
+            draft.proposals = self._state.roster.compiling.with_masks(draft.proposals, draft.decoding)
 
     def begin(self, draft: Draft, request: Request) -> None:
         """Plan a request that has just got rows, with KV of before. Its siblings fork first where all of the prompt has
@@ -65,7 +65,7 @@ class RunningPlanner:
         tokens = 1 if todo == 1 else state.chunks.next(draft, seq, start, todo)
         if tokens <= 0:
             return
-        drafts = draft.drafts.get(seq.row) if todo == 1 else None
+        drafts = draft.proposals.get(seq.row) if todo == 1 else None
         if drafts is not None and self._plan_drafts(draft, seq, drafts):
             return
         while True:

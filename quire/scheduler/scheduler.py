@@ -41,7 +41,7 @@ from quire.speculation.speculator import Speculator
 from quire.structured.gate import GRAMMAR_END, add_masks
 
 _OUTSIDE_SECONDS = 1.0
-"""How long to wait for blocks that somebody outside still reads or may write, before looking again."""
+"""Seconds to wait for blocks that another engine still reads or may write, before looking again."""
 
 
 class Scheduler:

@@ -33,10 +33,10 @@ class SchedulerState:
     pacer: StepPacer | None = None
     speculator: Speculator | None = None
     asking: list[tuple[Request, Reservation]] = field(default_factory=list)
-    """Requests whose prompt another engine is to compute, and the blocks reserved for it: for whoever asks it."""
+    """Requests whose prompt another engine is to compute, with the blocks reserved for the KV it sends."""
     on_start: Callable[[Request], None] | None = None
     """Told of every request that begins for the first time."""
     short: bool = False
     """A running sequence found no memory in the last draft: what comes free is for those who run."""
     gave_way: bool = False
-    """Somebody was preempted in the last draft: the next one may find room where that one did not."""
+    """The last draft preempted a request: the next one may find room where that one did not."""

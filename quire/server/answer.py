@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.output import CompletionOutput, RequestOutput
+from quire.engine.outputs.output import CompletionOutput, RequestOutput
 from quire.server.api_error import ApiError, api_error
 from quire.server.generation import ClientGone, Work, outputs, until_disconnect
-from quire.server.log import LOGGER
-from quire.server.protocol import StreamOptions
+from quire.server.openai_api.protocol import StreamOptions
 from quire.server.service import RequestRecord, Service
+from quire.server.telemetry.log import LOGGER
 
 encode = msgspec.json.Encoder().encode
 _JSON = [(b"content-type", b"application/json")]
@@ -170,7 +170,7 @@ class Answer(ABC):
 
 def _num_logprobs(output: RequestOutput) -> int:
     """About how many log-probabilities there are: every position has as many as the last, or one more."""
-    found = sum(len(each.logprobs) * len(each.logprobs[0]) for each in output.outputs if each.logprobs)
+    found = sum(each.num_logprobs for each in output.outputs)
     prompt = output.prompt_logprobs or (None,)
     return found + len(prompt) * len(prompt[-1] or ())
 

@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from quire.server.access.auth import ApiKeys
+from quire.server.access.hosts import AllowedHosts
 from quire.server.answer import send_error
 from quire.server.api_error import ApiError, api_error
-from quire.server.auth import ApiKeys
-from quire.server.disaggregation import PrefillHeader
+from quire.server.cluster.disaggregation import PrefillHeader
 from quire.server.generation import ClientGone
-from quire.server.hosts import AllowedHosts
-from quire.server.log import LOGGER, event
-from quire.server.page_routes import page_routes
 from quire.server.route import Route
 from quire.server.routes import ROUTES
 from quire.server.service import RequestRecord, Service
-from quire.server.tracing import Tracing
+from quire.server.telemetry.log import LOGGER, event
+from quire.server.telemetry.tracing import Tracing
+from quire.server.view.page_routes import page_routes
 from quire.server_config import ServerConfig
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")

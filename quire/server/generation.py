@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.input import Params
-from quire.engine.output import RequestOutput
+from quire.engine.outputs.output import RequestOutput
 from quire.errors import EngineError, InvalidRequestError, QuarantinedError, QuireError
 from quire.sampling.params import NOTHING_TO_DRAW
 from quire.server.api_error import ApiError
-from quire.server.metrics import Stopwatch
-from quire.server.parameters import in_words_of
+from quire.server.openai_api.parameters import in_words_of
 from quire.server.service import Service
+from quire.server.telemetry.metrics import Stopwatch
 
 Receive = Callable[[], Awaitable[Any]]
 _STARTED_AT_ONCE = 4

@@ -6,26 +6,26 @@ import asyncio
 from importlib import resources
 from typing import Any
 
-from quire.server import responses
 from quire.server.answer import encode, send_json
 from quire.server.api_error import ApiError, refusal
 from quire.server.body import read_body
-from quire.server.chat import chat_completion
-from quire.server.chat_prompt import render
-from quire.server.chat_protocol import ChatBody, TokenizeBody
-from quire.server.completions import completion
-from quire.server.disaggregation import kv_bootstrap
+from quire.server.cluster.disaggregation import kv_bootstrap
+from quire.server.cluster.kv_events import kv_events
+from quire.server.conversation.chat_prompt import render
 from quire.server.generation import until_disconnect
-from quire.server.kv_events import kv_events
+from quire.server.long_texts.text_process import do_text_job
 from quire.server.messages_api.answer import count_tokens, error_body, message
 from quire.server.messages_api.protocol import CountBody, MessagesBody
-from quire.server.model_card import model_card
-from quire.server.protocol import CompletionBody, DetokenizeBody
+from quire.server.openai_api import responses
+from quire.server.openai_api.chat import chat_completion
+from quire.server.openai_api.chat_protocol import ChatBody, TokenizeBody
+from quire.server.openai_api.completions import completion
+from quire.server.openai_api.model_card import model_card
+from quire.server.openai_api.protocol import CompletionBody, DetokenizeBody
 from quire.server.responses_api.answer import response
 from quire.server.responses_api.protocol import ResponsesBody
 from quire.server.route import Route
 from quire.server.service import LONG_TEXT, RequestRecord, Service
-from quire.server.text_process import do_text_job
 from quire.version import __version__
 
 _FRESH_SECONDS = 0.25
@@ -182,7 +182,7 @@ async def _version(service: Service, record: RequestRecord, scope: Any, receive:
 
 
 async def _openapi(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
-    from quire.server.openapi import document
+    from quire.server.openai_api.openapi import document
 
     if service.document is None:
         service.document = encode(document(ROUTES, needs_key=len(service.keys) > 0))

@@ -17,12 +17,12 @@ from typing import Any
 import uvicorn
 
 from quire.errors import ConfigError
+from quire.server.access.auth import ApiKeys
+from quire.server.access.connection import bounded_protocol
+from quire.server.access.hosts import is_loopback
 from quire.server.app import App, build_app, with_cors
-from quire.server.auth import ApiKeys
-from quire.server.connection import bounded_protocol
-from quire.server.hosts import is_loopback
-from quire.server.log import event
-from quire.server.tracing import Tracing
+from quire.server.telemetry.log import event
+from quire.server.telemetry.tracing import Tracing
 from quire.server_config import ServerConfig
 
 _BACKLOG = 2048

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.options import parse_bytes
+from quire.server.access.auth import ApiKeys
+from quire.server.access.places import Places
 from quire.server.api_error import ApiError, ContextExceeded
-from quire.server.auth import ApiKeys
-from quire.server.metrics import ServerMetrics
+from quire.server.long_texts.text_process import start_text_process
+from quire.server.long_texts.text_work import TextWork
 from quire.server.parsers.registry import call_format_of, thought_format_of
-from quire.server.places import Places
 from quire.server.responses_api.store import ResponseStore
-from quire.server.text_process import start_text_process
-from quire.server.text_work import TextWork
-from quire.server.tracing import Tracing
+from quire.server.telemetry.metrics import ServerMetrics
+from quire.server.telemetry.tracing import Tracing
 from quire.server_config import ServerConfig
 
 if TYPE_CHECKING:

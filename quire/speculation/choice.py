@@ -14,7 +14,7 @@ class Drafts:
 
 
 @dataclass(slots=True)
-class Choice:
+class DraftChoice:
     """By row: who gets drafts, and who waits for a token in flight to get some."""
 
     drafts: dict[int, Drafts] = field(default_factory=dict)

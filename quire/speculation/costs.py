@@ -11,7 +11,7 @@ _OUTLIER = 2.0
 """Times the belief beyond which a measurement moves it no further: the machine was busy with something else."""
 
 
-class StepTimes:
+class StepCosts:
     """Seconds by number of tokens: a table, since the first few rows are not linear in it, times a common factor.
 
     The factor follows what concerns every step alike (a busy machine, longer contexts) and does so fast;

@@ -9,10 +9,10 @@ from typing import Any
 
 from quire.errors import ConfigError
 
-NGRAM, SUFFIX, DRAFT_MODEL, SKIP_LAYERS = "ngram", "suffix", "draft_model", "skip_layers"
+NGRAM, SUFFIX, DRAFT_MODEL, SKIP_LAYERS, EAGLE = "ngram", "suffix", "draft_model", "skip_layers", "eagle"
 COUPLED, REJECTION = "coupled", "rejection"
 _CHOICES = {
-    "method": (NGRAM, SUFFIX, DRAFT_MODEL, SKIP_LAYERS),
+    "method": (NGRAM, SUFFIX, DRAFT_MODEL, SKIP_LAYERS, EAGLE),
     "verifier": (COUPLED, REJECTION),
     "load_format": ("auto", "gguf", "safetensors", "dummy"),
 }
@@ -38,8 +38,8 @@ class SpeculationOptions:
     """Fewest tokens that must match."""
     max_cached_tokens: int = field(default=65_536, metadata=_only(SUFFIX))
     """Tokens of recent outputs to keep, over all tenants."""
-    model: str | None = field(default=None, metadata=_only(DRAFT_MODEL))
-    """The draft model: alias, path or hub id."""
+    model: str | None = field(default=None, metadata=_only(DRAFT_MODEL, EAGLE))
+    """The draft model: alias, path or hub id; the EAGLE head: path or hub id."""
     load_format: str = field(default="auto", metadata=_only(DRAFT_MODEL))
     skipped_layers: tuple[int, ...] | None = field(default=None, metadata=_only(SKIP_LAYERS))
     """Layers of the target that its draft leaves out; by default every second of the middle ones."""
@@ -47,7 +47,7 @@ class SpeculationOptions:
     @property
     def on_device(self) -> bool:
         """The worker makes the drafts, with a model."""
-        return self.method in (DRAFT_MODEL, SKIP_LAYERS)
+        return self.method in (DRAFT_MODEL, SKIP_LAYERS, EAGLE)
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> SpeculationOptions:
@@ -83,10 +83,21 @@ class SpeculationOptions:
             raise _refused(f"adaptive must be true or false, not {self.adaptive!r}")
         if self.method == DRAFT_MODEL and (not isinstance(self.model, str) or not self.model):
             raise _refused("method 'draft_model' needs a model: its alias, path or hub id")
+        if self.method == EAGLE and (not isinstance(self.model, str) or not self.model):
+            raise _refused("method 'eagle' needs a model: the path or hub id of a head that was trained for the "
+                           "target; none comes with it")
         layers = self.skipped_layers
         if layers is not None and (not isinstance(layers, tuple) or not layers
                                    or any(type(layer) is not int or layer < 0 for layer in layers)):
             raise _refused(f"skipped_layers must be a list of layer numbers, not {layers!r:.80}")
+
+
+def refuse_with_eagle(asked: Mapping[str, bool]) -> None:
+    """Raise for the first field of the engine's config that is asked for and that EAGLE heads do not run with yet."""
+    for name, value in asked.items():
+        if value:
+            raise ConfigError(f"{name} does not go with speculative_config method 'eagle' yet: leave {name} out, or "
+                              "use another method", field=name)
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> None:

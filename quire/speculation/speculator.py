@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.speculation.acceptance import EvidenceOdds, PositionOdds
-from quire.speculation.choice import Choice, Drafts
-from quire.speculation.costs import StepTimes
+from quire.speculation.choice import DraftChoice, Drafts
+from quire.speculation.costs import StepCosts
 from quire.speculation.proposer import Proposal, Proposer, ProposerSource
 from quire.speculation.stats import SpeculationStats
 
@@ -71,7 +71,7 @@ class Speculator(ABC):
         self.adaptive = adaptive
         self.most_in_step: int | None = None
         """Most drafts of all sequences together; None: what the step has room for."""
-        self.times = StepTimes()
+        self.times = StepCosts()
         self.stats = SpeculationStats()
         self._clock = clock
         self._in_flight: deque[tuple[Load | None, float]] = deque()
@@ -80,13 +80,13 @@ class Speculator(ABC):
 
     # ---- before a step
 
-    def choose(self, decoding: list[Sequence], room: int) -> Choice:
+    def choose(self, decoding: list[Sequence], room: int) -> DraftChoice:
         """Drafts for sequences that lack one token, at most `room` in all."""
         able = [seq for seq in decoding if self._may_have_drafts(seq)]
         if self.most_in_step is not None:
             room = min(room, self.most_in_step)
         known = [seq for seq in able if not seq.num_pending]
-        choice = Choice()
+        choice = DraftChoice()
         if len(known) < len(able):
             choice.waiting = {seq.row for seq in able if seq.num_pending and self._worth_waiting(seq)}
         if known and room > 0:
@@ -272,10 +272,10 @@ class DeviceSpeculator(Speculator):
         self.own_kv = own_kv
         self.seconds_behind = 0.0
         """What the model takes to catch up, for each token of text that it has not seen. This and `drafting` are for a
-        machine as busy as it was at first; `StepTimes.factor` says how busy it is."""
+        machine as busy as it was at first; `StepCosts.factor` says how busy it is."""
         self._seen: dict[Sequence, int] = {}
         self._behind = 0
-        self.drafting = StepTimes()
+        self.drafting = StepCosts()
         """Seconds that one more draft takes, by number of sequences."""
         self._odds = PositionOdds(most)
         self._followed: dict[Sequence, PositionOdds] = {}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from quire.kernels.types import LayerCache
 from quire.models.decoder import Decoder
+from quire.models.heads.head import DraftHead
 from quire.ops.interface import Ops
 from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import BlockCopy, StepPlan, TransferReport
@@ -20,8 +21,8 @@ class CacheEngine:
     """
 
     def __init__(self, decoder: Decoder, ops: Ops, num_blocks: int | Sequence[int], block_size: int,
-                 num_host_blocks: int = 0, transfers: Sequence[KVTransfer] = (), draft: Decoder | None = None,
-                 draft_group: int = 0) -> None:
+                 num_host_blocks: int = 0, transfers: Sequence[KVTransfer] = (),
+                 draft: Decoder | DraftHead | None = None, draft_group: int = 0) -> None:
         """`num_blocks` of every cache group, or by group."""
         self._ops = ops
         groups = decoder.spec.group_of_layer()[decoder.first_layer : decoder.last_layer]

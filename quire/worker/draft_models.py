@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 from torch import Tensor
 
 from quire.errors import ConfigError, DownloadError, ModelLoadError
-from quire.kernels.types import LayerCache
+from quire.kernels.types import LayerCache, StepContext
+from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
 from quire.models.spec import DecoderSpec
 from quire.scheduler.plan import DEVICE, BlockCopy, PlanEntry, TransferStart
@@ -99,6 +100,8 @@ class DraftProgress:
 class SmallerModel:
     """A draft model on a CPU."""
 
+    states: Sequence[str] = ()
+
     def __init__(self, decoder: Decoder, caches: list[LayerCache], table: RequestTable, group: int,
                  num_blocks: int, num_host_blocks: int) -> None:
         self._decoder = decoder
@@ -111,6 +114,9 @@ class SmallerModel:
         self.copied, self.moved = progress.copied, progress.moved
         self.written, self.restart = progress.written, progress.restart
         self.kept, self.catch_up = progress.kept, progress.catch_up
+
+    def watched(self, ctx: StepContext, stream: ResidualStream, captured: Mapping[str, Tensor]) -> None:
+        pass
 
     def logits(self, passes: Sequence[PlanEntry]) -> Tensor:
         ids, ctx = step_inputs(self._table, passes, self._groups)
@@ -156,7 +162,7 @@ def kept_layers(num_layers: int, skipped: Sequence[int] | None) -> list[int]:
 
 @contextmanager
 def reading_draft_model(name: str | None) -> Iterator[None]:
-    """What is wrong with a draft model is said of it: nobody should look for it in the target."""
+    """Errors while a draft model loads name the draft model, so that nobody looks for them in the target."""
     try:
         yield
     except (ConfigError, DownloadError, ModelLoadError) as error:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.sampling import CpuSampling
+from quire.kernels.types import StepContext
+from quire.layers.stream import ResidualStream
 from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.philox import Purpose
 from quire.sampling.sampler import OK, draw_weights, sample
@@ -20,7 +22,17 @@ from quire.worker.request_table import RequestTable
 
 
 class DraftModel(Protocol):
-    """What makes the drafts: a smaller model with a cache of its own, or the target without some layers."""
+    """What makes the drafts: a smaller model with a cache of its own, the target without some layers, or a head that
+    reads the target's hidden states."""
+
+    @property
+    def states(self) -> Sequence[str]:
+        """Hidden states of the target that it reads: "final", "embed" or "layers.i"."""
+        ...
+
+    def watched(self, ctx: StepContext, stream: ResidualStream, captured: Mapping[str, Tensor]) -> None:
+        """The target has computed a step's tokens: the stream after its last layer, and the states that are read."""
+        ...
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
         """Blocks of the cache were copied."""
@@ -161,6 +173,11 @@ class ToldDrafter:
 
 class NoKV:
     """The bookkeeping of a draft model that keeps nothing of its own: there is none."""
+
+    states: Sequence[str] = ()
+
+    def watched(self, ctx: StepContext, stream: ResidualStream, captured: Mapping[str, Tensor]) -> None:
+        pass
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
         pass

@@ -102,12 +102,12 @@ class BlockBytes:
     all: int
 
 
-def block_bytes(shard: Shard, block_size: int, draft_bytes_per_token: int = 0) -> BlockBytes:
+def block_bytes(shard: Shard, block_size: int, draft_bytes_per_token: int = 0, element_size: int = 4) -> BlockBytes:
     """A draft model is on the first tensor rank of every stage."""
 
     def of(place: Place) -> int:
         draft = draft_bytes_per_token * block_size if place.tensor_rank == 0 else 0
-        return shard_of(shard.spec, place).kv_bytes_per_block(block_size) + draft
+        return shard_of(shard.spec, place).kv_bytes_per_block(block_size, element_size) + draft
 
     place = shard.place
     return BlockBytes(of(place), sum(of(each) for each in Place.all(place.tensor_size, place.num_stages)))

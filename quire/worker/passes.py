@@ -12,6 +12,7 @@ from quire.errors import EngineError, StepError
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
+from quire.models.heads.spec import FINAL
 from quire.parallel.collectives import Collectives, Link, receive_tensor, send_tensor
 
 _FAILED = -1
@@ -50,6 +51,14 @@ class Passes:
             send_tensor(after, torch.cat((torch.tensor([ids.numel()]), ids)))
             send_tensor(after, stream.settled())
         return stream
+
+    def forward_capturing(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], states: Sequence[str]
+                          ) -> tuple[ResidualStream, dict[str, Tensor]]:
+        """As `forward`, on one rank, with hidden states of other layers than the last."""
+        inner = [name for name in states if name != FINAL]
+        if not inner:
+            return self.forward(ids, ctx, caches), {}
+        return self._decoder.forward_capturing(ids, ctx, caches, inner)
 
     def _run(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
              kept: Sequence[int] | None) -> ResidualStream:

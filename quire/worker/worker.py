@@ -10,9 +10,12 @@ import torch
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kernels.quantized import StoredWeight
+from quire.kernels.routing import LayerLoad
 from quire.kvtransfer.store import KVStore
 from quire.models.build import build_decoder, dummy_weights, stored_parts
 from quire.models.decoder import Decoder
+from quire.models.heads.build import build_head, read_head
+from quire.models.heads.head import DraftHead
 from quire.models.loader.source import ModelSource, resolve_model
 from quire.models.registry import read_spec
 from quire.models.shard import Shard, shard_of
@@ -20,10 +23,11 @@ from quire.ops.cpu import CpuOps
 from quire.parallel.collectives import Collectives
 from quire.parallel.place import Place
 from quire.scheduler.plan import StepPlan, StepResult
-from quire.speculation.options import REJECTION, SKIP_LAYERS, SpeculationOptions
+from quire.speculation.options import EAGLE, REJECTION, SKIP_LAYERS, SpeculationOptions, refuse_with_eagle
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.draft_models import SkippedLayers, SmallerModel, check_same_vocabulary, reading_draft_model
 from quire.worker.drafter import Drafter, Proposer, ToldDrafter
+from quire.worker.eagle import EagleDrafts
 from quire.worker.memory import (
     PoolSize,
     available_memory,
@@ -46,10 +50,13 @@ class Worker:
     others through `collectives`. `pool` is what all of them have agreed on (`size_shard_pool`, `smallest_pool`).
     """
 
+    launch = None
+    """A step is over when `execute` returns."""
+
     def __init__(self, source: ModelSource, config: EngineConfig, shard: Shard | None = None,
                  collectives: Collectives | None = None, pool: PoolSize | None = None) -> None:
         check_device(config)
-        self.spec = read_spec(source.config)
+        self.spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
         self.shard = shard = shard_of(self.spec, Place()) if shard is None else shard
         self.pool: PoolSize = size_shard_pool(source, config, shard) if pool is None else pool
         ops = CpuOps(num_threads=config.model.num_threads, rounding=config.model.rounding)
@@ -58,7 +65,7 @@ class Worker:
             max_model_len=self.pool.max_model_len, shard=shard,
             ranks=None if collectives is None else collectives.group, dtype=None)
         self.weight_bytes = decoder.weight_bytes
-        draft = self._draft_decoder(config, ops)
+        draft = self._draft(config, ops, decoder)
         groups = groups_with_draft(self.spec, self.pool.draft_bytes_per_token)
         self._cache = CacheEngine(decoder, ops, [self.pool.blocks_of(group.window) for group in groups],
                                   config.cache.block_size,
@@ -70,20 +77,24 @@ class Worker:
         rejection = speculation is not None and speculation.verifier == REJECTION
         drafter = None if speculation is None else self._drafter(
             speculation, rejection, decoder, draft, Passes(decoder, collectives))
+        self._expert_load = decoder.expert_load
         self._runner = ModelRunner(decoder, self._cache, self._table, drafter, rejection, collectives)
 
-    def _draft_decoder(self, config: EngineConfig, ops: CpuOps) -> Decoder | None:
-        """A draft model is whole, on the first tensor rank of every stage."""
+    def _draft(self, config: EngineConfig, ops: CpuOps, target: Decoder) -> Decoder | DraftHead | None:
+        """A draft model is whole, on the first tensor rank of every stage; an EAGLE head goes with one rank."""
         speculation = config.speculation.options
         if speculation is None or speculation.model is None or self.shard.place.tensor_rank != 0:
             return None
         with reading_draft_model(speculation.model):
             source = _draft_source(speculation, config)
+            if speculation.method == EAGLE:
+                return build_head(source.config, source.weights(None), target, self.pool.max_model_len)
+            spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
             return build_decoder(source.config, _weights(source, speculation.load_format, config), ops,
-                                 max_model_len=self.pool.max_model_len, dtype=None)
+                                 max_model_len=self.pool.max_model_len, shard=shard_of(spec, Place()), dtype=None)
 
-    def _drafter(self, speculation: SpeculationOptions, rejection: bool, decoder: Decoder, draft: Decoder | None,
-                 passes: Passes) -> Proposer | None:
+    def _drafter(self, speculation: SpeculationOptions, rejection: bool, decoder: Decoder,
+                 draft: Decoder | DraftHead | None, passes: Passes) -> Proposer | None:
         if speculation.method == SKIP_LAYERS:
             shared = None if passes.alone else passes
             skipped = SkippedLayers(decoder, self._cache.layers, self._table, speculation.skipped_layers, passes)
@@ -92,19 +103,20 @@ class Worker:
             return None
         proposer: Drafter | None = None
         if draft is not None:
-            model = SmallerModel(draft, self._cache.draft_layers, self._table, draft_group(self.spec),
-                                 self.pool.num_blocks, self.pool.num_host_blocks)
+            kept = (self._cache.draft_layers, self._table, draft_group(self.spec), self.pool.num_blocks,
+                    self.pool.num_host_blocks)
+            model = EagleDrafts(draft, *kept) if isinstance(draft, DraftHead) else SmallerModel(draft, *kept)
             proposer = Drafter(model, self._table, rejection)
         return proposer if self.shard.place.tensor_size == 1 else ToldDrafter(proposer, passes)
 
     def kv_memory(self) -> KVStore:
         """The model's caches, or this rank's share of them, for whoever moves KV to and from other engines."""
-        return KVStore(self._cache.layers, self._cache.groups, first_layer=self.shard.first_layer, heads=self._heads)
+        return KVStore(self._cache.layers, self._cache.groups, first_layer=self.shard.first_layer,
+                       heads=self.shard.kv_heads)
 
-    def _heads(self, layer: int, part: str) -> tuple[int, int]:
-        """Of the whole model, and the first one on this rank."""
-        whole = next(each for each in self.spec.layers[layer].kv.parts if each.name == part)
-        return whole.heads, self.shard.layer(layer).heads.first_kv
+    def expert_load(self) -> list[LayerLoad]:
+        """What the experts of this rank's layers have done; of the experts of all tensor ranks."""
+        return self._expert_load.as_data()
 
     def connect(self, transfer: KVTransfer) -> None:
         """Move blocks to and from one more tier."""
@@ -155,9 +167,13 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
     spec = shard.spec
     speculation = config.speculation.options
     draft_bytes = 0
-    if speculation is not None and speculation.model is not None:
+    if speculation is not None and speculation.method == EAGLE:
+        _check_eagle(config)
         with reading_draft_model(speculation.model):
-            draft = read_spec(_draft_source(speculation, config).config)
+            draft_bytes = read_head(_draft_source(speculation, config).config, spec).kv_bytes_per_token
+    elif speculation is not None and speculation.model is not None:
+        with reading_draft_model(speculation.model):
+            draft = read_spec(_draft_source(speculation, config).config).with_kv_dtype(config.cache.kv_cache_dtype)
         check_same_vocabulary(spec, draft)
         draft_bytes = draft.kv_bytes_per_token
     free = available_memory() // ranks_here
@@ -167,6 +183,18 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
     packed = (source.path.suffix == ".gguf" and not dummy) or config.model.rounding is not None
     check_weights_fit(shard.num_parameters, packed=packed, free=free)
     return pool
+
+
+def _check_eagle(config: EngineConfig) -> None:
+    """Hidden states stay with the rank that computed them, and do not travel with KV that leaves the engine."""
+    refuse_with_eagle({
+        "tensor_parallel_size": config.parallel.tensor_parallel_size > 1,
+        "pipeline_parallel_size": config.parallel.pipeline_parallel_size > 1,
+        "kv_role": config.transfer.kv_role is not None,
+        "kv_disk": config.cache.kv_disk is not None,
+        "kv_pool": config.cache.kv_pool is not None,
+        "kv_cache_dtype": config.cache.kv_cache_dtype == "int8",
+    })
 
 
 def _draft_source(speculation: SpeculationOptions, config: EngineConfig) -> ModelSource:

@@ -9,7 +9,7 @@ import pytest
 
 from quire.cli import terminal
 from quire.cli.throughput import measure
-from quire.engine.output import CompletionOutput, RequestMetrics, RequestOutput
+from quire.engine.outputs.output import CompletionOutput, RequestMetrics, RequestOutput
 
 
 class Screen(io.StringIO):

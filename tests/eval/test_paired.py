@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from quire.bench.accuracy import compared
+from quire.bench.cpu.accuracy import compared
 from quire.eval.paired import Mean, kl_by_position, paired_difference
 from quire.eval.tasks import Result
 

@@ -16,7 +16,7 @@ import torch
 from quire.models.build import dummy_weights
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import Request
-from quire.worker.gpu.worker import DeviceOptions
+from quire.worker.gpu.options import DeviceOptions
 from tests.checkpoints import _BASE, FAMILY_NAMES
 from tests.worker.gpu import engines
 

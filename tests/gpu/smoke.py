@@ -279,8 +279,8 @@ def check_engine() -> None:
     from quire.models.build import build_decoder, dummy_weights
     from quire.ops.reference import TorchOps
     from quire.ops.triton import TritonOps
+    from quire.worker.gpu.options import DeviceOptions
     from quire.worker.gpu.weights import build_on_device
-    from quire.worker.gpu.worker import DeviceOptions
     from tests.paged_driver import PagedDriver
     from tests.worker.gpu import engines
 
@@ -790,9 +790,9 @@ def time_small(quick: bool) -> None:
 def time_engine(quick: bool) -> None:
     """Qwen3-0.6B with random weights: start, one stream and a batch, with and without graphs and early
     launch."""
-    from quire.bench.gpu_cases import MODELS, requests_of
-    from quire.bench.gpu_engine import build_core, build_worker, run_requests
-    from quire.worker.gpu.worker import DeviceOptions
+    from quire.bench.gpu.cases import MODELS, requests_of
+    from quire.bench.gpu.engine import build_core, build_worker, run_requests
+    from quire.worker.gpu.options import DeviceOptions
 
     tokens: dict[str, Any] = {}
     for name, options in (

@@ -13,7 +13,7 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 from tests.blocked import WITHOUT  # noqa: E402
-from tests.checkpoints import GPU_NAMES, make_checkpoint, oracle_logits  # noqa: E402
+from tests.checkpoints import FAMILY_NAMES, make_checkpoint, oracle_logits  # noqa: E402
 from tests.gpu.models import host_ops, smollm2_file  # noqa: E402
 
 GAP = 1e-3
@@ -28,7 +28,7 @@ def smollm2() -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("family", GPU_NAMES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_a_checkpoint_of_every_family_gives_transformers_log_probabilities_and_tokens(
     tmp_path: Path, family: str
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import GPU_NAMES
+from tests.checkpoints import FAMILY_NAMES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -19,8 +19,8 @@ if torch.cuda.is_available():
     from quire.ops.triton import TritonOps
     from quire.sampling.params import BeamSearchParams, SamplingParams
     from quire.scheduler.request import Request
+    from quire.worker.gpu.options import DeviceOptions
     from quire.worker.gpu.weights import build_on_device
-    from quire.worker.gpu.worker import DeviceOptions
     from tests.gpu.models import VOCAB, config_of, device_engine, greedy, host_engine, host_ops, weights_of
     from tests.paged_driver import PagedDriver
     from tests.worker.gpu import engines
@@ -42,7 +42,7 @@ def tokens_of(core: Any, requests: list[Any]) -> dict[str, tuple[list[int], list
 # ---- right
 
 
-@pytest.mark.parametrize("family", GPU_NAMES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_fp32_logits_are_within_a_thousandth_of_the_cpu_path(family: str) -> None:
     config, device = config_of(family), torch.device("cuda")
     with torch.inference_mode():
@@ -62,7 +62,7 @@ def test_fp32_logits_are_within_a_thousandth_of_the_cpu_path(family: str) -> Non
             tokens = {s: [rng.randrange(VOCAB)] for s in tokens}
 
 
-@pytest.mark.parametrize("family", GPU_NAMES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("padded", [False, True], ids=["", "mixed steps padded"])
 def test_fp32_tokens_are_those_of_the_cpu_path_unless_two_were_as_likely(family: str, padded: bool) -> None:
     config = config_of(family)

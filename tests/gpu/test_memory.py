@@ -14,7 +14,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     from quire.config import CacheConfig
     from quire.errors import OutOfMemoryError
-    from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+    from quire.worker.gpu.options import DeviceOptions
+    from quire.worker.gpu.worker import GpuWorker
     from tests.gpu.models import config_of, device_engine, greedy
     from tests.worker.gpu import engines
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 if torch.cuda.is_available():
     from quire.ops.reference import TorchOps
-    from quire.worker.gpu.worker import DeviceOptions
+    from quire.worker.gpu.options import DeviceOptions
     from tests.worker.gpu.drafting import Case, accepted, looping, remembering, speculation, texts_with_an_abort
     from tests.worker.gpu.engines import GEMMA3, MAX_LEN, QWEN3, SEQS, make_engine, run
 

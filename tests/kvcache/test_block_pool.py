@@ -85,7 +85,7 @@ def test_registering_twice_or_without_holder_or_behind_a_stranger_is_refused_and
         pool.register(second, b"k0", NO_BLOCK)
     with pytest.raises(InvariantError, match="registered twice"):
         pool.register(first, b"other", NO_BLOCK)
-    with pytest.raises(InvariantError, match="nobody holds"):
+    with pytest.raises(InvariantError, match="reference count is 0"):
         pool.register(2, b"x", NO_BLOCK)
     with pytest.raises(InvariantError, match="unregistered parent"):
         pool.register(second, b"y", 2)

@@ -6,7 +6,7 @@ import pytest
 
 from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK
-from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.kvcache.prefix import cache_key
 from quire.kvcache.table import SequenceKV
 
@@ -14,7 +14,7 @@ SIZE = 4
 
 
 def make(num_blocks: int = 16, *windows: int | None, caching: bool = True) -> KVCacheManager:
-    groups = tuple(CacheGroup(w) for w in windows or (None,))
+    groups = tuple(GroupWindow(w) for w in windows or (None,))
     return KVCacheManager(num_blocks, SIZE, groups, caching, secret=b"s" * 32)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.kvcache.block_pool import NO_BLOCK
-from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.kvcache.table import PrefixMatch, SequenceKV
 from tests.kvcache.contents import BlockContents, fingerprints
 
@@ -48,7 +48,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 caching=st.sampled_from([True, True, True, False]), first=st.lists(PROMPTS, max_size=3))
     def make(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...], caching: bool,
              first: list[list[int]]) -> None:
-        self.cache = KVCacheManager(num_blocks, block_size, tuple(CacheGroup(w) for w in windows), caching)
+        self.cache = KVCacheManager(num_blocks, block_size, tuple(GroupWindow(w) for w in windows), caching)
         self.contents = BlockContents(num_blocks, block_size, windows)
         self.windows = windows
         self.lives: list[Life] = []

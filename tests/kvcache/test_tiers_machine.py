@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.host_tier import HostTier
-from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.kvcache.reservations import Reservation
 from quire.kvcache.table import SequenceKV
 from quire.kvcache.transfers import Fetch, Transfer
@@ -64,7 +64,7 @@ class TiersMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(4, 12), near=st.integers(1, 8), far=st.integers(1, 12),
                 windows=st.sampled_from([(None,), (None,), (None, 3), (4,)]))
     def make(self, num_blocks: int, near: int, far: int, windows: tuple[int | None, ...]) -> None:
-        groups = tuple(CacheGroup(w) for w in windows)
+        groups = tuple(GroupWindow(w) for w in windows)
         self.cache = KVCacheManager(num_blocks, SIZE, groups, secret=b"the same always!",
                                     tiers=[HostTier(near, len(groups)), Shelf(far, len(groups))])
         self.device: dict[tuple[int, int], bytes | None] = {}

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from quire.bench.index_server import serve_index
+from quire.bench.kv.index_server import serve_index
 from quire.kvpool.index import MemoryIndex
 
 REDIS = shutil.which("redis-server")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from unittest.mock import Mock
-
 import pytest
 import torch
 
-from quire.errors import ConfigError, UnsupportedModelError
+from quire.errors import ConfigError
 from quire.kernels.slices import Slices
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.decoder import Decoder
-from quire.models.registry import read_spec
 from quire.models.shard import Shard, shard_of
 from quire.ops.reference import TorchOps
 from quire.parallel.place import Place
@@ -90,10 +87,3 @@ def test_rotations_go_on_past_the_configured_length() -> None:
     config = config_of(make_model("llama", max_position_embeddings=4))
     decoder = build_decoder(config, dummy_weights(config), TorchOps(), max_model_len=6)
     assert PagedDriver(decoder).run(0, TOKENS, [6]).isfinite().all()
-
-
-def test_what_only_a_cpu_runs_is_refused_by_name_on_a_gpu() -> None:
-    ops = TorchOps()
-    ops.attention = Mock()
-    with pytest.raises(UnsupportedModelError, match=r"attention sinks.*device='cpu'"):
-        Decoder(read_spec(config_of(make_model("gpt_oss"))), ops)

@@ -17,7 +17,8 @@ TOKENS = [5, 3, 96, 41]
 
 CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"no_rope_layers": [0]}), ("phi3", {}), ("cohere", {}), ("qwen2_moe", {}),
-    ("deepseek_v3", {"first_k_dense_replace": 0}),
+    ("deepseek_v3", {"first_k_dense_replace": 0}), ("gpt_oss", {"layer_types": ["full_attention"]}),
+    ("gpt_oss", {"layer_types": ["sliding_attention"], "sliding_window": 2}),
 ]
 
 

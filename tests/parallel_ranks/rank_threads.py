@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.engine.source import open_source
+from quire.engine.assembly.source import open_source
 from quire.models.build import build_decoder, stored_parts
 from quire.models.registry import read_spec
 from quire.models.shard import Shard, shard_of

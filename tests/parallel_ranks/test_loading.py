@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.bench.rank_memory import rank_memory
+from quire.bench.ranks.rank_memory import rank_memory
 from quire.errors import ConfigError, InvariantError, ModelLoadError
 from quire.kernels.quantized import QuantizedWeight
 from quire.models.build import dummy_weights, stored_parts

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-from quire.bench.rank_processes import alive as alive
-from quire.bench.rank_processes import children as children
-from quire.bench.rank_processes import ranks_of as ranks_of
+from quire.bench.soak.rank_processes import alive as alive
+from quire.bench.soak.rank_processes import children as children
+from quire.bench.soak.rank_processes import ranks_of as ranks_of
 
 PATIENCE = 60.0
 """Seconds after which a test counts as hanging, on a machine where everything is slow."""

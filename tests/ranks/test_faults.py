@@ -175,7 +175,7 @@ def test_ranks_of_an_engine_that_cannot_be_put_together_are_ended(tiny_llama: Pa
     def broken(*given: Any) -> None:
         raise EngineError("no cache today")
 
-    monkeypatch.setattr("quire.engine.assembly.build_cache", broken)
+    monkeypatch.setattr("quire.engine.assembly.engine.build_cache", broken)
     with pytest.raises(EngineError, match="no cache today"):
         LLM(str(tiny_llama), tensor_parallel_size=2, executor="dummy", skip_tokenizer_init=True)
     assert not ranks_of(os.getpid())

@@ -35,7 +35,7 @@ def engines(server: ServeProcess) -> list[int]:
     pid = server.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in children
-            if b"quire.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes()]
+            if b"quire.engine.process.main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def test_two_engines_share_the_work_and_remember_prefixes(server: ServeProcess) -> None:

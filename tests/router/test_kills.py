@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire.bench.http_client import Reply, ask
+from quire.bench.serving.http_client import Reply, ask
 from quire.router.replica import State
 from tests.router.fakes import routed
 from tests.server.conftest import tiny as tiny

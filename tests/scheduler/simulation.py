@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from quire.executor.base import Executor
 from quire.executor.dummy import dummy_candidates, dummy_token
 from quire.kvcache.host_tier import HostTier
-from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.kvcache.move_cost import MoveCost
 from quire.sampling.params import BeamSearchParams, SamplingParams
+from quire.sampling.token_logprobs import LogprobRecord, TokenLogprobs
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.plan import (
     BlockMove,
@@ -20,7 +21,6 @@ from quire.scheduler.plan import (
     RowStart,
     StepPlan,
     StepResult,
-    TokenLogprobs,
     TransferReport,
     TransferStart,
 )
@@ -52,7 +52,7 @@ def make_scheduler(
     wanted = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256} | limits
     group_blocks = tuple(num_blocks if w is None or window_blocks is None else window_blocks for w in windows)
     tiers = [HostTier(host_blocks, len(windows), offload)] if host_blocks else []
-    cache = KVCacheManager(num_blocks, block_size, tuple(CacheGroup(w) for w in windows), caching, tiers=tiers,
+    cache = KVCacheManager(num_blocks, block_size, tuple(GroupWindow(w) for w in windows), caching, tiers=tiers,
                            cost=cost, block_bytes=(100,) * len(windows), group_blocks=group_blocks)
     return Scheduler(Limits(**wanted), cache, QUEUES[queue](), BATCHING_POLICIES[policy](),  # type: ignore[arg-type]
                      preemption=Preemption(cache, PreemptionMode(mode), cost))
@@ -219,12 +219,12 @@ class SimulatedWorker:
             result.tokens.append(row.tokens[-1])
         return result
 
-    def _prompt_logprobs(self, entry: PlanEntry, row: Row) -> list[TokenLogprobs] | None:
+    def _prompt_logprobs(self, entry: PlanEntry, row: Row) -> list[LogprobRecord] | None:
         if entry.prompt_logprobs_from is None:
             return None
         assert entry.start <= entry.prompt_logprobs_from
         last = min(entry.start + entry.num_tokens, row.start.num_prompt_tokens - 1)
-        return [TokenLogprobs(row.tokens[p + 1], -float(p), 1, [], [])
+        return [TokenLogprobs(row.tokens[p + 1], -float(p), 1, [], []).pack()
                 for p in range(entry.prompt_logprobs_from, last)]
 
     def retire(self, step: int) -> None:

@@ -13,7 +13,7 @@ from quire.errors import InvariantError
 from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.connector import KVConnector, Lookup
 from quire.kvcache.host_tier import HostTier
-from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.kvcache.reservations import Reservation
 from quire.kvcache.token_prefix import TokenPrefix
 from quire.scheduler.limits import Limits
@@ -41,7 +41,7 @@ class Engine:
                  windows: tuple[int | None, ...] = (None,), budget: int = 64) -> None:
         self.clock = Clock()
         tiers = [HostTier(64, len(windows))] if tiers is None else tiers
-        cache = KVCacheManager(num_blocks, SIZE, tuple(CacheGroup(w) for w in windows), tiers=tiers,
+        cache = KVCacheManager(num_blocks, SIZE, tuple(GroupWindow(w) for w in windows), tiers=tiers,
                                block_bytes=(1,) * len(windows))
         self.scheduler = Scheduler(Limits(seqs, budget, 256, fetch_timeout=5.0), cache, clock=self.clock,
                                    preemption=Preemption(cache, PreemptionMode.SWAP))

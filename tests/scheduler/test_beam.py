@@ -8,7 +8,7 @@ import pytest
 
 from quire.errors import InvalidRequestError
 from quire.sampling.params import BeamSearchParams
-from quire.scheduler.beam import BeamSearch, Choice
+from quire.scheduler.beam import BeamSearch, BeamStep
 
 EOS = frozenset([0])
 
@@ -20,7 +20,7 @@ def search(width: int, **options: Any) -> BeamSearch:
 def test_the_likeliest_continuations_go_on_wherever_they_come_from() -> None:
     beams = search(2)
     beams.report(0, [(5, -0.1), (6, -1.0), (7, -2.0), (8, -3.0)])
-    assert beams.advance(9) == [Choice(0, 5, -0.1), Choice(0, 6, -1.0)]
+    assert beams.advance(9) == [BeamStep(0, 5, -0.1), BeamStep(0, 6, -1.0)]
     assert not beams.report(0, [(1, -3.0), (2, -4.0), (3, -5.0), (4, -6.0)])
     assert beams.report(1, [(1, -0.5), (2, -0.6), (3, -7.0), (4, -8.0)])
     assert [(c.parent, c.token) for c in beams.advance(9)] == [(1, 1), (1, 2)]

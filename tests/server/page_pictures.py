@@ -75,7 +75,7 @@ def write_gif(frames: list[Any], path: Path) -> None:
 
 
 async def _main(folder: Path) -> None:
-    from quire.bench.served import served
+    from quire.bench.serving.served import served
 
     async with served({}, {}) as (address, _, _engine):
         await asyncio.to_thread(_take, address, folder)

@@ -26,11 +26,11 @@ class ServeProcess:
     def engine_pid(self) -> int:
         """The process that the server has started; 0 where there is none now."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        found = [int(pid) for pid in children if b"quire.engine.process" in _command(pid)]
+        found = [int(pid) for pid in children if b"quire.engine.process.main" in _command(pid)]
         return found[0] if found else 0
 
     def engine_gone(self, pid: int) -> bool:
-        return b"quire.engine.process" not in _command(str(pid))
+        return b"quire.engine.process.main" not in _command(str(pid))
 
     def kill_engine(self) -> None:
         os.kill(self.engine_pid(), signal.SIGKILL)

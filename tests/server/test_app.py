@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError, RequestTimeoutError
-from quire.server.auth import ApiKeys
-from quire.server.log import JsonLines
+from quire.server.access.auth import ApiKeys
 from quire.server.routes import ROUTES
 from quire.server.service import salt_of
+from quire.server.telemetry.log import JsonLines
 from quire.server_config import ServerConfig
 from tests.server.conftest import Serve, Served, make_tokenizer
 from tests.server.scripted import ScriptedEngine
@@ -319,7 +319,7 @@ def test_spans_tell_of_requests() -> None:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     from quire.server.app import build_app
-    from quire.server.tracing import Tracing
+    from quire.server.telemetry.tracing import Tracing
 
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.server.chat import _delta, _message
 from quire.server.messages_api.blocks import ContentBlocks
 from quire.server.messages_api.tool_input import ToolInput
+from quire.server.openai_api.chat import _delta, _message
 from quire.server.parsers.pieces import CallDelta, Piece
 from quire.server.parsers.registry import FORMATS, OutputFormat
 from quire.server.responses_api.items import OutputItems

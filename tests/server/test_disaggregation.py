@@ -12,7 +12,7 @@ import pytest
 
 from quire.async_llm import AsyncLLM
 from quire.kvcache.secret import derived_secret
-from quire.server.disaggregation import PrefillHeader
+from quire.server.cluster.disaggregation import PrefillHeader
 from tests.checkpoints import make_checkpoint
 from tests.peers.pairs import SECRET
 from tests.server.scripted import running

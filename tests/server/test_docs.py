@@ -64,9 +64,9 @@ def test_the_commands_are_ones() -> None:
 def test_every_option_and_field_that_the_page_names_exists() -> None:
     from quire.cli import serve
     from quire.cli.commands import make_parser
-    from quire.server.chat_protocol import ChatBody
     from quire.server.messages_api.protocol import MessagesBody
-    from quire.server.protocol import CompletionBody
+    from quire.server.openai_api.chat_protocol import ChatBody
+    from quire.server.openai_api.protocol import CompletionBody
     from quire.server.responses_api.protocol import ResponsesBody
 
     known = make_parser(serve, "quire serve")._option_string_actions

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from quire.async_llm import AsyncLLM
+from quire.server.access.places import Place
 from quire.server.app import App
-from quire.server.engine_view import Watcher
-from quire.server.places import Place
+from quire.server.view.engine_view import Watcher
 from tests.server.scripted import running
 
 

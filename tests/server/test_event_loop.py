@@ -18,7 +18,7 @@ import pytest
 from quire.async_llm import AsyncLLM
 from quire.server.api_error import ApiError
 from quire.server.app import App
-from quire.server.text_work import AT_ONCE, Turns
+from quire.server.long_texts.text_work import AT_ONCE, Turns
 from tests.server.scripted import running
 
 TICK = 0.005

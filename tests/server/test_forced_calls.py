@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
+from quire.server.conversation.shapes import Marks, whole_shape
+from quire.server.conversation.tool_choice import ToolUse
 from quire.server.parsers.grammar import ToolShape
 from quire.server.parsers.pieces import CallDelta, Content, Thought
 from quire.server.parsers.registry import FORMATS, OutputFormat
-from quire.server.shapes import Marks, whole_shape
-from quire.server.tool_choice import ToolUse
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.spec import StructuredOutputs
 from quire.structured.vocabulary import read_vocabulary

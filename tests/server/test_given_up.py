@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.quarantine import QUARANTINE_SECONDS, Quarantine, content_of
+from quire.engine.front.quarantine import QUARANTINE_SECONDS, Quarantine, content_of
 from quire.errors import ConfigError, QuarantinedError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import Request

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.log import LOGGER, JsonLines, TextLines
+from quire.server.telemetry.log import LOGGER, JsonLines, TextLines
 from tests.server.conftest import Serve, Served
 from tests.server.real import quire_serve, until
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from quire.bench.http_client import Reply, ask
-from quire.bench.served import served
-from quire.bench.soak import soak
+from quire.bench.serving.http_client import Reply, ask
+from quire.bench.serving.served import served
+from quire.bench.soak.command import soak
 
 INSTANT = {"executor": "dummy", "load_format": "dummy", "device": "cpu"}
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 
 from quire import AsyncLLM
-from quire.server.loop_lag import LoopLag
-from quire.server.metrics import Histogram
+from quire.server.telemetry.loop_lag import LoopLag
+from quire.server.telemetry.metrics import Histogram
 from tests.server.scripted import running
 
 

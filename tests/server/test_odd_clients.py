@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from quire.server.chat import ChatAnswer
+from quire.server.openai_api.chat import ChatAnswer
 from quire.server.service import Service
 from tests.server.conftest import Serve, Served, events
 
@@ -96,8 +96,8 @@ def test_every_field_of_the_openai_client_is_known_or_refused_on_purpose() -> No
     from openai.types import completion_create_params as text
     from openai.types.chat import completion_create_params as chat
 
-    from quire.server.chat_protocol import ChatBody
-    from quire.server.protocol import CompletionBody
+    from quire.server.openai_api.chat_protocol import ChatBody
+    from quire.server.openai_api.protocol import CompletionBody
 
     for module, body, refused in ((chat, ChatBody, {"moderation"}), (text, CompletionBody, set())):
         names = set(module.CompletionCreateParamsBase.__annotations__) | {"stream"}  # type: ignore[attr-defined]

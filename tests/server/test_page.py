@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from quire.async_llm import AsyncLLM
-from quire.server.scenarios import SCENARIOS
+from quire.server.view.scenarios import SCENARIOS
 from tests.server.browser import Watched, chromium
 from tests.server.conftest import Serve, Served
 from tests.server.page_pictures import HEIGHT, WIDTH, take_pictures, write_gif

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from quire.server.scenarios import SCENARIOS, play
+from quire.server.view.scenarios import SCENARIOS, play
 
 
 def test_two_steps_in_flight_keep_two_stages_busy() -> None:

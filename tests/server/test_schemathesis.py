@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from quire.server.openapi import document
+from quire.server.openai_api.openapi import document
 from quire.server.routes import ROUTES
 from tests.server.conftest import make_tokenizer
 from tests.server.scripted import ScriptedEngine, running

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.server.metrics import ServerMetrics
+from quire.server.telemetry.metrics import ServerMetrics
 from quire.speculation.stats import SpeculationStats
 
 

@@ -118,8 +118,9 @@ def test_the_default_beats_lru_where_lru_can_be_beaten(workload: str, capacity: 
     assert rate(workload, "reuse-rate", capacity) >= gain * rate(workload, "lru", capacity)
 
 
-@pytest.mark.parametrize(("workload", "capacity"), [("regular", 1200), ("regular", 4000), ("regular_documents", 400),
-                                                    ("regular_documents", 1200)])
+@pytest.mark.parametrize(("workload", "capacity"), [("regular", 500), ("regular", 1200), ("regular", 4000),
+                                                    ("regular_documents", 400), ("regular_documents", 1200),
+                                                    ("conversations", 250), ("scans", 500)])
 def test_where_reuse_is_regular_the_default_finds_what_the_better_of_lru_and_lru_2_does(workload: str,
                                                                                         capacity: int) -> None:
     best = max(rate(workload, "lru", capacity), rate(workload, "lru-2", capacity))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire.bench.load_report import percentile
+from quire.bench.serving.load_report import percentile
 from quire.router.policies import POLICIES, make_policy
 from quire.sim.routing import Arrival, Outcome, Shape, simulate
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from quire import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutputs
-from quire.engine.grammar_process import start_nursery
+from quire.engine.assembly.grammar_process import start_nursery
 from quire.structured.compile_queue import CompileJob, CompileQueue
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.isolated import IsolatedGrammars, RequestGrammar

@@ -13,8 +13,8 @@ import zmq
 
 from quire import AsyncLLM, SamplingParams, StructuredOutputs
 from quire.config import EngineConfig
-from quire.engine.assembly import build_engine
-from quire.engine.doorbell import Doorbell
+from quire.engine.assembly.engine import build_engine
+from quire.engine.process.doorbell import Doorbell
 from quire.scheduler.request import Request
 from quire.structured.compile_queue import CompileQueue
 from quire.structured.isolated import IsolatedGrammars

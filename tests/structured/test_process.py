@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutputs
-from quire.engine import messages as m
+from quire.engine.process import messages as m
 from tests.async_engines import last, run
 
 

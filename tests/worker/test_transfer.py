@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.engine import assembly
+from quire.engine.assembly import engine as assembly
 from quire.kernels.types import LayerCache, pair_cache
 from quire.kvcache.block_pool import NO_BLOCK
 from quire.kvcache.connector import KVConnector, Lookup
@@ -123,7 +123,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     tier = FilesOfPrefixes()
 
     def build_cache(config: Any, spec: Any, pool: Any, cost: Any) -> KVCacheManager:
-        groups = tuple(assembly.CacheGroup(group.window) for group in spec.cache_groups())
+        groups = tuple(assembly.GroupWindow(group.window) for group in spec.cache_groups())
         return KVCacheManager(pool.num_blocks, config.cache.block_size, groups, tiers=[tier])
 
     monkeypatch.setattr(assembly, "build_cache", build_cache)

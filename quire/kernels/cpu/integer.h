@@ -14,6 +14,7 @@
 #ifndef QUIRE_INTEGER_H
 #define QUIRE_INTEGER_H
 
+#include "code_dots.h"
 #include "simd.h"
 
 #define UNIT 32 /* columns of the input that share an activation's scale */
@@ -86,14 +87,16 @@ typedef struct {
 
 typedef void (*int_tile_fn)(const int_tile *t, int rows, int panels, int mode, int offsets);
 
-/* A kernel: its tile, how large a tile may be, what it takes off WIDE codes, whether it reads codes one a byte only, and
- * scales of x step by step instead of row by row. Fewer than `least` rows are left to another kernel, `few`. `begin` and
- * `end`, where a kernel has them, stand around its tiles. */
+/* A kernel: its tile, how large a tile may be, what it subtracts from WIDE codes (0 or 128), its dot products of queries
+ * and keys, which subtract the same from codes of keys; whether it reads codes one a byte only, and scales of x step by
+ * step instead of row by row. Fewer than `least` rows are left to another kernel, `few`. `begin` and `end`, where a kernel
+ * has them, stand around its tiles. */
 typedef struct int_kernel {
     const char *name;
     int_tile_fn tile;
     int rows, panels;
     int wide_bias;
+    code_dots_fn dots;
     int bytes_only, steps_first, least;
     const struct int_kernel *few;
     void (*begin)(int64_t quads);

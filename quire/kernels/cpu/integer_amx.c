@@ -126,9 +126,11 @@ static int allowed(void) {
 }
 
 const int_kernel *quire_int_amx(void) {
-    static int_kernel kernel = {"amx", tile, AMX_ROWS, 1, 0, 1, 1, LEAST_ROWS, NULL, begin, end};
+    static int_kernel kernel = {"amx", tile, AMX_ROWS, 1, 0, NULL, 1, 1, LEAST_ROWS, NULL, begin, end};
     kernel.few = quire_int_avx512vnni();
-    return kernel.few && allowed() ? &kernel : NULL;
+    if (!kernel.few || !allowed()) return NULL;
+    kernel.dots = kernel.few->dots;
+    return &kernel;
 }
 #else
 const int_kernel *quire_int_amx(void) { return NULL; }

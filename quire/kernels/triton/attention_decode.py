@@ -65,6 +65,7 @@ def _decode_kernel(
     window,
     kv_scale,
     num_parts,
+    sinks,
     q_stride,
     table_stride,
     NUM_HEADS: tl.constexpr,
@@ -84,6 +85,7 @@ def _decode_kernel(
     CARRIED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     head = tl.program_id(0)
     task = tl.program_id(1)
@@ -137,6 +139,7 @@ def _decode_kernel(
             softcap,
             kv_scale,
             num_parts,
+            sinks,
             NUM_HEADS,
             NUM_KV,
             GROUP,
@@ -151,6 +154,7 @@ def _decode_kernel(
             HALVES,
             CARRIED,
             PRECISION,
+            SINKS,
         )
 
 
@@ -177,6 +181,7 @@ def _attend_piece(
     softcap,
     kv_scale,
     num_parts,
+    sinks,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -191,12 +196,14 @@ def _attend_piece(
     HALVES: tl.constexpr,
     CARRIED: tl.constexpr,
     PRECISION: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """The keys [begin, end) of one sequence and KV head under the first GROUP rows of q [GROUP_PAD, BLOCK_DIM]; the
     program that is done last joins the sequence's pieces.
 
     With HALVES, q and q_high are the two halves of the features, as a rotation leaves them, and keys, values and
-    sums come in halves too; every sum has the order it has without.
+    sums come in halves too; every sum has the order it has without. With SINKS the first piece's softmax begins with
+    the head's sink, as if it were a key without a value.
     """
     WIDTH: tl.constexpr = DIM // 2 if HALVES else BLOCK_DIM
     member = tl.arange(0, GROUP_PAD)
@@ -206,6 +213,10 @@ def _attend_piece(
     key = tl.arange(0, KEYS)
     maximum = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head * GROUP + member, mask=member < GROUP, other=0.0) * 1.4426950408889634
+        maximum = tl.where(piece == 0, sink, maximum)
+        total = tl.where(piece == 0, total + 1.0, total)
     acc = tl.zeros([GROUP_PAD, WIDTH], tl.float32)
     acc_high = acc
     block = tl.load(table + (begin + key) // PAGE, mask=(begin + key >= visible) & (begin + key < end), other=0)
@@ -353,12 +364,14 @@ def decode_attention(
     halves: bool = False,
     carried: bool = False,
     pdl: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[S, Hq*hd] for the S sequences of `split`, whose queries are the first S rows of qkv.
 
     Sequence s has its block table in row `rows[s]` (s itself without `rows`) of int32 `tables`. Nothing is written
     for a sequence of no length. `halves` takes the features in two halves, for fewer addresses; with `carried` the
     places of the next keys are known a turn early, so that `num_stages` tiles can be on their way. Bits stay the same.
+    `sinks` float32 [Hq] are scores without a value, which take part in each head's softmax.
     """
     group = shape.num_heads // shape.num_kv_heads
     if out is None:
@@ -374,6 +387,7 @@ def decode_attention(
         1 << 30 if window is None else window,
         kv_scale,
         scratch.partial.shape[0],
+        context_len if sinks is None else sinks,
         qkv.stride(0),
         tables.stride(0),
         shape.num_heads,
@@ -393,6 +407,7 @@ def decode_attention(
         carried,
         "ieee" if ieee else "tf32",
         pdl,
+        sinks is not None,
         **launch,
     )  # fmt: skip
     return out

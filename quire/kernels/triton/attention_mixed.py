@@ -139,6 +139,7 @@ def _mixed_kernel(
     softcap,
     window,
     kv_scale,
+    sinks,
     q_stride,
     table_stride,
     tree_stride,
@@ -155,6 +156,7 @@ def _mixed_kernel(
     TREE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -186,6 +188,10 @@ def _mixed_kernel(
         acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
+        if SINKS:
+            # The softmax begins with the head's sink, as if it were a key without a value.
+            maximum = tl.load(sinks + head * GROUP + index % GROUP) * 1.4426950408889634
+            total += 1.0
         # Keys that every row sees need no mask; a window's edge and the diagonal do.
         open_end = (length - queries + first + 1) // KEYS * KEYS
         open_begin = 0
@@ -326,6 +332,7 @@ def mixed_attention(
     softcap: float | None = None,
     kv_scale: float = 1.0,
     tree: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     sizes: MixedShape = MixedShape(),  # noqa: B008 (frozen)
     exact: bool = False,
@@ -334,6 +341,7 @@ def mixed_attention(
 
     `tree` uint8 [T, most queries of a sequence] narrows what a token sees of its own step: entry j for the j-th new
     token of its sequence (its ancestors and itself, for a tree of drafts); the keys before the step are seen by all.
+    `sinks` float32 [Hq] are scores without a value, which take part in each head's softmax.
 
     `exact` keeps the compiler from fusing products and sums: it does so in the loop without a mask and not in
     the one with, so that a query's bits would depend on where its chunk began.
@@ -350,6 +358,7 @@ def mixed_attention(
         0.0 if softcap is None else softcap,
         0 if window is None else window,
         kv_scale,
+        context_len if sinks is None else sinks,
         qkv.stride(0),
         tables.stride(0),
         0 if tree is None else tree.stride(0),
@@ -366,6 +375,7 @@ def mixed_attention(
         tree is not None,
         rows is not None,
         "ieee" if ieee else "tf32",
+        sinks is not None,
         num_warps=sizes.warps,
         num_stages=sizes.stages,
         enable_fp_fusion=not exact,
@@ -386,6 +396,7 @@ def attention_reference(
     softcap: float | None = None,
     kv_scale: float = 1.0,
     tree: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """What both attention kernels compute, in float32, one sequence at a time."""
     q = qkv.view(qkv.shape[0], -1, shape.head_dim)[:, : shape.num_heads].float()
@@ -405,5 +416,5 @@ def attention_reference(
             seen &= keys[None, :] > reach[:, None] - window
         if tree is not None:
             seen[:, length - (hi - lo) :] &= tree[lo:hi, : hi - lo] != 0
-        out[lo:hi] = softmax_attention(q[lo:hi], k, v, seen, scale, softcap)
+        out[lo:hi] = softmax_attention(q[lo:hi], k, v, seen, scale, softcap, sinks)
     return out.reshape(qkv.shape[0], -1).to(qkv.dtype)

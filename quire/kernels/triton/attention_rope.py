@@ -53,6 +53,7 @@ def _rope_decode_kernel(
     window,
     kv_scale,
     num_parts,
+    sinks,
     q_stride,
     table_stride,
     NUM_HEADS: tl.constexpr,
@@ -73,6 +74,7 @@ def _rope_decode_kernel(
     LINES: tl.constexpr,
     CARRIED: tl.constexpr,
     PDL: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     head = tl.program_id(0)
     task = tl.program_id(1)
@@ -164,6 +166,7 @@ def _rope_decode_kernel(
             softcap,
             kv_scale,
             num_parts,
+            sinks,
             NUM_HEADS,
             NUM_KV,
             GROUP,
@@ -178,6 +181,7 @@ def _rope_decode_kernel(
             True,
             CARRIED,
             PRECISION,
+            SINKS,
         )
 
 
@@ -269,7 +273,7 @@ def rope_decode_attention(
         0.0 if softcap is None else softcap,
         1 << 30 if window is None else window,
         kv_scale,
-        scratch.partial.shape[0], qkv.stride(0), tables.stride(0),
+        scratch.partial.shape[0], context_len if turn.sinks is None else turn.sinks, qkv.stride(0), tables.stride(0),
         NUM_HEADS=shape.num_heads,
         NUM_KV=shape.num_kv_heads,
         GROUP=group,
@@ -288,6 +292,7 @@ def rope_decode_attention(
         LINES=max(1, shape.head_dim * cache.k.element_size() // _LINE),
         CARRIED=carried,
         PDL=pdl,
+        SINKS=turn.sinks is not None,
         **launch,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -1,8 +1,10 @@
 """Where top_k, top_p and min_p cut a row, found without sorting it.
 
-Tokens go into bins by their logit. Counts of the bins bound the weight before each, so they tell the few bins in which
-the last kept token can be. The tokens of those bins are collected, and a binary search among them finds the cut: exact,
-since weights are integers, and the same whatever the order in which programs run.
+Two passes over the logits narrow the cut down: each sums the weight (or the number) of the tokens above a few pivots,
+and the next pass puts its pivots between the two that enclose the cut. The tokens that are left between two pivots are
+collected, and a binary search among them finds the cut: exact, since weights are integers there, and the same whatever
+the order in which programs run. Sums above pivots are only roughly right, so pivots count with a margin. Blocks are
+read by one warp each, which needs no barrier to sum.
 """
 
 from __future__ import annotations
@@ -14,12 +16,9 @@ from quire.kernels import sampled_row
 from quire.kernels.triton.sampling_parts import (
     HEAD,
     WORDS,
-    bin_of,
     integer_weights,
     is_finite,
-    key_value,
     load_float,
-    order_key,
     read_logits,
     row_peak,
 )
@@ -30,8 +29,19 @@ _LOG_MIN_P = tl.constexpr(sampled_row.LOG_MIN_P)
 _TOP_K = tl.constexpr(sampled_row.TOP_K)
 _TOP_P = tl.constexpr(sampled_row.TOP_P)
 _LOGPROBS = tl.constexpr(sampled_row.LOGPROBS)
-TALLY_WORDS = 8
-"""Behind a row's bins: their total weight (two words), how many tokens were collected, how many are better."""
+PIVOTS = 15
+"""Of a pass."""
+_PIVOTS = tl.constexpr(PIVOTS)
+_LEVEL = tl.constexpr(PIVOTS + 1)
+SUM_WORDS = 4
+"""int64 words of a row: the weight of all tokens, how many were collected, how many are better than the drawn one; and
+one that is free."""
+SUMS = tl.constexpr(SUM_WORDS)
+TOTAL = tl.constexpr(0)
+CURSOR = tl.constexpr(1)
+BETTER = tl.constexpr(2)
+_SURE = tl.constexpr(2e-4)
+"""Sums above pivots are float32: the cut is enclosed by pivots that are sure by more than all their rounding."""
 
 
 @triton.jit
@@ -72,90 +82,122 @@ def is_cut(me, RANKED: tl.constexpr):
 
 
 @triton.jit
-def histogram_kernel(
-    logits, edited, stage, peak, tally, tally_wide, stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, TALLY: tl.constexpr,
-    PARTS: tl.constexpr, SOURCE: tl.constexpr, RANKED: tl.constexpr,
+def _first_pivot(index: tl.constexpr):
+    """How far under the largest logit the pivots of the first pass lie, over the temperature. Behind the last one
+    tokens have no weight."""
+    near: tl.constexpr = 0.5 * (index + 1) if index < 8 else 0.75 * (index - 8) + 4.75
+    far: tl.constexpr = 7.25 if index == 11 else (9.0 if index == 12 else (13.0 if index == 13 else 28.0))
+    return near if index < 11 else far
+
+
+@triton.jit
+def _wanted(me, row, sums, RANKED: tl.constexpr):
+    """(Whether tokens are counted or weighed, how much the kept ones before the last are less than.)"""
+    if RANKED:
+        count = tl.load(me + _LOGPROBS)
+    else:
+        count = tl.load(me + _TOP_K)
+    by_count = count > 0
+    share = top_p_of(me) * tl.load(sums + row * SUMS + TOTAL).to(tl.float64) * (1.0 / 1099511627776.0)
+    return by_count, tl.where(by_count, count.to(tl.float64), share).to(tl.float32)
+
+
+@triton.jit
+def _between(row, above, pivots, by_count, wanted, low, high, LEVEL: tl.constexpr):
+    """The two pivots of a pass that enclose the cut; where there is none on a side, `low` or `high`. Numbers of tokens
+    are exact, and half a token is margin enough."""
+    place = tl.arange(0, _LEVEL)
+    sums = tl.load(above + (row * 2 + LEVEL) * _LEVEL + place)
+    pivot = tl.load(pivots + (row * 2 + LEVEL) * _LEVEL + place)
+    real = place < _PIVOTS
+    surely_less = sums < tl.where(by_count, wanted - 0.5, wanted * (1 - _SURE))
+    maybe_less = sums < tl.where(by_count, wanted - 0.5, wanted * (1 + _SURE))
+    high = tl.min(tl.where(real & surely_less, pivot, high))
+    return tl.max(tl.where(real & (maybe_less == 0), pivot, low)), high
+
+
+@triton.jit
+def bracket_kernel(stage, peak, sums, above, pivots, bracket, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr,
+                   RANKED: tl.constexpr):  # fmt: skip
+    """Of each row (low, high): the cut lies in the tokens with low < logit <= high; all above are kept. Where a number
+    of tokens is wanted there is no upper end: all of them are in question. A row without a cut has nothing in
+    question."""
+    row = tl.program_id(0)
+    me = stage + HEAD + row * WORDS
+    top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
+    low, high = tl.full([], float("inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
+    if is_cut(me, RANKED) & is_finite(top):
+        by_count, wanted = _wanted(me, row, sums, RANKED)
+        low, high = _between(row, above, pivots, by_count, wanted, tl.full([], float("-inf"), tl.float32), top, 0)
+        low, high = _between(row, above, pivots, by_count, wanted, low, high, 1)
+        high = tl.where(by_count, float("inf"), high)
+        if RANKED:
+            low = tl.where(by_count, low, float("inf"))
+            high = tl.where(by_count, high, float("inf"))
+    tl.store(bracket + row * 2, low)
+    tl.store(bracket + row * 2 + 1, high)
+
+
+@triton.jit
+def narrow_kernel(
+    logits, edited, stage, peak, sums, above, pivots, stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, LEVEL: tl.constexpr, SOURCE: tl.constexpr,
+    RANKED: tl.constexpr,
 ):  # fmt: skip
-    """How many tokens each bin holds, and the weight of them all. A program looks at every PARTS-th block."""
-    part, row = tl.program_id(0), tl.program_id(1)
+    """Sum the weight or the number of a block's tokens above each pivot of a pass; in the first, also of them all."""
+    block, row = tl.program_id(0), tl.program_id(1)
     me = stage + HEAD + row * WORDS
     top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
     if is_cut(me, RANKED) & is_finite(top):
         temperature = row_temperature(me, RANKED)
         floor = row_floor(me, top, temperature, RANKED)
-        bins = tl.arange(0, BINS)
-        counts = tl.zeros([BINS], tl.int32)
-        total = tl.sum(tl.zeros([2], tl.int64))
-        for block in range(part, BLOCKS, PARTS):
-            token = block * BLOCK + tl.arange(0, BLOCK)
-            values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
-            total += tl.sum(integer_weights(values, top, temperature, floor))
-            counts += tl.histogram(bin_of(values, top, temperature, floor, BINS), BINS)
-        tl.atomic_add(tally + row * TALLY + bins, counts, mask=counts > 0)
-        tl.atomic_add(tally_wide + (row * TALLY + BINS) // 2, total)
-
-
-@triton.jit
-def bracket_kernel(
-    stage, peak, tally, tally_wide, bracket, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BINS: tl.constexpr,
-    TALLY: tl.constexpr, CAPACITY: tl.constexpr, RANKED: tl.constexpr,
-):  # fmt: skip
-    """First and last bin that the cut may be in, and whether all that is in them can be collected. Without a cut the
-    first is past the last bin: all tokens come before it."""
-    row = tl.program_id(0)
-    me = stage + HEAD + row * WORDS
-    first = tl.full([], BINS, tl.int32)
-    last = tl.full([], -1, tl.int32)
-    fits = tl.full([], 1, tl.int32)
-    if is_cut(me, RANKED) & is_finite(row_peak(peak, row, BLOCKS, BLOCKS_POW)):
-        bins = tl.arange(0, BINS)
-        counts = tl.load(tally + row * TALLY + bins)
-        before = tl.cumsum(counts, axis=0)
-        if RANKED:
-            wanted = tl.load(me + _LOGPROBS)
-            first = tl.full([], 0, tl.int32)
-            last = tl.where(wanted > 0, tl.minimum(tl.sum((before < wanted).to(tl.int32)), BINS - 1), -1)
-        else:
-            top_k = tl.load(me + _TOP_K)
-            if top_k > 0:
-                first = tl.full([], 0, tl.int32)
-                last = tl.minimum(tl.sum((before < top_k).to(tl.int32)), BINS - 2)
+        by_count, wanted = _wanted(me, row, sums, RANKED)
+        low, high = tl.full([], float("-inf"), tl.float32), top
+        if LEVEL == 1:
+            low, high = _between(row, above, pivots, by_count, wanted, low, high, 0)
+            low = tl.where(low > float("-inf"), low, high - 112.0 * temperature)
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
+        if LEVEL == 0:
+            tl.atomic_add(sums + row * SUMS + TOTAL, tl.sum(integer_weights(values, top, temperature, floor)))
+        weights = tl.where(values >= floor, tl.exp((values - top) / temperature), 0.0)
+        measure = tl.where(by_count, 1.0, weights)
+        place = tl.arange(0, _LEVEL)
+        found = tl.zeros([_LEVEL], tl.float32)
+        pivot = tl.zeros([_LEVEL], tl.float32)
+        for index in tl.static_range(_PIVOTS):
+            if LEVEL == 0:
+                at = top - temperature * _first_pivot(index)
             else:
-                # Bounds with room for rounding, and for the fractions that integer weights have lost.
-                share = top_p_of(me) * tl.load(tally_wide + (row * TALLY + BINS) // 2).to(tl.float64)
-                real = tl.where(bins < BINS - 1, counts, 0).to(tl.float64)
-                most = tl.exp(bins.to(tl.float32) * (-1.0 / 72)).to(tl.float64) * 1099511627776.0
-                least = tl.exp((bins + 1).to(tl.float32) * (-1.0 / 72)).to(tl.float64) * 1099511627776.0
-                upper = tl.cumsum(real * (most * 1.0001 + 1.0), axis=0)
-                lower = tl.cumsum(real * tl.maximum(least * 0.9999 - 1.0, 0.0), axis=0)
-                first = tl.minimum(tl.sum((upper < share).to(tl.int32)), BINS - 1)
-                last = tl.minimum(tl.sum((lower < share).to(tl.int32)), BINS - 2)
-        held = tl.sum(tl.where((bins >= first) & (bins <= last), counts, 0))
-        fits = (held <= CAPACITY).to(tl.int32)
-    tl.store(bracket + row * 4, first)
-    tl.store(bracket + row * 4 + 1, last)
-    tl.store(bracket + row * 4 + 2, fits)
+                at = high - (high - low) * ((index + 1) * 0.0625)
+            over = tl.sum(tl.where(values > at, measure, 0.0))
+            found = tl.where(place == index, over, found)
+            pivot = tl.where(place == index, at, pivot)
+        mine = (row * 2 + LEVEL) * _LEVEL + place
+        tl.atomic_add(above + mine, found, mask=found > 0)
+        if block == 0:
+            tl.store(pivots + mine, pivot)
 
 
 @triton.jit
-def collect(values, token, bins, first, last, found, ids, cursor, row, CAPACITY: tl.constexpr):
-    """Add the tokens of a block that lie in the bins `first` to `last` to the row's collection, in any order."""
-    inside = (bins >= first) & (bins <= last)
+def collect(values, token, inside, found, ids, cursor, row, CAPACITY: tl.constexpr):
+    """Add some tokens of a block to the row's collection, in any order. More than fit are counted only."""
     count = tl.sum(inside.to(tl.int32))
     if count > 0:
-        place = row * CAPACITY + tl.atomic_add(cursor, count) + tl.cumsum(inside.to(tl.int32), axis=0) - 1
-        tl.store(found + place, values, mask=inside)
-        tl.store(ids + place, token, mask=inside)
+        first = tl.atomic_add(cursor, count.to(tl.int64)).to(tl.int32)
+        place = first + tl.cumsum(inside.to(tl.int32), axis=0) - 1
+        inside = inside & (place < CAPACITY)
+        tl.store(found + row * CAPACITY + place, values, mask=inside)
+        tl.store(ids + row * CAPACITY + place, token, mask=inside)
 
 
 @triton.jit
 def weigh_kernel(
-    logits, edited, stage, peak, weight, bracket, tally, found, ids, stride, VOCAB: tl.constexpr,
-    MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
-    TALLY: tl.constexpr, CAPACITY: tl.constexpr, CUT: tl.constexpr, SOURCE: tl.constexpr,
+    logits, edited, stage, peak, weight, sums, bracket, found, ids, stride, VOCAB: tl.constexpr,
+    MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr, CUT: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """The weight of a block's tokens before the bins in question, whose own tokens are collected."""
+    """The weight of a block's tokens above those in question, which are collected."""
     block, row = tl.program_id(0), tl.program_id(1)
     me = stage + HEAD + row * WORDS
     temperature = load_float(me + _TEMPERATURE)
@@ -166,21 +208,20 @@ def weigh_kernel(
         values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
         weights = integer_weights(values, top, temperature, floor)
         if CUT:
-            first, last = tl.load(bracket + row * 4), tl.load(bracket + row * 4 + 1)
-            bins = bin_of(values, top, temperature, floor, BINS)
-            weights = tl.where(bins < first, weights, 0)
-            if tl.load(bracket + row * 4 + 2) != 0:
-                collect(values, token, bins, first, last, found, ids, tally + row * TALLY + BINS + 2, row, CAPACITY)
+            low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
+            inside = (values > low) & (values <= high) & (weights > 0)
+            collect(values, token, inside, found, ids, sums + row * SUMS + CURSOR, row, CAPACITY)
+            weights = tl.where(values > high, weights, 0)
         tl.store(weight + row * BLOCKS + block, tl.sum(weights))
 
 
 @triton.jit
 def chunk_of(
-    start, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BINS: tl.constexpr,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
+    start, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr, SOURCE: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """Some tokens in question: (logits, ids, which of these are real), collected or else out of the row itself."""
-    count, fits, first, last, top, temperature, floor = settings
+    count, fits, low, high, top, temperature, floor = settings
     logits, edited, stage, found, ids, stride = source
     at = start + tl.arange(0, CHUNK)
     if fits != 0:
@@ -190,161 +231,7 @@ def chunk_of(
     else:
         values = read_logits(logits, edited, stage, row, at, stride, VOCAB, MASK_WORDS, SOURCE)
         token = at
-        bins = bin_of(values, top, temperature, floor, BINS)
-        real = (at < VOCAB) & (bins >= first) & (bins <= last)
+        real = (at < VOCAB) & (values > low) & (values <= high)
+        if not RANKED:
+            real = real & (integer_weights(values, top, temperature, floor) > 0)
     return values, token, real
-
-
-@triton.jit
-def _above(
-    key, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BINS: tl.constexpr,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
-):  # fmt: skip
-    """Of the tokens in question with a larger logit than `key`: (their weight, their number)."""
-    count, _, _, _, top, temperature, floor = settings
-    weight = tl.sum(tl.zeros([2], tl.int64))
-    number = tl.sum(tl.zeros([2], tl.int32))
-    for start in range(0, count, CHUNK):
-        values, _, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-        over = real & (order_key(values) > key)
-        weight += tl.sum(tl.where(over, integer_weights(values, top, temperature, floor), 0))
-        number += tl.sum(over.to(tl.int32))
-    return weight, number
-
-
-@triton.jit
-def _range(
-    row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BINS: tl.constexpr, CAPACITY: tl.constexpr,
-    CHUNK: tl.constexpr, SOURCE: tl.constexpr,
-):  # fmt: skip
-    """The smallest and the largest key in question."""
-    low = tl.max(tl.full([2], 2147483647, tl.int32))
-    high = tl.max(tl.full([2], -2147483648, tl.int32))
-    for start in range(0, settings[0], CHUNK):
-        values, _, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-        key = order_key(values)
-        low = tl.minimum(low, tl.min(tl.where(real, key, 2147483647)))
-        high = tl.maximum(high, tl.max(tl.where(real, key, -2147483648)))
-    return low, high
-
-
-@triton.jit
-def _weight_of(key, settings):
-    """The weight of one token with the logit of `key`."""
-    _, _, _, _, top, temperature, floor = settings
-    return tl.max(integer_weights(tl.zeros([2], tl.float32) + key_value(key), top, temperature, floor))
-
-
-@triton.jit
-def _top_k(
-    most, low, high, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BINS: tl.constexpr,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
-):  # fmt: skip
-    """(Smallest key that fewer than `most` tokens exceed, how many tokens with it are kept, the weight of all kept.)"""
-    under, over = low.to(tl.int64), high.to(tl.int64)
-    while under < over:
-        middle = (under + over) >> 1
-        weight, number = _above(middle, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-        fewer = number < most
-        over = tl.where(fewer, middle, over)
-        under = tl.where(fewer, under, middle + 1)
-    key = under.to(tl.int32)
-    weight, number = _above(key, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-    _, through = _above(key - 1, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-    equals = tl.minimum(most, through) - number
-    return key, equals, weight + equals.to(tl.int64) * _weight_of(key, settings)
-
-
-@triton.jit
-def _top_p(
-    base, wanted, low, high, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
-    BINS: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
-):  # fmt: skip
-    """The smallest key before which less than the wanted weight lies."""
-    under, over = low.to(tl.int64), high.to(tl.int64)
-    while under < over:
-        middle = (under + over) >> 1
-        weight, _ = _above(middle, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-        less = (base + weight).to(tl.float64) < wanted
-        over = tl.where(less, middle, over)
-        under = tl.where(less, under, middle + 1)
-    return under.to(tl.int32)
-
-
-@triton.jit
-def _last_id(
-    base, wanted, key, kth, equals, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
-    BINS: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
-):  # fmt: skip
-    """The last id kept of those with `key`: as many as begin before the wanted weight, lower ids first."""
-    weight, number = _above(key, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-    _, through = _above(key - 1, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-    each = _weight_of(key, settings)
-    sharing = through - number
-    many = tl.where(key == kth, tl.minimum(equals, sharing), sharing)
-    kept = many * 0 + 1
-    while kept < many:
-        middle = (kept + many + 1) >> 1
-        begins = (base + weight + (middle - 1).to(tl.int64) * each).to(tl.float64) < wanted
-        kept = tl.where(begins, middle, kept)
-        many = tl.where(begins, many, middle - 1)
-    over = kept * 0 + VOCAB - 1
-    under = tl.where(kept == sharing, over, 0)
-    while under < over:
-        middle = (under + over) >> 1
-        number = kept * 0
-        for start in range(0, settings[0], CHUNK):
-            values, token, real = chunk_of(
-                start, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-            number += tl.sum((real & (order_key(values) == key) & (token <= middle)).to(tl.int32))
-        enough = number >= kept
-        over = tl.where(enough, middle, over)
-        under = tl.where(enough, under, middle + 1)
-    return under
-
-
-@triton.jit
-def resolve_kernel(
-    logits, edited, stage, peak, weight, bracket, tally, tally_wide, found, ids, cut, cut_id, stride,
-    VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
-    BINS: tl.constexpr, TALLY: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
-):  # fmt: skip
-    """The logit of the last token that is kept, and the last id among those that share it. The weights of the kept ones
-    in question are added to their blocks'."""
-    row = tl.program_id(0)
-    me = stage + HEAD + row * WORDS
-    top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
-    first, last = tl.load(bracket + row * 4), tl.load(bracket + row * 4 + 1)
-    if is_cut(me, False) & is_finite(top) & (first <= last):
-        fits = tl.load(bracket + row * 4 + 2)
-        temperature = load_float(me + _TEMPERATURE)
-        floor = row_floor(me, top, temperature, False)
-        count = tl.where(fits != 0, tl.load(tally + row * TALLY + BINS + 2), VOCAB)
-        settings = (count, fits, first, last, top, temperature, floor)
-        source = (logits, edited, stage, found, ids, stride)
-        blocks = tl.arange(0, BLOCKS_POW)
-        base = tl.sum(tl.load(weight + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0))
-        low, high = _range(row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-        kth, equals = low - 1, count
-        total = tl.load(tally_wide + (row * TALLY + BINS) // 2)
-        most = tl.load(me + _TOP_K)
-        if most > 0:
-            kth, equals, total = _top_k(
-                most, low, high, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-            low = kth
-        wanted = top_p_of(me) * total.to(tl.float64)
-        key = _top_p(base, wanted, low, high, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-        last_id = _last_id(
-            base, wanted, key, kth, equals, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-        for start in range(0, count, CHUNK):
-            values, token, real = chunk_of(
-                start, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
-            mine = order_key(values)
-            kept = real & ((mine > key) | ((mine == key) & (token <= last_id)))
-            tl.atomic_add(weight + row * BLOCKS + token // BLOCK, integer_weights(values, top, temperature, floor),
-                          mask=kept)
-        tl.store(cut + row, key_value(key))
-        tl.store(cut_id + row, last_id)
-    else:
-        tl.store(cut + row, float("-inf"))
-        tl.store(cut_id + row, VOCAB)

@@ -160,7 +160,7 @@ def edit_logits(
     # Rounded after every operation, as torch does it.
     _edit_kernel[(blocks, rows)](
         logits, edited, stage, counts, *peaks, logits.stride(0), vocab, mask_words, blocks, block, first, last, masks,
-        penalties, store, num_warps=4, enable_fp_fusion=False)
+        penalties, store, num_warps=4 if store else 1, enable_fp_fusion=False)
 
 
 def masked_peaks(
@@ -169,4 +169,4 @@ def masked_peaks(
     vocab = logits.shape[1]
     blocks = triton.cdiv(vocab, block)
     _masked_peak_kernel[(blocks, rows)](
-        logits, stage, peak, place, logits.stride(0), vocab, mask_words, blocks, block, source, num_warps=4)
+        logits, stage, peak, place, logits.stride(0), vocab, mask_words, blocks, block, source, num_warps=1)

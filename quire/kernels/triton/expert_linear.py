@@ -2,12 +2,14 @@
 
 Two products make an expert: gate and up with the activation between (`up_experts`), then down, times the pair's weight
 (`down_experts`). Rows are taken where they lie, by the token or the pair, so nothing is gathered or scattered between.
-With few rows every pair is a block of its own and nothing is sorted.
+Programs that stand side by side take the columns of one block, so that its rows and its expert's weight stay in the
+second cache for all of them. A handful of rows goes through `expert_few` instead.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -21,102 +23,124 @@ from quire.kernels.triton.route import ExpertBlocks
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """Compile-time sizes: rows of a block, columns of a tile, steps of k, warps and stages."""
+    """Compile-time sizes: rows of a block, columns of a tile (of gate and of up, each), steps of k, warps, stages."""
 
     rows: int = 16
     columns: int = 64
     depth: int = 64
     warps: int = 4
     stages: int = 3
+    copied: bool = False
+    """Weights come by the copy engine (16-bit types whose rows are a multiple of 16 bytes), not by threads' loads."""
 
 
-FEW_PAIRS = 32
-"""Up to so many, most experts have one row: sorting would cost more than reading an expert twice."""
+@dataclass(frozen=True, slots=True)
+class ExpertChoice:
+    """What experts that have so many rows each, on the average, run with: gate and up, then down."""
+
+    most: float
+    up: ExpertShape
+    down: ExpertShape
 
 
-def expert_shape(pairs: int, num_experts: int) -> ExpertShape:
-    """By the rows that an expert has on the average. Guesses, to be measured on a GPU (`quire bench gpu`)."""
+CHOICES = (
+    ExpertChoice(9, ExpertShape(16, 32, 128, 4, 4), ExpertShape(16, 64, 128, 4, 4)),
+    ExpertChoice(22, ExpertShape(32, 32, 128, 4, 4), ExpertShape(32, 64, 128, 4, 4)),
+    ExpertChoice(80, ExpertShape(64, 64, 64, 4, 4), ExpertShape(64, 128, 64, 4, 4)),
+    ExpertChoice(float("inf"), ExpertShape(128, 128, 64, 8, 3), ExpertShape(128, 128, 64, 8, 3)),
+)
+"""By rows of an expert on the average, both products with blocks of as many rows. Up to 22 rows the weights' bytes
+decide, so a block should hold all rows of most experts (16 on the average: 4 of 10 have more than 16, none more than
+32) and its columns be few enough for several programs on each multiprocessor. Guesses until
+`python -m quire.bench.gpu.tune_experts` has run on the chip: it prints lines for this table."""
+
+
+def expert_choice(pairs: int, num_experts: int) -> ExpertChoice:
     each = pairs / num_experts
-    if each <= 16:
-        return ExpertShape(16, 64, 128, 4, 3)
-    if each <= 64:
-        return ExpertShape(64, 64, 64, 4, 3)
-    return ExpertShape(128, 128, 64, 8, 3)
-
-
-@triton.jit
-def _product(rows, weight, real, inside, depth, K: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr, acc):
-    """acc + rows W^T; `rows` [ROWS, 1] and `weight` [1, COLUMNS] are where each begins."""
-    for start in range(0, K, DEPTH):
-        k = start + depth
-        x = tl.load(rows + k[None, :], mask=real[:, None] & (k < K)[None, :], other=0.0)
-        w = tl.load(weight + k[:, None], mask=inside[None, :] & (k < K)[:, None], other=0.0)
-        acc = tl.dot(x, w.to(x.dtype), acc, input_precision=PRECISION)
-    return acc
+    return next(choice for choice in CHOICES if each <= choice.most)
 
 
 @triton.jit
 def _expert_kernel(
     x, weight, bias, out, pairs, block_expert, gains, limit, alpha, TOP_K: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr, BIASED: tl.constexpr,
-    SORTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    COPIED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """GATED: out [pairs, N] of rows x[pair // TOP_K], weight [experts, 2 N, K]; else of rows x[pair], weight
-    [experts, N, K], times the pair's gain. Without SORTED block b is pair b, of the expert block_expert[b]."""
-    block = tl.program_id(0)
+    [experts, N, K], times the pair's gain. COPIED: `weight` describes [experts * its rows, K] in tiles
+    [COLUMNS, DEPTH]."""
+    TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    block = tl.program_id(0) // TILES
+    tile = tl.program_id(0) % TILES
     expert = tl.load(block_expert + block)
     if expert >= 0:
-        member = tl.arange(0, ROWS)
-        if SORTED:
-            pair = tl.load(pairs + block * ROWS + member)
-        else:
-            pair = tl.where(member == 0, block, -1)
+        pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
         real = pair >= 0
         pair = tl.where(real, pair, 0).to(tl.int64)
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        column = tile * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < N
         depth = tl.arange(0, DEPTH)
-        zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
+        PARTS: tl.constexpr = 2 if GATED else 1
+        first = expert * (PARTS * N)
         if GATED:
-            first = expert.to(tl.int64) * (2 * N)
             rows = x + (pair // TOP_K)[:, None] * K
-            place = weight + (first + column)[None, :] * K
-            gate = _product(rows, place, real, inside, depth, K, DEPTH, PRECISION, zeros)
-            up = _product(rows, place + N * K, real, inside, depth, K, DEPTH, PRECISION, zeros)
-            if BIASED:
-                gate += tl.load(bias + first + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-                up += tl.load(bias + first + N + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-            if CLAMPED:
-                gate = tl.minimum(gate, limit)
-                up = tl.minimum(tl.maximum(up, -limit), limit)
-                found = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
-            else:
-                found = activate(gate, KIND) * up
         else:
-            first = expert.to(tl.int64) * N
             rows = x + pair[:, None] * K
-            place = weight + (first + column)[None, :] * K
-            found = _product(rows, place, real, inside, depth, K, DEPTH, PRECISION, zeros)
+        if not COPIED:
+            place = weight + (first.to(tl.int64) + column)[None, :] * K
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        other = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, K, DEPTH):
+            k = start + depth
+            values = tl.load(rows + k[None, :], mask=real[:, None] & (k < K)[None, :], other=0.0)
+            if COPIED:
+                w = tl.trans(weight.load([first + tile * COLUMNS, start]))
+            else:
+                loads = inside[None, :] & (k < K)[:, None]
+                w = tl.load(place + k[:, None], mask=loads, other=0.0).to(values.dtype)
+            acc = tl.dot(values, w, acc, input_precision=PRECISION)
+            if GATED:
+                if COPIED:
+                    w = tl.trans(weight.load([first + N + tile * COLUMNS, start]))
+                else:
+                    w = tl.load(place + N * K + k[:, None], mask=loads, other=0.0).to(values.dtype)
+                other = tl.dot(values, w, other, input_precision=PRECISION)
+        if BIASED:
+            acc += tl.load(bias + first + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
             if BIASED:
-                found += tl.load(bias + first + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-            found = found * tl.load(gains + pair, mask=real, other=0.0)[:, None]
+                other += tl.load(bias + first + N + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+            found = gate_and_up(acc, other, limit, alpha, KIND, CLAMPED)
+        else:
+            found = acc * tl.load(gains + pair, mask=real, other=0.0)[:, None]
         target = out + pair[:, None] * N + column[None, :]
         tl.store(target, found.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
+@triton.jit
+def gate_and_up(gate, up, limit, alpha, KIND: tl.constexpr, CLAMPED: tl.constexpr):
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        found = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    else:
+        found = activate(gate, KIND) * up
+    return found
+
+
 def up_experts(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, blocks: ExpertBlocks | None, kind: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, blocks: ExpertBlocks, kind: str,
     clamp: Clamp | None, sizes: ExpertShape,
 ) -> Tensor:  # fmt: skip
     """[pairs, I]: the gated activation of x [T, K] through weight [experts, 2 I, K], for each pair of int32 `chosen`
-    [T, top_k]; `blocks` None: each pair by itself."""
+    [T, top_k], which stand in blocks of `sizes.rows`."""
     out = torch.empty(chosen.numel(), weight.shape[1] // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, out, chosen, blocks, None, kind, clamp, sizes)
     return out
 
 
 def down_experts(
-    inner: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, gains: Tensor, blocks: ExpertBlocks | None,
+    inner: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, gains: Tensor, blocks: ExpertBlocks,
     sizes: ExpertShape,
 ) -> Tensor:  # fmt: skip
     """[pairs, N]: inner [pairs, I] through weight [experts, N, I], times float32 `gains` [T, top_k]."""
@@ -126,37 +150,51 @@ def down_experts(
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, chosen: Tensor, blocks: ExpertBlocks | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, chosen: Tensor, blocks: ExpertBlocks,
     gains: Tensor | None, kind: str, clamp: Clamp | None, sizes: ExpertShape,
 ) -> None:  # fmt: skip
-    owner = chosen if blocks is None else blocks.expert
-    grid = (owner.numel(), triton.cdiv(out.shape[1], sizes.columns))
+    if sizes.rows != blocks.rows:
+        raise ValueError(f"blocks of {blocks.rows} rows cannot run in tiles of {sizes.rows}")
+    copied = sizes.copied and x.element_size() == 2 and x.shape[1] * 2 % 16 == 0
+    grid = (blocks.expert.numel() * triton.cdiv(out.shape[1], sizes.columns),)
     _expert_kernel[grid](
-        x, weight, weight if bias is None else bias, out, owner if blocks is None else blocks.pairs, owner,
-        x if gains is None else gains, 0.0 if clamp is None else clamp.limit, 0.0 if clamp is None else clamp.alpha,
-        chosen.shape[1], out.shape[1], x.shape[1], gains is None, KINDS[kind], clamp is not None, bias is not None,
-        blocks is not None, sizes.rows, sizes.columns, sizes.depth, "ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=sizes.warps, num_stages=sizes.stages,
+        x, _described(weight, sizes) if copied else weight, x if bias is None else bias, out, blocks.pairs,
+        blocks.expert, x if gains is None else gains, 0.0 if clamp is None else clamp.limit,
+        0.0 if clamp is None else clamp.alpha, chosen.shape[1], out.shape[1], x.shape[1], gains is None, KINDS[kind],
+        clamp is not None, bias is not None, copied, sizes.rows, sizes.columns, sizes.depth,
+        "ieee" if x.dtype == torch.float32 else "tf32", num_warps=sizes.warps, num_stages=sizes.stages,
     )  # fmt: skip
 
 
+def _described(weight: Tensor, sizes: ExpertShape) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    flat = weight.view(-1, weight.shape[2])
+    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [sizes.columns, sizes.depth])
+
+
 @triton.jit
-def _sum_kernel(found, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(
+    found, residual, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     total = tl.zeros([BLOCK], tl.float32)
     for index in tl.static_range(TOP_K):
         total += tl.load(found + (token * TOP_K + index) * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def sum_pairs(found: Tensor, top_k: int) -> Tensor:
-    """[T, N]: the sum of each token's pairs [T * top_k, N], in their order."""
+def sum_pairs(found: Tensor, top_k: int, residual: Tensor | None = None) -> Tensor:
+    """[T, N]: the sum of each token's pairs [T * top_k, N], in their order, and the residual."""
     out = torch.empty(found.shape[0] // top_k, found.shape[1], dtype=found.dtype, device=found.device)
     if out.numel():
         _sum_kernel[(out.shape[0], triton.cdiv(out.shape[1], 1024))](
-            found, out, out.shape[1], top_k, 1024, num_warps=4
+            found, found if residual is None else residual, out, out.shape[1], top_k, residual is not None, 1024,
+            num_warps=4,
         )
     return out
 

@@ -8,6 +8,8 @@ positions, so that a query's result depends on its own sequence alone.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -20,17 +22,46 @@ from quire.kernels.triton.attention_split import PIECE_STEP, DecodeSplit
 from quire.kernels.types import LatentShape, LayerCache
 
 
+@dataclass(frozen=True, slots=True)
+class LatentDecode:
+    """Keys read at once, warps, stages, and programs that each multiprocessor should get."""
+
+    keys: int = 32
+    warps: int = 8
+    stages: int = 2
+    programs: int = 1
+
+
+FEW_HEADS, MANY_HEADS = LatentDecode(32, 4, 3, 2), LatentDecode(32, 8, 2, 1)
+"""Of at most 16 heads in a block, where bytes bind, and of more, where FLOPs do. Guesses until
+`python -m quire.bench.gpu.tune_experts` has run on the chip."""
+
+
+def decode_sizes(shape: LatentShape, element_size: int) -> LatentDecode:
+    if element_size > 2:
+        return LatentDecode(16, 8, 2, 1)
+    return FEW_HEADS if shape.blocks.group <= 16 else MANY_HEADS
+
+
+def latent_pieces(num_seqs: int, shape: LatentShape, programs: int, multiprocessors: int) -> int:
+    """Pieces that the keys of a decode batch are cut into, at most as many as sequences more: as many for every
+    sequence. A piece leaves its sums [heads, rank] in float32, which is as much as some hundred latents, so there are
+    no more of them than fill the chip."""
+    wanted = max(1, multiprocessors * programs // shape.blocks.num_kv_heads)
+    return wanted // num_seqs * num_seqs if wanted >= num_seqs else wanted
+
+
 @triton.jit
 def _fold_latents(
-    q, q_rope, acc, maximum, total, position, present, seen, latents, table, scale,
+    q, q_rope, acc, maximum, total, block, position, present, seen, latents, scale,
     RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_ROPE: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys at `position` into the running softmax of the rows of q; `seen` [rows, keys] or [1, keys]."""
+    """Fold the keys at `position`, which lie in `block`, into the running softmax of the rows of q; `seen` [rows, keys]
+    or [1, keys]."""
     dim = tl.arange(0, BLOCK_RANK)
     turned = tl.arange(0, BLOCK_ROPE)
-    block = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
-    base = (block * PAGE + position % PAGE) * (RANK + ROPE)
+    base = (block.to(tl.int64) * PAGE + position % PAGE) * (RANK + ROPE)
     c = tl.load(
         latents + base[:, None] + dim[None, :], mask=present[:, None] & (dim < RANK)[None, :], other=0.0
     ).to(q.dtype)
@@ -82,11 +113,16 @@ def _decode_kernel(
         maximum = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
         acc = tl.zeros([GROUP_PAD, BLOCK_RANK], tl.float32)
+        key = tl.arange(0, KEYS)
+        # Asked for a turn early, so that the loads of latents depend on no load of their own turn and run ahead.
+        later = tl.load(table + (begin + key) // PAGE, mask=begin + key < end, other=0)
         for start in range(begin, end, KEYS):
-            position = start + tl.arange(0, KEYS)
+            position = start + key
             present = position < end
+            block = later
+            later = tl.load(table + (position + KEYS) // PAGE, mask=position + KEYS < end, other=0)
             acc, maximum, total = _fold_latents(
-                q, q_rope, acc, maximum, total, position, present, present[None, :], latents, table, scale,
+                q, q_rope, acc, maximum, total, block, position, present, present[None, :], latents, scale,
                 RANK, BLOCK_RANK, ROPE, BLOCK_ROPE, PAGE, PRECISION,
             )  # fmt: skip
         used = real[:, None] & (dim < RANK)[None, :]
@@ -143,11 +179,15 @@ def _tile_kernel(
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_RANK], tl.float32)
         limit = tl.minimum(length, length - count + first + ROWS // GROUP)
+        key = tl.arange(0, KEYS)
+        later = tl.load(table + key // PAGE, mask=key < limit, other=0)
         for start in range(0, limit, KEYS):
-            position = start + tl.arange(0, KEYS)
+            position = start + key
             seen = position[None, :] <= reach[:, None]
+            block = later
+            later = tl.load(table + (position + KEYS) // PAGE, mask=position + KEYS < limit, other=0)
             acc, maximum, total = _fold_latents(
-                q, q_rope, acc, maximum, total, position, position < limit, seen, latents, table, scale,
+                q, q_rope, acc, maximum, total, block, position, position < limit, seen, latents, scale,
                 RANK, BLOCK_RANK, ROPE, BLOCK_ROPE, PAGE, PRECISION,
             )  # fmt: skip
         total = tl.where(real, total, 1.0)
@@ -157,12 +197,12 @@ def _tile_kernel(
 
 def latent_decode(
     q: Tensor, cache: LayerCache, tables: Tensor, rows: Tensor | None, context_len: Tensor, split: DecodeSplit,
-    scratch: DecodeScratch, shape: LatentShape, scale: float, *, out: Tensor | None = None, keys: int = 32,
-    num_warps: int = 8, num_stages: int = 2,
+    scratch: DecodeScratch, shape: LatentShape, scale: float, *, out: Tensor | None = None,
+    sizes: LatentDecode | None = None,
 ) -> Tensor:  # fmt: skip
     """[S, heads * rank] for the S sequences of `split`, whose queries are the first S rows of q; `scratch` is that of
     `shape.blocks`. Block tables as in `decode_attention`."""
-    blocks = shape.blocks
+    blocks, sizes = shape.blocks, sizes or decode_sizes(shape, q.element_size())
     if out is None:
         out = torch.empty(context_len.shape[0], shape.num_heads * shape.rank, dtype=q.dtype, device=q.device)
     _decode_kernel[(blocks.num_kv_heads, split.tasks)](
@@ -170,8 +210,8 @@ def latent_decode(
         split.count, split.length, scratch.partial, scratch.summary, scratch.arrived, scale * LOG2_E,
         scratch.partial.shape[0], q.stride(0), tables.stride(0), shape.num_heads, blocks.num_kv_heads, blocks.group,
         max(16, triton.next_power_of_2(blocks.group)), triton.next_power_of_2(blocks.group), *_widths(shape),
-        cache.block_size, min(keys, PIECE_STEP), rows is not None, _precision(q), num_warps=num_warps,
-        num_stages=num_stages,
+        cache.block_size, min(sizes.keys, PIECE_STEP), rows is not None, _precision(q), num_warps=sizes.warps,
+        num_stages=sizes.stages,
     )  # fmt: skip
     return out
 

@@ -231,11 +231,14 @@ def linear_fixed(
 
 
 def linear_fixed_nodes(
-    x: Tensor, weight: Tensor, slices: Slices, *, sizes: FixedShape = FixedShape()  # noqa: B008 (frozen)
+    x: Tensor, weight: Tensor, slices: Slices, *, sizes: FixedShape = FixedShape(),  # noqa: B008 (frozen)
+    out: Tensor | None = None,
 ) -> Tensor:
-    """float32 [nodes, rows, features]: the sum of each of `slices.nodes()`, without bias and residual."""
+    """float32 [nodes, rows, features], in `out` if given: the sum of each of `slices.nodes()`, without bias and
+    residual."""
     nodes = slices.nodes()
-    out = torch.empty(len(nodes), x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    if out is None:
+        out = torch.empty(len(nodes), x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     for node, part in zip(nodes, out, strict=True):
         _launch(x, weight, None, None, slices, node, part, sizes)
     return out

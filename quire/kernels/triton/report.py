@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from quire.kernels import sampled_row
-from quire.kernels.triton.cut import chunk_of, collect, is_cut
-from quire.kernels.triton.sampling_parts import HEAD, WORDS, bin_of, is_finite, order_key, read_logits, row_peak
+from quire.kernels.triton.cut import BETTER, CURSOR, SUMS, TOTAL, chunk_of, collect, is_cut
+from quire.kernels.triton.sampling_parts import HEAD, WORDS, is_finite, order_key, read_logits, row_peak
 
 _PLACE = tl.constexpr(sampled_row.PLACE)
 _LOGPROBS = tl.constexpr(sampled_row.LOGPROBS)
@@ -24,9 +24,9 @@ def _drawn(stage, out, me, out_stride):
 
 @triton.jit
 def rank_kernel(
-    logits, stage, peak, bracket, tally, found, ids, out, stride, out_stride, VOCAB: tl.constexpr,
-    MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
-    TALLY: tl.constexpr, CAPACITY: tl.constexpr, SOURCE: tl.constexpr,
+    logits, stage, peak, sums, bracket, found, ids, out, stride, out_stride, VOCAB: tl.constexpr,
+    MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
     """Count a block's tokens that are likelier than the drawn one; collect those that may be among the likeliest."""
     block, row = tl.program_id(0), tl.program_id(1)
@@ -39,22 +39,21 @@ def rank_kernel(
         one = drawn + tl.zeros([1], tl.int32)
         mine = tl.max(read_logits(logits, logits, stage, row, one, stride, VOCAB, MASK_WORDS, SOURCE))
         better = (values > mine) | ((values == mine) & (token < drawn))
-        tl.atomic_add(tally + row * TALLY + BINS + 3, tl.sum((better & (token < VOCAB)).to(tl.int32)))
-        if tl.load(bracket + row * 4 + 2) != 0:
-            bins = tl.where(token < VOCAB, bin_of(values, top, 1.0, float("-inf"), BINS), BINS)
-            collect(values, token, bins, tl.load(bracket + row * 4), tl.load(bracket + row * 4 + 1), found, ids,
-                    tally + row * TALLY + BINS + 2, row, CAPACITY)
+        tl.atomic_add(sums + row * SUMS + BETTER, tl.sum((better & (token < VOCAB)).to(tl.int64)))
+        low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
+        inside = (token < VOCAB) & (values > low) & (values <= high)
+        collect(values, token, inside, found, ids, sums + row * SUMS + CURSOR, row, CAPACITY)
 
 
 @triton.jit
 def _next_best(
-    key, token, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BINS: tl.constexpr,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
+    key, token, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
     """(Key, id) of the likeliest token in question after the one given; of equals the lower id comes first."""
     best = tl.max(tl.full([2], -9223372036854775807, tl.int64))
     for start in range(0, settings[0], CHUNK):
-        values, ids, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
+        values, ids, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, True)
         mine = order_key(values)
         later = real & ((mine < key) | ((mine == key) & (ids > token)))
         # One number that is larger for a larger key, and for a lower id.
@@ -70,9 +69,9 @@ def _logprob(values, top, log_total):
 
 @triton.jit
 def report_kernel(
-    logits, stage, peak, bracket, tally, tally_wide, found, ids, out, report, stride, out_stride, report_stride,
-    VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BINS: tl.constexpr,
-    TALLY: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
+    logits, stage, peak, sums, bracket, found, ids, out, report, stride, out_stride, report_stride,
+    VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
     """What is reported of a row: see `sampled_row.REPORT_WORDS`."""
     row = tl.program_id(0)
@@ -81,21 +80,27 @@ def report_kernel(
     if is_cut(me, True) & is_finite(top):
         drawn = _drawn(stage, out, me, out_stride)
         mine = report + tl.load(stage + _RING).to(tl.int64) * report_stride + tl.load(me + _PLACE) * _REPORT_WORDS
-        total = tl.load(tally_wide + (row * TALLY + BINS) // 2).to(tl.float64) * (1.0 / 1099511627776.0)
+        total = tl.load(sums + row * SUMS + TOTAL).to(tl.float64) * (1.0 / 1099511627776.0)
         log_total = tl.log(total)
         one = drawn + tl.zeros([1], tl.int32)
         value = tl.max(read_logits(logits, logits, stage, row, one, stride, VOCAB, MASK_WORDS, SOURCE))
         tl.store(mine, drawn)
         tl.store(mine + 1, _logprob(value, top, log_total).to(tl.int32, bitcast=True))
-        tl.store(mine + 2, tl.load(tally + row * TALLY + BINS + 3) + 1)
-        fits = tl.load(bracket + row * 4 + 2)
-        count = tl.where(fits != 0, tl.load(tally + row * TALLY + BINS + 2), VOCAB)
-        settings = (count, fits, tl.load(bracket + row * 4), tl.load(bracket + row * 4 + 1), top, 1.0, float("-inf"))
+        tl.store(mine + 2, (tl.load(sums + row * SUMS + BETTER) + 1).to(tl.int32))
+        collected = tl.load(sums + row * SUMS + CURSOR).to(tl.int32)
+        fits = (collected <= CAPACITY).to(tl.int32)
+        low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
+        settings = (tl.where(fits != 0, collected, VOCAB), fits, low, high, top, 1.0, float("-inf"))
         source = (logits, logits, stage, found, ids, stride)
         key, token = order_key(top) + 1, drawn * 0 - 1
-        for place in range(0, tl.minimum(tl.load(me + _LOGPROBS), VOCAB)):
+        wanted = tl.minimum(tl.load(me + _LOGPROBS), VOCAB)
+        for place in range(tl.minimum(wanted, collected), wanted):
+            # Fewer tokens than that are possible.
+            tl.store(mine + 3 + place, drawn)
+            tl.store(mine + 3 + _TOP + place, tl.full([], float("-inf"), tl.float32).to(tl.int32, bitcast=True))
+        for place in range(0, tl.minimum(wanted, collected)):
             key, token = _next_best(
-                key, token, row, settings, source, VOCAB, MASK_WORDS, BINS, CAPACITY, CHUNK, SOURCE)
+                key, token, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
             one = token + tl.zeros([1], tl.int32)
             value = tl.max(read_logits(logits, logits, stage, row, one, stride, VOCAB, MASK_WORDS, SOURCE))
             tl.store(mine + 3 + place, token)

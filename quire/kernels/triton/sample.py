@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.kernels import sampled_row
 from quire.kernels.sampled_row import Wants
-from quire.kernels.triton import cut, edit, report
+from quire.kernels.triton import cut, cut_search, edit, report
 from quire.kernels.triton.sampling_parts import (
     EDITED,
     HEAD,
@@ -37,8 +37,6 @@ _POSITION = tl.constexpr(sampled_row.POSITION)
 _TEMPERATURE = tl.constexpr(sampled_row.TEMPERATURE)
 _SEED_LOW = tl.constexpr(sampled_row.SEED_LOW)
 _RING = tl.constexpr(sampled_row.RING)
-_PARTS = 8
-"""Programs that count the bins of one row."""
 
 
 @dataclass(slots=True)
@@ -46,14 +44,17 @@ class SampleScratch:
     """What the launches of one step tell each other."""
 
     block: int
-    bins: int
     capacity: int
-    chunk: int
+    few: int
+    many: int
+    totals: Tensor
     raw_peak: Tensor
     peak: Tensor
     place: Tensor
     weight: Tensor
-    tally: Tensor
+    sums: Tensor
+    above: Tensor
+    pivots: Tensor
     bracket: Tensor
     found: Tensor
     ids: Tensor
@@ -62,24 +63,28 @@ class SampleScratch:
 
     @classmethod
     def allocate(
-        cls, rows: int, vocab_size: int, device: torch.device | str, *, block: int = 4096, bins: int = 2048,
-        capacity: int = 16384, chunk: int = 1024,
+        cls, rows: int, vocab_size: int, device: torch.device | str, *, block: int = 1024, capacity: int = 16384,
+        few: int = 512, many: int = 4096,
     ) -> SampleScratch:  # fmt: skip
         """`capacity`: tokens that can be in question at a row's cut; where there are more the row is read again and
-        again instead."""
+        again instead. `few`, `many`: sizes of the tile that a program holds in registers."""
         blocks = triton.cdiv(vocab_size, block)
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
 
+        # In one piece, so that one launch empties them.
+        totals = empty(rows * (cut.SUM_WORDS + cut.PIVOTS + 1), dtype=torch.int64)
         return cls(
-            block, bins, capacity, chunk,
+            block, capacity, few, many, totals,
             raw_peak=empty(rows, blocks, dtype=torch.float32),
             peak=empty(rows, blocks, dtype=torch.float32),
             place=empty(rows, blocks, dtype=torch.int32),
             weight=empty(rows, blocks, dtype=torch.int64),
-            tally=empty(rows, bins + cut.TALLY_WORDS, dtype=torch.int32),
-            bracket=empty(rows, 4, dtype=torch.int32),
+            sums=totals[: rows * cut.SUM_WORDS].view(rows, -1),
+            above=totals[rows * cut.SUM_WORDS :].view(torch.float32).view(rows, 2, -1),
+            pivots=empty(rows, 2, cut.PIVOTS + 1, dtype=torch.float32),
+            bracket=empty(rows, 2, dtype=torch.float32),
             found=empty(rows, capacity, dtype=torch.float32),
             ids=empty(rows, capacity, dtype=torch.int32),
             cut=empty(rows, dtype=torch.float32),
@@ -183,36 +188,34 @@ def _edit(step: SampledStep, rows: int, wants: Wants, scratch: SampleScratch) ->
     return EDITED.value if wants.edits else RAW.value
 
 
-def _find_bins(step: SampledStep, rows: int, source: int, ranked: bool, scratch: SampleScratch) -> None:
-    """Which bins the last of the likeliest tokens can be in."""
+def _narrow(step: SampledStep, rows: int, source: int, ranked: bool, scratch: SampleScratch) -> None:
+    """Which logits the last of the likeliest tokens can have."""
     s, vocab = scratch, step.logits.shape[1]
     blocks = s.peak.shape[1]
     pow2 = triton.next_power_of_2(blocks)
-    s.tally[:rows].zero_()
-    wide = s.tally.view(torch.int64)
-    cut.histogram_kernel[(min(_PARTS, blocks), rows)](
-        step.logits, step.edited, step.stage, s.peak, s.tally, wide, step.logits.stride(0), vocab, _mask_words(step),
-        blocks, pow2, s.block, s.bins, s.tally.shape[1], min(_PARTS, blocks), source, ranked, num_warps=8)
+    s.totals.zero_()
+    for level in (0, 1):
+        cut.narrow_kernel[(blocks, rows)](
+            step.logits, step.edited, step.stage, s.peak, s.sums, s.above, s.pivots, step.logits.stride(0), vocab,
+            _mask_words(step), blocks, pow2, s.block, level, source, ranked, num_warps=1)
     cut.bracket_kernel[(rows,)](
-        step.stage, s.peak, s.tally, wide, s.bracket, blocks, pow2, s.bins, s.tally.shape[1], s.capacity, ranked,
-        num_warps=8)
+        step.stage, s.peak, s.sums, s.above, s.pivots, s.bracket, blocks, pow2, ranked, num_warps=1)
 
 
 def _draw(step: SampledStep, rows: int, is_cut: bool, source: int, scratch: SampleScratch) -> None:
     s, vocab, stride = scratch, step.logits.shape[1], step.logits.stride(0)
     blocks = s.peak.shape[1]
     pow2 = triton.next_power_of_2(blocks)
-    tally = s.tally.shape[1]
     if is_cut:
-        _find_bins(step, rows, source, False, scratch)
+        _narrow(step, rows, source, False, scratch)
     cut.weigh_kernel[(blocks, rows)](
-        step.logits, step.edited, step.stage, s.peak, s.weight, s.bracket, s.tally, s.found, s.ids, stride, vocab,
-        _mask_words(step), blocks, pow2, s.block, s.bins, tally, s.capacity, is_cut, source, num_warps=8)
+        step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.bracket, s.found, s.ids, stride,
+        vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, is_cut, source, num_warps=4 if is_cut else 1)
     if is_cut:
-        cut.resolve_kernel[(rows,)](
-            step.logits, step.edited, step.stage, s.peak, s.weight, s.bracket, s.tally, s.tally.view(torch.int64),
-            s.found, s.ids, s.cut, s.cut_id, stride, vocab, _mask_words(step), blocks, pow2, s.block, s.bins, tally,
-            s.capacity, s.chunk, source, num_warps=4)
+        cut_search.resolve_kernel[(rows,)](
+            step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.bracket, s.found, s.ids, s.cut,
+            s.cut_id, stride, vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, s.few, s.many, source,
+            num_warps=8)
     _pick_kernel[(rows,)](
         step.logits, step.edited, step.stage, s.raw_peak, s.peak, s.place, s.weight, s.cut, s.cut_id, step.tokens,
         step.out, stride, step.tokens.stride(0), step.tokens.shape[1], step.out.stride(0), vocab, _mask_words(step),
@@ -223,13 +226,12 @@ def _report(step: SampledStep, rows: int, source: int, scratch: SampleScratch) -
     s, vocab, stride = scratch, step.logits.shape[1], step.logits.stride(0)
     blocks = s.peak.shape[1]
     pow2 = triton.next_power_of_2(blocks)
-    tally = s.tally.shape[1]
     edit.masked_peaks(step.stage, rows, step.logits, s.peak, s.place, _mask_words(step), s.block, source)
-    _find_bins(step, rows, source, True, scratch)
+    _narrow(step, rows, source, True, scratch)
     report.rank_kernel[(blocks, rows)](
-        step.logits, step.stage, s.peak, s.bracket, s.tally, s.found, s.ids, step.out, stride, step.out.stride(0),
-        vocab, _mask_words(step), blocks, pow2, s.block, s.bins, tally, s.capacity, source, num_warps=4)
+        step.logits, step.stage, s.peak, s.sums, s.bracket, s.found, s.ids, step.out, stride,
+        step.out.stride(0), vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, source, num_warps=4)
     report.report_kernel[(rows,)](
-        step.logits, step.stage, s.peak, s.bracket, s.tally, s.tally.view(torch.int64), s.found, s.ids, step.out,
-        step.report, stride, step.out.stride(0), step.report.stride(0), vocab, _mask_words(step), blocks, pow2, s.bins,
-        tally, s.capacity, s.chunk, source, num_warps=4)
+        step.logits, step.stage, s.peak, s.sums, s.bracket, s.found, s.ids, step.out, step.report, stride,
+        step.out.stride(0), step.report.stride(0), vocab, _mask_words(step), blocks, pow2, s.capacity, s.few, source,
+        num_warps=4)

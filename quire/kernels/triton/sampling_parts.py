@@ -1,4 +1,4 @@
-"""What the sampling kernels share: integer weights, random numbers, a row's logits, bins that keep their order."""
+"""What the sampling kernels share: integer weights, random numbers, a row's logits, keys that keep their order."""
 
 from __future__ import annotations
 
@@ -100,15 +100,6 @@ def read_logits(logits, edited, stage, row, token, stride, VOCAB: tl.constexpr, 
         if SOURCE == MASKED:
             values = masked(values, stage, tl.load(me + _MASK), token, MASK_WORDS)
     return values
-
-
-@triton.jit
-def bin_of(values, peak, temperature, floor, BINS: tl.constexpr):
-    """Larger logits have no larger bin. Bin b holds weights of exp(-b/72) to exp(-(b+1)/72) of the largest; the last
-    is for tokens that are never drawn: of no weight, or under the floor."""
-    scale = tl.minimum(72.0 / temperature, 1e30)
-    place = tl.minimum((peak - values) * scale, BINS - 1.0).to(tl.int32)
-    return tl.where(values >= floor, place, BINS - 1)
 
 
 @triton.jit

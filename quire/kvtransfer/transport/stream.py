@@ -88,11 +88,11 @@ class StreamReceiver(Receiver):
                     raise FrameError(f"a frame of kind {kind} where a delivery belongs")
                 self._answer(connection, announced(body, self.most_bytes))
         except FrameError as error:
-            log.warning("a KV writer was cut off: %s", error)
+            log.warning("closed the connection of a KV writer: %s", error)
         except PeerLostError as error:
-            log.debug("a KV writer is gone: %s", error)
+            log.debug("a KV writer disconnected: %s", error)
         except Exception:
-            log.exception("a KV writer was cut off")
+            log.exception("closed the connection of a KV writer after an unexpected error")
         finally:
             if connection is not None:
                 self.disconnected(connection)
@@ -120,7 +120,7 @@ class StreamReceiver(Receiver):
             raise
         except Exception as error:
             if not isinstance(error, KVTransferError):
-                log.exception("a delivery of KV could not be taken in")
+                log.exception("received KV could not be written into its blocks")
             connection.session.send(REFUSED, refusal(error))
         else:
             connection.session.send(DONE, b"")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.output import CompletionOutput, RequestOutput
+from quire.engine.outputs.output import CompletionOutput, RequestOutput
 from quire.server.answer import Answer, finish_reason, named_sse
 from quire.server.api_error import ApiError, ContextExceeded
-from quire.server.conversation import ChoiceText, Conversation, converse, prompt_text
-from quire.server.face import in_words, told_in
+from quire.server.conversation.conversation import ChoiceText, Conversation, converse, prompt_text
+from quire.server.conversation.face import in_words, told_in
+from quire.server.conversation.tool_choice import tool_use
 from quire.server.messages_api.blocks import ContentBlocks, Event
 from quire.server.messages_api.protocol import CountBody, MessagesBody
 from quire.server.messages_api.request import WORDS, chat_of
 from quire.server.service import RequestRecord, Service
-from quire.server.tool_choice import tool_use
 
 _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
            405: "invalid_request_error", 408: "timeout_error", 413: "request_too_large", 415: "invalid_request_error",

@@ -6,19 +6,8 @@ import json
 from typing import Any
 
 from quire.server.api_error import refusal
-from quire.server.chat_prompt import knows
-from quire.server.chat_protocol import (
-    ChatBody,
-    FunctionDefinition,
-    Message,
-    NamedFunction,
-    NamedTool,
-    SystemMessage,
-    Tool,
-    ToolMessage,
-    UserMessage,
-)
-from quire.server.face import Turns
+from quire.server.conversation.chat_prompt import knows
+from quire.server.conversation.face import Turns
 from quire.server.messages_api.protocol import (
     AssistantTurn,
     CountBody,
@@ -29,7 +18,18 @@ from quire.server.messages_api.protocol import (
     ToolUseBlock,
     UserTurn,
 )
-from quire.server.protocol import JsonSchemaFormat, ResponseFormatJsonSchema
+from quire.server.openai_api.chat_protocol import (
+    ChatBody,
+    FunctionDefinition,
+    Message,
+    NamedFunction,
+    NamedTool,
+    SystemMessage,
+    Tool,
+    ToolMessage,
+    UserMessage,
+)
+from quire.server.openai_api.protocol import JsonSchemaFormat, ResponseFormatJsonSchema
 
 WORDS = {"stop": "stop_sequences", "response_format": "output_config.format",
          "reasoning_effort": "output_config.effort"}

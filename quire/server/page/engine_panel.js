@@ -2,6 +2,7 @@
 
 import { BlockMap } from "./block_map.js";
 import { EngineState } from "./engine_state.js";
+import { Experts } from "./experts.js";
 import { Plots } from "./plots.js";
 import { Queues } from "./queues.js";
 import { Stages } from "./stages.js";
@@ -30,6 +31,9 @@ export class EnginePanel {
     this.stages = new Stages(this.state);
     this.ranks = card("Ranks");
     this.ranks.append(...this.stages.nodes);
+    this.experts = new Experts(this.state);
+    this.expertCard = card("Experts");
+    this.expertCard.append(...this.experts.nodes);
     const row = document.createElement("div");
     row.className = "row end";
     row.append(...this.timeline.buttons);
@@ -65,6 +69,8 @@ export class EnginePanel {
     this.title.textContent = facts.title;
     if (facts.num_ranks > 1) this.steps.after(this.ranks);
     else this.ranks.remove();
+    if (facts.expert_layers.length) this.steps.after(this.expertCard);
+    else this.expertCard.remove();
     this.legend = legend(BLOCK_WORDS);
     this.blocks.replaceChildren(heading("KV blocks"), this.legend);
     this.maps = [];
@@ -100,6 +106,7 @@ export class EnginePanel {
     this.maps.forEach((map) => map.draw());
     this.timeline.draw();
     if (state.facts.num_ranks > 1) this.stages.draw();
+    if (state.facts.expert_layers.length) this.experts.draw();
     this.queues.draw();
     this.plots.draw();
     this.#showNumbers();

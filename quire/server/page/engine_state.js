@@ -1,4 +1,4 @@
-// What is known of one engine, put together from its frames (quire/engine/view_frame.py says what they hold).
+// What is known of one engine, put together from its frames (quire/engine/watch/view_frame.py says what they hold).
 
 const MAX_STEPS = 600;
 const MAX_SAMPLES = 1200;
@@ -53,6 +53,7 @@ export class EngineState {
     this.cost = frame.cost ?? 0;
     keep(this.steps, frame.steps ?? [], MAX_STEPS);
     this.ranks = frame.ranks ?? [];
+    if (frame.experts) this.experts = frame.experts;
     keep(this.stageSteps, frame.stages ?? [], MAX_STEPS);
     keep(this.firstTokens, frame.first_tokens ?? [], MAX_FIRST);
     keep(this.samples, [[frame.at, this.totals.prompt_tokens ?? 0, this.totals.output_tokens ?? 0]], MAX_SAMPLES);
@@ -71,6 +72,7 @@ export class EngineState {
     if (again) return;
     this.steps = [];
     this.stageSteps = [];
+    this.experts = [];
     this.firstTokens = [];
     this.samples = [];
     this.copied = new Map();

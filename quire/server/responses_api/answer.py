@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from quire.engine.output import CompletionOutput, RequestOutput
+from quire.engine.outputs.output import CompletionOutput, RequestOutput
 from quire.server.answer import Answer, encode, finish_reason, named_sse
 from quire.server.api_error import ApiError
-from quire.server.conversation import ChoiceText, Conversation, converse
-from quire.server.face import in_words, told_in
+from quire.server.conversation.conversation import ChoiceText, Conversation, converse
+from quire.server.conversation.face import in_words, told_in
 from quire.server.responses_api.items import Event, OutputItems
 from quire.server.responses_api.protocol import InputItem, ResponsesBody
 from quire.server.responses_api.request import WORDS, chat_of, items_of, namespaces_of

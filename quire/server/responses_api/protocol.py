@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from quire.server.chat_protocol import CalledName, FunctionName
-from quire.server.face import never
-from quire.server.protocol import JsonObject, Strict, Text
+from quire.server.conversation.face import never
+from quire.server.openai_api.chat_protocol import CalledName, FunctionName
+from quire.server.openai_api.protocol import JsonObject, Strict, Text
 
 Ignored = Field(None, description="no effect")
 

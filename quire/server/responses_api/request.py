@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.server.api_error import refusal
-from quire.server.chat_prompt import knows
-from quire.server.chat_protocol import (
+from quire.server.conversation.chat_prompt import knows
+from quire.server.conversation.face import Turns
+from quire.server.openai_api.chat_protocol import (
     ChatBody,
     FunctionDefinition,
     Message,
@@ -18,8 +19,7 @@ from quire.server.chat_protocol import (
     ToolMessage,
     UserMessage,
 )
-from quire.server.face import Turns
-from quire.server.protocol import (
+from quire.server.openai_api.protocol import (
     JsonSchemaFormat,
     ResponseFormat,
     ResponseFormatJsonObject,

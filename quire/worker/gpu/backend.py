@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from quire.sampling.kernels import SamplingKernels
+from quire.sampling.weights import use_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,9 @@ def step_kernels(device: torch.device) -> StepKernels:
     """Triton's on a GPU. On a CPU the references, written in `host_kernels` so that Triton need not be
     there."""
     if device.type == "cuda":
-        from quire.kernels.triton import draw, inputs, sample
+        from quire.kernels.triton import draw, inputs, sample, weights
 
+        use_kernel("cuda", weights.row_weights)
         return StepKernels(
             inputs.scatter,
             inputs.gather_inputs,

@@ -41,16 +41,17 @@ class StepContexts:
         self.tables = table.tables[: len(self.windows)]
         self.fuse_rope = fuse_rope and self.attention is not None and not self.attention.deterministic
         self._block_size = table.block_size
-        self._shapes = [_as_heads(layer.attn.shape) for layer in decoder.layers]
+        self._shapes = [layer.attn.shape for layer in decoder.layers]
         self._plain = all(
-            a.attention.window is None and a.attention.softcap is None and a.attention.latent is None
-            for a in decoder.spec.layers
+            a.window is None and a.softcap is None and a.latent is None and not a.sinks
+            for a in (layer.attention for layer in decoder.spec.layers)
         )
         self._splits: dict[int, tuple] = {}
 
     @property
-    def _heads(self) -> int:
-        return min(shape.num_kv_heads for shape in self._shapes)
+    def _shared(self) -> HeadShape | LatentShape:
+        """The heads that the keys of decodes are shared out for, in all layers alike."""
+        return min(self._shapes, key=lambda shape: _as_heads(shape).num_kv_heads)
 
     def mixed_rungs(self, decoder: Decoder, max_num_seqs: int, max_tokens: int) -> MixedRungs | None:
         """The shapes that small mixed steps are padded to; None: they are not."""
@@ -61,9 +62,9 @@ class StepContexts:
         if self.attention is None or self.attention.deterministic:
             return
         self._splits = {
-            count: tuple(self.attention.allocate_split(count, self._heads) for _ in self.windows) for count in counts
+            count: tuple(self.attention.allocate_split(count, self._shared) for _ in self.windows) for count in counts
         }
-        for shape in set(self._shapes):
+        for shape in {_as_heads(shape) for shape in self._shapes}:
             self.attention.reserve(shape, max(split[0].tasks for split in self._splits.values()), max(counts))
 
     @property
@@ -72,7 +73,7 @@ class StepContexts:
 
     def pick_up_prompts(self) -> None:
         """Let somebody else's library attend for fresh prompts, if one is here that does it faster."""
-        shapes = set(self._shapes)
+        shapes = {_as_heads(shape) for shape in self._shapes}
         if self.attention is not None and self._plain and len(shapes) == 1:
             self.attention.pick_up(shapes.pop(), Verdicts(default_cache_dir() / "attention.json"))
 
@@ -107,7 +108,7 @@ class StepContexts:
         self, positions: Tensor, query_start: Tensor, lengths: Tensor, rows: Tensor, slots: tuple[Tensor, ...],
         caches: Sequence[LayerCache],
     ) -> StepContext:  # fmt: skip
-        """For the operations of a CPU, which know no padding: it is a sequence of one key in a block of nobody."""
+        """For CPU operations, which have no padding: each padded row attends to one key of the spare block."""
         owner = rows.clamp(min=0).long()
         width = max(1, -(-int(lengths.max()) // self._block_size))
         # The block past the pool's, which `allocate_caches` adds for padding.
@@ -146,7 +147,7 @@ class StepContexts:
         counts = batch.counts.copy()
         starts = batch.query_start
         fresh = FreshRuns()
-        own, shape = np.zeros_like(counts), self._shapes[0]
+        own, shape = np.zeros_like(counts), _as_heads(self._shapes[0])
         for s in range(first, len(counts)):
             if self.attention.takes_fresh(int(batch.starts[s]), int(counts[s]), self._plain):
                 fresh.add_dense(int(starts[s]), int(counts[s]))
@@ -185,7 +186,7 @@ class StepContexts:
             ragged=tuple(_fresh_prompts(batch.query_start, view("query_start"), *run) for run in fresh.ragged),
         )
         if batch.num_decodes and not self.attention.deterministic:
-            ctx.splits = tuple(self.attention.allocate_split(batch.num_decodes, self._heads) for _ in self.windows)
+            ctx.splits = tuple(self.attention.allocate_split(batch.num_decodes, self._shared) for _ in self.windows)
             self.attention.prepare(ctx, self.windows)
         return ctx
 
@@ -199,4 +200,4 @@ def _fresh_prompts(starts: np.ndarray, on_device: Tensor, first: int, last: int)
 
 def _as_heads(shape: HeadShape | LatentShape) -> HeadShape:
     """How work is shared out: of latents a block of heads counts as a kv head."""
-    return shape if isinstance(shape, HeadShape) else shape.blocks
+    return shape.evened if isinstance(shape, HeadShape) else shape.blocks

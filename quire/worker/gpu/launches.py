@@ -10,12 +10,12 @@ from torch import Tensor
 
 from quire.kernels.types import LayerCache
 from quire.layers.stream import ResidualStream
-from quire.models.decoder import Decoder
 from quire.worker.gpu.backend import StepKernels, step_kernels
 from quire.worker.gpu.batches import FreshRuns, MixedBatch, aligned
 from quire.worker.gpu.contexts import StepContexts, View
 from quire.worker.gpu.decode_buffers import DecodeBuffers
 from quire.worker.gpu.padded import MixedRung
+from quire.worker.gpu.passes import DevicePasses
 from quire.worker.gpu.sampled_steps import SampledSteps
 from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import DeviceTable
@@ -25,10 +25,11 @@ RING = 32
 
 
 class StepLaunches:
-    """One model over one table. Tokens go to the table's rows and to `drawn`, a ring of the last steps' draws."""
+    """One model over one table. Tokens go to the table's rows and to `drawn`, a ring of the last steps' draws; stages
+    of a pipeline that have no head draw nothing."""
 
     def __init__(
-        self, decoder: Decoder, table: DeviceTable, contexts: StepContexts, max_num_seqs: int, advance: bool
+        self, passes: DevicePasses, table: DeviceTable, contexts: StepContexts, max_num_seqs: int, advance: bool
     ) -> None:
         """`advance`: a decode step leaves its positions one further, so that the next needs no staging."""
         device = table.arena.device
@@ -36,7 +37,9 @@ class StepLaunches:
         self._table = table
         self._contexts = contexts
         self._advance = advance
-        self.decoder = decoder
+        self.passes = passes
+        self.draws = passes.place.is_last
+        decoder = passes.decoder
         self._kernels: StepKernels = step_kernels(device)
         vocab_size = decoder.spec.vocab_size
         self.buffers = DecodeBuffers.allocate(
@@ -74,8 +77,10 @@ class StepLaunches:
         ids, positions = b.ids[:rung], b.wide_positions[:rung]
         self._gather(rows, b.positions[:rung], ids, positions, slots, lengths)
         ctx = self._contexts.decode(rows, positions, b.query_start[: rung + 1], lengths, slots, apart, self.caches)
-        hidden = self.decoder.forward(ids, ctx, self.caches)
-        self.draw(self.decoder.logits(hidden, ctx, b.logits[:rung]), rows, lengths, b.ring)
+        hidden = self.passes.forward(ids, ctx, self.caches)
+        if self.draws:
+            self.draw(self.passes.logits(hidden, ctx, b.logits[:rung]), rows, lengths, b.ring)
+        self.passes.settle()
         if self._advance:
             b.positions[:rung].add_(1)
 
@@ -83,20 +88,22 @@ class StepLaunches:
         """A mixed step of a fixed shape, all of it on fixed addresses."""
         ids, positions, slots = self._gathered(view("token_rows"), view("positions"))
         ctx = self._contexts.padded(rung, view, positions, slots)
-        hidden = self.decoder.forward(ids, ctx, self.caches)
-        logits = self.decoder.logits(hidden[view("last")], ctx, self.buffers.logits[:draws])
-        self.draw(logits, view("draw_rows"), view("draw_positions"), view("ring"))
+        hidden = self.passes.forward(ids, ctx, self.caches)
+        if self.draws:
+            logits = self.passes.logits(hidden[view("last")], ctx, self.buffers.logits[:draws])
+            self.draw(logits, view("draw_rows"), view("draw_positions"), view("ring"))
+        self.passes.settle()
 
     def mixed(self, view: View, batch: MixedBatch, fresh: FreshRuns) -> ResidualStream:
         """A step of any shape, up to its last layer."""
         ids, positions, slots = self._gathered(view("token_rows"), view("positions"))
         ctx = self._contexts.mixed(view, batch, fresh, positions, slots, self.caches)
         if not fresh.dense:
-            return self.decoder.forward(ids, ctx, self.caches)
+            return self.passes.forward(ids, ctx, self.caches)
         from quire.attention.triton import dense_attention
 
         with dense_attention():
-            return self.decoder.forward(ids, ctx, self.caches)
+            return self.passes.forward(ids, ctx, self.caches)
 
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, ring: Tensor) -> None:
         """The drawing kernel: what temperature and min_p ask for."""

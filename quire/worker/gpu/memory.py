@@ -12,17 +12,14 @@ import torch
 
 from quire.config import CacheConfig
 from quire.errors import ConfigError, OutOfMemoryError
+from quire.models.shard import Shard
 from quire.models.spec import DecoderSpec
 from quire.options import parse_bytes
-from quire.worker.memory import PoolSize
+from quire.worker.memory import PoolSize, block_bytes
 
 _RESERVE = 1 << 30
 """For captured graphs, library workspaces, fragments and the full sampler's sorts, which no dummy step
 shows."""
-
-
-def bytes_per_block(spec: DecoderSpec, block_size: int, element_size: int) -> int:
-    return spec.kv_bytes_per_block(block_size, element_size)
 
 
 def measure_step(run: Callable[[], None], device: torch.device) -> int:
@@ -38,13 +35,14 @@ def measure_step(run: Callable[[], None], device: torch.device) -> int:
     return peak
 
 
-def pool_bytes(free: int, total: int, utilization: float, step_bytes: int) -> int:
-    """What is left for KV when this engine and everything else on the GPU may use `utilization` of it."""
-    return int(total * utilization) - (total - free) - step_bytes - _RESERVE
+def pool_bytes(free: int, total: int, utilization: float, step_bytes: int, sharing: int = 1) -> int:
+    """What is left for KV when this engine and everything else on the GPU may use `utilization` of it. Of an engine of
+    which `sharing` ranks are on this GPU, each gets as much; the one that looks last sees what the others hold."""
+    return (int(total * utilization) - (total - free)) // sharing - step_bytes - _RESERVE
 
 
 def size_device_pool(
-    spec: DecoderSpec,
+    shard: Shard,
     cache: CacheConfig,
     max_model_len: int,
     element_size: int,
@@ -54,17 +52,19 @@ def size_device_pool(
     step_bytes: int,
     given_len: bool = True,
     draft: DecoderSpec | None = None,
+    sharing: int = 1,
 ) -> PoolSize:
-    """Blocks from num_kv_blocks, kv_cache_memory or what `utilization` leaves; the length that they allow."""
-    per_block = bytes_per_block(spec, cache.block_size, element_size)
-    if draft is not None:
-        per_block += bytes_per_block(draft, cache.block_size, element_size)
+    """Blocks from num_kv_blocks, kv_cache_memory (which is that of all ranks together) or what `utilization` leaves;
+    the length that they allow. `sharing`: ranks of this engine on this GPU."""
+    drafts = 0 if draft is None else draft.kv_bytes_per_block(1, element_size)
+    block = block_bytes(shard, cache.block_size, drafts, element_size)
+    per_block = block.own
     if cache.num_kv_blocks is not None:
         blocks = cache.num_kv_blocks
     elif cache.kv_cache_memory is not None:
-        blocks = parse_bytes(cache.kv_cache_memory, "kv_cache_memory") // per_block
+        blocks = parse_bytes(cache.kv_cache_memory, "kv_cache_memory") // block.all
     else:
-        blocks = pool_bytes(free, total, utilization, step_bytes) // per_block
+        blocks = pool_bytes(free, total, utilization, step_bytes, sharing) // per_block
     if blocks < 1:
         raise OutOfMemoryError(
             f"no room for KV on the GPU: {_gib(free)} of {_gib(total)} are free, a step takes "
@@ -83,7 +83,7 @@ def size_device_pool(
             "max_model_len, or raise gpu_memory_utilization or kv_cache_memory",
             field="max_model_len",
         )
-    return PoolSize(blocks, min(max_model_len, capacity), per_block,
+    return PoolSize(blocks, min(max_model_len, capacity), block.all,
                     draft_bytes_per_token=0 if draft is None else draft.kv_bytes_per_token)
 
 

@@ -6,6 +6,7 @@ first, each in a place of its own, then those of the prompts; what is left over 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,11 +76,10 @@ class MixedRungs:
         layer = decoder.layers[0]
         if attention is None or max_tokens == 0 or not isinstance(layer.attn.shape, HeadShape):
             return None  # latents are not padded yet
-        parts = (*layer.attn.linears, *layer.mlp.linears)
-        weights = sum(part.packed.out_features * part.packed.in_features for part in parts)
+        weights = _weights_of_a_layer(decoder)
         # Beyond that the GPU takes longer for a layer than the host for its launches, and padding would only cost.
         worth = int(_LAUNCHING * _RATE / (2 * weights))
-        per_tile = attention.tokens_per_tile(layer.attn.shape)
+        per_tile = attention.tokens_per_tile(layer.attn.shape.evened)
         return cls(max_num_seqs, min(max_tokens, worth), per_tile, attention.deterministic)
 
     @property
@@ -205,6 +205,13 @@ class PaddedSteps:
             self._graphs.close()
         self._graphs = None
         self._launch = _closed
+
+
+def _weights_of_a_layer(decoder: Decoder) -> int:
+    """That every row goes through, on the average rank: ranks must agree on the shapes."""
+    sizes = {name: shape for name, shape in decoder.spec.parameters().items() if name.startswith("layers.0.")}
+    whole = sum(math.prod(shape) for name, shape in sizes.items() if len(shape) == 2 and ".experts." not in name)
+    return whole // decoder.shard.place.tensor_size
 
 
 def _closed(*_: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Thread
@@ -13,9 +14,12 @@ import torch
 from torch import Tensor
 
 from quire.sampling.logprobs import Candidates, PackedLogprobs, SampledLogprobs
+from quire.sampling.sampler import OK
 from quire.scheduler.plan import EntryResult, StepResult
 from quire.worker.gpu.drafted import Drafted
-from quire.worker.outcomes import along_drafts, drawn_result, reported, take_candidates
+from quire.worker.outcomes import along_drafts, drawn_result, take_candidates
+
+Watched = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -44,10 +48,11 @@ class ResultCopier:
     """Copies results off the device while the next step runs on it. One thread waits for the copies, in
     order."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, watched: Watched = nullcontext) -> None:
+        """`watched`: around every wait for the device; raises where what came is worthless."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: SimpleQueue[_Sent | None] = SimpleQueue()
-        self._thread = Thread(target=_deliver, args=(self._queue,), name="quire-results", daemon=True)
+        self._thread = Thread(target=_deliver, args=(self._queue, watched), name="quire-results", daemon=True)
         self._thread.start()
 
     def send(self, pending: PendingStep) -> Future[StepResult]:
@@ -79,13 +84,14 @@ class _Sent:
     done: Any
 
 
-def _deliver(queue: SimpleQueue[_Sent | None]) -> None:
+def _deliver(queue: SimpleQueue[_Sent | None], watched: Watched) -> None:
     """Wait for each step's copies and hand its result over; the wait is in the driver, without Python's
     lock."""
     while (sent := queue.get()) is not None:
         try:
-            if sent.done is not None:
-                sent.done.synchronize()
+            with watched():
+                if sent.done is not None:
+                    sent.done.synchronize()
             result = _assemble(sent.copied)
         except Exception as error:
             _settle(sent.future, error=error)
@@ -130,14 +136,12 @@ def _candidates_to_host(entries: list[int], found: Candidates) -> tuple[list[int
 
 
 def _assemble(pending: PendingStep) -> StepResult:
-    results = [EntryResult() for _ in range(pending.num_entries)]
-    for entry, (token, status) in zip(pending.drawing, pending.tokens.tolist(), strict=True):
-        results[entry] = drawn_result(token, status)
+    results = _drawn(pending)
     for entries, found in pending.logprobs:
-        for entry, one in zip(entries, reported(found), strict=True):
+        for entry, one in zip(entries, found.records(), strict=True):
             results[entry].logprobs = [one]
     for entry, found in pending.prompt_logprobs:
-        results[entry].prompt_logprobs = [*(results[entry].prompt_logprobs or []), *reported(found)]
+        results[entry].prompt_logprobs = [*(results[entry].prompt_logprobs or []), *found.records()]
     if pending.candidates is not None:
         take_candidates(*pending.candidates, results)
     for entry, message in pending.errors.items():
@@ -145,6 +149,16 @@ def _assemble(pending: PendingStep) -> StepResult:
     if pending.drafts is not None:
         results = _judged(pending.drafts.by_entry(), results)
     return StepResult(pending.step, results)
+
+
+def _drawn(pending: PendingStep) -> list[EntryResult]:
+    draws = pending.tokens.tolist()
+    if isinstance(pending.drawing, range):  # every entry, in order
+        return [EntryResult([token]) if status == OK else drawn_result(token, status) for token, status in draws]
+    results = [EntryResult() for _ in range(pending.num_entries)]
+    for entry, (token, status) in zip(pending.drawing, draws, strict=True):
+        results[entry] = drawn_result(token, status)
+    return results
 
 
 def _judged(drafts: list[tuple[int, ...]], places: list[EntryResult]) -> list[EntryResult]:

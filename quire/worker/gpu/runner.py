@@ -31,6 +31,7 @@ from quire.worker.gpu.draws import DrawnStep, SpecialDraws
 from quire.worker.gpu.graphs import GraphCache
 from quire.worker.gpu.launches import RING, StepLaunches
 from quire.worker.gpu.padded import PaddedSteps
+from quire.worker.gpu.passes import DevicePasses, DeviceRanks
 from quire.worker.gpu.prompt_logprobs import add_prompt_logprobs
 from quire.worker.gpu.results import PendingStep
 from quire.worker.gpu.staging import Stage
@@ -54,15 +55,16 @@ class DeviceRunner:
         mixed_tokens: int = 0,
         rejection: bool = False,
         advance: bool = False,
+        ranks: DeviceRanks | None = None,
     ) -> None:
         """`fuse_rope`: decode steps without drafts rotate inside their attention. `windows`: of the table's cache
         groups, where the decoder's layers are not all that these were made for. `mixed_tokens`: mixed steps of up to
         so many tokens (of prompts) are padded to fixed shapes; 0: none are. `rejection`: see `SpecialDraws`.
-        `advance`: see `StepLaunches`."""
+        `advance`: see `StepLaunches`. `ranks`: the others that share the model."""
         self._device = device
         self._table = table
         self.contexts = StepContexts(decoder, ops, table, windows, fuse_rope)
-        self.launches = StepLaunches(decoder, table, self.contexts, max_num_seqs, advance)
+        self.launches = StepLaunches(DevicePasses(decoder, ranks), table, self.contexts, max_num_seqs, advance)
         self.rungs = ladder(max_num_seqs)
         # Steps with drafts are never padded to these, so rows that are there for drafts need no shapes.
         mixed = self.contexts.mixed_rungs(decoder, min(max_num_seqs, table.num_rows), mixed_tokens)
@@ -107,12 +109,13 @@ class DeviceRunner:
 
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch everything; the tokens will be in the returned tensors once the device gets there."""
+        self.launches.scatter(*self._table.take_learned())
         places, values = self._table.apply(plan)
         if self.drafter is not None:
             self.drafter.follow(plan)
         if not plan.entries:
             self.launches.scatter(places, values)
-            return PendingStep(plan.step, 0, [], self.launches.drawn[0, :0])
+            return self._nothing_drawn(plan.step)
         if not any(entry.num_drafts for entry in plan.entries):
             return self._run(plan, places, values)
         entries: Sequence[PlanEntry] = plan.entries
@@ -123,8 +126,12 @@ class DeviceRunner:
         else:
             drafted = Drafted.known(entries)
         pending = self._run(replace(plan, entries=drafts_as_decodes(entries)), places, values, drafted)
-        pending.drafts = drafted
+        if self.launches.draws:
+            pending.drafts = drafted
         return pending
+
+    def _nothing_drawn(self, step: int) -> PendingStep:
+        return PendingStep(step, 0, [], self.launches.drawn[0, :0])
 
     def launch(self, entries: list[PlanEntry]) -> None:
         """A step of entries alone, whose tokens go to the table and to nobody else."""
@@ -161,6 +168,8 @@ class DeviceRunner:
             self.graphs.run(rung, apart)
         else:
             self.launches.decode(rung, apart)
+        if not self.launches.draws:
+            return self._nothing_drawn(step)
         pending = PendingStep(step, count, range(count), drawn[:count])
         logits = self.launches.buffers.logits
         self.draws.draw(DrawnStep(pending, entries, range(count), logits, drawn, step % RING, drafted))
@@ -180,6 +189,8 @@ class DeviceRunner:
         if rung is not None and self.padded is not None:
             launches.scatter(places, values)
             self.padded.run(rung, batch, reads, entries, slot)
+            if not launches.draws:
+                return self._nothing_drawn(plan.step)
             self.draws.draw(DrawnStep(pending, entries, reads.drawing, launches.buffers.logits, drawn, slot))
             return pending
         stage = _staged(slot, entries, batch, reads, places, values)
@@ -188,16 +199,21 @@ class DeviceRunner:
         if len(places):
             launches.scatter_staged(stage, sent)
         hidden = launches.mixed(lambda name: stage.view(sent, name), batch, fresh)
-        add_prompt_logprobs(pending, entries, batch, hidden, launches.decoder, self._table)
+        if not launches.draws:
+            launches.passes.settle()
+            return self._nothing_drawn(plan.step)
+        add_prompt_logprobs(pending, entries, batch, hidden, launches.passes, self._table)
+        logits = None
         if len(reads.last):
             everyone = np.array_equal(reads.last, np.arange(batch.query_start[-1]))
-            logits = launches.decoder.logits(hidden if everyone else hidden[stage.view(sent, "last")])
-            if reads.drawing:
-                launches.draw(logits[: len(reads.drawing)], stage.view(sent, "draw_rows"),
-                              stage.view(sent, "draw_positions"), stage.view(sent, "ring"))
-                self.draws.draw(DrawnStep(pending, entries, reads.drawing, logits, drawn, slot, drafted))
-            if reads.ranking:
-                self.draws.rank(pending, entries, reads, logits)
+            logits = launches.passes.logits(hidden if everyone else hidden[stage.view(sent, "last")])
+        launches.passes.settle()
+        if logits is not None and reads.drawing:
+            launches.draw(logits[: len(reads.drawing)], stage.view(sent, "draw_rows"),
+                          stage.view(sent, "draw_positions"), stage.view(sent, "ring"))
+            self.draws.draw(DrawnStep(pending, entries, reads.drawing, logits, drawn, slot, drafted))
+        if logits is not None and reads.ranking:
+            self.draws.rank(pending, entries, reads, logits)
         return pending
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,9 +25,8 @@ class RowSettings:
     words: np.ndarray
     bits: int
     """Its `wants` as a plain number: every step puts those of all rows together."""
-    bias_ids: np.ndarray
-    bias_values: np.ndarray
-    """float32 values as int32 words."""
+    biases: np.ndarray
+    """A change for each token of the bias, without the number of the row."""
     stop_ids: tuple[int, ...]
     min_tokens: int
     num_prompt: int
@@ -38,13 +37,11 @@ class RowSettings:
     @classmethod
     def of(cls, start: RowStart, vocab_size: int) -> RowSettings:
         params = start.params
-        bias = params.logit_bias or {}
         words = tuple(tuple(word) for word in start.bad_words)
         return cls(
             words=_words(start, vocab_size),
             bits=int(_wants_of(params, bool(words), vocab_size)),
-            bias_ids=np.array(list(bias), np.int32),
-            bias_values=np.array(list(bias.values()), np.float32).view(np.int32),
+            biases=_biases(params.logit_bias or {}),
             stop_ids=tuple(dict.fromkeys(start.stop_ids)) if params.min_tokens else (),
             min_tokens=params.min_tokens,
             num_prompt=start.num_prompt_tokens,
@@ -106,6 +103,13 @@ def _words(start: RowStart, vocab_size: int) -> np.ndarray:
     return words
 
 
+def _biases(bias: Mapping[int, float]) -> np.ndarray:
+    changes = np.zeros((len(bias), at.CHANGE_WORDS), np.int32)
+    changes[:, 1] = list(bias)
+    changes[:, 2] = np.array(list(bias.values()), np.float32).view(np.int32)
+    return changes
+
+
 def _allowed_mask(ids: Sequence[int] | None, vocab_size: int) -> np.ndarray | None:
     if ids is None:
         return None
@@ -149,14 +153,31 @@ class SampledStage:
         """The buffer, with padding up to `num_rows`."""
         rows = np.full((num_rows, at.WORDS), -1, np.int32)
         if self._rows:
-            np.stack([one.words for one in self._settings], out=rows[: len(self._rows)])
-            columns = np.array([(row.place, row.row, row.position, row.slot, row.counted) for row in self._rows])
-            rows[: len(self._rows), [at.PLACE, at.OWNER, at.POSITION, at.SLOT, at.COUNTED]] = columns
+            mine = rows[: len(self._rows)]
+            np.concatenate([one.words for one in self._settings], out=mine.reshape(-1))
+            mine[:, at.PLACE] = [row.place for row in self._rows]
+            mine[:, at.OWNER] = [row.row for row in self._rows]
+            mine[:, at.POSITION] = [row.position for row in self._rows]
+            if self.wants & Wants.PENALTIES:
+                mine[:, at.SLOT] = [row.slot for row in self._rows]
+                mine[:, at.COUNTED] = [row.counted for row in self._rows]
+        if self.wants & Wants.CHANGES:
+            self._add_biases()
         if self.wants & (Wants.MASKS | Wants.CHANGES):
             for index, (row, one) in enumerate(zip(self._rows, self._settings, strict=True)):
-                self._add_masks(rows[index], row, one)
-                self._add_changes(index, row, one)
+                if row.mask or one.allowed is not None:
+                    self._add_masks(rows[index], row, one)
+                if one.stop_ids or one.bad_words:
+                    self._add_bans(index, row, one)
         return self._joined(rows, ring)
+
+    def _add_biases(self) -> None:
+        """Those of all rows at once: a bias may name many tokens."""
+        sizes = [len(one.biases) for one in self._settings]
+        if any(sizes):
+            found = np.concatenate([one.biases for one in self._settings])
+            found[:, 0] = np.repeat(np.arange(len(sizes)), sizes)
+            self._changes.append(found)
 
     def _joined(self, rows: np.ndarray, ring: int) -> np.ndarray:
         changes = np.concatenate(self._changes).astype(np.int32) if self._changes else _NOTHING
@@ -183,11 +204,7 @@ class SampledStage:
         self._masks.append(words[: self._mask_words])
         return len(self._masks) - 1
 
-    def _add_changes(self, index: int, row: SampledRow, one: RowSettings) -> None:
-        if len(one.bias_ids):
-            found = np.zeros((len(one.bias_ids), at.CHANGE_WORDS), np.int32)
-            found[:, 0], found[:, 1], found[:, 2] = index, one.bias_ids, one.bias_values
-            self._changes.append(found)
+    def _add_bans(self, index: int, row: SampledRow, one: RowSettings) -> None:
         drawn = row.position - one.num_prompt
         bans: list[tuple[int, tuple[int, ...]]] = []
         if drawn < one.min_tokens:

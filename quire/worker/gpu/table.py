@@ -80,6 +80,23 @@ class DeviceTable:
         self._info: list[RowInfo | None] = [None] * num_rows
         self._places: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
+        self._learned: list[tuple[int, Sequence[int]]] = []
+
+    def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
+        """What was drawn for a row on a later stage, the first token for `position`. A row that is empty is left
+        alone."""
+        if tokens and self._info[row] is not None:
+            room = self.max_model_len - position
+            self._learned.append((row * self.max_model_len + position, tokens[:room]))
+
+    def take_learned(self) -> tuple[np.ndarray, np.ndarray]:
+        """(places, values) of what was learned, to be scattered before the next plan's: that may start a row anew. The
+        last word on a place counts, as there is one for each."""
+        if not self._learned:
+            return NOTHING, NOTHING
+        words = {place + index: token for place, tokens in self._learned for index, token in enumerate(tokens)}
+        self._learned = []
+        return np.array(list(words), np.int32), np.array(list(words.values()), np.int32)
 
     def info(self, row: int) -> RowInfo:
         found = self._info[row]
@@ -153,6 +170,7 @@ class DraftView(DeviceTable):
         self.num_rows, self.max_model_len, self.block_size = table.num_rows, table.max_model_len, table.block_size
         self.arena, self.tokens, self.state = table.arena, table.tokens, table.state
         self.tables = tuple(table.tables[group] for group in groups)
+        self._learned = []
 
     def info(self, row: int) -> RowInfo:
         found = self._table.info(row)

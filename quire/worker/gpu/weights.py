@@ -12,13 +12,27 @@ from torch import Tensor
 from quire.models.build import build_decoder
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of, read_spec
+from quire.models.shard import Shard
+from quire.models.stored_parts import NOTHING, StoredParts, take
 from quire.ops.interface import Ops
+from quire.parallel.collectives import TensorGroup
 
 
 def random_weights(
-    config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, seed: int = 0
+    config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, seed: int = 0,
+    parts: StoredParts | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """As `models.build.dummy_weights`, made by the device: 16 GB take a second instead of minutes."""
+    """As `models.build.dummy_weights`, made by the device: 16 GB take a second instead of minutes. With `parts`: of the
+    same weights those."""
+    for name, tensor in _all_random(config, device, dtype, seed):
+        wanted = None if parts is None else parts.ranges(name, tuple(tensor.shape))
+        if wanted != NOTHING:
+            yield name, tensor if wanted is None else take(tensor, wanted)
+
+
+def _all_random(
+    config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, seed: int
+) -> Iterator[tuple[str, Tensor]]:
     spec, names = read_spec(config), family_of(config).names
     generator = torch.Generator(device).manual_seed(seed)
     offset = -spec.layers[0].norm.weight_offset
@@ -54,9 +68,12 @@ def build_on_device(
     device: torch.device,
     dtype: torch.dtype,
     max_model_len: int,
+    shard: Shard | None = None,
+    ranks: TensorGroup | None = None,
 ) -> Decoder:
-    """A decoder whose weights, norm vectors and rope tables all lie on the device."""
+    """A decoder, or a rank's share of one, whose weights, norm vectors and rope tables all lie on the device."""
     if device.type == "cpu":
-        return build_decoder(config, weights, ops, max_model_len=max_model_len)
+        return build_decoder(config, weights, ops, max_model_len=max_model_len, shard=shard, ranks=ranks)
     with torch.device(device):
-        return build_decoder(config, moved(weights, device), ops, max_model_len=max_model_len, dtype=dtype)
+        return build_decoder(config, moved(weights, device), ops, max_model_len=max_model_len, shard=shard, ranks=ranks,
+                             dtype=dtype)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.config import GPU_DEFAULTS, CacheConfig
+from quire.config import CacheConfig
 from quire.errors import ConfigError, QuireError
+from quire.kernels.routing import LayerLoad
 from quire.kvtransfer.store import KVStore
+from quire.models.build import stored_parts
 from quire.models.decoder import Decoder
 from quire.models.registry import read_spec
+from quire.models.shard import Shard, shard_of
 from quire.ops.interface import Ops
+from quire.parallel.place import Place
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import PlanEntry, RowStart, StepPlan, StepResult, TableDiff
 from quire.speculation.options import REJECTION, SpeculationOptions
@@ -25,7 +30,10 @@ from quire.worker.cache_engine import CacheEngine
 from quire.worker.draft_models import DraftProgress, check_same_vocabulary, reading_draft_model
 from quire.worker.gpu.copies import CopyStream
 from quire.worker.gpu.drafter import DeviceDrafter, DraftRunner, without_layers
-from quire.worker.gpu.memory import bytes_per_block, explain, explain_start, measure_step, ran_out, size_device_pool
+from quire.worker.gpu.expert_meter import ExpertMeter
+from quire.worker.gpu.memory import explain, explain_start, measure_step, ran_out, size_device_pool
+from quire.worker.gpu.options import DTYPES, DeviceOptions, supported
+from quire.worker.gpu.passes import DeviceRanks
 from quire.worker.gpu.results import PendingStep, ResultCopier, failed
 from quire.worker.gpu.runner import DeviceRunner
 from quire.worker.gpu.table import DeviceTable, DraftView
@@ -35,52 +43,6 @@ from quire.worker.transfer import KVTransfer
 
 _JUDGED_ROWS = 256
 """Rows of weights that exist while some sequences' drafts are judged by rejection."""
-_FP8_CAPABILITY = (8, 9)
-DTYPES = {
-    "auto": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceOptions:
-    """How a model runs on a GPU."""
-
-    device: str = "cuda"
-    dtype: str = "auto"
-    max_num_seqs: int = GPU_DEFAULTS.max_num_seqs
-    max_num_batched_tokens: int = GPU_DEFAULTS.max_num_batched_tokens
-    max_model_len: int | None = None
-    gpu_memory_utilization: float = 0.9
-    enforce_eager: bool = False
-    deterministic: bool = False
-    kv_cache_dtype: str = "auto"
-    dense_prefill: bool = True
-    launch_early: bool = True
-    """Programmatic dependent launch: a kernel of a small step starts while the one before it ends."""
-    named_products: bool = True
-    """Products by the library's algorithms of the table, not by those it would take itself."""
-    fuse_rope: bool = True
-    """Norm, rotation and KV write inside the attention of decode steps; never of those with drafts, which see keys of
-    their own step."""
-    prompt_rows: bool = True
-    """Prompts without context attend to the keys in their step's rows, brought by the copy engine, not in the cache."""
-    pad_mixed: bool = True
-    """Small mixed steps are padded to fixed shapes and replayed as graphs, like decode steps."""
-    seed: int = 0
-    draft_rows: int = 0
-    """Drafts that a step may hold beside one token of every sequence: each is a row of the decode graphs."""
-
-
-def supported(options: DeviceOptions, capability: tuple[int, int]) -> DeviceOptions:
-    """Without what a GPU of that compute capability lacks: dependent launches and the copy engine came with Hopper."""
-    if options.kv_cache_dtype == "fp8" and capability < _FP8_CAPABILITY:
-        raise ConfigError(
-            f"kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more, and this one has "
-            f"{'.'.join(map(str, capability))}: use kv_cache_dtype='auto'", field="kv_cache_dtype")
-    return options if capability >= (9, 0) else replace(options, launch_early=False, prompt_rows=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +58,24 @@ class Speculation:
         return self.options.verifier == REJECTION
 
 
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What a worker needs to know that is one rank of several."""
+
+    shard: Shard
+    ranks: DeviceRanks
+    agree: Callable[[PoolSize], PoolSize]
+    """Says what this rank could hold, and waits for what all of them will."""
+    sharing: int = 1
+    """Ranks of the engine on this GPU."""
+
+
 class GpuWorker:
-    """Plans in, futures out. `weights` None: random ones, made on the device."""
+    """Plans in, futures out. `weights` None: random ones, made on the device; of a `share` they are its part.
+
+    As one rank of several it gets every plan. All tensor ranks of the last stage draw, and the same; other stages are
+    told by `learn`.
+    """
 
     def __init__(
         self,
@@ -107,8 +85,11 @@ class GpuWorker:
         options: DeviceOptions,
         ops: Ops | None = None,
         speculation: Speculation | None = None,
+        share: RankShare | None = None,
     ) -> None:
         self.spec = read_spec(config)
+        self._share = share
+        self.shard = shard_of(self.spec, Place()) if share is None else share.shard
         self._speculation = speculation
         model = None if speculation is None else speculation.config
         with reading_draft_model(None if speculation is None else speculation.options.model):
@@ -133,7 +114,7 @@ class GpuWorker:
             # Outside the handler, since the error's traceback holds what is to be given back.
             self.close()
             raise shown
-        self._copier = ResultCopier(self.device)
+        self._copier = ResultCopier(self.device, nullcontext if share is None else share.ranks.watched)
         if self.device.type == "cuda":
             # A full collection looks at all of torch for 0.15 s, in which the GPU runs dry: what is here now stays.
             gc.collect()
@@ -150,8 +131,12 @@ class GpuWorker:
         self.ops = _device_ops(options, self.device, dtype) if ops is None else ops
         started = time.perf_counter()
         length = _length(self.spec.max_positions, options.max_model_len)
-        stream = random_weights(config, self.device, dtype, options.seed) if weights is None else weights
-        self.decoder = build_on_device(config, stream, self.ops, self.device, dtype, length)
+        parts = None if self.shard.is_whole else stored_parts(config, self.shard)
+        stream = random_weights(config, self.device, dtype, options.seed, parts) if weights is None else weights
+        ranks = None if self._share is None else self._share.ranks
+        self.decoder = build_on_device(config, stream, self.ops, self.device, dtype, length, self.shard,
+                                       None if ranks is None else ranks.group)
+        self._expert_meter = ExpertMeter(self.decoder.expert_load, self.device)
         draft = self._build_draft_model(length, dtype)
         self._mark("weights", started)
         groups = len(groups_with_draft(self.spec, 0 if draft is None else draft.spec.kv_bytes_per_token))
@@ -167,9 +152,12 @@ class GpuWorker:
             fuse_rope=options.fuse_rope,
             mixed_tokens=options.max_num_batched_tokens if options.pad_mixed else 0,
             rejection=self._speculation is not None and self._speculation.rejection,
+            ranks=ranks,
         )
         drafting = self._build_draft_runner(draft)
         self.pool = self._size_pool(cache, length)
+        if self._share is not None:
+            self.pool = self._share.agree(self.pool)
         self._cache = CacheEngine(
             self.decoder, self.ops, self.pool.num_blocks + 1, cache.block_size, self.pool.num_host_blocks,
             draft=draft, draft_group=draft_group(self.spec)
@@ -182,8 +170,18 @@ class GpuWorker:
         self._prepare(drafting)
 
     def kv_memory(self) -> KVStore:
-        """The model's caches, for whoever moves KV to and from other engines."""
-        return KVStore(self._cache.layers, self._cache.groups)
+        """The model's caches, or this rank's share of them, for whoever moves KV to and from other engines."""
+        return KVStore(self._cache.layers, self._cache.groups, first_layer=self.shard.first_layer,
+                       heads=self.shard.kv_heads)
+
+    def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
+        """What was drawn for a row on a later stage, the first token for `position`; before the plan that goes on from
+        there. A row that is empty is left alone."""
+        self.table.learn(row, position, tokens)
+
+    def expert_load(self) -> list[LayerLoad]:
+        """What the experts have done, as it was when somebody asked last: nobody waits for the device."""
+        return self._expert_meter.read()
 
     def connect(self, transfer: KVTransfer) -> None:
         """Move blocks to and from one more tier."""
@@ -262,7 +260,7 @@ class GpuWorker:
         started = time.perf_counter()
         if self.device.type != "cuda":
             blocks = cache.num_kv_blocks or -(-length // cache.block_size) * 4
-            per_block = bytes_per_block(self.spec, cache.block_size, 4)
+            per_block = self.spec.kv_bytes_per_block(cache.block_size)
             draft = 0 if self._draft_spec is None else self._draft_spec.kv_bytes_per_token
             host = size_host_tier(cache, per_block, available_memory())
             return PoolSize(blocks, min(length, blocks * cache.block_size), per_block, host, draft)
@@ -273,7 +271,7 @@ class GpuWorker:
         free, total = torch.cuda.mem_get_info(self.device)
         element = 1 if self._options.kv_cache_dtype == "fp8" else DTYPES[self._options.dtype].itemsize
         pool = size_device_pool(
-            self.spec,
+            self.shard,
             cache,
             length,
             element,
@@ -283,6 +281,7 @@ class GpuWorker:
             step,
             given_len=self._options.max_model_len is not None,
             draft=self._draft_spec,
+            sharing=1 if self._share is None else self._share.sharing,
         )
         host = size_host_tier(cache, pool.bytes_per_block, available_memory())
         pool = replace(pool, num_host_blocks=host)
@@ -349,6 +348,11 @@ class GpuWorker:
         self._copies.launched(plan, future)
         return future
 
+    @property
+    def launch(self) -> Callable[[StepPlan], Future[StepResult]]:
+        """For a rank: the next step may be launched while one runs."""
+        return self.submit
+
     def _move_blocks(self, plan: StepPlan) -> None:
         """Launch the plan's copies, then start its transfers, which wait for all that was launched before them."""
         try:
@@ -361,11 +365,12 @@ class GpuWorker:
 
     def _run(self, plan: StepPlan) -> PendingStep:
         """Launch the step. What ran out of memory is tried once more when the allocator has let go of its scraps:
-        a plan that was applied already changes nothing the second time."""
+        a plan that was applied already changes nothing the second time. Not where ranks share the step: the others
+        would not try again."""
         try:
             return self._runner.run(plan)
         except RuntimeError as error:
-            if not ran_out(error):
+            if not ran_out(error) or not self.shard.is_whole:
                 raise
         torch.cuda.empty_cache()
         return self._runner.run(plan)
@@ -383,6 +388,8 @@ class GpuWorker:
             if isinstance(self._runner.drafter, DeviceDrafter):
                 self._runner.drafter.runner.close()
             self._runner.close()
+        if self._share is not None:
+            self._share.ranks.close()
         if "ops" in self.__dict__:
             self.ops.close()
         for name in ("_runner", "_copies", "_cache", "table", "decoder", "ops", "_copier"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import step_reference
-from quire.kernels.routing import Clamp, RouterSpec
+from quire.kernels.routing import Clamp, RoutedRows, RouterSpec
 from quire.kernels.slices import Slices, add_in_tree, finish_tree, rank_run
 from quire.kernels.triton import (
     activation,
@@ -25,6 +25,7 @@ from quire.kernels.triton import (
     attention_split,
     copy,
     draw,
+    expert_few,
     expert_linear,
     inputs,
     latent_attention,
@@ -137,6 +138,11 @@ def paged_batch(
     return qkv, cache, table.to(device), start, torch.tensor(lengths, dtype=torch.int32, device=device)
 
 
+def make_sinks(device: str, shape: HeadShape) -> Tensor:
+    """Of each head another: below all scores, among them, above them."""
+    return torch.linspace(-8.0, 12.0, shape.num_heads, device=device)[torch.randperm(shape.num_heads)]
+
+
 def check_decode(
     device: str,
     dtype: torch.dtype,
@@ -152,6 +158,7 @@ def check_decode(
     halves: bool = False,
     carried: bool = False,
     pdl: bool = False,
+    sinks: bool = False,
     repeat: int = 1,
 ) -> float:
     qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, [1] * len(lengths), lengths)
@@ -165,8 +172,9 @@ def check_decode(
         kernel_table = torch.empty_like(table)
         kernel_table[order] = table
         where = order.to(torch.int32)
+    scores = make_sinks(device, shape) if sinks else None
     want = attention_mixed.attention_reference(
-        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap
+        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap, sinks=scores
     )
     worst, first = 0.0, None
     for _ in range(repeat):
@@ -188,6 +196,7 @@ def check_decode(
             halves=halves,
             carried=carried,
             pdl=pdl,
+            sinks=scores,
         )
         real = length > 0
         worst = max(worst, close(out[real], want[real], 2.0))
@@ -217,6 +226,7 @@ def check_rope_decode(
     ahead: bool = False,
     carried: bool = False,
     pdl: bool = False,
+    sinks: bool = False,
     repeat: int = 1,
 ) -> float:
     """The fused kernel beside the references of both it stands for, and beside those two kernels."""
@@ -251,16 +261,19 @@ def check_rope_decode(
     # The interpreter loses the carry of a mantissa that rounds up to the next power of two, so 0.499 becomes 0.25.
     narrow = apart_cache if kv_dtype is not None and device == "cpu" else want_cache
     want_cache = pair_cache(narrow.k.to(stored).to(dtype), narrow.v.to(stored).to(dtype), block_size)
-    want = attention_mixed.attention_reference(turned, want_cache, table, start, length, shape, 0.2, **seen)
+    scores = make_sinks(device, shape) if sinks else None
+    want = attention_mixed.attention_reference(
+        turned, want_cache, table, start, length, shape, 0.2, sinks=scores, **seen
+    )
     batch = (kernel_table, where, length, split, scratch, shape, 0.2)
-    two = attention_decode.decode_attention(apart, apart_cache, *batch, keys=keys, **seen)
+    two = attention_decode.decode_attention(apart, apart_cache, *batch, keys=keys, sinks=scores, **seen)
     real, worst, first = length > 0, 0.0, None
     for _ in range(repeat):
         mine, raw = copy_of(cache), qkv.clone()
         out = torch.full((len(lengths), shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device)
         attention_rope.rope_decode_attention(
-            raw, mine, *batch, HeadTurn(rope, *gains, 1e-6), out=out, keys=keys, ahead=ahead, carried=carried, pdl=pdl,
-            **seen
+            raw, mine, *batch, HeadTurn(rope, *gains, 1e-6, scores), out=out, keys=keys, ahead=ahead, carried=carried,
+            pdl=pdl, **seen
         )
         worst = max(worst, close(out[real], want[real], 2.0), close(out[real], two[real], 2.0))
         for part, whole, other in ((mine.k, want_cache.k, apart_cache.k), (mine.v, want_cache.v, apart_cache.v)):
@@ -313,6 +326,7 @@ def check_mixed(
     window: int | None = None,
     softcap: float | None = None,
     tree: bool = False,
+    sinks: bool = False,
     sizes: attention_mixed.MixedShape = attention_mixed.MixedShape(32, 32, 4, 2),  # noqa: B008
 ) -> float:
     lengths = [q + c for q, c in zip(queries, contexts, strict=True)]
@@ -327,8 +341,9 @@ def check_mixed(
         for s, count in enumerate(queries):
             for i in range(count):
                 branches[int(start[s]) + i, i] = 1
+    scores = make_sinks(device, shape) if sinks else None
     want = attention_mixed.attention_reference(
-        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap, tree=branches
+        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap, tree=branches, sinks=scores
     )
     out = torch.full_like(want, math.nan)
     attention_mixed.mixed_attention(
@@ -345,6 +360,7 @@ def check_mixed(
         window=window,
         softcap=softcap,
         tree=branches,
+        sinks=scores,
         out=out,
         sizes=sizes,
     )
@@ -652,7 +668,13 @@ def check_choice(device: str, spec: RouterSpec, tokens: int) -> None:
     logits = torch.randn(tokens, spec.num_experts, device=device)
     logits[-1] = logits[-1, :1]  # equal scores: the lower expert wins
     bias = torch.randn(spec.num_experts, device=device) * 0.3 if spec.choice_bias else None
-    got, want = route.choose(logits, spec, bias), route.choose_reference(logits, spec, bias)
+    slots = torch.arange(tokens, device=device)
+    slots[tokens // 2] = -1
+    loads = [torch.ones(spec.num_experts, dtype=torch.int64, device=device) for _ in range(2)]
+    rows = [RoutedRows(spec, logits, bias, slots, load) for load in loads]
+    got, want = route.choose(rows[0]), route.choose_reference(rows[1])
+    if not torch.equal(*loads) or int(loads[0].sum()) != spec.num_experts + (tokens - 1) * spec.top_k:
+        raise AssertionError("the rows of each expert were not counted")
     if not torch.equal(got[0], want[0]):
         raise AssertionError("other experts than the reference's")
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
@@ -669,16 +691,31 @@ def check_blocks(device: str, chosen: Tensor, num_experts: int, rows: int) -> No
 
 def check_experts(
     device: str, dtype: torch.dtype, tokens: int, spec: RouterSpec, hidden: int, inner: int, *, clamp: Clamp | None,
-    biased: bool, is_sorted: bool, sizes: expert_linear.ExpertShape,
+    biased: bool, sizes: expert_linear.ExpertShape | None,
 ) -> float:
     x = rand(tokens, hidden, dtype=dtype, device=device)
     up = rand(spec.num_experts, 2 * inner, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
     down = rand(spec.num_experts, hidden, inner, dtype=dtype, device=device, scale=inner**-0.5)
     up_bias = rand(spec.num_experts, 2 * inner, dtype=dtype, device=device) if biased else None
     down_bias = rand(spec.num_experts, hidden, dtype=dtype, device=device) if biased else None
-    chosen, gains = route.choose(torch.randn(tokens, spec.num_experts, device=device), spec, None)
-    blocks = route.block_experts(chosen, spec.num_experts, sizes.rows) if is_sorted else None
+    logits = torch.randn(tokens, spec.num_experts, device=device)
+    chosen, gains = route.choose(RoutedRows(spec, logits, None, None, None))
+    want = expert_linear.experts_reference(x, up, up_bias, down, down_bias, chosen, gains, "silu", clamp)
+    if sizes is None:
+        residual = rand(tokens, hidden, dtype=dtype, device=device)
+        shapes = expert_few.FewShape(4, 16, 4), expert_few.FewShape(8, 16, 2)
+        between = expert_few.few_up(x, up, up_bias, chosen, "silu", clamp, sizes=shapes[0])
+        alone = expert_few.few_down(between, down, down_bias, chosen, gains, sizes=shapes[1])
+        added = expert_few.few_down(between, down, down_bias, chosen, gains, residual, sizes=shapes[1])
+        chosen[0] = -1  # padding: nobody reads what comes out
+        other = expert_few.few_up(x, up, up_bias, chosen, "silu", clamp, sizes=shapes[0])
+        skipped = expert_few.few_down(other, down, down_bias, chosen, gains, sizes=shapes[1])
+        if not torch.equal(skipped[1:], alone[1:]):
+            raise AssertionError("padding changed another row")
+        return max(close(alone, want, 2.0), close(added, (want.float() + residual.float()).to(dtype), 2.0))
+    blocks = route.block_experts(chosen, spec.num_experts, sizes.rows)
     between = expert_linear.up_experts(x, up, up_bias, chosen, blocks, "silu", clamp, sizes)
     found = expert_linear.down_experts(between, down, down_bias, chosen, gains, blocks, sizes)
-    want = expert_linear.experts_reference(x, up, up_bias, down, down_bias, chosen, gains, "silu", clamp)
-    return close(expert_linear.sum_pairs(found, spec.top_k), want, 2.0)
+    residual = rand(tokens, hidden, dtype=dtype, device=device)
+    added = close(expert_linear.sum_pairs(found, spec.top_k, residual), (want.float() + residual).to(dtype), 2.0)
+    return max(added, close(expert_linear.sum_pairs(found, spec.top_k), want, 2.0))

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ sys.modules.setdefault("tests", _tests)
 import torch  # noqa: E402
 import triton  # noqa: E402
 
+from quire.kernels.routing import Clamp, RoutedRows, RouterSpec  # noqa: E402
+from quire.kernels.sampled_row import Wants  # noqa: E402
 from quire.kernels.slices import Slices  # noqa: E402
 from quire.kernels.triton import (  # noqa: E402
     activation,
@@ -32,13 +35,18 @@ from quire.kernels.triton import (  # noqa: E402
     attention_mixed,
     attention_rope,
     attention_split,
+    expert_few,
+    expert_linear,
+    latent_attention,
     linear_ahead,
     linear_fixed,
     linear_row,
     norm,
     rope_cache,
+    route,
+    sample,
 )
-from quire.kernels.types import HeadShape, HeadTurn, pair_cache  # noqa: E402
+from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, pair_cache  # noqa: E402
 from tests.kernels.triton import bits  # noqa: E402
 from tests.kernels.triton.hopper import compiling, resources  # noqa: E402
 
@@ -137,6 +145,91 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield from ahead(dtype)
 
 
+def sampling(vocab: int = 151936, rows: int = 4) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What draws tokens, by what its rows ask for."""
+    scratch = sample.SampleScratch.allocate(rows, vocab, "cpu")
+    ints = partial(torch.zeros, dtype=torch.int32)
+    step = sample.SampledStep(
+        ints(65536), torch.empty(rows, vocab, dtype=torch.bfloat16), ints(8, 4096), ints(2, rows, 2), ints(2, rows, 64),
+        torch.empty(rows, vocab), ints(rows, vocab),
+    )  # fmt: skip
+    every = Wants.DRAW | Wants.CUT | Wants.MASKS | Wants.CHANGES | Wants.PENALTIES | Wants.LOGPROBS
+    for name, wants in (
+        ("plain", Wants.DRAW), ("cut", Wants.DRAW | Wants.CUT), ("penalties", Wants.DRAW | Wants.PENALTIES),
+        ("everything", every),
+    ):  # fmt: skip
+        yield f"sampling {name}", partial(sample.sample_rows, step, rows, wants, scratch)
+
+
+def experts(tokens: int, spec: RouterSpec, hidden: int, inner: int, clamp: Clamp | None) -> None:
+    """All launches of a layer of experts."""
+    half = partial(torch.empty, dtype=torch.bfloat16)
+    bias = None if clamp is None else half(spec.num_experts, 2 * inner)
+    load, slots = torch.zeros(spec.num_experts, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64)
+    chosen, gains = route.choose(RoutedRows(spec, torch.empty(tokens, spec.num_experts), None, slots, load))
+    up, down = half(spec.num_experts, 2 * inner, hidden), half(spec.num_experts, hidden, inner)
+    if chosen.numel() <= expert_few.FEW_PAIRS:
+        between = expert_few.few_up(half(tokens, hidden), up, bias, chosen, "silu", clamp, pdl=True)
+        expert_few.few_down(between, down, None, chosen, gains, pdl=True)
+        return
+    choice = expert_linear.expert_choice(chosen.numel(), spec.num_experts)
+    blocks = route.block_experts(chosen, spec.num_experts, choice.up.rows)
+    for copied in (False, True) if tokens == 256 else (False,):
+        sizes = replace(choice.up, copied=copied), replace(choice.down, copied=copied)
+        between = expert_linear.up_experts(half(tokens, hidden), up, bias, chosen, blocks, "silu", clamp, sizes[0])
+        found = expert_linear.down_experts(between, down, None, chosen, gains, blocks, sizes[1])
+    expert_linear.sum_pairs(found, spec.top_k)
+
+
+def sinks(heads: HeadShape) -> None:
+    """Attention with sinks, as gpt-oss has it in its layers with a window."""
+    half, ints = partial(torch.empty, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
+    cache = pair_cache(*(half(4, heads.num_kv_heads, 16, heads.head_dim) for _ in range(2)), 16)
+    table, qkv = torch.zeros(4, 8, dtype=torch.int32), half(2, heads.width)
+    split = attention_split.DecodeSplit.allocate(4, 8, "cpu")
+    scratch = attention_decode.DecodeScratch.allocate(split.tasks, 4, heads, "cpu")
+    turn = HeadTurn(torch.empty(64, heads.head_dim), sinks=torch.empty(heads.num_heads))
+    attention_rope.rope_decode_attention(
+        qkv, cache, table, ints, ints, split, scratch, heads, 0.1, turn, window=128, carried=True, keys=64,
+        num_stages=3, ahead=True, pdl=True,
+    )  # fmt: skip
+    attention_mixed.mixed_attention(
+        qkv, cache, table, ints, ints, ints, ints, ints, heads, 0.1, window=128, sinks=turn.sinks,
+        sizes=attention_mixed.MixedShape(128, 64, 4, 3),
+    )  # fmt: skip
+
+
+def latents(shape: LatentShape, sequences: int = 4) -> None:
+    """Decode and prefill attention over latents."""
+    ints = torch.zeros(sequences + 1, dtype=torch.int32)
+    table = torch.zeros(sequences, 8, dtype=torch.int32)
+    split = attention_split.DecodeSplit.allocate(sequences, 8, "cpu")
+    scratch = attention_decode.DecodeScratch.allocate(split.tasks, sequences, shape.blocks, "cpu")
+    q = torch.empty(sequences, shape.num_heads * shape.width, dtype=torch.bfloat16)
+    cache = LayerCache(shape.kv, 16, {"latent": torch.empty(4, 1, 16, shape.width, dtype=torch.bfloat16)})
+    latent_attention.latent_decode(q, cache, table, None, ints[1:], split, scratch, shape, 0.1)
+    latent_attention.latent_tiles(q, cache, table, None, ints, ints[1:], ints, ints, shape, 0.1)
+
+
+def families() -> dict[str, str]:
+    """Kernels that only some requests and models need, at real sizes: what became of each, by name."""
+    clamp = Clamp(7.0, 1.702)
+    parts: list[tuple[str, Callable[[], Any]]] = [
+        *sampling(),
+        *((f"experts of {tokens}", partial(experts, tokens, RouterSpec(128, 8), 2048, 768, None))
+          for tokens in (1, 256, 8192)),
+        ("sinks", partial(sinks, HeadShape(64, 8, 64))),
+        ("clamped experts", partial(experts, 256, RouterSpec(32, 4), 2880, 2880, clamp)),
+        *((f"latents of {heads} heads", partial(latents, LatentShape(heads, 512, 64))) for heads in (16, 128)),
+    ]  # fmt: skip
+    found = {}
+    for name, launch in parts:
+        with compiling() as kernels:
+            launch()
+        found |= {f"{name}: {place} {kernel.metadata.name}": resources(kernel) for place, kernel in enumerate(kernels)}
+    return found
+
+
 def variants(dtype: torch.dtype) -> dict[str, int]:
     """How many kernels each operation of deterministic mode is compiled to, over batches of many sizes."""
     found: dict[str, int] = {}
@@ -169,6 +262,7 @@ def main() -> None:
                 "bulk_copies": bulk_copies(kernels[0]), "machine_copies": machine_copies(operations),
             }  # fmt: skip
     found["variants"] = {str(dtype)[6:]: variants(dtype) for dtype in (torch.bfloat16, torch.float32)}
+    found["families"] = families()
     print(json.dumps(found))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.bench.gpu_cases import MODELS
-from quire.bench.gpu_tune import weights_of
+from quire.bench.gpu.cases import MODELS
+from quire.bench.gpu.tune import weights_of
 from quire.kernels.triton.choices import GATED, NORM, PLAIN, Choice, Timed, choose, library_version, product, table
 from quire.kernels.triton.linear_ahead import AheadShape
 from quire.kernels.triton.linear_row import RowShape
@@ -107,7 +107,7 @@ def test_no_kernel_is_compiled_for_a_number_of_rows_that_no_graph_has(
 
 def test_every_product_that_asks_ahead_fits_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the table, and those that the tuner would try."""
-    from quire.bench import gpu_tune_ahead
+    from quire.bench.gpu import tune_ahead as gpu_tune_ahead
     from quire.kernels.triton import linear_ahead
 
     monkeypatch.setattr(linear_ahead, "_multiprocessors", lambda _: 132)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.routing import Clamp, RouterSpec
-from quire.kernels.triton.expert_linear import ExpertShape, expert_shape
+from quire.kernels.routing import Clamp, RoutedRows, RouterSpec
+from quire.kernels.triton.expert_linear import CHOICES, ExpertShape, expert_choice
 from quire.kernels.triton.route import most_blocks
 from tests.kernels.triton import cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = ExpertShape(16, 32, 32, 4, 2)
+COPIED = ExpertShape(16, 16, 32, 4, 2, copied=True)
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +37,13 @@ def test_the_choice_is_the_references(spec: RouterSpec) -> None:
 def test_a_row_of_nothing_still_names_experts_that_exist() -> None:
     """Rows of padding hold whatever was there."""
     logits = torch.full((1, 5), float("nan"), device=DEVICE)
-    chosen, _ = cases.route.choose(logits, RouterSpec(5, 2), None)
+    chosen, _ = cases.route.choose(RoutedRows(RouterSpec(5, 2), logits, None, None, None))
     assert int(chosen.min()) >= 0 and int(chosen.max()) < 5
 
 
-@pytest.mark.parametrize(("tokens", "experts", "rows"), [(1, 4, 16), (40, 3, 16), (9, 40, 16), (700, 5, 16)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "rows"), [(1, 4, 16), (40, 3, 16), (9, 40, 16), (700, 5, 16), (5000, 3, 64)]
+)
 def test_pairs_stand_by_expert_in_blocks(tokens: int, experts: int, rows: int) -> None:
     chosen = torch.randint(0, experts, (tokens, 2), dtype=torch.int32)
     cases.check_blocks(DEVICE, chosen, experts, rows)
@@ -54,12 +57,12 @@ def test_there_is_room_for_the_worst_choice() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("sizes", [None, SMALL, COPIED], ids=["few", "loaded", "copied"])
 @pytest.mark.parametrize(("clamp", "biased"), [(None, False), (Clamp(0.7, 1.702), True)])
-def test_experts_agree(dtype: torch.dtype, is_sorted: bool, clamp: Clamp | None, biased: bool) -> None:
-    cases.check_experts(DEVICE, dtype, 9, RouterSpec(6, 2), 40, 24, clamp=clamp, biased=biased, is_sorted=is_sorted,
-                        sizes=SMALL)
+def test_experts_agree(dtype: torch.dtype, sizes: ExpertShape | None, clamp: Clamp | None, biased: bool) -> None:
+    cases.check_experts(DEVICE, dtype, 9, RouterSpec(6, 2), 40, 24, clamp=clamp, biased=biased, sizes=sizes)
 
 
 def test_blocks_grow_with_the_rows_of_an_expert() -> None:
-    assert [expert_shape(tokens * 8, 128).rows for tokens in (8, 512, 8192)] == [16, 64, 128]
+    assert [expert_choice(tokens * 8, 128).up.rows for tokens in (8, 256, 512, 8192)] == [16, 32, 64, 128]
+    assert all(choice.up.rows == choice.down.rows for choice in CHOICES)

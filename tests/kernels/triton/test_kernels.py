@@ -86,6 +86,8 @@ def test_any_number_of_sequences_has_its_share_of_pieces() -> None:
         (HeadShape(6, 2, 8), 4, [33, 129], {"window": 40}),
         (HeadShape(5, 1, 20), 1, [90], {"softcap": 3.0, "extra": 2}),
         (HeadShape(6, 2, 32), 4, [33, 129, 300], {"window": 200, "halves": True, "carried": True}),
+        (HeadShape(6, 2, 16), 16, [1, 200, 0, 77], {"sinks": True, "window": 150}),
+        (HeadShape(8, 1, 32), 8, [300], {"sinks": True, "halves": True, "carried": True, "keys": 64}),
     ],
 )
 def test_decode_attention_agrees(
@@ -105,6 +107,7 @@ def test_decode_attention_agrees(
         (HeadShape(5, 1, 32), 1, [90, 1], {"softcap": 3.0, "extra": 2, "norms": False}),
         (HeadShape(2, 2, 64), 8, [130, 64, 65], {"kv_dtype": torch.float8_e4m3fn, "kv_scale": 0.5, "extra": 3}),
         (HeadShape(16, 1, 32), 16, [200], {"window": 150, "softcap": 2.0, "rows": True}),
+        (HeadShape(8, 2, 32), 16, [1, 300, 0], {"sinks": True, "norms": False, "keys": 64, "carried": True}),
     ],
 )
 def test_rotation_inside_the_decode_attention_is_rotation_before_it(
@@ -123,6 +126,8 @@ def test_rotation_inside_the_decode_attention_is_rotation_before_it(
         (HeadShape(4, 4, 16), 8, [7, 6], [40, 0], {"tree": True}),
         (HeadShape(5, 1, 16), 16, [33], [0], {"window": 200}),
         (HeadShape(40, 1, 16), 16, [3, 2], [0, 50], {"sizes": MixedShape(32, 32, 4, 2)}),
+        (HeadShape(6, 2, 16), 16, [30, 3, 1], [20, 90, 0], {"sinks": True, "window": 17}),
+        (HeadShape(3, 1, 16), 8, [9], [60], {"sinks": True}),
     ],
 )
 def test_mixed_attention_agrees(

@@ -13,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize(("seed", "capacity"), [(0, 512), (1, 512), (2, 8), (3, 8)])
 def test_tokens_and_reports_are_those_of_the_sampler(seed: int, capacity: int) -> None:
     """With room for all tokens in question, and with too little for most rows."""
-    assert check_sampling(DEVICE, torch.float32, 16, 211, seed, block=64, capacity=capacity, chunk=256) == 0
+    assert check_sampling(DEVICE, torch.float32, 16, 211, seed, block=64, capacity=capacity, few=32, many=128) == 0
 
 
 def test_the_sizes_of_a_gpu_draw_the_same() -> None:

@@ -12,11 +12,12 @@ from quire.config import CacheConfig
 from quire.engine.core import EngineCore
 from quire.executor.device import DeviceExecutor
 from quire.executor.local import LocalExecutor
-from quire.kvcache.manager import CacheGroup, KVCacheManager
+from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.registry import read_spec
 from quire.ops.cpu import CpuOps
 from quire.sampling.params import SamplingParams
+from quire.sampling.token_logprobs import unpack_all
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
@@ -25,7 +26,8 @@ from quire.speculation.options import REJECTION, SpeculationOptions
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.draft_models import SkippedLayers, SmallerModel
 from quire.worker.drafter import Drafter, DraftModel
-from quire.worker.gpu.worker import DeviceOptions, GpuWorker, Speculation
+from quire.worker.gpu.options import DeviceOptions
+from quire.worker.gpu.worker import GpuWorker, Speculation
 from quire.worker.memory import draft_group, groups_with_draft
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable
@@ -118,7 +120,7 @@ def make_engine(
     prefix_caching: bool = True,
 ) -> EngineCore:
     """`drafts`: so many from n-grams; or whatever `speculation` says, with a draft model of the shapes `draft`."""
-    groups = tuple(CacheGroup(group.window) for group in _groups(config, draft))
+    groups = tuple(GroupWindow(group.window) for group in _groups(config, draft))
     cache = KVCacheManager(num_blocks, block_size, groups=groups, prefix_caching=prefix_caching)
     if drafts:
         speculation = SpeculationOptions("ngram", drafts, adaptive=False)
@@ -187,8 +189,8 @@ def run(core: EngineCore, requests: list[Request]) -> dict[str, tuple[list[int],
         core.add(request)
     while core.has_work:
         for update in core.step():
-            logprobs.setdefault(update.request.request_id, []).extend(update.logprobs or [])
-            prompts.setdefault(update.request.request_id, []).extend(update.prompt_logprobs or [])
+            logprobs.setdefault(update.request.request_id, []).extend(unpack_all(update.logprobs or []))
+            prompts.setdefault(update.request.request_id, []).extend(unpack_all(update.prompt_logprobs or []))
     return {
         r.request_id: (
             r.sequences[0].tokens[r.sequences[0].num_prompt_tokens :],

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine import assembly
-from quire.engine.device import _speculation
+from quire.engine.assembly import engine as assembly
+from quire.engine.assembly.device import _speculation
 from quire.errors import ConfigError
 from quire.executor.device import DeviceExecutor
 from quire.ops.cpu import CpuOps
-from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+from quire.worker.gpu.options import DeviceOptions
+from quire.worker.gpu.worker import GpuWorker
 from tests.worker.gpu.engines import GEMMA3, QWEN3
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)

@@ -10,7 +10,7 @@ import torch
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import Request
-from quire.worker.gpu.worker import DeviceOptions
+from quire.worker.gpu.options import DeviceOptions
 from tests.worker.gpu import engines
 
 pytest.importorskip("triton")

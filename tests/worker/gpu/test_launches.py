@@ -14,7 +14,8 @@ import torch
 from quire.config import CacheConfig
 from quire.models.build import build_decoder, dummy_weights
 from quire.worker.gpu import worker as worker_module
-from quire.worker.gpu.worker import DeviceOptions, GpuWorker
+from quire.worker.gpu.options import DeviceOptions
+from quire.worker.gpu.worker import GpuWorker
 from tests.worker.gpu import engines
 from tests.worker.gpu.launches import names, recorded
 
@@ -40,7 +41,7 @@ def worker_of(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], determini
         pytest.skip("the recorder stands in for Triton's interpreter")
     from quire.ops.triton import TritonOps
 
-    def build(config: Any, weights: Any, ops: Any, device: Any, dtype: torch.dtype, length: int) -> Any:
+    def build(config: Any, weights: Any, ops: Any, device: Any, dtype: torch.dtype, length: int, *_: Any) -> Any:
         return build_decoder(config, weights, ops, max_model_len=length, dtype=dtype)
 
     monkeypatch.setattr(worker_module, "build_on_device", build)
@@ -109,14 +110,21 @@ LATENT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "sorting"), [(4, []), (8, ["count", "place"])])
+@pytest.mark.parametrize(
+    ("rows", "experts"), [(4, ["few_up", "few_down"]), (8, ["count", "place", "expert", "expert", "sum"])]
+)
 def test_experts_are_routed_and_computed_without_a_look_at_the_choice(
-    monkeypatch: pytest.MonkeyPatch, rows: int, sorting: list[str]
+    monkeypatch: pytest.MonkeyPatch, rows: int, experts: list[str]
 ) -> None:
     """Nothing waits for the device: no operation hands a number to the host."""
     launched, _ = decode(worker_of(monkeypatch, MOE), rows)
-    layer = ["linear", "rope_decode", "linear", "rms_norm", "linear", "choose", *sorting, "expert", "expert", "sum"]
+    layer = ["linear", "rope_decode", "linear", "rms_norm", "linear", "choose", *experts]
     assert launched == ["embedding", "rms_norm", *layer, "rms_norm", *layer, "rms_norm", "mm"]
+
+
+def test_the_experts_of_one_row_add_the_residual_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, _ = decode(worker_of(monkeypatch, MOE), 1)
+    assert launched.count("few_down") == 2 and "add" not in launched
 
 
 def test_latent_attention_decodes_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

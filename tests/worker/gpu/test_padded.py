@@ -15,8 +15,8 @@ from quire.scheduler.plan import PlanEntry
 from quire.scheduler.request import Request
 from quire.worker.gpu import padded
 from quire.worker.gpu.batches import LogitRows, MixedBatch
+from quire.worker.gpu.options import DeviceOptions
 from quire.worker.gpu.padded import MixedRung, MixedRungs
-from quire.worker.gpu.worker import DeviceOptions
 from tests.kernels.triton.interpreter import prepare
 from tests.worker.gpu import engines
 

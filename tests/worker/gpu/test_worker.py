@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
-from quire.worker.gpu.worker import DeviceOptions, GpuWorker, supported
+from quire.worker.gpu.options import DeviceOptions, supported
+from quire.worker.gpu.worker import GpuWorker
 from tests.worker.gpu.engines import GEMMA3, QWEN3, make_engine, run, workload
 
 

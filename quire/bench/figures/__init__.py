@@ -1,0 +1,1 @@
+"""Pictures for the docs, drawn without a plotting library."""

@@ -1,0 +1,1 @@
+"""Benchmarks of KV that is cached, offloaded, pooled or sent to another engine."""

@@ -1,0 +1,1 @@
+"""Benchmarks of one model over several ranks."""

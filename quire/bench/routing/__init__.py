@@ -1,0 +1,1 @@
+"""Benchmarks of the router, and a cluster of servers on one machine."""

@@ -1,0 +1,1 @@
+"""Benchmarks of speculative decoding, and models whose text is known beforehand."""

@@ -1,0 +1,112 @@
+"""Trains an EAGLE head for a model, on answers that the model itself gives.
+
+The questions come from a file (--data: JSON lines with "messages" or "prompt"), or the model makes them up (--self).
+Hidden states are those of the engine; the loss is over several drafted steps, each of which reads what the one before
+it guessed. Where it was stopped it goes on. The head is used with speculative_config={"method": "eagle", "model": DIR}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from quire.cli.commands import UsageError
+from quire.training.options import TrainingOptions
+
+EXAMPLES = (
+    "examples:\n"
+    "  quire train eagle --out head --self 5000000 --device cuda\n"
+    "  quire train eagle --model smollm2-135m --out head --data questions.jsonl --steps 500"
+)
+_DEFAULTS = TrainingOptions()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2-135m", metavar="MODEL", help="the model that the head is for")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the head, its texts and its progress")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", metavar="FILE", help="questions, as JSON lines")
+    source.add_argument("--self", type=int, metavar="TOKENS", dest="own",
+                        help="let the model ask itself, until its answers have so many tokens")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to generate and train")
+    parser.add_argument("--num-threads", type=int, metavar="N", help="of a CPU")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of everything that is drawn")
+    parser.add_argument("--max-answer", type=int, default=384, metavar="TOKENS", help="longest answer (default: 384)")
+    parser.add_argument("--generate-seconds", type=float, default=float("inf"), metavar="S",
+                        help="begin no new questions after so long")
+    parser.add_argument("--train-seconds", type=float, default=float("inf"), metavar="S", help="stop training then")
+    for name, meaning in (("steps", "batches to train on"), ("batch_tokens", "tokens of a batch"),
+                          ("max_length", "longest text"), ("depth", "drafted steps that are unrolled"),
+                          ("draft_vocab", "tokens that the head can guess"), ("intermediate", "width of its MLP"),
+                          ("eval_every", "steps between two looks at held-out text"),
+                          ("save_every", "steps between two checkpoints")):
+        value = getattr(_DEFAULTS, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, metavar="N",
+                            help=f"{meaning} (default: {value})")
+    parser.add_argument("--learning-rate", type=float, default=_DEFAULTS.learning_rate, metavar="R",
+                        help=f"(default: {_DEFAULTS.learning_rate})")
+    parser.add_argument("--feature-weight", type=float, default=_DEFAULTS.feature_weight, metavar="W",
+                        help="weight of guessed features in the loss, beside tokens (default: 0.1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from quire.models.loader.source import resolve_model
+    from quire.training.card import write_card
+    from quire.training.eagle import Trainer
+    from quire.training.target import Target
+
+    options = _options(args)
+    folder = Path(args.out).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = _texts(args, folder)
+    _say(f"{len(texts)} texts of {len(texts.tokens)} tokens")
+    source = resolve_model(args.model)
+    trainer = Trainer(Target(source, args.device, args.num_threads), texts, options)
+    if trainer.resume(folder):
+        _say(f"goes on after step {trainer.step}")
+    began = time.monotonic()
+    found = trainer.train(folder, _say)
+    write_card(folder, args.model, vars(args), found, trainer.step, time.monotonic() - began, len(texts.tokens))
+    _say(f"{found.tokens_per_step(4):.3f} tokens a step with 4 drafts on held-out text; the head is in {folder}")
+    return 0
+
+
+def _options(args: argparse.Namespace) -> TrainingOptions:
+    for name in ("steps", "batch_tokens", "max_length", "depth", "draft_vocab", "intermediate", "eval_every",
+                 "save_every", "max_answer"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
+    if args.own is not None and args.own < 1:
+        raise UsageError("--self must be at least 1")
+    return TrainingOptions(args.seed, args.steps, args.batch_tokens, args.max_length, args.learning_rate, args.depth,
+                           args.feature_weight, args.draft_vocab, args.intermediate, args.eval_every, args.save_every,
+                           args.train_seconds)
+
+
+def _texts(args: argparse.Namespace, folder: Path) -> Any:
+    """Those that the folder holds, else new ones."""
+    from quire.llm import LLM
+    from quire.training.texts import Generator, Texts, read_questions
+
+    path = folder / "texts.safetensors"
+    if path.is_file():
+        return Texts.load(path)
+    questions = None if args.data is None else read_questions(Path(args.data).expanduser())
+    more = {"num_threads": args.num_threads} if args.device == "cpu" else {"max_num_seqs": 1024}
+    with LLM(args.model, device=args.device, max_model_len=args.max_length, **more) as llm:
+        began = time.monotonic()
+        generator = Generator(llm, args.seed, args.max_answer, began + args.generate_seconds)
+        pairs = [] if questions is None else generator.answer(questions)
+        for some in generator.converse(args.own) if questions is None else ():
+            pairs += some
+            made = sum(len(answer) for _, answer in pairs)
+            _say(f"{made} tokens of {args.own} after {time.monotonic() - began:.0f} s")
+    texts = Texts.of(pairs)
+    texts.save(path)
+    return texts
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

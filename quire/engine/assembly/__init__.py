@@ -1,0 +1,1 @@
+"""Puts an engine together from its options: model, device, ranks, KV stores, peers."""

@@ -1,0 +1,155 @@
+"""Chooses where a model runs, and what the options mean there; asks torch, so it is imported late."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import TYPE_CHECKING, Protocol
+
+from quire.config import EngineConfig, SchedulerConfig
+from quire.engine.assembly.no_worker import NoWorker
+from quire.errors import ConfigError
+from quire.executor.base import Executor
+from quire.speculation.options import EAGLE
+
+if TYPE_CHECKING:
+    from quire.kvtransfer.memory import KVMemory
+    from quire.models.loader.source import ModelSource
+    from quire.models.spec import DecoderSpec
+    from quire.worker.gpu.worker import Speculation
+    from quire.worker.memory import PoolSize
+    from quire.worker.unit_transfer import UnitTransfer
+
+
+class ModelWorker(Protocol):
+    """What the assembly needs to know of a worker, whatever it runs on."""
+
+    spec: DecoderSpec
+    pool: PoolSize
+
+    def kv_memory(self) -> KVMemory | None:
+        """Its KV, for whoever moves it to and from other engines; None where nobody computes."""
+
+    def connect(self, transfer: UnitTransfer) -> None:
+        """Move blocks to and from one more tier."""
+        ...
+
+
+def resolve(config: EngineConfig) -> EngineConfig:
+    """The same with device, and what the user left to the device, filled in."""
+    # Nobody computes anything: no need to look for a GPU, nor to import torch.
+    device = "cpu" if config.model.executor == "dummy" else config.model.device
+    missing = None if device == "cpu" else _missing_for_gpu()
+    if device == "cuda" and missing is not None:
+        raise ConfigError(f"device 'cuda' cannot be used: {missing}; use device='cpu' or 'auto'", field="device")
+    gpu = device != "cpu" and missing is None
+    _check_kv_dtype(config.cache.kv_cache_dtype, gpu)
+    if gpu and config.model.quantization is not None:
+        raise ConfigError("quantization multiplies integers on a CPU only so far: use device='cpu', or no quantization",
+                          field="quantization")
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu"),
+        scheduler=_with_a_step_for_every_stage(config).resolved(gpu),
+    )
+
+
+def _check_kv_dtype(kv_cache_dtype: str, gpu: bool) -> None:
+    needed, other = ("a CPU", "'auto' or 'fp8'") if gpu else ("a GPU", "'auto' or 'int8'")
+    if kv_cache_dtype == ("int8" if gpu else "fp8"):
+        raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} needs {needed}: use kv_cache_dtype={other}",
+                          field="kv_cache_dtype")
+
+
+def _with_a_step_for_every_stage(config: EngineConfig) -> SchedulerConfig:
+    """A pipeline computes as many steps at once as it has stages."""
+    stages, options = config.parallel.pipeline_parallel_size, config.scheduler
+    if stages == 1 or options.max_steps_in_flight is not None:
+        return options
+    return dataclasses.replace(options, max_steps_in_flight=stages)
+
+
+def draft_rows(config: EngineConfig) -> int:
+    """Drafts that a step of the GPU's worker may hold; 0 on a CPU, which needs to know nothing of them."""
+    if config.model.device != "cuda":
+        return 0
+    from quire.worker.gpu.options import draft_rows as rows_of
+
+    return rows_of(config)
+
+
+def _missing_for_gpu() -> str | None:
+    """Why no GPU can be used here, or None."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA GPU here"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton, which compiles the GPU kernels, is not installed"
+    return None
+
+
+def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
+    """The worker of a resolved configuration, and who runs plans on it."""
+    if config.parallel.distributed:
+        from quire.engine.assembly.ranks import build_ranks
+
+        return build_ranks(source, config)
+    if config.model.executor == "dummy":
+        return _no_worker(source, config)
+    if config.model.device == "cuda":
+        return _gpu_worker(source, config)
+    from quire.executor.local import LocalExecutor
+    from quire.worker.worker import Worker
+
+    worker = Worker(source, config)
+    return worker, LocalExecutor(worker, overlap=(config.scheduler.max_steps_in_flight or 1) > 1,
+                                 arrivals=worker.arrivals, expert_load=worker.expert_load)
+
+
+def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
+    """The model's shapes and none of its weights: what is left is the engine around it."""
+    from quire.executor.dummy import DummyExecutor
+    from quire.models.registry import read_spec
+    from quire.worker.memory import size_pool, step_tokens_of
+
+    spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
+    pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False),
+                     step_tokens=step_tokens_of(config))
+    if config.model.dummy_script is not None:
+        from quire.executor.scripted import ScriptedExecutor, read_script
+
+        lines = read_script(config.model.dummy_script)
+        end = next(iter(source.eos_token_ids), spec.vocab_size - 1)
+        return NoWorker(spec, pool), ScriptedExecutor(lines, source.tokenizer, end, spec.vocab_size)
+    return NoWorker(spec, pool), DummyExecutor(spec.vocab_size, config.model.dummy_step_ms / 1e3)
+
+
+def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
+    from quire.executor.device import DeviceExecutor
+    from quire.models.registry import read_spec
+    from quire.worker.gpu.options import device_options
+    from quire.worker.gpu.worker import GpuWorker
+
+    drafts = config.speculation.options
+    if drafts is not None and drafts.method == EAGLE:
+        raise ConfigError("speculative_config method 'eagle' runs on a CPU only so far: use device='cpu', or another "
+                          "method", field="device")
+    options = device_options(config, read_spec(source.config).max_positions)
+    weights = None if config.model.load_format == "dummy" else source.weights(None)
+    worker = GpuWorker(source.config, weights, config.cache, options, speculation=_speculation(config))
+    return worker, DeviceExecutor(worker, worker.expert_load)
+
+
+def _speculation(config: EngineConfig) -> Speculation | None:
+    """Who proposes and judges drafts on a GPU, and the draft model if there is one."""
+    from quire.models.loader.source import resolve_model
+    from quire.worker.draft_models import reading_draft_model
+    from quire.worker.gpu.worker import Speculation
+
+    options = config.speculation.options
+    if options is None or options.model is None:
+        return None if options is None else Speculation(options)
+    with reading_draft_model(options.model):
+        draft = resolve_model(options.model, load_format=options.load_format, cache_dir=config.model.cache_dir)
+    return Speculation(options, draft.config, None if options.load_format == "dummy" else draft.weights(None))

@@ -1,0 +1,1 @@
+"""From sampled tokens to what callers see: text, stop strings, log-probabilities, request outputs."""

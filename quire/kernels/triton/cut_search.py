@@ -1,0 +1,259 @@
+"""The last kept token of a row, found among the tokens in question by binary search.
+
+A program holds them in registers where they are few enough, as nearly always; else every look reads them again.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels import sampled_row
+from quire.kernels.triton.cut import CURSOR, SUMS, TOTAL, chunk_of, is_cut, row_floor, top_p_of
+from quire.kernels.triton.sampling_parts import (
+    HEAD,
+    WORDS,
+    integer_weights,
+    is_finite,
+    key_value,
+    load_float,
+    order_key,
+    row_peak,
+)
+
+_TEMPERATURE = tl.constexpr(sampled_row.TEMPERATURE)
+_TOP_K = tl.constexpr(sampled_row.TOP_K)
+_NO_KEY = tl.constexpr(-2147483648)
+"""Of places without a token; no logit has it."""
+
+
+@triton.jit
+def _hold(row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
+          CHUNK: tl.constexpr, SOURCE: tl.constexpr):  # fmt: skip
+    """(Keys, weights, ids) of the first CHUNK tokens in question."""
+    values, token, real = chunk_of(0, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, False)
+    weights = integer_weights(values, settings[4], settings[5], settings[6])
+    return tl.where(real, order_key(values), _NO_KEY), tl.where(real, weights, 0), token
+
+
+@triton.jit
+def _above(
+    key, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Of the tokens in question with a larger key: (their weight, their number)."""
+    if HELD:
+        over = held[0] > key
+        weight, number = tl.sum(tl.where(over, held[1], 0)), tl.sum(over.to(tl.int32))
+    else:
+        weight = tl.sum(tl.zeros([2], tl.int64))
+        number = tl.sum(tl.zeros([2], tl.int32))
+        for start in range(0, settings[0], CHUNK):
+            values, _token, real = chunk_of(
+                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, False)
+            over = real & (order_key(values) > key)
+            weights = integer_weights(values, settings[4], settings[5], settings[6])
+            weight += tl.sum(tl.where(over, weights, 0))
+            number += tl.sum(over.to(tl.int32))
+    return weight, number
+
+
+@triton.jit
+def _equal_up_to(
+    key, last, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """How many tokens have this key, and no larger id than `last`."""
+    if HELD:
+        number = tl.sum(((held[0] == key) & (held[2] <= last)).to(tl.int32))
+    else:
+        number = tl.sum(tl.zeros([2], tl.int32))
+        for start in range(0, settings[0], CHUNK):
+            values, token, real = chunk_of(
+                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, False)
+            number += tl.sum((real & (order_key(values) == key) & (token <= last)).to(tl.int32))
+    return number
+
+
+@triton.jit
+def _range(
+    held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """The smallest and the largest key in question."""
+    if HELD:
+        low = tl.min(tl.where(held[0] == _NO_KEY, 2147483647, held[0]))
+        high = tl.max(held[0])
+    else:
+        low = tl.max(tl.full([2], 2147483647, tl.int32))
+        high = tl.max(tl.full([2], -2147483648, tl.int32))
+        for start in range(0, settings[0], CHUNK):
+            values, _token, real = chunk_of(
+                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, False)
+            key = order_key(values)
+            low = tl.minimum(low, tl.min(tl.where(real, key, 2147483647)))
+            high = tl.maximum(high, tl.max(tl.where(real, key, -2147483648)))
+    return low, high
+
+
+@triton.jit
+def _weight_of(key, settings):
+    """The weight of one token with the logit of `key`."""
+    weights = integer_weights(tl.zeros([2], tl.float32) + key_value(key), settings[4], settings[5], settings[6])
+    return tl.max(weights)
+
+
+@triton.jit
+def _quarter(under, over, first, second, third, less1, less2, less3):
+    """Where the search goes on: before the smallest of three ascending keys that is small enough."""
+    low = tl.where(less1, under, tl.where(less2, first + 1, tl.where(less3, second + 1, third + 1)))
+    high = tl.where(less1, first, tl.where(less2, second, tl.where(less3, third, over)))
+    return low, high
+
+
+@triton.jit
+def _top_k(
+    most, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """(Smallest key that fewer than `most` tokens exceed, how many tokens with it are kept, the weight of all kept.)"""
+    under, over = low.to(tl.int64), high.to(tl.int64)
+    while under < over:
+        # Three looks at once: none waits for another.
+        quarter = (over - under) >> 2
+        first, second, third = under + quarter, (under + over) >> 1, over - 1 - quarter
+        _w1, number1 = _above(
+            first.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        _w2, number2 = _above(
+            second.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        _w3, number3 = _above(
+            third.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        under, over = _quarter(under, over, first, second, third, number1 < most, number2 < most, number3 < most)
+    key = under.to(tl.int32)
+    weight, before = _above(key, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+    sharing = _equal_up_to(
+        key, VOCAB, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+    equals = tl.minimum(most, before + sharing) - before
+    return key, equals, weight + equals.to(tl.int64) * _weight_of(key, settings)
+
+
+@triton.jit
+def _top_p(
+    base, wanted, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """The smallest key before which less than the wanted weight lies."""
+    under, over = low.to(tl.int64), high.to(tl.int64)
+    while under < over:
+        quarter = (over - under) >> 2
+        first, second, third = under + quarter, (under + over) >> 1, over - 1 - quarter
+        weight1, _n1 = _above(
+            first.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        weight2, _n2 = _above(
+            second.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        weight3, _n3 = _above(
+            third.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        under, over = _quarter(
+            under, over, first, second, third, (base + weight1).to(tl.float64) < wanted,
+            (base + weight2).to(tl.float64) < wanted, (base + weight3).to(tl.float64) < wanted)
+    return under.to(tl.int32)
+
+
+@triton.jit
+def _last_id(
+    base, wanted, key, kth, equals, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """The last id kept of those with `key`: as many as begin before the wanted weight, lower ids first."""
+    weight, _number = _above(key, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+    sharing = _equal_up_to(
+        key, VOCAB, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+    each = _weight_of(key, settings)
+    many = tl.where(key == kth, tl.minimum(equals, sharing), sharing)
+    kept = many * 0 + 1
+    while kept < many:
+        middle = (kept + many + 1) >> 1
+        begins = (base + weight + (middle - 1).to(tl.int64) * each).to(tl.float64) < wanted
+        kept = tl.where(begins, middle, kept)
+        many = tl.where(begins, many, middle - 1)
+    over = kept * 0 + VOCAB - 1
+    under = tl.where(kept == sharing, over, 0)
+    while under < over:
+        middle = (under + over) >> 1
+        number = _equal_up_to(
+            key, middle, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        enough = number >= kept
+        over = tl.where(enough, middle, over)
+        under = tl.where(enough, under, middle + 1)
+    return under
+
+
+@triton.jit
+def _search(
+    me, row, total, base, settings, source, weight, BLOCK: tl.constexpr, VOCAB: tl.constexpr,
+    MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    """(Key of the last kept token, last id among those that share it); the blocks get the weights of the kept ones."""
+    held = _hold(row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
+    low, high = _range(held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+    kth, equals = low - 1, settings[0].to(tl.int32)
+    most = tl.load(me + _TOP_K)
+    if most > 0:
+        kth, equals, total = _top_k(
+            most, low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        low = kth
+    wanted = top_p_of(me) * total.to(tl.float64)
+    key = _top_p(
+        base, wanted, low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+    last_id = _last_id(
+        base, wanted, key, kth, equals, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+    if HELD:
+        kept = (held[0] > key) | ((held[0] == key) & (held[2] <= last_id))
+        tl.atomic_add(weight + row * BLOCKS + held[2] // BLOCK, held[1], mask=kept & (held[0] != _NO_KEY))
+    else:
+        for start in range(0, settings[0], CHUNK):
+            values, token, real = chunk_of(
+                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, False)
+            mine = order_key(values)
+            kept = real & ((mine > key) | ((mine == key) & (token <= last_id)))
+            weights = integer_weights(values, settings[4], settings[5], settings[6])
+            tl.atomic_add(weight + row * BLOCKS + token // BLOCK, weights, mask=kept)
+    return key, last_id
+
+
+@triton.jit
+def resolve_kernel(
+    logits, edited, stage, peak, weight, sums, bracket, found, ids, cut, cut_id, stride, VOCAB: tl.constexpr,
+    MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
+    """The logit of the last token that is kept, and the last id among those that share it. The weights of the kept ones
+    in question are added to their blocks'. Up to FEW, or up to MANY, are held in registers."""
+    row = tl.program_id(0)
+    me = stage + HEAD + row * WORDS
+    top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
+    collected = tl.load(sums + row * SUMS + CURSOR).to(tl.int32)
+    limit, last_id = tl.full([], float("-inf"), tl.float32), collected * 0 + VOCAB
+    if is_cut(me, False) & is_finite(top) & (collected > 0):
+        low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
+        temperature = load_float(me + _TEMPERATURE)
+        fits = (collected <= CAPACITY).to(tl.int32)
+        count = tl.where(fits != 0, collected, VOCAB)
+        settings = (count, fits, low, high, top, temperature, row_floor(me, top, temperature, False))
+        source = (logits, edited, stage, found, ids, stride)
+        blocks = tl.arange(0, BLOCKS_POW)
+        base = tl.sum(tl.load(weight + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0))
+        total = tl.load(sums + row * SUMS + TOTAL)
+        if count <= FEW:
+            key, last_id = _search(me, row, total, base, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS,
+                                   CAPACITY, FEW, SOURCE, True)
+        elif count <= MANY:
+            key, last_id = _search(me, row, total, base, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS,
+                                   CAPACITY, MANY, SOURCE, True)
+        else:
+            key, last_id = _search(me, row, total, base, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS,
+                                   CAPACITY, FEW, SOURCE, False)
+        limit = key_value(key)
+    tl.store(cut + row, limit)
+    tl.store(cut_id + row, last_id)

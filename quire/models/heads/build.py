@@ -1,0 +1,88 @@
+"""Puts a draft head together from a checkpoint in a public format, checked against the target it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.models.config_reader import ConfigReader
+from quire.models.decoder import Decoder
+from quire.models.heads import eagle, eagle3
+from quire.models.heads.format import HeadFormat
+from quire.models.heads.head import DraftHead
+from quire.models.heads.spec import HeadSpec
+from quire.models.spec import DecoderSpec
+
+FORMATS: dict[str, HeadFormat] = {name: file.FORMAT for file in (eagle, eagle3) for name in file.FORMAT.architectures}
+_COMPARED = 4096
+"""Rows of embeddings that are compared at once."""
+
+
+def format_of(config: Mapping[str, Any]) -> HeadFormat:
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or names[0] not in FORMATS:
+        raise UnsupportedModelError(
+            f"config.json: {names!r:.80} is no kind of EAGLE head that is known here: {', '.join(FORMATS)}")
+    return FORMATS[names[0]]
+
+
+def read_head(config: Mapping[str, Any], target: DecoderSpec) -> HeadSpec:
+    """The head that a config describes; one that is not for this target is refused, by the field that differs."""
+    reader = ConfigReader(config, config.get("architectures", ["?"])[0])
+    spec = format_of(config).read(reader, target)
+    for field, own, wanted in (("hidden_size", spec.hidden_size, target.hidden_size),
+                               ("vocab_size", spec.vocab_size, target.vocab_size)):
+        if own != wanted:
+            reader.fail(field, f"is {own} and the target's {wanted}: the head is not for this model")
+    if target.embed_dim != target.hidden_size or target.embed_scale != 1.0 or target.positions is not None:
+        raise UnsupportedModelError(f"{target.architecture} changes its embeddings before the first layer: EAGLE heads "
+                                    "for such models are not supported")
+    return spec
+
+
+def build_head(config: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]], target: Decoder,
+               max_model_len: int) -> DraftHead:
+    """A ready head. Embeddings that are the target's, row for row, are not kept twice."""
+    spec, form = read_head(config, target.spec), format_of(config)
+    wanted, optional = spec.parameters(), spec.optional()
+    found: dict[str, Tensor] = {}
+    for stored, tensor in weights:
+        name = form.name(stored)
+        shape = None if name is None else wanted.get(name) or optional.get(name)
+        if name is None or shape is None:
+            raise ModelLoadError(f"tensor {stored!r} is not one that {spec.architecture} has")
+        if tuple(tensor.shape) != shape:
+            raise ModelLoadError(f"tensor {stored!r} has shape {tuple(tensor.shape)}, but the config asks for {shape}")
+        if name != "embed.weight" or not _same_rows(tensor, target):
+            found[name] = tensor
+    missing = [form.stored_name(name) for name in wanted if name not in found]
+    if missing:
+        raise ModelLoadError(f"{len(missing)} tensors of {spec.architecture} are missing: {', '.join(missing[:4])}")
+    head = DraftHead(spec, target, max_model_len, [name for name in optional if name in found])
+    head.load(found, _guessed(spec, found))
+    return head
+
+
+def _guessed(spec: HeadSpec, found: Mapping[str, Tensor]) -> Tensor | None:
+    """Token ids of the draft vocabulary: d2t says how far each lies behind its number."""
+    if "d2t" not in found:
+        if spec.draft_vocab not in (0, spec.vocab_size):
+            raise ModelLoadError(f"{spec.architecture} guesses {spec.draft_vocab} of {spec.vocab_size} tokens, but "
+                                 "there is no tensor 'd2t' that says which")
+        return None
+    ids = torch.arange(len(found["d2t"])) + found["d2t"].to(torch.int64)
+    if int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size or len(ids.unique()) != len(ids):
+        raise ModelLoadError(f"tensor 'd2t' names tokens outside 0..{spec.vocab_size - 1}, or some twice")
+    return ids
+
+
+def _same_rows(stored: Tensor, target: Decoder) -> bool:
+    for start in range(0, len(stored), _COMPARED):
+        ids = torch.arange(start, min(start + _COMPARED, len(stored)))
+        if not torch.equal(target.embed.rows(ids), stored[ids].to(torch.float32)):
+            return False
+    return True

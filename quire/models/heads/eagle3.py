@@ -1,0 +1,46 @@
+"""EAGLE-3: hidden states of three layers of the target, a layer that reads two streams, a draft vocabulary."""
+
+from __future__ import annotations
+
+from quire.models.config_reader import ConfigReader
+from quire.models.families.llama import llama_like
+from quire.models.heads.format import HeadFormat
+from quire.models.heads.spec import HeadSpec
+from quire.models.spec import DecoderSpec
+
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+def read(c: ConfigReader, target: DecoderSpec) -> HeadSpec:
+    bias = c.flag("attention_bias", False)
+    model = llama_like(c, qkv_bias=bias, out_bias=bias, mlp_bias=c.flag("mlp_bias", False))
+    if model.num_layers != 1:
+        c.refuse("num_hidden_layers", model.num_layers, ": heads of one layer are")
+    c.allow("target_hidden_size", model.hidden_size)
+    return HeadSpec(
+        c.architecture, model.vocab_size, model.hidden_size, model.max_positions, _states(c, target), model.layers[0],
+        model.ropes[0], two_streams=True, norm=model.final_norm, norm_first=c.flag("norm_before_residual", False),
+        draft_vocab=0 if c.get("draft_vocab_size") is None else c.size("draft_vocab_size"),
+    )
+
+
+def _states(c: ConfigReader, target: DecoderSpec) -> tuple[str, ...]:
+    """A layer's number stands for what that layer takes in: what the one before it puts out."""
+    said = c.get("eagle_config")
+    said = said if isinstance(said, dict) else {}
+    if said.get("use_aux_hidden_state", True) is not True:
+        c.refuse("eagle_config use_aux_hidden_state", said["use_aux_hidden_state"])
+    layers = said.get(_LAYERS, c.get(_LAYERS))
+    layers = [2, target.num_layers // 2, target.num_layers - 3] if layers is None else layers
+    if not isinstance(layers, list) or not layers or any(
+            type(layer) is not int or not 0 <= layer <= target.num_layers for layer in layers):
+        c.fail(_LAYERS, f"must be numbers from 0 to the target's {target.num_layers} layers, not {layers!r:.80}")
+    return tuple("embed" if layer == 0 else f"layers.{layer - 1}" for layer in layers)
+
+
+FORMAT = HeadFormat(
+    ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+    read,
+    {"input_layernorm": "token_norm", "hidden_norm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
+    layers=("midlayer.", "layers.0."),
+)

@@ -1,0 +1,109 @@
+"""The draft head itself: from tokens and hidden states of the target to guesses, by the layers of any model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels.quantized import WeightUse
+from quire.kernels.types import LayerCache, StepContext
+from quire.layers.attention import Attention
+from quire.layers.linear import Embedding, Linear
+from quire.layers.mlp import Mlp
+from quire.layers.norm import Norm
+from quire.layers.rotary import rope_table
+from quire.layers.spec import MlpSpec
+from quire.layers.stream import ResidualStream
+from quire.models.decoder import Decoder
+from quire.models.heads.spec import HeadSpec
+
+NO_GUESS = -1.0e9
+"""Logit of a token outside the draft vocabulary: too small for any temperature, and finite as logits must be."""
+
+
+class DraftHead:
+    """Its embeddings and its head are the target's tensors, but where the checkpoint has its own.
+
+    What it knows of the target is `kept` in one row for each token, and `features` of such rows are what it reads.
+    """
+
+    def __init__(self, spec: HeadSpec, target: Decoder, max_model_len: int, optional: Sequence[str] = ()) -> None:
+        """`optional`: which of `spec.optional` its checkpoint has."""
+        ops, layer, hidden = target.ops, spec.layer, spec.hidden_size
+        assert isinstance(layer.mlp, MlpSpec)
+        self.spec = spec
+        self._target = target
+        self._ops = ops
+        self._vocab = spec.vocab_size
+        self.embed = Embedding(ops, None) if "embed.weight" in optional else target.embed
+        own_head = "head.weight" in optional
+        self.head = Linear(ops, ("",), False, None, use=WeightUse.VOCABULARY) if own_head else target.head
+        self._has_head = own_head
+        self.fuse = Linear(ops, ("",), "fuse.bias" in optional, None)
+        self.attn = Attention(ops, layer.attention, rope_table(spec.rope, max_model_len), 0, None)
+        self.mlp = Mlp(ops, layer.mlp, None)
+        self.attn_norm = Norm(ops, layer.norm, hidden)
+        self.token_norm = Norm(ops, layer.norm, hidden)
+        self.mlp_norm = Norm(ops, layer.norm, hidden)
+        self.norm = None if spec.norm is None else Norm(ops, spec.norm, hidden)
+        self._guessed: Tensor | None = None
+        """Token ids of the draft vocabulary; None: it is the target's."""
+
+    def load(self, weights: Mapping[str, Tensor], guessed: Tensor | None) -> None:
+        """All tensors at once; `guessed` are the ids of the draft vocabulary, if it has one."""
+        self._guessed = guessed
+        for name, tensor in weights.items():
+            if name not in ("d2t", "t2d"):
+                *path, kind = name.split(".")
+                getattr(self, path[0]).receive(".".join(path[1:]), kind, tensor)
+        if guessed is not None and not self._has_head:
+            # Of the target's head only these rows, narrow: they are read once for every draft.
+            rows = self._ops.embed(guessed, self._target.head.packed).to(torch.bfloat16)
+            self.head = Linear(self._ops, ("",), False, None, use=WeightUse.VOCABULARY)
+            self.head.receive("", "weight", rows)
+
+    def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:
+        """For keys and values, and for the target's hidden states."""
+        return [self._ops.allocate_cache(kv, num_blocks[0], block_size) for kv in self.spec.kv]
+
+    # ---- what it knows of the target
+
+    def kept(self, stream: ResidualStream, captured: Mapping[str, Tensor]) -> Tensor:
+        """What is kept of a step's tokens: rows of the stream after the last layer, or the projection of others."""
+        if not self.spec.two_streams:
+            return stream.settled()
+        states = [captured[name] for name in self.spec.states]
+        return self.fuse(states[0] if len(states) == 1 else torch.cat(states, 1), None)
+
+    def features(self, kept: Tensor) -> Tensor:
+        """Of rows that were kept, what `forward` reads."""
+        norm = self._target.final_norm
+        return kept if self.spec.two_streams or norm is None else norm(kept)
+
+    # ---- guesses
+
+    def forward(self, ids: Tensor, features: Tensor, ctx: StepContext, cache: LayerCache) -> Tensor:
+        """Rows [T, hidden] of what it takes the target's next hidden states for: the features of its next token."""
+        tokens = self.embed.rows(ids)
+        if self.spec.two_streams:
+            normed = self.attn_norm(features)
+            stream = ResidualStream(self._ops, normed if self.spec.norm_first else features, fusable=False)
+            self.attn.add_to(stream, torch.cat((self.token_norm(tokens), normed), 1), ctx, cache)
+        else:
+            fused = self.fuse(torch.cat((tokens, features), 1), ctx)
+            stream = ResidualStream(self._ops, fused, fusable=False)
+            self.attn.add_to(stream, stream.rows, ctx, cache)
+        self.mlp.add_to(stream, stream.normed(self.mlp_norm), ctx)
+        return stream.settled()
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """[R, vocabulary] of rows that came out of `forward`."""
+        rows = rows if self.norm is None else self.norm(rows)
+        found = self.head(rows, None)
+        if self._guessed is None:
+            return found
+        everywhere = torch.full((len(found), self._vocab), NO_GUESS, dtype=found.dtype)
+        everywhere[:, self._guessed] = found
+        return everywhere

@@ -1,0 +1,1 @@
+"""Tokenizing long texts in processes of their own, off the event loop."""

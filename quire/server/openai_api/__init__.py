@@ -1,0 +1,1 @@
+"""OpenAI's API: request bodies, chat and text completions, answers, the OpenAPI document."""

@@ -1,0 +1,286 @@
+"""Trains an EAGLE head: batches, loss over unrolled drafts, acceptance on held-out text, checkpoints to resume from."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.training.head import HeadShape, TrainedHead, moved_on
+from quire.training.options import TrainingOptions
+from quire.training.target import Seen, Target, padded
+from quire.training.texts import Texts
+
+_ROUND_LENGTH = 64
+"""Rows of a batch are padded to a multiple of so many tokens."""
+_FADING = 0.8
+"""Weight of a drafted step against the one before it."""
+_WARM_UP = 100
+"""Steps over which the rate of learning rises, at most."""
+_HELD_OUT = 0.02
+"""Share of the texts that is not trained on."""
+_CHECKED_TOKENS = 60_000
+"""Held-out tokens that an evaluation looks at."""
+_STATE = "training.safetensors"
+_PROGRESS = "training.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Of greedy chains on held-out text: share of places whose first 1, 2, ... drafts are all right."""
+
+    chain: tuple[float, ...]
+    loss: float
+
+    def tokens_per_step(self, drafts: int) -> float:
+        return 1.0 + sum(self.chain[:drafts])
+
+
+class Trainer:
+    """One head for one target. Batches depend on seed and step alone, so that a run can be resumed anywhere."""
+
+    def __init__(self, target: Target, texts: Texts, options: TrainingOptions) -> None:
+        self.target = target
+        self.options = options
+        self._device = target.device
+        self._dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
+        lengths = texts.lengths()
+        usable = [i for i, length in enumerate(lengths) if length - int(texts.answers[i]) > options.depth]
+        held = max(1, int(len(usable) * _HELD_OUT))
+        if len(usable) < 2:
+            raise ConfigError("there are not enough texts to train on: give more --data, or a larger --self", "data")
+        self._texts, self._lengths = texts, [min(length, options.max_length) for length in lengths]
+        self._held, self._trained = usable[:held], usable[held:]
+        vocab = target.decoder.spec.vocab_size
+        self.guessed = texts.commonest(min(options.draft_vocab, vocab), vocab)
+        self._rows = target.head_rows(self.guessed).to(self._dtype)
+        self._place = torch.full((vocab,), -1, dtype=torch.int64)
+        self._place[self.guessed] = torch.arange(len(self.guessed))
+        self._place = self._place.to(self._device)
+        self.head = self._new_head().to(self._device)
+        fused = self._device.type == "cuda"
+        self._optimizer = torch.optim.AdamW(self.head.parameters(), options.learning_rate, (0.9, 0.95),
+                                            weight_decay=0.01, fused=fused)
+        self.step = 0
+
+    def _new_head(self) -> TrainedHead:
+        spec = self.target.decoder.spec
+        attention = spec.layers[0].attention
+        rope = spec.ropes[0] if spec.ropes else None
+        if rope is None or rope.kind != "default" or rope.rotary_dim != attention.head_dim:
+            raise ConfigError("quire train eagle needs a model whose heads turn as a whole, by plain rotary positions",
+                              "model")
+        seen = self.target.see(self._batch(self._trained[:2])[0])
+        states = seen.states.float().unflatten(-1, (-1, spec.hidden_size))
+        rms = states[:, 1:].square().mean((0, 1, 3)).sqrt().cpu()  # the first token's are often far out of scale
+        scale = 1.0 / float(self._rows.float().norm(dim=1).mean().clamp(min=1e-6))
+        shape = HeadShape(spec.hidden_size, len(self.target.states), attention.num_heads, attention.num_kv_heads,
+                          attention.head_dim, self.options.intermediate, spec.layers[0].norm.eps, rope.theta)
+        return TrainedHead(shape, rms, scale, self.options.seed)
+
+    # ---- batches
+
+    def _batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Texts as rows, and which of their tokens' successors are part of an answer."""
+        longest = max(self._lengths[i] for i in indices)
+        length = -(-longest // _ROUND_LENGTH) * _ROUND_LENGTH
+        rows = padded([self._texts.text(i)[: self._lengths[i]].long() for i in indices], length)
+        places = torch.arange(length)[None]
+        first = torch.tensor([int(self._texts.answers[i]) for i in indices])[:, None]
+        last = torch.tensor([self._lengths[i] for i in indices])[:, None]
+        wanted = (places + 1 >= first) & (places + 1 < last)
+        return rows.to(self._device), wanted.to(self._device)
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        """Batches of texts of nearly one length, in an order of this epoch's own."""
+        shuffled = random.Random(f"{self.options.seed}-{epoch}")
+        order = list(self._trained)
+        shuffled.shuffle(order)
+        order.sort(key=lambda i: -(-self._lengths[i] // _ROUND_LENGTH))
+        batches: list[list[int]] = [[]]
+        for index in order:
+            longest = -(-max(self._lengths[i] for i in [*batches[-1], index]) // _ROUND_LENGTH) * _ROUND_LENGTH
+            if batches[-1] and longest * (len(batches[-1]) + 1) > self.options.batch_tokens:
+                batches.append([])
+            batches[-1].append(index)
+        shuffled.shuffle(batches)
+        return batches
+
+    def _batches(self) -> Iterator[list[int]]:
+        """From the step that was reached on."""
+        epoch, left = 0, self.step
+        while True:
+            batches = self._epoch(epoch)
+            yield from batches[left:]
+            left = max(0, left - len(batches))
+            epoch += 1
+
+    # ---- loss
+
+    def _unrolled(self, rows: Tensor, wanted: Tensor, seen: Seen) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """For each drafted step: logits [n, draft vocabulary], guessed features [n, hidden] and the places they are of,
+        where all that was drafted lies in an answer."""
+        embedded = self.target.embeddings(rows).to(self._dtype)
+        features = moved_on(self.head.fused(seen.states.to(self._dtype)))
+        steps: list[tuple[Tensor, Tensor]] = []
+        for j in range(self.options.depth):
+            x, steps = self.head.step(embedded, features, steps)
+            valid = wanted.clone()
+            for back in range(1, j + 1):
+                valid[:, back:] &= wanted[:, :-back]
+                valid[:, :back] = False
+            places = valid.flatten().nonzero().squeeze(1)
+            kept = x.flatten(0, 1)[places]
+            yield self.head.read_out(kept, self._rows), kept, places
+            features = moved_on(x)
+
+    def _loss(self, indices: list[int]) -> Tensor:
+        rows, wanted = self._batch(indices)
+        seen = self.target.see(rows)
+        final = seen.final.to(self._dtype).flatten(0, 1)
+        with torch.no_grad():
+            fused = self.head.fused(seen.states.to(self._dtype)).float().flatten(0, 1)
+        known = (self._place[seen.best] >= 0).flatten()
+        total = torch.zeros((), device=self._device)
+        for j, (logits, kept, places) in enumerate(self._unrolled(rows, wanted, seen)):
+            with torch.no_grad():
+                taught = F.linear(final[places], self._rows).float().softmax(-1)
+            each = -(taught * logits.float().log_softmax(-1)).sum(-1)
+            weight = known[places].float()
+            total = total + _FADING**j * (each * weight).sum() / weight.sum().clamp(min=1.0)
+            apart = F.smooth_l1_loss(kept.float(), fused[places]) if len(places) else 0.0
+            total = total + _FADING**j * self.options.feature_weight * apart
+        return total
+
+    def _rate(self, seconds: float) -> float:
+        """Of learning: rises over the first steps, then falls along a cosine of the steps, or of the time where that
+        will be up first."""
+        warm, steps = min(_WARM_UP, max(1, self.options.steps // 20)), self.options.steps
+        if self.step < warm:
+            return self.options.learning_rate * (self.step + 1) / warm
+        share = min(1.0, max((self.step - warm) / max(1, steps - warm), seconds / self.options.max_seconds))
+        return self.options.learning_rate * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * share)))
+
+    # ---- the loop
+
+    def train(self, folder: Path, say: Callable[[str], None]) -> Acceptance:
+        """Until all steps are done or the time is up; progress is kept in `folder` as it goes."""
+        options, began = self.options, time.monotonic()
+        batches = self._batches()
+        while self.step < options.steps and time.monotonic() - began < options.max_seconds:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._rate(time.monotonic() - began)
+            loss = self._loss(next(batches))
+            self._optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+            self._optimizer.step()
+            self.step += 1
+            if self.step % options.eval_every == 0 or self.step == options.steps:
+                found = self.evaluate()
+                say(f"step {self.step} of {options.steps}, {time.monotonic() - began:.0f} s: "
+                    f"loss {float(loss.detach()):.3f}, held out {found.loss:.3f}, first drafts right "
+                    f"{found.chain[0]:.3f}, {found.tokens_per_step(4):.3f} tokens a step with 4 drafts")
+            if self.step % options.save_every == 0:
+                self.save(folder)
+                self.export(folder)
+        self.save(folder)
+        self.export(folder)
+        return self.evaluate()
+
+    @torch.no_grad()
+    def evaluate(self) -> Acceptance:
+        depth, batch = self.options.depth, max(1, self.options.batch_tokens // self.options.max_length)
+        right, places_seen, loss, looked_at = [0] * depth, 0, 0.0, 0
+        for at in range(0, len(self._held), batch):
+            indices = self._held[at : at + batch]
+            rows, wanted = self._batch(indices)
+            seen = self.target.see(rows)
+            best = self._place[seen.best].flatten()
+            loss += float(self._loss(indices)) * len(indices)
+            looked_at += len(indices)
+            chain = torch.ones(rows.numel(), dtype=torch.bool, device=self._device)
+            for j, (logits, _, places) in enumerate(self._unrolled(rows, wanted, seen)):
+                hit = torch.zeros_like(chain)
+                hit[places] = logits.argmax(-1) == best[places]
+                # A chain that begins j places before this one goes on here.
+                chain = hit if j == 0 else hit & torch.cat((chain.new_zeros(1), chain[:-1]))
+                right[j] += int(chain.sum())
+                places_seen += len(places) if j == 0 else 0
+            if places_seen > _CHECKED_TOKENS:
+                break
+        return Acceptance(tuple(hits / max(1, places_seen) for hits in right), loss / max(1, looked_at))
+
+    # ---- what is kept
+
+    def save(self, folder: Path) -> None:
+        """All that a resumed run needs; a kill while it is written leaves the one before."""
+        tensors = {f"head.{name}": part.detach().cpu() for name, part in self.head.named_parameters()}
+        for index, state in self._optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(part).cpu() for name, part in state.items()}
+        tensors["step"] = torch.tensor(self.step)
+        part = folder / f"{_STATE}.part"
+        save_file(tensors, part)
+        part.replace(folder / _STATE)
+        (folder / _PROGRESS).write_text(json.dumps({"step": self.step, "options": _plain(self.options)}))
+
+    def resume(self, folder: Path) -> bool:
+        """Go on from what `folder` holds, if it holds anything."""
+        if not (folder / _STATE).is_file():
+            return False
+        kept = json.loads((folder / _PROGRESS).read_text())["options"]
+        differing = [name for name, value in _plain(self.options).items()
+                     if kept.get(name) != value and name not in ("max_seconds", "eval_every", "save_every")]
+        if differing:
+            raise ConfigError(f"{folder} holds a run with another {differing[0]}: {kept.get(differing[0])}; give "
+                              "the same, or another --out", field=differing[0])
+        tensors = load_file(folder / _STATE)
+        own = dict(self.head.named_parameters())
+        state: dict[int, dict[str, Tensor]] = {}
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                kind, _, rest = name.partition(".")
+                if kind == "head":
+                    own[rest].copy_(tensor)
+                elif kind == "optimizer":
+                    index, _, part = rest.partition(".")
+                    state.setdefault(int(index), {})[part] = tensor
+        whole = self._optimizer.state_dict()
+        self._optimizer.load_state_dict({**whole, "state": state})
+        self.step = int(tensors["step"])
+        return True
+
+    def export(self, folder: Path) -> None:
+        """The head as a public checkpoint of EAGLE-3; its projection to the vocabulary is the target's."""
+        shape = self.head.shape
+        tensors = self.head.exported()
+        tensors["d2t"] = (self.guessed - torch.arange(len(self.guessed))).to(torch.int32)
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+            "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "hidden_act": "silu",
+            "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+            "rms_norm_eps": shape.eps, "rope_theta": shape.theta, "norm_before_residual": True,
+            "max_position_embeddings": self.target.decoder.spec.max_positions,
+            "vocab_size": self.target.decoder.spec.vocab_size, "draft_vocab_size": len(self.guessed),
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.target.states)},
+        }
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        part = folder / "model.safetensors.part"
+        save_file(tensors, part, metadata={"format": "pt"})
+        part.replace(folder / "model.safetensors")
+
+
+def _plain(options: TrainingOptions) -> dict[str, Any]:
+    return {name: None if value == float("inf") else value for name, value in asdict(options).items()}

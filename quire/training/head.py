@@ -1,0 +1,137 @@
+"""An EAGLE-3 head that can be trained: the arithmetic of `quire.models.heads.head` with gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Mixed = list[tuple[Tensor, Tensor]]
+"""Keys and values [B, heads, T, dim] of each drafted step so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Sizes of a head."""
+
+    hidden: int
+    states: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    eps: float
+    theta: float
+
+
+class TrainedHead(nn.Module):
+    """Names of parameters are those of public checkpoints, but for the dots, which torch takes for modules."""
+
+    def __init__(self, shape: HeadShape, rms: Tensor, scale: float, seed: int) -> None:
+        """Random, and sure of nothing. `rms` are the sizes of the states, so that all count alike at first; `scale` is
+        what the last norm multiplies by: with it, logits begin near one."""
+        super().__init__()
+        self.shape = shape
+        generator = torch.Generator().manual_seed(seed)
+        hidden, read = shape.hidden, 2 * shape.hidden
+
+        def matrix(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
+            return nn.Parameter(torch.randn(rows, columns, generator=generator) * scale / math.sqrt(columns))
+
+        fc = torch.randn(hidden, shape.states, hidden, generator=generator) / math.sqrt(shape.states * hidden)
+        self.fc = nn.Parameter((fc / rms.view(1, -1, 1)).reshape(hidden, -1))
+        self.q = matrix(shape.heads * shape.head_dim, read)
+        self.k = matrix(shape.kv_heads * shape.head_dim, read)
+        self.v = matrix(shape.kv_heads * shape.head_dim, read)
+        self.o = matrix(hidden, shape.heads * shape.head_dim, 0.3)
+        self.gate = matrix(shape.intermediate, hidden)
+        self.up = matrix(shape.intermediate, hidden)
+        self.down = matrix(hidden, shape.intermediate, 0.3)
+        self.input_layernorm = nn.Parameter(torch.ones(hidden))
+        self.hidden_norm = nn.Parameter(torch.ones(hidden))
+        self.post_attention_layernorm = nn.Parameter(torch.ones(hidden))
+        self.norm = nn.Parameter(torch.full((hidden,), scale))
+
+    def fused(self, states: Tensor) -> Tensor:
+        """The features of tokens whose states are known. Slot p holds those of token p - 1: they are `moved_on`."""
+        return F.linear(states, self.fc.to(states.dtype))
+
+    def step(self, embedded: Tensor, features: Tensor, before: Mixed) -> tuple[Tensor, Mixed]:
+        """One drafted step of every slot. Step j of slot p follows step j - 1 of slot p - 1 and so on, back to slot
+        p - j, before which all features are the target's. `before` are keys and values of the steps before."""
+        x = self._rms(features, self.hidden_norm)
+        read = torch.cat((self._rms(embedded, self.input_layernorm), x), -1)
+        q, k, v = (self._heads(F.linear(read, part.to(read.dtype))) for part in (self.q, self.k, self.v))
+        angles = _angles(q.shape[2], self.shape, q.device)
+        q, k = _turned(q, angles), _turned(k, angles)
+        steps = [*before, (k, v)]
+        x = x + F.linear(self._attend(q, steps), self.o.to(read.dtype))
+        normed = self._rms(x, self.post_attention_layernorm)
+        inner = F.silu(F.linear(normed, self.gate.to(read.dtype))) * F.linear(normed, self.up.to(read.dtype))
+        return x + F.linear(inner, self.down.to(read.dtype)), steps
+
+    def read_out(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Logits over the draft vocabulary, whose rows of the target's head are given."""
+        return F.linear(self._rms(x, self.norm), rows)
+
+    def _attend(self, q: Tensor, steps: Mixed) -> Tensor:
+        j, length = len(steps) - 1, q.shape[2]
+        group = self.shape.heads // self.shape.kv_heads
+        scale = self.shape.head_dim**-0.5
+        first_k, first_v = (part.repeat_interleave(group, 1) for part in steps[0])
+        far = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1 - j)
+        scores = [(q @ first_k.transpose(2, 3) * scale).masked_fill(far, float("-inf"))]
+        near: list[Tensor] = []
+        for i in range(1, j + 1):
+            k, v = (_behind(part.repeat_interleave(group, 1), j - i) for part in steps[i])
+            scores.append((q * k).sum(-1, keepdim=True) * scale)
+            near.append(v)
+        weights = torch.cat(scores, -1).float().softmax(-1).to(q.dtype)
+        mixed = weights[..., :length] @ first_v
+        for i, v in enumerate(near):
+            mixed = mixed + weights[..., length + i : length + i + 1] * v
+        return mixed.transpose(1, 2).flatten(2)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.shape.eps) * weight).to(x.dtype)
+
+    def exported(self) -> dict[str, Tensor]:
+        """Under the names of public checkpoints."""
+        inner = {
+            "self_attn.q_proj": self.q, "self_attn.k_proj": self.k, "self_attn.v_proj": self.v,
+            "self_attn.o_proj": self.o, "mlp.gate_proj": self.gate, "mlp.up_proj": self.up, "mlp.down_proj": self.down,
+            "input_layernorm": self.input_layernorm, "hidden_norm": self.hidden_norm,
+            "post_attention_layernorm": self.post_attention_layernorm,
+        }
+        named = {"fc.weight": self.fc, "norm.weight": self.norm}
+        named |= {f"midlayer.{name}.weight": part for name, part in inner.items()}
+        return {name: part.detach().to("cpu", torch.bfloat16).contiguous() for name, part in named.items()}
+
+
+def moved_on(x: Tensor) -> Tensor:
+    """Row p of [B, T, ...] at p + 1; nothing comes before the first."""
+    return F.pad(x[:, :-1], (0, 0, 1, 0))
+
+
+def _behind(x: Tensor, count: int) -> Tensor:
+    """Of [B, heads, T, dim], row p - count at p."""
+    return x if count == 0 else F.pad(x[:, :, :-count], (0, 0, count, 0))
+
+
+def _angles(length: int, shape: HeadShape, device: torch.device) -> tuple[Tensor, Tensor]:
+    pairs = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32) / shape.head_dim
+    angles = torch.arange(length, device=device)[:, None] * shape.theta**-pairs
+    return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+
+
+def _turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = (part.to(x.dtype) for part in angles)
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin

@@ -1,0 +1,23 @@
+"""How a head is trained, as plain data; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    seed: int = 0
+    steps: int = 2000
+    batch_tokens: int = 16384
+    max_length: int = 512
+    learning_rate: float = 1e-3
+    depth: int = 5
+    """Drafted steps that are unrolled."""
+    feature_weight: float = 0.1
+    """Of the distance between guessed and true features, beside the loss of tokens."""
+    draft_vocab: int = 4096
+    intermediate: int = 768
+    eval_every: int = 200
+    save_every: int = 200
+    max_seconds: float = float("inf")

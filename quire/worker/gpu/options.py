@@ -1,0 +1,89 @@
+"""How a model runs on a GPU: the engine's options as its worker takes them, and what a chip can do of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.config import GPU_DEFAULTS, EngineConfig
+from quire.errors import ConfigError
+
+MOST_DRAFT_ROWS = 512
+"""64 sequences with 7 drafts each: 512 rows with their own; beyond, drafts share what there is."""
+_FP8_CAPABILITY = (8, 9)
+DTYPES = {
+    "auto": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """How a model runs on a GPU."""
+
+    device: str = "cuda"
+    dtype: str = "auto"
+    max_num_seqs: int = GPU_DEFAULTS.max_num_seqs
+    max_num_batched_tokens: int = GPU_DEFAULTS.max_num_batched_tokens
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    deterministic: bool = False
+    kv_cache_dtype: str = "auto"
+    dense_prefill: bool = True
+    launch_early: bool = True
+    """Programmatic dependent launch: a kernel of a small step starts while the one before it ends."""
+    named_products: bool = True
+    """Products by the library's algorithms of the table, not by those it would take itself."""
+    fuse_rope: bool = True
+    """Norm, rotation and KV write inside the attention of decode steps; never of those with drafts, which see keys of
+    their own step."""
+    prompt_rows: bool = True
+    """Prompts without context attend to the keys in their step's rows, brought by the copy engine, not in the cache."""
+    pad_mixed: bool = True
+    """Small mixed steps are padded to fixed shapes and replayed as graphs, like decode steps."""
+    seed: int = 0
+    draft_rows: int = 0
+    """Drafts that a step may hold beside one token of every sequence: each is a row of the decode graphs."""
+
+
+def supported(options: DeviceOptions, capability: tuple[int, int]) -> DeviceOptions:
+    """Without what a GPU of that compute capability lacks: dependent launches and the copy engine came with Hopper."""
+    if options.kv_cache_dtype == "fp8" and capability < _FP8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more, and this one has "
+            f"{'.'.join(map(str, capability))}: use kv_cache_dtype='auto'", field="kv_cache_dtype")
+    return options if capability >= (9, 0) else replace(options, launch_early=False, prompt_rows=False)
+
+
+def draft_rows(config: EngineConfig) -> int:
+    """Drafts that a step may hold: rows of its decode graphs beside one of every sequence."""
+    options = config.speculation.options
+    if options is None or config.model.device != "cuda":
+        return 0
+    return min(options.num_speculative_tokens * config.scheduler.num_seqs(gpu=True), MOST_DRAFT_ROWS)
+
+
+def device_options(config: EngineConfig, max_positions: int, device: str = "cuda") -> DeviceOptions:
+    """Those of a resolved configuration, for a model of so many positions."""
+    model, limits = config.model, config.scheduler
+    budget = limits.max_num_batched_tokens
+    if budget is None:
+        # Without chunks a step must hold a whole prompt.
+        budget = max(GPU_DEFAULTS.max_num_batched_tokens, model.max_model_len or max_positions)
+    return DeviceOptions(
+        device=device,
+        dtype=model.dtype,
+        max_num_seqs=limits.num_seqs(gpu=True),
+        max_num_batched_tokens=budget,
+        max_model_len=model.max_model_len,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization,
+        enforce_eager=model.enforce_eager,
+        deterministic=model.deterministic,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+        seed=model.seed,
+        draft_rows=draft_rows(config),
+    )

@@ -1,0 +1,79 @@
+"""Passes through a decoder that ranks on GPUs share: what stages hand on to each other, launched like all the rest.
+
+Tensor ranks of the last stage all have the logits, and draw the same tokens from them: nobody has to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quire.errors import InvariantError
+from quire.kernels.types import LayerCache, StepContext
+from quire.layers.stream import ResidualStream
+from quire.models.decoder import Decoder
+from quire.parallel.collectives import TensorGroup
+from quire.parallel.peers import RowsLink
+
+
+@dataclass(slots=True)
+class DeviceRanks:
+    """Everybody whom a rank's launches talk to."""
+
+    group: TensorGroup | None = None
+    before: RowsLink | None = None
+    after: RowsLink | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around whatever waits for the device on the host: ends with RankLostError if another rank did not come."""
+        yield
+
+    @property
+    def waited_ns(self) -> int:
+        """Nanoseconds that the device has waited for other ranks."""
+        return 0
+
+    def close(self) -> None:
+        """Let go of memory and connections. Idempotent."""
+
+
+class DevicePasses:
+    """This rank's part of each pass; with one rank it is the decoder's own."""
+
+    def __init__(self, decoder: Decoder, ranks: DeviceRanks | None) -> None:
+        self.decoder = decoder
+        self._ranks = DeviceRanks() if ranks is None else ranks
+        self.place = decoder.shard.place
+
+    def forward(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> ResidualStream:
+        """The stream after this stage's layers."""
+        before, after = self._ranks.before, self._ranks.after
+        x = ids
+        if not self.place.is_first:
+            x = _known(before).receive(ids.shape[0], self.decoder.spec.hidden_size)
+        stream = self.decoder.forward(x, ctx, caches)
+        if not self.place.is_last:
+            _known(after).send(stream.settled())
+        return stream
+
+    def logits(self, hidden: ResidualStream, ctx: StepContext | None = None, out: Tensor | None = None) -> Tensor:
+        """On every tensor rank of the last stage, which all have to ask."""
+        found = self.decoder.gathered_logits(hidden, ctx, out)
+        if found is None:
+            raise InvariantError("a rank of a GPU has no logits: its group was made for a CPU")
+        return found
+
+    def settle(self) -> None:
+        """The launches of a step, or of a captured part of one, end here."""
+        if self._ranks.group is not None:
+            self._ranks.group.settle()
+
+
+def _known(link: RowsLink | None) -> RowsLink:
+    if link is None:
+        raise InvariantError("a stage without links to its neighbours")
+    return link

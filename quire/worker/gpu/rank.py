@@ -1,0 +1,73 @@
+"""A worker that is one of several ranks on GPUs: which GPU it has, how it reaches the others, what it loads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.models.build import stored_parts
+from quire.models.loader.source import resolve_model
+from quire.models.registry import read_spec
+from quire.models.shard import shard_of
+from quire.parallel.collectives import Collectives
+from quire.parallel.place import Place
+from quire.worker.gpu.options import DTYPES, device_options
+from quire.worker.gpu.passes import DeviceRanks
+from quire.worker.gpu.peers import connect_peers
+from quire.worker.gpu.worker import GpuWorker, RankShare, Speculation
+from quire.worker.memory import PoolSize
+
+Agree = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def device_of(place: Place, num_devices: int) -> int:
+    """Ranks are dealt to the GPUs in order; where there are fewer, some share one."""
+    return place.index % num_devices
+
+
+def sharing(place: Place, num_devices: int) -> int:
+    """Ranks on the same GPU as this one, itself included."""
+    mine = device_of(place, num_devices)
+    return sum(device_of(each, num_devices) == mine for each in Place.all(place.tensor_size, place.num_stages))
+
+
+def _by_nccl(config: EngineConfig, shared: bool) -> bool:
+    """Whether NCCL makes large sums: it refuses two ranks on one GPU, and has no fixed order."""
+    wanted = config.parallel.rank_exchange
+    if wanted == "nccl" and shared:
+        raise ConfigError("rank_exchange 'nccl' needs a GPU for every rank, and here some share one: use 'auto'",
+                          field="rank_exchange")
+    if wanted == "nccl" and config.model.deterministic:
+        raise ConfigError("rank_exchange 'nccl' adds in no fixed order: use 'auto', or leave out deterministic",
+                          field="rank_exchange")
+    return wanted != "ipc" and not shared and not config.model.deterministic
+
+
+def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives | None, agree: Agree) -> GpuWorker:
+    if not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' cannot be used: torch finds no CUDA GPU in a rank's process", field="device")
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", device_of(place, count))
+    torch.cuda.set_device(device)
+    model = config.model
+    source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
+                           cache_dir=model.cache_dir, progress=False)
+    spec = read_spec(source.config)
+    shard = shard_of(spec, place)
+    ranks: DeviceRanks = DeviceRanks()
+    if collectives is not None:
+        shared = count < place.num_ranks
+        ranks = connect_peers(collectives, place, device, DTYPES[model.dtype], shared=shared,
+                              nccl=_by_nccl(config, shared))
+    share = RankShare(shard, ranks, lambda pool: PoolSize(**agree(dataclasses.asdict(pool))), sharing(place, count))
+    parts = None if shard.is_whole else stored_parts(source.config, shard)
+    weights = None if model.load_format == "dummy" else source.weights(None, parts)
+    options = device_options(config, spec.max_positions, str(device))
+    speculation = config.speculation.options
+    return GpuWorker(source.config, weights, config.cache, options,
+                     speculation=None if speculation is None else Speculation(speculation), share=share)

@@ -1,0 +1,85 @@
+"""What the GPU's benchmark says of limits, kinds of kernels and accuracy, without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.bench.gpu import command as gpu
+from quire.bench.gpu import tune as gpu_tune
+from quire.bench.gpu.accuracy import Reading, compare, texts
+from quire.bench.gpu.cases import (
+    CASES,
+    MODELS,
+    READ_BANDWIDTH,
+    distinct_experts,
+    kind_of,
+    least_by_kind,
+    least_seconds,
+    limits_of,
+    requests_of,
+    shares,
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kinds_of_work_add_up_to_the_limit_of_a_case(case: str) -> None:
+    requests = requests_of(case)
+    kinds = least_by_kind(MODELS["8b"], requests)
+    together = sum(seconds for seconds, _ in kinds.values())
+    # Apart they may take a little longer: in one step products may wait for FLOPs while attention reads.
+    assert 0.999 < together / least_seconds(case, MODELS["8b"], requests) < 1.1
+
+
+def test_kernels_are_told_apart_by_name() -> None:
+    names = {"nvjet_sm90_tst_192x192": "products", "_row_kernel": "products", "_decode_kernel": "attention of decodes",
+             "cudnn_generated_fort_native_sdpa": "attention of prompts", "_mixed_kernel": "attention of prompts",
+             "_rms_norm_kernel": "other", "ahead_kernel": "products", "_rope_decode_kernel": "attention of decodes",
+             "_fresh_mixed_kernel": "attention of prompts", "_split_kernel": "other"}  # fmt: skip
+    assert {name: kind_of(name) for name in names} == names
+
+
+def test_experts_are_read_as_often_as_rows_choose_them() -> None:
+    """One row of Qwen3-30B-A3B reads 8 experts of a layer, 256 nearly all; the limit of case b is 1.4 ms a token."""
+    assert distinct_experts(128, 8, 1) == pytest.approx(8) and 127.9 < distinct_experts(128, 8, 256) < 128
+    config = MODELS["30b-a3b"]
+    limits = limits_of(config)
+    assert limits.read_bytes(0) + 128 * limits.expert_bytes == pytest.approx(60.4e9, rel=0.01)
+    assert 1.2e-3 < limits.read_bytes(1) / READ_BANDWIDTH < 1.45e-3
+
+
+def test_a_profile_names_the_share_of_what_limits_each_kind() -> None:
+    least = {"products": (0.5, "bandwidth"), "attention of decodes": (0.3, "bandwidth")}
+    kinds = gpu._kinds({"nvjet_a": (0.6, 3), "ahead_kernel": (0.4, 2), "_act_mul_kernel": (0.2, 1)}, 1.2, least)
+    assert kinds["products"] == {"seconds": 1.0, "share": 0.833, "share_of_bandwidth": 0.5}
+    assert kinds["other"] == {"seconds": 0.2, "share": 0.167}
+    assert "at 50% of bandwidth" in gpu._table([], kinds, 0.9)
+
+
+def test_a_table_keeps_what_was_not_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    path = tmp_path / "products.json"
+
+    def entry(rows: int, kernel: str) -> dict[str, Any]:
+        return {"rows": rows, "features": 8, "width": 4, "form": "plain", "kernel": kernel, "sizes": []}
+
+    gpu_tune.write(str(path), [entry(1, "library"), entry(2, "library")])
+    gpu_tune.write(str(path), [entry(1, "row")])
+    found = json.loads(path.read_text())["products"]
+    assert [(line["rows"], line["kernel"]) for line in found] == [(1, "row"), (2, "library")]
+
+
+def test_readings_are_compared_position_by_position() -> None:
+    want = Reading([-1.0, -2.0, -3.0, -4.0], [1, 2, 3, 4], [[1, 2], [3, 4]])
+    got = Reading([-1.0, -2.5, -3.0, -4.0], [1, 9, 3, 4], [[1, 2], [3, 5]])
+    line = compare("bfloat16", got, want)
+    assert (line["moved_most"], line["other_likeliest"], line["answers_same"]) == (0.5, 0.25, 1)
+    assert len(texts(5)) == 5
+
+
+def test_a_kernel_that_was_launched_early_is_not_charged_for_its_waiting() -> None:
+    spans = [("norm", 0.0, 2.0), ("product", 1.0, 5.0), ("norm", 4.5, 6.0), ("product", 8.0, 9.0), ("ahead", 8.2, 8.8)]
+    assert shares(spans) == {"norm": (3.0, 2), "product": (4.0, 2), "ahead": (0.0, 1)}

@@ -1,0 +1,191 @@
+"""EAGLE heads: the drafts of an independent reference, and the tokens and bits of decoding without them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError
+from quire.scheduler.plan import PlanEntry
+from tests.checkpoints import make_checkpoint
+from tests.eagle_heads import PlainHead, make_head, target_states
+from tests.test_speculation import PROMPTS, params, run
+
+K = 4
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its layers say little, so that a head that knows the last token guesses some of what follows."""
+    folder = tmp_path_factory.mktemp("target")
+    make_checkpoint(folder, "llama")
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = weights[name] * 0.15
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for kind in ("eagle", "eagle3"):
+        make_head(folder / kind, folder, kind)
+    return folder
+
+
+def eagle(head: Path, k: int = K, **more: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": "eagle", "model": str(head), "num_speculative_tokens": k,
+                                   "adaptive": False, **more}}
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Any:
+    return run(target)
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"max_num_batched_tokens": 7},
+    {"block_size": 1, "num_kv_blocks": 110},
+    {"block_size": 4, "num_kv_blocks": 28, "swap_space": 0.01, "preemption_mode": "swap"},
+    {"enable_prefix_caching": False, "max_steps_in_flight": 3},
+], ids=lambda options: "-".join(options) or "default")
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_tokens_logprobs_and_bits_are_those_without_drafts(target: Path, plain: Any, kind: str,
+                                                           options: dict[str, Any]) -> None:
+    bits, found, metrics = run(target, **options, **eagle(target / kind))
+    assert found == plain[1]
+    assert bits == plain[0]
+    assert metrics["spec_draft_tokens"] > metrics["spec_accepted_tokens"] > (8 if kind == "eagle" else 0)
+
+
+def drafts_of(llm: LLM) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Fills up while the engine runs: what was proposed after each text."""
+    worker = llm._core.executor._worker  # type: ignore[attr-defined]
+    drafter, table = worker._runner.drafter, worker._table
+    propose, seen = drafter.propose, {}
+
+    def recording(entries: Sequence[PlanEntry]) -> Any:
+        filled, guesses = propose(entries)
+        for entry in filled:
+            if entry.drafts:
+                text = tuple(table.tokens[entry.row, : entry.start + 1].tolist())
+                before = seen.setdefault(text, entry.drafts)
+                # Those that are drawn depend on whose noise it is.
+                greedy = table.sampling(entry.row).params.greedy
+                assert not greedy or before == entry.drafts, "two proposals for one text differ"
+        return filled, guesses
+
+    drafter.propose = recording
+    return seen
+
+
+@pytest.mark.parametrize("options", [
+    {"block_size": 8},
+    {"block_size": 4, "num_kv_blocks": 40, "swap_space": 0.01, "preemption_mode": "swap", "max_num_batched_tokens": 9},
+    {"block_size": 4, "num_kv_blocks": 32},
+], ids=["default", "swap-and-chunks", "preemption"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_drafts_and_acceptance_are_those_of_the_reference(target: Path, kind: str, options: dict[str, Any]) -> None:
+    """Whatever was cached, cut into chunks, shared, preempted or swapped: a draft depends on the text alone."""
+    prompts = [prompt[:30] for prompt in PROMPTS]
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1)
+    with LLM(str(target), skip_tokenizer_init=True, num_threads=1, **options, **eagle(target / kind)) as llm:
+        seen = drafts_of(llm)
+        # The second time the prompts, and what was said after them, come from the cache.
+        texts = [p + list(o.outputs[0].token_ids) for p, o in
+                 zip(prompts, llm.generate(prompts, [greedy] * len(prompts), use_tqdm=False), strict=True)]
+        again = [text[:-9] for text in texts]
+        llm.generate(again, [greedy] * len(again), use_tqdm=False)
+        llm.check()
+        metrics = llm.metrics()
+    torch.set_num_threads(1)
+    head = PlainHead(target / kind, target)
+    features = [head.features(target_states(target, text)) for text in texts]
+    checked = right = 0
+    for text, drafts in seen.items():
+        for whole, known in zip(texts, features, strict=True):
+            if tuple(whole[: len(text)]) == text:
+                assert list(drafts) == head.drafts(text, known, len(drafts))
+                hits = [a == b for a, b in zip(drafts, whole[len(text) :], strict=False)]
+                right += hits.index(False) if False in hits else len(hits)
+                checked += 1
+                break
+    assert checked > 60
+    assert metrics["spec_accepted_tokens"] > 0
+    if kind == "eagle":
+        assert right > 3
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_siblings_draft_from_their_common_prompt(target: Path, kind: str) -> None:
+    """n > 1: tokens are the same, and each sibling's drafts are those of its own text."""
+    many = SamplingParams(temperature=0.7, max_tokens=20, ignore_eos=True, seed=4, n=3)
+    outputs = []
+    for more in ({}, eagle(target / kind)):
+        with LLM(str(target), skip_tokenizer_init=True, num_threads=1, block_size=4, **more) as llm:
+            seen = drafts_of(llm) if more else {}
+            found = llm.generate([PROMPTS[3][:22]], many, use_tqdm=False)[0]
+            outputs.append([one.token_ids for one in found.outputs])
+    assert outputs[0] == outputs[1]
+    assert len(seen) > 20
+
+
+def test_rejection_gives_a_sequence_of_the_asked_length(target: Path) -> None:
+    with LLM(str(target), skip_tokenizer_init=True, num_threads=1,
+             **eagle(target / "eagle", verifier="rejection")) as llm:
+        outputs = llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))], use_tqdm=False)
+        assert all(len(output.outputs[0].token_ids) == 40 for output in outputs)
+        assert llm.metrics()["spec_accepted_tokens"] > 20
+
+
+def test_embeddings_of_the_target_are_not_kept_twice(target: Path, tmp_path: Path) -> None:
+    theirs = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    for changed in (False, True):
+        folder = make_head(tmp_path / str(changed), target, "eagle")
+        weights = load_file(folder / "model.safetensors")
+        save_file(weights | {"embed_tokens.weight": theirs + changed}, folder / "model.safetensors")
+        with LLM(str(target), skip_tokenizer_init=True, num_threads=1, **eagle(folder)) as llm:
+            worker = llm._core.executor._worker  # type: ignore[attr-defined]
+            head = worker._runner.drafter.model._head
+            assert (head.embed is not head._target.embed) == changed
+
+
+@pytest.mark.parametrize("fault, said", [
+    ("no model", "needs a model"),
+    ("absent", "there is no model"),
+    ("hidden_size", "hidden_size is 64 and the target's 48"),
+    ("vocab_size", "vocab_size is 98"),
+    ("architectures", "no kind of EAGLE head"),
+    ("tensor", "fc.weight"),
+    ("extra", "input_layernorm"),
+    ("d2t", "d2t"),
+])
+def test_what_is_wrong_with_a_head_is_said_of_it(target: Path, tmp_path: Path, fault: str, said: str) -> None:
+    folder = make_head(tmp_path / "head", target, "eagle3" if fault == "d2t" else "eagle")
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    config |= {"hidden_size": {"hidden_size": 64}, "vocab_size": {"vocab_size": 98},
+               "architectures": {"architectures": ["NobodyForCausalLM"]}}.get(fault, {})
+    if fault == "tensor":
+        del weights["fc.weight"]
+    elif fault == "extra":
+        weights["layers.0.input_layernorm.weight"] = torch.ones(48)
+    elif fault == "d2t":
+        weights["d2t"] = weights["d2t"] + 60
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    asked = {"method": "eagle"} | ({} if fault == "no model" else {"model": str(folder)})
+    asked |= {"model": str(tmp_path / "nowhere")} if fault == "absent" else {}
+    with pytest.raises(ConfigError, match=f"(?s)^speculative_config .*{said}"):
+        LLM(str(target), skip_tokenizer_init=True, num_threads=1, speculative_config=asked)
+
+
+@pytest.mark.parametrize("field, value", [("tensor_parallel_size", 2), ("pipeline_parallel_size", 2)])
+def test_what_heads_do_not_run_with_yet_is_refused_by_name(target: Path, field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=field) as error:
+        LLM(str(target), skip_tokenizer_init=True, num_threads=1, **{field: value}, **eagle(target / "eagle"))
+    assert error.value.field == field
