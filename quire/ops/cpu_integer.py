@@ -13,7 +13,7 @@ from quire.errors import EngineError
 from quire.kernels.quantized import UNIT, QuantizedWeight, Rounding, WeightUse
 from quire.kernels.slices import Slices
 
-KERNELS = ("plain", "avx2", "avx-vnni", "avx512-vnni", "dotprod", "i8mm")  # by their index in integer.c
+KERNELS = ("plain", "avx2", "avx-vnni", "avx512-vnni", "dotprod", "i8mm", "amx")  # by their index in integer.c
 _HEADER = 8  # int64 numbers before the parts: int_weight of integer.h
 _PART = 8  # of a part: int_part
 _LINE = 64
