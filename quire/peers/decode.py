@@ -30,7 +30,7 @@ log = logging.getLogger("quire.peers")
 
 @dataclass(slots=True, eq=False)
 class Asking:
-    """A request whose prompt somebody else computes, or is about to."""
+    """A request whose prompt another engine computes, or is about to."""
 
     request: Request
     reservation: Reservation
@@ -82,7 +82,7 @@ class DecodeSide:
         elif request.fetch is not None and request.fetch.over:
             self._end(asking, abort=request.fetch.error is not None)
         elif link is None or link.closed:
-            self._next(asking, "nobody can be asked" if link is None else f"{link.name}: {link.error}")
+            self._next(asking, "no prefill engine is known" if link is None else f"{link.name}: {link.error}")
         elif now >= asking.deadline:
             self._next(asking, f"{link.name}: no news for {self._patience:g} s")
         elif asking.transfer is None and link.up:
@@ -101,7 +101,7 @@ class DecodeSide:
         if not asking.peers or kv_is_here or fetch is None or self._core.executor.failure is not None:
             # With all of its KV here, computing the last token once more is less than asking for it.
             self._stats.prompts_computed_here += 1
-            self._scheduler.go_without(asking.request, failure or "there is nobody to ask")
+            self._scheduler.go_without(asking.request, failure or "no prefill engine is left to ask")
             self._end(asking, abort=False)
             return
         asking.link = self._link_to(asking.peers.pop(0))

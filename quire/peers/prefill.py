@@ -64,7 +64,7 @@ class PrefillSide:
     # ---- what the other side asks for
 
     def take(self, link: Link, asked: Prefill) -> None:
-        """Begin, or say why not. Whatever is wrong with what was asked concerns nobody else."""
+        """Begin, or say why not. An invalid request fails alone."""
         if (link, asked.transfer) in self._served:
             return  # it came twice
         now = self._scheduler.clock()
@@ -121,7 +121,7 @@ class PrefillSide:
             self._forget_if_over(served)
 
     def _cancel(self, served: Served) -> None:
-        """Nobody wants it any more: stop computing, give back what no thread reads."""
+        """Cancelled: stop computing, give back the blocks that no thread reads."""
         if served.cancelled:
             return
         served.cancelled = True

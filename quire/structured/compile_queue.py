@@ -50,7 +50,7 @@ class CompileQueue:
         self.turn(now=True)
 
     def remove(self, job: CompileJob) -> None:
-        """It is done, or nobody wants it any more."""
+        """It is done, or was cancelled."""
         if job in self._jobs:
             self._jobs.remove(job)
             if job.link is not None:

@@ -49,7 +49,7 @@ class OutputStreams:
         return request_id in self._processors
 
     def process(self, updates: Iterable[SequenceUpdate]) -> list[News]:
-        """What updates mean for their requests, one piece of news for each that somebody waits for."""
+        """The scheduler's updates as news, one for each request that still has a reader."""
         found: dict[str, News] = {}
         for update in updates:
             request, seq = update.request, update.sequence
