@@ -86,7 +86,8 @@ class CacheConfig:
         0.9, "share of the GPU's memory that may be in use, by this engine and everybody else, when it has taken "
              "its KV pool")
     kv_cache_dtype: str = option("auto", "type of keys and values in the cache; auto is that of the model, fp8 "
-                                         "(GPU only) halves it", ("auto", "fp8"))
+                                         "(GPU only) halves it, int8 (CPU only) is a quarter of float32",
+                                 ("auto", "fp8", "int8"))
     enable_prefix_caching: bool = option(True, "reuse the KV of prompts that start alike")
     swap_space: float = option(0.0, "GiB of host memory for KV that was preempted or evicted (0: none)")
     offload: bool = option(False, "keep evicted prefixes in the swap space and bring them back when they are "
@@ -268,6 +269,10 @@ class ParallelConfig:
         "auto", "who runs the ranks: processes of this machine, actors of a Ray cluster, or (for tests) threads of "
                 "the engine's process; auto is processes, or Ray where ray_address is given",
         ("auto", "mp", "ray", "threads"))
+    rank_exchange: str = option(
+        "auto", "how ranks on GPUs exchange what they have: ipc reads each other's memory (CUDA IPC), nccl leaves "
+                "large sums to NCCL; auto is nccl where every rank has a GPU and deterministic is off, else ipc",
+        ("auto", "ipc", "nccl"))
     ray_address: str | None = option(
         None, "a running Ray cluster for the ranks, as `ray start` names it (default: the one that this process is "
               "connected to, else one that runs on this machine, else a new one)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -104,9 +104,10 @@ class LLM:
     def _finish_all(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         with Progress(len(ids), self._core.scheduler.stats, enabled=use_tqdm) as progress:
-            for news in self._drive(ids):
-                if news.finished:
-                    finished[news.processor.request_id] = news.output()
+            for found in self._drive(ids, until_done=True):
+                for news in found:
+                    if news.finished:
+                        finished[news.processor.request_id] = news.output()
                 progress.update(len(finished))
         return [finished[request_id] for request_id in ids]
 
@@ -121,9 +122,10 @@ class LLM:
         """
         batch = _prompt_list(prompts)
         ids = self._add_batch(batch, _params_list(sampling_params, len(batch)))
-        for news in self._drive(ids):
-            if news.presentable:
-                yield news.output()
+        for found in self._drive(ids):
+            for news in found:
+                if news.presentable:
+                    yield news.output()
 
     def chat(
         self,
@@ -213,8 +215,8 @@ class LLM:
         held_back, self._held_back = self._held_back, []
         return held_back + [news.output() for news in self._step() if news.presentable]
 
-    def _step(self) -> list[News]:
-        found = self._streams.process(self._core.step())
+    def _step(self, until_done: Container[str] = ()) -> list[News]:
+        found = self._streams.process(self._core.step(), until_done)
         for news in found:
             for seq, text in news.stopped:
                 self._core.finish(seq, FinishReason.STOP, text)
@@ -337,21 +339,22 @@ class LLM:
             if not self._streams.waits_for(name):
                 return name
 
-    def _drive(self, ids: Sequence[str]) -> Iterator[News]:
-        """Step until all of `ids` are finished. Outputs of other requests wait for their owner's next `step`."""
+    def _drive(self, ids: Sequence[str], until_done: bool = False) -> Iterator[list[News]]:
+        """Step until all of `ids` are finished; their news, step by step, or (`until_done`) only what may be their
+        end. Outputs of other requests wait for their owner's next `step`."""
         unfinished = set(ids)
         try:
             while unfinished:
                 with DeferredInterrupt():
-                    found = self._step()
+                    found = self._step(unfinished if until_done else ())
+                mine = []
                 for news in found:
-                    if news.processor.request_id not in unfinished:
-                        if news.presentable:
-                            self._held_back.append(news.output())
-                        continue
-                    if news.finished:
-                        unfinished.discard(news.processor.request_id)
-                    yield news
+                    if news.processor.request_id in unfinished:
+                        mine.append(news)
+                    elif news.presentable:
+                        self._held_back.append(news.output())
+                unfinished.difference_update([news.processor.request_id for news in mine if news.finished])
+                yield mine
             self._core.settle()
         finally:
             if unfinished and self._engine is not None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from quire import LLM
+from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from tests.checkpoints import make_checkpoint
-from tests.test_same_tokens import PROMPTS, assert_same, params, run
+from tests.test_same_tokens import PROMPTS, assert_same, run
 
 KINDS: list[dict[str, Any]] = [
     {"quantization": "int4"},
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_chunks_blocks_threads_and_ranks_change_no_bit(checkpoint: Path, kind: dict[str, Any]) -> None:
+def test_batches_chunks_blocks_and_threads_change_no_bit(checkpoint: Path, kind: dict[str, Any]) -> None:
     prompts = PROMPTS[:5]
     plain = run(
         checkpoint, prompts, one_by_one=True, enable_prefix_caching=False, enable_chunked_prefill=False, **kind
@@ -39,10 +39,22 @@ def test_batches_chunks_blocks_threads_and_ranks_change_no_bit(checkpoint: Path,
     ):
         found = run(checkpoint, prompts, **options, **kind)
         assert_same(found, plain)
-    shared = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads", "num_threads": 1}
-    with LLM(str(checkpoint), skip_tokenizer_init=True, **shared, **kind) as llm:
-        outputs = llm.generate(prompts, [params(i) for i in range(len(prompts))], use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == plain[1]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, {"quantization": "int4", "quantization_group_size": 128,
+                                           "quantization_zero_points": False, "kv_cache_dtype": "int8"}])
+def test_ranks_and_stages_change_no_bit(checkpoint: Path, kind: dict[str, Any]) -> None:
+    """Weights that are rounded at load are cut at slices of the sum, so that every rank rounds the same groups."""
+    asked = [SamplingParams(seed=i, max_tokens=6, temperature=1.0, logprobs=3, ignore_eos=True) for i in range(4)]
+    found = []
+    for tensor, stages in ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2)):
+        shared: dict[str, Any] = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages, "num_threads": 1}
+        if tensor * stages > 1:
+            shared["distributed_executor_backend"] = "threads"
+        with LLM(str(checkpoint), skip_tokenizer_init=True, **shared, **kind) as llm:
+            outputs = llm.generate(PROMPTS[:4], asked, use_tqdm=False)
+        found.append([(each.token_ids, each.logprobs) for output in outputs for each in output.outputs])
+    assert all(other == found[0] for other in found[1:])
 
 
 def test_integers_are_what_is_multiplied(checkpoint: Path) -> None:

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.models.registry import read_spec
 
     source = open_source(config)
-    spec = read_spec(source.config)
+    spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
     facts = {**_identity(source), **_shape(spec), **_memory(spec, config)}
     print(json.dumps(facts) if args.json else _page(facts))
     return 0

@@ -34,7 +34,7 @@ class Progress:
         return tqdm(total=self._total, desc="Generating", unit="req", dynamic_ncols=True)
 
     def update(self, finished: int) -> None:
-        """Called for every token: looks at the clock, and draws ten times a second or when a request has finished."""
+        """Called after every step: looks at the clock, and draws ten times a second or when a request has finished."""
         if self._bar is None:
             return
         now = time.perf_counter()

@@ -14,13 +14,13 @@ from concurrent.futures import Future
 from quire.errors import InvariantError
 from quire.executor.base import Executor
 from quire.sampling.params import NOTHING_TO_DRAW
+from quire.sampling.token_logprobs import LogprobRecord, TokenLogprobs
 from quire.scheduler.plan import (
     EntryResult,
     PlanEntry,
     RowStart,
     StepPlan,
     StepResult,
-    TokenLogprobs,
     TransferReport,
 )
 
@@ -116,9 +116,9 @@ class DummyExecutor(Executor):
             result.prompt_logprobs = [self._uniform(token, start.params.prompt_logprobs)
                                       for token in start.token_ids[first + 1 : end + 1]]
 
-    def _uniform(self, token: int, count: int) -> TokenLogprobs:
+    def _uniform(self, token: int, count: int) -> LogprobRecord:
         likely, count = -math.log(self.vocab_size), min(count, self.vocab_size)
-        return TokenLogprobs(token, likely, 1, list(range(count)), [likely] * count)
+        return TokenLogprobs(token, likely, 1, list(range(count)), [likely] * count).pack()
 
     def _judge(self, entry: PlanEntry, seed: int, index: int) -> EntryResult:
         """Accept drafts that are the tokens to come; of its own it proposes every third one wrongly."""

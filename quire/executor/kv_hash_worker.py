@@ -20,7 +20,8 @@ from quire.executor.kv_hash import (
     ranked_candidates,
     visible_from,
 )
-from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord, TokenLogprobs
+from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan
 
 
 class KVPart(Protocol):
@@ -179,10 +180,10 @@ class KVHashWorker:
             result.logprobs = [self._described(state, token) for token in result.tokens]
         return result
 
-    def _described(self, state: int, token: int) -> TokenLogprobs:
-        return TokenLogprobs(token, log_likelihood(state, token), 1 + state % 5, [], [])
+    def _described(self, state: int, token: int) -> LogprobRecord:
+        return TokenLogprobs(token, log_likelihood(state, token), 1 + state % 5, [], []).pack()
 
-    def _prompt_logprobs(self, entry: PlanEntry, row: _Row, start: RowStart) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, entry: PlanEntry, row: _Row, start: RowStart) -> list[LogprobRecord]:
         last = min(entry.start + entry.num_tokens, start.num_prompt_tokens - 1)
         return [self._described(self._state(entry.row, position + 1), row.tokens[position + 1])
                 for position in range(entry.prompt_logprobs_from or 0, last)]

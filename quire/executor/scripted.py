@@ -19,7 +19,8 @@ from typing import Protocol
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.sampling.params import NOTHING_TO_DRAW
-from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, StepResult, TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord, TokenLogprobs
+from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, StepResult
 
 _FIELD = "dummy_script"
 _NO_LINE = "the script has no line for this prompt"
@@ -130,8 +131,8 @@ class ScriptedExecutor(Executor):
             return token
         return (mask & -mask).bit_length() - 1 if mask else None
 
-    def _certain(self, token: int, count: int) -> TokenLogprobs:
+    def _certain(self, token: int, count: int) -> LogprobRecord:
         """The log-probabilities of a model that is sure of its lines."""
         others = [each for each in range(min(count, self._vocab_size)) if each != token][:max(0, count - 1)]
         top = [token, *others] if count else []
-        return TokenLogprobs(token, 0.0, 1, top, [0.0, *[-math.inf] * len(others)] if count else [])
+        return TokenLogprobs(token, 0.0, 1, top, [0.0, *[-math.inf] * len(others)] if count else []).pack()

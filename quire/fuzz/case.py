@@ -99,6 +99,7 @@ def random_case(seed: int) -> FuzzCase:
     _judge_by_rejection(random.Random(f"{seed} rejection"), case)
     _give_latents(random.Random(f"{seed} latents"), case.model)
     _give_integers(random.Random(f"{seed} integers"), case)
+    _give_int8_kv(random.Random(f"{seed} int8 kv"), case)
     return case
 
 
@@ -199,6 +200,12 @@ def _give_integers(rng: random.Random, case: FuzzCase) -> None:
     case.options["quantization"] = rng.choice(["int8", "int4"])
     case.options["quantization_group_size"] = rng.choice([32, 32, 64, 0])
     case.options["quantization_zero_points"] = rng.choice([True, False])
+
+
+def _give_int8_kv(rng: random.Random, case: FuzzCase) -> None:
+    """Some models keep keys and values as int8 codes; latents cannot be kept so."""
+    if rng.random() < 0.25 and "kv_lora_rank" not in case.model:
+        case.options["kv_cache_dtype"] = "int8"
 
 
 def _give_latents(rng: random.Random, model: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from quire.parallel.place import Place
 from quire.ranks.threads import ThreadExecutor, start_threads
 from quire.ranks.workers import KV_HASH
 from quire.sampling.params import BeamSearchParams, SamplingParams
+from quire.sampling.token_logprobs import logprob_of
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.policy import BATCHING_POLICIES
 from quire.scheduler.preemption import Preemption, PreemptionMode
@@ -75,7 +76,7 @@ class Play:
                 continue
             for update in self.core.step():
                 found = self._logprobs.setdefault(update.request.request_id, [])
-                found += [each.logprob for each in update.prompt_logprobs or ()]
+                found += [logprob_of(each) for each in update.prompt_logprobs or ()]
             self.core.scheduler.check()
             if not arrivals and not self.core.has_work:
                 break

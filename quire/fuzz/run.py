@@ -46,7 +46,8 @@ def find_difference(case: FuzzCase, workdir: Path) -> str | None:
         outputs = _play(case, folder)
     except Exception as error:
         return f"the engine raised {type(error).__name__}: {error}"
-    arithmetic = {name: value for name, value in case.options.items() if name.startswith("quantization")}
+    arithmetic = {name: value for name, value in case.options.items()
+                  if name.startswith("quantization") or name == "kv_cache_dtype"}
     with _engine(folder, _PLAIN | arithmetic) as plain:
         for request in case.requests:
             difference = _compare(request, outputs.get(request.name), _plain_output(plain, request))

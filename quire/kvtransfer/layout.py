@@ -15,8 +15,10 @@ from typing import Any
 from quire.errors import KVMismatchError, KVTransferError
 
 LAYOUT_VERSION = 1
-ELEMENT_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-"""Element types of caches, and their bytes."""
+ELEMENT_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+                 "int32": 4}
+"""Element types of caches, and their bytes. int32: words of four int8 codes, and scales (`cpu/code_cache.c`)."""
+_CODES = "int32"
 _MOST_LAYERS = 4096
 
 
@@ -153,6 +155,9 @@ class Piece:
 
 def check_compatible(mine: LayoutDescription, theirs: LayoutDescription, convert: bool = False) -> None:
     """Raise by name unless KV of one can become KV of the other. TP, PP, block size and device may differ."""
+    if mine.dtype != theirs.dtype and _CODES in (mine.dtype, theirs.dtype):
+        raise KVMismatchError("another cache dtype: one side keeps int8 codes and the other does not, and neither is "
+                              "converted; use the same kv_cache_dtype", "dtype")
     if (mine.dtype, mine.scale) != (theirs.dtype, theirs.scale) and not convert:
         raise KVMismatchError(f"another cache dtype: {theirs.dtype}, here {mine.dtype}; conversion must be asked for",
                               "dtype")

@@ -6,6 +6,7 @@ experts, the ranges in the tree of `quire.kernels.slices`. A rank that shares th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,16 @@ class Experts:
             x, routed, self._up.group, self._down.group, spec.activation, spec.clamp, residual
         )
 
+    def fused_over_ranks(
+        self, x: Tensor, routed: RoutedRows, residual: Tensor | None, ranks: TensorGroup,
+        runs: Sequence[tuple[int, int]],
+    ) -> Tensor | None:
+        """The same where ranks share the experts."""
+        spec = self._spec
+        return self._ops.experts_over_ranks(
+            x, routed, self._up.group, self._down.group, spec.activation, spec.clamp, residual, ranks, runs
+        )
+
     def nodes(self, x: Tensor, chosen: Tensor, weights: Tensor, load: Tensor | None) -> Tensor:
         """What these experts add to each node of the tree over the ranges. Only chosen experts are read, each once for
         all rows that want it."""
@@ -97,6 +108,7 @@ class Moe:
         self.load: Tensor | None = None
         """int64 [experts]: so many rows have gone through each, of all ranks' experts; None: nobody counts."""
         run = Slices.of_experts(spec.router.num_experts) if share is None else share.expert_run
+        self._runs = () if share is None else share.expert_runs
         self._experts = Experts(ops, spec, ExpertRanges(run), dtype)
         self._shared = None if spec.shared is None else Mlp(ops, spec.shared, dtype, share, ranks)
         self._shared_gate = (
@@ -156,7 +168,10 @@ class Moe:
         """The sum of each row's experts, and the residual."""
         slots = ctx.slots[0] if self._ops.attention is not None else None
         routed = RoutedRows(self._spec.router, self.router(rows, ctx), self._choice_bias, slots, self.load)
-        found = self._experts.fused(rows, routed, residual) if self._ranks is None else None
+        if self._ranks is None:
+            found = self._experts.fused(rows, routed, residual)
+        else:
+            found = self._experts.fused_over_ranks(rows, routed, residual, self._ranks, self._runs)
         if found is not None:
             return found
         found = self._routed(rows, *choose_experts(routed.logits, routed.router, routed.choice_bias))

@@ -81,6 +81,13 @@ class LayerShare:
         return whole.part(*rank_run(whole.total, self.rank, self.size))
 
     @property
+    def expert_runs(self) -> tuple[tuple[int, int], ...]:
+        """The experts [first, last) of every rank."""
+        whole = Slices.of_experts(num_experts(self.mlp))
+        runs = [rank_run(whole.total, rank, self.size) for rank in range(self.size)]
+        return tuple((whole.border(first), whole.border(last)) for first, last in runs)
+
+    @property
     def expert_tree(self) -> RankTree:
         return RankTree.even(self.expert_run.total, self.size)
 

@@ -103,7 +103,7 @@ class Decoder:
         dtype: torch.dtype | None = torch.float32,
     ) -> None:
         self.shard = shard = shard_of(spec, Place()) if shard is None else shard
-        _check_ranks(shard, ranks, ops)
+        _check_ranks(shard, ranks)
         self.spec = spec
         self.ops = ops
         self.max_model_len = _checked_length(spec, max_model_len)
@@ -302,13 +302,10 @@ class Decoder:
         return hidden
 
 
-def _check_ranks(shard: Shard, ranks: TensorGroup | None, ops: Ops) -> None:
+def _check_ranks(shard: Shard, ranks: TensorGroup | None) -> None:
     size = 1 if ranks is None else ranks.size
     if size != shard.place.tensor_size or (ranks is not None and ranks.rank != shard.place.tensor_rank):
         raise ConfigError(f"a decoder at {shard.place} needs a group of as many tensor ranks")
-    if size > 1 and ops.attention is not None and any(isinstance(layer.mlp, MoeSpec) for layer in shard.spec.layers):
-        raise ConfigError("the experts of a layer cannot be shared by ranks on GPUs yet: use tensor_parallel_size=1 "
-                          "(pipeline_parallel_size may be more), or device='cpu'", field="tensor_parallel_size")
 
 
 def _checked_length(spec: DecoderSpec, max_model_len: int | None) -> int:

@@ -38,11 +38,11 @@ _GGUF: dict[str, tuple[str, ...]] = {
         "arwkv7",
     ),
     _EXPERTS: (
-        *("gpt-oss", "glm4moe", "granitemoe", "phimoe", "dbrx", "llama4", "grok"),
+        *("granitemoe", "phimoe", "dbrx", "llama4", "grok"),
         *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "dots1", "bailingmoe", "bailingmoe2", "arctic", "deepseek"),
         *("afmoe", "exaone-moe", "grovemoe", "mimo2", "smallthinker"),
     ),
-    _LATENT: ("deepseek2", "glm-dsa", "mistral4"),
+    _LATENT: ("glm-dsa", "mistral4"),
 }
 _WHY = {name: why for group in (_HUGGING_FACE, _GGUF) for why, names in group.items() for name in names}
 

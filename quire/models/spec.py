@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from quire.errors import ConfigError
 from quire.kernels.kv_spec import KVSpec
 from quire.layers.spec import AttentionSpec, LatentSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
 
@@ -24,6 +25,8 @@ __all__ = [
 
 NormPlacement = Literal["pre", "parallel", "sandwich", "post", "output"]
 Shape = tuple[int, ...]
+INT8_KV = "int8"
+"""The `kv_cache_dtype` that keeps keys and values as codes on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class CacheGroup:
     window: int | None
     layers: tuple[int, ...]
     bytes_per_token: int
-    """Of all its layers together, in float32."""
+    """Of all its layers together, as a CPU keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class LayerSpec:
     mlp: MlpSpec | MoeSpec
     norm: NormSpec
     placement: NormPlacement = "pre"
+    int8_kv: bool = False
+    """Its keys and values are kept as int8 codes."""
 
     def within(self, positions: int) -> LayerSpec:
         """The same layer; one whose window no sequence can leave has none (Phi-4 has one of 262144 keys)."""
@@ -61,7 +66,8 @@ class LayerSpec:
         a = self.attention
         if a.latent is not None:
             return KVSpec.latent(a.latent.width)
-        return KVSpec.pair(a.num_kv_heads, a.head_dim, a.window)
+        kv = KVSpec.pair(a.num_kv_heads, a.head_dim, a.window)
+        return kv.in_codes() if self.int8_kv else kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +103,22 @@ class DecoderSpec:
             object.__setattr__(self, "embed_dim", self.hidden_size)
         object.__setattr__(self, "layers", tuple(layer.within(self.max_positions) for layer in self.layers))
 
+    def with_kv_dtype(self, kv_cache_dtype: str) -> DecoderSpec:
+        """The same decoder with a cache of that type; `int8` is a CPU's, other types are not a matter of the spec."""
+        if kv_cache_dtype != INT8_KV:
+            return self
+        if any(layer.attention.latent is not None for layer in self.layers):
+            raise ConfigError(f"kv_cache_dtype {INT8_KV!r} is for keys and values, and {self.architecture} has "
+                              "latents (MLA): use kv_cache_dtype='auto'", field="kv_cache_dtype")
+        return replace(self, layers=tuple(replace(layer, int8_kv=True) for layer in self.layers))
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of the float32 cache of all layers, for a token that every group keeps."""
+        """Of the cache of all layers on a CPU, for a token that every group keeps."""
         return sum(layer.kv.bytes_per_token() for layer in self.layers)
 
     def kv_bytes_per_block(self, block_size: int, element_size: int = 4) -> int:

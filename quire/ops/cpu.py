@@ -26,6 +26,7 @@ from quire.ops import cpu_integer
 from quire.ops.cpu_panels import PanelGroup, PanelLinear, described
 from quire.ops.cpu_step import (
     F32,
+    I32,
     I64,
     NO_TABLE,
     STEP_FAULTS,
@@ -81,6 +82,8 @@ class CpuOps(Ops):
         self._act_mul = library.quire_act_mul
         self._rope_and_cache = library.quire_rope_and_cache
         self._attend = library.quire_attend
+        self._rope_and_code = library.quire_rope_and_code
+        self._attend_codes = library.quire_attend_codes
         self._step: Step | None = None
 
     @contextmanager
@@ -372,7 +375,8 @@ class CpuOps(Ops):
         for norm in (q_norm, k_norm):
             if norm is not None and vector(norm) != shape.head_dim:
                 raise EngineError(f"a head norm has {shape.head_dim} weights, not {norm.shape[0]}")
-        self._rope_and_cache(
+        write = self._rope_and_cache if layer.spec.coded_dim is None else self._rope_and_code
+        write(
             qkv.data_ptr(), layer.k_ptr, layer.v_ptr,
             step.rope_ptr,
             None if q_norm is None else q_norm.data_ptr(),
@@ -436,7 +440,8 @@ class CpuOps(Ops):
         if sinks is not None and vector(sinks) != shape.num_heads:
             raise EngineError(f"{shape.num_heads} heads have not {sinks.shape[0]} sinks")
         out = torch.empty(step.tokens, shape.num_heads * shape.head_dim)
-        failed = self._attend(
+        attend = self._attend if layer.spec.coded_dim is None else self._attend_codes
+        failed = attend(
             qkv.data_ptr(), layer.k_ptr, layer.v_ptr, out.data_ptr(),
             step.query_start, step.context_len, step.tables[group],
             None if sinks is None else sinks.data_ptr(), step.strides[group], step.seqs,
@@ -488,21 +493,22 @@ class CpuOps(Ops):
         if kv.kind == "latent":
             kept = self._zeros(num_blocks, 1, block_size, kv.parts[0].width)
             return describe(LayerCache(kv, block_size, {"latent": kept}))
-        heads, dim = kv.heads_of_pair()
-        k = self._zeros(num_blocks, heads, dim, block_size)
-        v = self._zeros(num_blocks, heads, block_size, dim)
+        keys, values = kv.parts
+        dtype = F32 if kv.coded_dim is None else I32
+        k = self._zeros(num_blocks, keys.heads, keys.width, block_size, dtype=dtype)
+        v = self._zeros(num_blocks, values.heads, block_size, values.width, dtype=dtype)
         return describe(LayerCache(kv, block_size, {"k": k, "v": v}, tokens_last=("k",)))
 
-    def _zeros(self, *shape: int) -> Tensor:
+    def _zeros(self, *shape: int, dtype: torch.dtype = F32) -> Tensor:
         """Zeros that take memory, and time, only where they are written: a large pool costs nothing at start."""
         nbytes = math.prod(shape) * 4
         if nbytes == 0:
-            return torch.zeros(shape)
+            return torch.zeros(shape, dtype=dtype)
         try:
             pages = mmap.mmap(-1, nbytes)
         except OSError as error:
             raise MemoryError(f"the system refuses {nbytes:,} bytes for the KV cache ({error})") from error
-        zeros = torch.frombuffer(pages, dtype=torch.float32).view(shape)
+        zeros = torch.frombuffer(pages, dtype=dtype).view(shape)
         self._library.quire_advise_huge_pages(zeros.data_ptr(), nbytes)
         return zeros
 

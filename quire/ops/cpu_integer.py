@@ -17,6 +17,7 @@ KERNELS = ("plain", "avx2", "avx-vnni", "avx512-vnni", "dotprod", "i8mm")  # by 
 _HEADER = 8  # int64 numbers before the parts: int_weight of integer.h
 _PART = 8  # of a part: int_part
 _LINE = 64
+_ROWS_AT_ONCE = 4096
 
 
 def fits(width: int, slices: Slices | None) -> bool:
@@ -87,7 +88,8 @@ def pack(library: ctypes.CDLL, parts: Sequence[QuantizedWeight]) -> Tensor:
 def _scale_bytes(part: QuantizedWeight) -> int:
     """2 where half precision holds every scale and offset as it is."""
     held = [part.scales] if part.offsets is None else [part.scales, part.offsets]
-    return 2 if all(torch.equal(each.half().float(), each) for each in held) else 4
+    pieces = (piece for each in held for piece in each.split(_ROWS_AT_ONCE))  # of a vocabulary, copies would be large
+    return 2 if all(torch.equal(piece.half().float(), piece) for piece in pieces) else 4
 
 
 def _joined(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:

@@ -117,10 +117,11 @@ def describe(cache: LayerCache) -> CpuLayerCache:
     k, v, blocks, size = cache.k, cache.v, cache.num_blocks, cache.block_size
     if dim > MAX_HEAD_DIM:
         raise EngineError(f"heads of {dim}: heads are at most {MAX_HEAD_DIM} wide on a CPU")
-    if k.shape != (blocks, heads, dim, size) or v.shape != (blocks, heads, size, dim):
+    width, dtype = cache.spec.parts[0].width, F32 if cache.spec.coded_dim is None else I32
+    if k.shape != (blocks, heads, width, size) or v.shape != (blocks, heads, size, width):
         raise EngineError(f"a cache {tuple(k.shape)} does not suit {heads} kv heads of {dim} in blocks of {size}")
-    if not (k.dtype is v.dtype is F32 and dense(k, v)):
-        raise EngineError("the CPU kernels want a contiguous float32 cache; get one from allocate_cache")
+    if not (k.dtype is v.dtype is dtype and dense(k, v)):
+        raise EngineError(f"the CPU kernels want a contiguous cache of {dtype}; get one from allocate_cache")
     return CpuLayerCache(cache.spec, size, cache.tensors, blocks, k.data_ptr(), v.data_ptr(), tokens_last=("k",))
 
 

@@ -141,6 +141,14 @@ class Ops(AttentionBackend):
         and `down` are the groups of all experts. None: the device has no kernels for all of it in one."""
         return None
 
+    def experts_over_ranks(
+        self, x: Tensor, routed: RoutedRows, up: Any, down: Any, kind: str, clamp: Clamp | None,
+        residual: Tensor | None, ranks: TensorGroup, runs: Sequence[tuple[int, int]],
+    ) -> Tensor | None:
+        """`routed_experts` of experts that ranks share: `up` and `down` are those of this rank, `runs` says which each
+        has."""
+        return None
+
     def sum_experts(self, found: Tensor, pairs: ExpertRows, ranges: ExpertRanges) -> Tensor:
         """[nodes, T, width]: the weighted sums of each token's experts, of which `found` has a row for each pair: in
         ascending order within a range, the ranges in their tree, as far as these ranges go."""

@@ -201,6 +201,8 @@ class TorchOps(Ops):
         if kv.kind == "latent":
             (part,) = kv.parts
             return LayerCache(kv, block_size, {"latent": torch.zeros(num_blocks, 1, block_size, part.width)})
+        if kv.coded_dim is not None:
+            raise EngineError("plain torch keeps keys and values as floats, not as int8 codes")
         heads, dim = kv.heads_of_pair()
         k = torch.zeros(num_blocks, heads, dim, block_size)
         v = torch.zeros(num_blocks, heads, block_size, dim)

@@ -4,7 +4,7 @@ reproducible."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -226,6 +226,27 @@ class TritonOps(Ops):
         found = expert_linear.down_experts(inner, down.weight, down.bias, chosen, gains, blocks, second)
         return expert_linear.sum_pairs(found, routed.router.top_k, residual)
 
+    def experts_over_ranks(
+        self, x: Tensor, routed: RoutedRows, up: DeviceGroup, down: DeviceGroup, kind: str, clamp: Clamp | None,
+        residual: Tensor | None, ranks: TensorGroup, runs: Sequence[tuple[int, int]],
+    ) -> Tensor:
+        """In deterministic mode every pair of a row and an expert comes from the rank that has the expert, and is added
+        where one rank would add it; else ranks add what they have."""
+        chosen, gains = route.choose(routed)
+        first, last = runs[ranks.rank]
+        mine = torch.where((chosen >= first) & (chosen < last), chosen - first, -1)
+        shape = expert_linear.ExpertShape()
+        blocks = route.block_experts(mine, last - first, shape.rows)
+        inner = expert_linear.up_experts(x, up.weight, up.bias, mine, blocks, kind, clamp, shape)
+        found = expert_linear.down_experts(inner, down.weight, down.bias, mine, gains, blocks, shape)
+        if self.deterministic:
+            owners = torch.zeros_like(chosen).view(-1)
+            for _, end in runs[:-1]:
+                owners += chosen.view(-1) >= end
+            return expert_linear.sum_pairs(ranks.pick(found, owners), routed.router.top_k, residual)
+        found = torch.where(mine.view(-1, 1) >= 0, found, 0)  # of other ranks' experts there is anything
+        return ranks.sum_parts(expert_linear.sum_pairs(found, routed.router.top_k), None, residual)
+
     def latent_attend(
         self,
         q: Tensor,
@@ -360,6 +381,9 @@ class TritonOps(Ops):
         rows = qkv.new_zeros(qkv.shape[0], even.width)
         rows[:, mine] = qkv[:, : shape.num_heads * dim]
         rows[:, even.num_heads * dim :] = qkv[:, shape.num_heads * dim :]
+        if turn.sinks is not None:
+            behind = even.num_heads - shape.skipped - shape.num_heads
+            turn = replace(turn, sinks=F.pad(turn.sinks, (shape.skipped, behind)))
         found = self.rope_attend(rows, layer, ctx, group, even, turn, scale, window, softcap)
         return found[:, mine].contiguous()
 

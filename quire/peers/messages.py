@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import InvalidRequestError, PeerError
 from quire.sampling.params import MAX_BAD_WORDS, SamplingParams
-from quire.scheduler.plan import TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord, TokenLogprobs, unpack_all
 from quire.scheduler.remote import FirstToken
 
 PROTOCOL_VERSION = 1
@@ -168,13 +169,13 @@ def parse(data: object) -> Message | None:
 # ---- log-probabilities
 
 
-def _plain(logprobs: list[TokenLogprobs] | None) -> list[Any] | None:
+def _plain(logprobs: list[LogprobRecord] | None) -> list[Any] | None:
     if logprobs is None:
         return None
-    return [[each.token_id, each.logprob, each.rank, list(each.top_ids), list(each.top_logprobs)] for each in logprobs]
+    return [[each.token_id, each.logprob, each.rank, each.top_ids, each.top_logprobs] for each in unpack_all(logprobs)]
 
 
-def _logprobs(data: object) -> list[TokenLogprobs] | None:
+def _logprobs(data: object) -> list[LogprobRecord] | None:
     if data is None:
         return None
     if not isinstance(data, list) or len(data) > MOST_TOKENS:
@@ -182,7 +183,14 @@ def _logprobs(data: object) -> list[TokenLogprobs] | None:
     return [_one_logprob(each) for each in data]
 
 
-def _one_logprob(data: object) -> TokenLogprobs:
+def _one_logprob(data: object) -> LogprobRecord:
+    try:
+        return _described(data).pack()
+    except (OverflowError, struct.error):
+        raise PeerError(f"{data!r:.80} has numbers that no log-probability has") from None
+
+
+def _described(data: object) -> TokenLogprobs:
     match data:
         case [int(token), int() | float() as logprob, int(rank), [*ids], [*tops]] if not math.isnan(logprob):
             top_ids = [each for each in ids if type(each) is int]

@@ -18,7 +18,7 @@ from quire.peers.link import Inbox, Link
 from quire.peers.messages import Failed, First, Prefill, Sent, Working
 from quire.peers.stats import PeerStats
 from quire.sampling.params import SamplingParams
-from quire.scheduler.plan import TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord
 from quire.scheduler.remote import FirstToken
 from quire.scheduler.request import FinishReason, Request
 from quire.scheduler.updates import SequenceUpdate
@@ -40,7 +40,7 @@ class Served:
     """When the other side last heard of it."""
     sending: int = 0
     """Ranges that the lane has and has not reported."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[LogprobRecord] = field(default_factory=list)
     ended: bool = False
     """The request is over: all that will be computed is."""
     cancelled: bool = False

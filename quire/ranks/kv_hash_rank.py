@@ -49,6 +49,8 @@ class RankPart:
 class KVHashRank:
     """A rank's worker; its transfers are made at once."""
 
+    launch = None
+
     def __init__(self, place: Place, collectives: Collectives | None, num_blocks: int, block_size: int,
                  num_host_blocks: int = 0, windows: Sequence[int | None] = (None,), vocab_size: int = 1000,
                  step_seconds: float = 0.0) -> None:

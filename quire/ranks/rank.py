@@ -9,6 +9,9 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +25,7 @@ from quire.ranks.result_codec import encode_reports, encode_result
 from quire.ranks.ring import RingReader
 from quire.ranks.start import RankStart
 from quire.ranks.workers import RankWorker, build_rank_worker
+from quire.scheduler.plan import StepResult
 
 if TYPE_CHECKING:
     from quire.parallel.collectives import Collectives
@@ -55,6 +59,8 @@ class Pulse(threading.Thread):
         self._link, self._leave = link, leave
         self.steps = 0
         self.busy_ns = 0
+        self.ended = 0
+        """When the last step was over: those after it may have been launched before."""
         self.waited_ns = 0
         self.recent: deque[tuple[int, float, float]] = deque(maxlen=_STEPS_SHOWN)
         """Plan, begin and end of steps that were not told yet."""
@@ -75,6 +81,16 @@ class Pulse(threading.Thread):
             times.append(self.recent.popleft())
         return {"steps": self.steps, "busy_ns": self.busy_ns, "waited_ns": self.waited_ns, "memory": _resident_bytes(),
                 "times": times, "experts": [(load.layer, load.rows) for load in self.experts()]}
+
+
+@dataclass(slots=True)
+class _StepUnderWay:
+    number: int
+    began: int
+    is_sampler: bool
+    collectives: Collectives | None
+    kv: RankKV
+    step: int = 0
 
 
 class Rank:
@@ -128,7 +144,7 @@ class Rank:
 
     def _carry_out(self, source: PlanSource, start: RankStart, worker: RankWorker,
                    collectives: Collectives | None, kv: RankKV) -> None:
-        decoder, pulse, number = PlanDecoder(), self._pulse, 0
+        decoder, number = PlanDecoder(), 0
         learns = not start.place.is_last
         while True:
             data = source.read(_WAIT_SECONDS)
@@ -136,28 +152,46 @@ class Rank:
                 continue
             if not data:
                 return
-            number, step = number + 1, 0
-            began = time.monotonic_ns()
+            number += 1
+            step = _StepUnderWay(number, time.monotonic_ns(), start.place.is_sampler, collectives, kv)
             try:
                 plan, learned = decoder.decode(data)
-                step = plan.step
+                step.step = plan.step
                 for each in learned if learns else ():
                     worker.learn(each.row, each.position, each.tokens)
-                began = time.monotonic_ns()
-                result = worker.execute(plan)
+                step.began = time.monotonic_ns()
+                if worker.launch is None:
+                    result = worker.execute(plan)
+                else:
+                    worker.launch(plan).add_done_callback(partial(self._launched, step))
+                    continue
             except Exception as error:
-                self._link.tell(Kind.STEP_FAILED, {"number": number, **_described(error)})
-                continue
-            finally:
-                ended = time.monotonic_ns()
-                pulse.steps, pulse.waited_ns = number, 0 if collectives is None else collectives.waited_ns
-                pulse.busy_ns += ended - began
-                pulse.recent.append((step, began / 1e9, ended / 1e9))
-                kv.step_over(number)
-            if start.place.is_sampler:
-                self._link.send(Kind.RESULT, encode_result(result))
-            elif result.arrivals:
-                self._link.send(Kind.REPORTS, encode_reports(result.arrivals))
+                self._over(step, error)
+            else:
+                self._over(step, result)
+
+    def _launched(self, step: _StepUnderWay, future: Future[StepResult]) -> None:
+        """On the thread that waits for the device."""
+        error = future.exception()
+        try:
+            self._over(step, future.result() if error is None else error)
+        except ConnectionLost:
+            self._leave()
+
+    def _over(self, step: _StepUnderWay, found: StepResult | BaseException) -> None:
+        """What came of a step, to whoever has to know."""
+        pulse, ended = self._pulse, time.monotonic_ns()
+        pulse.steps, pulse.waited_ns = step.number, 0 if step.collectives is None else step.collectives.waited_ns
+        pulse.busy_ns += ended - max(step.began, pulse.ended)
+        pulse.ended = ended
+        pulse.recent.append((step.step, step.began / 1e9, ended / 1e9))
+        step.kv.step_over(step.number)
+        if isinstance(found, BaseException):
+            self._link.tell(Kind.STEP_FAILED, {"number": step.number, **_described(found)})
+        elif step.is_sampler:
+            self._link.send(Kind.RESULT, encode_result(found))
+        elif found.arrivals:
+            self._link.send(Kind.REPORTS, encode_reports(found.arrivals))
 
     def _listen(self) -> None:
         try:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from struct import Struct
 
 from quire.ranks.fields import FieldReader, FieldWriter
-from quire.scheduler.plan import EntryResult, StepResult, TokenLogprobs, TransferReport
+from quire.sampling.token_logprobs import LogprobRecord, is_record
+from quire.scheduler.plan import EntryResult, StepResult, TransferReport
 
 _HEAD = Struct("<qII")
 _ENTRY = Struct("<Bi")
-_LOGPROBS = Struct("<idq")
 _REPORT = Struct("<qq?")
 _LOGS, _PROMPT_LOGS, _CANDIDATES, _ERROR = 1, 2, 4, 8
 
@@ -89,7 +89,7 @@ def _write_entry(out: FieldWriter, entry: EntryResult) -> None:
         if found is not None:
             out.number(len(found))
             for one in found:
-                _write_logprobs(out, one)
+                out.blob(one)
     if entry.candidates is not None:
         out.numbers("i", [token for token, _ in entry.candidates])
         out.numbers("d", [logprob for _, logprob in entry.candidates])
@@ -101,9 +101,9 @@ def _read_entry(source: FieldReader) -> EntryResult:
     has, num_drafts = _ENTRY.unpack(source.take(_ENTRY.size))
     entry = EntryResult(source.numbers("i"), num_drafts=num_drafts)
     if has & _LOGS:
-        entry.logprobs = [_read_logprobs(source) for _ in range(source.number())]
+        entry.logprobs = [_read_record(source) for _ in range(source.number())]
     if has & _PROMPT_LOGS:
-        entry.prompt_logprobs = [_read_logprobs(source) for _ in range(source.number())]
+        entry.prompt_logprobs = [_read_record(source) for _ in range(source.number())]
     if has & _CANDIDATES:
         tokens = source.numbers("i")
         entry.candidates = list(zip(tokens, source.floats(), strict=True))
@@ -112,12 +112,8 @@ def _read_entry(source: FieldReader) -> EntryResult:
     return entry
 
 
-def _write_logprobs(out: FieldWriter, found: TokenLogprobs) -> None:
-    out.data += _LOGPROBS.pack(found.token_id, found.logprob, found.rank)
-    out.numbers("i", found.top_ids)
-    out.numbers("d", found.top_logprobs)
-
-
-def _read_logprobs(source: FieldReader) -> TokenLogprobs:
-    token, logprob, rank = _LOGPROBS.unpack(source.take(_LOGPROBS.size))
-    return TokenLogprobs(token, logprob, rank, source.numbers("i"), source.floats())
+def _read_record(source: FieldReader) -> LogprobRecord:
+    record = source.blob()
+    if not is_record(record):
+        raise ValueError(f"{len(record)} bytes are no log-probabilities of a token")
+    return record

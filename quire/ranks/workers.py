@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.kernels.routing import LayerLoad
@@ -26,6 +27,10 @@ class RankWorker(Protocol):
     @property
     def arrivals(self) -> ArrivalBox:
         """Where its transfers report."""
+
+    @property
+    def launch(self) -> Callable[[StepPlan], Future[StepResult]] | None:
+        """`execute` of a worker that can take the next plan while a step is under way; steps end in their order."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """One step. Entries are empty but on the rank that draws."""
@@ -73,7 +78,7 @@ def _model(start: RankStart, collectives: Collectives | None, agree: Agree, opti
         return build_gpu_rank(config, start.place, collectives, agree)
     source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
                            cache_dir=model.cache_dir, progress=False)
-    shard = shard_of(read_spec(source.config), start.place)
+    shard = shard_of(read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype), start.place)
     pool = size_shard_pool(source, config, shard, start.ranks_here)
     agreed = PoolSize(**agree(dataclasses.asdict(pool)))
     return Worker(source, config, shard, collectives, agreed)
@@ -81,6 +86,8 @@ def _model(start: RankStart, collectives: Collectives | None, agree: Agree, opti
 
 class _DummyRank:
     """No model: tokens are made up on the rank that draws."""
+
+    launch = None
 
     def __init__(self, start: RankStart, vocab_size: int, step_seconds: float = 0.0) -> None:
         from quire.executor.dummy import DummyExecutor

@@ -11,12 +11,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.sampling.batch import SamplingBatch
 from quire.sampling.kernels import SamplingKernels
 from quire.sampling.sending import send
+from quire.sampling.token_logprobs import LogprobRecord, pack_columns
 from quire.sampling.weights import SCALE, integer_weights, row_chunks
 
 
@@ -37,18 +39,11 @@ class SampledLogprobs:
         tensors = (self.token_ids, self.logprob, self.rank, self.top_ids, self.top_logprobs)
         return SampledLogprobs(self.rows, self.counts, *(copy(tensor) for tensor in tensors))
 
-    def to_list(self) -> list[tuple[int, float, int, list[int], list[float]]]:
-        """(token id, logprob, rank, top ids, their logprobs) of each of `rows`, on the host."""
-        columns = zip(
-            self.token_ids.tolist(),
-            self.logprob.tolist(),
-            self.rank.tolist(),
-            self.top_ids.tolist(),
-            self.top_logprobs.tolist(),
-            self.counts,
-            strict=True,
-        )
-        return [_possible(token, logprob, rank, ids[:n], tops[:n]) for token, logprob, rank, ids, tops, n in columns]
+    def records(self) -> list[LogprobRecord]:
+        """Of each of `rows`, on the host."""
+        tensors = (self.token_ids, self.logprob, self.rank, self.top_ids, self.top_logprobs)
+        tokens, logprobs, ranks, top_ids, top_logprobs = (tensor.cpu().numpy() for tensor in tensors)
+        return pack_columns(tokens, logprobs, ranks, top_ids, top_logprobs, self.counts)
 
 
 @dataclass(slots=True)
@@ -64,23 +59,12 @@ class PackedLogprobs:
     def moved(self, copy: Callable[[Tensor], Tensor]) -> PackedLogprobs:
         return PackedLogprobs(self.rows, self.counts, copy(self.numbers), self.width)
 
-    def to_list(self) -> list[tuple[int, float, int, list[int], list[float]]]:
-        """As `SampledLogprobs.to_list`."""
-        words, most = self.numbers[self.rows], max(self.counts)
-        floats, first = words.view(torch.float32), 3 + self.width
-        ids_of, tops_of = words[:, 3 : 3 + most].tolist(), floats[:, first : first + most].tolist()
-        columns = zip(words[:, 0].tolist(), floats[:, 1].tolist(), words[:, 2].tolist(), ids_of, tops_of, self.counts,
-                      strict=True)
-        return [_possible(token, logprob, rank, ids[:n], tops[:n]) for token, logprob, rank, ids, tops, n in columns]
-
-
-def _possible(
-    token: int, logprob: float, rank: int, ids: list[int], tops: list[float]
-) -> tuple[int, float, int, list[int], list[float]]:
-    """Without those of the likeliest ids that a grammar makes impossible; they are the last."""
-    while tops and tops[-1] == -math.inf:
-        tops.pop()
-    return token, logprob, rank, ids[: len(tops)], tops
+    def records(self) -> list[LogprobRecord]:
+        """As `SampledLogprobs.records`."""
+        words, most = self.numbers.cpu().numpy()[self.rows], max(self.counts)
+        floats, first = words.view(np.float32), 3 + self.width
+        return pack_columns(words[:, 0], floats[:, 1], words[:, 2], words[:, 3 : 3 + most],
+                            floats[:, first : first + most], self.counts)
 
 
 def batch_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch, kernels: SamplingKernels | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.sampling.params import SamplingParams
+from quire.sampling.token_logprobs import LogprobRecord
 
 DEVICE = "device"
 HOST = "host"
@@ -144,24 +145,13 @@ class StepPlan:
 
 
 @dataclass(slots=True)
-class TokenLogprobs:
-    """Log-probability and rank of one token, and the most likely ids at its position with theirs."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top_ids: list[int]
-    top_logprobs: list[float]
-
-
-@dataclass(slots=True)
 class EntryResult:
     """What one plan entry gave: 0 to k tokens, or an error that concerns this sequence alone."""
 
     tokens: list[int] = field(default_factory=list)
     """With drafts: those that were accepted and one more. The KV of all but the last of them is valid."""
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[LogprobRecord] | None = None
+    prompt_logprobs: list[LogprobRecord] | None = None
     candidates: list[tuple[int, float]] | None = None
     """(token, log-probability), likeliest first, where the entry asked for them."""
     error: str | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.scheduler.plan import TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord
 
 
 @dataclass(slots=True)
@@ -29,5 +29,5 @@ class FirstToken:
     """What the engine that computed a prompt drew after it."""
 
     token: int
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = field(default=None)
+    logprobs: list[LogprobRecord] | None = None
+    prompt_logprobs: list[LogprobRecord] | None = field(default=None)

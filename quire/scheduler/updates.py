@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from quire.scheduler.plan import EntryResult, TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord
+from quire.scheduler.plan import EntryResult
 from quire.scheduler.request import Request, Sequence
 
 
@@ -16,8 +17,8 @@ class SequenceUpdate:
     request: Request
     sequence: Sequence
     new_tokens: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[LogprobRecord] | None = None
+    prompt_logprobs: list[LogprobRecord] | None = None
 
 
 def cut_at_stop(result: EntryResult, stop_ids: Collection[int]) -> None:

@@ -170,7 +170,7 @@ class Answer(ABC):
 
 def _num_logprobs(output: RequestOutput) -> int:
     """About how many log-probabilities there are: every position has as many as the last, or one more."""
-    found = sum(len(each.logprobs) * len(each.logprobs[0]) for each in output.outputs if each.logprobs)
+    found = sum(each.num_logprobs for each in output.outputs)
     prompt = output.prompt_logprobs or (None,)
     return found + len(prompt) * len(prompt[-1] or ())
 

@@ -17,11 +17,12 @@ from quire.parallel.collectives import Collectives
 from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.logprobs import batch_logprobs, rank_candidates, token_logprobs
 from quire.sampling.sampler import sample
-from quire.scheduler.plan import EntryResult, PlanEntry, TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord
+from quire.scheduler.plan import EntryResult, PlanEntry
 from quire.speculation.verify import RejectionDraw, put_in_place, rows_along
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.drafter import Proposer
-from quire.worker.outcomes import along_drafts, drawn_result, reported, take_candidates
+from quire.worker.outcomes import along_drafts, drawn_result, take_candidates
 from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
@@ -143,9 +144,9 @@ class ModelRunner:
             judged = put_in_place(drawn, logits, [d for d in draws if d.drafts and not d.rows[0].params.greedy])
             if judged:
                 logprobs = batch_logprobs(logits, torch.tensor(drawn), batch, self._sampling)
-        found: dict[int, TokenLogprobs] = {}
+        found: dict[int, LogprobRecord] = {}
         if logprobs is not None:
-            found = dict(zip(logprobs.rows, reported(logprobs), strict=True))
+            found = dict(zip(logprobs.rows, logprobs.records(), strict=True))
         places = [drawn_result(token, state) for token, state in zip(drawn, status, strict=True)]
         for place, one in found.items():
             places[place].logprobs = [one]
@@ -179,5 +180,5 @@ class ModelRunner:
     def _score_prompt(self, row: int, at: int, stop: int, result: EntryResult, logits: Tensor) -> None:
         targets = torch.from_numpy(self._table.tokens[row, at + 1 : stop + 1].astype(np.int64))
         wanted = self._table.sampling(row).params.prompt_logprobs or 0
-        found = reported(token_logprobs(logits, targets, wanted, self._sampling))
+        found = token_logprobs(logits, targets, wanted, self._sampling).records()
         result.prompt_logprobs = (result.prompt_logprobs or []) + found

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.sampling.logprobs import Candidates, PackedLogprobs, SampledLogprobs
+from quire.sampling.logprobs import Candidates
 from quire.sampling.sampler import FAILURES, NOT_FINITE, OK
-from quire.scheduler.plan import EntryResult, TokenLogprobs
+from quire.scheduler.plan import EntryResult
 
 
 def drawn_result(token: int, status: int) -> EntryResult:
     """One draw by itself."""
     return EntryResult(tokens=[token]) if status == OK else EntryResult(error=FAILURES[status])
-
-
-def reported(found: SampledLogprobs | PackedLogprobs) -> list[TokenLogprobs]:
-    """Log-probabilities as results carry them, in the order of `found.rows`."""
-    return [TokenLogprobs(*row) for row in found.to_list()]
 
 
 def along_drafts(drafts: Sequence[int], places: Sequence[EntryResult]) -> EntryResult:

@@ -50,10 +50,13 @@ class Worker:
     others through `collectives`. `pool` is what all of them have agreed on (`size_shard_pool`, `smallest_pool`).
     """
 
+    launch = None
+    """A step is over when `execute` returns."""
+
     def __init__(self, source: ModelSource, config: EngineConfig, shard: Shard | None = None,
                  collectives: Collectives | None = None, pool: PoolSize | None = None) -> None:
         check_device(config)
-        self.spec = read_spec(source.config)
+        self.spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
         self.shard = shard = shard_of(self.spec, Place()) if shard is None else shard
         self.pool: PoolSize = size_shard_pool(source, config, shard) if pool is None else pool
         ops = CpuOps(num_threads=config.model.num_threads, rounding=config.model.rounding)
@@ -86,8 +89,9 @@ class Worker:
             source = _draft_source(speculation, config)
             if speculation.method == EAGLE:
                 return build_head(source.config, source.weights(None), target, self.pool.max_model_len)
+            spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
             return build_decoder(source.config, _weights(source, speculation.load_format, config), ops,
-                                 max_model_len=self.pool.max_model_len, dtype=None)
+                                 max_model_len=self.pool.max_model_len, shard=shard_of(spec, Place()), dtype=None)
 
     def _drafter(self, speculation: SpeculationOptions, rejection: bool, decoder: Decoder,
                  draft: Decoder | DraftHead | None, passes: Passes) -> Proposer | None:
@@ -169,7 +173,7 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
             draft_bytes = read_head(_draft_source(speculation, config).config, spec).kv_bytes_per_token
     elif speculation is not None and speculation.model is not None:
         with reading_draft_model(speculation.model):
-            draft = read_spec(_draft_source(speculation, config).config)
+            draft = read_spec(_draft_source(speculation, config).config).with_kv_dtype(config.cache.kv_cache_dtype)
         check_same_vocabulary(spec, draft)
         draft_bytes = draft.kv_bytes_per_token
     free = available_memory() // ranks_here
@@ -189,6 +193,7 @@ def _check_eagle(config: EngineConfig) -> None:
         "kv_role": config.transfer.kv_role is not None,
         "kv_disk": config.cache.kv_disk is not None,
         "kv_pool": config.cache.kv_pool is not None,
+        "kv_cache_dtype": config.cache.kv_cache_dtype == "int8",
     })
 
 

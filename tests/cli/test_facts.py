@@ -43,6 +43,8 @@ def test_inspect_counts_what_a_checkpoint_holds(tmp_path: Path, inside: Callable
     assert (facts["layers"], facts["heads"], facts["kv_heads"], facts["head_dim"]) == (3, 6, 2, 8)
     assert facts["kv_bytes_per_token"] == 3 * 2 * 2 * 8 * 4
     assert facts["context"] == 256 and facts["fits"] and not facts["chat_template"]
+    eight = facts_of(inside("inspect", str(tmp_path), "--kv-cache-dtype", "int8", "--json"))
+    assert eight["kv_bytes_per_token"] == 3 * 2 * 2 * (16 + 4), "heads of 8 are padded to 16 codes, and have a scale"
 
 
 def test_inspect_says_how_many_sequences_fit(tiny: Path, inside: Callable[..., Done]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from quire.errors import InvariantError
 from quire.executor.dummy import DummyExecutor, dummy_token
 from quire.sampling.params import SamplingParams
+from quire.sampling.token_logprobs import logprob_of, unpack_all
 from quire.scheduler.plan import PlanEntry, RowStart, StepPlan
 
 
@@ -53,6 +54,7 @@ def test_log_probabilities_are_those_of_a_model_that_knows_nothing() -> None:
     entry = PlanEntry(1, 0, 3, True, prompt_logprobs_from=0)
     (result,) = executor.execute(StepPlan(1, starts=[row], entries=[entry])).entries
     assert result.logprobs is not None and result.prompt_logprobs is not None
-    assert [each.token_id for each in result.prompt_logprobs] == [5, 6]
-    assert result.logprobs[0].token_id == result.tokens[0] and len(result.logprobs[0].top_ids) == 2
-    assert {each.logprob for each in result.logprobs + result.prompt_logprobs} == {-math.log(50)}
+    assert [each.token_id for each in unpack_all(result.prompt_logprobs)] == [5, 6]
+    (drawn,) = unpack_all(result.logprobs)
+    assert drawn.token_id == result.tokens[0] and len(drawn.top_ids) == 2
+    assert {logprob_of(each) for each in result.logprobs + result.prompt_logprobs} == {-math.log(50)}

@@ -11,6 +11,7 @@ from quire.executor.kv_hash import BlockStore, PlainKV, content, drawn_token, ra
 from quire.executor.kv_hash_worker import KVHashWorker
 from quire.executor.lost_rows import REFUSED
 from quire.sampling.params import SamplingParams
+from quire.sampling.token_logprobs import logprob_of, unpack_all
 from quire.scheduler.plan import (
     BlockCopy,
     BlockMove,
@@ -158,8 +159,8 @@ def test_prompt_log_probabilities_tell_what_was_read() -> None:
                         entries=[PlanEntry(0, 0, 6, True, prompt_logprobs_from=0)])
         result = make().submit(plan).result().entries[0]
         assert result.prompt_logprobs is not None and result.logprobs is not None
-        assert [each.token_id for each in result.prompt_logprobs] == PROMPT[1:]
-        found.append([each.logprob for each in result.prompt_logprobs + result.logprobs])
+        assert [each.token_id for each in unpack_all(result.prompt_logprobs)] == PROMPT[1:]
+        found.append([logprob_of(each) for each in result.prompt_logprobs + result.logprobs])
     assert found[0] == found[1] != found[2]
 
 

@@ -16,6 +16,12 @@ void quire_layer_norm(const float *, const float *, const float *, float *, int6
 void quire_act(const float *, float *, int64_t, int64_t, int32_t);
 void quire_rope_and_cache(float *, float *, float *, const float *, const float *, const float *, const int64_t *,
                           const int64_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float);
+const char *quire_int_kernel(int32_t);
+void quire_rope_and_code(float *, float *, float *, const float *, const float *, const float *, const int64_t *,
+                         const int64_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float);
+int32_t quire_attend_codes(const float *, const float *, const float *, float *, const int32_t *, const int32_t *,
+                           const int32_t *, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                           int64_t, int64_t, float, float);
 int32_t quire_attend(const float *, const float *, const float *, float *, const int32_t *, const int32_t *,
                      const int32_t *, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                      int64_t, float, float);
@@ -126,6 +132,31 @@ static void attention(int64_t dim, int64_t block, int64_t window, float cap, int
     report("clamped", out, (size_t)(TOKENS * dim));
 }
 
+/* Over a cache of int8 codes, by every integer kernel that this processor has. */
+static void code_attention(int64_t dim, int64_t block, int64_t window, float softcap) {
+    enum { TOKENS = 70, HEADS = 6, KV = 2 };
+    int64_t blocks = (TOKENS + block - 1) / block, width = (dim + 15) / 16 * 4 + 1, at[TOKENS], slots[TOKENS];
+    int32_t table[TOKENS], starts[2] = {0, TOKENS}, length[1] = {TOKENS};
+    float qkv[TOKENS * (HEADS + 2 * KV) * 64], first[TOKENS * HEADS * 64], out[TOKENS * HEADS * 64];
+    float *k = calloc((size_t)(blocks * block * KV * width), sizeof *k);
+    float *v = calloc((size_t)(blocks * block * KV * width), sizeof *v);
+    for (int64_t i = 0; i < TOKENS * (HEADS + 2 * KV) * dim; i++) qkv[i] = draw();
+    for (int64_t i = 0; i < TOKENS; i++) at[i] = i, table[i] = (int32_t)i, slots[i] = i;
+    quire_rope_and_code(qkv, k, v, NULL, NULL, NULL, at, slots, TOKENS, HEADS, KV, dim, block, 0, 1e-6f);
+    report("codes of keys", k, (size_t)(blocks * block * KV * width));
+    report("codes of values", v, (size_t)(blocks * block * KV * width));
+    for (int kernel = 0; kernel < 6; kernel++) {
+        if (!quire_int_kernel(kernel)) continue;
+        quire_attend_codes(qkv, k, v, out, starts, length, table, NULL, blocks, 1, HEADS, KV, HEADS / KV, 0, dim, block,
+                           window, 0.3f, softcap);
+        size_t count = (size_t)(TOKENS * HEADS * dim);
+        if (kernel == 0) memcpy(first, out, sizeof out), report("attend to codes", out, count);
+        if (memcmp(first, out, count * sizeof *out)) printf("%s does not fit the plain kernel\n", quire_int_kernel(kernel));
+    }
+    quire_int_kernel(-1);
+    free(k), free(v);
+}
+
 int main(void) {
     for (int32_t threads = 1; threads <= 2; threads++) {
         state = 1;
@@ -136,6 +167,8 @@ int main(void) {
         attention(64, 16, 0, 0.0f, 0);
         attention(20, 5, 40, 3.0f, 0);
         attention(20, 16, 40, 0.0f, 1);
+        code_attention(64, 16, 0, 0.0f);
+        code_attention(20, 5, 40, 3.0f);
     }
     return 0;
 }

@@ -19,8 +19,8 @@ from quire.kernels.cpu import build, library
 
 SOURCE = Path(__file__).parent / "fingerprint.c"
 INTEGER_SOURCE = SOURCE.with_name("fingerprint_integer.c")
-INTEGER_EXPECTED = "5061f36c8c9b5119f0405452cbaba49c082f56482be62821b16f7ba7982365b7"
-EXPECTED = "7ae50cbdc15c2ca5795e43aec2f1f93fcb9162699bdc36b352811eab4a5432cb"
+INTEGER_EXPECTED = "5aa2f7284e5a7f87c86a0de0bdf670237dc8db04acd18c63b9f7cacda3e00659"
+EXPECTED = "9f706d712d2b29a19f6389b912bb0b1d353e9be750c12cc75788bdfba7f1fda7"
 
 
 @pytest.mark.parametrize("variant", [name for name in library.supported_variants() if name != "x86-64-v2"])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.ranks.plan_codec import Learned, PlanDecoder, PlanEncoder
 from quire.ranks.result_codec import decode_reports, decode_result, encode_reports, encode_result
 from quire.sampling.params import SamplingParams
+from quire.sampling.token_logprobs import TokenLogprobs, unpack_all
 from quire.scheduler.plan import (
     BlockCopy,
     BlockMove,
@@ -21,7 +22,6 @@ from quire.scheduler.plan import (
     StepPlan,
     StepResult,
     TableDiff,
-    TokenLogprobs,
     TransferReport,
     TransferStart,
 )
@@ -50,7 +50,9 @@ plans = st.builds(
     st.lists(st.builds(TransferStart, number, text, st.booleans(), moves), max_size=2),
     st.lists(number, max_size=3), st.lists(entries, max_size=4))
 learned = st.lists(st.builds(Learned, small, small, tokens), max_size=3)
-described = st.builds(TokenLogprobs, small, logprob, number, tokens, st.lists(logprob, max_size=3))
+tops = st.lists(st.tuples(small, logprob), max_size=3)
+described = st.builds(lambda token, mine, rank, top: TokenLogprobs(
+    token, mine, rank, [each for each, _ in top], [each for _, each in top]).pack(), small, logprob, small, tops)
 results = st.builds(
     StepResult, number,
     st.lists(st.builds(EntryResult, tokens, st.none() | st.lists(described, max_size=2),
@@ -120,9 +122,10 @@ def test_a_shape_of_structured_outputs_stays_behind_as_ranks_get_masks() -> None
 
 
 def test_infinite_and_negative_zero_log_probabilities_keep_their_bits() -> None:
-    found = TokenLogprobs(1, -math.inf, 1, [2], [-0.0])
+    found = TokenLogprobs(1, -math.inf, 1, [2], [-0.0]).pack()
     back = decode_result(bytes(encode_result(StepResult(1, [EntryResult([1], [found])])))).entries[0].logprobs
-    assert back is not None and back[0].logprob == -math.inf and math.copysign(1, back[0].top_logprobs[0]) == -1
+    (read,) = unpack_all(back or [])
+    assert read.logprob == -math.inf and math.copysign(1, read.top_logprobs[0]) == -1
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])

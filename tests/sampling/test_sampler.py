@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from quire.sampling.reference import (
     sample_one,
 )
 from quire.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, argmax_rows, sample
+from quire.sampling.token_logprobs import unpack_all
 from quire.sampling.weights import integer_weights
 
 
@@ -132,7 +134,7 @@ def test_a_row_alone_among_others_and_reordered_draws_the_same_token_and_logprob
     listed = (
         {}
         if together.logprobs is None
-        else dict(zip(together.logprobs.rows, together.logprobs.to_list(), strict=True))
+        else dict(zip(together.logprobs.rows, together.logprobs.records(), strict=True))
     )
     order = random.Random(seed).sample(range(32), 32)
     shuffled = draw(logits[order], [rows[i] for i in order])
@@ -140,7 +142,7 @@ def test_a_row_alone_among_others_and_reordered_draws_the_same_token_and_logprob
     for i, row in enumerate(rows):
         alone = draw(logits[i : i + 1], [row])
         assert int(alone.token_ids) == int(together.token_ids[i])
-        assert (alone.logprobs.to_list()[0] if alone.logprobs else None) == listed.get(i)
+        assert (alone.logprobs.records()[0] if alone.logprobs else None) == listed.get(i)
 
 
 def test_thread_count_and_a_large_vocabulary_change_no_bit():
@@ -151,7 +153,7 @@ def test_thread_count_and_a_large_vocabulary_change_no_bit():
         out = draw(logits, rows)
         alone = [int(draw(logits[i : i + 1], [rows[i]]).token_ids) for i in range(12)]
         assert out.token_ids[:12].tolist() == alone
-        results.append((alone, out.logprobs.to_list()))
+        results.append((alone, out.logprobs.records()))
     assert results[0] == results[1]
 
 
@@ -366,7 +368,7 @@ def test_logprobs_are_of_the_raw_logits_with_ranks(vocab):
     torch.testing.assert_close(
         found.logprob, logits.log_softmax(-1).gather(1, targets[:, None])[:, 0], rtol=0, atol=2e-6
     )
-    for i, (token, logprob, rank, ids, tops) in enumerate(found.to_list()):
+    for i, (token, logprob, rank, ids, tops) in enumerate(map(astuple, unpack_all(found.records()))):
         expected = logprobs_one(logits[i].tolist(), token, 20)
         assert (rank, ids) == expected[1:3]
         assert logprob == pytest.approx(expected[0], abs=2e-6)
@@ -381,10 +383,11 @@ def test_logprobs_come_for_those_who_asked_and_as_many_as_they_asked():
     ]
     found = draw(logits, rows).logprobs
     assert found.rows == [1, 2, 3]
-    assert [len(entry[3]) for entry in found.to_list()] == [0, 2, 5]
-    assert all(entry[0] == 3 and entry[1] < -0.5 for entry in found.to_list())  # drawn by bias, told as raw
+    listed = unpack_all(found.records())
+    assert [len(entry.top_ids) for entry in listed] == [0, 2, 5]
+    assert all(entry.token_id == 3 and entry.logprob < -0.5 for entry in listed)  # drawn by bias, told as raw
 
 
 def test_no_positions_give_no_logprobs():
     found = token_logprobs(torch.zeros(0, 50), torch.zeros(0, dtype=torch.int64), 3)
-    assert found.to_list() == []
+    assert found.records() == []

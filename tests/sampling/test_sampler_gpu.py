@@ -42,11 +42,11 @@ def test_a_row_draws_the_same_token_alone_among_others_and_almost_always_on_a_cp
     rows = mixed_rows(count)
     together = sample(device, SamplingBatch.build(rows, vocab, "cuda"))
     assert bool(together.ok.all())
-    listed = dict(zip(together.logprobs.rows, together.logprobs.to_list(), strict=True))
+    listed = dict(zip(together.logprobs.rows, together.logprobs.records(), strict=True))
     for i in range(count):
         alone = sample(device[i : i + 1].clone(), SamplingBatch.build(rows[i : i + 1], vocab, "cuda"))
         assert int(alone.token_ids) == int(together.token_ids[i])
-        assert (alone.logprobs.to_list()[0] if alone.logprobs else None) == listed.get(i)
+        assert (alone.logprobs.records()[0] if alone.logprobs else None) == listed.get(i)
     host = sample(logits, SamplingBatch.build(rows, vocab))
     # exp differs by a unit in the last place between devices: only a draw on an edge may differ.
     assert (host.token_ids != together.token_ids.cpu()).sum() <= 1

@@ -13,6 +13,7 @@ from quire.sampling import SamplingParams
 from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.logprobs import rank_candidates, token_logprobs
 from quire.sampling.sampler import sample
+from quire.sampling.token_logprobs import unpack_all
 
 KERNELS = CpuSampling()
 
@@ -54,10 +55,12 @@ def test_tokens_statuses_and_reports_are_those_of_the_plain_pass(seed: int, voca
     assert torch.equal(plain.token_ids, found.token_ids)
     assert plain.logprobs is not None and found.logprobs is not None
     sound = [bool(plain.ok[row]) for row in plain.logprobs.rows]
-    for want, got, ok in zip(plain.logprobs.to_list(), found.logprobs.to_list(), sound, strict=True):
+    told = (unpack_all(one.logprobs.records()) for one in (plain, found))
+    for want, got, ok in zip(*told, sound, strict=True):
         if ok:
-            assert (got[0], got[2], got[3]) == (want[0], want[2], want[3])
-            assert [got[1], *got[4]] == pytest.approx([want[1], *want[4]], abs=1e-6, rel=1e-6)
+            assert (got.token_id, got.rank, got.top_ids) == (want.token_id, want.rank, want.top_ids)
+            assert [got.logprob, *got.top_logprobs] == pytest.approx([want.logprob, *want.top_logprobs], abs=1e-6,
+                                                                     rel=1e-6)
 
 
 def test_a_row_draws_the_same_alone_among_others_and_with_any_threads() -> None:
@@ -82,4 +85,4 @@ def test_candidates_are_the_log_probabilities_bit_by_bit() -> None:
     scored = token_logprobs(logits, found.ids[:, 2], 9, KERNELS)
     assert torch.equal(scored.top_ids, found.ids) and torch.equal(scored.top_logprobs, found.logprobs)
     assert torch.equal(scored.logprob, found.logprobs[:, 2]) and set(scored.rank.tolist()) == {3}
-    assert token_logprobs(logits[:0], found.ids[:0, 0], 3, KERNELS).to_list() == []
+    assert token_logprobs(logits[:0], found.ids[:0, 0], 3, KERNELS).records() == []

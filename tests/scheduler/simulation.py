@@ -12,6 +12,7 @@ from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.kvcache.move_cost import MoveCost
 from quire.sampling.params import BeamSearchParams, SamplingParams
+from quire.sampling.token_logprobs import LogprobRecord, TokenLogprobs
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.plan import (
     BlockMove,
@@ -20,7 +21,6 @@ from quire.scheduler.plan import (
     RowStart,
     StepPlan,
     StepResult,
-    TokenLogprobs,
     TransferReport,
     TransferStart,
 )
@@ -219,12 +219,12 @@ class SimulatedWorker:
             result.tokens.append(row.tokens[-1])
         return result
 
-    def _prompt_logprobs(self, entry: PlanEntry, row: Row) -> list[TokenLogprobs] | None:
+    def _prompt_logprobs(self, entry: PlanEntry, row: Row) -> list[LogprobRecord] | None:
         if entry.prompt_logprobs_from is None:
             return None
         assert entry.start <= entry.prompt_logprobs_from
         last = min(entry.start + entry.num_tokens, row.start.num_prompt_tokens - 1)
-        return [TokenLogprobs(row.tokens[p + 1], -float(p), 1, [], [])
+        return [TokenLogprobs(row.tokens[p + 1], -float(p), 1, [], []).pack()
                 for p in range(entry.prompt_logprobs_from, last)]
 
     def retire(self, step: int) -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.executor.dummy import dummy_token
-from quire.scheduler.plan import StepPlan, StepResult, TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord, unpack_all
+from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.policy import PrefillFirst
 from quire.scheduler.queue import FCFSQueue
 from quire.scheduler.request import FinishReason, Request, Status
@@ -76,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
         self.outputs: dict[str, list[int]] = {}
-        self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[str, list[LogprobRecord]] = {}
         for wish in first:
             self.come(wish)
 
@@ -232,7 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert (request.num_cached_tokens or 0) < prompt
         assert self.outputs[name] == expected == seq.tokens[prompt:]
         if request.params.prompt_logprobs is not None:
-            found = [(-p.logprob, p.token_id) for p in self.prompt_logprobs[name]]
+            found = [(-p.logprob, p.token_id) for p in unpack_all(self.prompt_logprobs[name])]
             wanted = [(float(i), t) for i, t in enumerate(request.prompt_token_ids[1:])]
             assert found == (wanted[: len(found)] if name in self.aborted else wanted)
 

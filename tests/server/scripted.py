@@ -13,7 +13,7 @@ from typing import Any
 from quire.engine.outputs.output import RequestOutput
 from quire.engine.outputs.output_processor import OutputProcessor
 from quire.sampling.params import SamplingParams
-from quire.scheduler.plan import TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord, TokenLogprobs
 from quire.server.app import App
 from quire.server.run import Stops, serve
 from quire.server_config import ServerConfig
@@ -124,9 +124,9 @@ class ScriptedEngine:
         self.healthy = False
 
 
-def _logprobs(token: int) -> TokenLogprobs:
+def _logprobs(token: int) -> LogprobRecord:
     """The token itself is the second likeliest."""
-    return TokenLogprobs(token, -1.0, 2, [(token + 1) % 256, token], [-0.5, -1.0])
+    return TokenLogprobs(token, -1.0, 2, [(token + 1) % 256, token], [-0.5, -1.0]).pack()
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quire.sampling.sampler import FAILURES, NOT_FINITE, OK
-from quire.scheduler.plan import EntryResult, TokenLogprobs
+from quire.sampling.token_logprobs import TokenLogprobs, unpack_all
+from quire.scheduler.plan import EntryResult
 from quire.worker.outcomes import along_drafts, drawn_result
 
 
@@ -36,7 +37,7 @@ def test_a_failed_draw_ends_it_and_is_told_only_where_nothing_stands_before_it()
 def test_log_probabilities_follow_the_tokens() -> None:
     mine = places(1, 2, 9)
     for place, result in enumerate(mine):
-        result.logprobs = [TokenLogprobs(place, -1.0, 1, [], [])]
+        result.logprobs = [TokenLogprobs(place, -1.0, 1, [], []).pack()]
     result = along_drafts((1, 5), mine)
     assert result.tokens == [1, 2]
-    assert [one.token_id for one in result.logprobs or []] == [0, 1]
+    assert [one.token_id for one in unpack_all(result.logprobs or [])] == [0, 1]

@@ -7,7 +7,7 @@ float32's over whole passages of LAMBADA, with a standard error over passages.
 
 `file` multiplies the integers that the file stores. `int8` and `int4` are made at load from the same model in floats,
 which is written to a folder of its own first (an engine would keep a file's integers); `int4-symmetric` is without zero
-points.
+points. `int8-kv` multiplies floats, and keeps keys and values as int8.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "int4-symmetric": {"quantization": "int4", "quantization_zero_points": False},
+    "int8-kv": {"kv_cache_dtype": "int8"},
 }
 """Engine options of each."""
+_AS_STORED = ("file", "int8-kv")
+"""Take the weights from the model's own file."""
 TASKS = ("lambada", "arc_easy")
 
 
@@ -77,7 +80,7 @@ def measure(
             yield {**common, "format": REFERENCE, **_scores(result)}
         for name in formats:
             began = time.perf_counter()
-            stored = model if name == "file" else floats
+            stored = model if name in _AS_STORED else floats
             for mine, other in zip(_ask(name, stored, model, tasks, limit, threads), reference, strict=True):
                 yield {**common, "format": name, **_scores(mine), **compared(mine, other),
                        "seconds": round(time.perf_counter() - began, 1)}
@@ -168,10 +171,15 @@ def decoder_of(name: str, stored: str, max_model_len: int, threads: int | None) 
     from quire.config import EngineConfig
     from quire.models.build import build_decoder
     from quire.models.loader.source import resolve_model
+    from quire.models.registry import read_spec
+    from quire.models.shard import shard_of
     from quire.ops.cpu import CpuOps
+    from quire.parallel.place import Place
 
-    rounding = EngineConfig.create(model=stored, **FORMATS[name]).model.rounding
-    source = resolve_model(stored)
+    config = EngineConfig.create(model=stored, **FORMATS[name])
+    rounding, source = config.model.rounding, resolve_model(stored)
+    spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
     weights = source.weights(None) if rounding is None else source.stored_weights()
     ops = CpuOps(num_threads=threads, rounding=rounding)
-    return build_decoder(source.config, weights, ops, max_model_len=max_model_len, dtype=None)
+    shard = shard_of(spec, Place())
+    return build_decoder(source.config, weights, ops, max_model_len=max_model_len, shard=shard, dtype=None)

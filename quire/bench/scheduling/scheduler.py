@@ -24,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="numbers of decoding sequences to measure")
     parser.add_argument("--steps", type=int, default=200, metavar="N",
                         help="steps measured of each (default: 200)")
+    parser.add_argument("--host", action="store_true",
+                        help="what the host pays for a token of LLM.generate, plain and with log-probabilities")
     parser.add_argument("--growth", action="store_true",
                         help="count the operations of costs that must not grow with queues, prompts and answers")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 4096, 16384], metavar="N",
@@ -38,6 +40,12 @@ def run(args: argparse.Namespace) -> int:
     from quire.machine import describe_machine
 
     machine = describe_machine()
+    if args.host:
+        from quire.bench.scheduling.host_cost import lines
+
+        for line in lines(args.sequences, args.steps):
+            print(json.dumps({**line, **machine}), flush=True)
+        return 0
     cases = [measure(n, args.steps) for n in sorted(args.sequences)]
     for case in cases:
         print(json.dumps({"bench": "scheduler", **case, **machine}), flush=True)

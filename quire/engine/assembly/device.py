@@ -43,8 +43,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
     if device == "cuda" and missing is not None:
         raise ConfigError(f"device 'cuda' cannot be used: {missing}; use device='cpu' or 'auto'", field="device")
     gpu = device != "cpu" and missing is None
-    if not gpu and config.cache.kv_cache_dtype != "auto":
-        raise ConfigError("kv_cache_dtype 'fp8' needs a GPU: use kv_cache_dtype='auto'", field="kv_cache_dtype")
+    _check_kv_dtype(config.cache.kv_cache_dtype, gpu)
     if gpu and config.model.quantization is not None:
         raise ConfigError("quantization multiplies integers on a CPU only so far: use device='cpu', or no quantization",
                           field="quantization")
@@ -53,6 +52,13 @@ def resolve(config: EngineConfig) -> EngineConfig:
         model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu"),
         scheduler=_with_a_step_for_every_stage(config).resolved(gpu),
     )
+
+
+def _check_kv_dtype(kv_cache_dtype: str, gpu: bool) -> None:
+    needed, other = ("a CPU", "'auto' or 'fp8'") if gpu else ("a GPU", "'auto' or 'int8'")
+    if kv_cache_dtype == ("int8" if gpu else "fp8"):
+        raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} needs {needed}: use kv_cache_dtype={other}",
+                          field="kv_cache_dtype")
 
 
 def _with_a_step_for_every_stage(config: EngineConfig) -> SchedulerConfig:
@@ -107,7 +113,7 @@ def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, 
     from quire.models.registry import read_spec
     from quire.worker.memory import size_pool, step_tokens_of
 
-    spec = read_spec(source.config)
+    spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
     pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False),
                      step_tokens=step_tokens_of(config))
     if config.model.dummy_script is not None:

@@ -45,7 +45,7 @@ class RankedWorker:
 
 def build_ranks(source: ModelSource, config: EngineConfig) -> tuple[RankedWorker | NoWorker, Executor]:
     """Ranks that wait for plans, and what is known of all of them."""
-    spec = read_spec(source.config)
+    spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
     check_parallel(config)
     parallel = config.parallel
     places = Place.all(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)

@@ -270,12 +270,13 @@ class RequestDesk:
                 subscription.started(started.time, started.num_cached_tokens)
                 self._admission.started(started.handle)
         self._admission.taken(step.taken)
-        for handle, token in zip(step.handles, step.tokens, strict=True):
+        records = step.logprobs or [b""] * len(step.tokens)
+        for handle, token, record in zip(step.handles, step.tokens, records, strict=True):
             subscription = subscriptions.get(handle)
             if subscription is not None:
                 touched[handle] = subscription
                 try:
-                    stop = subscription.take_token(token)
+                    stop = subscription.take_token(token, record or None)
                 except Exception as error:
                     self._broke(subscription, error)
                     continue

@@ -11,6 +11,7 @@ import time
 from quire.engine.outputs.output import RequestOutput
 from quire.engine.outputs.output_processor import OutputProcessor
 from quire.engine.process import messages as m
+from quire.sampling.token_logprobs import LogprobRecord
 from quire.scheduler.request import Request
 
 OUTPUT_KINDS = ("cumulative", "delta", "final")
@@ -39,10 +40,10 @@ class Subscription:
 
     # ---- what the engine says
 
-    def take_token(self, token: int) -> str | None:
-        """One plain token of the only sequence; the stop string that it completed, if any."""
+    def take_token(self, token: int, logprobs: LogprobRecord | None = None) -> str | None:
+        """One token of the only sequence; the stop string that it completed, if any."""
         self._news = True
-        return self.processor.process_token(token)
+        return self.processor.process_token(token, logprobs=logprobs)
 
     def take(self, news: m.SequenceNews) -> str | None:
         """Whatever else; the stop string that ended the sequence here and not in the engine, if any."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.scheduler.plan import TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord
 from quire.scheduler.request import FinishReason, RequestCounts
 from quire.scheduler.updates import SequenceUpdate
 
@@ -25,9 +25,9 @@ class News(Protocol):
     @property
     def error(self) -> str | None: ...
     @property
-    def logprobs(self) -> Sequence[TokenLogprobs] | None: ...
+    def logprobs(self) -> Sequence[LogprobRecord] | None: ...
     @property
-    def prompt_logprobs(self) -> Sequence[TokenLogprobs] | None: ...
+    def prompt_logprobs(self) -> Sequence[LogprobRecord] | None: ...
     @property
     def score(self) -> tuple[float, float] | None: ...
     @property
@@ -45,8 +45,8 @@ class SequenceNews:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[LogprobRecord] | None = None
+    prompt_logprobs: list[LogprobRecord] | None = None
     score: tuple[float, float] | None = None
     """Of a complete beam: its cumulative log-probability, and that after the length penalty."""
     counts: RequestCounts | None = None

@@ -29,7 +29,9 @@ class Snapshot:
     whole_text: Callable[[], str]
     num_chars: int
     token_ids: list[int]
-    logprobs: list[PositionLogprobs] | None
+    logprobs: Callable[[int], list[PositionLogprobs]] | None
+    """Describes so many positions."""
+    num_logprobs: int
     num_tokens: int
 
 
@@ -37,7 +39,7 @@ class Snapshot:
 class CompletionOutput:
     """One sequence of a request, as far as it has come.
 
-    `text`, `token_ids` and `logprobs` of one that was made by `at` are copied when they are first read: whoever reads
+    `text`, `token_ids` and `logprobs` of one that was made by `at` are made when they are first read: whoever reads
     only what is new pays for nothing else.
     """
 
@@ -78,12 +80,19 @@ class CompletionOutput:
         elif name == "token_ids":
             self.token_ids = whole.token_ids[: whole.num_tokens]
         else:
-            self.logprobs = None if whole.logprobs is None else whole.logprobs[: whole.num_tokens]
+            self.logprobs = None if whole.logprobs is None else whole.logprobs(whole.num_tokens)
         return object.__getattribute__(self, name)
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def num_logprobs(self) -> int:
+        """About how many log-probabilities `logprobs` holds; they are not made for that."""
+        if self._whole is not None:
+            return self._whole.num_logprobs
+        return len(self.logprobs) * len(self.logprobs[0]) if self.logprobs else 0
 
 
 @dataclass(slots=True)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from quire.engine.outputs.detokenizer import TextDecoder
 from quire.engine.outputs.news import News
 from quire.engine.outputs.output import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
-from quire.engine.outputs.sequence_state import SequenceState, describe
+from quire.engine.outputs.sequence_logprobs import describe
+from quire.engine.outputs.sequence_state import SequenceState
 from quire.errors import InvalidRequestError
 from quire.sampling.params import SamplingParams
-from quire.scheduler.plan import TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -26,7 +27,6 @@ class OutputUpdate:
     text_delta: str
     token_ids: list[int]
     """The new tokens that count: those after a stop string are dropped."""
-    logprobs: list[PositionLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
     hit_stop_string: bool = False
@@ -112,7 +112,7 @@ class OutputProcessor:
     def process(
         self,
         token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs] | None = None,
+        logprobs: Sequence[LogprobRecord] | None = None,
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
         *,
@@ -129,17 +129,15 @@ class OutputProcessor:
         text, hit = state.take(token_ids, logprobs, _plain_reason(finish_reason), stop_reason)
         if now is not None:
             self._note_time(now)
-        new = state.logprobs[before:] if state.logprobs is not None else None
-        return OutputUpdate(
-            index, text, state.token_ids[before:], new, state.finish_reason, state.stop_reason, hit
-        )
+        return OutputUpdate(index, text, state.token_ids[before:], state.finish_reason, state.stop_reason, hit)
 
-    def process_token(self, token_id: int, clock: Callable[[], float] = time.monotonic) -> str | None:
+    def process_token(self, token_id: int, clock: Callable[[], float] = time.monotonic,
+                      logprobs: LogprobRecord | None = None) -> str | None:
         """The short way for one token of the only sequence that came without anything else: what `process` does,
         for a tenth of the time. Returns the stop string that it completed, if any."""
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = clock()
-        found = self._sequences[0].take_token(token_id)
+        found = self._sequences[0].take_token(token_id, logprobs)
         if found is not None:
             self.metrics.finished_time = clock()
         return found
@@ -150,7 +148,7 @@ class OutputProcessor:
         running = [state.index for state in self._sequences if state.finish_reason is None]
         return [self.process([], finish_reason="abort", index=index, now=now) for index in running]
 
-    def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+    def add_prompt_logprobs(self, logprobs: Sequence[LogprobRecord]) -> None:
         """Log-probabilities of the next prompt tokens, in order, starting with the second token."""
         if self._prompt_logprobs is not None:
             count = self.params.prompt_logprobs or 0

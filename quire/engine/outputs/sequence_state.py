@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.engine.outputs.detokenizer import TextDecoder
-from quire.engine.outputs.output import CompletionOutput, Logprob, PositionLogprobs, Snapshot
+from quire.engine.outputs.output import CompletionOutput, Snapshot
+from quire.engine.outputs.sequence_logprobs import SequenceLogprobs
 from quire.engine.outputs.sequence_text import SequenceText
 from quire.sampling.params import SamplingParams
-from quire.scheduler.plan import TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord, logprob_of
 
 
 class SequenceState:
@@ -17,10 +18,8 @@ class SequenceState:
     __slots__ = (
         "_new_text",
         "_num_reported",
-        "_params",
         "_reported_end",
         "_text",
-        "_tokenizer",
         "cumulative_logprob",
         "finish_reason",
         "index",
@@ -34,13 +33,12 @@ class SequenceState:
         self.index = index
         self.token_ids: list[int] = []
         wanted = params.logprobs is not None
-        self.logprobs: list[PositionLogprobs] | None = [] if wanted else None
+        own = tokenizer if params.detokenize else None
+        self.logprobs = SequenceLogprobs(params.logprobs or 0, own) if wanted else None
         self.cumulative_logprob: float | None = 0.0 if wanted or params.ranked else None
         self.score: float | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self._params = params
-        self._tokenizer = tokenizer if params.detokenize else None
         self._text = SequenceText(params, tokenizer)
         self._new_text: list[str] = []
         self._num_reported = 0
@@ -55,7 +53,7 @@ class SequenceState:
     def take(
         self,
         token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs] | None = None,
+        logprobs: Sequence[LogprobRecord] | None = None,
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
     ) -> tuple[str, bool]:
@@ -70,21 +68,23 @@ class SequenceState:
         self._new_text.append(text)
         self.token_ids.extend(token_ids[:kept])
         if self.cumulative_logprob is not None and logprobs is not None:
-            count = self._params.logprobs or 0
             if self.logprobs is not None:
-                self.logprobs.extend(describe(entry, count, self._tokenizer) for entry in logprobs[:kept])
-            added = sum(entry.logprob for entry in logprobs[:kept])
-            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + added
+                self.logprobs.extend(logprobs[:kept])
+            self.cumulative_logprob += sum(map(logprob_of, logprobs[:kept]))
         found = self._text.stop_string
         self.finish_reason = finish_reason if found is None else "stop"
         self.stop_reason = stop_reason if found is None else found
         return text, found is not None
 
-    def take_token(self, token_id: int) -> str | None:
-        """As `take` for one token without log-probabilities that ends nothing; the stop string it completed."""
+    def take_token(self, token_id: int, logprobs: LogprobRecord | None = None) -> str | None:
+        """As `take` for one token that ends nothing; the stop string it completed."""
         if self.finish_reason is not None:
             return None
         self.token_ids.append(token_id)
+        if logprobs is not None and self.cumulative_logprob is not None:
+            self.cumulative_logprob += logprob_of(logprobs)
+            if self.logprobs is not None:
+                self.logprobs.add(logprobs)
         self._new_text.append(self._text.push(token_id))
         found = self._text.stop_string
         if found is not None:
@@ -98,7 +98,7 @@ class SequenceState:
         self._reported_end = self.finish_reason is not None
         start, self._num_reported = self._num_reported, len(self.token_ids)
         tokens = self.token_ids[start:]
-        logprobs = None if self.logprobs is None else self.logprobs[start:]
+        logprobs = None if self.logprobs is None else self.logprobs.part(start, self._num_reported)
         return CompletionOutput(self.index, delta, tokens, self.cumulative_logprob, logprobs, self.finish_reason,
                                 self.stop_reason, delta, tokens, self.score)
 
@@ -106,7 +106,10 @@ class SequenceState:
         """The sequence so far, with what is new since this was last asked."""
         delta, self._new_text = "".join(self._new_text), []
         start, self._num_reported = self._num_reported, len(self.token_ids)
-        snapshot = Snapshot(self._text.whole, self._text.num_chars, self.token_ids, self.logprobs, len(self.token_ids))
+        described = self.logprobs
+        snapshot = Snapshot(self._text.whole, self._text.num_chars, self.token_ids,
+                            None if described is None else described.first,
+                            0 if described is None else described.num_values, len(self.token_ids))
         return CompletionOutput.at(snapshot, self.index, self.cumulative_logprob, self.finish_reason, self.stop_reason,
                                    delta, self.token_ids[start:], self.score)
 
@@ -119,17 +122,3 @@ class SequenceState:
             if self._text.stop_string is not None:
                 return text, place + 1
         return text, len(token_ids)
-
-
-def describe(entry: TokenLogprobs, count: int, tokenizer: TextDecoder | None) -> PositionLogprobs:
-    """The log-probabilities of one position, with the words of their tokens."""
-
-    def word(token_id: int) -> str | None:
-        return None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
-
-    position = {entry.token_id: Logprob(entry.logprob, entry.rank, word(entry.token_id))}
-    best = zip(entry.top_ids[:count], entry.top_logprobs[:count], strict=True)
-    for rank, (token, logprob) in enumerate(best, start=1):
-        if token not in position:
-            position[token] = Logprob(logprob, rank, word(token))
-    return position

@@ -29,6 +29,7 @@ from quire.engine.process.pulse import Pulse
 from quire.engine.watch.watching import Watching
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.kvcache.held_names import HeldNames
+from quire.lean_torch import import_torch
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.request import FinishReason, Request
 from quire.scheduler.scheduler import SequenceUpdate
@@ -263,7 +264,7 @@ class EngineServer:
             raise failure
 
     def _send(self, updates: list[SequenceUpdate], stats: m.StepStats | None) -> None:
-        handles, tokens, news, ended = [], [], [], []
+        handles, tokens, records, news, ended = [], [], [], [], []
         for update in updates:
             request, seq = update.request, update.sequence
             handle = self._handles.get(request)
@@ -274,9 +275,10 @@ class EngineServer:
                 self._forget(handle)
                 continue
             if (len(update.new_tokens) == 1 and seq.finish_reason is None and not request.grouped
-                    and update.logprobs is None and not update.prompt_logprobs):
+                    and not update.prompt_logprobs):
                 handles.append(handle)
                 tokens.append(update.new_tokens[0])
+                records.append(update.logprobs[0] if update.logprobs else b"")
                 continue
             news.append(_news(handle, update))
             if seq.finish_reason is not None and request.finished:
@@ -291,7 +293,7 @@ class EngineServer:
             self._snapshot_at = now + _SNAPSHOT_SECONDS
         self._news_due = False
         self._send_message(m.StepOutputs(handles, tokens, news, started, self._taken, len(self._requests), stats,
-                                         metrics))
+                                         metrics, records if any(records) else []))
 
     def _show(self) -> None:
         """Send a view frame if the engine is watched and one is due."""
@@ -333,7 +335,10 @@ def serve(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> 
         start = m.decode_to_engine(inbox.recv())
         if not isinstance(start, m.Start):
             raise EngineError(f"the first message must say what to start, not {type(start).__name__}")
-        engine = build_engine(EngineConfig.create(**start.options), progress=False, clock=time.monotonic,
+        config = EngineConfig.create(**start.options)
+        if config.model.executor != "dummy":
+            import_torch()
+        engine = build_engine(config, progress=False, clock=time.monotonic,
                               options=start.options)
         server = EngineServer(engine, inbox, outbox, pulse, Doorbell(
             inbox, engine.core.executor.arrivals, engine.core.scheduler.compiling.isolated))

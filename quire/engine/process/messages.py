@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.sampling.params import BeamSearchParams, SamplingParams
-from quire.scheduler.plan import TokenLogprobs
+from quire.sampling.token_logprobs import LogprobRecord
 from quire.scheduler.request import RequestCounts
 
 Plain = str | int | float | bool | dict[str, Any] | None
@@ -134,8 +134,8 @@ class SequenceNews(msgspec.Struct, array_like=True, frozen=True, gc=False):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[LogprobRecord] | None = None
+    prompt_logprobs: list[LogprobRecord] | None = None
     score: tuple[float, float] | None = None
     """Of a complete beam: its cumulative log-probability, and that after the length penalty."""
     counts: RequestCounts | None = None
@@ -175,7 +175,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class StepOutputs(msgspec.Struct, tag="step", array_like=True, frozen=True):
     """All that one step brought, for all requests: one message. The common case, one token of a request's only
-    sequence and nothing else to say, is a pair of numbers in two parallel lists."""
+    sequence (and its log-probabilities), is a place in parallel lists."""
 
     handles: list[int]
     tokens: list[int]
@@ -188,6 +188,8 @@ class StepOutputs(msgspec.Struct, tag="step", array_like=True, frozen=True):
     stats: StepStats | None = None
     metrics: dict[str, int | float] | None = None
     """A snapshot of all counters and gauges: now and then, and whenever the engine comes to rest."""
+    logprobs: list[LogprobRecord] = []
+    """Of each of `tokens`, empty where they were not asked for; no list where nobody asks."""
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):

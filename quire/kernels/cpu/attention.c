@@ -8,7 +8,11 @@
  * Decoding sequences that begin with the same blocks go as a bundle: a tile that they share is read once for all.
  *
  * Keys are stored [block][kv head][feature][slot], values [block][kv head][slot][feature]. Of latents (MLA) there is one
- * vector [block][slot][feature] for all heads: it is the key, and its first `value_dim` features are the value. */
+ * vector [block][slot][feature] for all heads: it is the key, and its first `value_dim` features are the value.
+ * A cache of int8 codes has the same two forms with four codes in the place of a float (code_cache.c). */
+#include "attention.h"
+#include "code_cache.h"
+#include "code_dots.h"
 #include "export.h"
 #include "pool.h"
 #include "recorded.h"
@@ -16,47 +20,6 @@
 
 #include <math.h>
 #include <stdlib.h>
-
-#define TILE 64
-#define MAX_DIM 576 /* wider heads and latents are refused by ops/cpu.py; DeepSeek-V3 has latents of 512 + 64 */
-#define ROWS 6       /* (query, head) pairs of a register tile */
-#define MAX_BLOCK 48 /* (query, head) pairs of a task */
-#if defined(__AVX512F__) || defined(__aarch64__)
-#define WIDE 4 /* vectors of a register tile: 24 sums in 32 registers */
-#else
-#define WIDE 2 /* 12 sums in 16 registers */
-#endif
-
-typedef struct {
-    const float *qkv, *k, *v;       /* k NULL: v are latents */
-    float *out;
-    const int32_t *query_start, *context_len, *tables;
-    const float *sinks;             /* [heads] a score beside those of the keys, without a value; NULL: none */
-    int64_t table_stride, seqs, heads, kv_heads, dim, block_size, window;
-    int64_t value_dim, row_width;   /* floats of a value; of a row of qkv, which begins with the query heads */
-    float scale, softcap;           /* softcap 0: none */
-    int64_t share, parts, queries;  /* query heads of a kv head; pieces they are cut into; queries of a task */
-    int64_t skipped;                /* query heads of the first kv head that another rank has */
-    const int64_t *first_task;      /* [seqs + 1] */
-    const int64_t *members;         /* [seqs] sequences that go with this one, itself included; 0: goes with another */
-} attend_job;
-
-/* One task's state: `rows` pairs (query, head) against one kv head of one sequence, or of a bundle of sequences that
- * have one query each. */
-typedef struct {
-    const attend_job *job;
-    const int32_t *table;
-    int64_t seq, members;
-    int64_t kv_head, rows, row_heads; /* row r is query r / row_heads, head r % row_heads of the task */
-    int64_t first_key;                /* index of the key of the task's first query */
-    int64_t stride, value_stride;     /* floats between rows of q, and of acc: rounded up to a vector */
-    float *q, *acc;
-    float top[MAX_BLOCK], total[MAX_BLOCK];
-    const float *k_group[TILE / VL], *v_row[TILE]; /* this tile's keys, by vector; its values, by key */
-    const float *k_next[TILE / VL], *v_next[TILE]; /* where to prefetch: the next tile's */
-    int64_t k_step;                                /* floats between features of a key vector */
-    float *k_packed, *v_packed;
-} attend_task;
 
 /* scores[r][0 .. WIDE*VL) of `rows` rows against WIDE vectors of keys. */
 INLINE void score_tile(int rows, int ahead, const float *q, int64_t ldq, const float *const *k, int64_t step,
@@ -79,7 +42,7 @@ INLINE void score_tile(int rows, int ahead, const float *q, int64_t ldq, const f
 }
 
 /* acc[r][0 .. vectors*VL) += sum over keys [low, high) in order of p[r][key] * v[key]. */
-INLINE void value_tile(int rows, int vectors, int ahead, const float *p, const float *const *v,
+INLINE void value_tile(int rows, int vectors, int ahead, int codes, const float *p, const float *const *v,
                        const float *const *next, int64_t offset, int64_t low, int64_t high, float *acc, int64_t ld) {
     vf sum[ROWS * WIDE];
     UNROLL for (int r = 0; r < rows; r++)
@@ -87,8 +50,10 @@ INLINE void value_tile(int rows, int vectors, int ahead, const float *p, const f
     for (int64_t key = low; key < high; key++) {
         vf values[WIDE];
         UNROLL for (int j = 0; j < vectors; j++) {
-            values[j] = load_v(v[key] + offset + j * VL);
-            if (ahead) __builtin_prefetch(next[key] + offset + j * VL, 0, 2);
+            int64_t at = offset + j * VL;
+            values[j] = codes ? bytes_to_float((const char *)v[key] + at) : load_v(v[key] + at);
+            if (ahead && !codes) __builtin_prefetch(next[key] + at, 0, 2);
+            if (ahead && codes && j == 0) __builtin_prefetch((const char *)next[key] + at, 0, 2);
         }
         UNROLL for (int r = 0; r < rows; r++) {
             vf x = set_v(p[r * TILE + key]);
@@ -112,6 +77,10 @@ INLINE void value_tile(int rows, int vectors, int ahead, const float *p, const f
 
 /* Raw scores of rows [row, row + rows) against the first `keys` keys of the tile. */
 static void score_rows(const attend_task *t, int64_t row, int64_t rows, int64_t keys, float *scores) {
+    if (t->job->quads) {
+        quire_code_scores(t, row, rows, keys, scores);
+        return;
+    }
     const float *q = t->q + row * t->stride;
     int ahead = row == 0;
     for (int64_t g = 0; g * VL < keys; g += WIDE) {
@@ -124,14 +93,39 @@ static void score_rows(const attend_task *t, int64_t row, int64_t rows, int64_t 
     }
 }
 
+/* The weights p of rows and keys, times the scales of the keys' values. */
+static void scale_weights(const attend_task *t, int64_t rows, int64_t low, int64_t high, const float *p, float *scaled) {
+    for (int64_t key = low; key < high; key++) {
+        float scale = t->v_row[key][t->job->quads];
+        for (int64_t r = 0; r < rows; r++) scaled[r * TILE + key] = p[r * TILE + key] * scale;
+    }
+}
+
+static void code_value_rows(const attend_task *t, int64_t row, int64_t rows, int64_t low, int64_t high, const float *p) {
+    float scaled[ROWS * TILE] __attribute__((aligned(64)));
+    float *acc = t->acc + row * t->value_stride;
+    int64_t offset = 0;
+    scale_weights(t, rows, low, high, p, scaled);
+#define CODE_VALUE_WIDE(R)                                                                                          \
+    if (row == 0) value_tile(R, WIDE, 1, 1, scaled, t->v_row, t->v_next, offset, low, high, acc, t->value_stride);  \
+    else value_tile(R, WIDE, 0, 1, scaled, t->v_row, t->v_next, offset, low, high, acc, t->value_stride)
+#define CODE_VALUE_ONE(R) value_tile(R, 1, 0, 1, scaled, t->v_row, t->v_next, offset, low, high, acc, t->value_stride)
+    for (; offset + WIDE * VL <= t->value_stride; offset += WIDE * VL) EACH_ROW_COUNT(CODE_VALUE_WIDE)
+    for (; offset < t->value_stride; offset += VL) EACH_ROW_COUNT(CODE_VALUE_ONE)
+}
+
 static void value_rows(const attend_task *t, int64_t row, int64_t rows, int64_t low, int64_t high, const float *p) {
+    if (t->job->quads) {
+        code_value_rows(t, row, rows, low, high, p);
+        return;
+    }
     float *acc = t->acc + row * t->value_stride;
     int ahead = row == 0;
     int64_t offset = 0;
 #define VALUE_WIDE(R)                                                                                               \
-    if (ahead) value_tile(R, WIDE, 1, p, t->v_row, t->v_next, offset, low, high, acc, t->value_stride);                   \
-    else value_tile(R, WIDE, 0, p, t->v_row, t->v_next, offset, low, high, acc, t->value_stride)
-#define VALUE_ONE(R) value_tile(R, 1, 0, p, t->v_row, t->v_next, offset, low, high, acc, t->value_stride)
+    if (ahead) value_tile(R, WIDE, 1, 0, p, t->v_row, t->v_next, offset, low, high, acc, t->value_stride);                   \
+    else value_tile(R, WIDE, 0, 0, p, t->v_row, t->v_next, offset, low, high, acc, t->value_stride)
+#define VALUE_ONE(R) value_tile(R, 1, 0, 0, p, t->v_row, t->v_next, offset, low, high, acc, t->value_stride)
     for (; offset + WIDE * VL <= t->value_stride; offset += WIDE * VL) EACH_ROW_COUNT(VALUE_WIDE)
     for (; offset < t->value_stride; offset += VL) EACH_ROW_COUNT(VALUE_ONE)
 }
@@ -230,18 +224,19 @@ static void fold_rows(attend_task *t, int64_t row, int64_t rows, int64_t start) 
 static void locate(const attend_task *t, int64_t start, int64_t low, int64_t high, const float **k_group,
                    const float **v_row) {
     const attend_job *job = t->job;
-    int64_t size = job->block_size, dim = job->dim, number = low / size, group = (low - start) / VL;
+    int64_t size = job->block_size, width = job->width, number = low / size, lanes = t->lanes;
+    int64_t group = (low - start) / lanes;
     for (int64_t key = low; key < high; number++) {
-        int64_t block = (t->table[number] * job->kv_heads + t->kv_head) * dim * size, origin = number * size;
+        int64_t block = (t->table[number] * job->kv_heads + t->kv_head) * width * size, origin = number * size;
         int64_t end = origin + size < high ? origin + size : high;
-        for (; key < end; key++) v_row[key - start] = job->v + block + (key - origin) * dim;
+        for (; key < end; key++) v_row[key - start] = job->v + block + (key - origin) * width;
         if (t->k_packed) continue;
-        for (; start + group * VL < end; group++) k_group[group] = job->k + block + (start + group * VL - origin);
+        for (; start + group * lanes < end; group++) k_group[group] = job->k + block + (start + group * lanes - origin);
     }
     if (t->k_packed) return;
     /* Vectors that no row sees read one that some row does; their scores are dropped. */
-    for (int64_t g = 0; g < (low - start) / VL; g++) k_group[g] = k_group[group - 1];
-    for (int64_t g = group; g < TILE / VL; g++) k_group[g] = k_group[group - 1];
+    for (int64_t g = 0; g < (low - start) / lanes; g++) k_group[g] = k_group[group - 1];
+    for (int64_t g = group; g < TILE / lanes; g++) k_group[g] = k_group[group - 1];
 }
 
 /* Latents lie token by token: turn the tile's round, so that scores vectorise over its keys. */
@@ -257,18 +252,18 @@ static void pack_latents(attend_task *t, int64_t start, int64_t low, int64_t hig
 /* Blocks too narrow for a vector, and latents: copy the tile's keys side by side. */
 static void pack_keys(attend_task *t, int64_t start, int64_t low, int64_t high) {
     const attend_job *job = t->job;
-    for (int64_t g = 0; g < TILE / VL; g++) t->k_group[g] = t->k_packed + g * VL;
+    for (int64_t g = 0; g < TILE / t->lanes; g++) t->k_group[g] = t->k_packed + g * t->lanes;
     if (!job->k) {
         pack_latents(t, start, low, high);
         return;
     }
-    int64_t size = job->block_size, dim = job->dim, number = low / size;
+    int64_t size = job->block_size, width = job->width, number = low / size;
     for (int64_t key = low; key < high; number++) {
         int64_t offset = key - number * size, count = size - offset < high - key ? size - offset : high - key;
-        const float *from = job->k + (t->table[number] * job->kv_heads + t->kv_head) * dim * size + offset;
+        const float *from = job->k + (t->table[number] * job->kv_heads + t->kv_head) * width * size + offset;
         float *to = t->k_packed + key - start;
-        for (int64_t d = 0; d < dim; d++)
-            for (int64_t i = 0; i < count; i++) to[d * TILE + i] = from[d * size + i];
+        for (int64_t d = 0; d < width; d++)
+            for (int64_t i = 0; i < count; i++) memcpy(to + d * TILE + i, from + d * size + i, sizeof *to);
         key += count;
     }
 }
@@ -383,18 +378,20 @@ static void attend_one(void *arg, int64_t index) {
     const attend_job *job = arg;
     float q[MAX_BLOCK * MAX_DIM] __attribute__((aligned(64))), acc[MAX_BLOCK * MAX_DIM] __attribute__((aligned(64)));
     float k_packed[TILE * MAX_DIM] __attribute__((aligned(64))), v_packed[TILE * MAX_DIM] __attribute__((aligned(64)));
-    attend_task t = {.job = job, .q = q, .acc = acc, .k_step = job->block_size};
+    attend_task t = {.job = job, .q = q, .q_codes = (int8_t *)q, .acc = acc, .k_step = job->block_size};
     int64_t seq = find_seq(job, index), token, head, dim = job->dim, value_dim = job->value_dim;
     task_rows(job, seq, index - job->first_task[seq], &t, &token, &head);
     if (t.rows == 0) return; /* fewer heads than pieces */
     t.stride = (dim + VL - 1) / VL * VL;
     t.value_stride = (value_dim + VL - 1) / VL * VL;
-    if (!job->k || job->block_size % VL) t.k_packed = k_packed, t.k_step = TILE;
-    if (value_dim % VL) t.v_packed = v_packed;
-    for (int64_t g = 0; t.k_packed && g < TILE / VL; g++) t.k_next[g] = k_packed + g * VL; /* nothing to fetch */
+    t.lanes = job->quads ? DOT_KEYS : VL;
+    if (!job->k || job->block_size % t.lanes) t.k_packed = k_packed, t.k_step = TILE;
+    if (value_dim % VL && !job->quads) t.v_packed = v_packed; /* codes are padded in the cache */
+    for (int64_t g = 0; t.k_packed && g < TILE / t.lanes; g++) t.k_next[g] = k_packed + g * t.lanes; /* nothing to fetch */
     for (int64_t r = 0; r < t.rows; r++) {
         const float *from = job->qkv + (token + r / t.row_heads) * job->row_width + (head + r % t.row_heads) * dim;
-        for (int64_t d = 0; d < dim; d++) q[r * t.stride + d] = from[d] * job->scale;
+        if (job->quads) quire_code_query(&t, r, from);
+        for (int64_t d = 0; d < dim && !job->quads; d++) q[r * t.stride + d] = from[d] * job->scale;
         for (int64_t d = 0; d < t.value_stride; d++) acc[r * t.value_stride + d] = 0.0f;
         t.top[r] = -INFINITY;
         t.total[r] = 0.0f;
@@ -459,8 +456,24 @@ EXPORT int32_t quire_attend(const float *qkv, const float *k, const float *v, fl
     attend_job job = {.qkv = qkv, .k = k, .v = v, .out = out, .query_start = query_start, .context_len = context_len,
                       .tables = tables, .sinks = sinks, .table_stride = table_stride, .seqs = seqs, .heads = heads,
                       .kv_heads = kv_heads, .dim = dim, .block_size = block_size, .window = window, .value_dim = dim,
+                      .width = dim,
                       .row_width = (heads + 2 * kv_heads) * dim, .scale = scale, .softcap = softcap, .share = group,
                       .skipped = skipped};
+    return attend(&job);
+}
+
+/* The same over a cache of codes, as quire_rope_and_code writes it. */
+EXPORT int32_t quire_attend_codes(const float *qkv, const float *k, const float *v, float *out, const int32_t *query_start,
+                                  const int32_t *context_len, const int32_t *tables, const float *sinks,
+                                  int64_t table_stride, int64_t seqs, int64_t heads, int64_t kv_heads, int64_t group,
+                                  int64_t skipped, int64_t dim, int64_t block_size, int64_t window, float scale,
+                                  float softcap) {
+    int64_t width = quire_code_width(dim);
+    attend_job job = {.qkv = qkv, .k = k, .v = v, .out = out, .query_start = query_start, .context_len = context_len,
+                      .tables = tables, .sinks = sinks, .table_stride = table_stride, .seqs = seqs, .heads = heads,
+                      .kv_heads = kv_heads, .dim = dim, .block_size = block_size, .window = window, .value_dim = dim,
+                      .width = width, .quads = width - 1, .row_width = (heads + 2 * kv_heads) * dim, .scale = scale,
+                      .softcap = softcap, .share = group, .skipped = skipped};
     return attend(&job);
 }
 
@@ -471,7 +484,7 @@ EXPORT int32_t quire_latent_attend(const float *q, const float *latents, float *
                                    int64_t heads, int64_t rank, int64_t rope, int64_t block_size, float scale) {
     attend_job job = {.qkv = q, .v = latents, .out = out, .query_start = query_start, .context_len = context_len,
                       .tables = tables, .table_stride = table_stride, .seqs = seqs, .heads = heads, .kv_heads = 1,
-                      .dim = rank + rope, .block_size = block_size, .value_dim = rank,
+                      .dim = rank + rope, .block_size = block_size, .value_dim = rank, .width = rank + rope,
                       .row_width = heads * (rank + rope), .scale = scale, .share = heads};
     return attend(&job);
 }
@@ -481,3 +494,6 @@ RECORDED_CHECK(quire_latent_attend, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(
 
 RECORDED_CHECK(quire_attend, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), PTR(6), PTR(7), INT(8), INT(9), INT(10), INT(11),
                INT(12), INT(13), INT(14), INT(15), INT(16), REAL(17), REAL(18))
+
+RECORDED_CHECK(quire_attend_codes, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), PTR(6), PTR(7), INT(8), INT(9), INT(10),
+               INT(11), INT(12), INT(13), INT(14), INT(15), INT(16), REAL(17), REAL(18))

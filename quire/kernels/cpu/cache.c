@@ -1,4 +1,5 @@
 /* Putting this step's keys and values into the paged cache: head norms, rotation, the write, and block copies. */
+#include "code_cache.h"
 #include "export.h"
 #include "pool.h"
 #include "recorded.h"
@@ -12,6 +13,7 @@ typedef struct {
     const int64_t *positions, *slots;
     int64_t tokens, heads, kv_heads, dim, block_size, rot, step;
     float eps;
+    int codes; /* k and v of the cache are int8 codes */
 } rope_job;
 
 /* (a, b) -> (a cos - b sin, b cos + a sin) for feature i and i + half of the first 2 * half features. */
@@ -51,7 +53,10 @@ static void rope_token(const rope_job *job, int64_t t) {
         if (norm) quire_rms_row(row + h * dim, norm, row + h * dim, dim, job->eps);
         if (job->rope) rotate_head(row + h * dim, job->rope + job->positions[t] * job->rot, job->rot / 2);
     }
-    write_token(job, row + job->heads * dim, row + heads * dim, job->slots[t]);
+    if (job->codes)
+        quire_write_codes(row + job->heads * dim, row + heads * dim, job->k, job->v, job->slots[t], job->kv_heads, dim,
+                          job->block_size);
+    else write_token(job, row + job->heads * dim, row + heads * dim, job->slots[t]);
 }
 
 static void rope_task(void *arg, int64_t task) {
@@ -60,13 +65,29 @@ static void rope_task(void *arg, int64_t task) {
     for (int64_t t = task * job->step; t < end; t++) rope_token(job, t);
 }
 
+static void rope_and_write(rope_job *job) {
+    job->step = 8192 / ((job->heads + 2 * job->kv_heads) * job->dim) + 1;
+    quire_parallel(rope_task, job, (job->tokens + job->step - 1) / job->step);
+}
+
+/* The same with a cache of int8 codes (code_cache.c); q stays as it is. */
+EXPORT void quire_rope_and_code(float *qkv, float *k, float *v, const float *rope, const float *q_norm, const float *k_norm,
+                         const int64_t *positions, const int64_t *slots, int64_t tokens, int64_t heads, int64_t kv_heads,
+                         int64_t dim, int64_t block_size, int64_t rot, float eps) {
+    rope_job job = {qkv, k,     v,        rope, q_norm,     k_norm, positions,
+                    slots, tokens, heads, kv_heads, dim, block_size, rot, 1, eps, 1};
+    rope_and_write(&job);
+}
+
+RECORDED(quire_rope_and_code, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), PTR(6), PTR(7), INT(8), INT(9), INT(10),
+         INT(11), INT(12), INT(13), REAL(14))
+
 EXPORT void quire_rope_and_cache(float *qkv, float *k, float *v, const float *rope, const float *q_norm, const float *k_norm,
                           const int64_t *positions, const int64_t *slots, int64_t tokens, int64_t heads,
                           int64_t kv_heads, int64_t dim, int64_t block_size, int64_t rot, float eps) {
     rope_job job = {qkv, k,     v,        rope, q_norm,     k_norm, positions,
-                    slots, tokens, heads, kv_heads, dim, block_size, rot, 1, eps};
-    job.step = 8192 / ((heads + 2 * kv_heads) * dim) + 1;
-    quire_parallel(rope_task, &job, (tokens + job.step - 1) / job.step);
+                    slots, tokens, heads, kv_heads, dim, block_size, rot, 1, eps, 0};
+    rope_and_write(&job);
 }
 
 RECORDED(quire_rope_and_cache, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), PTR(6), PTR(7), INT(8), INT(9), INT(10),

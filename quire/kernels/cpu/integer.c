@@ -53,7 +53,18 @@ static void plain_tile(const int_tile *t, int rows, int panels, int mode, int of
         }
 }
 
-static const int_kernel plain = {"plain", plain_tile, MAX_TILE_ROWS, MAX_TILE_PANELS, 0};
+static void plain_dots(const code_dots *d, int rows) {
+    for (int r = 0; r < rows; r++)
+        for (int64_t key = 0; key < d->groups * DOT_KEYS; key++) {
+            const uint8_t *codes = d->keys[key / DOT_KEYS] + key % DOT_KEYS * 4;
+            int32_t sum = d->init[r];
+            for (int64_t i = 0; i < d->quads * 4; i++)
+                sum += codes[i / 4 * d->step + i % 4] * d->q[r * d->q_stride + i];
+            d->dots[r * d->dots_stride + key] = sum;
+        }
+}
+
+static const int_kernel plain = {"plain", plain_tile, MAX_TILE_ROWS, MAX_TILE_PANELS, 0, plain_dots};
 
 /* ---- which kernel runs */
 
@@ -84,6 +95,10 @@ EXPORT const char *quire_int_kernel(int32_t index) {
     chosen = index < 0 ? NULL : kernel_at(index);
     return kernel()->name;
 }
+
+void quire_code_dots(const code_dots *d, int rows) { kernel()->dots(d, rows); }
+
+int32_t quire_code_bias(void) { return kernel()->wide_bias; }
 
 /* ---- activations */
 

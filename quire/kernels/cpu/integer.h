@@ -14,6 +14,7 @@
 #ifndef QUIRE_INTEGER_H
 #define QUIRE_INTEGER_H
 
+#include "code_dots.h"
 #include "simd.h"
 
 #define UNIT 32 /* columns of the input that share an activation's scale */
@@ -83,12 +84,14 @@ typedef struct {
 
 typedef void (*int_tile_fn)(const int_tile *t, int rows, int panels, int mode, int offsets);
 
-/* A kernel: its tile, how large a tile may be, and whether it takes WIDE codes less 128. */
+/* A kernel: its tile, how large a tile may be, what it subtracts from WIDE codes (0 or 128), and its dot products of
+ * queries and keys, which subtract the same from codes of keys. */
 typedef struct {
     const char *name;
     int_tile_fn tile;
     int rows, panels;
     int wide_bias;
+    code_dots_fn dots;
 } int_kernel;
 
 /* NULL where the library was not built for it or the processor has no such instructions. */

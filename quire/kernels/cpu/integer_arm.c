@@ -37,6 +37,9 @@ Q_INLINE qi q_dot(qi acc, q_codes w, qi x, int wide) {
 Q_INLINE qf q_flush(qf d, qf dx, qi sum, qf acc) { return vfmaq_f32(acc, vmulq_f32(d, dx), vcvtq_f32_s32(sum)); }
 
 #include "integer_tile.h"
+#define DOT_GROUPS 1
+#define DOT_TILE_ROWS 6
+#include "code_dots_tile.h"
 
 Q_TARGET static void tile(const int_tile *t, int rows, int panels, int mode, int offsets) {
     switch (rows * 4 + panels) {
@@ -45,7 +48,7 @@ Q_TARGET static void tile(const int_tile *t, int rows, int panels, int mode, int
 }
 
 const int_kernel *quire_int_dotprod(void) {
-    static const int_kernel kernel = {"dotprod", tile, 3, 1, 128};
+    static const int_kernel kernel = {"dotprod", tile, 3, 1, 128, dots};
     return getauxval(AT_HWCAP) & HAS_DOTPROD ? &kernel : NULL;
 }
 #else

@@ -4,6 +4,7 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 
+#define Q_TARGET
 #define Q_INLINE static inline __attribute__((always_inline))
 #define LANES_Q 8
 typedef __m256i qi;
@@ -45,6 +46,9 @@ Q_INLINE qf q_flush(qf d, qf dx, qi sum, qf acc) {
 }
 
 #include "integer_tile.h"
+#define DOT_GROUPS 1
+#define DOT_TILE_ROWS 3
+#include "code_dots_tile.h"
 
 static void tile(const int_tile *t, int rows, int panels, int mode, int offsets) {
     switch (rows * 4 + panels) {
@@ -53,7 +57,7 @@ static void tile(const int_tile *t, int rows, int panels, int mode, int offsets)
 }
 
 const int_kernel *quire_int_avx2(void) {
-    static const int_kernel kernel = {"avx2", tile, 3, 1, 128};
+    static const int_kernel kernel = {"avx2", tile, 3, 1, 128, dots};
     return &kernel;
 }
 #else

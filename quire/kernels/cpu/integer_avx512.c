@@ -37,6 +37,9 @@ Q_INLINE qf q_flush(qf d, qf dx, qi sum, qf acc) {
 }
 
 #include "integer_tile.h"
+#define DOT_GROUPS 4
+#define DOT_TILE_ROWS 6
+#include "code_dots_tile.h"
 
 Q_TARGET static void tile(const int_tile *t, int rows, int panels, int mode, int offsets) {
     switch (rows * 4 + panels) {
@@ -46,7 +49,7 @@ Q_TARGET static void tile(const int_tile *t, int rows, int panels, int mode, int
 }
 
 const int_kernel *quire_int_avx512vnni(void) {
-    static const int_kernel kernel = {"avx512-vnni", tile, 6, 2, 0};
+    static const int_kernel kernel = {"avx512-vnni", tile, 6, 2, 0, dots};
     return __builtin_cpu_supports("avx512vnni") ? &kernel : NULL;
 }
 #else

@@ -38,6 +38,9 @@ Q_INLINE qf q_flush(qf d, qf dx, qi sum, qf acc) {
 }
 
 #include "integer_tile.h"
+#define DOT_GROUPS 2
+#define DOT_TILE_ROWS 3
+#include "code_dots_tile.h"
 
 Q_TARGET static void tile(const int_tile *t, int rows, int panels, int mode, int offsets) {
     switch (rows * 4 + panels) {
@@ -46,7 +49,7 @@ Q_TARGET static void tile(const int_tile *t, int rows, int panels, int mode, int
 }
 
 const int_kernel *quire_int_avxvnni(void) {
-    static const int_kernel kernel = {"avx-vnni", tile, 3, 1, 0};
+    static const int_kernel kernel = {"avx-vnni", tile, 3, 1, 0, dots};
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1) ? &kernel : NULL;
 }

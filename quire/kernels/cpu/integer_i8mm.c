@@ -82,8 +82,11 @@ Q_TARGET static void tile(const int_tile *t, int rows, int panels, int mode, int
     }
 }
 
+/* Queries are few: two rows at once would leave half of the matrix instruction idle. */
+static void dots(const code_dots *d, int rows) { quire_int_dotprod()->dots(d, rows); }
+
 const int_kernel *quire_int_i8mm(void) {
-    static const int_kernel kernel = {"i8mm", tile, 2, 1, 128};
+    static const int_kernel kernel = {"i8mm", tile, 2, 1, 128, dots};
     return getauxval(AT_HWCAP2) & HAS_I8MM && quire_int_dotprod() ? &kernel : NULL;
 }
 #else

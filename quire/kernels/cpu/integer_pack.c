@@ -19,16 +19,23 @@ static void put_scale(uint8_t *to, int64_t bytes, int64_t i, float x) {
     else memcpy(to + i * 4, &x, 4);
 }
 
-static void put_code(const int_part *p, uint8_t *step, int64_t i, int64_t j, uint8_t code) {
-    int64_t quads = step_of(p) / 4, quad = i / 4, byte = j * 4 + i % 4;
-    if (p->bits == 8) {
-        step[quad * QUAD_BYTES + byte] = code;
-        return;
+/* The codes of row j of a panel: four of them, a quad, at a time. The panel's codes are zero before the first row. */
+static void put_row(const int_part *p, uint8_t *codes, int64_t k, int64_t j, const uint8_t *row) {
+    int64_t step = step_of(p), quads = step / 4, bytes = code_bytes(p);
+    for (int64_t s = 0; s < k / step; s++, codes += bytes, row += step) {
+        uint32_t *to = (uint32_t *)(void *)codes + j, *high = (uint32_t *)(void *)(codes + quads / 2 * QUAD_BYTES) + j;
+        for (int64_t q = 0; q < quads; q++) {
+            uint32_t quad;
+            memcpy(&quad, row + q * 4, 4);
+            if (p->bits == 8) {
+                to[q * COLS] = quad;
+                continue;
+            }
+            to[q / 2 * COLS] |= (quad & 0x0f0f0f0f) << (q % 2 * 4);
+            if (p->bits == 5) *high |= (quad >> 4 & 0x01010101) << q;
+            if (p->bits == 6) high[q / 4 * COLS] |= (quad >> 4 & 0x03030303) << (q % 4 * 2);
+        }
     }
-    uint8_t *high = step + quads / 2 * QUAD_BYTES;
-    step[quad / 2 * QUAD_BYTES + byte] |= (uint8_t)((code & 15) << (quad % 2 * 4));
-    if (p->bits == 5) high[byte] |= (uint8_t)((code >> 4) << quad);
-    if (p->bits == 6) high[quad / 4 * QUAD_BYTES + byte] |= (uint8_t)((code >> 4) << (quad % 4 * 2));
 }
 
 static int get_code(const int_part *p, const uint8_t *step, int64_t i, int64_t j) {
@@ -44,7 +51,7 @@ static int get_code(const int_part *p, const uint8_t *step, int64_t i, int64_t j
 static void pack_panel(void *arg, int64_t panel) {
     const int_pack_job *job = arg;
     const int_part *p = &job->part;
-    int64_t k = job->k, groups = k / p->group, step = step_of(p);
+    int64_t k = job->k, groups = k / p->group;
     uint8_t *to = job->to + panel * int_panel_bytes(p, k);
     memset(to, 0, (size_t)int_panel_bytes(p, k));
     for (int64_t j = 0; j < COLS && panel * COLS + j < p->n; j++) {
@@ -53,9 +60,7 @@ static void pack_panel(void *arg, int64_t panel) {
             put_scale(to + g * scale_row(p), p->scale_bytes, j, job->scales[row * groups + g]);
             if (p->offsets) put_scale(to + g * scale_row(p), p->scale_bytes, COLS + j, job->offsets[row * groups + g]);
         }
-        uint8_t *codes = to + scales_bytes(p, k);
-        for (int64_t i = 0; i < k; i++)
-            put_code(p, codes + i / step * code_bytes(p), i % step, j, job->codes[row * k + i]);
+        put_row(p, to + scales_bytes(p, k), k, j, job->codes + row * k);
     }
 }
 
@@ -112,12 +117,17 @@ typedef struct {
 
 static float to_half(float x) { return (float)(_Float16)x; }
 
+static float nearest(float x) { return (x + 12582912.0f) - 12582912.0f; /* an integer, ties to even; |x| < 2^22 */ }
+
+static float between(float x, float low, float high) {
+    x = x < low ? low : x;
+    return x > high ? high : x;
+}
+
 static void round_group(const float *x, int64_t count, float d, float m, int zero, int top, uint8_t *codes) {
     float inverse = d != 0.0f ? 1.0f / d : 0.0f;
-    for (int64_t i = 0; i < count; i++) {
-        float code = rintf((x[i] - m) * inverse) + (float)zero;
-        codes[i] = (uint8_t)(code < 0.0f ? 0.0f : code > (float)top ? (float)top : code);
-    }
+    for (int64_t i = 0; i < count; i++)
+        codes[i] = (uint8_t)(int32_t)between(nearest((x[i] - m) * inverse) + (float)zero, 0.0f, (float)top);
 }
 
 /* Sums of x^3 q and x^2 q^2 over the codes q of a group, in an order that every machine keeps. */
@@ -154,25 +164,78 @@ static float symmetric_scale(const float *x, int64_t count, int low, int high) {
     return found;
 }
 
+/* A line through zero points: code q stands for d * q + m. */
+typedef struct {
+    float d, m;
+} line;
+
+INLINE vf codes_of(vf x, line is, float inverse, float top) {
+    const vf shift = set_v(12582912.0f); /* rounds to an integer, ties to even */
+    return min_v(set_v(top), max_v(set_v(0.0f), ((x - set_v(is.m)) * set_v(inverse) + shift) - shift));
+}
+
+/* The line of least squares through the codes that `start` gives, in half precision; `start` where the codes are all one. */
+static line fitted(const float *x, int64_t count, line start, float top) {
+    vf q1[SUB], q2[SUB], x1[SUB], xq[SUB];
+    for (int j = 0; j < SUB; j++) q1[j] = q2[j] = x1[j] = xq[j] = set_v(0.0f);
+    float inverse = 1.0f / start.d;
+    for (int64_t i = 0; i < count; i += LANES)
+        UNROLL for (int j = 0; j < SUB; j++) {
+            vf value = load_v(x + i + j * VL), q = codes_of(value, start, inverse, top);
+            q1[j] += q, q2[j] += q * q, x1[j] += value, xq[j] += value * q;
+        }
+    float n = (float)count, sum = sum_lanes(q1), values = sum_lanes(x1), spread = n * sum_lanes(q2) - sum * sum;
+    if (!(spread > 0.0f)) return start;
+    float d = (n * sum_lanes(xq) - sum * values) / spread;
+    return (line){to_half(d), to_half((values - d * sum) / n)};
+}
+
+static float squared_error(const float *x, int64_t count, line is, float top) {
+    vf error[SUB];
+    for (int j = 0; j < SUB; j++) error[j] = set_v(0.0f);
+    float inverse = is.d != 0.0f ? 1.0f / is.d : 0.0f;
+    for (int64_t i = 0; i < count; i += LANES)
+        UNROLL for (int j = 0; j < SUB; j++) {
+            vf value = load_v(x + i + j * VL), q = codes_of(value, is, inverse, top);
+            vf off = value - (set_v(is.d) * q + set_v(is.m));
+            error[j] += off * off;
+        }
+    return sum_lanes(error);
+}
+
+/* A scale and an offset for codes 0 .. top. Four bits: of lines that take the group's range for 9 to 18 steps, each followed
+ * by the line of least squares for its codes, the one that leaves the smallest error. Weights that lay on some grid of 16
+ * steps before, of which the group uses a part, are found again so. */
+static line offset_line(const float *x, int64_t count, int top) {
+    vf low = load_v(x), high = low;
+    for (int64_t i = VL; i < count; i += VL) low = min_v(low, load_v(x + i)), high = max_v(high, load_v(x + i));
+    float least = -max_lanes(-low), most = max_lanes(high);
+    line best = {0.0f, to_half(least)};
+    best.d = to_half((most - best.m) / (float)top);
+    if (top > 64 || !(best.d > 0.0f)) return best;
+    float smallest = squared_error(x, count, best, (float)top);
+    for (int steps = 9; steps <= 18; steps++) {
+        line found = fitted(x, count, (line){(most - least) / (float)steps, least}, (float)top);
+        if (!(found.d > 0.0f)) continue;
+        float error = squared_error(x, count, found, (float)top);
+        if (error < smallest) smallest = error, best = found;
+    }
+    return best;
+}
+
 static void round_row(void *arg, int64_t row) {
     const round_job *job = arg;
     int levels = 1 << job->bits, zero = job->offsets ? 0 : levels / 2;
     for (int64_t g = 0; g < job->k / job->group; g++) {
         const float *x = job->src + row * job->k + g * job->group;
-        float d, m = 0.0f;
+        line is = {0.0f, 0.0f};
         if (job->offsets) {
-            float least = x[0], most = x[0];
-            for (int64_t i = 1; i < job->group; i++) {
-                least = x[i] < least ? x[i] : least;
-                most = x[i] > most ? x[i] : most;
-            }
-            m = to_half(least);
-            d = to_half((most - m) / (float)(levels - 1));
-            job->offsets[row * (job->k / job->group) + g] = m;
+            is = offset_line(x, job->group, levels - 1);
+            job->offsets[row * (job->k / job->group) + g] = is.m;
         } else
-            d = to_half(symmetric_scale(x, job->group, -levels / 2, levels / 2 - 1));
-        job->scales[row * (job->k / job->group) + g] = d;
-        round_group(x, job->group, d, m, zero, levels - 1, job->codes + row * job->k + g * job->group);
+            is.d = to_half(symmetric_scale(x, job->group, -levels / 2, levels / 2 - 1));
+        job->scales[row * (job->k / job->group) + g] = is.d;
+        round_group(x, job->group, is.d, is.m, zero, levels - 1, job->codes + row * job->k + g * job->group);
     }
 }
 

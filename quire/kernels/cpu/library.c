@@ -8,7 +8,7 @@
 #define HUGE_PAGE ((uintptr_t)1 << 21)
 
 /* Keep in step with ABI_VERSION in library.py. */
-EXPORT int32_t quire_abi_version(void) { return 12; }
+EXPORT int32_t quire_abi_version(void) { return 13; }
 
 /* Ask for huge pages under the whole ones of [address, address + bytes): streaming a weight then misses the TLB 512
  * times less. Advice only; before the memory is first written. */

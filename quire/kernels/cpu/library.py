@@ -43,6 +43,8 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_scale": (None, [_P, _P, _I, _F]),
     "quire_rope_and_cache": (None, [_P] * 8 + [_I] * 6 + [_F]),
     "quire_attend": (_N, [_P] * 8 + [_I] * 9 + [_F, _F]),
+    "quire_rope_and_code": (None, [_P] * 8 + [_I] * 6 + [_F]),
+    "quire_attend_codes": (_N, [_P] * 8 + [_I] * 9 + [_F, _F]),
     "quire_latent_attend": (_N, [_P] * 6 + [_I] * 6 + [_F]),
     "quire_rope_latents": (None, [_P] * 6 + [_I] * 4),
     "quire_check_step": (_N, [_P] * 4 + [_I] * 7),
@@ -70,7 +72,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_ring_load": (_U, [_P]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 12
+ABI_VERSION = 13
 
 opener: type[ctypes.CDLL] = ctypes.CDLL
 """What a library is opened with. Benches put one here that measures its calls."""

@@ -21,6 +21,8 @@ NAMES = WeightNames(
         "mlp.experts.gate_up_proj_bias": Merged(_GATE_UP, kind="bias", interleaved=True),
         "mlp.experts.down_proj": Merged(_DOWN, transposed=True),
         "mlp.experts.down_proj_bias": Merged(_DOWN, kind="bias"),
+        **{f"mlp.experts.{part}_proj.{kind}": Merged((f"mlp.experts.{{}}.{part}",), kind=kind)
+           for part in ("gate", "up", "down") for kind in ("weight", "bias")},  # as GGUF has them
     },
 )
 

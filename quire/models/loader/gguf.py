@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -327,7 +327,11 @@ class GgufFile:
 
     def read_range(self, tensor: GgufTensor, dim: int, start: int, stop: int) -> np.ndarray:
         """[start, stop) along dimension `dim` of a matrix, or of a vector: nothing else is read but the rest of the
-        blocks at the borders."""
+        blocks at the borders. Of merged experts, [experts, rows, columns], whole ones."""
+        if len(tensor.shape) == 3:
+            experts, rows, columns = tensor.shape
+            flat = replace(tensor, shape=(experts * rows, columns))
+            return self.read_range(flat, 0, start * rows, stop * rows).reshape(-1, rows, columns)
         part = _Part.of(tensor, dim, start, stop)
         out = np.empty((part.rows, part.blocks * tensor.format.block_elements), np.float32)
         dequantize_into(tensor.format, part.reader(self._reader(tensor)), out.reshape(-1))

@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.loader.gguf import GgufFile, float_value, int_value, positive_value, tensor_named
-from quire.models.loader.gguf_rope import rope_config
+from quire.models.loader.gguf_rope import rope_config, rope_scaling
 
 Config = dict[str, Any]
 
@@ -116,6 +116,82 @@ def olmoe_config(file: GgufFile, arch: str, config: Config) -> None:
     experts_config(file, arch, config)
     config.pop("moe_intermediate_size", None)
     config["norm_topk_prob"] = False
+
+
+def routed_config(file: GgufFile, arch: str, config: Config) -> None:
+    """Experts after some dense layers, beside an MLP for every token (GLM-4.5, DeepSeek). Layers that guess further
+    tokens are counted as blocks."""
+    experts_config(file, arch, config, "n_routed_experts")
+    extra = int_value(file.metadata, f"{arch}.nextn_predict_layers", 0)
+    if not 0 <= extra < config["num_hidden_layers"]:
+        raise ModelLoadError(f"{file.path}: GGUF metadata '{arch}.nextn_predict_layers' is {extra}")
+    config.update(
+        num_hidden_layers=config["num_hidden_layers"] - extra,
+        num_nextn_predict_layers=extra,
+        first_k_dense_replace=int_value(file.metadata, f"{arch}.leading_dense_block_count", 0),
+        n_shared_experts=int_value(file.metadata, f"{arch}.expert_shared_count", 0) or None,
+        norm_topk_prob=bool(file.metadata.get(f"{arch}.expert_weights_norm", False)),
+        routed_scaling_factor=float_value(file.metadata, f"{arch}.expert_weights_scale", 1.0),
+    )
+    for key, field in (("expert_group_count", "n_group"), ("expert_group_used_count", "topk_group")):
+        if f"{arch}.{key}" in file.metadata:
+            config[field] = positive_value(file, f"{arch}.{key}")
+
+
+def glm4moe_config(file: GgufFile, arch: str, config: Config) -> None:
+    gated_config(file, arch, config)
+    routed_config(file, arch, config)
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
+    config.setdefault("partial_rotary_factor", 1.0)
+
+
+_SIGMOID = 2
+"""Of `expert_gating_func`."""
+
+
+def deepseek2_config(file: GgufFile, arch: str, config: Config) -> None:
+    """DeepSeek-V2, or V3 and Kimi-K2, which choose by sigmoid scores. Newer files give the sizes of keys and values as
+    they are in the cache, and those of the heads besides."""
+    turned = positive_value(file, f"{arch}.rope.dimension_count")
+    key = positive_value(file, f"{arch}.attention.key_length_mla",
+                         positive_value(file, f"{arch}.attention.key_length"))  # fmt: skip
+    value = positive_value(file, f"{arch}.attention.value_length_mla",
+                           positive_value(file, f"{arch}.attention.value_length"))  # fmt: skip
+    if key <= turned:
+        raise ModelLoadError(f"{file.path}: keys of {key} values cannot have {turned} that turn")
+    theta = float_value(file.metadata, f"{arch}.rope.freq_base", 10_000.0)
+    config.update(
+        hidden_act="silu",
+        rms_norm_eps=float_value(file.metadata, f"{arch}.attention.layer_norm_rms_epsilon", 1e-6),
+        num_key_value_heads=config["num_attention_heads"],
+        kv_lora_rank=positive_value(file, f"{arch}.attention.kv_lora_rank"),
+        q_lora_rank=int_value(file.metadata, f"{arch}.attention.q_lora_rank", 0) or None,
+        qk_rope_head_dim=turned,
+        qk_nope_head_dim=key - turned,
+        v_head_dim=value,
+        rope_theta=theta,
+    )
+    scaling = rope_scaling(file, arch, theta, turned)
+    if scaling is not None:
+        # Stored as a tenth of it, for keys and queries together.
+        sharper = round(10 * float_value(file.metadata, f"{arch}.rope.scaling.yarn_log_multiplier", 0.0), 6)
+        config["rope_scaling"] = {**scaling, **({"mscale": sharper, "mscale_all_dim": sharper} if sharper else {})}
+    routed_config(file, arch, config)
+    if int_value(file.metadata, f"{arch}.expert_gating_func", 1) == _SIGMOID:
+        config.update(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3")
+    else:
+        config["topk_method"] = "group_limited_greedy" if config.get("n_group", 1) > 1 else "greedy"
+
+
+def gpt_oss_config(file: GgufFile, arch: str, config: Config) -> None:
+    gated_config(file, arch, config)
+    experts_config(file, arch, config, "num_local_experts")
+    config["intermediate_size"] = config.pop("moe_intermediate_size", config["intermediate_size"])
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["sliding_window"] = positive_value(file, f"{arch}.attention.sliding_window", 128)
+    if "rope_scaling" in config:
+        config["rope_scaling"]["truncate"] = False  # of the architecture: the format has no key for it
 
 
 def gemma3_config(file: GgufFile, arch: str, config: Config) -> None:

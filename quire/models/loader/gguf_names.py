@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ModelLoadError, UnsupportedModelError
@@ -29,6 +29,8 @@ class GgufArchitecture:
     block_prefix: str
     undo: Callable[[str, torch.Tensor, Config], torch.Tensor]
     config: Callable[[GgufFile, str, Config], None]
+    alone: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of a block, by their whole name in it, whose Hugging Face names end in neither `.weight` nor `.bias`."""
     transposed: str = ""
     """Pattern of the end of tensors (by their Hugging Face names) that the converter has transposed."""
 
@@ -89,6 +91,25 @@ _EXPERTS_BLOCK = _LLAMA_BLOCK | {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_SHARED_EXPERTS = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_GLM4MOE_BLOCK = {name: hf for name, hf in _EXPERTS_BLOCK.items() if name != "ffn_norm"} | _SHARED_EXPERTS | {
+    "post_attention_norm": "post_attention_layernorm",
+}
+_DEEPSEEK2_BLOCK = _EXPERTS_BLOCK | _SHARED_EXPERTS | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
+_CHOICE_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+_GPT_OSS_BLOCK = {name: hf for name, hf in _EXPERTS_BLOCK.items() if name.endswith("_exps") or name[:5] == "attn_"} | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+}
 _GEMMA_BLOCK = _LLAMA_BLOCK | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -141,8 +162,9 @@ def _like_llama(
     block: Mapping[str, str] = _LLAMA_BLOCK,
     undo: Callable[[str, torch.Tensor, Config], torch.Tensor] = _keep,
     top: Mapping[str, str] = _LLAMA_TOP,
+    alone: Mapping[str, str] | None = None,
 ) -> GgufArchitecture:
-    return GgufArchitecture(architecture, model_type, top, block, "model.layers", undo, config)
+    return GgufArchitecture(architecture, model_type, top, block, "model.layers", undo, config, alone or {})
 
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
@@ -155,6 +177,16 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
     "qwen3moe": _like_llama("Qwen3MoeForCausalLM", "qwen3_moe", configs.qwen3moe_config, _EXPERTS_BLOCK),
     "olmoe": _like_llama("OlmoeForCausalLM", "olmoe", configs.olmoe_config, _EXPERTS_BLOCK),
+    "glm4moe": _like_llama(
+        "Glm4MoeForCausalLM", "glm4_moe", configs.glm4moe_config, _GLM4MOE_BLOCK, alone=_CHOICE_BIAS
+    ),
+    "deepseek2": _like_llama(
+        "DeepseekV2ForCausalLM", "deepseek_v2", configs.deepseek2_config, _DEEPSEEK2_BLOCK, alone=_CHOICE_BIAS
+    ),
+    "gpt-oss": _like_llama(
+        "GptOssForCausalLM", "gpt_oss", configs.gpt_oss_config, _GPT_OSS_BLOCK,
+        alone={"attn_sinks.weight": "self_attn.sinks"},
+    ),
     "smollm3": _like_llama("SmolLM3ForCausalLM", "smollm3", configs.smollm3_config, undo=_undo_llama),
     "granite": _like_llama("GraniteForCausalLM", "granite", configs.granite_config, undo=_undo_llama),
     "olmo2": _like_llama("Olmo2ForCausalLM", "olmo2", configs.olmo2_config, _OLMO2_BLOCK),
@@ -173,6 +205,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
 }
 
+_BLOCK_NUMBER = re.compile(r"blk\.(\d{1,4})\.")
 _BLOCK_NAME = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
 
 
@@ -207,8 +240,17 @@ def hf_name(gguf_name: str, known: GgufArchitecture, layers: int) -> str:
     if gguf_name in known.top:
         return known.top[gguf_name]
     match = _BLOCK_NAME.fullmatch(gguf_name)
+    if match and f"{match[2]}.{match[3]}" in known.alone and int(match[1]) < layers:
+        return f"{known.block_prefix}.{match[1]}.{known.alone[f'{match[2]}.{match[3]}']}"
     if match and match[2] in known.block and int(match[1]) < layers:
         return f"{known.block_prefix}.{match[1]}.{known.block[match[2]]}.{match[3]}"
     raise UnsupportedModelError(
         f"the GGUF tensor {gguf_name!r} has no place in a {known.hf_architecture} of {layers} layers"
     )
+
+
+def is_extra(gguf_name: str, config: Config) -> bool:
+    """Whether a tensor belongs to a block behind the last layer, which guesses further tokens and is not read."""
+    match = _BLOCK_NUMBER.match(gguf_name)
+    layers, more = config.get("num_hidden_layers", 0), config.get("num_nextn_predict_layers") or 0
+    return match is not None and layers <= int(match[1]) < layers + more

@@ -144,6 +144,18 @@ def _q6_k(blocks: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, None]:
     return _half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
 
 
+_MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+"""Twice the number that each code stands for."""
+
+
+def _mxfp4(blocks: np.ndarray, out: np.ndarray) -> None:
+    """A power of two, then 32 codes."""
+    codes = np.empty(out.shape, np.uint8)
+    _nibbles(blocks[:, 1:], codes)
+    np.take(_MXFP4, codes, out=out)
+    np.ldexp(out, blocks[:, :1].astype(np.int32) - 128, out=out)
+
+
 def _coded(name: str, elements: int, nbytes: int, coding: Coding) -> QuantFormat:
     return QuantFormat(name, elements, nbytes, coding.decode, coding)
 
@@ -161,6 +173,7 @@ QUANT_FORMATS: dict[int, QuantFormat] = {
     13: _coded("Q5_K", 256, 176, Coding(5, 0, 32, _q5_k)),
     14: _coded("Q6_K", 256, 210, Coding(6, 32, 16, _q6_k)),
     30: QuantFormat("BF16", 1, 2, _bf16),
+    39: QuantFormat("MXFP4", 32, 17, _mxfp4),
 }
 
 

@@ -33,12 +33,13 @@ def rope_config(file: GgufFile, arch: str, config: Config) -> None:
     if rotary != head_dim:
         config["partial_rotary_factor"] = rotary / head_dim
     config["rope_theta"] = float_value(file.metadata, f"{arch}.rope.freq_base", 10_000.0)
-    scaling = _rope_scaling(file, arch, config["rope_theta"], rotary)
+    scaling = rope_scaling(file, arch, config["rope_theta"], rotary)
     if scaling is not None:
         config["rope_scaling"] = scaling
 
 
-def _rope_scaling(file: GgufFile, arch: str, theta: float, rotary: int) -> Config | None:
+def rope_scaling(file: GgufFile, arch: str, theta: float, rotary: int) -> Config | None:
+    """How rotations are stretched; None: not at all."""
     if ROPE_FACTORS in file.tensors:
         return llama3_scaling(_values(file, ROPE_FACTORS), theta, rotary)
     if LONG_FACTORS in file.tensors:

@@ -15,13 +15,14 @@ from quire.errors import ConfigError, ModelLoadError
 from quire.models.loader import mxfp4, safetensors
 from quire.models.loader.catalog import CATALOG
 from quire.models.loader.gguf import GgufFile, GgufTensor
-from quire.models.loader.gguf_names import architecture_of, hf_config, hf_name
+from quire.models.loader.gguf_names import architecture_of, hf_config, hf_name, is_extra
 from quire.models.loader.gguf_rope import CONFIG_TENSORS
 from quire.models.loader.hub import fetch_from_hub, looks_like_hub_id
 from quire.models.loader.json_file import read_json_object
+from quire.models.loader.latent_halves import join, joined, whole_of
 from quire.models.loader.pull import pull
 from quire.models.loader.quantization_config import IntegerScheme, integer_scheme
-from quire.models.stored_parts import NOTHING, Ranges, StoredParts
+from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
 from quire.tokenizer.from_folder import has_tokenizer, tokenizer_from_folder
 from quire.tokenizer.from_gguf import tokenizer_from_gguf
 from quire.tokenizer.tokenizer import Tokenizer
@@ -204,7 +205,14 @@ class GgufSource(ModelSource):
         layers = int(self._config.get("num_hidden_layers") or self._config["n_layer"])
         tensors = [tensor for name, tensor in self._file.tensors.items() if name not in CONFIG_TENSORS]
         for tensor in tensors:
+            if is_extra(tensor.name, self._config):
+                continue
             name = hf_name(tensor.name, self._arch, layers)
+            whole = whole_of(name)
+            if whole is not None:
+                if parts is None or parts.wants(whole):
+                    yield name, tensor, None  # cut when both halves are there
+                continue
             shape = tensor.shape[::-1] if self._arch.is_transposed(name) else tensor.shape
             ranges = None if parts is None else parts.ranges(name, shape)
             if ranges != NOTHING:
@@ -213,12 +221,14 @@ class GgufSource(ModelSource):
     def _weights(
         self, dtype: torch.dtype | None, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._read_ahead(lambda tensor, name, ranges: self._read(tensor, name, dtype, ranges), parts)
+        read = self._read_ahead(lambda tensor, name, ranges: self._read(tensor, name, dtype, ranges), parts)
+        return joined(read, lambda name, keys, values: _cut(join(keys, values, name), name, parts))
 
     def _stored_weights(
         self, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-        return self._read_ahead(self._read_stored, parts)
+        return joined(self._read_ahead(self._read_stored, parts), lambda name, keys, values: _cut(
+            join(_floats(keys), _floats(values), name), name, parts))  # fmt: skip
 
     def _read_ahead(
         self, read: Callable[[GgufTensor, str, Ranges | None], Read], parts: StoredParts | None
@@ -237,6 +247,18 @@ class GgufSource(ModelSource):
                 yield ready, future.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _floats(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
+    from quire.kernels.quantized import QuantizedWeight
+
+    return weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+
+
+def _cut(tensor: torch.Tensor, name: str, parts: StoredParts | None) -> torch.Tensor:
+    """A rank's part of a tensor that was put together."""
+    ranges = None if parts is None else parts.ranges(name, tuple(tensor.shape))
+    return tensor if ranges is None else take(tensor, ranges)
 
 
 class FolderSource(ModelSource):

@@ -36,6 +36,18 @@ def sharing(place: Place, num_devices: int) -> int:
     return sum(device_of(each, num_devices) == mine for each in Place.all(place.tensor_size, place.num_stages))
 
 
+def _by_nccl(config: EngineConfig, shared: bool) -> bool:
+    """Whether NCCL makes large sums: it refuses two ranks on one GPU, and has no fixed order."""
+    wanted = config.parallel.rank_exchange
+    if wanted == "nccl" and shared:
+        raise ConfigError("rank_exchange 'nccl' needs a GPU for every rank, and here some share one: use 'auto'",
+                          field="rank_exchange")
+    if wanted == "nccl" and config.model.deterministic:
+        raise ConfigError("rank_exchange 'nccl' adds in no fixed order: use 'auto', or leave out deterministic",
+                          field="rank_exchange")
+    return wanted != "ipc" and not shared and not config.model.deterministic
+
+
 def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives | None, agree: Agree) -> GpuWorker:
     if not torch.cuda.is_available():
         raise ConfigError("device 'cuda' cannot be used: torch finds no CUDA GPU in a rank's process", field="device")
@@ -50,7 +62,9 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
     ranks: DeviceRanks = DeviceRanks()
     if collectives is not None:
         shared = count < place.num_ranks
-        ranks = connect_peers(collectives, place, device, DTYPES[model.dtype], shared)
+        ranks = connect_peers(collectives, place, device, DTYPES[model.dtype], shared=shared,
+                              nccl=_by_nccl(config, shared))
+        collectives.device_waited_ns = lambda: ranks.waited_ns
     share = RankShare(shard, ranks, lambda pool: PoolSize(**agree(dataclasses.asdict(pool))), sharing(place, count))
     parts = None if shard.is_whole else stored_parts(source.config, shard)
     weights = None if model.load_format == "dummy" else source.weights(None, parts)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from quire.sampling.logprobs import Candidates, PackedLogprobs, SampledLogprobs
+from quire.sampling.sampler import OK
 from quire.scheduler.plan import EntryResult, StepResult
 from quire.worker.gpu.drafted import Drafted
-from quire.worker.outcomes import along_drafts, drawn_result, reported, take_candidates
+from quire.worker.outcomes import along_drafts, drawn_result, take_candidates
 
 Watched = Callable[[], AbstractContextManager[None]]
 
@@ -135,14 +136,12 @@ def _candidates_to_host(entries: list[int], found: Candidates) -> tuple[list[int
 
 
 def _assemble(pending: PendingStep) -> StepResult:
-    results = [EntryResult() for _ in range(pending.num_entries)]
-    for entry, (token, status) in zip(pending.drawing, pending.tokens.tolist(), strict=True):
-        results[entry] = drawn_result(token, status)
+    results = _drawn(pending)
     for entries, found in pending.logprobs:
-        for entry, one in zip(entries, reported(found), strict=True):
+        for entry, one in zip(entries, found.records(), strict=True):
             results[entry].logprobs = [one]
     for entry, found in pending.prompt_logprobs:
-        results[entry].prompt_logprobs = [*(results[entry].prompt_logprobs or []), *reported(found)]
+        results[entry].prompt_logprobs = [*(results[entry].prompt_logprobs or []), *found.records()]
     if pending.candidates is not None:
         take_candidates(*pending.candidates, results)
     for entry, message in pending.errors.items():
@@ -150,6 +149,16 @@ def _assemble(pending: PendingStep) -> StepResult:
     if pending.drafts is not None:
         results = _judged(pending.drafts.by_entry(), results)
     return StepResult(pending.step, results)
+
+
+def _drawn(pending: PendingStep) -> list[EntryResult]:
+    draws = pending.tokens.tolist()
+    if isinstance(pending.drawing, range):  # every entry, in order
+        return [EntryResult([token]) if status == OK else drawn_result(token, status) for token, status in draws]
+    results = [EntryResult() for _ in range(pending.num_entries)]
+    for entry, (token, status) in zip(pending.drawing, draws, strict=True):
+        results[entry] = drawn_result(token, status)
+    return results
 
 
 def _judged(drafts: list[tuple[int, ...]], places: list[EntryResult]) -> list[EntryResult]:

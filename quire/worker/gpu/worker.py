@@ -348,6 +348,11 @@ class GpuWorker:
         self._copies.launched(plan, future)
         return future
 
+    @property
+    def launch(self) -> Callable[[StepPlan], Future[StepResult]]:
+        """For a rank: the next step may be launched while one runs."""
+        return self.submit
+
     def _move_blocks(self, plan: StepPlan) -> None:
         """Launch the plan's copies, then start its transfers, which wait for all that was launched before them."""
         try:

@@ -12,7 +12,8 @@ from tests.checkpoints import config_of, make_model
 from tests.worker.gpu.engines import make_engine
 
 CONFIG = config_of(make_model("qwen3_moe"))
-TOP_K, EXPERTS = CONFIG["num_experts_per_tok"], CONFIG["num_experts"]
+TOP_K = CONFIG["num_experts_per_tok"]
+EXPERTS = CONFIG.get("num_experts") or CONFIG["num_local_experts"]
 
 
 def requests(count: int) -> list[Request]:

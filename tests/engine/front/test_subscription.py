@@ -13,7 +13,7 @@ from quire.engine.outputs.output_processor import OutputProcessor
 from quire.engine.process import messages as m
 from quire.errors import EngineDeadError
 from quire.sampling.params import SamplingParams
-from quire.scheduler.plan import TokenLogprobs
+from quire.sampling.token_logprobs import TokenLogprobs
 from quire.scheduler.request import Request
 from tests.engine.vocabularies import byte_level
 
@@ -70,7 +70,7 @@ def test_only_sequences_with_news_are_in_a_delta_and_their_log_probabilities_are
     one = subscription("delta", n=2, logprobs=0)
 
     def push(index: int, token: int, reason: str | None = None) -> None:
-        one.take(m.SequenceNews(1, index, [token], reason, logprobs=[TokenLogprobs(token, -0.5, 1, [], [])]))
+        one.take(m.SequenceNews(1, index, [token], reason, logprobs=[TokenLogprobs(token, -0.5, 1, [], []).pack()]))
 
     async def read() -> list[Any]:
         found = []
@@ -93,7 +93,8 @@ def test_only_sequences_with_news_are_in_a_delta_and_their_log_probabilities_are
 def test_ranked_sequences_come_whole_at_the_end_whatever_was_asked_for() -> None:
     one = subscription("delta", n=1, best_of=2)
     for index, logprob in ((0, -3.0), (1, -1.0)):
-        one.take(m.SequenceNews(1, index, [310 + index], "length", logprobs=[TokenLogprobs(7, logprob, 1, [], [])]))
+        record = TokenLogprobs(7, logprob, 1, [], []).pack()
+        one.take(m.SequenceNews(1, index, [310 + index], "length", logprobs=[record]))
     one.end()
     output = asyncio.run(one.next())
     assert output is not None and [(part.index, part.token_ids) for part in output.outputs] == [(0, [311])]

@@ -12,7 +12,7 @@ from quire.engine.outputs.output import Logprob
 from quire.engine.outputs.output_processor import OutputProcessor
 from quire.errors import InvalidRequestError
 from quire.sampling import SamplingParams
-from quire.scheduler.plan import TokenLogprobs
+from quire.sampling.token_logprobs import TokenLogprobs
 from quire.scheduler.request import FinishReason
 
 EOS = 0
@@ -121,10 +121,11 @@ def test_text_that_only_looked_like_a_stop_string_comes_out():
 
 def test_a_stop_string_can_be_kept_and_tokens_after_it_are_dropped():
     out = processor(stop="END", include_stop_str_in_output=True, logprobs=0)
-    logprobs = [TokenLogprobs(token, -1.0, 1, [], []) for token in ids("aENDbc")]
+    logprobs = [TokenLogprobs(token, -1.0, 1, [], []).pack() for token in ids("aENDbc")]
     update = out.process(ids("aENDbc"), logprobs, finish_reason="length")
     assert (update.text_delta, update.token_ids, update.finish_reason) == ("aEND", ids("aEND"), "stop")
-    assert len(update.logprobs) == 4 and out.output().outputs[0].cumulative_logprob == -4.0
+    (whole,) = out.output().outputs
+    assert len(whole.logprobs) == 4 and whole.cumulative_logprob == -4.0
 
 
 def test_stop_strings_do_not_count_before_min_tokens():
@@ -176,7 +177,8 @@ def test_logprobs_name_the_token_then_the_likeliest_with_words_and_ranks():
     a, b, c = ids("abc")
     out.process(
         [a, b],
-        [TokenLogprobs(a, -2.0, 3, [b, c], [-0.5, -1.0]), TokenLogprobs(b, -0.25, 1, [b, c], [-0.25, -3.0])],
+        [TokenLogprobs(a, -2.0, 3, [b, c], [-0.5, -1.0]).pack(),
+         TokenLogprobs(b, -0.25, 1, [b, c], [-0.25, -3.0]).pack()],
     )
     completion = out.output().outputs[0]
     assert completion.logprobs == [
@@ -189,15 +191,15 @@ def test_logprobs_name_the_token_then_the_likeliest_with_words_and_ranks():
 
 def test_no_logprobs_unless_asked_for():
     out = processor()
-    out.process(ids("a"), [TokenLogprobs(1, -1.0, 1, [], [])])
+    out.process(ids("a"), [TokenLogprobs(1, -1.0, 1, [], []).pack()])
     assert out.output().outputs[0].logprobs is None
     assert out.output().outputs[0].cumulative_logprob is None
 
 
 def test_prompt_logprobs_arrive_in_chunks_after_a_first_none():
     out = processor(prompt_logprobs=1)
-    out.add_prompt_logprobs([TokenLogprobs(1, -1.0, 2, [2, 3], [-0.1, -5.0])])
-    out.add_prompt_logprobs([TokenLogprobs(4, -1.5, 1, [4], [-1.5])])
+    out.add_prompt_logprobs([TokenLogprobs(1, -1.0, 2, [2, 3], [-0.1, -5.0]).pack()])
+    out.add_prompt_logprobs([TokenLogprobs(4, -1.5, 1, [4], [-1.5]).pack()])
     assert out.output().prompt_logprobs == [
         None,
         {1: Logprob(-1.0, 2, "a"), 2: Logprob(-0.1, 1, "b")},
@@ -208,7 +210,7 @@ def test_prompt_logprobs_arrive_in_chunks_after_a_first_none():
 
 def test_without_detokenizing_there_are_tokens_but_no_text():
     for out in (processor(detokenize=False, logprobs=0), processor(tokenizer=None, logprobs=0)):
-        out.process([1, 2], [TokenLogprobs(t, -1.0, 1, [], []) for t in (1, 2)], finish_reason="length")
+        out.process([1, 2], [TokenLogprobs(t, -1.0, 1, [], []).pack() for t in (1, 2)], finish_reason="length")
         completion = out.output().outputs[0]
         assert (completion.text, completion.token_ids) == ("", [1, 2])
         assert completion.logprobs[0][1].decoded_token is None
@@ -254,7 +256,7 @@ def test_an_unknown_finish_reason_is_a_mistake_of_the_engine():
 
 def test_an_output_keeps_what_there_was_when_it_was_made():
     out = processor(logprobs=0)
-    said = [TokenLogprobs(1, -0.5, 1, [], [])] * 3
+    said = [TokenLogprobs(1, -0.5, 1, [], []).pack()] * 3
     out.process(ids("abc"), said)
     first = out.output().outputs[0]
     out.process(ids("def"), said)
@@ -297,6 +299,6 @@ def test_who_reads_only_what_is_new_has_nothing_else_copied():
 def test_prompt_logprobs_are_shared_by_all_outputs_once_they_are_there():
     out = processor(prompt_logprobs=0)
     assert out.output().prompt_logprobs == [None]
-    out.add_prompt_logprobs([TokenLogprobs(1, -0.5, 1, [], [])])
+    out.add_prompt_logprobs([TokenLogprobs(1, -0.5, 1, [], []).pack()])
     assert out.output().prompt_logprobs is out.output().prompt_logprobs
     assert len(out.output().prompt_logprobs) == 2

@@ -15,6 +15,7 @@ from quire.kernels.triton.sample import SampledStep, SampleScratch, sample_rows
 from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import SamplerOutput, sample
+from quire.sampling.token_logprobs import unpack_all
 from quire.scheduler.plan import RowStart
 from quire.worker.gpu.sampled_stage import RowSettings, SampledRow, SampledStage
 
@@ -138,13 +139,14 @@ def check_sampling(device: str, dtype: torch.dtype, rows: int, vocab: int, seed:
     wrong = [i for i in range(rows) if int(want.token_ids[i]) != int(got.token_ids[i])]
     assert [int(t) for t, w in zip(got.token_ids, got.written, strict=True) if w is not None] == [
         w for w in got.written if w is not None]
-    found = {} if want.logprobs is None else dict(zip(want.logprobs.rows, want.logprobs.to_list(), strict=True))
+    told = want.logprobs
+    found = {} if told is None else dict(zip(told.rows, unpack_all(told.records()), strict=True))
     for row, one in found.items():
         if row in wrong or int(want.status[row]):
             continue
-        mine = got.reported(row, len(one[3]))
-        if (mine[0], mine[2], mine[3]) != (one[0], one[2], one[3]):
+        mine = got.reported(row, len(one.top_ids))
+        if (mine[0], mine[2], mine[3]) != (one.token_id, one.rank, one.top_ids):
             raise AssertionError(f"row {row} reports {mine} for {one}")
-        torch.testing.assert_close(torch.tensor([mine[1], *mine[4]]), torch.tensor([one[1], *one[4]]),
+        torch.testing.assert_close(torch.tensor([mine[1], *mine[4]]), torch.tensor([one.logprob, *one.top_logprobs]),
                                    atol=2e-6, rtol=2e-6)
     return len(wrong)

@@ -12,29 +12,56 @@ import torch
 from safetensors.torch import save_file
 
 from quire.errors import ModelLoadError
-from quire.models.build import build_decoder
+from quire.models.build import build_decoder, stored_parts
 from quire.models.loader.mxfp4 import dequantized
 from quire.models.loader.source import resolve_model
+from quire.models.registry import read_spec
+from quire.models.shard import shard_of
 from quire.ops.cpu import CpuOps
+from quire.parallel.place import Place
 from tests.checkpoints import config_of, make_model, oracle_logits, weights_of
 from tests.models.loader.tiny_gguf import permute_for_llama_cpp, write_vocabulary
 from tests.paged_driver import PagedDriver
 
 TOKENS = [5, 3, 90, 0, 41, 7, 8, 9, 10, 11, 12, 13]
-ARCHS = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe"}
+ARCHS = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "glm4_moe": "glm4moe",
+         "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gpt_oss": "gpt-oss"}
 BLOCK = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp",
     "mlp.experts.down_proj": "ffn_down_exps", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.router": "ffn_gate_inp",
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
 }
+ALONE = {"self_attn.sinks": "attn_sinks.weight", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+NORM_AFTER = ("glm4_moe", "gpt_oss")
+"""Whose second norm is called after attention."""
 TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
        "lm_head.weight": "output.weight"}
 
 
-def _tensors(family: str, model: Any) -> list[tuple[str, torch.Tensor]]:
+def _of_gpt_oss(layer: str, inner: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Rows of gate and up in turns become two tensors; weights are turned over."""
+    kind = "bias" if inner.endswith("_bias") else "weight"
+    stored = tensor if kind == "bias" else tensor.transpose(1, 2)
+    if "down" in inner:
+        return [(f"blk.{layer}.ffn_down_exps.{kind}", stored)]
+    return [(f"blk.{layer}.ffn_{part}_exps.{kind}", stored[:, first::2]) for first, part in enumerate(("gate", "up"))]
+
+
+def _halves(layer: str, config: Any, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    keys, values = tensor.unflatten(0, (config.num_attention_heads, -1)).split(
+        [config.qk_nope_head_dim, config.v_head_dim], 1)
+    return [(f"blk.{layer}.attn_k_b.weight", keys.transpose(1, 2)), (f"blk.{layer}.attn_v_b.weight", values)]
+
+
+def _tensors(family: str, model: Any, halves: bool = False) -> list[tuple[str, torch.Tensor]]:
     found = []
     heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
     for name, tensor in weights_of(model, merged=True):
@@ -42,6 +69,18 @@ def _tensors(family: str, model: Any) -> list[tuple[str, torch.Tensor]]:
             found.append((TOP[name], tensor))
             continue
         _, _, layer, inner = name.split(".", 3)
+        if inner in ALONE:
+            found.append((f"blk.{layer}.{ALONE[inner]}", tensor))
+            continue
+        if family == "gpt_oss" and inner.startswith("mlp.experts"):
+            found += _of_gpt_oss(layer, inner, tensor)
+            continue
+        if halves and inner == "self_attn.kv_b_proj.weight":
+            found += _halves(layer, model.config, tensor)
+            continue
+        if family in NORM_AFTER and inner == "post_attention_layernorm.weight":
+            found.append((f"blk.{layer}.post_attention_norm.weight", tensor))
+            continue
         if inner == "mlp.experts.gate_up_proj":
             gate, up = tensor.chunk(2, 1)
             found += [(f"blk.{layer}.ffn_gate_exps.weight", gate), (f"blk.{layer}.ffn_up_exps.weight", up)]
@@ -56,26 +95,74 @@ def _tensors(family: str, model: Any) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def _write(path: Path, family: str, model: Any) -> None:
+def _write_routed(writer: gguf.GGUFWriter, family: str, config: Any) -> None:
+    """What GLM-4.5 and DeepSeek have more than others."""
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob and family != "deepseek_v2")
+    gating = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(gating.SOFTMAX if family == "deepseek_v2" else gating.SIGMOID)
+    if family != "deepseek_v2":
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
+def _write_latent(writer: gguf.GGUFWriter, config: Any, halves: bool) -> None:
+    head = config.qk_nope_head_dim + config.qk_rope_head_dim
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim if halves else head)
+    writer.add_value_length(config.kv_lora_rank if halves else config.v_head_dim)
+    if halves:
+        writer.add_key_length_mla(head)
+        writer.add_value_length_mla(config.v_head_dim)
+
+
+def _write(path: Path, family: str, model: Any, halves: bool = False, mxfp4: bool = False, extra: int = 0) -> None:
     config, writer = model.config, gguf.GGUFWriter(path, ARCHS[family])
-    writer.add_block_count(config.num_hidden_layers)
+    latent = family.startswith("deepseek")
+    writer.add_block_count(config.num_hidden_layers + extra)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count_kv(1 if halves else config.num_key_value_heads)
     writer.add_feed_forward_length(config.intermediate_size)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if latent:
+        _write_latent(writer, config, halves)
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if latent or family == "glm4_moe":
+        _write_routed(writer, family, config)
+    if family == "glm4_moe":
+        writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
+    if family == "gpt_oss":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+    if extra:
+        writer.add_nextn_predict_layers(extra)
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", torch.zeros(4, 4).numpy())
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.attn_q.weight", torch.zeros(4, 4).numpy())
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+    fields = ("num_experts", "n_routed_experts", "num_local_experts")
+    writer.add_expert_count(next(getattr(config, field) for field in fields if getattr(config, field, None)))
     writer.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     write_vocabulary(writer, config.vocab_size)
-    for name, tensor in _tensors(family, model):
-        writer.add_tensor(name, tensor.float().contiguous().numpy())
+    for name, tensor in _tensors(family, model, halves):
+        values, kind = tensor.float().contiguous().numpy(), None
+        if mxfp4 and name.endswith("_exps.weight"):
+            kind = gguf.GGMLQuantizationType.MXFP4
+            values = gguf.quants.quantize(values, kind)
+        writer.add_tensor(name, values, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -90,6 +177,53 @@ def test_a_gguf_of_experts_gives_the_models_logits(family: str, tmp_path: Path) 
     decoder = build_decoder(source.config, source.weights(), CpuOps(), max_model_len=64)
     got = PagedDriver(decoder).run(0, TOKENS, [len(TOKENS)])
     assert (got - oracle_logits(model, TOKENS)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_keys_and_values_of_a_latent_may_be_two_tensors(family: str, tmp_path: Path) -> None:
+    model = make_model(family)
+    _write(tmp_path / "m.gguf", family, model, halves=True)
+    source = resolve_model(str(tmp_path / "m.gguf"))
+    weights = list(source.weights())
+    decoder = build_decoder(source.config, weights, CpuOps(), max_model_len=64)
+    want = PagedDriver(decoder).run(0, TOKENS, [len(TOKENS)])
+    assert (want - oracle_logits(model, TOKENS)).abs().max() < 1e-4
+    # Of two ranks each reads its own part of what was put together, and of the merged experts its own.
+    spec = read_spec(source.config)
+    for rank in range(2):
+        shard = shard_of(spec, Place(rank, 2))
+        mine = dict(source.weights(None, stored_parts(source.config, shard)))
+        name = "model.layers.1.self_attn.kv_b_proj.weight"
+        whole, cut = dict(weights)[name], shard.cut("layers.1.attn.kv_b.weight")
+        assert cut is not None and torch.equal(mine[name], whole[cut.start : cut.stop])
+        experts = mine["model.layers.1.mlp.experts.up_proj.weight"]
+        assert experts.dim() == 3 and len(experts) < len(dict(weights)["model.layers.1.mlp.experts.up_proj.weight"])
+    del source._file.tensors["blk.1.attn_v_b.weight"]
+    with pytest.raises(ModelLoadError, match=r"layers\.1\.self_attn\.k_b_proj.*no counterpart"):
+        list(source.weights())
+
+
+def test_layers_that_guess_further_tokens_are_not_read(tmp_path: Path) -> None:
+    model = make_model("glm4_moe")
+    _write(tmp_path / "m.gguf", "glm4_moe", model, extra=1)
+    source = resolve_model(str(tmp_path / "m.gguf"))
+    assert source.config["num_hidden_layers"] == model.config.num_hidden_layers
+    assert build_decoder(source.config, source.weights(), CpuOps(), max_model_len=64).missing() == []
+
+
+def test_experts_of_four_bits_in_gguf_are_the_dequantized_ones(tmp_path: Path) -> None:
+    model = make_model("gpt_oss", hidden_size=64, intermediate_size=96)
+    _write(tmp_path / "m.gguf", "gpt_oss", model, mxfp4=True)
+    source = resolve_model(str(tmp_path / "m.gguf"))
+    kind = gguf.GGMLQuantizationType.MXFP4
+    read = dict(source.weights())
+    for name, tensor in _tensors("gpt_oss", model):
+        if name.endswith("_exps.weight"):
+            _, layer, part, _ = name.split(".")
+            want = gguf.quants.dequantize(gguf.quants.quantize(tensor.contiguous().numpy(), kind), kind)
+            got = read[f"model.layers.{layer}.mlp.experts.{part.split('_')[1]}_proj.weight"]
+            assert torch.equal(got, torch.from_numpy(want))
+    assert build_decoder(source.config, source.weights(), CpuOps(), max_model_len=64).missing() == []
 
 
 def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -236,7 +236,7 @@ def test_frequency_factors_of_another_kind_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "said"),
-    [("mpt", r"'mpt'.*llama.*gemma3"), ("mamba", "state"), ("glm4moe", "experts"), ("deepseek2", "latent")],
+    [("mpt", r"'mpt'.*llama.*gemma3"), ("mamba", "state"), ("dots1", "experts"), ("glm-dsa", "latent")],
 )
 def test_another_architecture_is_refused_with_the_known_ones_or_with_the_reason(
     arch: str, said: str, tmp_path: Path

@@ -17,6 +17,7 @@ from quire.models.build import build_decoder, dummy_weights
 from quire.models.registry import read_spec
 from quire.ops.cpu import CpuOps
 from quire.sampling.params import SamplingParams
+from quire.sampling.token_logprobs import unpack_all
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
@@ -188,8 +189,8 @@ def run(core: EngineCore, requests: list[Request]) -> dict[str, tuple[list[int],
         core.add(request)
     while core.has_work:
         for update in core.step():
-            logprobs.setdefault(update.request.request_id, []).extend(update.logprobs or [])
-            prompts.setdefault(update.request.request_id, []).extend(update.prompt_logprobs or [])
+            logprobs.setdefault(update.request.request_id, []).extend(unpack_all(update.logprobs or []))
+            prompts.setdefault(update.request.request_id, []).extend(unpack_all(update.prompt_logprobs or []))
     return {
         r.request_id: (
             r.sequences[0].tokens[r.sequences[0].num_prompt_tokens :],

@@ -41,7 +41,7 @@ def worker_of(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], determini
         pytest.skip("the recorder stands in for Triton's interpreter")
     from quire.ops.triton import TritonOps
 
-    def build(config: Any, weights: Any, ops: Any, device: Any, dtype: torch.dtype, length: int) -> Any:
+    def build(config: Any, weights: Any, ops: Any, device: Any, dtype: torch.dtype, length: int, *_: Any) -> Any:
         return build_decoder(config, weights, ops, max_model_len=length, dtype=dtype)
 
     monkeypatch.setattr(worker_module, "build_on_device", build)

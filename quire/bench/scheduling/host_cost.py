@@ -1,0 +1,104 @@
+"""`quire bench scheduler --host`: what the host pays for a token of `LLM.generate`, plain and with log-probabilities.
+
+The device is replaced by tensors that are there at once; all else is what a GPU's steps go through: planning, results
+off the device, their way through the scheduler, the outputs.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+
+from quire.config import EngineConfig
+from quire.engine.assembly.engine import Engine
+from quire.engine.core import EngineCore
+from quire.executor.base import Executor
+from quire.kernels.sampled_row import REPORT_WORDS, TOP
+from quire.kvcache.manager import KVCacheManager
+from quire.llm import LLM
+from quire.sampling.logprobs import PackedLogprobs
+from quire.sampling.params import SamplingParams
+from quire.scheduler.plan import StepPlan, StepResult
+from quire.scheduler.scheduler import Limits, Scheduler
+from quire.worker.gpu.results import PendingStep, ResultCopier
+
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
+    "plain": {}, "logprobs=0": {"logprobs": 0}, "logprobs=5": {"logprobs": 5}, "logprobs=20": {"logprobs": 20}}
+_PROMPT_TOKENS = 128
+_BLOCK_SIZE = 16
+_VOCAB = 151936
+
+
+class ReadyResults(Executor):
+    """Every entry of a plan draws; what a GPU would have drawn and reported is there before."""
+
+    def __init__(self, max_num_seqs: int, logprobs: int | None) -> None:
+        self._copier = ResultCopier(torch.device("cpu"))
+        self._tokens = torch.zeros(max_num_seqs, 2, dtype=torch.int32)
+        self._tokens[:, 0] = torch.arange(max_num_seqs) + 1000
+        self._logprobs = logprobs
+        self._reports = torch.zeros(max_num_seqs, REPORT_WORDS, dtype=torch.int32)
+        self._reports[:, 0] = self._tokens[:, 0]
+        self._reports[:, 2] = 1
+        self._reports[:, 3 : 3 + TOP] = torch.arange(TOP) + 1000
+        floats = self._reports.view(torch.float32)
+        floats[:, 1] = -0.25
+        floats[:, 3 + TOP : 3 + 2 * TOP] = -0.25 - torch.arange(TOP)
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        count = len(plan.entries)
+        pending = PendingStep(plan.step, count, range(count), self._tokens[:count])
+        if self._logprobs is not None:
+            rows = list(range(count))
+            found = PackedLogprobs(rows, [self._logprobs] * count, self._reports[:count], TOP)
+            pending.logprobs.append((rows, found))
+        return self._copier.send(pending)
+
+    def close(self) -> None:
+        self._copier.close()
+
+
+def measure(name: str, num_sequences: int, num_tokens: int, repeat: int = 3) -> dict[str, Any]:
+    """Processor time of all threads, the median of `repeat` runs."""
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=1, **SETTINGS[name])
+    prompts = [[(7919 * i + j) % 1000 for j in range(_PROMPT_TOKENS)] for i in range(num_sequences)]
+    llm = _front_door(num_sequences, num_tokens, params.logprobs)
+    found = []
+    try:
+        for _ in range(repeat + 1):
+            gc.collect()
+            begin = time.process_time()
+            llm.generate(prompts, params, use_tqdm=False)
+            found.append(time.process_time() - begin)
+    finally:
+        llm.close()
+    spent = statistics.median(found[1:])
+    return {"setting": name, "sequences": num_sequences, "tokens": num_tokens,
+            "us_per_token": round(1e6 * spent / (num_sequences * num_tokens), 2),
+            "step_ms": round(1e3 * spent / num_tokens, 3)}
+
+
+def _front_door(num_sequences: int, num_tokens: int, logprobs: int | None) -> LLM:
+    longest = _PROMPT_TOKENS + num_tokens
+    cache = KVCacheManager(num_sequences * (longest // _BLOCK_SIZE + 2), _BLOCK_SIZE)
+    limits = Limits(num_sequences, num_sequences * _PROMPT_TOKENS, longest + 1)
+    core = EngineCore(Scheduler(limits, cache), ReadyResults(num_sequences, logprobs), 2)
+    source: Any = SimpleNamespace(eos_token_ids=())
+    spec: Any = SimpleNamespace(vocab_size=_VOCAB)
+    pool: Any = SimpleNamespace(max_model_len=longest + 1)
+    return LLM.over(Engine(EngineConfig.create(skip_tokenizer_init=True), source, spec, pool, core))
+
+
+def lines(sequences: Sequence[int], num_tokens: int) -> Iterator[dict[str, Any]]:
+    for num_sequences in sorted(sequences):
+        cases = [measure(name, num_sequences, num_tokens) for name in SETTINGS]
+        for case in cases:
+            beyond = case["us_per_token"] - cases[0]["us_per_token"]
+            yield {"bench": "scheduler", "case": "host", **case, "us_beyond_plain": round(beyond, 2)}
