@@ -1,7 +1,7 @@
 """The side that asks others for prompts: one attempt after the other, and then it computes what has not come itself.
 
 A transfer's number is never used again, so it is also the epoch of its writes: once a transfer is shut, whatever still
-comes of it is refused, and its blocks can be given to anybody.
+arrives for it is refused, and its blocks can be handed out again.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class DecodeSide:
             link.send(Abort(transfer).to_data())
 
     def _end(self, asking: Asking, abort: bool) -> None:
-        """The request waits for nobody any more; no write of a transfer that was shut can reach its blocks."""
+        """The request no longer waits for another engine; a closed transfer cannot write into its blocks."""
         self.num_changes += 1
         self._shut(asking, abort)
         self._cache.reservations.confirm(asking.reservation.number)
