@@ -1,4 +1,4 @@
-"""Integer weights on a CPU: floats rounded to codes, and codes packed as the compiled integer products read them."""
+"""Integer weights on a CPU: floats rounded to codes, and codes packed as the compiled integer GEMMs read them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _scale_bytes(part: QuantizedWeight) -> int:
 
 
 def _joined(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """Neighbours of one format as one part: one product instead of several."""
+    """Neighbours of one format as one part: one GEMM instead of several."""
     found: list[QuantizedWeight] = []
     for part in parts:
         before = found[-1] if found else None

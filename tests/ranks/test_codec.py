@@ -104,6 +104,16 @@ def test_a_step_that_goes_on_decoding_takes_no_room_for_its_sequences() -> None:
     assert first > 256 * 12 and max(later) < 64
 
 
+def test_samples_of_one_prompt_send_it_once() -> None:
+    prompt = list(range(1000))
+    one, four = (StepPlan(1, starts=[RowStart(row, prompt, 1000, SamplingParams(), row, row) for row in range(count)])
+                 for count in (1, 4))
+    sizes = [len(PlanEncoder().encode(plan, [])) for plan in (one, four)]
+    assert sizes[1] - sizes[0] < 400
+    crossed, _ = PlanDecoder().decode(bytes(PlanEncoder().encode(four, [])))
+    assert crossed == four
+
+
 def test_a_shape_of_structured_outputs_stays_behind_as_ranks_get_masks() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+b*"), top_k=3)
     plan = StepPlan(1, starts=[RowStart(0, [1], 1, params, 0, 0)])
