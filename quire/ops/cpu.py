@@ -493,6 +493,7 @@ class CpuOps(Ops):
         if kv.kind == "latent":
             kept = self._zeros(num_blocks, 1, block_size, kv.parts[0].width)
             return describe(LayerCache(kv, block_size, {"latent": kept}))
+        kv.heads_of_pair()  # refuses any other kind
         keys, values = kv.parts
         dtype = F32 if kv.coded_dim is None else I32
         k = self._zeros(num_blocks, keys.heads, keys.width, block_size, dtype=dtype)
