@@ -64,6 +64,7 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
         shared = count < place.num_ranks
         ranks = connect_peers(collectives, place, device, DTYPES[model.dtype], shared=shared,
                               nccl=_by_nccl(config, shared))
+        collectives.device_waited_ns = lambda: ranks.waited_ns
     share = RankShare(shard, ranks, lambda pool: PoolSize(**agree(dataclasses.asdict(pool))), sharing(place, count))
     parts = None if shard.is_whole else stored_parts(source.config, shard)
     weights = None if model.load_format == "dummy" else source.weights(None, parts)
