@@ -493,11 +493,10 @@ class CpuOps(Ops):
         if kv.kind == "latent":
             kept = self._zeros(num_blocks, 1, block_size, kv.parts[0].width)
             return describe(LayerCache(kv, block_size, {"latent": kept}))
-        kv.heads_of_pair()  # refuses any other kind
-        keys, values = kv.parts
-        dtype = F32 if kv.coded_dim is None else I32
-        k = self._zeros(num_blocks, keys.heads, keys.width, block_size, dtype=dtype)
-        v = self._zeros(num_blocks, values.heads, block_size, values.width, dtype=dtype)
+        heads, _ = kv.heads_of_pair()
+        width, dtype = kv.parts[0].width, F32 if kv.coded_dim is None else I32
+        k = self._zeros(num_blocks, heads, width, block_size, dtype=dtype)
+        v = self._zeros(num_blocks, heads, block_size, width, dtype=dtype)
         return describe(LayerCache(kv, block_size, {"k": k, "v": v}, tokens_last=("k",)))
 
     def _zeros(self, *shape: int, dtype: torch.dtype = F32) -> Tensor:

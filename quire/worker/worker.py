@@ -66,6 +66,7 @@ class Worker:
             ranks=None if collectives is None else collectives.group, dtype=None)
         self.weight_bytes = decoder.weight_bytes
         draft = self._draft(config, ops, decoder)
+        ops.library.quire_give_back()  # what the weights were read through
         groups = groups_with_draft(self.spec, self.pool.draft_bytes_per_token)
         self._cache = CacheEngine(decoder, ops, [self.pool.blocks_of(group.window) for group in groups],
                                   config.cache.block_size,

@@ -118,6 +118,11 @@ def test_infinite_and_negative_zero_log_probabilities_keep_their_bits() -> None:
     assert read.logprob == -math.inf and math.copysign(1, read.top_logprobs[0]) == -1
 
 
+def test_log_probabilities_that_are_no_record_are_refused() -> None:
+    with pytest.raises(ValueError, match="no log-probabilities"):
+        decode_result(bytes(encode_result(StepResult(1, [EntryResult([1], [b"short"])]))))
+
+
 @pytest.mark.parametrize("cut", [1, 5, 20])
 def test_a_message_that_was_cut_short_is_refused(cut: int) -> None:
     plan = StepPlan(1, freed_rows=[1, 2, 3], entries=[PlanEntry(0, 0, 3, True)])

@@ -29,7 +29,6 @@ from quire.engine.process.pulse import Pulse
 from quire.engine.watch.watching import Watching
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.kvcache.held_names import HeldNames
-from quire.lean_torch import import_torch
 from quire.scheduler.beam import BeamSearch
 from quire.scheduler.request import FinishReason, Request
 from quire.scheduler.scheduler import SequenceUpdate
@@ -335,10 +334,7 @@ def serve(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], pulse: Pulse) -> 
         start = m.decode_to_engine(inbox.recv())
         if not isinstance(start, m.Start):
             raise EngineError(f"the first message must say what to start, not {type(start).__name__}")
-        config = EngineConfig.create(**start.options)
-        if config.model.executor != "dummy":
-            import_torch()
-        engine = build_engine(config, progress=False, clock=time.monotonic,
+        engine = build_engine(EngineConfig.create(**start.options), progress=False, clock=time.monotonic,
                               options=start.options)
         server = EngineServer(engine, inbox, outbox, pulse, Doorbell(
             inbox, engine.core.executor.arrivals, engine.core.scheduler.compiling.isolated))
