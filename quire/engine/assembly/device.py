@@ -27,7 +27,7 @@ class ModelWorker(Protocol):
     pool: PoolSize
 
     def kv_memory(self) -> KVMemory | None:
-        """Its KV, for whoever moves it to and from other engines; None where nobody computes."""
+        """Its KV, for transfers to and from other engines; None without a model."""
 
     def connect(self, transfer: UnitTransfer) -> None:
         """Move blocks to and from one more tier."""
@@ -36,7 +36,7 @@ class ModelWorker(Protocol):
 
 def resolve(config: EngineConfig) -> EngineConfig:
     """The same with device, and what the user left to the device, filled in."""
-    # Nobody computes anything: no need to look for a GPU, nor to import torch.
+    # The dummy executor computes nothing: no need to look for a GPU, nor to import torch.
     device = "cpu" if config.model.executor == "dummy" else config.model.device
     missing = None if device == "cpu" else _missing_for_gpu()
     if device == "cuda" and missing is not None:
