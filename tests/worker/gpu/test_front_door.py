@@ -11,11 +11,11 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.assembly import engine as assembly
-from quire.engine.assembly.device import _speculation
 from quire.errors import ConfigError
 from quire.executor.device import DeviceExecutor
 from quire.ops.cpu import CpuOps
 from quire.worker.gpu.options import DeviceOptions
+from quire.worker.gpu.speculation import speculation_of
 from quire.worker.gpu.worker import GpuWorker
 from tests.worker.gpu.engines import GEMMA3, QWEN3
 
@@ -33,7 +33,7 @@ def on_device(source: Any, config: Any) -> tuple[GpuWorker, DeviceExecutor]:
                             draft_rows=0 if asked is None else asked.num_speculative_tokens * seqs)
     weights = dummy_weights(source.config, seed=config.model.seed)
     worker = GpuWorker(source.config, weights, config.cache, options, ops=CpuOps(num_threads=1),
-                       speculation=_speculation(config))
+                       speculation=speculation_of(config))
     return worker, DeviceExecutor(worker)
 
 
