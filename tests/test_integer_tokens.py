@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.bench.cpu.accuracy import decoder_of
 from quire.errors import ConfigError
 from tests.checkpoints import make_checkpoint
 from tests.test_same_tokens import PROMPTS, assert_same, run
@@ -55,6 +56,14 @@ def test_ranks_and_stages_change_no_bit(checkpoint: Path, kind: dict[str, Any]) 
             outputs = llm.generate(PROMPTS[:4], asked, use_tqdm=False)
         found.append([(each.token_ids, each.logprobs) for output in outputs for each in output.outputs])
     assert all(other == found[0] for other in found[1:])
+
+
+def test_keys_and_values_that_many_query_heads_read_are_rounded_to_eight_bits(tmp_path: Path) -> None:
+    for kv_heads, formats in ((1, "int4 + int8"), (2, "int4")):
+        folder = tmp_path / str(kv_heads)
+        make_checkpoint(folder, "llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=kv_heads)
+        attention = decoder_of("int4", str(folder), 64, 1).layers[0].attn
+        assert (attention.qkv.packed.format, attention.out.packed.format) == (formats, "int4")
 
 
 def test_integers_are_what_is_multiplied(checkpoint: Path) -> None:

@@ -1,6 +1,9 @@
-"""Logits of every position of a text, by a decoder alone: one pass, in a KV cache of its own."""
+"""Logits of texts by a decoder alone: one pass, in a KV cache of its own."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,10 +15,24 @@ _BLOCK = 16
 
 
 def logits_of(decoder: Decoder, tokens: list[int]) -> Tensor:
-    """[n, vocabulary]."""
-    groups, blocks = len(decoder.spec.cache_groups()), -(-len(tokens) // _BLOCK)
-    caches = decoder.allocate_caches([blocks] * groups, _BLOCK)
-    table, places = torch.arange(blocks, dtype=torch.int32)[None], torch.arange(len(tokens))
-    ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
-    ctx = StepContext(places, ends, ends[1:], (table,) * groups, (places,) * groups)
-    return decoder.logits(decoder.forward(torch.tensor(tokens), ctx, caches))
+    """[n, vocabulary]: of every position."""
+    return last_logits(decoder, [tokens], [len(tokens)])[0]
+
+
+def last_logits(decoder: Decoder, texts: Sequence[list[int]], kept: Sequence[int]) -> list[Tensor]:
+    """[kept[i], vocabulary] of the last positions of each text, all texts in one pass."""
+    groups, lengths = len(decoder.spec.cache_groups()), [len(text) for text in texts]
+    blocks = [-(-length // _BLOCK) for length in lengths]
+    caches = decoder.allocate_caches([sum(blocks)] * groups, _BLOCK)
+    table = torch.zeros(len(texts), max(blocks), dtype=torch.int32)
+    slots = []
+    for row, (first, count, length) in enumerate(zip([0, *accumulate(blocks)], blocks, lengths, strict=False)):
+        table[row, :count] = torch.arange(first, first + count)
+        slots.append(torch.arange(first * _BLOCK, first * _BLOCK + length))
+    ends = list(accumulate(lengths))
+    ctx = StepContext(
+        torch.cat([torch.arange(length) for length in lengths]), torch.tensor([0, *ends], dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32), (table,) * groups, (torch.cat(slots),) * groups)
+    stream = decoder.forward(torch.tensor([token for text in texts for token in text]), ctx, caches)
+    wanted = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, kept, strict=True)])
+    return list(decoder.logits(stream[wanted]).split(list(kept)))

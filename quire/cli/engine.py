@@ -23,11 +23,8 @@ def open_llm(options: dict[str, Any], *, quiet: bool = False) -> LLM:
     if talk:
         print(styled(f"loading {config.model.model} …", DIM, sys.stderr), end="", file=sys.stderr, flush=True)
     try:
-        from quire.lean_torch import import_torch
         from quire.llm import LLM
 
-        if config.model.executor != "dummy":
-            import_torch()
         llm = LLM(**options)
     finally:
         if talk:

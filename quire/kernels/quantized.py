@@ -26,6 +26,8 @@ class WeightUse(Enum):
     """A projection inside a layer: rounded to as many bits as the user asked for."""
     VOCABULARY = "vocabulary"
     """An embedding or a head: rounded to 8 bits, whatever was asked for."""
+    SHARED = "shared"
+    """Keys and values that many query heads read: few weights, whose error is in all of those. Rounded to 8 bits."""
     EXACT = "exact"
     """A router or a gate: small, and an error there changes which expert computes. Never rounded."""
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.kernels.quantized import WeightUse
 from quire.kernels.slices import Slices
 from quire.kernels.types import HeadShape, HeadTurn, LayerCache, StepContext
 from quire.layers.linear import Linear, SharedLinear
@@ -16,6 +17,9 @@ from quire.layers.spec import AttentionSpec
 from quire.layers.stream import ResidualStream, Rows
 from quire.ops.interface import Ops
 from quire.parallel.collectives import TensorGroup
+
+_MANY_QUERIES = 4
+"""Query heads that read one kv head, from which on a rounding at load is finer for keys and values."""
 
 
 class Attention:
@@ -42,7 +46,9 @@ class Attention:
         self._growth = growth
         self._group = group
         self._ranks = ranks
-        self.qkv = Linear(ops, ("q", "k", "v"), spec.qkv_bias, dtype)
+        shared = spec.num_heads >= _MANY_QUERIES * spec.num_kv_heads
+        uses = {"k": WeightUse.SHARED, "v": WeightUse.SHARED} if shared else None
+        self.qkv = Linear(ops, ("q", "k", "v"), spec.qkv_bias, dtype, uses=uses)
         if share is None or ranks is None:
             self.shape = HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim)
             self.out = Linear(ops, ("out",), spec.out_bias, dtype, Slices.of_heads(spec.num_heads, spec.head_dim))

@@ -6,7 +6,7 @@ by their input (`SharedLinear`: ranks exchange sums), the vocabulary by its rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,15 +31,17 @@ class Linear:
 
     def __init__(
         self, ops: Ops, parts: Sequence[str], bias: bool, dtype: torch.dtype | None, slices: Slices | None = None,
-        use: WeightUse = WeightUse.LAYER,
+        use: WeightUse = WeightUse.LAYER, uses: Mapping[str, WeightUse] | None = None,
     ) -> None:
-        """`dtype` None: weights are handed to be packed in the type they are stored in."""
+        """`dtype` None: weights are handed to be packed in the type they are stored in. `uses`: of parts that have
+        another than `use`."""
         self._ops = ops
         self._parts = tuple(parts)
         self._bias = bias
         self._dtype = dtype
         self._slices = slices
         self._use = use
+        self._uses = uses or {}
         self._waiting: dict[tuple[str, str], StoredWeight] = {}
         self._packed: PackedLinear | None = None
 
@@ -57,7 +59,7 @@ class Linear:
     def receive(self, part: str, kind: str, tensor: StoredWeight) -> None:
         """Take one stored tensor, of the shape the spec declared."""
         if kind == "weight":
-            kept: StoredWeight | None = self._ops.quantized(tensor, self._slices, self._use)
+            kept: StoredWeight | None = self._ops.quantized(tensor, self._slices, self._uses.get(part, self._use))
             if kept is None and isinstance(tensor, QuantizedWeight):  # a slice's border would cut a group
                 kept = tensor.dequantized()
             tensor = tensor if kept is None else kept

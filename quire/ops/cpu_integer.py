@@ -1,4 +1,4 @@
-"""Integer weights on a CPU: floats rounded to codes, and codes packed as the compiled integer products read them."""
+"""Integer weights on a CPU: floats rounded to codes, and codes packed as the compiled integer GEMMs read them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def round_to_codes(
     if use is WeightUse.EXACT or rounding.bits is None or not fits(weight.shape[1], slices):
         return None
     n, k = weight.shape
-    bits = 8 if use is WeightUse.VOCABULARY else rounding.bits
+    bits = 8 if use in (WeightUse.VOCABULARY, WeightUse.SHARED) else rounding.bits
     group = group_of(k, slices, rounding)
     floats = weight.detach().to(torch.float32).contiguous()
     codes = torch.empty(n, k, dtype=torch.uint8)
@@ -93,7 +93,7 @@ def _scale_bytes(part: QuantizedWeight) -> int:
 
 
 def _joined(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """Neighbours of one format as one part: one product instead of several."""
+    """Neighbours of one format as one part: one GEMM instead of several."""
     found: list[QuantizedWeight] = []
     for part in parts:
         before = found[-1] if found else None

@@ -149,10 +149,13 @@ class Collectives:
     """From the stage before; on the first stage from the last. None where there is one stage."""
     after: Link | None = None
     """To the stage after; on the last stage to the first."""
+    device_waited_ns: Callable[[], int] | None = None
+    """What ranks on GPUs have waited, which talk to each other on the device."""
 
     @property
     def waited_ns(self) -> int:
-        return sum(each.waited_ns for each in (self.group, self.before, self.after) if each is not None)
+        on_device = 0 if self.device_waited_ns is None else self.device_waited_ns()
+        return on_device + sum(each.waited_ns for each in (self.group, self.before, self.after) if each is not None)
 
     def close(self) -> None:
         for each in (self.group, self.before, self.after):

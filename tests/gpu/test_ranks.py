@@ -18,14 +18,18 @@ import torch
 from safetensors.torch import save_file
 
 from quire import LLM, BeamSearchParams, SamplingParams
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, QuireError, RankLostError
 from tests.gpu.models import config_of, weights_of
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 on_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144, "head_dim": 16}
+EIGHT_SLICES = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128, "intermediate_size": 272}
+"""Of the MLP: at 8 ranks each has a query head, and four of them hold the same kv head."""
 SMALL = {"block_size": 8, "num_kv_blocks": 64, "max_num_seqs": 6, "max_num_batched_tokens": 40, "max_model_len": 200}
+SWAPPING = {"num_kv_blocks": 14, "max_model_len": 100, "swap_space": 0.01, "preemption_mode": "swap",
+            "max_num_batched_tokens": 200}
 PROMPTS = [[random.Random(i).randrange(3, 97) for _ in range(3 + 17 * i % 61)] for i in range(9)]
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "prompt_logprobs": 2},
@@ -67,6 +71,8 @@ CASES = [
     ("llama", NINE_HEADS, {"dtype": "bfloat16"}, [(2, 1)]),
     ("olmo2", {}, {"dtype": "bfloat16"}, [(2, 1)]),
     ("qwen3_moe", {}, {"dtype": "bfloat16"}, [(2, 1)]),
+    ("llama", EIGHT_SLICES, {"dtype": "bfloat16"}, [(4, 1), (8, 1)]),
+    ("llama", {}, {"dtype": "float32", **SWAPPING}, [(2, 1), (1, 2)]),
 ]
 
 
@@ -77,6 +83,7 @@ def test_deterministic_mode_gives_the_bits_of_one_rank(
     checkpoint(tmp_path, family, **changes)
     with engine(tmp_path, deterministic=True, **options) as llm:
         want = answers(llm)
+        assert (llm.metrics()["preemptions_by_swap"] > 0) == ("swap_space" in options)
     for tensor, stages in sizes:
         with engine(tmp_path, deterministic=True, tensor_parallel_size=tensor, pipeline_parallel_size=stages,
                     **options) as llm:
@@ -124,17 +131,104 @@ def test_nccl_sums_inside_a_captured_graph() -> None:
     assert bool((part == 8).all())
 
 
+def _two_sides(kind: str, patience: float) -> tuple[list[Any], list[Any], list[Any]]:
+    """Waits, groups and memory of two ranks in this process."""
+    from quire.parallel import device_waits
+    from quire.parallel.cuda_memory import SharedDeviceMemory
+    from quire.parallel.peers import PeerGroup, group_bytes
+
+    device = torch.device("cuda")
+    memories = [SharedDeviceMemory.create(group_bytes(1 << 20), device) for _ in range(2)]
+    waits = [getattr(device_waits, kind)(device, patience) for _ in range(2)]
+    groups = [PeerGroup(rank, [each.bytes for each in memories], waits[rank].meeting(rank, memories))
+              for rank in range(2)]
+    return waits, groups, memories
+
+
+def _close(waits: list[Any], memories: list[Any]) -> None:
+    torch.cuda.synchronize()
+    for each in (*waits, *memories):
+        each.close()
+
+
 @on_gpu
-def test_n_gram_drafts_and_steps_in_flight(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["KernelWaits", "StreamWaits"])
+@torch.inference_mode()
+def test_two_streams_of_one_process_exchange_inside_graphs(kind: str) -> None:
+    waits, groups, memories = _two_sides(kind, 30.0)
+    parts = [torch.full((8, 512), rank + 1.0, device="cuda") for rank in range(2)]
+    found = [torch.zeros(8, 512, device="cuda") for _ in range(2)]
+
+    def launch(rank: int) -> None:
+        for _ in range(3):  # an odd number: `settle` makes it even
+            found[rank].add_(groups[rank].sum_parts(parts[rank], None, None))
+        groups[rank].settle()
+
+    sides = [torch.cuda.Stream() for _ in range(2)]
+    # What a kernel needs when it is first launched may wait for all that runs, so nobody may wait for the other yet.
+    for rank in range(2):
+        meet, groups[rank]._meet = groups[rank]._meet, lambda turn: None
+        launch(rank)
+        groups[rank]._meet = meet
+    if kind == "KernelWaits":
+        from quire.kernels.triton import meeting
+
+        flags = torch.full((2,), 9, dtype=torch.int32, device="cuda")
+        peers = torch.tensor([flags.data_ptr()] * 2, device="cuda")
+        for rank in range(2):
+            meeting.meet(peers, flags, torch.zeros_like(flags[:1]), waits[rank]._state, rank, 30.0)
+    torch.cuda.synchronize()
+    graphs = []
+    for rank, side in enumerate(sides):
+        with torch.cuda.stream(side):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            launch(rank)
+            graph.capture_end()
+            graphs.append(graph)
+    for each in found:
+        each.zero_()
+    torch.cuda.synchronize()
+    for _ in range(5):
+        for rank, side in enumerate(sides):
+            with torch.cuda.stream(side):
+                graphs[rank].replay()
+    with waits[0].watched(), waits[1].watched():
+        torch.cuda.synchronize()
+    assert all(bool((each == 5 * 3 * 3).all()) for each in found)
+    _close(waits, memories)
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["KernelWaits", "StreamWaits"])
+@torch.inference_mode()
+def test_a_wait_for_one_who_does_not_come_is_an_error_and_no_hang(kind: str) -> None:
+    waits, groups, memories = _two_sides(kind, 1.0)
+    groups[0].sum_parts(torch.ones(4, 4, device="cuda"), None, None)
+    with pytest.raises(RankLostError, match="did not come"), waits[0].watched():
+        torch.cuda.synchronize()
+    _close(waits, memories)
+
+
+@on_gpu
+@pytest.mark.parametrize("method", ["ngram", "skip_layers", "draft_model"])
+def test_drafts_of_ranks_are_those_of_one(tmp_path: Path, method: str) -> None:
     checkpoint(tmp_path, "llama")
+    said: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    sizes = [(1, 1), (2, 1)]
+    if method == "ngram":
+        sizes.append((1, 2))
+    elif method == "draft_model":
+        (tmp_path / "draft").mkdir()
+        said["model"] = str(checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1))
     prompts = [prompt * 3 for prompt in PROMPTS[:5]]
-    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    said = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    params = [SamplingParams(temperature=0.6 * (i % 2), seed=i, max_tokens=20, ignore_eos=True) for i in range(5)]
     found = []
-    for sizes in ({}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
-        with engine(tmp_path, dtype="bfloat16", deterministic=True, speculative_config=said, **sizes) as llm:
-            found.append([one.outputs[0].token_ids for one in llm.generate(prompts, greedy, use_tqdm=False)])
-    assert found[1] == found[0] == found[2]
+    for tensor, stages in sizes:
+        with engine(tmp_path, dtype="bfloat16", deterministic=True, speculative_config=said,
+                    tensor_parallel_size=tensor, pipeline_parallel_size=stages) as llm:
+            found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
+    assert all(each == found[0] for each in found)
 
 
 @on_gpu
@@ -167,7 +261,8 @@ def test_a_killed_rank_ends_the_engine_with_its_name(tmp_path: Path) -> None:
 @on_gpu
 @pytest.mark.parametrize(("options", "field"), [
     ({"distributed_executor_backend": "threads"}, "distributed_executor_backend"),
-    ({"speculative_config": {"method": "skip_layers", "num_speculative_tokens": 2}}, "speculative_config"),
+    ({"speculative_config": {"method": "skip_layers", "num_speculative_tokens": 2}, "pipeline_parallel_size": 2},
+     "speculative_config"),
     ({"tensor_parallel_size": 7}, "tensor_parallel_size"),
     ({"rank_exchange": "nccl", "deterministic": True}, "rank_exchange"),
 ])

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import QuireError
-from quire.eval.tasks import Options, Result
+from quire.eval.tasks import Options, Result, Scored
 
 if TYPE_CHECKING:
     from quire.models.decoder import Decoder
+    from quire.tokenizer.tokenizer import Tokenizer
 
 EXAMPLES = (
     "examples:\n"
@@ -45,6 +46,9 @@ FORMATS: dict[str, dict[str, Any]] = {
 _AS_STORED = ("file", "int8-kv")
 """Take the weights from the model's own file."""
 TASKS = ("lambada", "arc_easy")
+_LONGEST = 2048
+"""Tokens of a question; theirs have a few hundred."""
+_TEXTS_AT_ONCE = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,14 +127,40 @@ def _ask(
     name: str, stored: str, tokenizer: str, tasks: Sequence[str], limit: int | None, threads: int | None
 ) -> list[Result]:
     from quire.eval.data import rows
-    from quire.eval.engines import QuireEngine
     from quire.eval.tasks import TASKS as ALL
-    from quire.llm import LLM
+    from quire.models.loader.source import resolve_model
 
     options = Options(limit, shots=0)
-    with LLM(stored, tokenizer=tokenizer, num_threads=threads, **FORMATS[name]) as llm:
-        engine = QuireEngine(llm)
-        return [result for task in tasks for result in ALL[task](engine, rows, options)]
+    engine = DecoderScores(decoder_of(name, stored, _LONGEST, threads), resolve_model(tokenizer).tokenizer())
+    return [result for task in tasks for result in ALL[task](engine, rows, options)]
+
+
+class DecoderScores:
+    """Scores continuations by the decoder that an engine would run: their logits alone, not those of the contexts."""
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer) -> None:
+        self._decoder, self._tokenizer = decoder, tokenizer
+
+    def score(self, pairs: Sequence[tuple[str, str]]) -> list[Scored]:
+        import torch
+
+        from quire.bench.whole_pass import last_logits
+        from quire.eval.engines import split_tokens
+
+        found: list[Scored] = []
+        for at in range(0, len(pairs), _TEXTS_AT_ONCE):
+            cut = [split_tokens(self._tokenizer, *pair) for pair in pairs[at : at + _TEXTS_AT_ONCE]]
+            texts, kept = [ids[:-1] for ids, _ in cut], [len(ids) - start for ids, start in cut]
+            with torch.inference_mode():
+                logits = last_logits(self._decoder, texts, kept)
+            for (ids, start), rows in zip(cut, logits, strict=True):
+                own = torch.tensor(ids[start:])
+                picked = rows.log_softmax(-1).gather(1, own[:, None])
+                found.append(Scored(float(picked.sum()), bool((rows.argmax(-1) == own).all())))
+        return found
+
+    def complete(self, contexts: Sequence[str], stops: Sequence[str], max_tokens: int) -> list[str]:
+        raise QuireError("these tasks score continuations and write none")
 
 
 def divergence(name: str, stored: str, model: str, count: int, threads: int | None) -> dict[str, Any]:

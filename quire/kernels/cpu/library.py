@@ -21,6 +21,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_set_num_threads": (None, [_N]),
     "quire_get_num_threads": (_N, []),
     "quire_advise_huge_pages": (None, [_P, _I]),
+    "quire_give_back": (None, []),
     "quire_packed_bytes": (_I, [_N, _I, _I]),
     "quire_pack": (_N, [_P, _P, _I, _I, _N]),
     "quire_linear": (None, [_P, _P, _N, _P, _P, _P, _I, _I, _I, _P, _I]),
