@@ -23,7 +23,7 @@ class Command:
 
 
 BENCHES: dict[str, Command] = {
-    "cpu": Command("quire.bench.cpu.command", "cases A to D on a CPU, against transformers in one run"),
+    "cpu": Command("quire.bench.cpu.command", "cases A to D on a CPU, in turns with other engines"),
     "accuracy": Command("quire.bench.cpu.accuracy",
                         "what integer arithmetic on a CPU costs in accuracy, against float32"),
     "scheduler": Command("quire.bench.scheduling.scheduler", "time to plan a step of 16 to 1,024 sequences"),

@@ -2,13 +2,14 @@
 
 Both come from the package index (`pip install onnxruntime-genai onnx-ir llama-cpp-python`) and are imported here only.
 Each computes the same model: its file is made once, from the weights that Quire reads, and kept in the cache folder.
-Each is used in the way that was fastest for it:
+How each is used:
 
 - onnxruntime-genai: 4 bits in groups of 32, int8 activations (accuracy level 4). Requests one after the other; a prefix
-  that all requests share is computed once, and the generator goes back to its end for each.
-- llama.cpp: Q4_0, which it has its fastest kernels for. All requests in one context: prompts in batches of 2,048
+  that all requests share is computed once, and the generator goes back to its end for each. Static batches were not
+  tried.
+- llama.cpp: Q4_0, which was faster than the file's own Q4_1. All requests in one context: prompts in batches of 2,048
   tokens, then every step with all sequences. A shared prefix is computed once, and its cells serve all sequences;
-  without one each sequence has cells of its own, since each token looks at all cells that its sequence may have.
+  without one each sequence has cells of its own. Of the two kinds of cells the faster was taken for each case.
 """
 
 from __future__ import annotations
