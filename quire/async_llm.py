@@ -27,7 +27,7 @@ from quire.server_config import GuardConfig
 from quire.tokenizer.tokenizer import Tokenizer
 
 _LONG_TEXT = 4096
-"""Characters: longer prompts are tokenized on a thread, so that nobody else's tokens wait."""
+"""Characters: longer prompts are tokenized on a thread, so that other requests' tokens do not wait."""
 _LONGEST_TIMEOUT = 1e9
 
 
@@ -261,7 +261,7 @@ class AsyncLLM:
         await self._desk.call("check")
 
     async def clear_prefix_cache(self) -> int:
-        """Forget cached prefixes that nobody uses; returns the number of blocks freed."""
+        """Evict cached prefixes that no sequence uses; returns the number of blocks freed."""
         freed: int = await self._desk.call("clear_prefix_cache")
         return freed
 

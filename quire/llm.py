@@ -204,7 +204,7 @@ class LLM:
                                       "'both'", field="prefill")
 
     def _check_shape(self, params: SamplingParams) -> None:
-        """Whoever asks for a grammar that is none learns it here; compiling goes on beside the steps."""
+        """Refuse an invalid grammar here; valid ones are compiled beside the steps."""
         from quire.structured.compiler import GrammarCompiler
 
         if params.structured_outputs is not None and isinstance(self._core.grammars, GrammarCompiler):
@@ -271,7 +271,7 @@ class LLM:
         return StepTrace(self._core, path)
 
     def clear_prefix_cache(self) -> int:
-        """Forget cached prefixes that nobody uses; returns the number of blocks freed."""
+        """Evict cached prefixes that no sequence uses; returns the number of blocks freed."""
         return self._core.clear_prefix_cache()
 
     def check(self) -> None:

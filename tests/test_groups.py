@@ -14,7 +14,7 @@ from quire.errors import ConfigError, InvalidRequestError, OutOfMemoryError
 from quire.sampling.params import BeamSearchParams
 from tests.checkpoints import make_checkpoint, make_model
 
-PROMPT = [random.Random(3).randrange(3, 97) for _ in range(37)]
+PROMPT = random.Random(3).choices(range(3, 97), k=37)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
@@ -164,7 +164,7 @@ def test_beams_in_a_mixed_and_crowded_batch_are_the_same(llm: LLM, checkpoint: A
 
 def test_eight_beams_over_a_long_prompt_share_it(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", max_position_embeddings=640)
-    prompt = [random.Random(1).randrange(3, 97) for _ in range(512)]
+    prompt = random.Random(1).choices(range(3, 97), k=512)
     width, length, size = 8, 24, 16
     with LLM(str(tmp_path), skip_tokenizer_init=True, block_size=size) as llm:
         llm.add_request("b", prompt, BeamSearchParams(beam_width=width, max_tokens=length, ignore_eos=True))
@@ -204,7 +204,7 @@ def test_a_pool_ten_times_too_small_changes_no_token(checkpoint: Any, mode: str)
 
 
 def test_evicted_prefixes_come_back_from_the_host(checkpoint: Any) -> None:
-    others = [[random.Random(i).randrange(3, 97) for _ in range(40)] for i in range(8)]
+    others = [random.Random(i).choices(range(3, 97), k=40) for i in range(8)]
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)
     with LLM(str(checkpoint[0]), skip_tokenizer_init=True, block_size=4, num_kv_blocks=24, swap_space=0.01,
              offload=True, preemption_mode="recompute", eviction_policy="lru") as llm:

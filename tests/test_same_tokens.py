@@ -12,8 +12,8 @@ from quire import LLM, SamplingParams
 from tests.checkpoints import FAMILY_NAMES, make_checkpoint
 from tests.engine_capture import Bits, record_logits
 
-PROMPTS = [[random.Random(i).randrange(3, 97) for _ in range(3 + 7 * i % 61)] for i in range(32)]
-SHARED = [random.Random(99).randrange(3, 97) for _ in range(40)]
+PROMPTS = [random.Random(i).choices(range(3, 97), k=3 + 7 * i % 61) for i in range(32)]
+SHARED = random.Random(99).choices(range(3, 97), k=40)
 
 
 def params(index: int, max_tokens: int = 12) -> SamplingParams:

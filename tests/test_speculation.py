@@ -25,7 +25,7 @@ _REQUESTS = 40
 """Of 64 samples each."""
 
 SHARED = [3 + i % 9 for i in range(40)]
-PROMPTS = [SHARED[: 5 * i] + [random.Random(i).randrange(3, 97) for _ in range(3 + 7 * i % 31)] for i in range(8)]
+PROMPTS = [SHARED[: 5 * i] + random.Random(i).choices(range(3, 97), k=3 + 7 * i % 31) for i in range(8)]
 
 
 def params(index: int, **more: Any) -> SamplingParams:

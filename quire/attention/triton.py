@@ -25,7 +25,13 @@ from quire.kernels.triton.attention_split import (
     extra_pieces,
     split_decode,
 )
-from quire.kernels.triton.latent_attention import decode_sizes, latent_decode, latent_pieces, latent_tiles
+from quire.kernels.triton.latent_attention import (
+    LatentDecode,
+    decode_sizes,
+    latent_decode,
+    latent_pieces,
+    latent_tiles,
+)
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext, pair_cache
 
 _FIXED = MixedShape(64, 64, 4, 3)
@@ -97,11 +103,11 @@ class TritonAttention:
         self.prompts: PromptBackend | None = None
         """A library that attends for fresh prompts which cuDNN does not take (see `pick_up`)."""
         self._scratch: dict[HeadShape, DecodeScratch] = {}
-        self._processors, self._shared = 4, HOPPER_SHARED
+        self._processors, self.shared_memory = 4, HOPPER_SHARED
         if device.type == "cuda":
             chip = torch.cuda.get_device_properties(device)
             self._processors = chip.multi_processor_count
-            self._shared = getattr(chip, "shared_memory_per_block_optin", HOPPER_SHARED)
+            self.shared_memory = getattr(chip, "shared_memory_per_block_optin", HOPPER_SHARED)
 
     def tile(self, shape: HeadShape) -> MixedShape:
         """One size for a model's layers: what fits a multiprocessor's shared memory with such heads."""
@@ -182,8 +188,7 @@ class TritonAttention:
 
     def allocate_split(self, num_seqs: int, shape: HeadShape | LatentShape) -> DecodeSplit:
         if isinstance(shape, LatentShape):
-            programs = decode_sizes(shape, self._dtype.itemsize).programs
-            extra = latent_pieces(num_seqs, shape, programs, self._processors)
+            extra = latent_pieces(num_seqs, shape, self._latent_sizes(shape).programs, self._processors)
         else:
             extra = extra_pieces(num_seqs, shape.num_kv_heads, self._processors)
         return DecodeSplit.allocate(num_seqs, extra, self.device)
@@ -264,6 +269,9 @@ class TritonAttention:
             )
         return out
 
+    def _latent_sizes(self, shape: LatentShape) -> LatentDecode:
+        return decode_sizes(shape, self._dtype.itemsize, self.shared_memory)
+
     def latents(
         self, q: Tensor, cache: LayerCache, ctx: StepContext, group: int, shape: LatentShape, scale: float
     ) -> Tensor:
@@ -276,7 +284,10 @@ class TritonAttention:
         if ctx.num_decodes and ctx.splits:
             split, count = ctx.splits[group], ctx.num_decodes
             scratch = self.reserve(blocks, split.tasks, count)
-            latent_decode(q, cache, table, ctx.rows, ctx.context_len[:count], split, scratch, shape, scale, out=out)
+            latent_decode(
+                q, cache, table, ctx.rows, ctx.context_len[:count], split, scratch, shape, scale, out=out,
+                sizes=self._latent_sizes(shape),
+            )  # fmt: skip
         if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:
             latent_tiles(
                 q, cache, table, ctx.rows, ctx.query_start, ctx.context_len, ctx.tile_seq, ctx.tile_first, shape, scale,
@@ -301,7 +312,7 @@ class TritonAttention:
         options: dict[str, Any],
     ) -> None:
         count = ctx.num_decodes
-        sizes = decode_shape(count, shape.head_dim, qkv.element_size(), self._shared)
+        sizes = decode_shape(count, shape.head_dim, qkv.element_size(), self.shared_memory)
         options = {
             **options, "keys": sizes.keys, "num_warps": sizes.warps, "num_stages": sizes.stages,
             "carried": sizes.carried, "pdl": self.pdl and count == qkv.shape[0],

@@ -72,7 +72,7 @@ def _say(text: str) -> None:
 
 
 def _drop_output() -> None:
-    """Nobody reads any more: what is still buffered must not fail again when the interpreter ends."""
+    """The reader of our output has gone: drop what is buffered, so that it does not fail again at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:

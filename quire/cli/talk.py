@@ -11,7 +11,7 @@ from quire.cli.terminal import CYAN, DIM, styled
 from quire.errors import InvalidRequestError
 
 DEFAULTS: dict[str, Any] = {"max_tokens": 1024, "temperature": 0.2, "top_p": 0.9}
-"""Sampling parameters of chats, whoever answers."""
+"""Sampling parameters of chats, local or through a server."""
 COMMANDS = (
     ("/help", "this list"),
     ("/reset", "forget the conversation; the system prompt stays"),

@@ -1,1 +1,1 @@
-"""Talks to servers of the OpenAI API: Quire's own or anybody's."""
+"""A client for servers of the OpenAI API: Quire's own or others."""

@@ -1,4 +1,4 @@
-"""The step loop: plan, submit, collect, take in. Everything else is somebody else's room."""
+"""The step loop: plan a step, submit it, collect its result, update the scheduler."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Peers(Protocol):
 
 
 class StepObserver(Protocol):
-    """Somebody who wants to know when steps begin and end."""
+    """A listener that is called when steps begin and end."""
 
     def submitted(self, plan: StepPlan) -> None: ...
 
@@ -105,7 +105,7 @@ class EngineCore:
         return self.scheduler.abort(request_id)
 
     def clear_prefix_cache(self) -> int:
-        """Forget cached prefixes that nobody uses; how many blocks that freed."""
+        """Evict cached prefixes that no sequence uses; returns how many blocks that freed."""
         self.self_check.disturb()
         return self.scheduler.cache.drop_cached()
 

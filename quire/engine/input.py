@@ -23,7 +23,7 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens"
 
 
 class InputProcessor:
-    """Makes requests. Whatever is wrong with one is said here, before the engine has seen it."""
+    """Makes requests. Invalid ones are refused here, before the engine sees them."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int],
                  seed: int) -> None:

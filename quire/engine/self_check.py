@@ -1,4 +1,4 @@
-"""The engine examines itself while it has nothing to do: in slices, so that nobody waits for it."""
+"""Consistency checks while the engine is idle, in slices short enough that no request waits for them."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ class StepTrace:
     """Records from its making until `close`. One per engine at a time.
 
     Whenever the engine has nothing to do, and every few thousand events, what there is goes to the file, which is
-    whole each time: nobody needs to close anything to look at it, and a long trace fills no memory.
+    whole each time: the file can be opened at any time, and a long trace fills no memory.
     """
 
     def __init__(self, core: EngineCore, path: str | Path) -> None:
         self.path = Path(path)
-        # Whoever gives a name that cannot be written should hear of it now, not after the run.
+        # A path that cannot be written fails now, not after the run.
         self._file = self.path.open("w", encoding="utf-8")
         self._file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         self._end = self._file.tell()

@@ -30,7 +30,7 @@ class Scored:
 
 
 class Engine(Protocol):
-    """Whoever is examined."""
+    """The engine under test."""
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[Scored]:
         """Log-probability of each (context, continuation)'s continuation."""

@@ -15,7 +15,7 @@ from quire.scheduler.plan import StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """One of several ranks, for those who watch."""
+    """One of several ranks, for the view."""
 
     index: int
     stage: int

@@ -107,7 +107,7 @@ class FaultyExecutor(Executor):
         results = self.worker.run(entries)
         self._tick()
         if where is not None:
-            return StepResult(plan.step, [])  # nobody reads it: what was to be reported is reported later
+            return StepResult(plan.step, [])  # the result is dropped: its reports are sent later
         reports, self._reports = self._reports, []
         return StepResult(plan.step, results, reports)
 

@@ -78,7 +78,7 @@ class Transfer:
     error: str | None = None
     deadline: float | None = None
     let_go: bool = False
-    """The device's blocks are not held any more: copied out too late for anybody to trust it."""
+    """The device's blocks were released before they were copied out: the copy cannot be trusted."""
 
     @property
     def over(self) -> bool:

@@ -13,7 +13,8 @@ _LONGEST_PAUSE = 30.0
 
 
 class CircuitBreaker:
-    """closed: everybody may ask. open: nobody, for a pause that doubles each time. Then one may, and decides."""
+    """A circuit breaker. Closed: every call may pass. Open: none, for a pause that doubles each time; then one trial
+    call decides."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -21,7 +22,7 @@ class CircuitBreaker:
         self._failures = 0
         self._pause = 0.0
         self._closed_after: float | None = None
-        """While open: when somebody may try. None: closed."""
+        """While open: when the next trial is allowed. None: closed."""
         self._trying = False
         self.num_opened = 0
 
@@ -51,7 +52,7 @@ class CircuitBreaker:
             if self._failures < _FAILURES and self._closed_after is None:
                 return
             if self._closed_after is not None and not self._trying:
-                return  # somebody who had asked before it opened
+                return  # a call from before it opened
             self._pause = min(_LONGEST_PAUSE, 2 * self._pause) if self._pause else _FIRST_PAUSE
             self._closed_after = self._clock() + self._pause
             self._trying = False

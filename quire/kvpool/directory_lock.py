@@ -37,7 +37,7 @@ class DirectoryLock:
             self._handle = handle
             self._file = _identity(path / "lock")
             _held.add(self._file)
-        with contextlib.suppress(OSError):  # a full disk: then nobody is told who has it
+        with contextlib.suppress(OSError):  # a full disk: then the lock does not name its holder
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
 

@@ -27,7 +27,7 @@ _LONGEST_LEASE = 3600.0
 
 
 class UnitIndex(ABC):
-    """May be slow, and may raise. Answers are hints: whoever reads a unit checks it."""
+    """May be slow, and may raise. Answers are hints: every unit is checked when it is read."""
 
     @abstractmethod
     def publish(self, owner: str, names: Sequence[bytes], lease: float) -> None:
@@ -113,7 +113,7 @@ class MemoryIndex(UnitIndex):
 
     @property
     def owners(self) -> dict[str, int]:
-        """Units of each, for whoever shows it."""
+        """Units of each, for display."""
         with self._mutex:
             return {owner: len(held) for owner, held in self._held.items()}
 
@@ -136,7 +136,7 @@ class IndexRoutes:
         if path not in ROUTES:
             return 404, b'{"error": "no such route"}'
         if not hmac.compare_digest(sign(self._key, path, body), signature or ""):
-            return 403, b'{"error": "the signature is not that of somebody who has the secret"}'
+            return 403, b'{"error": "the signature was not made with this secret"}'
         try:
             data = json.loads(body)
             names = [bytes.fromhex(name) for name in data.get("names", [])]
@@ -198,7 +198,7 @@ class HttpIndex(UnitIndex):
                     content = answer.read()
                     break
                 except (OSError, http.client.HTTPException):
-                    self._drop()  # it may have been closed while nobody used it
+                    self._drop()  # it may have been closed while idle
                     if last:
                         raise
         if answer.status != 200:

@@ -21,7 +21,7 @@ class MemoryStore(UnitStore):
         self._units: OrderedDict[bytes, bytes] = OrderedDict()
         self._used = 0
         self.evicted: list[bytes] = []
-        """Names that made room since somebody last took this list."""
+        """Names evicted since this list was last read."""
 
     def find(self, names: Sequence[bytes]) -> list[bool]:
         with self._mutex:

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from threading import Lock
 
 _REMEMBERED = 1 << 16
-"""Units that nobody holds keep their number while there are no more than this."""
+"""Units without a holder keep their number while there are no more than this."""
 
 
 class UnitNumbers:
@@ -68,7 +68,7 @@ class UnitNumbers:
                 del self._numbers[name]
 
     def clear(self) -> None:
-        """Nobody holds anything, and no transfer is under way."""
+        """No unit is held, and no transfer is under way."""
         with self._mutex:
             self.holders.clear()
             self._held.clear()

@@ -38,7 +38,7 @@ class PeerServer:
         self._places = BoundedSemaphore(_MOST_CONNECTIONS)
         self._closed = False
         self.num_refused = 0
-        """Connections of somebody without the secret."""
+        """Connections refused because they lack the secret."""
         self._thread = Thread(target=self._accept, name="quire-peer-accept", daemon=True)
         self._thread.start()
 

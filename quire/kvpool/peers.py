@@ -39,7 +39,7 @@ class PeerOptions:
     """Bytes of memory for units that peers may read."""
     listen: str = "127.0.0.1:0"
     lease: float = 10.0
-    """Seconds after the last heartbeat until nobody asks this engine any more."""
+    """Seconds after its last heartbeat until other engines stop asking this one."""
 
     @classmethod
     def parse(cls, url: str) -> PeerOptions:

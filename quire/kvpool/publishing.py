@@ -22,7 +22,7 @@ _FORGET = 0.999
 _POOR = 0.5
 """Share of the odds of better units below which one does not take another's place."""
 _WRITE_WEIGHT = 0.05
-"""A second of writing, which nobody waits for, against a second of a request that waits for its first token."""
+"""Weight of a second of writing, in the background, against a second of a request that waits for its first token."""
 
 
 class ReuseOdds:

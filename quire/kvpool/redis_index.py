@@ -10,7 +10,7 @@ from quire.errors import ConfigError
 from quire.kvpool.index import UnitIndex
 
 _FORGOTTEN_SECONDS = 6 * 3600
-"""A unit that nobody has published for so long is forgotten, whoever held it."""
+"""Seconds after which a unit that was not published again is forgotten."""
 _AT_ONCE = 1024
 
 

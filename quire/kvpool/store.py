@@ -51,7 +51,7 @@ class UnitStore(ABC):
 
     @property
     def connected(self) -> bool:
-        """Whether there is anybody to ask."""
+        """Whether the store can be reached."""
         return True
 
     @property

@@ -35,7 +35,7 @@ class Publisher(Protocol):
     """Who decides which units are worth keeping."""
 
     def wanted(self, key: bytes, num_bytes: int, rate: StoreRate, full: bool = False) -> bool:
-        """A sequence holds the unit on the device; is it likely that somebody asks for it again? `full`: another unit
+        """A sequence holds the unit on the device; is it likely to be requested again? `full`: another unit
         would have to make room."""
         ...
 

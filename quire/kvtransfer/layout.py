@@ -1,8 +1,8 @@
 """How one rank's KV lies in its memory, and the one form in which KV travels: by layer, part, token, head. No torch.
 
 The wire form of some tokens is, for each layer in order and each of its parts (k, v), [tokens, heads, width] in the
-element type of the sender's cache. It knows no blocks, ranks or devices: whoever sends cuts out what the other side's
-rank holds, whoever receives puts it where its own blocks want it.
+element type of the sender's cache. It knows no blocks, ranks or devices: the sender cuts out what the receiving
+rank holds, the receiver writes it into its own blocks.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class _Link:
 
 
 class KVSender:
-    """One rank's sending end, connected to the ranks of one other engine. Whoever calls `send` meanwhile waits."""
+    """One rank's sending end, connected to the ranks of one other engine. Calls of `send` meanwhile wait."""
 
     def __init__(self, store: KVMemory, addresses: Sequence[dict[str, Any]], secret: bytes, *, rank: int = 0,
                  layouts: Sequence[LayoutDescription] | None = None,
@@ -40,7 +40,7 @@ class KVSender:
                  host: str | None = None) -> None:
         """`addresses`: of every rank of the other side, as `KVReceiver.address` made them. `layouts`: of every rank of
         this side, where there are several. `host`: where the other side is, if it listens on all interfaces. Raises
-        KVMismatchError where KV of this side cannot be understood there, PeerLostError where nobody answers."""
+        KVMismatchError where KV of this side cannot be understood there, PeerLostError if there is no answer."""
         self._store = store
         self.timeout = timeout
         """Seconds for each delivery."""

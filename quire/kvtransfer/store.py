@@ -58,7 +58,7 @@ class KVStore:
         self._bytes: dict[int, memoryview] = {}
         self._pinned: Tensor | None = None
         self._staging = Lock()
-        """Of whoever uses the pinned memory."""
+        """Held while the pinned memory is in use."""
 
     def _add(self, layer: LayerCache, number: int, name: str, heads: HeadsOf | None) -> PartLayout:
         tensor = layer.tensors[name]

@@ -23,7 +23,7 @@ class Unnormed:
         self.norm = norm
 
     def normed(self) -> Tensor:
-        """For whoever needs the rows themselves."""
+        """The rows after their norm, for layers that cannot fuse it into their GEMM."""
         return self.norm(self.rows)
 
 

@@ -141,7 +141,7 @@ class CpuOps(Ops):
         return described(cpu_integer.pack(self._library, parts), name, _INTEGER, (n, k), bias, slices)
 
     def use_integer_kernel(self, name: str | None = None) -> str | None:
-        """Take this kernel for integer products, in the whole process; None: the best that this processor runs. Returns
+        """Take this kernel for integer GEMMs, in the whole process; None: the best that this processor runs. Returns
         its name, or None where the processor has no such instructions."""
         found = self._library.quire_int_kernel(-1 if name is None else cpu_integer.KERNELS.index(name))
         return None if found is None else str(found.decode())
@@ -161,7 +161,7 @@ class CpuOps(Ops):
         self, x: Tensor, w: PanelLinear, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         if w.slices is not None and not w.slices.whole:
-            raise EngineError("a weight that holds only a run of a sum's slices has no product: use linear_nodes")
+            raise EngineError("a weight that holds only a run of a sum's slices has no full GEMM: use linear_nodes")
         rows = rows_of(x, w.in_features)
         if residual is not None and rows_of(residual, w.out_features) != rows:
             raise EngineError(f"the residual has {residual.shape[0]} rows, the input {rows}")

@@ -1,4 +1,4 @@
-"""Integer weights on a CPU: floats rounded to codes, and codes packed as the compiled integer products read them."""
+"""Integer weights on a CPU: floats rounded to codes, and codes packed as the compiled integer GEMMs read them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.errors import EngineError
 from quire.kernels.quantized import UNIT, QuantizedWeight, Rounding, WeightUse
 from quire.kernels.slices import Slices
 
-KERNELS = ("plain", "avx2", "avx-vnni", "avx512-vnni", "dotprod", "i8mm")  # by their index in integer.c
+KERNELS = ("plain", "avx2", "avx-vnni", "avx512-vnni", "dotprod", "i8mm", "amx")  # by their index in integer.c
 _HEADER = 8  # int64 numbers before the parts: int_weight of integer.h
 _PART = 8  # of a part: int_part
 _LINE = 64
@@ -93,7 +93,7 @@ def _scale_bytes(part: QuantizedWeight) -> int:
 
 
 def _joined(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """Neighbours of one format as one part: one product instead of several."""
+    """Neighbours of one format as one part: one GEMM instead of several."""
     found: list[QuantizedWeight] = []
     for part in parts:
         before = found[-1] if found else None

@@ -17,9 +17,9 @@ _MAX_STACK = 16  # MAX_STACK of linear.c
 
 @dataclass(frozen=True, slots=True)
 class PanelLinear:
-    """A weight in panels of columns, and its bias, as the compiled product reads them.
+    """A weight in panels of columns, and its bias, as the compiled GEMM reads them.
 
-    `format` says how few bytes hold the very same floats: it changes a product's time, never its result.
+    `format` says how few bytes hold the very same floats: it changes a GEMM's time, never its result.
     """
 
     panels: Tensor

@@ -85,7 +85,7 @@ class Ops(AttentionBackend):
     ) -> PackedLinear:
         """Take a contiguous weight [N, K] (and bias [N]); the caller drops its own reference afterwards.
 
-        With `slices`, which cover K, the product sums each slice from zero and adds the slices in their tree, then
+        With `slices`, which cover K, the GEMM sums each slice from zero and adds the slices in their tree, then
         bias and residual. On a GPU this holds in deterministic mode.
         """
 

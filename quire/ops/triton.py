@@ -106,6 +106,7 @@ class TritonOps(Ops):
         self._library = _named_library(self.device, dtype) if named_products and not deterministic else None
         ahead = linear_ahead.available(self.device) and dtype != torch.float32 and not deterministic
         self._parts = linear_ahead.AheadScratch.allocate(self.device) if ahead else None
+        self._copy_engine = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
         # fp8 keys lie in the cache only, so a fresh prompt must be read back from there as later steps will.
         self.attention = TritonAttention(
             self.device,
@@ -217,14 +218,19 @@ class TritonOps(Ops):
         if not self.deterministic and chosen.numel() <= expert_few.FEW_PAIRS:
             inner = expert_few.few_up(x, up.weight, up.bias, chosen, kind, clamp, pdl=self.pdl)
             return expert_few.few_down(inner, down.weight, down.bias, chosen, gains, residual, pdl=self.pdl)
-        first = second = expert_linear.ExpertShape()
-        if not self.deterministic:
-            choice = expert_linear.expert_choice(chosen.numel(), routed.router.num_experts)
-            first, second = choice.up, choice.down
+        first, second = self._expert_shapes(chosen.numel(), routed.router.num_experts)
         blocks = route.block_experts(chosen, routed.router.num_experts, first.rows)
         inner = expert_linear.up_experts(x, up.weight, up.bias, chosen, blocks, kind, clamp, first)
         found = expert_linear.down_experts(inner, down.weight, down.bias, chosen, gains, blocks, second)
         return expert_linear.sum_pairs(found, routed.router.top_k, residual)
+
+    def _expert_shapes(self, pairs: int, experts: int) -> tuple[expert_linear.ExpertShape, expert_linear.ExpertShape]:
+        """Of gate and up, and of down."""
+        if self.deterministic:
+            return expert_linear.ExpertShape(), expert_linear.ExpertShape()
+        choice = expert_linear.expert_choice(pairs, experts)
+        chip = self.dtype.itemsize, self.attention.shared_memory, self._copy_engine
+        return expert_linear.suited(choice.up, True, *chip), expert_linear.suited(choice.down, False, *chip)
 
     def experts_over_ranks(
         self, x: Tensor, routed: RoutedRows, up: DeviceGroup, down: DeviceGroup, kind: str, clamp: Clamp | None,

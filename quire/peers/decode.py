@@ -1,7 +1,7 @@
 """The side that asks others for prompts: one attempt after the other, and then it computes what has not come itself.
 
 A transfer's number is never used again, so it is also the epoch of its writes: once a transfer is shut, whatever still
-comes of it is refused, and its blocks can be given to anybody.
+arrives for it is refused, and its blocks can be handed out again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("quire.peers")
 
 @dataclass(slots=True, eq=False)
 class Asking:
-    """A request whose prompt somebody else computes, or is about to."""
+    """A request whose prompt another engine computes, or is about to."""
 
     request: Request
     reservation: Reservation
@@ -82,7 +82,7 @@ class DecodeSide:
         elif request.fetch is not None and request.fetch.over:
             self._end(asking, abort=request.fetch.error is not None)
         elif link is None or link.closed:
-            self._next(asking, "nobody can be asked" if link is None else f"{link.name}: {link.error}")
+            self._next(asking, "no prefill engine is known" if link is None else f"{link.name}: {link.error}")
         elif now >= asking.deadline:
             self._next(asking, f"{link.name}: no news for {self._patience:g} s")
         elif asking.transfer is None and link.up:
@@ -101,7 +101,7 @@ class DecodeSide:
         if not asking.peers or kv_is_here or fetch is None or self._core.executor.failure is not None:
             # With all of its KV here, computing the last token once more is less than asking for it.
             self._stats.prompts_computed_here += 1
-            self._scheduler.go_without(asking.request, failure or "there is nobody to ask")
+            self._scheduler.go_without(asking.request, failure or "no prefill engine is left to ask")
             self._end(asking, abort=False)
             return
         asking.link = self._link_to(asking.peers.pop(0))
@@ -154,7 +154,7 @@ class DecodeSide:
             link.send(Abort(transfer).to_data())
 
     def _end(self, asking: Asking, abort: bool) -> None:
-        """The request waits for nobody any more; no write of a transfer that was shut can reach its blocks."""
+        """The request no longer waits for another engine; a closed transfer cannot write into its blocks."""
         self.num_changes += 1
         self._shut(asking, abort)
         self._cache.reservations.confirm(asking.reservation.number)

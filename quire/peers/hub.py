@@ -52,17 +52,17 @@ class PeerHub:
         """To find another engine, to connect, and to prove who both are: all of that together."""
         self.computes, self.asks = computes, asks
         self.connect: Connect | None = None
-        """Makes a link to an address, up or not; filled in by whoever has sockets."""
+        """Opens a link to an address; set by the code that owns the sockets."""
         self.listener: Listener | None = None
         """Where other engines reach this one."""
         self.default_peers: list[str] = []
-        """Whom requests ask that name nobody, in turn."""
+        """Prefill engines for requests that name none, in turn."""
         self._turn = 0
         self._least_tokens = least_tokens
         self._links: dict[str, Link] = {}
         """Those that were made here, by address."""
         self._held_off: dict[str, float] = {}
-        """Until when nobody tries to reach an address where nobody answered."""
+        """By address that did not answer: when to try again."""
         self._open: list[Link] = []
         self._lanes: dict[Link, Lane] = {}
         self.make_lane: Callable[[Link], Lane] = self._make_lane
@@ -103,7 +103,7 @@ class PeerHub:
         now = self.core.scheduler.clock()
         failure = self.core.executor.failure
         for link in list(self._open):
-            if failure is not None:  # its signs of life would have the other side go on holding blocks for nobody
+            if failure is not None:  # without this its heartbeats would keep the other side holding blocks in vain
                 link.close(f"its engine has failed: {failure}")
             if link.closed:
                 self._lost(link)
@@ -134,7 +134,7 @@ class PeerHub:
     def link_to(self, address: str) -> Link:
         link = self._links.get(address)
         if link is not None and link.closed and self.core.scheduler.clock() < self._held_off.get(address, 0.0):
-            return link  # it was not there a moment ago: others wait less long if nobody tries meanwhile
+            return link  # it failed a moment ago: do not make other requests wait for another attempt
         if link is None or link.closed:
             if self.connect is None:
                 raise PeerError("this engine has no way to reach another")

@@ -79,7 +79,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Nobody waits for this transfer any more."""
+    """Cancel this transfer."""
 
     transfer: int
 

@@ -1,7 +1,7 @@
 """The side that computes prompts for other engines: runs them beside its own, and sends KV while more is computed.
 
 Blocks that are being read are under a lease of their own. So whatever becomes of the request, of the link or of the
-other engine, nobody is given a block that a thread still reads.
+other engine, no block that a thread still reads is handed out again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PrefillSide:
     # ---- what the other side asks for
 
     def take(self, link: Link, asked: Prefill) -> None:
-        """Begin, or say why not. Whatever is wrong with what was asked concerns nobody else."""
+        """Begin, or say why not. An invalid request fails alone."""
         if (link, asked.transfer) in self._served:
             return  # it came twice
         now = self._scheduler.clock()
@@ -121,7 +121,7 @@ class PrefillSide:
             self._forget_if_over(served)
 
     def _cancel(self, served: Served) -> None:
-        """Nobody wants it any more: stop computing, give back what no thread reads."""
+        """Cancelled: stop computing, give back the blocks that no thread reads."""
         if served.cancelled:
             return
         served.cancelled = True
@@ -132,7 +132,7 @@ class PrefillSide:
         self._let_go(served)
 
     def _let_go(self, served: Served) -> None:
-        """Give the blocks of its sequence back, unless they are being read: then whoever reads them does."""
+        """Give the blocks of its sequence back; while a thread reads them, that thread does it when it has finished."""
         lease = self._cache.leases.get(served.request.sequences[0].lease or -1)
         if lease is not None and not lease.readers:
             self._cache.leases.release(lease.number)

@@ -1,6 +1,6 @@
 """Links over TCP: frames of JSON, a handshake in which both sides prove that they have the secret, signs of life.
 
-Every link has two threads, one that reads and one that writes, so a peer that is stopped or slow holds nobody up.
+Every link has two threads, one that reads and one that writes, so a peer that is stopped or slow holds up no other.
 Nothing is encrypted: a network that others can listen to is no place for KV.
 """
 

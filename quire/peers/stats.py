@@ -24,7 +24,7 @@ class PeerStats:
     prompts_failed: int = 0
     """Of the times asked: it was refused, broke off or was late."""
     prompts_computed_here: int = 0
-    """Prompts for which nobody was left to ask."""
+    """Prompts computed here because no prefill engine could be reached."""
     tokens_received: int = 0
     links_lost: int = 0
 

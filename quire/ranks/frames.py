@@ -17,7 +17,7 @@ from quire.errors import EngineError
 _HEAD = struct.Struct("<BI")
 _RECEIVED_AT_ONCE = 1 << 16
 MOST_BYTES = 1 << 30
-"""Of one message: whoever announces more does not speak this protocol."""
+"""Longest message; a header that announces more is not of this protocol."""
 
 
 class Kind(enum.IntEnum):

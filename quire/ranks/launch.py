@@ -29,7 +29,7 @@ class RankHandle(Protocol):
         """What ended it, if that has happened or happens within so long."""
 
     def stopped(self) -> bool:
-        """Has somebody stopped it (SIGSTOP), or is nothing known that speaks against that?"""
+        """Was it stopped (SIGSTOP)? True also where that cannot be found out."""
 
     def end(self) -> None:
         """Tell it that it is not needed any more."""

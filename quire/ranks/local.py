@@ -40,7 +40,7 @@ class LocalLauncher:
 
     def start(self) -> list[RankHandle]:
         parts = None
-        if len(self.places) > 1 and self._worker["kind"] != DUMMY:  # else nobody talks to anybody
+        if len(self.places) > 1 and self._worker["kind"] != DUMMY:  # else ranks exchange nothing
             parts = SharedParts(self.places)
             self._shared = SharedMemory.create("ranks", parts.size)
         cores = len(os.sched_getaffinity(0))

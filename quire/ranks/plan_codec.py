@@ -82,8 +82,10 @@ class PlanEncoder:
                                len(plan.transfers), len(plan.cancels), len(learned), len(plan.entries))
         if plan.freed_rows:
             out.column(INT, plan.freed_rows)
+        before: list[int] = []
         for start in plan.starts:
-            _write_start(out, start)
+            _write_start(out, start, before)
+            before = start.token_ids
         if plan.diffs:
             out.column(INT, [number for diff in plan.diffs
                              for number in (diff.row, diff.group, diff.start, len(diff.blocks))])
@@ -136,7 +138,8 @@ class PlanDecoder:
         source = FieldReader(data, _HEAD.size)
         plan = StepPlan(step)
         plan.freed_rows = source.column(INT, freed)
-        plan.starts = [_read_start(source) for _ in range(starts)]
+        for _ in range(starts):
+            plan.starts.append(_read_start(source, plan.starts[-1].token_ids if plan.starts else []))
         if diffs:
             plan.diffs = _read_diffs(source, diffs)
         plan.copies = [BlockCopy(*_COPY.unpack(source.take(_COPY.size))) for _ in range(copies)]
@@ -202,9 +205,13 @@ def _read_odd(source: FieldReader, entry: PlanEntry) -> None:
     entry.masks = source.take(masks)
 
 
-def _write_start(out: FieldWriter, start: RowStart) -> None:
+def _write_start(out: FieldWriter, start: RowStart, before: list[int]) -> None:
+    """`before`: the tokens of the start before this one. Samples of one prompt start together, and send it once."""
     out.data += _START.pack(start.row, start.num_prompt_tokens, start.sequence_index, start.seed)
-    out.numbers(INT, start.token_ids)
+    repeated = start.token_ids is before or start.token_ids == before
+    out.data.append(repeated)
+    if not repeated:
+        out.numbers(INT, start.token_ids)
     out.numbers(INT, start.stop_ids)
     out.numbers(INT, [len(word) for word in start.bad_words])
     for word in start.bad_words:
@@ -212,9 +219,10 @@ def _write_start(out: FieldWriter, start: RowStart) -> None:
     out.blob(_params_bytes(start.params))
 
 
-def _read_start(source: FieldReader) -> RowStart:
+def _read_start(source: FieldReader, before: list[int]) -> RowStart:
     row, num_prompt_tokens, sequence_index, seed = _START.unpack(source.take(_START.size))
-    token_ids, stop_ids, lengths = (source.numbers(INT) for _ in range(3))
+    token_ids = before if source.take(1)[0] else source.numbers(INT)
+    stop_ids, lengths = (source.numbers(INT) for _ in range(2))
     bad_words = [source.column(INT, length) for length in lengths]
     return RowStart(row, token_ids, num_prompt_tokens, _params_of(source.blob()), seed, sequence_index, stop_ids,
                     bad_words)

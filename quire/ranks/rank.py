@@ -123,7 +123,7 @@ class Rank:
         try:
             collectives = open_collectives(start, made)
             worker = build_rank_worker(start, collectives, self._agree)
-        except BaseException as error:  # also KeyboardInterrupt: somebody waits for an answer
+        except BaseException as error:  # also KeyboardInterrupt: the engine waits for an answer
             self._link.tell(Kind.FAILED, _described(error))
             return 1
         source: PlanSource = self._messages

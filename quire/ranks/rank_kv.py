@@ -61,7 +61,7 @@ class RankKV:
             lane.put(None)
 
     def _work(self, lane: SimpleQueue[Job | None]) -> None:
-        with contextlib.suppress(ConnectionLost):  # nobody waits for an answer any more
+        with contextlib.suppress(ConnectionLost):  # the engine has gone
             while (job := lane.get()) is not None:
                 self._await_step(job["after"])
                 self._carry_out(job)

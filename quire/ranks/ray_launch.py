@@ -65,7 +65,7 @@ class RayHandle:
 
     def stopped(self) -> bool:
         if not self.local:
-            return True  # nobody can look: a silent rank of another machine is lost
+            return True  # a process of another machine cannot be looked at: a silent rank there is lost
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -100,7 +100,7 @@ class RayLauncher:
             self._ray.init(address=address, log_to_driver=True, logging_level="warning")
         self._group: Any = None
         self._actors: list[Any] = []
-        """Ray ends actors that nobody refers to."""
+        """Ray ends actors without a reference."""
         self._memory: list[SharedMemory] = []
         self.ring: RingWriter | None = None
         self._secret = secrets.token_bytes(32)
@@ -179,7 +179,7 @@ class RayLauncher:
         return [links[index] for index in range(len(actors))], serving
 
     def _welcome(self, sock: socket.socket, count: int) -> tuple[int, FrameSocket] | None:
-        """Whoever does not know the secret is dropped."""
+        """Connections without the secret are dropped."""
         try:
             index, sending, receiving = welcome(sock, self._secret)
             if index >= count:

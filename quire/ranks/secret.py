@@ -1,6 +1,6 @@
 """Connections between machines: both sides prove that they know a secret, and mark every message with it.
 
-Nothing is encrypted. Whoever connects without the secret is dropped before anything that he sends is looked at.
+Nothing is encrypted. A connection without the secret is dropped before anything it sends is read.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class RankWorker(Protocol):
         """Tokens that another stage has drawn for a row, before the next step."""
 
     def kv_memory(self) -> KVMemory | None:
-        """Its share of the KV, for whoever moves it beside the steps; None where nobody computes."""
+        """Its share of the KV, for transfers beside the steps; None without a model."""
 
     def expert_load(self) -> list[LayerLoad]:
         """What the experts of its layers have done."""

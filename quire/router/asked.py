@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 _BYTES_PER_TOKEN = 4
-"""Of a body, where nobody has counted."""
+"""Of a body whose tokens were not counted."""
 
 
 class _Fields(msgspec.Struct):

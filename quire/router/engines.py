@@ -51,7 +51,7 @@ class ReplicatedLLM:
         self.kv_log = JoinedKVLog() if publishes else None
         """What the engines hold together, for routers that have the secret."""
         self.kv_listens = None
-        """Nobody asks it to compute prompts for others."""
+        """It does not compute prompts for others."""
         self._policy = policy
         self._folder = folder
         self._loads = [Load() for _ in engines]
@@ -65,7 +65,7 @@ class ReplicatedLLM:
 
     @classmethod
     async def start(cls, size: int, **options: Any) -> ReplicatedLLM:
-        """Options are those of `AsyncLLM`. Threads that nobody asked for are shared out among the engines."""
+        """Options are those of `AsyncLLM`. Without a number of threads the cores are shared out among the engines."""
         if not 2 <= size <= MOST_ENGINES:
             raise ConfigError(f"data_parallel_size must be between 1 and {MOST_ENGINES}, not {size}",
                               field="data_parallel_size")

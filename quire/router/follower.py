@@ -69,7 +69,7 @@ class Follower:
                     pause = await self._follow()
                 except (UpstreamError, EventsError, TimeoutError) as error:
                     self._forget(f"lost: {error}")
-                except Exception as error:  # whatever it sent, it is its own misfortune
+                except Exception as error:  # a malformed event ends this server's feed, no other
                     event(logging.ERROR, "kv_events_failed", url=self.replica.url, why=repr(error))
                     self._forget("failed")
                     pause = _LONG_PAUSE_SECONDS

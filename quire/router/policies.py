@@ -1,4 +1,4 @@
-"""Who gets a request: in turns, the least loaded, or whoever has to compute least before its first token.
+"""Who gets a request: in turns, the least loaded, or the one with the least to compute before the first token.
 
 A policy sees candidates with their loads and what each holds of the prompt; it does not know whether they are servers
 behind a router or engines behind one server.
@@ -98,7 +98,7 @@ class CacheAware:
         elif most:
             why = f"free sooner than the one that holds {most} of {num_tokens} tokens"
         else:
-            why = "nobody holds a part; least to do"
+            why = "no server holds a part; least to do"
         return Destination(found.place, why)
 
 

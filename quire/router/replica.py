@@ -95,7 +95,7 @@ class Replica:
         return self.state is State.UP and not self.breaker.open
 
     def failed(self, why: str) -> None:
-        """A request to it failed by its fault: nobody is sent there until it has said that it is well."""
+        """A request failed by its fault: no request is sent there until a health check succeeds."""
         self.breaker.failed()
         if self.state is not State.DRAINING:
             self.state, self.why = State.DOWN, why

@@ -137,7 +137,7 @@ class _Connection(asyncio.Protocol):
         return found
 
     def fail(self, why: str) -> None:
-        """Whoever reads from it is told `why`."""
+        """Fail its reader with `why`."""
         if self.error is None:
             begun = self._message is not None
             self.error = UpstreamError(why, reached=begun)
@@ -183,7 +183,7 @@ class _Connection(asyncio.Protocol):
         if self.error is not None:
             return
         if message is None or message.complete:
-            self.fail("it says something that nobody asked for")
+            self.fail("it sent bytes that belong to no request")
             return
         if not message.begun:
             message.begun = True
@@ -214,7 +214,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._message is None or self._message.headed:
-            raise ValueError("an answer that nobody asked for")
+            raise ValueError("an answer without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._current().headed:  # what comes after the body is none of ours
@@ -301,7 +301,7 @@ class Upstream:
             connection.abort()
 
     def cut(self, why: str) -> None:
-        """End every connection; who waits for an answer is told `why`."""
+        """Close every connection; readers fail with `why`."""
         for connection in [*self._busy, *self._idle]:
             connection.fail(why)
         self._idle.clear()

@@ -26,7 +26,7 @@ GREEDY_BELOW: Final = 1e-5
 NOTHING_TO_DRAW: Final = (
     "structured_outputs, allowed_token_ids, bad_words, min_tokens and logit_bias together leave no token that may be "
     "drawn; relax one of them")
-"""The engine's word for parameters that contradict each other on the way: whoever gave them is told."""
+"""Parameters that contradict each other, found by the engine: reported to the caller."""
 _INT_MAX: Final = (1 << 31) - 1
 
 

@@ -1,4 +1,4 @@
-"""A few numbers on their way from the host to a device, without anybody waiting for the copy."""
+"""A few numbers on their way from the host to a device, without waiting for the copy."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ class Admissions:
     def _seat_arrived(self, draft: Draft) -> None:
         state = self._state
         for request in self._arriving.arrived():
-            # What was taken back in this draft is for those who run, if anybody does.
+            # Blocks taken back in this draft are for running requests, if there are any.
             if draft.budget <= 0 or (draft.preempted and state.roster.running):
                 return
             seats = [seq for seq in request.live if seq.kv.tables]

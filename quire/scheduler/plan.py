@@ -21,6 +21,7 @@ class RowStart:
 
     row: int
     token_ids: list[int]
+    """Shared by the samples of one prompt that start together: not to be changed."""
     num_prompt_tokens: int
     params: SamplingParams
     seed: int

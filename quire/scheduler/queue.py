@@ -140,7 +140,7 @@ class FairQueue(WaitingQueue):
         self._away: set[str] = set()
         """Tenants that have a count and do not wait."""
         self._level = 0
-        """The highest count at which anybody was admitted: where newcomers begin if nobody else is there."""
+        """The highest count at which a request was admitted: where a new tenant begins if no other is present."""
         self._size = 0
 
     def add(self, request: Request) -> None:

@@ -46,8 +46,13 @@ class RowBook:
         seq.own_tokens()
         seq.row = self._free.pop()
         self._starts.append(RowStart(
-            seq.row, list(seq.tokens), seq.num_prompt_tokens, request.worker_params, request.seed, seq.index,
+            seq.row, self._tokens_of(seq), seq.num_prompt_tokens, request.worker_params, request.seed, seq.index,
             sorted(request.stop_ids), request.bad_words))
+
+    def _tokens_of(self, seq: Sequence) -> list[int]:
+        """All tokens it knows; one list for all samples of a prompt that start in one step."""
+        before = self._starts[-1].token_ids if self._starts and seq.request.grouped else []
+        return before if before == seq.tokens else list(seq.tokens)
 
     def leave(self, seq: Sequence) -> None:
         if seq.request.grouped:

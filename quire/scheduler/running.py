@@ -86,7 +86,7 @@ class RunningPlanner:
                 return
 
     def _plan_drafts(self, draft: Draft, seq: Sequence, drafts: Drafts) -> bool:
-        """One token and its drafts, where that takes nothing from anybody; else they are not worth it."""
+        """One token and its drafts, if blocks for the drafts are free; drafts never preempt a sequence."""
         start, tokens = seq.num_computed, 1 + drafts.count
         if not self._state.chunks.takes_drafts(draft, start, tokens):
             return False

@@ -69,7 +69,7 @@ def refusal(param: str, message: str, code: str | None = None) -> ApiError:
 
 
 def api_error(error: BaseException) -> ApiError:
-    """The answer for an exception from anywhere below. What is not ours is told to the log, not to the client."""
+    """The answer for an exception from anywhere below. Details of an unexpected one go to the log only."""
     if isinstance(error, ApiError):
         return error
     name = type(error).__name__

@@ -118,7 +118,7 @@ class App:
                                 "as localhost, or start it with --allowed-hosts", code="host_not_allowed")
 
     def _check_key(self, record: RequestRecord, headers: list[tuple[bytes, bytes]]) -> None:
-        """Before anything else is said of a path: without a key nobody learns which ones there are."""
+        """Checked before the path: without a key no client learns which paths exist."""
         keys = self.service.keys
         given = [value for name, value in headers if name == b"authorization"]
         others = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]

@@ -24,7 +24,7 @@ _LARGE = 1 << 15
 _TEXT = re.compile(rb'(?:[^"\\]{1,512}|\\.){0,1024}', re.DOTALL)
 """A piece of a JSON text, up to its end or a bounded length."""
 _DRAINED = 8
-"""So many times the largest body are read, and dropped, to be heard by whoever sends too much."""
+"""Of a body that is too large, so many times the limit are read and dropped, so that the client sees our answer."""
 
 
 async def read_body(scope: Any, receive: Any, kind: type[_Body], config: ServerConfig) -> _Body:
@@ -79,7 +79,7 @@ def _plain(data: bytes) -> Any:
 
 
 async def _check_elements(data: bytes) -> None:
-    """Refuse what would take long to check: reading JSON takes a time by its elements, and nobody else has a turn."""
+    """Refuse what would take long to check: parsing time grows with the elements and blocks the event loop."""
     if len(data) < MAX_ELEMENTS // 16 or most_weight(data) <= MAX_ELEMENTS:
         return
     await _let_others(data)

@@ -23,7 +23,7 @@ _STARTED_AT_ONCE = 4
 
 
 class ClientGone(QuireError):
-    """The client has closed its connection: nobody reads an answer."""
+    """The client has closed its connection."""
 
 
 @contextlib.asynccontextmanager

@@ -65,7 +65,7 @@ async def serve(config: ServerConfig, start_engine: StartEngine, ready: Ready | 
             address = _address(listener)
             try:
                 listener.listen(_BACKLOG)  # who reads that it is ready may connect at once
-            except OSError as error:  # somebody else has begun to listen there meanwhile
+            except OSError as error:  # another process has begun to listen there meanwhile
                 raise _cannot_listen(config, error) from error
             event(logging.INFO, "ready", url=address, model=app.service.model_name, api_keys=len(keys),
                   seconds=round(time.monotonic() - began, 2))
@@ -85,7 +85,7 @@ async def serve(config: ServerConfig, start_engine: StartEngine, ready: Ready | 
 
 
 async def _serve_until_stopped(app: App, config: ServerConfig, listener: socket.socket, stops: Stops) -> bool:
-    """Whether it ended because the engine was given up: whoever supervises this process can act on that."""
+    """Whether it ended because the engine failed for good, for the exit code."""
     _allow_many_files(config.max_connections)
     server = _Server(uvicorn.Config(
         with_cors(app, config.allowed_origins), http=bounded_protocol(config), ws="none", lifespan="off",
@@ -159,7 +159,7 @@ class Stops:
 
 
 def _listen(config: ServerConfig) -> socket.socket:
-    """Bound before the model is loaded: a port in use is said at once."""
+    """Bound before the model is loaded, so that a port in use fails at once."""
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, proto, _, address = found[0]

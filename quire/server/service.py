@@ -73,7 +73,7 @@ class Service:
         self.created = int(time.time())
         self.draining = False
         self.document: bytes | None = None
-        """The OpenAPI document, once somebody has asked for it."""
+        """The OpenAPI document, made at the first request for it."""
         self.active: set[asyncio.Task[Any]] = set()
         """Tasks that answer requests to the engine now."""
         self.ending: set[asyncio.Task[Any]] = set()
@@ -174,7 +174,7 @@ class Service:
 
 
 def salt_of(tenant: str | None, salt: str | None) -> str | None:
-    """The salt of a request's prefixes: nobody sees what is cached for another key."""
+    """The salt of a request's prefixes: one key never hits what another has cached."""
     if tenant is None:
         return salt
     parts = f"{len(tenant)}:{tenant}:{'' if salt is None else 'salt:' + salt}"

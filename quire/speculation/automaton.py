@@ -20,7 +20,7 @@ _COPIED_PER_TOKEN = 64
 
 
 class SuffixAutomaton:
-    """Over one growing text. Tokens below 0 may separate texts: nobody matches them."""
+    """Over one growing text. Tokens below 0 may separate texts: they match nothing."""
 
     __slots__ = ("_copied", "_last", "_latest", "_length", "_link", "_more", "_state", "_token", "text")
 
@@ -33,7 +33,7 @@ class SuffixAutomaton:
         self._link = array("i", [-1])
         self._length = array("i", [0])
         self._latest = array("i", [0])
-        """For every state, the place in the text after its latest occurrence that somebody took note of."""
+        """For every state, the place in the text after its latest occurrence that was recorded."""
         self._last = 0
         self._copied = 0
         """Transitions that were copied, over its life."""
@@ -71,7 +71,7 @@ class SuffixAutomaton:
         return end - start, cost
 
     def add(self, token: int) -> None:
-        # The suffix that was matched until now has occurred again: whoever finds it next continues from here.
+        # The suffix that was matched until now has occurred again: the next match of it continues from here.
         if self._last:
             self._latest[self._link[self._last]] = len(self.text)
         self.text.append(token)

@@ -341,7 +341,7 @@ class DeviceSpeculator(Speculator):
         if not best:
             return 0
         self._patience = 1
-        # Now and then a step without, or nobody would know any more what that takes.
+        # Now and then a step without drafts, to keep its measured time up to date.
         return best if self._since_plain < _REMIND else 0
 
     def _probes(self, sequences: list[Sequence], num_decoding: int) -> bool:

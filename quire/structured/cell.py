@@ -38,7 +38,7 @@ _LOW_NICE, _LOWEST_NICE = 10, 19
 """Beside one thread of the engine, such a one gets 10 % of a core, or 1.5 %."""
 _LONG_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
-"""Between two looks whether anybody still waits for long work."""
+"""Seconds between two checks whether long work is still wanted."""
 
 
 class _Aside(threading.Thread):
@@ -117,7 +117,7 @@ def _ends_with(work: Callable[[], None]) -> NoReturn:
         work()
         code = 0
     except BrokenPipeError:
-        code = 0  # nobody is interested any more
+        code = 0  # the engine has gone
     finally:
         os._exit(code)
 
@@ -127,7 +127,7 @@ def _tell(link: socket.socket, **fields: Any) -> None:
 
 
 def _grammar(link: socket.socket, data: bytes, compiler: Any, vocabulary: Vocabulary, limits: CellLimits) -> None:
-    """Compile, and fork cells for as long as anybody may want them."""
+    """Compile, and fork cells until the engine has gone."""
     _tell(link, pid=os.getpid())
     cpu = int(time.process_time() + limits.compile_seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, resource.RLIM_INFINITY))

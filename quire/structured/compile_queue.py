@@ -1,6 +1,6 @@
 """Whose grammar is compiled now: those that have taken least time so far, and of one tenant no more than its share.
 
-So nobody waits behind a large grammar but other large ones: what has had its turn is paused for who has had none. The
+So only large grammars wait behind a large one: a compilation that had its turn is paused for those that had none. The
 time limit counts what a grammar's process has computed, not the time that it waited, for its turn or a processor.
 """
 
@@ -50,7 +50,7 @@ class CompileQueue:
         self.turn(now=True)
 
     def remove(self, job: CompileJob) -> None:
-        """It is done, or nobody wants it any more."""
+        """It is done, or was cancelled."""
         if job in self._jobs:
             self._jobs.remove(job)
             if job.link is not None:

@@ -2,7 +2,7 @@
 
 Compiling takes from a millisecond to many seconds. It runs on threads of its own (the compiler lets go of
 Python's lock), several requests that ask for the same share one compilation, and what takes too long, is too
-large or cannot be enforced fails the requests that asked for it and nobody else.
+large or cannot be enforced fails only the requests that asked for it.
 """
 
 from __future__ import annotations

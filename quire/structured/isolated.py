@@ -40,7 +40,7 @@ class IsolatedGrammars:
         self.hub = Hub()
         self.queue = CompileQueue(at_once, limits.compile_seconds)
         self.failed: list[RequestGrammar] = []
-        """Of requests that run; whoever looks takes them out."""
+        """Of running requests; reading takes them out."""
         self.num_over = 0
         """Sequences seen so far that have nothing more to say."""
         self._start = start
@@ -98,7 +98,7 @@ class IsolatedGrammars:
     # ---- for the processes
 
     def warm(self) -> None:
-        """Have the nursery started before anybody asks for a grammar, after all other work."""
+        """Start the nursery before the first grammar is needed, after all other work."""
         if self._nursery is None and importlib.util.find_spec("xgrammar") is not None:
             self._begin_nursery(hurry=False)
 
@@ -131,7 +131,7 @@ class IsolatedGrammars:
         home.close()
 
     def _evict(self) -> None:
-        """The least recently used that nobody needs, while there are too many or they are too large."""
+        """Drop the least recently used idle ones while there are too many or they are too large."""
         for home in list(self._homes.values()):
             held = sum(each.num_bytes for each in self._homes.values())
             if len(self._homes) <= _MOST_GRAMMARS and held <= self.cache_bytes:
@@ -248,7 +248,7 @@ class _Cell:
 
     @property
     def worth_waiting(self) -> bool:
-        """Will it soon answer somebody who could be planned then?"""
+        """Will it soon answer for a request that could be planned then?"""
         return not self.slow and any(seq.claim.started for _, seq in self._asked)
 
     def join(self, seq: IsolatedSequence, spent: float = 0.0) -> None:
@@ -256,7 +256,7 @@ class _Cell:
         self.link.tell(start=seq.number, request=seq.claim.number, stop_ids=sorted(seq.claim.stop_ids), spent=spent)
 
     def leave(self, seq: IsolatedSequence) -> None:
-        """What it computes for nobody is ended at once."""
+        """End at once what no request needs any more."""
         self._members.pop(seq.number, None)
         if self._asked and self._asked[0][1] is seq and (self.slow or not self._members):
             self._end()

@@ -210,7 +210,7 @@ def with_drafts(entries: Sequence[PlanEntry], drafts: Mapping[int, Sequence[int]
 
 
 def _without_logprobs(row: SamplingRow) -> SamplingRow:
-    """Nobody asks for the log-probabilities of drafts."""
+    """Log-probabilities of drafts are never requested."""
     own = row.ahead(())
     if own.params.logprobs is not None:
         own.params = replace(own.params, logprobs=None)

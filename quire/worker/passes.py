@@ -21,7 +21,7 @@ Lists = Sequence[Sequence[int]]
 
 
 class Passes:
-    """This rank's part of each pass. With one rank it is the decoder's forward, and nobody is told anything."""
+    """This rank's part of each pass. With one rank it is the decoder's forward, and nothing is sent."""
 
     def __init__(self, decoder: Decoder, collectives: Collectives | None = None) -> None:
         self._decoder = decoder

@@ -43,7 +43,7 @@ class KVTransfer(ABC):
 
     @abstractmethod
     def cancel(self, number: int) -> None:
-        """Nobody waits for this transfer any more: what it has not begun it may leave. It reports all the same."""
+        """Cancel this transfer: copies not begun may be skipped. It still reports its end."""
 
     def close(self) -> None:  # noqa: B027 (some have nothing to let go of)
         """Let go of threads and memory. Idempotent."""

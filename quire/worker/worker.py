@@ -111,7 +111,7 @@ class Worker:
         return proposer if self.shard.place.tensor_size == 1 else ToldDrafter(proposer, passes)
 
     def kv_memory(self) -> KVStore:
-        """The model's caches, or this rank's share of them, for whoever moves KV to and from other engines."""
+        """The model's caches, or this rank's share of them, for transfers to and from other engines."""
         return KVStore(self._cache.layers, self._cache.groups, first_layer=self.shard.first_layer,
                        heads=self.shard.kv_heads)
 
@@ -134,7 +134,7 @@ class Worker:
             return StepResult(plan.step, self._runner.run(plan.entries), self.arrivals.take())
 
     def touch_cache(self) -> None:
-        """Write to all of the KV pool, whose pages take memory only then: for whoever measures it."""
+        """Write to the whole KV pool, so that its pages take memory: for measurements."""
         for layer in self._cache.layers:
             for part in layer.tensors.values():
                 part.zero_()
@@ -155,7 +155,7 @@ class Worker:
                 drafter.model.restart(start.row)
 
     def close(self) -> None:
-        """Give the memory of cache and weights back even while somebody still holds the worker."""
+        """Free cache and weights, even if something still refers to the worker."""
         if "_cache" in self.__dict__:
             self._cache.close()
         for name in ("_runner", "_cache", "_table"):

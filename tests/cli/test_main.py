@@ -63,7 +63,7 @@ def test_help_takes_less_than_three_tenths_of_a_second() -> None:
     assert min(computing(command("--help")) - computing(bare) for _ in range(5)) < 0.3
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "bench"])
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.children is None])
 def test_help_shows_an_example_of_every_command(name: str, inside: Callable[..., Done]) -> None:
     done = inside(name, "--help")
     assert done.code == 0
@@ -75,6 +75,12 @@ def test_bench_alone_lists_the_benchmarks(inside: Callable[..., Done]) -> None:
     done = inside("bench")
     assert done.code == 0
     assert all(f"\n  {name}" in done.out for name in ("cpu", "scheduler", "prefix-cache", "gpu"))
+
+
+def test_train_alone_lists_what_can_be_trained(inside: Callable[..., Done]) -> None:
+    assert "\n  eagle" in inside("train").out and "quire train eagle --out" in inside("train", "--help").out
+    done = inside("train", "eagle", "--help")
+    assert done.code == 0 and done.out.startswith("usage: quire train eagle [options]") and "examples:" in done.out
 
 
 def test_a_broken_command_harms_no_other(

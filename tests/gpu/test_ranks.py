@@ -211,16 +211,24 @@ def test_a_wait_for_one_who_does_not_come_is_an_error_and_no_hang(kind: str) -> 
 
 
 @on_gpu
-def test_n_gram_drafts_and_steps_in_flight(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["ngram", "skip_layers", "draft_model"])
+def test_drafts_of_ranks_are_those_of_one(tmp_path: Path, method: str) -> None:
     checkpoint(tmp_path, "llama")
+    said: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    sizes = [(1, 1), (2, 1)]
+    if method == "ngram":
+        sizes.append((1, 2))
+    elif method == "draft_model":
+        (tmp_path / "draft").mkdir()
+        said["model"] = str(checkpoint(tmp_path / "draft", "llama", num_hidden_layers=1))
     prompts = [prompt * 3 for prompt in PROMPTS[:5]]
-    greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    said = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    params = [SamplingParams(temperature=0.6 * (i % 2), seed=i, max_tokens=20, ignore_eos=True) for i in range(5)]
     found = []
-    for sizes in ({}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
-        with engine(tmp_path, dtype="bfloat16", deterministic=True, speculative_config=said, **sizes) as llm:
-            found.append([one.outputs[0].token_ids for one in llm.generate(prompts, greedy, use_tqdm=False)])
-    assert found[1] == found[0] == found[2]
+    for tensor, stages in sizes:
+        with engine(tmp_path, dtype="bfloat16", deterministic=True, speculative_config=said,
+                    tensor_parallel_size=tensor, pipeline_parallel_size=stages) as llm:
+            found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
+    assert all(each == found[0] for each in found)
 
 
 @on_gpu
@@ -253,7 +261,8 @@ def test_a_killed_rank_ends_the_engine_with_its_name(tmp_path: Path) -> None:
 @on_gpu
 @pytest.mark.parametrize(("options", "field"), [
     ({"distributed_executor_backend": "threads"}, "distributed_executor_backend"),
-    ({"speculative_config": {"method": "skip_layers", "num_speculative_tokens": 2}}, "speculative_config"),
+    ({"speculative_config": {"method": "skip_layers", "num_speculative_tokens": 2}, "pipeline_parallel_size": 2},
+     "speculative_config"),
     ({"tensor_parallel_size": 7}, "tensor_parallel_size"),
     ({"rank_exchange": "nccl", "deterministic": True}, "rank_exchange"),
 ])

@@ -10,7 +10,7 @@ from typing import Any
 from quire import LLM, SamplingParams
 
 SECRET = "a secret of the replicas of one tenant"
-PROMPT = [random.Random(3).randrange(3, 97) for _ in range(700)]
+PROMPT = random.Random(3).choices(range(3, 97), k=700)
 PARAMS = SamplingParams(temperature=0.9, seed=5, max_tokens=8, ignore_eos=True, logprobs=2)
 
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads", "num_threads": 1}

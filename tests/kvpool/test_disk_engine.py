@@ -17,7 +17,7 @@ from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.kvpool import disk
 
-PROMPT = [random.Random(3).randrange(3, 97) for _ in range(700)]
+PROMPT = random.Random(3).choices(range(3, 97), k=700)
 PARAMS = SamplingParams(temperature=0.9, seed=5, max_tokens=8, ignore_eos=True, logprobs=2)
 
 
@@ -191,7 +191,7 @@ def test_an_engine_killed_with_9_leaves_its_prefixes_to_the_next(reference: Any,
 
 
 def test_smollm2_answers_from_disk_what_it_would_have_computed(smollm2: str, tmp_path: Path) -> None:
-    prompt = [random.Random(8).randrange(1000, 40000) for _ in range(300)]
+    prompt = random.Random(8).choices(range(1000, 40000), k=300)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
     answers = []
     for folder in (None, tmp_path, tmp_path):

@@ -54,7 +54,7 @@ def prefix(tokens: list[int], root: bytes = b"") -> TokenPrefix:
 
 
 def test_keys_depend_on_every_token_before_the_secret_the_model_and_the_root() -> None:
-    tokens = [random.Random(7).randrange(50000) for _ in range(3 * UNIT_TOKENS + 10)]
+    tokens = random.Random(7).choices(range(50000), k=3 * UNIT_TOKENS + 10)
     keys = UnitKeys(b"secret of one tenant", b"model").extend(prefix(tokens))
     assert len(keys) == 3 and len(set(keys)) == 3
     assert UnitKeys(b"secret of one tenant", b"model").extend(prefix(tokens[: 2 * UNIT_TOKENS])) == keys[:2]

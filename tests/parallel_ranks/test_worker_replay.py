@@ -20,7 +20,7 @@ from quire.scheduler.plan import StepPlan, StepResult
 from tests.checkpoints import make_checkpoint
 from tests.parallel_ranks.rank_threads import RankWorkers
 
-PROMPTS = [[random.Random(i).randrange(3, 97) for _ in range(3 + 11 * i % 41)] for i in range(6)]
+PROMPTS = [random.Random(i).choices(range(3, 97), k=3 + 11 * i % 41) for i in range(6)]
 SIZES = [(2, 1), (3, 1), (1, 2), (2, 2)]
 ENGINE = {"skip_tokenizer_init": True, "num_threads": 1, "num_kv_blocks": 64, "max_num_seqs": 8}
 

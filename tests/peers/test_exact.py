@@ -13,7 +13,7 @@ from tests.checkpoints import FAMILY_NAMES, make_checkpoint
 from tests.peers.pairs import SECRET, answers, pair
 
 LENGTHS = (70, 33, 2, 48, 64, 9)
-PROMPTS = [[random.Random(i).randrange(3, 97) for _ in range(length)] for i, length in enumerate(LENGTHS)]
+PROMPTS = [random.Random(i).choices(range(3, 97), k=length) for i, length in enumerate(LENGTHS)]
 PROMPTS += [[*PROMPTS[0][:50], 5, 6, 7], PROMPTS[0]]
 PARAMS = [
     SamplingParams(seed=1, max_tokens=8, temperature=0.0, logprobs=2, ignore_eos=True),

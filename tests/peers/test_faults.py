@@ -13,7 +13,7 @@ from tests.checkpoints import make_checkpoint
 from tests.peers.engine_process import EngineProcess, eventually
 from tests.peers.pairs import SECRET, PrefillEngine
 
-PROMPT = [random.Random(7).randrange(3, 97) for _ in range(400)]
+PROMPT = random.Random(7).choices(range(3, 97), k=400)
 PARAMS: dict[str, Any] = {"seed": 3, "max_tokens": 12, "temperature": 1.0, "logprobs": 1, "ignore_eos": True}
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 80, "max_model_len": 512}
 SLOWLY: dict[str, Any] = {"max_num_batched_tokens": 1}

@@ -150,7 +150,8 @@ def test_a_prompt_that_cannot_be_served_is_refused_alone(engines: tuple[PrefillE
     {"kind": "first", "transfer": 1, "token": 5, "logprobs": None, "prompt_logprobs": None},
     {"kind": "failed", "transfer": 1, "reason": "no"}, {"kind": "sent", "transfer": 2},
     {"kind": "abort", "transfer": 3},
-    {"kind": "first", "transfer": 1, "token": 5, "logprobs": [[1, float("nan"), 1, [], []]], "prompt_logprobs": None}])
+    {"kind": "first", "transfer": 1, "token": 5, "logprobs": [[1, float("nan"), 1, [], []]], "prompt_logprobs": None},
+    {"kind": "first", "transfer": 1, "token": 5, "logprobs": [[1, -0.5, 1 << 40, [], []]], "prompt_logprobs": None}])
 def test_answers_to_what_nobody_asked_are_dropped(engines: tuple[PrefillEngine, LLM], message: dict[str, Any]) -> None:
     other, llm = engines
     served(llm)

@@ -98,7 +98,7 @@ def test_a_grammar_shapes_what_follows_a_prompt_that_came(tmp_path: Path) -> Non
 # ---- a rank that is lost
 
 
-PROMPT = [random.Random(7).randrange(3, 97) for _ in range(120)]
+PROMPT = random.Random(7).choices(range(3, 97), k=120)
 SHORT = [5, *PROMPT[:20]]
 
 

@@ -104,6 +104,16 @@ def test_a_step_that_goes_on_decoding_takes_no_room_for_its_sequences() -> None:
     assert first > 256 * 12 and max(later) < 64
 
 
+def test_samples_of_one_prompt_send_it_once() -> None:
+    prompt = list(range(1000))
+    one, four = (StepPlan(1, starts=[RowStart(row, prompt, 1000, SamplingParams(), row, row) for row in range(count)])
+                 for count in (1, 4))
+    sizes = [len(PlanEncoder().encode(plan, [])) for plan in (one, four)]
+    assert sizes[1] - sizes[0] < 400
+    crossed, _ = PlanDecoder().decode(bytes(PlanEncoder().encode(four, [])))
+    assert crossed == four
+
+
 def test_a_shape_of_structured_outputs_stays_behind_as_ranks_get_masks() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+b*"), top_k=3)
     plan = StepPlan(1, starts=[RowStart(0, [1], 1, params, 0, 0)])
@@ -116,6 +126,11 @@ def test_infinite_and_negative_zero_log_probabilities_keep_their_bits() -> None:
     back = decode_result(bytes(encode_result(StepResult(1, [EntryResult([1], [found])])))).entries[0].logprobs
     (read,) = unpack_all(back or [])
     assert read.logprob == -math.inf and math.copysign(1, read.top_logprobs[0]) == -1
+
+
+def test_log_probabilities_that_are_no_record_are_refused() -> None:
+    with pytest.raises(ValueError, match="no log-probabilities"):
+        decode_result(bytes(encode_result(StepResult(1, [EntryResult([1], [b"short"])]))))
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])

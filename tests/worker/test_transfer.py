@@ -23,7 +23,7 @@ from quire.scheduler.plan import BlockMove
 from quire.worker.transfer import HostTransfer, ThreadedTransfer, parts_of
 from tests.checkpoints import make_checkpoint
 
-PROMPT = [random.Random(3).randrange(3, 97) for _ in range(37)]
+PROMPT = random.Random(3).choices(range(3, 97), k=37)
 
 
 class FilesOfPrefixes(KVConnector):

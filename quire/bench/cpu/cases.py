@@ -10,6 +10,8 @@ import random
 from dataclasses import dataclass
 
 CASES = ("A", "B", "C", "D")
+RIVALS = ("transformers", "onnxruntime-genai", "llama.cpp")
+"""Engines that run the cases beside Quire (rivals.py, contestant.py)."""
 
 
 @dataclass(frozen=True, slots=True)

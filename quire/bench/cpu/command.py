@@ -1,4 +1,4 @@
-"""`quire bench cpu`: cases A to D on a CPU, Quire and transformers in one run, with ratio and share of the limit."""
+"""`quire bench cpu`: cases A to D on a CPU, Quire and its rivals in turns, with ratios and share of the limit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 import statistics
 import subprocess
 import time
+from contextlib import ExitStack
+from types import TracebackType
 from typing import Any
 
-from quire.bench.cpu.cases import CASES, Workload, workload
+from quire.bench.cpu.cases import CASES, RIVALS, Workload, workload
 from quire.child import child_environment, module_command
 from quire.errors import QuireError
 from quire.machine import Ceilings, describe_machine, measure_ceilings
@@ -27,9 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="instead of the cases: what sampling takes of a step of Qwen3-0.6B's shapes, 32 sequences")
     parser.add_argument("--python", action="store_true",
                         help="instead of the cases: what Python costs one stream, per token, outside the kernels")
+    parser.add_argument("--kernels", action="store_true",
+                        help="instead of the cases: the products and the attention of a layer one by one, with their "
+                             "rates and shares of the limit")
+    parser.add_argument("--quantization", choices=("file", "int8", "int4"),
+                        help="Quire multiplies integers, as its option of this name says (default: float32)")
     parser.add_argument("--threads", nargs="+", type=int, metavar="N",
                         help="instead of the rival: the cases with these numbers of threads, and how they scale")
-    parser.add_argument("--no-rival", action="store_true", help="measure Quire alone, without transformers")
+    parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=["transformers"],
+                        help="engines to measure in turns with Quire (default: %(default)s); onnxruntime-genai and "
+                             "llama.cpp compute in 4 bits and are installed from the package index")
+    parser.add_argument("--no-rival", action="store_true", help="measure Quire alone")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,23 +47,43 @@ def run(args: argparse.Namespace) -> int:
     if args.slices:
         return _slices(args.model, machine)
     if args.sampling:
-        from quire.bench.cpu import sampling as cpu_sampling
-        from quire.bench.gpu.cases import MODELS
-
-        for line in cpu_sampling.measure(MODELS["0.6b"], repeat=args.repeat):
-            _print({**line, **machine})
-        return 0
+        return _sampling(args.repeat, machine)
     if args.python:
-        return _python(args.model, args.repeat, machine)
+        return _python(args, machine)
     if args.threads:
         return _scaling(args, machine)
-    shape = _shape(args.model)
+    shape = _shape(args.model, args.quantization)
     ceilings = measure_ceilings()
     _print({"bench": "cpu", "case": "ceilings", **machine, "read_GB_s": round(ceilings.read_bytes_per_s / 1e9, 1),
             "gemm_GFLOP_s": round(ceilings.flops_per_s / 1e9, 1)})
+    if args.kernels:
+        from quire.bench.cpu.kernels import measure
+
+        for line in measure(args.model, args.quantization, ceilings):
+            _print({"bench": "cpu", "case": "kernels", "model": args.model, **line, **machine})
+        return 0
+    if not args.no_rival:
+        from quire.bench.cpu.rivals import make_files
+
+        for rival in args.rivals:
+            make_files(rival, args.model)
     for case in args.cases:
         _print({**_case(case, args, shape, ceilings), **machine})
-    _print({**_cold_start(args.model), **machine})
+    _print({**_cold_start(args.model, _options(args)), **machine})
+    return 0
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of Quire's engine."""
+    return {} if args.quantization is None else {"quantization": args.quantization}
+
+
+def _sampling(repeat: int, machine: dict[str, Any]) -> int:
+    from quire.bench.cpu import sampling as cpu_sampling
+    from quire.bench.gpu.cases import MODELS
+
+    for line in cpu_sampling.measure(MODELS["0.6b"], repeat=repeat):
+        _print({**line, **machine})
     return 0
 
 
@@ -68,49 +98,63 @@ def _slices(model: str, machine: dict[str, Any]) -> int:
     return 0
 
 
-def _python(model: str, repeat: int, machine: dict[str, Any]) -> int:
+def _python(args: argparse.Namespace, machine: dict[str, Any]) -> int:
     for temperature in ("0.0", "0.8"):
-        found = _child("quire.bench.cpu.python", model, str(repeat), temperature)
-        _print({"bench": "cpu", "case": "python", "model": model, **found, **machine})
+        found = _child("quire.bench.cpu.python", args.model, str(args.repeat), temperature, json.dumps(_options(args)))
+        _print({"bench": "cpu", "case": "python", "model": args.model, **_options(args), **found, **machine})
     return 0
 
 
 def _scaling(args: argparse.Namespace, machine: dict[str, Any]) -> int:
     """Each case with each number of threads, in processes of their own; `speedup` is over the first number named."""
-    shape = _shape(args.model)
+    shape = _shape(args.model, args.quantization)
     for case in args.cases:
         work = workload(case, shape["vocab_size"])
         first: float | None = None
         for threads in args.threads:
-            found = contest("quire", case, args.model, args.repeat, {"num_threads": threads})
+            options = {**_options(args), "num_threads": threads}
+            found = contest("quire", case, args.model, args.repeat, options)
             seconds = statistics.median(found["seconds"])
             first = seconds if first is None else first
-            _print({"bench": "cpu", "case": case, "model": args.model, "unit": _UNITS[case], "threads": threads,
+            _print({"bench": "cpu", "case": case, "model": args.model, "unit": _UNITS[case], **_options(args),
+                    "threads": threads,
                     "quire": _figure(case, work, seconds), "speedup": round(first / seconds, 2),
                     "quire_seconds": [round(s, 3) for s in found["seconds"]], **machine})
     return 0
 
 
 def _case(case: str, args: argparse.Namespace, shape: dict[str, int], ceilings: Ceilings) -> dict[str, Any]:
+    """Quire and its rivals take turns, each in a process that lives as long as the case."""
     work = workload(case, shape["vocab_size"])
-    mine = contest("quire", case, args.model, args.repeat)
-    limit = limit_seconds(work, shape, ceilings)
+    engines = {"quire": _options(args)}
+    engines |= {rival: {"vocab_size": shape["vocab_size"]} for rival in ([] if args.no_rival else args.rivals)}
+    with ExitStack() as stack:
+        running = {name: stack.enter_context(_Contestant(name, case, args.model, options))
+                   for name, options in engines.items()}
+        for _ in range(args.repeat):
+            for each in running.values():
+                each.run()
+        found = {name: each.finish() for name, each in running.items()}
+    mine, limit = found.pop("quire"), limit_seconds(work, shape, ceilings)
     seconds = statistics.median(mine["seconds"])
     extra = mine["peak_bytes"] - shape["weight_bytes"] - mine["kv_pool_bytes"]
     line: dict[str, Any] = {
-        "bench": "cpu", "case": case, "model": args.model, "unit": _UNITS[case], "dtype": "float32",
+        "bench": "cpu", "case": case, "model": args.model, "unit": _UNITS[case],
+        "quantization": args.quantization or "none (float32)",
         "prompt_tokens": work.num_prompt_tokens, "output_tokens": work.num_output_tokens,
         "quire": _figure(case, work, seconds), "quire_seconds": [round(s, 3) for s in mine["seconds"]],
         "limit": _figure(case, work, limit), "share_of_limit": round(limit / seconds, 3),
         "first_token_ms": round(mine["first_token_seconds"] * 1e3, 1),
         "peak_MB": round(mine["peak_bytes"] / 1e6), "peak_over_weights_and_pool_MB": round(extra / 1e6),
     }
-    if not args.no_rival:
-        rival = contest("transformers", case, args.model, args.repeat)
-        rival_seconds = statistics.median(rival["seconds"])
-        line |= {"transformers": _figure(case, work, rival_seconds), "ratio": round(rival_seconds / seconds, 2),
-                 "transformers_seconds": [round(s, 3) for s in rival["seconds"]],
-                 "transformers_peak_MB": round(rival["peak_bytes"] / 1e6)}
+    for name, rival in found.items():
+        theirs = statistics.median(rival["seconds"])
+        line |= {name: _figure(case, work, theirs), f"ratio_to_{name}": round(theirs / seconds, 2),
+                 f"{name}_seconds": [round(s, 3) for s in rival["seconds"]],
+                 f"{name}_peak_MB": round(rival["peak_bytes"] / 1e6)}
+    if found:
+        best = min(statistics.median(rival["seconds"]) for rival in found.values())
+        line["ratio"] = round(best / seconds, 2)
     return line
 
 
@@ -121,45 +165,104 @@ def _figure(case: str, work: Workload, seconds: float) -> float:
 
 
 def limit_seconds(work: Workload, shape: dict[str, int], ceilings: Ceilings) -> float:
-    """No engine of this model in fp32 can be faster: each distinct prompt token is computed once, each decode step
-    reads every weight once with all requests in it and each sequence's KV once, at the measured ceilings."""
+    """No engine of this model in these formats can be faster: each distinct prompt token is computed once, each decode
+    step reads every weight once with all requests in it and each sequence's KV once, at the measured ceilings.
+    Products of integers run at `int8_rate` times the rate of float32; attention is float32."""
+    rate = ceilings.flops_per_s * shape["int8_rate"]
     per_token = 2 * shape["layer_parameters"]
     head = 2 * shape["head_parameters"]
     prompts = {tuple(p[: i + 1]) for p in work.prompts for i in range(15, len(p), 16)}
     distinct = 16 * len(prompts) + sum(len(p) % 16 for p in work.prompts)
     attention = sum(2 * len(p) ** 2 * shape["query_width"] * shape["layers"] for p in work.prompts[:1]) \
         if len(work.prompts) == 1 else 0
-    prefill = (distinct * per_token + len(work.prompts) * head + attention) / ceilings.flops_per_s
+    prefill = (distinct * per_token + len(work.prompts) * head) / rate + attention / ceilings.flops_per_s
     decoded = [n - 1 for n in work.outputs]
     steps = max(decoded)
     kv = sum((len(p) + n / 2) * n * shape["kv_bytes_per_token"] for p, n in zip(work.prompts, decoded, strict=True))
     read = (steps * shape["weight_bytes"] + kv) / ceilings.read_bytes_per_s
-    compute = sum(decoded) * (per_token + head) / ceilings.flops_per_s
+    compute = sum(decoded) * (per_token + head) / rate
     return prefill + max(read, compute)
 
 
-def _shape(model: str) -> dict[str, int]:
+def _shape(model: str, quantization: str | None) -> dict[str, int]:
     from quire.models.loader.source import resolve_model
     from quire.models.registry import read_spec
 
-    spec = read_spec(resolve_model(model).config)
+    source = resolve_model(model)
+    spec = read_spec(source.config)
     head = spec.vocab_size * spec.embed_dim
     table = 0 if spec.tied_head else head
+    weight_bytes, rate = 4 * spec.num_parameters, 1
+    if quantization is not None:
+        from quire.bench.cpu.kernels import int8_rate
+
+        rate, bits = int8_rate(), 8 if quantization == "int8" else 4
+        # 16 bits of scale for 32 codes, and as many of offset in 4 bits; embedding and head have 8 bits.
+        inner = (spec.num_parameters - head - table) * (bits + (1 if bits == 4 else 0.5)) / 8
+        weight_bytes = int(inner + (head + table) * 8.5 / 8)
+        if source.path.suffix == ".gguf":
+            weight_bytes = source.path.stat().st_size
     return {
-        "vocab_size": spec.vocab_size, "layers": spec.num_layers,
-        "weight_bytes": 4 * spec.num_parameters, "head_parameters": head,
+        "vocab_size": spec.vocab_size, "layers": spec.num_layers, "int8_rate": rate,
+        "weight_bytes": weight_bytes, "head_parameters": head,
         "layer_parameters": spec.num_parameters - head - table,
         "kv_bytes_per_token": spec.kv_bytes_per_token,
         "query_width": spec.layers[0].attention.num_heads * spec.layers[0].attention.head_dim,
     }
 
 
+class _Contestant:
+    """One engine on one case in a process of its own, which runs when it is told to."""
+
+    def __init__(self, engine: str, case: str, model: str, options: dict[str, Any]) -> None:
+        self._name = f"case {case} failed on {engine}"
+        self._process = subprocess.Popen(
+            module_command("quire.bench.cpu.contestant", engine, case, model, json.dumps(options)),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment())
+        self.seconds: list[float] = []
+        self._read()
+
+    def __enter__(self) -> _Contestant:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _read(self) -> Any:
+        """The next line of JSON; what a library prints in between is passed over."""
+        assert self._process.stdout is not None and self._process.stderr is not None
+        while line := self._process.stdout.readline():
+            try:
+                return json.loads(line)
+            except json.JSONDecodeError:
+                continue
+        told = self._process.stderr.read().strip().splitlines() or [f"exit code {self._process.wait()}"]
+        raise QuireError(f"{self._name}: {told[-1]}")
+
+    def run(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("run\n")
+        self._process.stdin.flush()
+        self.seconds.append(float(self._read()))
+
+    def finish(self) -> dict[str, Any]:
+        """Seconds of each run, peak memory, the tokens and more of that kind."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return {"seconds": self.seconds, **self._read()}
+
+
 def contest(engine: str, case: str, model: str, repeat: int, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Seconds of each repetition and more of that kind, from a process of its own."""
-    try:
-        return _child("quire.bench.cpu.contestant", engine, case, model, str(repeat), json.dumps(options or {}))
-    except QuireError as error:
-        raise QuireError(f"case {case} failed on {engine}: {error}") from error
+    """What one engine alone takes for a case, so many times over."""
+    with _Contestant(engine, case, model, options or {}) as one:
+        for _ in range(repeat):
+            one.run()
+        return one.finish()
 
 
 def _child(module: str, *arguments: str) -> dict[str, Any]:
@@ -172,15 +275,17 @@ def _child(module: str, *arguments: str) -> dict[str, Any]:
     return result
 
 
-def _cold_start(model: str) -> dict[str, Any]:
+def _cold_start(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Process start to first token on the cached model."""
-    command = module_command("quire.bench.first_token", model, "{}", json.dumps("The capital of France is"), "")
+    command = module_command("quire.bench.first_token", model, json.dumps(options),
+                             json.dumps("The capital of France is"), "")
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True, env=child_environment())
         seconds.append(time.perf_counter() - start)
     return {"bench": "cpu", "case": "start", "model": model, "unit": "s from process start to first token and exit",
+            **options,
             "quire": round(statistics.median(seconds), 2), "runs": [round(s, 2) for s in seconds]}
 
 

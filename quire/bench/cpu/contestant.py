@@ -1,7 +1,8 @@
-"""Runs one CPU case on one engine in a process of its own and prints what it took, as JSON.
+"""Runs one CPU case on one engine in a process of its own, once for every line it reads; prints the seconds as JSON.
 
-`python -m quire.bench.cpu.contestant quire A smollm2-135m`. Separate processes, since a library's thread settings and
-memory would colour the other's figures.
+`python -m quire.bench.cpu.contestant quire A smollm2-135m '{}'`. Separate processes, since a library's thread settings
+and memory would colour the other's figures; one run a line, so that several engines can take turns. The last line,
+after the end of the input, says what was generated and how much memory it took.
 """
 
 from __future__ import annotations
@@ -9,46 +10,60 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from quire.bench.cpu.cases import Workload, workload
+from quire.bench.cpu.rivals import Runner, llama_runner, onnxruntime_runner
 from quire.machine import peak_memory_bytes
 
 _STATIC_BATCH = 8
+Contestant = tuple[Runner, Workload, Callable[[], dict[str, Any]]]
+"""What runs, on what, and more to say of it at the end."""
 
 
-def run_quire(case: str, model: str, repeat: int, options: dict[str, Any]) -> dict[str, Any]:
+@contextmanager
+def _quire(case: str, model: str, options: dict[str, Any]) -> Iterator[Contestant]:
     from quire import LLM, SamplingParams
 
     with LLM(model, **{"max_model_len": 4096, **options}) as llm:
-        work = workload(case, llm.vocab_size)
-        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in work.outputs]
-        llm.generate([work.prompts[0][:8]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
-        seconds = []
-        for _ in range(repeat):
+        first_token = 0.0
+
+        def run(work: Workload) -> list[list[int]]:
+            nonlocal first_token
+            params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+                      for n in work.outputs]
             llm.clear_prefix_cache()
-            start = time.perf_counter()
             outputs = llm.generate(work.prompts, params, use_tqdm=False)
-            seconds.append(time.perf_counter() - start)
-        metrics = outputs[0].metrics
-        pool = llm.metrics()["kv_pool_bytes"]
-    return {"seconds": seconds, "peak_bytes": peak_memory_bytes(), "kv_pool_bytes": pool,
-            "first_token_seconds": metrics.time_to_first_token,
-            "tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+            metrics = outputs[0].metrics
+            first_token = (metrics.time_to_first_token if metrics is not None else None) or 0.0
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+        yield run, workload(case, llm.vocab_size), lambda: {
+            "kv_pool_bytes": llm.metrics()["kv_pool_bytes"], "first_token_seconds": first_token}
 
 
-def run_transformers(case: str, model: str, repeat: int, options: dict[str, Any]) -> dict[str, Any]:
+@contextmanager
+def _transformers(case: str, model: str, options: dict[str, Any]) -> Iterator[Contestant]:
     from quire.eval.transformers_model import load_in_transformers
 
     network, vocab_size = load_in_transformers(model)
-    work = workload(case, vocab_size)
-    seconds, tokens = [], []
-    _generate_static(network, Workload([work.prompts[0][:8]], [2]))
-    for _ in range(repeat):
-        start = time.perf_counter()
-        tokens = _generate_static(network, work)
-        seconds.append(time.perf_counter() - start)
-    return {"seconds": seconds, "peak_bytes": peak_memory_bytes(), "tokens": tokens}
+    yield lambda work: _generate_static(network, work), workload(case, vocab_size), dict
+
+
+@contextmanager
+def _onnxruntime(case: str, model: str, options: dict[str, Any]) -> Iterator[Contestant]:
+    yield onnxruntime_runner(model), workload(case, options["vocab_size"]), dict
+
+
+@contextmanager
+def _llama(case: str, model: str, options: dict[str, Any]) -> Iterator[Contestant]:
+    work = workload(case, options["vocab_size"])
+    yield llama_runner(model, work, options["vocab_size"]), work, dict
+
+
+_ENGINES = {"quire": _quire, "transformers": _transformers, "onnxruntime-genai": _onnxruntime, "llama.cpp": _llama}
 
 
 def _generate_static(network: Any, work: Workload) -> list[list[int]]:
@@ -69,9 +84,15 @@ def _generate_static(network: Any, work: Workload) -> list[list[int]]:
 
 
 def main() -> None:
-    engine, case, model, repeat = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
-    run = {"quire": run_quire, "transformers": run_transformers}[engine]
-    print(json.dumps(run(case, model, repeat, json.loads(sys.argv[5]))))
+    engine, case, model, options = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+    with _ENGINES[engine](case, model, options) as (run, work, more):
+        tokens = run(Workload([work.prompts[0][:8]], [2]))
+        print(json.dumps("ready"), flush=True)
+        for _ in sys.stdin:
+            start = time.perf_counter()
+            tokens = run(work)
+            print(json.dumps(time.perf_counter() - start), flush=True)
+        print(json.dumps({"peak_bytes": peak_memory_bytes(), "tokens": tokens, **more()}), flush=True)
 
 
 if __name__ == "__main__":

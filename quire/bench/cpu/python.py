@@ -42,13 +42,13 @@ class ClockedLibrary(ctypes.CDLL):
         self._FuncPtr = Clocked
 
 
-def measure(model: str, repeat: int, temperature: float = 0.0) -> dict[str, Any]:
+def measure(model: str, repeat: int, temperature: float, options: dict[str, Any]) -> dict[str, Any]:
     """Microseconds per output token of case A, and kernel calls; the median of the runs."""
     from quire import LLM, SamplingParams
 
     library.opener = ClockedLibrary
     runs = []
-    with LLM(model, max_model_len=4096) as llm:
+    with LLM(model, **{"max_model_len": 4096, **options}) as llm:
         work = workload("A", llm.vocab_size)
         count = work.num_output_tokens
         params = SamplingParams(temperature=temperature, seed=0, max_tokens=count, ignore_eos=True)
@@ -66,4 +66,4 @@ def measure(model: str, repeat: int, temperature: float = 0.0) -> dict[str, Any]
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else 0.0)))
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), json.loads(sys.argv[4]))))

@@ -46,7 +46,7 @@ def measure(model: str, repeat: int, deterministic: bool = False, enforce_eager:
             ) -> Iterator[dict[str, Any]]:
     """A line for every batch size and setting: tokens a second (or ms a token), and the share of temperature alone."""
     from quire.bench.gpu.cases import MODELS
-    from quire.bench.gpu.engine import Run, build_core, build_worker, front_door, generate
+    from quire.bench.gpu.engine import GpuClock, Run, build_core, build_worker, front_door, generate
     from quire.worker.gpu.options import DeviceOptions
 
     options = DeviceOptions(max_num_seqs=max(_BATCHES), max_num_batched_tokens=16384, max_model_len=4112,
@@ -62,8 +62,13 @@ def measure(model: str, repeat: int, deterministic: bool = False, enforce_eager:
             for round_ in range(repeat):
                 for name, found in runs.items():
                     found.append(generate(llm, core, requests_of(name, count, round_)))
+            busy = {}
+            for name in SETTINGS:
+                with GpuClock(worker) as clock:
+                    run = generate(llm, core, requests_of(name, count, repeat))
+                busy[name] = 1e3 * clock.seconds() / max(1, run.steps)
             yield from lines_of(model, count, {name: [_figure(count, run) for run in found]
-                                               for name, found in runs.items()})
+                                               for name, found in runs.items()}, busy)
     finally:
         worker.close()
 
@@ -75,7 +80,9 @@ def _figure(count: int, run: Any) -> float:
     return float(run.output_tokens / run.seconds)
 
 
-def lines_of(model: str, count: int, figures: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
+def lines_of(model: str, count: int, figures: dict[str, list[float]], gpu_ms: dict[str, float]
+             ) -> Iterator[dict[str, Any]]:
+    """`gpu_ms`: what the GPU took for a step, prefill included; the rest of the time is the host's."""
     plain = statistics.median(figures["temperature alone"])
     for name, found in figures.items():
         middle = statistics.median(found)
@@ -84,10 +91,12 @@ def lines_of(model: str, count: int, figures: dict[str, list[float]]) -> Iterato
         met = None if target is None else share <= target if count == 1 else share >= target
         yield {"bench": "gpu", "case": "sampling", "model": model, "sequences": count, "setting": name,
                "unit": "ms/token" if count == 1 else "tok/s", "median": round(middle, 3), "low": round(min(found), 3),
-               "high": round(max(found), 3), "of_plain": round(share, 3), "target": target, "met": met}
+               "high": round(max(found), 3), "of_plain": round(share, 3), "target": target, "met": met,
+               "gpu_ms_per_step": round(gpu_ms[name], 3)}
 
 
 def text(line: dict[str, Any]) -> str:
     wanted = "" if line["target"] is None else f"  ({'met' if line['met'] else 'missed'}: {line['target']:g})"
     return (f"{line['model']} x {line['sequences']:<4d}{line['setting']:<30s}{line['median']:>10.2f} {line['unit']} "
-            f"({line['low']:g} to {line['high']:g})  {line['of_plain']:.2f} of plain{wanted}")
+            f"({line['low']:g} to {line['high']:g})  {line['of_plain']:.2f} of plain, GPU "
+            f"{line['gpu_ms_per_step']:.2f} ms a step{wanted}")

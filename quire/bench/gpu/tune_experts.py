@@ -39,8 +39,8 @@ WIDE = {
     128: ((64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 8, 4), (256, 64, 8, 3)),
 }
 LATENT = {
-    16: tuple(itertools.product((32, 64), (4, 8), (2, 3, 4), (1, 2, 4))),
-    128: tuple(itertools.product((16, 32, 64), (8,), (2, 3), (1,))),
+    16: (*itertools.product((32,), (4, 8), (3, 4), (1, 2, 4)), *itertools.product((64,), (4, 8), (2, 3), (1, 2))),
+    128: ((64, 8, 2, 1), (32, 8, 3, 1), (32, 8, 4, 1), (64, 8, 1, 1)),
 }
 """By heads: keys, warps, stages, programs on a multiprocessor. Fewer warps have not the registers for 64 heads."""
 _LATENT_SEQS, _LATENT_KEYS = 64, 2000

@@ -65,27 +65,28 @@ class ReadyResults(Executor):
         self._copier.close()
 
 
-def measure(name: str, num_sequences: int, num_tokens: int, repeat: int = 3) -> dict[str, Any]:
-    """Processor time of all threads, the median of `repeat` runs."""
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=1, **SETTINGS[name])
+def measure(num_sequences: int, num_tokens: int, repeat: int = 5) -> dict[str, list[float]]:
+    """Microseconds of processor time, of all threads, for a token of each setting. Settings take turns, so that a
+    machine that slows down meanwhile slows all of them."""
     prompts = [[(7919 * i + j) % 1000 for j in range(_PROMPT_TOKENS)] for i in range(num_sequences)]
-    llm = _front_door(num_sequences, num_tokens, params.logprobs)
-    found = []
+    doors = {name: front_door(num_sequences, num_tokens, wanted.get("logprobs")) for name, wanted in SETTINGS.items()}
+    found: dict[str, list[float]] = {name: [] for name in SETTINGS}
     try:
-        for _ in range(repeat + 1):
-            gc.collect()
-            begin = time.process_time()
-            llm.generate(prompts, params, use_tqdm=False)
-            found.append(time.process_time() - begin)
+        for round_ in range(repeat + 1):
+            for name, llm in doors.items():
+                params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=1, **SETTINGS[name])
+                gc.collect()
+                begin = time.process_time()
+                llm.generate(prompts, params, use_tqdm=False)
+                if round_:
+                    found[name].append(1e6 * (time.process_time() - begin) / (num_sequences * num_tokens))
     finally:
-        llm.close()
-    spent = statistics.median(found[1:])
-    return {"setting": name, "sequences": num_sequences, "tokens": num_tokens,
-            "us_per_token": round(1e6 * spent / (num_sequences * num_tokens), 2),
-            "step_ms": round(1e3 * spent / num_tokens, 3)}
+        for llm in doors.values():
+            llm.close()
+    return found
 
 
-def _front_door(num_sequences: int, num_tokens: int, logprobs: int | None) -> LLM:
+def front_door(num_sequences: int, num_tokens: int, logprobs: int | None) -> LLM:
     longest = _PROMPT_TOKENS + num_tokens
     cache = KVCacheManager(num_sequences * (longest // _BLOCK_SIZE + 2), _BLOCK_SIZE)
     limits = Limits(num_sequences, num_sequences * _PROMPT_TOKENS, longest + 1)
@@ -98,7 +99,10 @@ def _front_door(num_sequences: int, num_tokens: int, logprobs: int | None) -> LL
 
 def lines(sequences: Sequence[int], num_tokens: int) -> Iterator[dict[str, Any]]:
     for num_sequences in sorted(sequences):
-        cases = [measure(name, num_sequences, num_tokens) for name in SETTINGS]
-        for case in cases:
-            beyond = case["us_per_token"] - cases[0]["us_per_token"]
-            yield {"bench": "scheduler", "case": "host", **case, "us_beyond_plain": round(beyond, 2)}
+        found = measure(num_sequences, num_tokens)
+        for name, times in found.items():
+            beyond = [mine - plain for mine, plain in zip(times, found["plain"], strict=True)]
+            yield {"bench": "scheduler", "case": "host", "setting": name, "sequences": num_sequences,
+                   "tokens": num_tokens, "us_per_token": round(statistics.median(times), 2),
+                   "low": round(min(times), 2), "high": round(max(times), 2),
+                   "us_beyond_plain": round(statistics.median(beyond), 2)}

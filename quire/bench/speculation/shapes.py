@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from quire.ops.interface import Ops
     from quire.speculation.speculator import Speculator
     from quire.worker.gpu.options import DeviceOptions
-    from quire.worker.gpu.worker import GpuWorker, Speculation
+    from quire.worker.gpu.speculation import Speculation
+    from quire.worker.gpu.worker import GpuWorker
 
 TEXTS = ("repeating", "free", "misleading")
 _PROMPT = 256
@@ -151,7 +152,7 @@ class Method:
         """What the worker has to know: nothing, where the host looks drafts up and the target's draws judge them."""
         from quire.bench.gpu.cases import MODELS
         from quire.speculation.options import SpeculationOptions
-        from quire.worker.gpu.worker import Speculation
+        from quire.worker.gpu.speculation import Speculation
 
         if self.acceptance is not None:
             return None

@@ -1,4 +1,4 @@
-"""Measures at start what moving KV costs here and what computing it again does, for whoever must choose."""
+"""Measures at start what moving KV and recomputing it cost on this machine, so that the cheaper one can be chosen."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def measure_move_cost(executor: Executor, config: EngineConfig, spec: DecoderSpe
 
 def measure_step_times(speculator: Speculator, executor: Executor, config: EngineConfig, spec: DecoderSpec,
                        pool: PoolSize) -> None:
-    """What steps of one to k + 1 tokens take here: without that, nobody could say what a draft costs."""
+    """Times steps of one to k + 1 tokens: what a draft costs is judged by these."""
     most, size = speculator.most, config.cache.block_size
     length = min(_PROMPT_TOKENS, pool.max_model_len, pool.num_blocks * size) - most - 1
     if length < 1:
@@ -78,7 +78,7 @@ def measure_step_times(speculator: Speculator, executor: Executor, config: Engin
 
 
 def _prompt_step(length: int, groups: int, block_size: int, room: int = 0) -> StepPlan:
-    """The prompt of a sequence that nobody will hear of; its blocks are free again when the engine starts."""
+    """Prefill of a dummy sequence; its blocks are free again when the engine starts."""
     blocks = list(range(-(-(length + room) // block_size)))
     return StepPlan(
         0,

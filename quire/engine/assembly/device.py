@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from quire.kvtransfer.memory import KVMemory
     from quire.models.loader.source import ModelSource
     from quire.models.spec import DecoderSpec
-    from quire.worker.gpu.worker import Speculation
     from quire.worker.memory import PoolSize
     from quire.worker.unit_transfer import UnitTransfer
 
@@ -28,7 +27,7 @@ class ModelWorker(Protocol):
     pool: PoolSize
 
     def kv_memory(self) -> KVMemory | None:
-        """Its KV, for whoever moves it to and from other engines; None where nobody computes."""
+        """Its KV, for transfers to and from other engines; None without a model."""
 
     def connect(self, transfer: UnitTransfer) -> None:
         """Move blocks to and from one more tier."""
@@ -37,7 +36,7 @@ class ModelWorker(Protocol):
 
 def resolve(config: EngineConfig) -> EngineConfig:
     """The same with device, and what the user left to the device, filled in."""
-    # Nobody computes anything: no need to look for a GPU, nor to import torch.
+    # The dummy executor computes nothing: no need to look for a GPU, nor to import torch.
     device = "cpu" if config.model.executor == "dummy" else config.model.device
     missing = None if device == "cpu" else _missing_for_gpu()
     if device == "cuda" and missing is not None:
@@ -129,6 +128,7 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
     from quire.executor.device import DeviceExecutor
     from quire.models.registry import read_spec
     from quire.worker.gpu.options import device_options
+    from quire.worker.gpu.speculation import speculation_of
     from quire.worker.gpu.worker import GpuWorker
 
     drafts = config.speculation.options
@@ -137,19 +137,5 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
                           "method", field="device")
     options = device_options(config, read_spec(source.config).max_positions)
     weights = None if config.model.load_format == "dummy" else source.weights(None)
-    worker = GpuWorker(source.config, weights, config.cache, options, speculation=_speculation(config))
+    worker = GpuWorker(source.config, weights, config.cache, options, speculation=speculation_of(config))
     return worker, DeviceExecutor(worker, worker.expert_load)
-
-
-def _speculation(config: EngineConfig) -> Speculation | None:
-    """Who proposes and judges drafts on a GPU, and the draft model if there is one."""
-    from quire.models.loader.source import resolve_model
-    from quire.worker.draft_models import reading_draft_model
-    from quire.worker.gpu.worker import Speculation
-
-    options = config.speculation.options
-    if options is None or options.model is None:
-        return None if options is None else Speculation(options)
-    with reading_draft_model(options.model):
-        draft = resolve_model(options.model, load_format=options.load_format, cache_dir=config.model.cache_dir)
-    return Speculation(options, draft.config, None if options.load_format == "dummy" else draft.weights(None))

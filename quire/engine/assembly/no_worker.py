@@ -1,4 +1,4 @@
-"""What stands in a worker's place where nobody computes."""
+"""The worker's stand-in for executors without a model."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from quire.ranks.executor import RankExecutor
 from quire.ranks.local import same_for_all, start_local
 from quire.ranks.shared_kv import SharedKV
 from quire.ranks.workers import DUMMY, MODEL
+from quire.speculation.options import DRAFT_MODEL, EAGLE
 from quire.worker.memory import PoolSize, size_pool, smallest_pool
 
 if TYPE_CHECKING:
@@ -93,9 +94,16 @@ def _check_gpu_ranks(config: EngineConfig) -> None:
         raise ConfigError(f"ranks on GPUs are processes of this machine so far: distributed_executor_backend "
                           f"{config.parallel.backend!r} needs device='cpu'", field="distributed_executor_backend")
     speculation = config.speculation.options
-    if speculation is not None and speculation.on_device:
-        raise ConfigError("a model that proposes drafts runs beside one GPU rank only so far: use method 'ngram' or "
-                          "'suffix', one rank, or device='cpu'", field="speculative_config")
+    if speculation is None or not speculation.on_device:
+        return
+    if speculation.method == EAGLE or config.parallel.pipeline_parallel_size > 1:
+        raise ConfigError(f"drafts by method {speculation.method!r} are not made on GPUs of several stages so far, nor "
+                          "by 'eagle' on any: use method 'ngram' or 'suffix', pipeline_parallel_size=1, or "
+                          "device='cpu'", field="speculative_config")
+    if speculation.method == DRAFT_MODEL and not config.model.deterministic:
+        raise ConfigError("a draft model runs whole on every rank, and only deterministic mode makes sure that all "
+                          "propose the same: use deterministic=True, or method 'skip_layers', 'ngram' or 'suffix'",
+                          field="speculative_config")
 
 
 def _rank_options(config: EngineConfig) -> dict[str, Any]:

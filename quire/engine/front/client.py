@@ -70,7 +70,7 @@ class EngineClient:
 
     @property
     def stopped(self) -> bool:
-        """Somebody has stopped the process (SIGSTOP): it will not say so itself."""
+        """The process was stopped by SIGSTOP, which it cannot report itself."""
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -172,7 +172,7 @@ class EngineClient:
         self._on_pause()
         self.close()
         self.exited.set()
-        # Told also when it was abandoned: whoever did that knows already.
+        # Called also after `abandon`, whose caller knows already.
         self._on_exit(self._said or explain_exit(code))
 
 

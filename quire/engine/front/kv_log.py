@@ -1,4 +1,4 @@
-"""What an engine holds, kept beside it: the whole for whoever is new, the last changes for whoever goes on reading.
+"""The prefixes an engine holds: a snapshot for new readers, and the latest changes for those that follow.
 
 The log is bounded and shared by all its readers, each of which keeps its own place in it. Who falls behind, or read
 the log of an engine that has died since, starts again with the whole.
@@ -112,7 +112,7 @@ class JoinedKVLog(KVLog):
             self._take(Entry(self.sequence + 1, b"".join(new), b"".join(gone), False))
 
     def _leave(self, name: bytes, engine: int) -> bool:
-        """Whether nobody holds it any more."""
+        """Whether its last holder has gone."""
         holders = self._holders.get(name)
         if holders is None:
             return False

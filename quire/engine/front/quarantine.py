@@ -1,7 +1,7 @@
 """Remembers requests that were running when an engine died: who was there twice is not tried a third time for a while.
 
 A request is known by a digest of its content, so that a client which sends it again and again cannot use up the
-restarts. One of that content that is served meanwhile clears it: then it was somebody else.
+restarts. If a request of that content is served meanwhile, it is cleared: another one was to blame.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class RequestDesk:
         """What the engine holds, where it says so."""
         self.closing = False
         self.idle = asyncio.Event()
-        """Nobody waits for anything."""
+        """Set while no request is open."""
         self.idle.set()
         self._guard = guard
         self._loop = asyncio.get_running_loop()
@@ -306,7 +306,7 @@ class RequestDesk:
             self._served(subscription)
 
     def _stopped(self, subscription: Subscription, index: int, stop: str) -> None:
-        """A stop string was found here; the engine goes on until it hears of it."""
+        """A stop string was found here; the engine goes on until the abort reaches it."""
         self.supervisor.send(m.Finish(subscription.handle, index, stop))
         if subscription.processor.finished:
             self._served(subscription)
@@ -318,7 +318,7 @@ class RequestDesk:
         self._end(subscription)
 
     def _broke(self, subscription: Subscription, error: Exception) -> None:
-        """Its text could not be made: that is its own misfortune and nobody else's."""
+        """Its output could not be made: this request fails, the others go on."""
         log.error("request %s failed", subscription.request_id, exc_info=error)
         self.supervisor.send(m.Abort([subscription.handle]))
         self._fail(subscription, EngineError(

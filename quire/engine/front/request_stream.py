@@ -1,4 +1,4 @@
-"""The outputs of one request as an async iterator, which aborts the request when nobody reads it any more."""
+"""The outputs of one request as an async iterator, which aborts the request when its reader is gone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.engine.outputs.output import RequestOutput
 
 
 class Desk(Protocol):
-    """Who is told that a reader has gone: at once, or from wherever the garbage collector runs."""
+    """Called when the reader has gone: directly, or from the garbage collector's thread."""
 
     def drop(self, subscription: Subscription) -> None: ...
 

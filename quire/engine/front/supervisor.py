@@ -171,7 +171,7 @@ class Supervisor:
             self._listener.take(message)
 
     def _lost(self, why: str, client: EngineClient) -> None:
-        """The process has gone, or has been given up: whoever waits for it hears of that now."""
+        """The process has ended or was given up: wake everything that waits for it."""
         if client is not self._client or self.state is State.CLOSED:
             return
         said = self._last_words or why

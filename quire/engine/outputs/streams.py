@@ -46,8 +46,8 @@ class OutputStreams:
         return request_id in self._processors
 
     def process(self, updates: Iterable[SequenceUpdate], until_done: Container[str] = ()) -> list[News]:
-        """What updates mean for their requests, one piece of news for each that somebody waits for; of the requests
-        `until_done` only what may be their end."""
+        """The scheduler's updates as news, one for each request that still has a reader; for requests in `until_done`
+        only updates that may end them."""
         found: dict[str, News] = {}
         for update in updates:
             request = update.request

@@ -31,7 +31,7 @@ class Doorbell:
         try:
             self._rung.send(b"!")
         except OSError:
-            pass  # rung often enough already, or nobody listens any more
+            pass  # the socket is full, so it was rung already, or its reader has gone
 
     def wait(self, milliseconds: int) -> bool:
         """Until something comes, but no longer than that; is there a message?"""

@@ -69,12 +69,12 @@ class EngineServer:
         self._snapshot_at = 0.0
         self._doorbell = doorbell
         self._warm_at = math.inf
-        """When the process for grammars is started, if nobody has asked for one before."""
+        """When to start the grammar process if no request needs it earlier."""
         self._watching = Watching(engine)
         cache = engine.config.cache
         self._held = (HeldNames(self._scheduler.cache)
                       if cache.kv_secret is not None and cache.enable_prefix_caching else None)
-        """What to publish; None where nobody could make use of it."""
+        """KV events to publish; None without a shared secret, since no reader could use them."""
 
     def ready(self) -> m.Ready:
         limits, peers = self._scheduler.limits, self._engine.peers
@@ -257,7 +257,7 @@ class EngineServer:
             len(scheduler.waiting), sum(p.num_used for p in pools) / sum(p.num_blocks for p in pools)))
 
     def _check_executor(self) -> None:
-        """Without its ranks an engine can do nothing: it ends, and whoever watches it starts another."""
+        """An engine that lost its ranks ends; its supervisor starts a new one."""
         failure = self._core.executor.failure
         if failure is not None:
             raise failure
@@ -268,7 +268,7 @@ class EngineServer:
             request, seq = update.request, update.sequence
             handle = self._handles.get(request)
             if handle is None:
-                continue  # whoever asked for it has gone
+                continue  # its caller has gone
             if request.refusal is not None:
                 self._send_message(m.Refused(handle, str(request.refusal), request.refusal.field))
                 self._forget(handle)
@@ -295,7 +295,7 @@ class EngineServer:
                                          metrics, records if any(records) else []))
 
     def _show(self) -> None:
-        """A frame for those who watch, if there are any and it is time."""
+        """Send a view frame if the engine is watched and one is due."""
         if not self._watching.active:
             return
         frame = self._watching.frame(at_rest=not self._core.has_work)
@@ -303,7 +303,7 @@ class EngineServer:
             self._send_message(m.ViewFrame(*frame))
 
     def _publish(self) -> None:
-        """What the device holds, for those who choose among engines."""
+        """Publish which prefixes the device holds, for routers."""
         changes = None if self._held is None else self._held.take()
         if changes is not None:
             self._send_message(m.KVChanges(*changes))
@@ -361,7 +361,7 @@ def main(argv: list[str]) -> int:
     # without a parent this one ends by itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # nobody means to end it with these
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # not meant to end it
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # short of memory, rather this one than the server that can say what happened
         Path("/proc/self/oom_score_adj").write_text("300")

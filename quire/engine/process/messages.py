@@ -213,7 +213,7 @@ class Answer(msgspec.Struct, tag="answer", array_like=True, frozen=True):
 
 
 class ViewFrame(msgspec.Struct, tag="view", array_like=True, frozen=True):
-    """For those who watch: a `quire.engine.watch.view_frame.Frame` as JSON, to be handed on as it is."""
+    """For watchers: a `quire.engine.watch.view_frame.Frame` as JSON, to be handed on as it is."""
 
     body: bytes
     full: bool

@@ -79,7 +79,7 @@ class Pulse(threading.Thread):
         clock = PhaseClock(ProcessorWait())
         while not self._ended.wait(HEARTBEAT_SECONDS):
             if os.getppid() != self._parent:
-                shutil.rmtree(self._folder, ignore_errors=True)  # nobody else is left to do it
+                shutil.rmtree(self._folder, ignore_errors=True)  # the process that made it is gone
                 os._exit(1)
             phase, since, steps = self.state
             try:

@@ -1,4 +1,4 @@
-"""Which blocks and block tables have changed since somebody last looked.
+"""Which blocks and block tables have changed since the last frame.
 
 Whole lists are compared a stretch at a time, which runs at the speed of C: on a pool of fifty thousand blocks where
 little changes it takes well under a millisecond.

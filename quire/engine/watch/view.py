@@ -1,6 +1,6 @@
 """Watches an engine's steps and blocks and tells what changed, ten times a second at most.
 
-Nothing of this exists while nobody watches. While somebody does, a step costs a few microseconds; frames are made
+None of this runs while the engine is not watched. While it is, a step costs a few microseconds; frames are made
 between steps, and farther apart where making them takes more than `_SHARE` of the engine's time.
 """
 
@@ -166,7 +166,7 @@ class EngineView:
     # ---- frames
 
     def start_over(self) -> None:
-        """Somebody new watches, who knows nothing: the next frame is a full one."""
+        """A new watcher: the next frame is a full one."""
         self._full = True
 
     @property

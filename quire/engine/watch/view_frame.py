@@ -1,4 +1,4 @@
-"""What somebody who watches an engine is told: one frame after another, each with what has changed since the last.
+"""The frames that a watcher of an engine gets, each with what has changed since the last.
 
 Owners are labels: the number of a request since the engine started, and behind a dot the sequence where there are
 several. No frame holds a token, a text, a name or a tenant; a block's hash is the start of a keyed one, so it can be
@@ -128,7 +128,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     simulated: bool = False
-    """Nobody computes: a small engine that shows how scheduler and cache work."""
+    """A small engine without a model, which shows how scheduler and cache work."""
     num_stages: int = 1
     num_ranks: int = 1
     expert_layers: list[int] = []

@@ -1,4 +1,4 @@
-"""Keeps a view on an engine for as long as somebody says that he watches, and not a step longer."""
+"""Attaches a view to an engine while a watcher keeps asking for frames, and detaches it afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Watching:
         return self._view is not None
 
     def renew(self, seconds: float, fresh: bool, number: int = 0) -> None:
-        """Somebody watches for so long from now on; `number` is that of this engine among several."""
+        """Send frames for so long from now on; `number` is this engine's among several."""
         self._until = time.monotonic() + min(max(0.0, seconds), _LONGEST)
         core = self._engine.core
         if self._view is None and seconds > 0 and core.trace is None:

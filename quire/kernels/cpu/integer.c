@@ -12,8 +12,9 @@
 #include <stdlib.h>
 
 #define ROWS_AT_ONCE 256 /* rows of x that are int8 at the same time */
-#define ROW_BLOCK 96     /* rows of a task */
+#define ROW_BLOCK 256     /* rows of a task */
 #define MAX_STACK 16     /* as in linear.c */
+#define AHEAD 2048       /* bytes that are fetched before they are unpacked */
 #define TINY 1e-30f      /* a group of smaller activations is zero: the inverse of its scale would overflow */
 
 /* ---- the plain kernel: the reference, and what runs where no other does */
@@ -43,11 +44,11 @@ static void plain_tile(const int_tile *t, int rows, int panels, int mode, int of
             for (int64_t s = t->first; s < t->last; s++) {
                 const uint8_t *codes = t->codes + panel * t->codes_stride + s * step_bytes;
                 const uint8_t *scales = t->scales + panel * t->scales_stride + s / t->steps_of_group * t->scale_row;
-                int32_t sum = t->init[r * t->steps + s];
+                int32_t sum = t->init[r * t->row_stride + s * t->step_stride];
                 for (int64_t i = 0; i < t->quads * 4; i++)
                     sum += code_at(codes, mode, i / 4, j, i % 4) * t->x[r * t->k + s * t->quads * 4 + i];
-                acc = fmaf(scale_at(scales, t->scale_bytes, j) * t->dx[r * t->steps + s], (float)sum, acc);
-                if (offsets) acc = fmaf(scale_at(scales, t->scale_bytes, COLS + j), t->shift[r * t->steps + s], acc);
+                acc = fmaf(scale_at(scales, t->scale_bytes, j) * t->dx[r * t->row_stride + s * t->step_stride], (float)sum, acc);
+                if (offsets) acc = fmaf(scale_at(scales, t->scale_bytes, COLS + j), t->shift[r * t->row_stride + s * t->step_stride], acc);
             }
             t->sums[r * panels * COLS + column] = acc;
         }
@@ -78,27 +79,33 @@ static const int_kernel *kernel_at(int32_t index) {
         case 3: return quire_int_avx512vnni();
         case 4: return quire_int_dotprod();
         case 5: return quire_int_i8mm();
+        case 6: return quire_int_amx();
     }
     return NULL;
 }
 
-#define NUM_KERNELS 6
+#define NUM_KERNELS 7
 
-static const int_kernel *kernel(void) {
+static const int_kernel *best_kernel(void) {
     for (int32_t i = NUM_KERNELS; !chosen && i-- > 0;) chosen = kernel_at(i);
     return chosen;
+}
+
+static const int_kernel *kernel_for(int64_t rows) {
+    const int_kernel *best = best_kernel();
+    return rows < best->least ? best->few : best;
 }
 
 /* The name of the kernel that runs from now on: the one of this index, the best for -1. NULL: there is no such one here. */
 EXPORT const char *quire_int_kernel(int32_t index) {
     if (index >= 0 && !kernel_at(index)) return NULL;
     chosen = index < 0 ? NULL : kernel_at(index);
-    return kernel()->name;
+    return best_kernel()->name;
 }
 
-void quire_code_dots(const code_dots *d, int rows) { kernel()->dots(d, rows); }
+void quire_code_dots(const code_dots *d, int rows) { best_kernel()->dots(d, rows); }
 
-int32_t quire_code_bias(void) { return kernel()->wide_bias; }
+int32_t quire_code_bias(void) { return best_kernel()->wide_bias; }
 
 /* ---- activations */
 
@@ -108,12 +115,13 @@ typedef struct {
 
 /* One call: rows of x as int8, and what each part's tiles need of them. */
 typedef struct {
+    const int_kernel *kernel;
     const float *x;
     int64_t rows, k, n;
     int8_t *q;       /* [rows][k] */
     float *scale;    /* [rows][k / UNIT] */
     int32_t *sum;    /* [rows][2 * k / UNIT]: of each half of a unit */
-    float *dx;       /* for the part at hand, [rows][steps] each: see int_tile */
+    float *dx;       /* for the part at hand: see int_tile */
     float *shift;
     int32_t *init;
     const int_part *part;
@@ -127,27 +135,26 @@ typedef struct {
     int64_t row_blocks, panel_step, num_panels;
 } int_job;
 
-/* q = round(x / scale): the same on every machine, since each operation rounds once, ties to even. */
+/* q = round(x / scale): the same on every machine, since each operation rounds once, ties to even. A unit with a number
+ * that is not finite has the scale NaN. Magnitudes are compared as integers, in which compilers find the maximum by vectors. */
 static void quantize_unit(const float *x, int8_t *q, float *scale, int32_t *sums) {
-    float top = 0.0f, bad = 0.0f;
+    int32_t bits[UNIT], largest = 0;
+    memcpy(bits, x, sizeof bits);
     for (int i = 0; i < UNIT; i++) {
-        float size = fabsf(x[i]);
-        top = size > top ? size : top;
-        bad += x[i] * 0.0f; /* NaN if any is not finite */
+        int32_t size = bits[i] & 0x7FFFFFFF;
+        largest = size > largest ? size : largest;
     }
-    float inverse = top < TINY ? 0.0f : 127.0f / top;
-    *scale = (top < TINY ? 0.0f : top / 127.0f) + bad;
-    if (!(bad == 0.0f)) inverse = 0.0f;
-    for (int half = 0; half < 2; half++) {
-        int32_t sum = 0;
-        for (int i = half * 16; i < half * 16 + 16; i++) {
-            float whole = (x[i] * inverse + 12582912.0f) - 12582912.0f; /* rounds to an integer, ties to even */
-            int32_t code = (int32_t)whole;
-            q[i] = (int8_t)code;
-            sum += code;
-        }
-        sums[half] = sum;
-    }
+    float top;
+    memcpy(&top, &largest, 4);
+    int finite = largest < 0x7F800000, some = finite && !(top < TINY);
+    float inverse = some ? 127.0f / top : 0.0f;
+    *scale = !finite ? NAN : some ? top / 127.0f : 0.0f;
+    int32_t codes[UNIT];
+    for (int i = 0; i < UNIT; i++) /* to an integer, ties to even */
+        codes[i] = (int32_t)((x[i] * inverse + 12582912.0f) - 12582912.0f);
+    for (int i = 0; i < UNIT; i++) q[i] = (int8_t)codes[i];
+    sums[0] = sums[1] = 0;
+    for (int i = 0; i < UNIT / 2; i++) sums[0] += codes[i], sums[1] += codes[UNIT / 2 + i];
 }
 
 static void quantize_row(void *arg, int64_t r) {
@@ -167,7 +174,7 @@ static void prepare_row(void *arg, int64_t r) {
         const int32_t *sums = job->sum + r * units * 2;
         float scale = job->scale[r * units + s / halves];
         int32_t sum = halves == 1 ? sums[2 * s] + sums[2 * s + 1] : sums[s];
-        int64_t at = r * units * halves + s;
+        int64_t at = job->kernel->steps_first ? s * job->rows + r : r * units * halves + s;
         job->dx[at] = scale;
         job->init[at] = zero * sum;
         job->shift[at] = scale * (float)sum;
@@ -183,12 +190,13 @@ static void for_rows(int_job *job, task_fn fn) {
 
 /* ---- tasks */
 
-/* A panel's codes, one a byte, and its scales as floats. */
+/* A panel's codes, one a byte. */
 static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) {
     const int_part *p = job->part;
     int64_t quads = step_of(p) / 4, steps = job->k / step_of(p), size = code_bytes(p);
     const uint8_t *from = panel + scales_bytes(p, job->k);
     for (int64_t s = 0; s < steps; s++, from += size, to += quads * QUAD_BYTES) {
+        for (int64_t pair = 0; pair < quads / 2; pair++) __builtin_prefetch(from + pair * QUAD_BYTES + AHEAD);
         for (int64_t pair = 0; pair < quads / 2; pair++)
             for (int64_t i = 0; i < QUAD_BYTES; i++) {
                 uint8_t both = from[pair * QUAD_BYTES + i];
@@ -204,17 +212,6 @@ static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) 
                 for (int64_t i = 0; i < QUAD_BYTES; i++)
                     to[q * QUAD_BYTES + i] |= (uint8_t)((high[q / 4 * QUAD_BYTES + i] >> (q % 4 * 2) & 3) << 4);
     }
-}
-
-static void unpack_scales(const int_job *job, const uint8_t *panel, float *to) {
-    int64_t count = job->k / job->part->group * COLS * (1 + job->part->offsets);
-    if (job->part->scale_bytes == 4) memcpy(to, panel, (size_t)count * 4);
-    else
-        for (int64_t i = 0; i < count; i++) {
-            _Float16 half;
-            memcpy(&half, panel + i * 2, 2);
-            to[i] = (float)half;
-        }
 }
 
 static void write_rows(const int_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels, const float *sums,
@@ -235,17 +232,17 @@ static void write_rows(const int_job *job, int64_t row, int64_t rows, int64_t pa
 /* A tile's slices, one after the other, added in their tree. */
 static void run_tile(const int_job *job, int_tile *t, int64_t row, int64_t rows, int64_t panel, int64_t panels, int mode) {
     const int64_t size = rows * panels * COLS, step = step_of(job->part);
-    float stack[MAX_STACK * MAX_TILE_ROWS * MAX_TILE_PANELS * COLS] __attribute__((aligned(64)));
+    float stack[MAX_STACK * MAX_TILE] __attribute__((aligned(64)));
     t->x = job->q + row * job->k;
-    t->dx = job->dx + row * t->steps;
-    t->init = job->init + row * t->steps;
-    t->shift = job->shift + row * t->steps;
+    t->dx = job->dx + row * t->row_stride;
+    t->init = job->init + row * t->row_stride;
+    t->shift = job->shift + row * t->row_stride;
     t->sums = stack;
     t->last = 0;
     for (const slice *s = job->slices; s < job->slices + job->num_slices; s++, t->sums += size) {
         t->first = t->last;
         t->last = s->end / step;
-        kernel()->tile(t, (int)rows, (int)panels, mode, (int)job->part->offsets);
+        job->kernel->tile(t, (int)rows, (int)panels, mode, (int)job->part->offsets);
         for (int64_t merges = s->merges; merges > 0; merges--) {
             t->sums -= size;
             for (int64_t i = 0; i < size; i++) t->sums[i] = t->sums[i] + t->sums[size + i];
@@ -258,30 +255,27 @@ static void run_tile(const int_job *job, int_tile *t, int64_t row, int64_t rows,
 /* Rows [row, row + rows) by some panels. Codes that are not what a tile reads, or that several tiles read, are unpacked. */
 static void run_area(const int_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
     const int_part *p = job->part;
-    int64_t step = step_of(p), bytes = int_panel_bytes(p, job->k), most = kernel()->rows;
+    int64_t step = step_of(p), bytes = int_panel_bytes(p, job->k), most = job->kernel->rows;
     const uint8_t *from = job->panels + panel * bytes;
-    int_tile t = {.k = job->k, .steps = job->k / step, .quads = step / 4, .steps_of_group = p->group / step};
-    int mode = p->bits == 8 ? WIDE : p->bits == 4 && rows <= most ? NIBBLES : BYTES;
-    int64_t count = job->k / p->group * COLS * (1 + p->offsets);
-    int unpack = rows > most || mode == BYTES;
+    int_tile t = {.k = job->k, .row_stride = job->k / step, .step_stride = 1, .quads = step / 4, .steps_of_group = p->group / step};
+    t.zero_init = job->bias_of_codes == p->zero;
+    if (job->kernel->steps_first) t.row_stride = 1, t.step_stride = job->rows;
+    int direct = p->bits == 4 && rows <= most && !job->kernel->bytes_only;
+    int mode = p->bits == 8 ? WIDE : direct ? NIBBLES : BYTES;
     uint8_t codes[mode == BYTES ? panels * job->k * COLS : 1] __attribute__((aligned(64)));
-    float scales[unpack ? panels * count : 1] __attribute__((aligned(64)));
     t.codes = from + scales_bytes(p, job->k), t.codes_stride = bytes;
     t.scales = from, t.scales_stride = bytes, t.scale_bytes = p->scale_bytes, t.scale_row = scale_row(p);
-    for (int64_t i = 0; unpack && i < panels; i++) {
-        if (mode == BYTES) unpack_codes(job, from + i * bytes, codes + i * job->k * COLS);
-        unpack_scales(job, from + i * bytes, scales + i * count);
-    }
-    if (mode == BYTES) t.codes = codes, t.codes_stride = job->k * COLS;
-    if (unpack) {
-        t.scales = (const uint8_t *)scales, t.scales_stride = count * 4, t.scale_bytes = 4;
-        t.scale_row = COLS * 4 * (1 + p->offsets);
+    if (mode == BYTES) {
+        for (int64_t i = 0; i < panels; i++) unpack_codes(job, from + i * bytes, codes + i * job->k * COLS);
+        t.codes = codes, t.codes_stride = job->k * COLS;
     }
     int64_t tiles = (rows + most - 1) / most;
+    if (job->kernel->begin) job->kernel->begin(t.quads);
     for (int64_t i = 0; i < tiles; i++) {
         int64_t first = rows * i / tiles, last = rows * (i + 1) / tiles;
         run_tile(job, &t, row + first, last - first, panel, panels, mode);
     }
+    if (job->kernel->end) job->kernel->end();
 }
 
 static void int_task(void *arg, int64_t task) {
@@ -290,7 +284,7 @@ static void int_task(void *arg, int64_t task) {
     int64_t end = panel + job->panel_step < job->num_panels ? panel + job->panel_step : job->num_panels;
     int64_t row = job->rows * block / job->row_blocks, rows = job->rows * (block + 1) / job->row_blocks - row;
     for (int64_t step; panel < end; panel += step) {
-        step = panel + kernel()->panels <= end ? kernel()->panels : end - panel;
+        step = panel + job->kernel->panels <= end ? job->kernel->panels : end - panel;
         run_area(job, row, rows, panel, step);
     }
 }
@@ -298,13 +292,13 @@ static void int_task(void *arg, int64_t task) {
 static void run_part(int_job *job, const uint8_t *weight, const int_part *part) {
     job->part = part;
     job->panels = weight + part->at;
-    job->bias_of_codes = part->bits == 8 ? kernel()->wide_bias : 0;
+    job->bias_of_codes = part->bits == 8 ? job->kernel->wide_bias : 0;
     for_rows(job, prepare_row);
     job->num_panels = (part->n + COLS - 1) / COLS;
     job->row_blocks = (job->rows + ROW_BLOCK - 1) / ROW_BLOCK;
     int64_t threads = quire_get_num_threads(), pieces = threads * 8 / job->row_blocks;
     if (threads == 1 || job->rows * part->n * job->k < 100000 || pieces < 1) pieces = 1;
-    int64_t step = (job->num_panels + pieces - 1) / pieces, unit = kernel()->panels;
+    int64_t step = (job->num_panels + pieces - 1) / pieces, unit = job->kernel->panels;
     job->panel_step = round_up(step > 0 ? step : 1, unit);
     quire_parallel(int_task, job, (job->num_panels + job->panel_step - 1) / job->panel_step * job->row_blocks);
 }
@@ -330,6 +324,7 @@ static uint8_t *room(int64_t bytes) {
 }
 
 static void place_rows(int_job *job, int64_t rows) {
+    rows += AMX_ROWS; /* which reads rows that are not there, and leaves what comes of them */
     int64_t halves = rows * job->k / UNIT * 2;
     uint8_t *at = room(round_up(rows * job->k, 64) + halves * 4 * 5);
     job->q = (int8_t *)at;
@@ -351,6 +346,7 @@ void quire_int_linear(const float *x, const void *w, const float *bias, const fl
     for (int64_t row = 0; row < rows; row += job.rows) {
         job.rows = rows - row < ROWS_AT_ONCE ? rows - row : ROWS_AT_ONCE;
         job.x = x + row * k, job.first_row = row;
+        job.kernel = kernel_for(job.rows);
         place_rows(&job, job.rows);
         for_rows(&job, quantize_row);
         for (int64_t i = 0; i < weight->num_parts; i++) run_part(&job, w, weight->parts + i);

@@ -20,8 +20,10 @@
 #define UNIT 32 /* columns of the input that share an activation's scale */
 #define COLS 16 /* output columns of a panel */
 #define QUAD_BYTES (COLS * 4)
-#define MAX_TILE_ROWS 6
+#define MAX_TILE_ROWS 6   /* of a tile whose sums are held in registers; AMX has its own */
 #define MAX_TILE_PANELS 2
+#define AMX_ROWS 16
+#define MAX_TILE (AMX_ROWS * COLS) /* sums of a tile, of any kernel */
 
 /* One part of a weight. Python writes it, before the data, at the beginning of the packed weight. */
 typedef struct {
@@ -70,28 +72,35 @@ enum {
  * That order, and exact integer sums, make every kernel give the same bits. */
 typedef struct {
     const int8_t *x;        /* [rows][k] */
-    const float *dx;        /* [rows][steps]: scales of x */
-    const int32_t *init;    /* [rows][steps]: what the integer sum begins with: (bias - zero) times the sum of x */
-    const float *shift;     /* [rows][steps]: scale times sum of x, for offsets */
-    int64_t k, steps;       /* strides of the above */
+    const float *dx;        /* scale of x, of each row and step: at row * row_stride + step * step_stride */
+    const int32_t *init;    /* so too: what the integer sum begins with: (bias - zero) times the sum of x */
+    const float *shift;     /* so too: scale times sum of x, for offsets */
+    int64_t k, row_stride, step_stride;
     const uint8_t *codes;   /* of the first panel, at step 0 */
     const uint8_t *scales;  /* of the first panel, at group 0 */
     int64_t codes_stride, scales_stride; /* bytes from panel to panel */
     int64_t scale_bytes, scale_row, steps_of_group, quads;
     int64_t first, last;
+    int zero_init;          /* whether init is zero everywhere */
     float *sums;            /* [rows][panels * COLS] */
 } int_tile;
 
 typedef void (*int_tile_fn)(const int_tile *t, int rows, int panels, int mode, int offsets);
 
-/* A kernel: its tile, how large a tile may be, what it subtracts from WIDE codes (0 or 128), and its dot products of
- * queries and keys, which subtract the same from codes of keys. */
-typedef struct {
+/* A kernel: its tile, how large a tile may be, what it subtracts from WIDE codes (0 or 128), its dot products of queries
+ * and keys, which subtract the same from codes of keys; whether it reads codes one a byte only, and scales of x step by
+ * step instead of row by row. Fewer than `least` rows are left to another kernel, `few`. `begin` and `end`, where a kernel
+ * has them, stand around its tiles. */
+typedef struct int_kernel {
     const char *name;
     int_tile_fn tile;
     int rows, panels;
     int wide_bias;
     code_dots_fn dots;
+    int bytes_only, steps_first, least;
+    const struct int_kernel *few;
+    void (*begin)(int64_t quads);
+    void (*end)(void);
 } int_kernel;
 
 /* NULL where the library was not built for it or the processor has no such instructions. */
@@ -100,6 +109,7 @@ const int_kernel *quire_int_avxvnni(void);
 const int_kernel *quire_int_avx2(void);
 const int_kernel *quire_int_dotprod(void);
 const int_kernel *quire_int_i8mm(void);
+const int_kernel *quire_int_amx(void);
 
 void quire_int_linear(const float *x, const void *w, const float *bias, const float *residual, float *out, int64_t rows,
                       int64_t n, int64_t k, const void *slices, int64_t num_slices);

@@ -27,7 +27,7 @@ Q_INLINE void two_quads(const uint8_t *at, int mode, int8x16_t *low, int8x16_t *
 
 /* The integer sums of one step: acc[2 * v] is [row][columns 0, 1 of vector v], acc[2 * v + 1] columns 2 and 3. */
 Q_INLINE void step_sums(const int_tile *t, int64_t s, int mode, int64_t step_bytes, int32x4_t *acc) {
-    int32x4_t begin = vcombine_s32(vdup_n_s32(t->init[s]), vdup_n_s32(t->init[t->steps + s]));
+    int32x4_t begin = vcombine_s32(vdup_n_s32(t->init[s]), vdup_n_s32(t->init[t->row_stride + s]));
     UNROLL for (int i = 0; i < 2 * VECTORS; i++) acc[i] = begin;
     const uint8_t *codes = t->codes + s * step_bytes;
     const int8_t *x = t->x + s * t->quads * 4;
@@ -58,9 +58,9 @@ Q_INLINE void pair_tile(const int_tile *t, const int mode, const int offsets) {
             int32x4_t found[2] = {vreinterpretq_s32_s64(vzip1q_s64(left, right)),
                                   vreinterpretq_s32_s64(vzip2q_s64(left, right))};
             UNROLL for (int r = 0; r < 2; r++) {
-                float32x4_t *to = sum + r * VECTORS + v, dx = vld1q_dup_f32(t->dx + r * t->steps + s);
+                float32x4_t *to = sum + r * VECTORS + v, dx = vld1q_dup_f32(t->dx + r * t->row_stride + s);
                 *to = vfmaq_f32(*to, vmulq_f32(d, dx), vcvtq_f32_s32(found[r]));
-                if (offsets) *to = vfmaq_f32(*to, m, vld1q_dup_f32(t->shift + r * t->steps + s));
+                if (offsets) *to = vfmaq_f32(*to, m, vld1q_dup_f32(t->shift + r * t->row_stride + s));
             }
         }
     }

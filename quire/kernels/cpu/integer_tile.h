@@ -28,7 +28,7 @@ Q_INLINE void q_tile(const int_tile *t, const int rows, const int panels, const 
         for (; s < stop; s++) {
             qi acc[MAX_TILE_ROWS * MAX_TILE_PANELS * VPP];
             UNROLL for (int r = 0; r < rows; r++) {
-                qi begin = q_int(t->init + r * t->steps + s);
+                qi begin = q_int(t->init + r * t->row_stride + s);
                 UNROLL for (int i = 0; i < panels * VPP; i++) acc[r * panels * VPP + i] = begin;
             }
             const uint8_t *codes = t->codes + s * step_bytes;
@@ -58,8 +58,8 @@ Q_INLINE void q_tile(const int_tile *t, const int rows, const int panels, const 
                 }
             }
             UNROLL for (int r = 0; r < rows; r++) {
-                qf dx = q_float(t->dx + r * t->steps + s), shift = q_zero();
-                if (offsets) shift = q_float(t->shift + r * t->steps + s);
+                qf dx = q_float(t->dx + r * t->row_stride + s), shift = q_zero();
+                if (offsets) shift = q_float(t->shift + r * t->row_stride + s);
                 UNROLL for (int i = 0; i < panels * VPP; i++) {
                     qf *to = sum + r * panels * VPP + i;
                     *to = q_flush(d[i], dx, acc[r * panels * VPP + i], *to);

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.kernels.torch_attention import softmax_attention
 from quire.kernels.triton.attention_decode import LOG2_E, DecodeScratch, join_pieces
 from quire.kernels.triton.attention_mixed import MixedShape
-from quire.kernels.triton.attention_split import PIECE_STEP, DecodeSplit
+from quire.kernels.triton.attention_split import HOPPER_SHARED, PIECE_STEP, DecodeSplit
 from quire.kernels.types import LatentShape, LayerCache
 
 
@@ -32,15 +32,21 @@ class LatentDecode:
     programs: int = 1
 
 
-FEW_HEADS, MANY_HEADS = LatentDecode(32, 4, 3, 2), LatentDecode(32, 8, 2, 1)
-"""Of at most 16 heads in a block, where bytes bind, and of more, where FLOPs do. Guesses until
-`python -m quire.bench.gpu.tune_experts` has run on the chip."""
+FEW_HEADS, MANY_HEADS = LatentDecode(32, 4, 3, 2), LatentDecode(64, 8, 2, 1)
+"""Of at most 16 heads in a block, where bytes bind, and of more, where FLOPs do. H200, 2026-11-16, 64 sequences of
+2,000 (`python -m quire.bench.gpu.tune_experts`): 16 heads 55.6 us, 62% of the bandwidth; 128 heads 166 us, 214 TFLOP/s.
+There a tile of 64 keys takes 5.2 us, of which tensor cores need 1.6: with two buffers a tile is asked for when the one
+before it is done, and a third does not fit beside the queries."""
 
 
-def decode_sizes(shape: LatentShape, element_size: int) -> LatentDecode:
-    if element_size > 2:
-        return LatentDecode(16, 8, 2, 1)
-    return FEW_HEADS if shape.blocks.group <= 16 else MANY_HEADS
+def decode_sizes(shape: LatentShape, element_size: int, shared: int = HOPPER_SHARED) -> LatentDecode:
+    """What fits so many bytes of shared memory: the queries of a block, and the tiles that are on their way."""
+    heads = max(16, triton.next_power_of_2(shape.blocks.group))
+    wanted = FEW_HEADS if heads <= 16 else MANY_HEADS
+    for sizes in (wanted, LatentDecode(32, 8, 2, 1)):
+        if sum(_widths(shape)[1::2]) * element_size * (heads + sizes.keys * sizes.stages) <= 0.97 * shared:
+            return sizes
+    return LatentDecode(16, 8, 2, 1)
 
 
 def latent_pieces(num_seqs: int, shape: LatentShape, programs: int, multiprocessors: int) -> int:

@@ -86,7 +86,7 @@ def choose(routed: RoutedRows) -> tuple[Tensor, Tensor]:
         weights, spec.scale, spec.num_experts, triton.next_power_of_2(spec.num_experts), spec.top_k,
         triton.next_power_of_2(spec.top_k), spec.score == "sigmoid", routed.choice_bias is not None, spec.renormalised,
         spec.groups, triton.next_power_of_2(spec.groups), spec.chosen_groups, spec.group_score == "best two",
-        routed.slots is not None, routed.load is not None, num_warps=4,
+        routed.slots is not None, routed.load is not None, num_warps=1 if spec.num_experts <= 256 else 4,
     )  # fmt: skip
     return chosen, weights
 

@@ -1,6 +1,6 @@
 """Deliveries through memory of the connection: the writer puts bytes there, the receiver checks and copies them on.
 
-What lies in the arena is nobody's KV. So a writer that is late, or that was given up, can write there as it likes.
+The arena is staging memory, not part of any cache. So a late or cancelled writer can do no harm there.
 """
 
 from __future__ import annotations

@@ -171,4 +171,4 @@ class Transport(ABC):
 
     @abstractmethod
     def connect(self, address: Address, secret: bytes, hello: bytes, timeout: float) -> Writer:
-        """Raises PeerLostError where nobody answers, KVMismatchError or KVTransferError where we are refused."""
+        """Raises PeerLostError if there is no answer, KVMismatchError or KVTransferError if the peer refuses."""

@@ -128,7 +128,7 @@ class MooncakeReceiver(ArenaReceiver):
         return _MooncakeConnection(session, peer, memory)
 
     def received(self, connection: ArenaConnection, delivery: Announced) -> memoryview:
-        """A copy, and that is what is checked: into the arena anybody can write who reaches the engine's port."""
+        """A copy, and the copy is checked: every process that reaches the engine's port can write into the arena."""
         kind, sent = connection.session.receive()
         data = memoryview(bytearray(delivery.nbytes))
         copy_bytes(data, connection.arena[: delivery.nbytes])

@@ -1,7 +1,7 @@
 """A conversation over a stream socket between two processes that share a secret: handshake, then sealed frames.
 
 Each side proves that it knows the secret without sending it. Every frame carries its number and a keyed hash, so one
-that is cut, changed, repeated or from somebody else is refused, and so ends the conversation.
+that is cut, changed, repeated or from another sender is refused, and so ends the conversation.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Session:
         return kind, body
 
     def cut(self) -> None:
-        """From any thread: whoever is sending or receiving stops at once."""
+        """From any thread: calls that send or receive end at once."""
         try:
             self.socket.shutdown(socket.SHUT_RDWR)
         except OSError:

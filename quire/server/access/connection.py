@@ -37,7 +37,7 @@ _ENCODING = (b'{"error":{"message":"the only Transfer-Encoding that this server 
 
 
 class _UntilClosed(int):
-    """What uvicorn believes to be left of a body whose length nobody knows: enough for any piece, and 0 at the end."""
+    """What uvicorn believes to be left of a body of unknown length: enough for any piece, and 0 at the end."""
 
     def __lt__(self, other: object) -> bool:
         return False

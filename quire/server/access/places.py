@@ -10,14 +10,14 @@ from quire.server.api_error import ApiError
 
 
 class Place:
-    """One of them, while somebody has it."""
+    """One place, while a request holds it."""
 
     __slots__ = ("lost", "on_lost", "tenant")
 
     def __init__(self, tenant: str | None) -> None:
         self.tenant = tenant
         self.lost = False
-        """Another key needed it more: whoever has it ends."""
+        """Set when a key with fewer places needs it: the holder must end."""
         self.on_lost: Callable[[], None] | None = None
 
 

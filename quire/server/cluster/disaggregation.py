@@ -76,7 +76,7 @@ def _plain(address: str) -> str:
 
 
 async def kv_bootstrap(service: Service, record: RequestRecord, scope: Any, receive: Any, send: Any) -> None:
-    """For engines that ask this one for prompts: whoever has a key of the server, or the engines' secret, is told."""
+    """Where this engine takes prefill requests: for clients with a key of the server or the engines' secret."""
     headers = dict(scope["headers"])
     if len(service.keys) and not _has_secret(service, headers):
         key = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")

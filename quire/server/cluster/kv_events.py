@@ -1,6 +1,6 @@
 """GET /v1/kv/events: which prefixes the engine holds, the whole first and then each change, for routers.
 
-Readers share one bounded log, and each has its own place in it: a slow one costs nobody anything, and gets the whole
+Readers share one bounded log, and each has its own place in it: a slow one holds up no other, and gets the whole
 again when the log has moved on. `?epoch=E&after=N` goes on behind change N of the engine's life E, if that is still
 known. Names are keyed hashes: without the secret they say nothing about any prompt.
 """

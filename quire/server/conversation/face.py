@@ -24,7 +24,7 @@ def never(value: _T) -> _T:
 
 @contextmanager
 def told_in(words: Mapping[str, str]) -> Iterator[None]:
-    """Whatever is refused in here is told of the fields that the client has written."""
+    """Errors raised in here name the fields as the client wrote them."""
     try:
         yield
     except ValidationError as error:

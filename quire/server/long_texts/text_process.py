@@ -56,7 +56,7 @@ def main(argv: list[str]) -> NoReturn:
                     _serve(link, tokenizer)
                     code = 0
                 except (BrokenPipeError, ConnectionResetError):
-                    code = 0  # nobody is interested any more
+                    code = 0  # the caller has gone
                 finally:
                     os._exit(code)
 

@@ -45,7 +45,7 @@ class ThinkingBlock(Block):
 
 
 class RedactedThinkingBlock(Block):
-    """No effect: nobody here can read it."""
+    """Has no effect: only its maker can decrypt it."""
 
     type: Literal["redacted_thinking"]
     data: str

@@ -21,7 +21,7 @@ def read(reader: Reader) -> Steps[None]:
     while True:
         header = yield from reader.take_until(MESSAGE)
         if header is None:
-            reader.drop_rest()  # half a header is no text for anybody
+            reader.drop_rest()  # half a header is not part of the answer
             return
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         thinks = channel is not None and channel[1] == "analysis"

@@ -33,7 +33,7 @@ class Reader:
     def __init__(self, tools: ToolSchemas, *, most: int | None = None, only_calls: bool = False,
                  make_id: Callable[[], str] = call_id) -> None:
         """`most`: calls beyond so many are left out. `only_calls`: a grammar has made the text calls, so that what is
-        no call was cut off, and is no content for anybody."""
+        no call was cut off, and is dropped."""
         self.tools = tools
         self._only_calls = only_calls
         self.num_calls = 0
@@ -179,7 +179,7 @@ class Reader:
         self._space = ""
 
     def drop_rest(self) -> None:
-        """What is left was cut off, and is no text for anybody."""
+        """Drop what is left: it was cut off."""
         self._read(len(self._text))
 
     def give_back(self) -> None:
@@ -192,7 +192,7 @@ class Reader:
         name = whole_characters(name)
         self._tried, self._space, self._after_call = None, "", True
         if self._most is None or self.num_calls < self._most:
-            # Two calls of one id would be one to whoever answers them.
+            # Clients tell calls apart by id.
             found = self._make_id() if written_id is None or written_id in self._ids else written_id
             self._ids.add(found)
             self._found.append(CallDelta(self.num_calls, "", found, name))

@@ -1,7 +1,7 @@
 """Prometheus metrics under the names that the field uses, with the prefix `quire:`.
 
 Counts of requests and tokens and the latency histograms are the server's own, so they survive an engine that is started
-anew; gauges and cache counters are asked of the engine when somebody scrapes.
+anew; gauges and cache counters are read from the engine at each scrape.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Stopwatch:
         self._finished = True
 
     def close(self, reason: str) -> None:
-        """Nobody waits for the request any more; `reason` is counted where it had not finished."""
+        """The request is over; `reason` is counted if it had not finished."""
         if not self._finished:
             self._finished = True
             self._metrics.count_finished(reason)
@@ -249,7 +249,7 @@ _ENGINE_GAUGES = (
     ("num_requests_swapped", "Requests whose KV waits in host memory", "requests_swapped"),
     ("kv_blocks_total", "KV blocks", "kv_blocks_total"),
     ("kv_blocks_used", "KV blocks in use by requests", "kv_blocks_used"),
-    ("kv_blocks_cached", "KV blocks that hold a prefix nobody uses now", "kv_blocks_cached"),
+    ("kv_blocks_cached", "KV blocks that cache a prefix and are idle", "kv_blocks_cached"),
     ("kv_blocks_free", "KV blocks that hold nothing", "kv_blocks_free"),
     ("spec_tokens_per_step", "Tokens from one computation of a decoding sequence, on average since the start",
      "spec_tokens_per_step"),
@@ -286,9 +286,9 @@ _ENGINE_COUNTERS = (
     ("kv_bytes_sent", "Bytes of KV sent to other engines", "kv_bytes_sent"),
     ("kv_prompts_arrived", "Prompts that other engines computed", "kv_prompts_arrived"),
     ("kv_prompts_failed", "Times that another engine was asked for a prompt in vain", "kv_prompts_failed"),
-    ("kv_prompts_computed_here", "Prompts for which nobody was left to ask", "kv_prompts_computed_here"),
+    ("kv_prompts_computed_here", "Prompts computed here for want of a prefill engine", "kv_prompts_computed_here"),
     ("kv_tokens_received", "Tokens whose KV came from other engines", "kv_tokens_received"),
-    ("kv_leases_expired", "Leases that nobody released", "kv_leases_expired"),
+    ("kv_leases_expired", "Leases that expired without being released", "kv_leases_expired"),
 )
 _ENGINE_BY_NUMBER = (
     ("spec_draft_tokens_by_position", "Drafts judged, by place in the draft", "position", "spec_draft_tokens_at_"),

@@ -17,7 +17,7 @@ class Scenario:
     name: str
     title: str
     look_for: str
-    """One sentence for whoever watches."""
+    """One sentence for the viewer."""
     engines: tuple[Layout, ...]
     visitors: tuple[Visitor, ...]
     pair: bool = False

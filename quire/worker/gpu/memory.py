@@ -56,13 +56,13 @@ def size_device_pool(
 ) -> PoolSize:
     """Blocks from num_kv_blocks, kv_cache_memory (which is that of all ranks together) or what `utilization` leaves;
     the length that they allow. `sharing`: ranks of this engine on this GPU."""
-    drafts = 0 if draft is None else draft.kv_bytes_per_block(1, element_size)
-    block = block_bytes(shard, cache.block_size, drafts, element_size)
-    per_block = block.own
+    drafts = 0 if draft is None else draft.kv_bytes_per_block(cache.block_size, element_size)  # on every rank
+    block = block_bytes(shard, cache.block_size, 0, element_size)
+    per_block, of_all = block.own + drafts, block.all + drafts * shard.place.num_ranks
     if cache.num_kv_blocks is not None:
         blocks = cache.num_kv_blocks
     elif cache.kv_cache_memory is not None:
-        blocks = parse_bytes(cache.kv_cache_memory, "kv_cache_memory") // block.all
+        blocks = parse_bytes(cache.kv_cache_memory, "kv_cache_memory") // of_all
     else:
         blocks = pool_bytes(free, total, utilization, step_bytes, sharing) // per_block
     if blocks < 1:
@@ -83,7 +83,7 @@ def size_device_pool(
             "max_model_len, or raise gpu_memory_utilization or kv_cache_memory",
             field="max_model_len",
         )
-    return PoolSize(blocks, min(max_model_len, capacity), block.all,
+    return PoolSize(blocks, min(max_model_len, capacity), of_all,
                     draft_bytes_per_token=0 if draft is None else draft.kv_bytes_per_token)
 
 

@@ -19,7 +19,8 @@ from quire.parallel.place import Place
 from quire.worker.gpu.options import DTYPES, device_options
 from quire.worker.gpu.passes import DeviceRanks
 from quire.worker.gpu.peers import connect_peers
-from quire.worker.gpu.worker import GpuWorker, RankShare, Speculation
+from quire.worker.gpu.speculation import speculation_of
+from quire.worker.gpu.worker import GpuWorker, RankShare
 from quire.worker.memory import PoolSize
 
 Agree = Callable[[dict[str, Any]], dict[str, Any]]
@@ -69,6 +70,4 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
     parts = None if shard.is_whole else stored_parts(source.config, shard)
     weights = None if model.load_format == "dummy" else source.weights(None, parts)
     options = device_options(config, spec.max_positions, str(device))
-    speculation = config.speculation.options
-    return GpuWorker(source.config, weights, config.cache, options,
-                     speculation=None if speculation is None else Speculation(speculation), share=share)
+    return GpuWorker(source.config, weights, config.cache, options, speculation=speculation_of(config), share=share)

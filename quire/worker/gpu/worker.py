@@ -25,7 +25,6 @@ from quire.ops.interface import Ops
 from quire.parallel.place import Place
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import PlanEntry, RowStart, StepPlan, StepResult, TableDiff
-from quire.speculation.options import REJECTION, SpeculationOptions
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.draft_models import DraftProgress, check_same_vocabulary, reading_draft_model
 from quire.worker.gpu.copies import CopyStream
@@ -36,6 +35,7 @@ from quire.worker.gpu.options import DTYPES, DeviceOptions, supported
 from quire.worker.gpu.passes import DeviceRanks
 from quire.worker.gpu.results import PendingStep, ResultCopier, failed
 from quire.worker.gpu.runner import DeviceRunner
+from quire.worker.gpu.speculation import Speculation
 from quire.worker.gpu.table import DeviceTable, DraftView
 from quire.worker.gpu.weights import build_on_device, random_weights
 from quire.worker.memory import PoolSize, available_memory, draft_group, groups_with_draft, size_host_tier
@@ -43,19 +43,6 @@ from quire.worker.transfer import KVTransfer
 
 _JUDGED_ROWS = 256
 """Rows of weights that exist while some sequences' drafts are judged by rejection."""
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """How drafts are made and judged on the device; `config` and `weights` are a draft model's (None: random ones)."""
-
-    options: SpeculationOptions
-    config: Mapping[str, Any] | None = None
-    weights: Iterable[tuple[str, Tensor]] | None = None
-
-    @property
-    def rejection(self) -> bool:
-        return self.options.verifier == REJECTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +208,12 @@ class GpuWorker:
         if asked is None or not asked.options.on_device:
             return None
         windows: tuple[int | None, ...] | None = None
+        ranks: DeviceRanks | None = None
         if draft is None:
             draft, self._kept_layers = without_layers(self.decoder, asked.options.skipped_layers)
             windows = tuple(group.window for group in self.spec.cache_groups())
             view = DraftView(self.table, range(len(windows)))
+            ranks = None if self._share is None else self._share.ranks  # which have the other parts of these layers
         else:
             view = DraftView(self.table, [draft_group(self.spec)] * len(draft.spec.cache_groups()))
         return DraftRunner(
@@ -237,6 +226,7 @@ class GpuWorker:
             fuse_rope=options.fuse_rope,
             windows=windows,
             rejection=asked.rejection,
+            ranks=ranks,
         )
 
     def _connect(self, drafting: DraftRunner, cache: CacheConfig) -> None:

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from quire import LLM
 from quire.bench.gpu import experts
 from quire.bench.gpu.cases import distinct_experts
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import Request
-from tests.checkpoints import config_of, make_model
-from tests.worker.gpu.engines import make_engine
-
-CONFIG = config_of(make_model("qwen3_moe"))
-TOP_K = CONFIG["num_experts_per_tok"]
-EXPERTS = CONFIG.get("num_experts") or CONFIG["num_local_experts"]
+from tests.checkpoints import make_checkpoint
 
 
 def requests(count: int) -> list[Request]:
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-    return [Request(str(i), [3 + i, 5, 7 * i + 1], params, seed=i, arrival_time=0.0) for i in range(count)]
+    return [Request(f"{count}-{i}", [3 + i, 5, 7 * i + 1], params, seed=i, arrival_time=0.0) for i in range(count)]
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_rows_and_experts_of_every_step_are_counted(count: int) -> None:
-    core = make_engine(CONFIG, device=True)
-    load = core.executor._worker.decoder.expert_load
-    found = {each.rows: each for each in experts.spread(core, load, requests(count), TOP_K)}
-    assert (found[3 * count].steps, found[count].steps) == (1, 4)
-    assert found[1].distinct == TOP_K if count == 1 else TOP_K < found[4].distinct <= min(EXPERTS, 4 * TOP_K)
-    assert found[count].expected == pytest.approx(distinct_experts(EXPERTS, TOP_K, count))
-    assert int(load.counts.sum()) == TOP_K * 7 * count * len(load.layers)
+def test_rows_and_experts_of_every_step_are_counted(tmp_path: Path) -> None:
+    config = make_checkpoint(tmp_path, "qwen3_moe").config
+    llm = LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=64)
+    core, load = llm._core, llm._core.executor._worker._expert_load
+    top_k, total = config.num_experts_per_tok, 0
+    for count in (1, 4):
+        found = {each.rows: each for each in experts.spread(core, load, requests(count), top_k)}
+        assert (found[3 * count].steps, found[count].steps) == (1, 4)
+        assert found[1].distinct == top_k if count == 1 else top_k < found[4].distinct <= config.num_experts
+        assert found[count].expected == pytest.approx(distinct_experts(config.num_experts, top_k, count))
+        total += top_k * 7 * count * len(load.layers)
+        assert int(load.counts.sum()) == total
     line = experts.line_of("b", "tiny", list(found.values()))
     assert line["steps"] == 5 and "if tokens spread evenly" in experts.text(line)

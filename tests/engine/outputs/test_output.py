@@ -302,3 +302,41 @@ def test_prompt_logprobs_are_shared_by_all_outputs_once_they_are_there():
     out.add_prompt_logprobs([TokenLogprobs(1, -0.5, 1, [], []).pack()])
     assert out.output().prompt_logprobs is out.output().prompt_logprobs
     assert len(out.output().prompt_logprobs) == 2
+
+
+class CountingTokenizer(LetterTokenizer):
+    decoded = 0
+
+    def decode(self, ids, skip_special_tokens=True):
+        self.decoded += 1
+        return super().decode(ids, skip_special_tokens)
+
+
+def test_log_probabilities_are_described_when_they_are_read_and_once():
+    counting, for_text = CountingTokenizer(), CountingTokenizer()
+    out, whole, plain = processor(counting, logprobs=1), processor(logprobs=1), processor(for_text)
+    records = [TokenLogprobs(token, -0.5, 2, [1], [-0.25]).pack() for token in ids("bcde")]
+    whole.process(ids("bcde"), records)
+    for token in ids("bcde"):
+        plain.process_token(token, lambda: 11.0)
+    for token, record in zip(ids("bcd"), records, strict=False):
+        out.process_token(token, lambda: 11.0, record)
+    early = out.output().outputs[0]
+    out.process_token(ids("e")[0], lambda: 11.0, records[3])
+    late = out.output().outputs[0]
+    assert (early.num_logprobs, late.num_logprobs) == (6, 8)
+    assert counting.decoded == for_text.decoded, "nobody has read them"
+    assert early.logprobs == whole.output().outputs[0].logprobs[:3]
+    words = counting.decoded
+    assert late.logprobs == whole.output().outputs[0].logprobs and late.cumulative_logprob == -2.0
+    assert late.logprobs[0] is early.logprobs[0] and counting.decoded - words == 2
+
+
+def test_a_stop_string_found_by_single_tokens_keeps_the_log_probabilities_up_to_it():
+    out = processor(logprobs=0, stop=["ND"])
+    found = [out.process_token(token, lambda: 11.0, TokenLogprobs(token, -1.0, 1, [], []).pack())
+             for token in ids("aNDb")]
+    (whole,) = out.output().outputs
+    assert found == [None, None, "ND", None] and whole.text == "a"
+    assert [list(position) for position in whole.logprobs] == [[token] for token in ids("aND")]
+    assert whole.cumulative_logprob == -3.0

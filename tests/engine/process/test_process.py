@@ -17,6 +17,7 @@ from quire.engine.core import EngineCore
 from quire.engine.process import messages as m
 from quire.engine.process.main import EngineServer, serve
 from quire.sampling.params import BeamSearchParams, SamplingParams
+from quire.sampling.token_logprobs import unpack_all
 from tests.async_engines import greedy
 
 
@@ -183,6 +184,20 @@ def test_an_id_may_come_again_as_soon_as_its_request_is_aborted(bench: Bench) ->
     bench.say(m.Abort([1]), m.add(2, body))
     assert bench.rest()[-1].news[0].handle == 2
     assert not bench.mail.take(m.Refused)
+
+
+def test_log_probabilities_of_single_tokens_are_a_list_beside_them(bench: Bench) -> None:
+    bench.add(1, greedy(4, logprobs=2))
+    bench.add(2, greedy(4))
+    steps = bench.rest()
+    told = {1: [], 2: []}
+    for step in steps:
+        for handle, record in zip(step.handles, step.logprobs or [b""] * len(step.handles), strict=True):
+            told[handle].append(record)
+    assert all(told[1]) and not any(told[2]) and len(told[1]) == len(told[2]) == 3
+    assert [len(one.top_ids) for one in unpack_all(told[1])] == [2, 2, 2]
+    bench.add(3, greedy(4))
+    assert [step.logprobs for step in bench.rest() if step.handles] == [[]] * 3
 
 
 def test_a_stop_string_found_outside_finishes_one_sequence(bench: Bench) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.routing import Clamp, RoutedRows, RouterSpec
-from quire.kernels.triton.expert_linear import CHOICES, ExpertShape, expert_choice
+from quire.kernels.triton.expert_linear import CHOICES, ExpertShape, expert_choice, suited
 from quire.kernels.triton.route import most_blocks
 from tests.kernels.triton import cases
 
@@ -66,3 +66,11 @@ def test_experts_agree(dtype: torch.dtype, sizes: ExpertShape | None, clamp: Cla
 def test_blocks_grow_with_the_rows_of_an_expert() -> None:
     assert [expert_choice(tokens * 8, 128).up.rows for tokens in (8, 256, 512, 8192)] == [16, 32, 64, 128]
     assert all(choice.up.rows == choice.down.rows for choice in CHOICES)
+
+
+def test_shapes_fit_the_shared_memory_of_the_chip() -> None:
+    wide = CHOICES[-2].up
+    assert suited(wide, True, 2, 227 << 10, True) == wide
+    older = suited(wide, True, 2, 163 << 10, False)
+    assert (older.stages, older.depth, older.copied) == (3, 64, False)
+    assert suited(wide, True, 4, 99 << 10, False) == ExpertShape(128, 128, 16, 8, 3)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire.kernels.triton.attention_mixed import MixedShape
+from quire.kernels.triton.latent_attention import FEW_HEADS, MANY_HEADS, decode_sizes, latent_pieces
 from quire.kernels.types import HeadShape, LatentShape
 from tests.kernels.triton import cases
 
@@ -26,6 +27,18 @@ def test_heads_go_in_blocks_that_divide_them() -> None:
     assert [LatentShape(heads, 512, 64).blocks for heads, _ in shapes] == [
         HeadShape(heads, blocks, 512) for heads, blocks in shapes
     ]
+
+
+def test_tiles_on_their_way_fit_the_shared_memory_of_the_chip() -> None:
+    large = LatentShape(128, 512, 64)
+    assert decode_sizes(large, 2) == MANY_HEADS and decode_sizes(LatentShape(16, 512, 64), 2) == FEW_HEADS
+    assert decode_sizes(large, 2, 163 << 10).keys == 32 and decode_sizes(large, 4).keys == 16
+
+
+def test_as_many_pieces_for_every_sequence_as_fill_the_chip() -> None:
+    few, many = LatentShape(16, 512, 64), LatentShape(128, 512, 64)
+    assert [latent_pieces(64, few, 2, 132), latent_pieces(64, many, 1, 132), latent_pieces(200, few, 1, 132)] == [
+        256, 64, 132]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -19,7 +19,8 @@ from quire.parallel.place import Place
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.worker.gpu.options import DeviceOptions
 from quire.worker.gpu.passes import DeviceRanks
-from quire.worker.gpu.worker import GpuWorker, RankShare, Speculation
+from quire.worker.gpu.speculation import Speculation
+from quire.worker.gpu.worker import GpuWorker, RankShare
 from tests.parallel_ranks.rank_threads import side_by_side
 
 SECONDS = 120.0
@@ -70,7 +71,7 @@ class DeviceRankWorkers:
     """The workers of all ranks, which carry out each plan together."""
 
     def __init__(self, config: dict[str, Any], cache: CacheConfig, options: DeviceOptions, tensor_size: int,
-                 num_stages: int, speculation: Speculation | None = None) -> None:
+                 num_stages: int, speculation: Callable[[], Speculation | None] = lambda: None) -> None:
         self.places = Place.all(tensor_size, num_stages)
         self.ranks, self._give_up = device_ranks(tensor_size, num_stages)
         spec = read_spec(config)
@@ -79,7 +80,7 @@ class DeviceRankWorkers:
         def build(place: Place, ranks: DeviceRanks) -> GpuWorker:
             shard = shard_of(spec, place)
             return GpuWorker(config, dummy_weights(config, parts=stored_parts(config, shard)), cache, options,
-                             ops=CpuOps(num_threads=1), speculation=speculation,
+                             ops=CpuOps(num_threads=1), speculation=speculation(),
                              share=RankShare(shard, ranks, lambda pool: pool))
 
         self.workers = side_by_side([lambda place=place, ranks=ranks: build(place, ranks)

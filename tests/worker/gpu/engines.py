@@ -27,7 +27,8 @@ from quire.worker.cache_engine import CacheEngine
 from quire.worker.draft_models import SkippedLayers, SmallerModel
 from quire.worker.drafter import Drafter, DraftModel
 from quire.worker.gpu.options import DeviceOptions
-from quire.worker.gpu.worker import GpuWorker, Speculation
+from quire.worker.gpu.speculation import Speculation
+from quire.worker.gpu.worker import GpuWorker
 from quire.worker.memory import draft_group, groups_with_draft
 from quire.worker.model_runner import ModelRunner
 from quire.worker.request_table import RequestTable

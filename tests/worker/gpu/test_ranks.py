@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 
 from quire.config import CacheConfig
 from quire.kernels.slices import RankTree, Slices, add_in_tree
+from quire.models.build import dummy_weights
 from quire.parallel.peers import PeerGroup
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.speculation.options import SpeculationOptions
 from quire.worker.gpu.options import DeviceOptions
-from quire.worker.gpu.worker import Speculation
+from quire.worker.gpu.speculation import Speculation
 from tests.parallel_ranks.rank_threads import side_by_side
 from tests.worker.gpu import engines
 from tests.worker.gpu.device_ranks import DeviceRankWorkers, device_ranks
@@ -25,16 +27,17 @@ OPTIONS = DeviceOptions(device="cpu", dtype="float32", max_num_seqs=engines.SEQS
 Steps = list[tuple[StepPlan, StepResult]]
 
 
-def recorded(config: dict[str, Any], drafts: int = 0) -> Steps:
+def recorded(config: dict[str, Any], speculation: SpeculationOptions | None = None,
+             draft: dict[str, Any] | None = None) -> Steps:
     """Every plan of an engine of one rank, with what came of it."""
-    core = engines.make_engine(config, device=True, drafts=drafts)
+    core = engines.make_engine(config, device=True, speculation=speculation, draft=draft)
     worker = core.executor._worker  # type: ignore[attr-defined]
     submit, steps = worker.submit, []
 
     def recording(plan: StepPlan) -> Any:
         kept = copy.deepcopy(plan)
         future = submit(plan)
-        steps.append((kept, future.result()))
+        steps.append((kept, copy.deepcopy(future.result())))  # the scheduler cuts tokens after an end
         return future
 
     worker.submit = recording
@@ -43,19 +46,9 @@ def recorded(config: dict[str, Any], drafts: int = 0) -> Steps:
     return steps
 
 
-@pytest.mark.parametrize(("config", "sizes", "drafts"), [
-    (engines.QWEN3, [(2, 1), (1, 2), (2, 2)], 0),
-    ({**engines.QWEN3, "num_attention_heads": 9, "num_key_value_heads": 3}, [(2, 1)], 0),
-    (engines.GEMMA3, [(1, 2)], 0),
-    (engines.QWEN3, [(2, 2)], 3),
-], ids=["even", "uneven", "windows", "drafts"])
-def test_plans_of_one_rank_on_several(config: dict[str, Any], sizes: list[tuple[int, int]], drafts: int) -> None:
-    steps = recorded(config, drafts)
+def replayed(steps: Steps, config: dict[str, Any], sizes: list[tuple[int, int]], options: DeviceOptions = OPTIONS,
+             speculation: Callable[[], Speculation] = lambda: None) -> None:  # type: ignore[assignment,return-value]
     assert sum(len(result.entries) for _, result in steps) > 50
-    options, speculation = OPTIONS, None
-    if drafts:
-        speculation = Speculation(SpeculationOptions("ngram", drafts, adaptive=False))
-        options = replace(OPTIONS, draft_rows=drafts * engines.SEQS)
     for tensor_size, num_stages in sizes:
         ranks = DeviceRankWorkers(config, CacheConfig(block_size=8, num_kv_blocks=60), options, tensor_size,
                                   num_stages, speculation)
@@ -64,6 +57,32 @@ def test_plans_of_one_rank_on_several(config: dict[str, Any], sizes: list[tuple[
                 assert ranks.execute(copy.deepcopy(plan)).entries == expected.entries, (tensor_size, num_stages, plan)
         finally:
             ranks.close()
+
+
+@pytest.mark.parametrize(("config", "sizes"), [
+    (engines.QWEN3, [(2, 1), (1, 2), (2, 2)]),
+    ({**engines.QWEN3, "num_attention_heads": 9, "num_key_value_heads": 3}, [(2, 1)]),
+    (engines.GEMMA3, [(1, 2)]),
+], ids=["even", "uneven", "windows"])
+def test_plans_of_one_rank_on_several(config: dict[str, Any], sizes: list[tuple[int, int]]) -> None:
+    replayed(recorded(config), config, sizes)
+
+
+@pytest.mark.parametrize(("method", "sizes", "verifier"), [
+    ("ngram", [(2, 2)], "coupled"), ("skip_layers", [(2, 1)], "rejection"), ("draft_model", [(2, 1)], "coupled"),
+])
+def test_drafts_of_one_rank_on_several(method: str, sizes: list[tuple[int, int]], verifier: str) -> None:
+    config, draft = engines.QWEN3, None
+    drafting = SpeculationOptions(method, 3, adaptive=False, verifier=verifier)
+    if method == "draft_model":
+        draft = {**config, "num_hidden_layers": 1}
+        drafting = replace(drafting, model="draft")
+
+    def speculation() -> Speculation:
+        return Speculation(drafting, draft, None if draft is None else dummy_weights(draft))
+
+    options = replace(OPTIONS, draft_rows=3 * engines.SEQS)
+    replayed(recorded(config, drafting, draft), config, sizes, options, speculation)
 
 
 def _side_by_side(size: int, call: Any, slot_bytes: int = 1 << 10) -> list[Any]:

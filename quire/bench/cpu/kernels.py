@@ -1,0 +1,105 @@
+"""The products and the attention of a decoder's layer one by one: time, rate and share of the machine's limit.
+
+`quire bench cpu --kernels --quantization int4`. The best of many runs counts, so that a busy machine changes little.
+The limit of a product is the larger of its bytes over the bandwidth of memory and its operations over the rate of the
+arithmetic; a weight that stays in a cache from run to run can exceed the former.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from quire.config import ModelConfig
+from quire.errors import ConfigError
+from quire.kernels.quantized import WeightUse
+from quire.kernels.slices import Slices
+from quire.kernels.types import HeadShape, StepContext
+from quire.machine import Ceilings
+from quire.models.loader.source import resolve_model
+from quire.models.registry import read_spec
+from quire.models.spec import DecoderSpec, MoeSpec
+from quire.ops.cpu import CpuOps
+from quire.ops.cpu_panels import PanelLinear
+
+ROWS = (1, 4, 8, 32, 256)
+CONTEXTS = (128, 512, 2048)
+_SECONDS = 0.2
+_BLOCK = 16
+_INT8_RATE = {"plain": 1, "avx2": 2, "avx-vnni": 4, "avx512-vnni": 4, "dotprod": 4, "i8mm": 8, "amx": 16}
+"""Products of int8 that an instruction set makes in the time of one fused multiply-add of float32."""
+
+
+def int8_rate() -> int:
+    """Of the kernel that this machine takes for integer products of many rows."""
+    return _INT8_RATE[CpuOps().use_integer_kernel() or "plain"]
+
+
+def measure(model: str, quantization: str | None, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    """One line for each product and number of rows, then for attention of one token over each context."""
+    spec = read_spec(resolve_model(model).config)
+    ops = CpuOps(rounding=ModelConfig(quantization=quantization).rounding)
+    rate = ceilings.flops_per_s * (1 if quantization is None else int8_rate())
+    for name, weight in _weights(ops, spec).items():
+        for rows in ROWS:
+            x, out = torch.randn(rows, weight.in_features), torch.empty(rows, weight.out_features)
+            seconds = _best(lambda x=x, weight=weight, out=out: ops.linear(x, weight, None, out))  # type: ignore[misc]
+            products = rows * weight.in_features * weight.out_features
+            limit = max(weight.nbytes / ceilings.read_bytes_per_s, 2 * products / rate)
+            yield {"kernel": name, "format": weight.format, "rows": rows, "us": round(1e6 * seconds, 1),
+                   "GMAC_s": round(products / seconds / 1e9, 1), "GB_s": round(weight.nbytes / seconds / 1e9, 1),
+                   "share_of_limit": round(limit / seconds, 3)}
+    for context in CONTEXTS:
+        yield _attention(ops, spec, context, ceilings)
+
+
+def _weights(ops: CpuOps, spec: DecoderSpec) -> dict[str, PanelLinear]:
+    layer = spec.layers[0]
+    heads, kv_heads, dim = layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim
+    if isinstance(layer.mlp, MoeSpec):
+        raise ConfigError("this bench times a dense MLP: name a model without experts", field="model")
+    up, hidden = layer.mlp.intermediate * (2 if layer.mlp.gated else 1), spec.hidden_size
+    return {"qkv": _weight(ops, (heads + 2 * kv_heads) * dim, hidden),
+            "out": _weight(ops, hidden, heads * dim, slices=Slices.of_heads(heads, dim)),
+            "up": _weight(ops, up, hidden),
+            "down": _weight(ops, hidden, layer.mlp.intermediate, slices=Slices.of_width(layer.mlp.intermediate)),
+            "head": _weight(ops, spec.vocab_size, hidden, WeightUse.VOCABULARY)}
+
+
+def _weight(ops: CpuOps, n: int, k: int, use: WeightUse = WeightUse.LAYER, slices: Slices | None = None) -> PanelLinear:
+    """Of random weights, as the layers pack theirs."""
+    weight = torch.randn(n, k) / 20
+    codes = ops.quantized(weight, slices, use)
+    return ops.pack_linear(weight, None, slices) if codes is None else ops.pack_quantized([codes], None, slices)
+
+
+def _attention(ops: CpuOps, spec: DecoderSpec, context: int, ceilings: Ceilings) -> dict[str, Any]:
+    of = spec.layers[0].attention
+    shape = HeadShape(of.num_heads, of.num_kv_heads, of.head_dim)
+    blocks = -(-context // _BLOCK)
+    cache = ops.allocate_cache(spec.layers[0].kv, blocks, _BLOCK)
+    for part in cache.tensors.values():
+        part.copy_(torch.randn(part.shape))
+    table = torch.arange(blocks, dtype=torch.int32).view(1, -1)
+    ctx = StepContext(torch.tensor([context - 1]), torch.tensor([0, 1], dtype=torch.int32),
+                      torch.tensor([context], dtype=torch.int32), (table,), (torch.tensor([context - 1]),))
+    qkv = torch.randn(1, shape.width)
+    seconds = _best(lambda: ops.attend(qkv, cache, ctx, 0, shape, shape.head_dim**-0.5, None, None))
+    nbytes = 8 * context * shape.num_kv_heads * shape.head_dim
+    flops = 4 * context * shape.num_heads * shape.head_dim
+    limit = max(nbytes / ceilings.read_bytes_per_s, flops / ceilings.flops_per_s)
+    return {"kernel": "attention", "format": "float32", "rows": 1, "context": context, "us": round(1e6 * seconds, 1),
+            "GMAC_s": round(flops / 2 / seconds / 1e9, 1), "GB_s": round(nbytes / seconds / 1e9, 1),
+            "share_of_limit": round(limit / seconds, 3)}
+
+
+def _best(action: Callable[[], Any]) -> float:
+    best, stop = float("inf"), time.perf_counter() + _SECONDS
+    while time.perf_counter() < stop:
+        start = time.perf_counter()
+        action()
+        best = min(best, time.perf_counter() - start)
+    return best
