@@ -270,8 +270,8 @@ class ParallelConfig:
                 "the engine's process; auto is processes, or Ray where ray_address is given",
         ("auto", "mp", "ray", "threads"))
     rank_exchange: str = option(
-        "auto", "how ranks on GPUs exchange what they have: ipc reads each other's memory (CUDA IPC), nccl leaves "
-                "large sums to NCCL; auto is nccl where every rank has a GPU and deterministic is off, else ipc",
+        "auto", "how ranks on GPUs exchange what they have: ipc reads each other's memory (CUDA IPC), and auto is "
+                "that; nccl, for large sums, does not work yet and is refused",
         ("auto", "ipc", "nccl"))
     ray_address: str | None = option(
         None, "a running Ray cluster for the ranks, as `ray start` names it (default: the one that this process is "

@@ -43,7 +43,7 @@ class PeerRanks(DeviceRanks):
 
 
 def connect_peers(host: Collectives, place: Place, device: torch.device, dtype: torch.dtype, *, shared: bool,
-                  nccl: bool) -> PeerRanks:
+                  nccl: bool = False) -> PeerRanks:
     """Handles go round through the memory that ranks share on the host. `shared`: some ranks are on one GPU. `nccl`:
     large sums are its."""
     waits = StreamWaits(device) if shared else KernelWaits(device)

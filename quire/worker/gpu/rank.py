@@ -10,10 +10,12 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.layers.spec import MoeSpec
 from quire.models.build import stored_parts
 from quire.models.loader.source import resolve_model
 from quire.models.registry import read_spec
 from quire.models.shard import shard_of
+from quire.models.spec import DecoderSpec
 from quire.parallel.collectives import Collectives
 from quire.parallel.place import Place
 from quire.worker.gpu.options import DTYPES, device_options
@@ -37,16 +39,15 @@ def sharing(place: Place, num_devices: int) -> int:
     return sum(device_of(each, num_devices) == mine for each in Place.all(place.tensor_size, place.num_stages))
 
 
-def _by_nccl(config: EngineConfig, shared: bool) -> bool:
-    """Whether NCCL makes large sums: it refuses two ranks on one GPU, and has no fixed order."""
-    wanted = config.parallel.rank_exchange
-    if wanted == "nccl" and shared:
-        raise ConfigError("rank_exchange 'nccl' needs a GPU for every rank, and here some share one: use 'auto'",
+def _refuse_untried(config: EngineConfig, spec: DecoderSpec, place: Place) -> None:
+    """What failed when it first ran on a chip. NCCL would sum where every rank has a GPU of its own."""
+    if config.parallel.rank_exchange == "nccl":
+        raise ConfigError("rank_exchange 'nccl' does not work yet: its test failed on an H200. Use 'auto' or 'ipc'",
                           field="rank_exchange")
-    if wanted == "nccl" and config.model.deterministic:
-        raise ConfigError("rank_exchange 'nccl' adds in no fixed order: use 'auto', or leave out deterministic",
-                          field="rank_exchange")
-    return wanted != "ipc" and not shared and not config.model.deterministic
+    if place.tensor_size > 1 and any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
+        raise ConfigError("tensor_parallel_size: experts over several ranks work on a CPU only so far; their test failed "
+                          "on an H200. Use tensor_parallel_size=1, or pipeline_parallel_size",
+                          field="tensor_parallel_size")
 
 
 def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives | None, agree: Agree) -> GpuWorker:
@@ -59,12 +60,12 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
     source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
                            cache_dir=model.cache_dir, progress=False)
     spec = read_spec(source.config)
+    _refuse_untried(config, spec, place)
     shard = shard_of(spec, place)
     ranks: DeviceRanks = DeviceRanks()
     if collectives is not None:
         shared = count < place.num_ranks
-        ranks = connect_peers(collectives, place, device, DTYPES[model.dtype], shared=shared,
-                              nccl=_by_nccl(config, shared))
+        ranks = connect_peers(collectives, place, device, DTYPES[model.dtype], shared=shared)
         collectives.device_waited_ns = lambda: ranks.waited_ns
     share = RankShare(shard, ranks, lambda pool: PoolSize(**agree(dataclasses.asdict(pool))), sharing(place, count))
     parts = None if shard.is_whole else stored_parts(source.config, shard)
