@@ -45,7 +45,7 @@ def _refuse_untried(config: EngineConfig, spec: DecoderSpec, place: Place) -> No
         raise ConfigError("rank_exchange 'nccl' does not work yet: its test failed on an H200. Use 'auto' or 'ipc'",
                           field="rank_exchange")
     if place.tensor_size > 1 and any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
-        raise ConfigError("tensor_parallel_size: experts over several ranks work on a CPU only so far; their test failed "
+        raise ConfigError("tensor_parallel_size: experts over ranks work on a CPU only so far; their test failed "
                           "on an H200. Use tensor_parallel_size=1, or pipeline_parallel_size",
                           field="tensor_parallel_size")
 
