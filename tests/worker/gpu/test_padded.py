@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quire.kernels.types import HeadShape
+from quire.parallel.place import Place
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import PlanEntry
 from quire.scheduler.request import Request
@@ -141,12 +142,11 @@ def test_prompts_are_padded_only_as_far_as_the_host_is_slower_than_the_gpu(
 ) -> None:
     """Layers of 0.6B, 8B and 14B."""
 
-    def product(features: int, width: int) -> Any:
-        return SimpleNamespace(packed=SimpleNamespace(out_features=features, in_features=width))
-
-    attn = SimpleNamespace(linears=(product(qkv, hidden), product(hidden, attended)), shape=HeadShape(8, 2, 64))
-    mlp = SimpleNamespace(linears=(product(2 * inner, hidden), product(hidden, inner)))
-    decoder: Any = SimpleNamespace(layers=[SimpleNamespace(attn=attn, mlp=mlp)])
+    shapes = {"layers.0.attn.qkv.weight": (qkv, hidden), "layers.0.attn.o.weight": (hidden, attended),
+              "layers.0.mlp.up.weight": (2 * inner, hidden), "layers.0.mlp.down.weight": (hidden, inner)}
+    attn = SimpleNamespace(shape=HeadShape(8, 2, 64))
+    decoder: Any = SimpleNamespace(layers=[SimpleNamespace(attn=attn)], spec=SimpleNamespace(parameters=lambda: shapes),
+                                   shard=SimpleNamespace(place=Place()))
     attention = SimpleNamespace(tokens_per_tile=lambda shape: 32, deterministic=False)
     rungs = MixedRungs.of(attention, decoder, 256, 16384)
     assert rungs is not None and max(rung.tokens for rung in rungs.all) == most
