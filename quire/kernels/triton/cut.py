@@ -295,7 +295,7 @@ def weigh_kernel(
             weights = tl.where(values > high, weights, 0)
         tl.store(weight + row * BLOCKS + block, tl.sum(weights))
         if CUT:
-            # What lies lower has no weight; of the rest `chunk_of` leaves out what has none.
+            # What lies lower has no weight; of the rest the search leaves out what has none.
             least = tl.maximum(floor, top - 28.0 * temperature)
             inside = (values > low) & (values <= high) & (values >= least)
             collect(values, token, inside, found, ids, sums + row * SUMS + CURSOR, row, CAPACITY)
@@ -304,10 +304,10 @@ def weigh_kernel(
 @triton.jit
 def chunk_of(
     start, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
-    CHUNK: tl.constexpr, SOURCE: tl.constexpr, RANKED: tl.constexpr,
+    CHUNK: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
     """Some tokens in question: (logits, ids, which of these are real), collected or else out of the row itself."""
-    count, fits, low, high, top, temperature, floor = settings
+    count, fits, low, high, _top, _temperature, _floor = settings
     logits, edited, stage, found, ids, stride = source
     at = start + tl.arange(0, CHUNK)
     if fits != 0:
@@ -318,6 +318,4 @@ def chunk_of(
         values = read_logits(logits, edited, stage, row, at, stride, VOCAB, MASK_WORDS, SOURCE)
         token = at
         real = (at < VOCAB) & (values > low) & (values <= high)
-    if not RANKED:
-        real = real & (integer_weights(values, top, temperature, floor) > 0)
     return values, token, real

@@ -53,7 +53,7 @@ def _next_best(
     """(Key, id) of the likeliest token in question after the one given; of equals the lower id comes first."""
     best = tl.max(tl.full([2], -9223372036854775807, tl.int64))
     for start in range(0, settings[0], CHUNK):
-        values, ids, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, True)
+        values, ids, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
         mine = order_key(values)
         later = real & ((mine < key) | ((mine == key) & (ids > token)))
         # One number that is larger for a larger key, and for a lower id.

@@ -159,7 +159,7 @@ def sample_rows(step: SampledStep, rows: int, wants: Wants, scratch: SampleScrat
         source = _edit(step, rows, wants, scratch)
         _draw(step, rows, bool(wants & Wants.CUT), source, scratch)
     if wants & Wants.LOGPROBS:
-        _report(step, rows, MASKED.value if wants & Wants.MASKS else RAW.value, scratch)
+        _report(step, rows, wants, scratch)
 
 
 def _mask_words(step: SampledStep) -> int:
@@ -221,15 +221,17 @@ def _draw(step: SampledStep, rows: int, is_cut: bool, source: int, scratch: Samp
         blocks, pow2, s.block, is_cut, source, num_warps=8)
 
 
-def _report(step: SampledStep, rows: int, source: int, scratch: SampleScratch) -> None:
+def _report(step: SampledStep, rows: int, wants: Wants, scratch: SampleScratch) -> None:
+    source = MASKED.value if wants & Wants.MASKS else RAW.value
     s, vocab, stride = scratch, step.logits.shape[1], step.logits.stride(0)
     blocks = s.peak.shape[1]
     pow2 = triton.next_power_of_2(blocks)
-    edit.masked_peaks(step.stage, rows, step.logits, s.peak, s.place, _mask_words(step), s.block, source)
+    if wants.edits or not wants & Wants.DRAW:  # else the draw has found these peaks
+        edit.masked_peaks(step.stage, rows, step.logits, s.peak, s.place, _mask_words(step), s.block, source)
     _narrow(step, rows, source, True, scratch)
     report.rank_kernel[(blocks, rows)](
         step.logits, step.stage, s.peak, s.sums, s.above, s.pivots, s.bracket, s.found, s.ids, step.out, stride,
-        step.out.stride(0), vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, source, num_warps=4)
+        step.out.stride(0), vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, source, num_warps=2)
     report.report_kernel[(rows,)](
         step.logits, step.stage, s.peak, s.sums, s.bracket, s.found, s.ids, step.out, step.report, stride,
         step.out.stride(0), step.report.stride(0), vocab, _mask_words(step), blocks, pow2, s.capacity, s.few, source,
