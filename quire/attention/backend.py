@@ -1,8 +1,8 @@
 """What attends: one backend per device for any step, and optional ones for prompts that start from nothing.
 
 `AttentionBackend` is a part of every `quire.ops.interface.Ops`: the CPU's kernels, plain torch, and Triton's (through
-`quire.attention.triton`). A `PromptBackend` is somebody else's library that takes whole prompts off the Triton backend
-where it is installed, right and faster (`quire.attention.prompts`).
+`quire.attention.triton`). A `PrefillLibrary` is somebody else's library that takes whole prompts off the Triton backend
+where it is installed, right and faster (`quire.attention.prefill_libraries`).
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class FreshPrompts:
     longest: int
 
 
-class PromptBackend(Protocol):
+class PrefillLibrary(Protocol):
     """Causal attention of fresh prompts over themselves, without a look at the cache."""
 
     @property

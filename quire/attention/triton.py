@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.attention import prompts
-from quire.attention.backend import FreshPrompts, PromptBackend
+from quire.attention import prefill_libraries
+from quire.attention.backend import FreshPrompts, PrefillLibrary
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
 from quire.kernels.triton.attention_fresh import fresh_attention, fresh_fits
 from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
@@ -69,7 +69,7 @@ class DeviceContext(StepContext):
     tile_first: Tensor | None = None
     row_tiles: tuple[Tensor, Tensor] | None = None
     """(sequence, first token) of tiles of prompts without context, whose keys are read out of the step's rows."""
-    alone: bool = False
+    fuse_rope: bool = False
     """Every query is the newest token of a sequence of its own, so that none needs a key that another's program of the
     same launch writes: never so with drafts."""
     fresh: tuple[tuple[int, int, int], ...] = field(default=())
@@ -100,7 +100,7 @@ class TritonAttention:
         self._dtype = dtype
         self._dense = dense_prefill and not deterministic and dtype != torch.float32 and device.type == "cuda"
         self._prompt_rows = prompt_rows and not deterministic
-        self.prompts: PromptBackend | None = None
+        self.prefill_library: PrefillLibrary | None = None
         """A library that attends for fresh prompts which cuDNN does not take (see `pick_up`)."""
         self._scratch: dict[HeadShape, DecodeScratch] = {}
         self._processors, self.shared_memory = 4, HOPPER_SHARED
@@ -127,7 +127,7 @@ class TritonAttention:
 
     def takes_ragged(self, start: int, tokens: int, plain: bool) -> bool:
         """Whether a chunk goes to the library that was picked up."""
-        return self.prompts is not None and plain and start == 0 and tokens >= _RAGGED_TOKENS
+        return self.prefill_library is not None and plain and start == 0 and tokens >= _RAGGED_TOKENS
 
     def takes_rows(self, start: int, tokens: int, plain: bool, shape: HeadShape) -> bool:
         """Whether a chunk attends to the keys in its step's rows, without a look at the cache."""
@@ -137,24 +137,24 @@ class TritonAttention:
     def row_tiles(self, counts: np.ndarray, shape: HeadShape, first_seq: int) -> tuple[np.ndarray, np.ndarray]:
         return query_tiles(counts, _ROWS.tokens_of(shape.num_heads // shape.num_kv_heads), first_seq)
 
-    def pick_up(self, shape: HeadShape, verdicts: prompts.Verdicts) -> None:
+    def pick_up(self, shape: HeadShape, verdicts: prefill_libraries.Verdicts) -> None:
         """Take the library that beats our tiles on prompts of mixed lengths with such heads, if one does. Asked once
         for a machine, its libraries and such heads; `verdicts` knows the answer afterwards."""
-        names = prompts.present()
+        names = prefill_libraries.present()
         if not self._dense or not names:
             return
         machine = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         question = f"{machine}, torch {torch.__version__}, {shape}, {self._dtype}, ours or {', '.join(names)}"
         known = verdicts.of(question)
         if known is None:
-            self.try_out(shape, prompts.installed(names))
-            verdicts.keep(question, self.prompts.name if self.prompts is not None else "")
+            self.try_out(shape, prefill_libraries.installed(names))
+            verdicts.keep(question, self.prefill_library.name if self.prefill_library is not None else "")
         elif known:
-            self.prompts = next(iter(prompts.installed([known])), None)
+            self.prefill_library = next(iter(prefill_libraries.installed([known])), None)
 
-    def try_out(self, shape: HeadShape, candidates: Sequence[PromptBackend]) -> None:
+    def try_out(self, shape: HeadShape, candidates: Sequence[PrefillLibrary]) -> None:
         """The trial of `pick_up`: every candidate beside our own kernel."""
-        lengths = np.array(prompts.TRIAL_LENGTHS, np.int32)
+        lengths = np.array(prefill_libraries.TRIAL_LENGTHS, np.int32)
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(self.device)
         total = int(lengths.sum())
         qkv = torch.randn(total, shape.width, dtype=self._dtype, device=self.device)
@@ -184,7 +184,7 @@ class TritonAttention:
             )
             return found.view(total, shape.num_heads, shape.head_dim)
 
-        self.prompts = prompts.pick(candidates, ours, (q, k, v, trial, _SCALE), prompts.device_clock)
+        self.prefill_library = prefill_libraries.pick(candidates, ours, (q, k, v, trial, _SCALE), prefill_libraries.device_clock)
 
     def allocate_split(self, num_seqs: int, shape: HeadShape | LatentShape) -> DecodeSplit:
         if isinstance(shape, LatentShape):
@@ -244,10 +244,10 @@ class TritonAttention:
         for first, count, many in ctx.fresh:
             end = first + count * many
             _dense(qkv[first:end], many, shape, scale, out[first:end])
-        if self.prompts is not None:
+        if self.prefill_library is not None:
             for run in ctx.ragged:
                 end = run.first + run.tokens
-                part = self.prompts(*_heads(qkv[run.first : end], shape), run, scale)
+                part = self.prefill_library(*_heads(qkv[run.first : end], shape), run, scale)
                 out[run.first : end].view(run.tokens, shape.num_heads, shape.head_dim).copy_(part)
         if ctx.row_tiles is not None and ctx.row_tiles[0].shape[0]:
             fresh_attention(qkv, ctx.query_start, *ctx.row_tiles, shape, scale, out=out, sizes=_ROWS)
@@ -297,7 +297,7 @@ class TritonAttention:
 
     def turns(self, ctx: StepContext, shape: HeadShape, turn: HeadTurn) -> bool:
         """Whether norm, rotation and KV write of such a step can be part of its attention."""
-        return isinstance(ctx, DeviceContext) and ctx.alone and bool(ctx.splits) and rope_fits(shape, turn)
+        return isinstance(ctx, DeviceContext) and ctx.fuse_rope and bool(ctx.splits) and rope_fits(shape, turn)
 
     def _decode(
         self,
@@ -321,7 +321,7 @@ class TritonAttention:
         if turn is None:
             decode_attention(qkv, cache, *batch, halves=sizes.carried, **options)
         else:
-            rope_decode_attention(qkv, cache, *batch, turn, ahead=self.device.type == "cuda", **options)
+            rope_decode_attention(qkv, cache, *batch, turn, prefetch=self.device.type == "cuda", **options)
 
     def adapt(self, ctx: StepContext, shape: HeadShape, window: int | None) -> DeviceContext:
         """The context of a caller that did not prepare one: looks at the lengths on the host, so for tests

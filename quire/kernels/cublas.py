@@ -143,7 +143,7 @@ class CublasLt:
         """Whether the algorithm computes products of these sizes."""
         return self._prepare(rows, features, width, code) is not None
 
-    def product(self, x: Tensor, weight: Tensor, code: str, out: Tensor | None = None) -> Tensor | None:
+    def gemm(self, x: Tensor, weight: Tensor, code: str, out: Tensor | None = None) -> Tensor | None:
         """x W^T by that algorithm; None where it cannot compute this one, and nothing was launched."""
         rows, (features, width) = x.shape[0], weight.shape
         prepared = self._prepare(rows, features, width, code)

@@ -70,7 +70,7 @@ def _rope_decode_kernel(
     HAS_ROWS: tl.constexpr,
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
     LINES: tl.constexpr,
     CARRIED: tl.constexpr,
     PDL: tl.constexpr,
@@ -92,7 +92,7 @@ def _rope_decode_kernel(
     visible = tl.maximum(length - window, 0)
     begin = visible // STEP * STEP + piece * step
     end = tl.minimum(begin + step, length)
-    if AHEAD:  # noqa: SIM102 (one is decided by the compiler)
+    if PREFETCH:  # noqa: SIM102 (one is decided by the compiler)
         if seq >= 0:
             _ask_for_keys(k_cache, v_cache, table, head, visible, begin, end, NUM_KV, DIM, PAGE, KEYS, LINES)
     HALF: tl.constexpr = DIM // 2
@@ -247,14 +247,14 @@ def rope_decode_attention(
     keys: int = 128,
     num_warps: int = 4,
     num_stages: int = 2,
-    ahead: bool = False,
+    prefetch: bool = False,
     carried: bool = False,
     pdl: bool = False,
 ) -> Tensor:
     """`rope_and_cache` and `decode_attention` of the S sequences of `split`, whose newest tokens are the rows of qkv.
 
     Sequence s is at position context_len[s] - 1, whose key and value go to its place in the block table; one of no
-    length writes nothing. qkv itself stays as it is. `ahead` asks for old keys while the kernel before still runs;
+    length writes nothing. qkv itself stays as it is. `prefetch` asks for old keys while the kernel before still runs;
     `carried` as in `decode_attention`.
     """
     group = shape.num_heads // shape.num_kv_heads
@@ -288,7 +288,7 @@ def rope_decode_attention(
         HAS_ROWS=rows is not None,
         NORM=turn.q_norm is not None,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
-        AHEAD=ahead,
+        PREFETCH=prefetch,
         LINES=max(1, shape.head_dim * cache.k.element_size() // _LINE),
         CARRIED=carried,
         PDL=pdl,

@@ -1,8 +1,8 @@
 """Matrix products of few rows, where reading the weight once at full memory bandwidth is all that matters.
 
 No tensor cores, one program per output feature, up to 4 rows; norm before, activation, bias and residual after are
-fused, since at this size every launch costs as much as a small matrix. `linear_row` is for a single row, `linear_ahead`
-for more; `choices` knows which one wins where.
+fused, since at this size every launch costs as much as a small matrix. `linear_row` is for a single row, `linear_prefetch`
+for more; `gemm_table` knows which one wins where.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import FreshPrompts
-from quire.attention.prompts import Verdicts
+from quire.attention.prefill_libraries import Verdicts
 from quire.config import default_cache_dir
 from quire.kernels.types import HeadShape, LatentShape, LayerCache, StepContext
 from quire.models.decoder import Decoder
@@ -86,17 +86,17 @@ class StepContexts:
         query_start: Tensor,
         lengths: Tensor,
         slots: tuple[Tensor, ...],
-        apart: bool,
+        separate_rope: bool,
         caches: Sequence[LayerCache],
     ) -> StepContext:
-        """One token of every sequence. `apart`: keys are written before anybody attends (see `StepLaunches.decode`)."""
+        """One token of every sequence. `separate_rope`: keys are written before anybody attends (see `StepLaunches.decode`)."""
         if self.attention is None:
             return self._on_host(positions, query_start, lengths, rows, slots, caches)
         from quire.attention.triton import DeviceContext
 
         rung = rows.shape[0]
         ctx = DeviceContext(positions, query_start, lengths, (), slots, rows=rows, tables=self.tables, num_decodes=rung,
-                            splits=self._splits.get(rung, ()), alone=self.fuse_rope and not apart)
+                            splits=self._splits.get(rung, ()), fuse_rope=self.fuse_rope and not separate_rope)
         if self.attention.deterministic:
             # One tile per sequence; padding has no keys and gives zeros.
             ctx.tile_seq = query_start[:rung]

@@ -68,15 +68,15 @@ class StepLaunches:
     def scatter_staged(self, stage: Stage, sent: Tensor) -> None:
         self._kernels.scatter(self._table.arena, stage.view(sent, "places"), stage.view(sent, "values"))
 
-    def decode(self, rung: int, apart: bool) -> None:
-        """A decode step of `rung` rows, all on fixed addresses. `apart`: it may hold drafts, so keys are written by a
+    def decode(self, rung: int, separate_rope: bool) -> None:
+        """A decode step of `rung` rows, all on fixed addresses. `separate_rope`: it may hold drafts, so keys are written by a
         kernel of their own even where attention could do that."""
         b = self.buffers
         rows, lengths = b.rows[:rung], b.lengths[:rung]
         slots = tuple(slot[:rung] for slot in b.slots)
         ids, positions = b.ids[:rung], b.wide_positions[:rung]
         self._gather(rows, b.positions[:rung], ids, positions, slots, lengths)
-        ctx = self._contexts.decode(rows, positions, b.query_start[: rung + 1], lengths, slots, apart, self.caches)
+        ctx = self._contexts.decode(rows, positions, b.query_start[: rung + 1], lengths, slots, separate_rope, self.caches)
         hidden = self.passes.forward(ids, ctx, self.caches)
         if self.draws:
             self.draw(self.passes.logits(hidden, ctx, b.logits[:rung]), rows, lengths, b.ring)

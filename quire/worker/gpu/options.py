@@ -36,7 +36,7 @@ class DeviceOptions:
     dense_prefill: bool = True
     launch_early: bool = True
     """Programmatic dependent launch: a kernel of a small step starts while the one before it ends."""
-    named_products: bool = True
+    named_algorithms: bool = True
     """Products by the library's algorithms of the table, not by those it would take itself."""
     fuse_rope: bool = True
     """Norm, rotation and KV write inside the attention of decode steps; never of those with drafts, which see keys of

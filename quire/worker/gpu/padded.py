@@ -197,7 +197,7 @@ class PaddedSteps:
         else:
             self._run(rung)
 
-    def _run(self, rung: MixedRung, drafts: bool = False) -> None:
+    def _run(self, rung: MixedRung, separate_rope: bool = False) -> None:
         stage = self.rungs.empty(rung)
         self._launch(rung, lambda name: stage.view(self._stage, name), self.rungs.draws(rung))
 

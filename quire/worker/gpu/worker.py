@@ -413,5 +413,5 @@ def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype
         dense_prefill=options.dense_prefill,
         prompt_rows=options.prompt_rows,
         pdl=options.launch_early,
-        named_products=options.named_products,
+        named_algorithms=options.named_algorithms,
     )

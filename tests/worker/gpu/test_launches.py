@@ -52,7 +52,7 @@ def worker_of(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], determini
     return GpuWorker(config, dummy_weights(config), cache, options, ops=ops)
 
 
-def decode(worker: GpuWorker, rows: int, apart: bool = False) -> tuple[list[str], list[str]]:
+def decode(worker: GpuWorker, rows: int, separate_rope: bool = False) -> tuple[list[str], list[str]]:
     """(kernels and operations, allocations) from the embedding to the logits."""
     launches = worker._runner.launches
 
@@ -62,7 +62,7 @@ def decode(worker: GpuWorker, rows: int, apart: bool = False) -> tuple[list[str]
 
     launches._kernels = replace(launches._kernels, gather_inputs=gather, draw=lambda *_: found.append("draw"))
     with torch.inference_mode(), recorded() as found:
-        launches.decode(rows, apart)
+        launches.decode(rows, separate_rope)
     first = next(i for i, entry in enumerate(found) if entry.startswith("embedding"))
     found = found[first : found.index("draw")]
     return names(found), [entry for entry in found if entry.startswith(("empty", "new_empty"))]
@@ -80,11 +80,11 @@ def test_two_rows_are_fused_in_the_same_places(monkeypatch: pytest.MonkeyPatch) 
     assert launched == ["embedding", *few, *few, "vector"]
 
 
-@pytest.mark.parametrize(("apart", "layer"), [(False, MORE_ROWS), (True, DRAFTS)])
+@pytest.mark.parametrize(("separate_rope", "layer"), [(False, MORE_ROWS), (True, DRAFTS)])
 def test_more_rows_make_each_sum_with_the_norm_after_it(
-    monkeypatch: pytest.MonkeyPatch, apart: bool, layer: list[str]
+    monkeypatch: pytest.MonkeyPatch, separate_rope: bool, layer: list[str]
 ) -> None:
-    launched, allocated = decode(worker_of(monkeypatch, QWEN3), 4, apart)
+    launched, allocated = decode(worker_of(monkeypatch, QWEN3), 4, separate_rope)
     assert launched == ["embedding", "rms_norm", *layer, "rms_norm", *layer, "rms_norm", "mm"]
     assert len(allocated) == 2 * 4 + 1, "norms, gates and attention: products have memory of their own"
 

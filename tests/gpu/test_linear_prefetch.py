@@ -9,7 +9,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
-    from quire.kernels.triton.linear_ahead import AheadScratch, AheadShape, available, fits, linear_ahead
+    from quire.kernels.triton.linear_prefetch import PrefetchScratch, PrefetchShape, available, fits, linear_prefetch
 
 ROWS = {
     (1, 5, 4, 0): (1, 2, 7, 8, 16),
@@ -37,7 +37,7 @@ def test_a_product_is_right_and_the_same_each_time_though_it_begins_before_its_r
 ) -> None:
     if not available(torch.device("cuda")):
         pytest.skip("needs Hopper and a Triton with Gluon")
-    sizes, scratch = AheadShape(*shape), AheadScratch.allocate("cuda")
+    sizes, scratch = PrefetchShape(*shape), PrefetchScratch.allocate("cuda")
     # What nobody has left must not come out as a number.
     scratch.partial.fill_(float("nan"))
     torch.manual_seed(5)
@@ -54,7 +54,7 @@ def test_a_product_is_right_and_the_same_each_time_though_it_begins_before_its_r
             for _ in range(2):
                 seen.append([x])
                 for given in zip(weights, biases, residuals):  # the rows of the second are the result of the first
-                    seen[-1].append(linear_ahead(seen[-1][-1], *given, sizes=sizes, scratch=scratch, pdl=pdl))
+                    seen[-1].append(linear_prefetch(seen[-1][-1], *given, sizes=sizes, scratch=scratch, pdl=pdl))
             for place, (weight, *added) in enumerate(zip(weights, biases, residuals)):
                 what = f"{rows} rows, product {place}, pdl {pdl}"
                 want = seen[0][place].double() @ weight.double().t()
@@ -70,6 +70,6 @@ def test_a_product_in_float16_is_right() -> None:
     if not available(torch.device("cuda")):
         pytest.skip("needs Hopper and a Triton with Gluon")
     x, weight = numbers(16, 2048).half(), (numbers(1008, 2048) / 2048**0.5).half()
-    found = linear_ahead(x, weight, sizes=AheadShape(1, 5, 4, 0), scratch=AheadScratch.allocate("cuda"))
+    found = linear_prefetch(x, weight, sizes=PrefetchShape(1, 5, 4, 0), scratch=PrefetchScratch.allocate("cuda"))
     want = x.double() @ weight.double().t()
     assert bool(((found.double() - want).abs() <= 2**-10 * want.abs() + 5e-4).all())

@@ -1,4 +1,4 @@
-"""The kernel of `linear_ahead`, in Gluon: Triton's lower layer, since Triton itself cannot say when a copy begins.
+"""The kernel of `linear_prefetch`, in Gluon: Triton's lower layer, since Triton itself cannot say when a copy begins.
 
 A slab is 64 columns, of a tile of the weight (64 output features) or of all rows. A turn is some slabs of a group of
 tiles and the same of the rows: a stage of the ring. Turns are numbered through all groups of the weight, and every
@@ -176,7 +176,7 @@ def _store_tile(
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def ahead_kernel(
+def prefetch_kernel(
     weight,
     x,
     bias,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.backend import FreshPrompts, PromptBackend
+from quire.attention.backend import FreshPrompts, PrefillLibrary
 
 TRIAL_LENGTHS = (1024, 700, 1300, 72, 1000)
 _AGREES = 2e-2
@@ -80,9 +80,9 @@ def _is_here(module: str) -> bool:
         return False
 
 
-def installed(names: Iterable[str] | None = None) -> list[PromptBackend]:
+def installed(names: Iterable[str] | None = None) -> list[PrefillLibrary]:
     """FlashAttention 3 and 2, FlashInfer, torch's own: those of them that import here."""
-    found: list[PromptBackend] = []
+    found: list[PrefillLibrary] = []
     for name in _CANDIDATES if names is None else names:
         try:
             found.append(Borrowed(name, _CANDIDATES[name]()))
@@ -92,11 +92,11 @@ def installed(names: Iterable[str] | None = None) -> list[PromptBackend]:
 
 
 def pick(
-    candidates: Iterable[PromptBackend],
+    candidates: Iterable[PrefillLibrary],
     ours: Callable[[Tensor, Tensor, Tensor, FreshPrompts, float], Tensor],
     inputs: tuple[Tensor, Tensor, Tensor, FreshPrompts, float],
     clock: Callable[[Callable[[], Any]], float],
-) -> PromptBackend | None:
+) -> PrefillLibrary | None:
     """The fastest of those that agree with `ours`, if it is worth the change; `clock` gives seconds per call."""
     want = ours(*inputs).float()
     best, least = None, clock(lambda: ours(*inputs)) * _FASTER

@@ -7,7 +7,7 @@ group of whole tiles where there are enough of them to occupy the chip. Else sha
 a tile may be computed by several programs; the last of them to finish adds the parts, in their order whoever is last,
 so the result does not depend on timing.
 
-Where there is no Gluon that we know (`ahead_kernel`) or no Hopper, `available` is false and others multiply. The
+Where there is no Gluon that we know (`prefetch_kernel`) or no Hopper, `available` is false and others multiply. The
 reference is `linear_few.linear_reference`.
 """
 
@@ -25,9 +25,9 @@ try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from quire.kernels.triton.ahead_kernel import ahead_kernel
+    from quire.kernels.triton.prefetch_kernel import prefetch_kernel
 except ImportError:  # another version of Triton
-    ahead_kernel = None
+    prefetch_kernel = None
 
 _KNOWN_TRITON = "3.6."
 """Gluon is an experiment of Triton's: what it calls things and what they take changes from version to version."""
@@ -46,7 +46,7 @@ _WARPS, _LOADING = 4, 24
 
 
 @dataclass(frozen=True, slots=True)
-class AheadShape:
+class PrefetchShape:
     """Tiles of a group, stages of the ring, slabs of a turn, programs per multiprocessor (0: one for each group)."""
 
     tiles: int = 1
@@ -67,7 +67,7 @@ class AheadShape:
 
 
 @dataclass(slots=True)
-class AheadScratch:
+class PrefetchScratch:
     """Where parts of tiles wait for the others; one for all products of a device, since they run one after another."""
 
     partial: Tensor
@@ -75,7 +75,7 @@ class AheadScratch:
     """int32: parts of each tile that are done; the last one sets it back to 0."""
 
     @classmethod
-    def allocate(cls, device: torch.device | str, partials: int = _PARTIALS) -> AheadScratch:
+    def allocate(cls, device: torch.device | str, partials: int = _PARTIALS) -> PrefetchScratch:
         return cls(
             torch.empty(partials, dtype=torch.float32, device=device),
             torch.zeros(_TILES, dtype=torch.int32, device=device),
@@ -94,7 +94,7 @@ def is_common(rows: int) -> bool:
 @lru_cache(maxsize=8)
 def available(device: torch.device) -> bool:
     """Whether this Triton and this chip have what the kernel needs."""
-    known = ahead_kernel is not None and triton.__version__.startswith(_KNOWN_TRITON)
+    known = prefetch_kernel is not None and triton.__version__.startswith(_KNOWN_TRITON)
     return known and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -103,14 +103,14 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _programs(weight: Tensor, sizes: AheadShape) -> int:
+def _programs(weight: Tensor, sizes: PrefetchShape) -> int:
     """Never more than there are turns: a program without one would leave a part of nothing."""
     groups = sizes.groups(weight.shape[0])
     turns = groups * (weight.shape[1] // COLUMNS // sizes.slabs)
     return min(sizes.programs * _multiprocessors(weight.device) if sizes.programs else groups, turns)
 
 
-def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: AheadScratch) -> bool:
+def fits(x: Tensor, weight: Tensor, sizes: PrefetchShape, scratch: PrefetchScratch) -> bool:
     """Whether the kernel can multiply these: whole turns, a ring that fits, and a place for every part."""
     rows, width = x.shape
     groups, programs = sizes.groups(weight.shape[0]), _programs(weight, sizes)
@@ -132,14 +132,14 @@ def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: AheadScratch) ->
     )
 
 
-def linear_ahead(
+def linear_prefetch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
-    sizes: AheadShape,
-    scratch: AheadScratch,
+    sizes: PrefetchShape,
+    scratch: PrefetchScratch,
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -153,7 +153,7 @@ def linear_ahead(
     # The largest box that the rows are a multiple of.
     tile, box = [FEATURES, COLUMNS], [max(rows & -rows, _LEAST_BOX), COLUMNS]
     sums, stored = _layouts(pad)
-    ahead_kernel[(_programs(weight, sizes),)](
+    prefetch_kernel[(_programs(weight, sizes),)](
         TensorDescriptor.from_tensor(weight, tile, gl.NVMMASharedLayout.get_default_for(tile, kind)),
         TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, kind)),
         weight if bias is None else bias,
