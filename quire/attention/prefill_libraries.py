@@ -1,7 +1,7 @@
-"""Other libraries' attention for fresh prompts, picked up at start where it is installed, right and faster.
+"""Other libraries' prefill attention for fresh prompts, used if it is installed, right and faster than ours.
 
 Each candidate computes a small batch of prompts beside our own kernel: it must agree with it, and take at least a
-twentieth less time. What does not import, does not agree or fails is passed over, with a line in the log. Who won is
+twentieth less time. A candidate that fails or disagrees is skipped, with a line in the log. The winner is
 kept in a file: importing a library to find out that it is slower takes seconds, which only the first start should pay.
 """
 
@@ -41,13 +41,13 @@ class Borrowed:
 
 
 class Verdicts:
-    """Who won earlier trials on this machine, in a file. One that cannot be read or written is as good as none."""
+    """Winners of earlier trials on this machine, in a file. A file that cannot be read or written counts as empty."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def of(self, question: str) -> str | None:
-        """The winner's name, "" for our own kernel, None if nobody asked yet."""
+        """The winner's name, "" for our own kernel, None if there was no trial yet."""
         found = self._read().get(question)
         return found if isinstance(found, str) else None
 

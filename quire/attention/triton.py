@@ -1,4 +1,4 @@
-"""Attention on a GPU: one new token per sequence by the split kernel, everything else by the tiled one."""
+"""Attention on a GPU: decode (one new token per sequence) by the split kernel, everything else by the tiled one."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _WIDE = MixedShape(128, 64, 4, 3)
 """H200, 2026-11-15, prompts of 4,096: 401 to 413 TFLOP/s, with 8 warps 318, 64 rows 349."""
 _LARGE_HEADS = MixedShape(64, 32, 4, 2)
 _ROWS = MixedShape(64, 32, 4, 3)
-"""The tile of prompts whose keys are read out of their step's rows. H200, TFLOP/s of 8,192 tokens of prompts of 100 to
-1,024, 32 heads: 304, by the tiles above 232; of 1,024 each, 16 heads: 334 and 280."""
+"""The tile of prefill attention that reads keys from the step's rows. H200, TFLOP/s of 8,192 tokens of prompts of 100
+to 1,024, 32 heads: 304, by the tiles above 232; of 1,024 each, 16 heads: 334 and 280."""
 _ROWS_MOST = 2048
 """Tokens of such a prompt at most: longer ones were not compared."""
 _FRESH_TOKENS = 512
@@ -68,15 +68,15 @@ class DeviceContext(StepContext):
     tile_seq: Tensor | None = None
     tile_first: Tensor | None = None
     row_tiles: tuple[Tensor, Tensor] | None = None
-    """(sequence, first token) of tiles of prompts without context, whose keys are read out of the step's rows."""
+    """(sequence, first token) of the tiles of prompts without context, which read keys from the step's rows."""
     fuse_rope: bool = False
-    """Every query is the newest token of a sequence of its own, so that none needs a key that another's program of the
-    same launch writes: never so with drafts."""
+    """Norm, rotation and KV write run inside decode attention. Only for steps of one query per sequence: with drafts a
+    query would need a key that another program of the same launch writes."""
     fresh: tuple[tuple[int, int, int], ...] = field(default=())
     """(first token, tokens of each, how many) of neighbouring prompts computed from their first token on, which
     are left out of the tiles."""
     ragged: tuple[FreshPrompts, ...] = field(default=())
-    """Such prompts of any length, for the library that was picked up."""
+    """Such prompts of any length, for `prefill_library`."""
 
 
 class TritonAttention:
@@ -101,7 +101,7 @@ class TritonAttention:
         self._dense = dense_prefill and not deterministic and dtype != torch.float32 and device.type == "cuda"
         self._prompt_rows = prompt_rows and not deterministic
         self.prefill_library: PrefillLibrary | None = None
-        """A library that attends for fresh prompts which cuDNN does not take (see `pick_up`)."""
+        """Another library's prefill attention, for fresh prompts that cuDNN does not take (see `pick_up`)."""
         self._scratch: dict[HeadShape, DecodeScratch] = {}
         self._processors, self.shared_memory = 4, HOPPER_SHARED
         if device.type == "cuda":
@@ -121,16 +121,15 @@ class TritonAttention:
         return self.tile(shape).tokens_of(shape.num_heads // shape.num_kv_heads)
 
     def takes_fresh(self, start: int, tokens: int, plain: bool) -> bool:
-        """Whether a chunk goes to torch's dense attention; `plain`: neither window nor soft cap in any
-        layer."""
+        """Whether a chunk goes to torch's dense attention; `plain`: neither window nor soft cap in any layer."""
         return self._dense and plain and start == 0 and tokens >= _FRESH_TOKENS and tokens % _FRESH_STEP == 0
 
     def takes_ragged(self, start: int, tokens: int, plain: bool) -> bool:
-        """Whether a chunk goes to the library that was picked up."""
+        """Whether a chunk goes to `prefill_library`."""
         return self.prefill_library is not None and plain and start == 0 and tokens >= _RAGGED_TOKENS
 
     def takes_rows(self, start: int, tokens: int, plain: bool, shape: HeadShape) -> bool:
-        """Whether a chunk attends to the keys in its step's rows, without a look at the cache."""
+        """Whether a chunk reads its keys from its step's rows and not from the cache."""
         fits = self._prompt_rows and plain and fresh_fits(shape, self._dtype)
         return fits and start == 0 and _ROWS.keys <= tokens <= _ROWS_MOST
 
@@ -138,8 +137,8 @@ class TritonAttention:
         return query_tiles(counts, _ROWS.tokens_of(shape.num_heads // shape.num_kv_heads), first_seq)
 
     def pick_up(self, shape: HeadShape, verdicts: prefill_libraries.Verdicts) -> None:
-        """Take the library that beats our tiles on prompts of mixed lengths with such heads, if one does. Asked once
-        for a machine, its libraries and such heads; `verdicts` knows the answer afterwards."""
+        """Use the library that is faster than our tiles on prompts of mixed lengths with such heads, if there is one.
+        Tried once per machine, installed libraries and heads; `verdicts` keeps the answer."""
         names = prefill_libraries.present()
         if not self._dense or not names:
             return
@@ -184,7 +183,8 @@ class TritonAttention:
             )
             return found.view(total, shape.num_heads, shape.head_dim)
 
-        self.prefill_library = prefill_libraries.pick(candidates, ours, (q, k, v, trial, _SCALE), prefill_libraries.device_clock)
+        inputs, clock = (q, k, v, trial, _SCALE), prefill_libraries.device_clock
+        self.prefill_library = prefill_libraries.pick(candidates, ours, inputs, clock)
 
     def allocate_split(self, num_seqs: int, shape: HeadShape | LatentShape) -> DecodeSplit:
         if isinstance(shape, LatentShape):
@@ -205,8 +205,7 @@ class TritonAttention:
         return held
 
     def prepare(self, ctx: DeviceContext, windows: tuple[int | None, ...]) -> None:
-        """Share out the keys of the step's decodes, per cache group; on the device, without a look at
-        them."""
+        """Split the decode keys of the step over programs, per cache group: on the device, without a host sync."""
         if not self.deterministic:
             for split, window in zip(ctx.splits, windows, strict=True):
                 split_decode(split, ctx.context_len[: ctx.num_decodes], window)

@@ -1,5 +1,4 @@
-"""The layers' operations on a GPU: which kernel runs what, by the number of rows and by what must be
-reproducible."""
+"""The layers' operations on a GPU: which kernel runs what, by the number of rows and by what must be reproducible."""
 
 from __future__ import annotations
 
@@ -99,8 +98,8 @@ class TritonOps(Ops):
         self.deterministic = deterministic
         self.kv_dtype = kv_dtype or dtype
         self.kv_scale = kv_scale
-        # One compiled kernel for every step of deterministic mode: an early start is another one, which might round
-        # otherwise, and so is another number of heads at once, whose squares are summed in another order.
+        # Deterministic mode runs one compiled kernel in every step. Early launch would be another kernel, which might
+        # round differently; so would another number of heads at once, whose squares are summed in another order.
         self.pdl = pdl = pdl and not deterministic
         self._heads_at_once = _FIXED_HEADS if deterministic else None
         self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
@@ -152,7 +151,7 @@ class TritonOps(Ops):
         self, x: Tensor, w: DeviceLinear, ranks: TensorGroup, tree: RankTree, bias: Tensor | None,
         residual: Tensor | None,
     ) -> Tensor:
-        """In deterministic mode the additions of one rank; else the fastest product, and a sum over ranks."""
+        """In deterministic mode the additions of one rank; else the fastest GEMM, and a sum over ranks."""
         if self.deterministic:
             return super().linear_over_ranks(x, w, ranks, tree, bias, residual).to(x.dtype)
         room = ranks.room(x.shape[0], w.out_features, x.dtype)
@@ -181,8 +180,8 @@ class TritonOps(Ops):
     def _prefetch_gemm(
         self, choice: GemmChoice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
     ) -> Tensor | None:
-        """None where that kernel should not run: it needs a chip and a compiler that know it, and a number of rows that
-        graphs have too, since every other would be a kernel to compile in the middle of a step."""
+        """None if that kernel should not run: it needs Hopper and a Triton version that we know, and a number of rows
+        that graphs have too, since any other number would compile another kernel in the middle of a step."""
         sizes = linear_prefetch.PrefetchShape(*choice.sizes)
         if self._parts is None or not linear_prefetch.is_common(x.shape[0]):
             return None
@@ -213,7 +212,8 @@ class TritonOps(Ops):
         self, x: Tensor, routed: RoutedRows, up: DeviceGroup, down: DeviceGroup, kind: str, clamp: Clamp | None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Without a look at what was chosen, so that graphs can hold it. In deterministic mode blocks have one size."""
+        """Without a host sync on the routing, so that graphs can hold it. In deterministic mode blocks have one
+        size."""
         chosen, gains = route.choose(routed)
         if not self.deterministic and chosen.numel() <= expert_few.FEW_PAIRS:
             inner = expert_few.few_up(x, up.weight, up.bias, chosen, kind, clamp, pdl=self.pdl)
@@ -250,7 +250,7 @@ class TritonOps(Ops):
             for _, end in runs[:-1]:
                 owners += chosen.view(-1) >= end
             return expert_linear.sum_pairs(ranks.pick(found, owners), routed.router.top_k, residual)
-        found = torch.where(mine.view(-1, 1) >= 0, found, 0)  # of other ranks' experts there is anything
+        found = torch.where(mine.view(-1, 1) >= 0, found, 0)  # rows of other ranks' experts are uninitialised
         return ranks.sum_parts(expert_linear.sum_pairs(found, routed.router.top_k), None, residual)
 
     def latent_attend(
@@ -380,8 +380,8 @@ class TritonOps(Ops):
         self, qkv: Tensor, layer: LayerCache, ctx: StepContext, group: int, shape: HeadShape, turn: HeadTurn,
         scale: float, window: int | None, softcap: float | None,
     ) -> Tensor:
-        """Where a rank has some query heads of a kv head only: kernels want as many of each, so zeros stand for the
-        others."""
+        """For a rank that has only some query heads of a kv head: kernels need the same number for each, so the missing
+        ones are zeros."""
         even, dim = shape.evened, shape.head_dim
         mine = slice(shape.skipped * dim, (shape.skipped + shape.num_heads) * dim)
         rows = qkv.new_zeros(qkv.shape[0], even.width)
@@ -402,8 +402,8 @@ class TritonOps(Ops):
         return Fusion.NORM_WITH_GEMM if few else Fusion.SUM_WITH_NORM
 
     def norm_gain(self, weight: Tensor) -> Tensor:
-        """Every program of a fused product reads all of it: in the activations' type where that loses nothing (so the
-        result is the same), else as it is."""
+        """Every program of a fused GEMM reads the whole gain: in the activations' narrower type if that loses nothing,
+        else unchanged."""
         narrow = weight.to(self.dtype)
         return narrow if torch.equal(narrow.float(), weight) else weight
 
@@ -436,7 +436,7 @@ class TritonOps(Ops):
 
 
 def _named_library(device: torch.device, dtype: torch.dtype) -> cublas.CublasLt | None:
-    """Where the library is the version whose algorithms the table names."""
+    """The library, if it is the version whose algorithms the table names."""
     known = gemm_table.library_version()
     if device.type != "cuda" or dtype != torch.bfloat16 or not known or cublas.version() != known:
         return None

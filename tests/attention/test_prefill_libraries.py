@@ -189,7 +189,8 @@ def test_torchs_attention_is_called_as_its_version_wants(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.SimpleNamespace(varlen_attn=function))
     q, k, v = torch.randn(12, 4, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
     trial = FreshPrompts(0, 12, torch.tensor([0, 5, 12], dtype=torch.int32), 7)
-    assert torch.allclose(prefill_libraries._torch_varlen()(q, k, v, trial, 0.3), causal(q, k, v, trial, 0.3), atol=1e-5)
+    got = prefill_libraries._torch_varlen()(q, k, v, trial, 0.3)
+    assert torch.allclose(got, causal(q, k, v, trial, 0.3), atol=1e-5)
 
 
 def test_a_verdict_is_kept_and_spares_the_next_start_the_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

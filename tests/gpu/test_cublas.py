@@ -1,4 +1,4 @@
-"""Products by the library's named algorithms, on a real GPU."""
+"""GEMMs by the named algorithms of cuBLASLt, on a real GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = ((1, 256, 512), (7, 640, 256), (64, 4096, 1024), (300, 1000, 2048))
 
 
 @pytest.mark.parametrize(("rows", "features", "width"), SHAPES)
-def test_every_algorithm_on_offer_computes_the_product(rows: int, features: int, width: int) -> None:
+def test_every_algorithm_on_offer_computes_the_gemm(rows: int, features: int, width: int) -> None:
     library = cublas.CublasLt(torch.device("cuda"), torch.bfloat16)
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(features, width, device="cuda", dtype=torch.bfloat16)
@@ -44,7 +44,7 @@ def test_what_the_library_does_not_know_and_what_is_not_aligned_is_left_to_torch
 
 
 @pytest.mark.parametrize("rows", [3, 32, 200, 256, 5000])
-def test_the_engines_products_are_those_of_torch_whatever_the_table_names(rows: int) -> None:
+def test_the_engines_gemms_are_those_of_torch_whatever_the_table_names(rows: int) -> None:
     ops = TritonOps("cuda", torch.bfloat16)
     for features, width in ((6144, 4096), (4096, 12288), (1024, 3072)):
         weight = torch.randn(features, width, device="cuda", dtype=torch.bfloat16)

@@ -177,7 +177,7 @@ def least_seconds(case: str, config: dict[str, Any], requests: list[Request], el
 
 
 GEMM, DECODE, PREFILL, OTHER = "GEMM", "decode attention", "prefill attention", "other"
-"""What a kernel of a step works at: matrix products, attention of one token each, attention of prompts, the rest."""
+"""Kinds of work that a kernel of a step belongs to."""
 
 
 def kind_of(kernel: str) -> str:
@@ -188,7 +188,7 @@ def kind_of(kernel: str) -> str:
     if "_mixed_kernel" in name or "sdpa" in name or "flash" in name:
         return PREFILL
     gemms = ("gemm", "nvjet", "_expert_kernel", "_few_up_kernel", "_few_down_kernel", "_row_kernel",
-                "_vector_kernel", "prefetch_kernel", "_fixed_kernel", "splitk")
+             "_vector_kernel", "prefetch_kernel", "_fixed_kernel", "splitk")
     return GEMM if any(part in name for part in gemms) else OTHER
 
 

@@ -81,18 +81,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fuse-rope", action=argparse.BooleanOptionalAction, default=True,
                         help="rotation inside the attention of decode steps (default: on)")
     parser.add_argument("--named-algorithms", action=argparse.BooleanOptionalAction, default=True,
-                        help="products by the algorithms of the table, not the library's own choice (default: on)")
+                        help="GEMMs on cuBLAS use the algorithms of the table, not its own choice (default: on)")
     parser.add_argument("--timeline", metavar="SVG", help="draw some steps of the last run here")
     parser.add_argument("--accuracy", metavar="MODEL",
                         help="instead: how far each dtype is from float32 on the CPU (emulated without a GPU)")
     parser.add_argument("--texts", type=int, default=40, help="with --accuracy: how many texts (default: 40)")
     parser.add_argument("--tune-rows", type=int, nargs="+",
-                        help="with --tune and --tune-prefetch: products of how many rows (default: all that "
-                             "they know)")
-    parser.add_argument("--tune", metavar="FILE", help="instead: time the products of few rows, write the table here")
+                        help="with --tune and --tune-prefetch: GEMMs of how many rows (default: all in the "
+                             "table)")
+    parser.add_argument("--tune", metavar="FILE", help="instead: time GEMMs of few rows, write the table here")
     parser.add_argument("--tune-prefetch", metavar="FILE",
-                        help="instead: time products that ask ahead for their weights, add those that win to the table "
-                             "in this file")
+                        help="instead: time GEMMs that prefetch their weights, add those that win to the table in "
+                             "this file")
     parser.add_argument("--tune-library", metavar="FILE",
                         help="instead: time cuBLASLt's algorithms, add those that win to the table in this file")
     parser.add_argument("--mixed", action="store_true",

@@ -1,6 +1,6 @@
 """Times the GEMMs of few rows on this GPU and writes the table that `quire.kernels.triton.gemm_table` reads.
 
-Every way to compute a gemm is timed whole (with the norm, the gate and the residual around it) inside a captured
+Every way to compute a GEMM is timed whole (with the norm, the gate and the residual around it) inside a captured
 graph over weights too large for the cache. Kernels are compiled beforehand by one process per weight.
 """
 
@@ -28,7 +28,7 @@ _MOST_HELD = 512
 
 
 def weights_of(model: str) -> list[tuple[str, int, int]]:
-    """(form at one row, features, width) of every gemm of a model; those of experts are tuned by
+    """(form at one row, features, width) of every GEMM of a model; those of experts are tuned by
     `tune_experts`."""
     config = MODELS[model]
     hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -79,7 +79,7 @@ def time_weight(model: str, index: int, counts: list[int], pdl: bool, dry: bool 
 
 
 def _one_row(form: str, features: int, width: int, pdl: bool) -> dict[str, Callable[[Any], Any]]:
-    """Every way to the gemm of one row with all that belongs to it."""
+    """Every way to compute a GEMM of one row with its norm, gate and residual."""
     import torch
 
     from quire.kernels.triton import activation, linear_row, norm
@@ -113,7 +113,8 @@ def _one_row(form: str, features: int, width: int, pdl: bool) -> dict[str, Calla
 
 
 def _norm_then_row(x: Any, gain: Any, sizes: Any, gated: str | None, pdl: bool, weight: Any) -> Any:
-    """The norm by itself, then the gemm: what reads less where a norm is wider than it is worth."""
+    """The norm in its own kernel, then the GEMM: reads less than the fused kernel, each program of which reads the
+    norm's whole input."""
     from quire.kernels.triton import linear_row, norm
 
     return linear_row.linear_row(norm.rms_norm(x, gain, 1e-6, pdl=pdl), weight, gated=gated, sizes=sizes, pdl=pdl)

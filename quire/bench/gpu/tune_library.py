@@ -1,8 +1,8 @@
-"""Times the algorithms that cuBLASLt offers for a model's GEMMs and adds the winners to the table of GEMMs.
+"""Times the algorithms that cuBLASLt offers for a model's GEMMs and adds the winners to the GEMM table.
 
-The library's heuristic offers eight algorithms for a gemm and puts one of them first. Where another is faster by
+The library's heuristic offers eight algorithms for a GEMM and puts one of them first. Where another is faster by
 `_LEAST_GAIN` than that and than our kernels (which the table knows already), the table names it. Up to `_WIDE_ROWS`
-rows, where it errs most, all that it offers for any gemm of these models is tried on every one, also in parts.
+rows, where it errs most, all that it offers for any GEMM of these models is tried on every one, also in parts.
 Timed in captured graphs over weights too large for the cache, as `quire.bench.gpu.tune` does.
 """
 
@@ -83,7 +83,7 @@ def _weight(
         try:
             wide = pool if _LEAST_ROWS <= rows <= _WIDE_ROWS and features < 100_000 else []
             entries.append(_timed(library, weights, rows, held, wide))
-        except Exception as error:  # one gemm that cannot be timed must not lose the others
+        except Exception as error:  # one GEMM that cannot be timed must not lose the others
             print(f"{rows} rows of {features} x {width}: {error!r}", flush=True)
     library.close()
     return entries
@@ -126,7 +126,7 @@ def _named(library: Any, x: Any, code: str, out: Any, weight: Any) -> Any:
 
 
 def _right(library: Any, x: Any, weight: Any, code: str) -> bool:
-    """Whether it computes the gemm at all: a wrong one must not win."""
+    """Whether it computes the GEMM at all: a wrong one must not win."""
     import torch
 
     got = library.gemm(x, weight, code)

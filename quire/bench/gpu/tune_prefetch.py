@@ -1,8 +1,7 @@
-"""Times GEMMs that ask ahead for their weights against what the table of GEMMs takes so far, and adds the
-winners to it.
+"""Times GEMMs that prefetch their weights against the kernels in the GEMM table, and adds the winners to the table.
 
-A gemm is timed behind a norm, as in a decode step: what counts is when the next one may begin, and that it starts
-while the norm still ends is what it has over the library's. Kernels are compiled beforehand by one process per weight.
+A GEMM is timed behind a norm, as in a decode step: its gain over the library is that it starts while the norm still
+runs. Kernels are compiled beforehand by one process per weight.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _MOST_STAGES = 16
 _MULTIPROCESSORS, _LEAST_GROUPS = 132, 40
 _LEAST_BYTES = 2e8
 _LEAST_GAIN, _CHAIN_GAIN, _CHAIN_ROWS = 1.05, 0.955, 64
-"""What it must gain. Up to `_CHAIN_ROWS` rows it may even lose a little: a gemm of the library in between keeps the
-next one from asking ahead, which this bench does not see."""
+"""What it must gain. Up to `_CHAIN_ROWS` rows it may even lose a little: after a GEMM of the library the next one
+cannot prefetch, a cost that this bench does not measure."""
 _KEPT = ("rows", "features", "width", "form", "kernel", "sizes", "TB/s", "us")
 
 
@@ -91,7 +90,7 @@ def _weight(model: str, index: int, counts: Iterable[int], dry: bool) -> Iterato
 
 
 class _Around:
-    """A gemm with what is next to it in a decode step: the norm before it; at one row also gate or residual."""
+    """A GEMM with what is next to it in a decode step: the norm before it; at one row also gate or residual."""
 
     def __init__(self, ops: Any, rows: int, width: int, features: int, form: str) -> None:
         import torch
@@ -116,7 +115,7 @@ class _Around:
         return self.ops.act_mul(found, gated) if gated else found
 
     def right(self, gemm: Callable[..., Any] | None, weight: Any) -> bool:
-        """Whether it computes the gemm at all: a wrong one must not win."""
+        """Whether it computes the GEMM at all: a wrong one must not win."""
         got, want = self(gemm, weight).float(), self(None, weight).float()
         return bool(((got - want).abs().max() <= 0.02 * want.abs().max()).item())
 

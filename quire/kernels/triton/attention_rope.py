@@ -20,9 +20,9 @@ from quire.kernels.triton.attention_split import PIECE_STEP, DecodeSplit
 from quire.kernels.types import HeadShape, HeadTurn, LayerCache
 
 _LINE = 128
-"""Bytes of a line of the second cache."""
+"""Bytes of a line of the L2 cache."""
 _LEAST_HALF = 16
-"""Features of half a head that a tensor core's product takes at least."""
+"""Fewest features of half a head that a tensor core multiplies."""
 _WIDEST = 128
 """Wider heads (Gemma's 256) were never tried in this kernel on a chip: they rotate in a kernel of their own."""
 
@@ -79,7 +79,7 @@ def _rope_decode_kernel(
     head = tl.program_id(0)
     task = tl.program_id(1)
     seq = tl.load(task_seq + task)
-    # All but qkv is older than the kernel before this one, so it is read while that one still runs.
+    # The previous kernel writes only qkv: everything else is read while it still runs.
     owner = tl.maximum(seq, 0)
     piece = tl.load(task_piece + task)
     pieces = tl.load(piece_count + owner)
@@ -143,7 +143,7 @@ def _rope_decode_kernel(
             tl.store(v_cache + place + HALF, far, mask=is_v)
             # The loop below reads them back: the barrier makes one warp's stores visible to the others' loads.
             tl.debug_barrier()
-        # Two products of half the features: joined to one, the halves took the loads of K their fast instructions.
+        # Two dots over half the features each: with the halves joined, K was no longer loaded by wide instructions.
         _attend_piece(
             low,
             high,
@@ -200,7 +200,7 @@ def _ask_for_keys(
     KEYS: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Bring the first KEYS keys and values of a piece to the second cache; nobody waits for them."""
+    """Prefetch the first KEYS keys and values of a piece into the L2 cache, without waiting for them."""
     position = tl.maximum(tl.minimum(begin + tl.arange(0, KEYS), end - 1), visible)
     block = tl.load(table + position // PAGE).to(tl.int64)
     base = ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
@@ -254,8 +254,8 @@ def rope_decode_attention(
     """`rope_and_cache` and `decode_attention` of the S sequences of `split`, whose newest tokens are the rows of qkv.
 
     Sequence s is at position context_len[s] - 1, whose key and value go to its place in the block table; one of no
-    length writes nothing. qkv itself stays as it is. `prefetch` asks for old keys while the kernel before still runs;
-    `carried` as in `decode_attention`.
+    length writes nothing. qkv itself stays as it is. `prefetch` loads old keys into the L2 cache while the previous
+    kernel still runs; `carried` as in `decode_attention`.
     """
     group = shape.num_heads // shape.num_kv_heads
     if out is None:

@@ -1,4 +1,4 @@
-"""Which kernel multiplies so many rows by which weight: a small table, measured once and kept with the code.
+"""Which kernel runs a GEMM, by its rows and its weight's shape: a small table, measured once and kept with the code.
 
 `gemm_table.json` has one entry per (rows, weight, form) that `quire bench gpu --tune` timed; a weight that is not in
 it takes the choice of the one nearest in shape. Nothing is timed at start.
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 PLAIN, NORM, GATED = "plain", "norm", "gated"
-"""Forms of a product: alone (with or without a residual), after a norm, after a norm and before a gate."""
+"""What is fused with a GEMM: nothing but a residual, the norm before it, that norm and the gate after it."""
 LIBRARY = "library"
 
 @dataclass(frozen=True, slots=True)
 class GemmChoice:
-    """`row`, `apart` (a norm of its own, then `row`), `vector`, `ahead` (with their sizes) or the library's
-    product; before all of them the library's `algorithm`, where its version knows it (`quire.kernels.cublas`)."""
+    """The kernel of a GEMM: `row`, `norm_then_row` (the norm in its own kernel), `vector` or `prefetch` with their
+    sizes, or `library` (cuBLAS). A cuBLASLt `algorithm` comes first where the installed version has it
+    (`quire.kernels.cublas`)."""
 
     kernel: str = LIBRARY
     sizes: tuple[int, ...] = ()
@@ -83,7 +84,7 @@ def choose(known: Iterable[TimedGemm], rows: int, features: int, width: int, for
 
 
 def lookup(rows: int, features: int, width: int, dtype: torch.dtype, form: str = PLAIN) -> GemmChoice:
-    """What multiplies `rows` rows by a weight [features, width]; float32 has no tensor cores to gain from."""
+    """The kernel for `rows` rows times a weight [features, width]; float32 has no tensor cores to gain from."""
     if dtype == torch.float32:
         return GemmChoice("row", (4, 512, 4)) if rows == 1 else GemmChoice("vector") if rows <= 4 else GemmChoice()
     counts = _row_counts()

@@ -18,15 +18,15 @@ _capturing = Lock()
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that all graphs of a process are captured on. cuBLAS keeps a workspace (32 MiB on Hopper) for every
-    stream it ever ran on, for good: streams of their own would leave some behind with every engine that is closed.
-    Graphs captured here share the workspace; they may, since all are replayed on one stream, one after another."""
+    """The stream that all graphs of a process are captured on. cuBLAS never frees the workspace (32 MiB on Hopper) of
+    a stream it ran on, so a stream per engine would leak one with every engine that is closed. Graphs may share the
+    workspace, since all are replayed on one stream, one after another."""
     return torch.cuda.Stream(device)
 
 
 class GraphCache:
-    """Replays `launch(rung, drafts)` from a graph, with or without drafts among its rows. Capture the largest rung
-    first: the others then fit in its memory."""
+    """Replays `launch(rung, separate_rope)` from a captured graph (see `StepLaunches.decode`). The largest rung is
+    captured first: the others then fit in its memory."""
 
     def __init__(self, device: torch.device, launch: Callable[[Any, bool], None], pool: Any = None) -> None:
         """A rung may be anything that has an order. `pool`: of other graphs, which never run at the same time."""

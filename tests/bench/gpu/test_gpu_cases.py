@@ -30,7 +30,7 @@ def test_kinds_of_work_add_up_to_the_limit_of_a_case(case: str) -> None:
     requests = requests_of(case)
     kinds = least_by_kind(MODELS["8b"], requests)
     together = sum(seconds for seconds, _ in kinds.values())
-    # Apart they may take a little longer: in one step products may wait for FLOPs while attention reads.
+    # Apart they may take a little longer: in one step GEMMs may wait for FLOPs while attention reads.
     assert 0.999 < together / least_seconds(case, MODELS["8b"], requests) < 1.1
 
 
@@ -68,7 +68,7 @@ def test_a_table_keeps_what_was_not_timed_again(tmp_path: Path, monkeypatch: pyt
 
     gpu_tune.write(str(path), [entry(1, "library"), entry(2, "library")])
     gpu_tune.write(str(path), [entry(1, "row")])
-    found = json.loads(path.read_text())["GEMM"]
+    found = json.loads(path.read_text())["gemms"]
     assert [(line["rows"], line["kernel"]) for line in found] == [(1, "row"), (2, "library")]
 
 
@@ -81,5 +81,5 @@ def test_readings_are_compared_position_by_position() -> None:
 
 
 def test_a_kernel_that_was_launched_early_is_not_charged_for_its_waiting() -> None:
-    spans = [("norm", 0.0, 2.0), ("product", 1.0, 5.0), ("norm", 4.5, 6.0), ("product", 8.0, 9.0), ("ahead", 8.2, 8.8)]
-    assert shares(spans) == {"norm": (3.0, 2), "product": (4.0, 2), "ahead": (0.0, 1)}
+    spans = [("norm", 0.0, 2.0), ("gemm", 1.0, 5.0), ("norm", 4.5, 6.0), ("gemm", 8.0, 9.0), ("early", 8.2, 8.8)]
+    assert shares(spans) == {"norm": (3.0, 2), "gemm": (4.0, 2), "early": (0.0, 1)}

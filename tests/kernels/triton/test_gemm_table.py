@@ -1,4 +1,4 @@
-"""The table of products: the nearest measured weight decides, and every entry names a kernel that exists."""
+"""The GEMM table: the nearest measured weight decides, and every entry names a kernel that exists."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ UNTUNED = {"30b-a3b"}
 """Models of the bench that have not run on a GPU yet: their weights take the choices of the nearest ones."""
 
 
-def test_every_product_of_the_benchmarked_models_was_measured_at_one_row() -> None:
+def test_every_gemm_of_the_benchmarked_models_was_measured_at_one_row() -> None:
     known = {(entry.form, entry.features, entry.width) for entry in table() if entry.rows == 1}
     assert {weight for model in MODELS if model not in UNTUNED for weight in weights_of(model)} <= known
 
 
 def test_an_unknown_weight_takes_the_choice_of_the_nearest_and_of_enough_rows() -> None:
     small, large = GemmChoice("prefetch", (1, 5, 4, 0)), GemmChoice("prefetch", (3, 4, 2, 0))
-    known = [TimedGemm(2, 1000, 1000, PLAIN, small), TimedGemm(2, 8000, 8000, PLAIN, large), TimedGemm(4, 1000, 1000, PLAIN, large)]
+    known = [TimedGemm(2, 1000, 1000, PLAIN, small), TimedGemm(2, 8000, 8000, PLAIN, large),
+             TimedGemm(4, 1000, 1000, PLAIN, large)]
     assert choose(known, 2, 1200, 900, PLAIN) == small
     assert choose(known, 2, 6000, 9000, PLAIN) == large
     assert choose(known, 3, 1000, 1000, PLAIN) == large
@@ -53,7 +54,8 @@ def test_an_unknown_weight_takes_the_choice_of_the_nearest_and_of_enough_rows() 
 
 
 def test_an_algorithm_of_the_library_is_for_the_weight_it_was_timed_on() -> None:
-    known = [TimedGemm(64, 1000, 1000, PLAIN, GemmChoice(algorithm="aa")), TimedGemm(8192, 1000, 1000, PLAIN, GemmChoice())]
+    known = [TimedGemm(64, 1000, 1000, PLAIN, GemmChoice(algorithm="aa")),
+             TimedGemm(8192, 1000, 1000, PLAIN, GemmChoice())]
     assert choose(known, 33, 1000, 1000, PLAIN).algorithm == "aa"
     assert choose(known, 33, 1000, 1008, PLAIN) == GemmChoice()
     assert choose(known, 65, 1000, 1000, PLAIN) == GemmChoice()
@@ -110,12 +112,14 @@ def test_no_kernel_is_compiled_for_a_number_of_rows_that_no_graph_has(
     ops, asked = TritonOps("cpu", torch.bfloat16), []
     x, weight = torch.randn(rows, 256).bfloat16(), torch.randn(64, 256).bfloat16()
     monkeypatch.setattr(gemm_table, "lookup", lambda *_: GemmChoice("prefetch", (1, 3, 2, 0)))
-    monkeypatch.setattr(linear_prefetch, "linear_prefetch", lambda x, w, *_, **__: asked.append(x.shape[0]) or x @ w.t())
+    monkeypatch.setattr(
+        linear_prefetch, "linear_prefetch", lambda x, w, *_, **__: asked.append(x.shape[0]) or x @ w.t()
+    )
     assert torch.equal(ops.linear(x, ops.pack_linear(weight)), x @ weight.t())
     assert asked == [rows] * prefetch
 
 
-def test_every_product_that_asks_ahead_fits_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_prefetching_gemm_fits_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the table, and those that the tuner would try."""
     from quire.bench.gpu import tune_prefetch as gpu_tune_prefetch
     from quire.kernels.triton import linear_prefetch

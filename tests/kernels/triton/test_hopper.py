@@ -35,14 +35,14 @@ def test_every_kernel_compiles_and_none_spills_registers(compiled: dict[str, Any
     assert {name: size for name, size in stacks.items() if size > 64} == {}
 
 
-def test_no_product_and_sum_is_fused_in_the_attention_of_deterministic_mode(compiled: dict[str, Any]) -> None:
+def test_no_multiply_add_is_fused_in_the_attention_of_deterministic_mode(compiled: dict[str, Any]) -> None:
     """A fused one rounds once: with it in the loop without a mask only, bits depended on where a chunk began."""
     assert compiled["mixed bfloat16"]["fused"] > 0 == compiled["exact bfloat16"]["fused"]
-    # In float32 the products of the matrices themselves are fused, the same in both loops; nothing else may be.
+    # In float32 the multiply-adds of the dots themselves are fused, the same in both loops; nothing else may be.
     assert compiled["exact float32"]["fused"] % 256 == 0 != compiled["mixed float32"]["fused"] % 256
 
 
-def test_the_product_of_one_row_meets_shared_memory_only_in_its_final_sums(compiled: dict[str, Any]) -> None:
+def test_the_linear_of_one_row_meets_shared_memory_only_in_its_final_sums(compiled: dict[str, Any]) -> None:
     # Three sums (two halves of the gate, the norm's squares) of two barriers each, with some to spare.
     assert compiled["row bfloat16"]["barriers"] <= 10
 
@@ -71,7 +71,7 @@ PREFETCH = {"few": (4, 4), "tiles": (6, 2), "shared": (2, 6), "many": (3, 7)}
 
 
 @pytest.mark.parametrize("name", PREFETCH)
-def test_a_product_asks_for_weights_before_the_kernel_ahead_has_ended_and_for_rows_after(
+def test_a_gemm_prefetches_weights_before_the_previous_kernel_has_ended_and_loads_rows_after(
     compiled: dict[str, Any], name: str
 ) -> None:
     kernel, (tiles, boxes) = compiled[f"prefetch {name} bfloat16"], PREFETCH[name]
@@ -90,7 +90,7 @@ def test_a_product_asks_for_weights_before_the_kernel_ahead_has_ended_and_for_ro
 def test_a_place_of_the_ring_is_said_to_be_free_when_all_warps_have_read_it(
     compiled: dict[str, Any], name: str
 ) -> None:
-    """A warp waits for its own products, and one thread speaks for all: the compiler must set a barrier between."""
+    """A warp waits for its own MMAs, and one thread speaks for all: the compiler must set a barrier between."""
     steps = compiled[f"prefetch {name} bfloat16"]["bulk_copies"]
     arrivals = [place for place, step in enumerate(steps) if step == "mbarrier.arrive"]
     waits = [place for place, step in enumerate(steps) if step == "wgmma.wait_group"]
@@ -99,14 +99,14 @@ def test_a_place_of_the_ring_is_said_to_be_free_when_all_warps_have_read_it(
 
 
 @pytest.mark.parametrize("name", PREFETCH)
-def test_a_product_that_asks_ahead_leaves_registers_to_the_next_kernel(compiled: dict[str, Any], name: str) -> None:
+def test_a_prefetching_gemm_leaves_registers_to_the_next_kernel(compiled: dict[str, Any], name: str) -> None:
     """And needs no stack, though those who load give most of theirs away."""
     found = dict(each.split(":") for each in compiled[f"prefetch {name} bfloat16"]["resources"].split())
     assert int(found["REG"]) <= 168 and int(found["STACK"]) == 0
 
 
 @pytest.mark.parametrize(("name", "rows", "shape"), [("shared", 48, (1, 6, 2, 1)), ("many", 112, (3, 4, 1, 0))])
-def test_a_product_that_adds_a_bias_or_residual_needs_the_shared_memory_that_is_asked_of_its_shape(
+def test_a_gemm_that_adds_a_bias_or_residual_needs_the_shared_memory_that_is_asked_of_its_shape(
     compiled: dict[str, Any], name: str, rows: int, shape: tuple[int, ...]
 ) -> None:
     """The ring, what sums pass through to where they are stored, and barriers."""

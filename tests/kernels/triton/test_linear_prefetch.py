@@ -1,4 +1,4 @@
-"""Products that ask ahead for their weights, run by our interpreter, which also checks how they wait and refill."""
+"""GEMMs that prefetch their weights, run by our interpreter, which also checks how they wait and refill."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def numbers(*size: int, seed: int) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def product(x: Tensor, weight: Tensor, *added: Tensor | None) -> Tensor:
+def gemm(x: Tensor, weight: Tensor, *added: Tensor | None) -> Tensor:
     sums = x.double() @ weight.double().t()
     return sum((each.double() for each in added if each is not None), start=sums).to(x.dtype)
 
@@ -76,7 +76,7 @@ def check(
         out = torch.full((rows, features), float("nan"), dtype=dtype)
         with programs(count), interpreting(order, seed) as runs:
             got = linear_prefetch(x, weight, bias, residual, sizes=sizes, scratch=places, out=out, pdl=seed is not None)
-        assert got is out and torch.equal(got, product(x, weight, bias, residual))
+        assert got is out and torch.equal(got, gemm(x, weight, bias, residual))
         assert not places.arrived.any()
         found += runs
     return found
@@ -105,7 +105,7 @@ def check(
         (256, 256, 256, PrefetchShape(1, 3, 1), 3),
     ],
 )
-def test_shares_of_every_shape_add_up_to_the_product(
+def test_shares_of_every_shape_add_up_to_the_gemm(
     rows: int, features: int, width: int, sizes: PrefetchShape, count: int | None
 ) -> None:
     check(rows, features, width, sizes, count)
@@ -162,11 +162,11 @@ def test_bits_depend_neither_on_the_order_of_programs_nor_on_that_of_their_warps
                 sizes = PrefetchShape(1, 4, slabs)
                 got.append(linear_prefetch(x, weight, bias, residual, sizes=sizes, scratch=scratch(), pdl=True))
         assert all(torch.equal(each, got[0]) for each in got[1:])
-        assert (got[0] - product(x, weight, bias, residual)).abs().max() < 0.5
+        assert (got[0] - gemm(x, weight, bias, residual)).abs().max() < 0.5
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_ring_is_full_of_weights_before_the_kernel_ahead_has_ended(seed: int | None) -> None:
+def test_the_ring_is_full_of_weights_before_the_previous_kernel_has_ended(seed: int | None) -> None:
     x, weight = whole(4, 1024, seed=1), whole(256, 1024, seed=2)
     with programs(6), interpreting(seed=seed) as runs:
         linear_prefetch(x, weight, sizes=PrefetchShape(1, 4, 2), scratch=scratch(), pdl=True)
@@ -230,7 +230,7 @@ def test_what_the_kernel_cannot_multiply_does_not_fit(monkeypatch: pytest.Monkey
 
 
 def test_a_weight_whose_turns_the_kernel_cannot_count_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn of a program is found by products of 32 bits."""
+    """A turn of a program is found by multiplying 32-bit numbers."""
     monkeypatch.setattr(host, "_multiprocessors", lambda device: 4)
     x, places = torch.empty(1, 1 << 14, dtype=torch.bfloat16), PrefetchScratch.allocate("cpu", 1)
     # So large a weight is there in name only.
@@ -268,7 +268,7 @@ _LAST = "        mbarrier.arrive(free.index((last - 1 - begin) % STAGES))\n"
 _FREE = "mbarrier.wait(free.index(stage), done // STAGES - 1 & 1)"
 _ROWS = (
     "    for turn in range(begin, early):\n"
-    "        _ask_rows(x, full, x_ring, turn, turn - begin, turns, SLABS, BOXES)\n"
+    "        _load_rows(x, full, x_ring, turn, turn - begin, turns, SLABS, BOXES)\n"
 )
 _GDC = "    if PDL:\n        gdc_wait()\n"
 _GROUPS = "    for group in range("
@@ -277,9 +277,9 @@ _WEIGHT, _READ = "ring.index((stage * SLABS + slab) * TILES + tile)", "first = (
 # One wrong word each, and who complains. `None`: no rule is broken, the numbers are wrong.
 MUTATIONS = {
     # Between the copy engine and those who multiply.
-    "parity": ("done // STAGES & 1", "(done // STAGES + 1) & 1", "a product of what"),
-    "parity of the second turn": ("done // STAGES & 1", "0", "a product of what|never ends"),
-    "no wait for the copy": ("mbarrier.wait(full.index(stage), done // STAGES & 1)", "pass", "a product of what"),
+    "parity": ("done // STAGES & 1", "(done // STAGES + 1) & 1", "an MMA of what"),
+    "parity of the second turn": ("done // STAGES & 1", "0", "an MMA of what|never ends"),
+    "no wait for the copy": ("mbarrier.wait(full.index(stage), done // STAGES & 1)", "pass", "an MMA of what"),
     "not expected": ("mbarrier.expect(full.index(stage), BYTES)", "pass", "0 expected"),
     "a slab expected": ("BYTES: gl.constexpr = SLABS * (", "BYTES: gl.constexpr = (", "bytes asked for"),
     "a tile expected": ("TILES * weight.block_type.nbytes", "weight.block_type.nbytes", "bytes asked for"),
@@ -290,14 +290,14 @@ MUTATIONS = {
     "asked beyond a short share": ("gl.minimum(begin + STAGES, end)", "begin + STAGES", "copies under way"),
     "not all asked for": ("range(early, end)", "range(early, end - 1)", r"ends: _multiply waits for .* of full\["),
     "rows without slabs": ("= ring.index(stage * SLABS + slab)", "= ring.index(stage + slab)", _OVER),
-    "rows read without slabs": ("x_ring.index(stage * SLABS + slab)", "x_ring.index(stage + slab)", "a product|over"),
+    "rows read without slabs": ("x_ring.index(stage * SLABS + slab)", "x_ring.index(stage + slab)", "an MMA|over"),
     "columns without slabs": ("(turn % turns * SLABS + slab)", "(turn % turns + slab)", None),
     "one slab twice": ("x_ring.index(stage * SLABS + slab)", "x_ring.index(stage * SLABS)", _OVER),
     "weights without slabs": (_WEIGHT, "ring.index((stage + slab) * TILES + tile)", _OVER),
     "weights without tiles": (_WEIGHT, "ring.index(stage * SLABS + slab + tile)", _OVER),
-    "weights read without slabs": (_READ, _READ.replace(" * SLABS", ""), "a product of what|" + _OVER),
-    "weights read without tiles": (_READ, _READ.replace(" * TILES", ""), "a product of what|" + _OVER),
-    "one tile twice": ("w_ring.index(first + tile)", "w_ring.index(first)", _OVER + "|no product has read"),
+    "weights read without slabs": (_READ, _READ.replace(" * SLABS", ""), "an MMA of what|" + _OVER),
+    "weights read without tiles": (_READ, _READ.replace(" * TILES", ""), "an MMA of what|" + _OVER),
+    "one tile twice": ("w_ring.index(first + tile)", "w_ring.index(first)", _OVER + "|no MMA has read"),
     "the slab of another tile": ("(turn // turns * TILES + tile) * F", "(turn // turns + tile) * F", None),
     "the sums of another tile": ("rows, sums[tile], is", "rows, sums[0], is", None),
     "no fence": ("    fence_async_shared()\n", "", "before the fence"),
@@ -322,12 +322,12 @@ MUTATIONS = {
     "said to be read twice": (_ARRIVES, _ARRIVES.replace("turn > first", "turn > begin"), _OVER + "|" + _NEVER),
     "said to be read before any": (_ARRIVES, _ARRIVES.replace("turn > first", "True"), _OVER),
     "two must have read": ("init(free.index(stage), count=1)", "init(free.index(stage), count=2)", _NEVER),
-    # Between products and their sums.
-    "no wait for the sums": (_SUMS, "", "before their product"),
-    "waited for too few": (_SUMS, _SUMS.replace("0,", "1,"), "before their product"),
+    # Between MMAs and their sums.
+    "no wait for the sums": (_SUMS, "", "before their MMA"),
+    "waited for too few": (_SUMS, _SUMS.replace("0,", "1,"), "before their MMA"),
     # With other kernels and programs.
-    "multiplies with the kernel ahead": (_GDC + _GROUPS, _GROUPS, "before gdc_wait"),
-    "loads with the kernel ahead": (_GDC + _ROWS, _ROWS, "x is asked for before gdc_wait"),
+    "multiplies with the previous kernel": (_GDC + _GROUPS, _GROUPS, "before gdc_wait"),
+    "loads with the previous kernel": (_GDC + _ROWS, _ROWS, "x is asked for before gdc_wait"),
     "asks for rows too early": (_GDC + _ROWS, _ROWS + _GDC, "x is asked for before gdc_wait"),
     "not published": ("        gl.thread_barrier()\n", "", "does not publish"),
     "parts in the wrong place": ("(first == begin).to", "(first != begin).to", None),
@@ -345,7 +345,7 @@ MUTATIONS = {
 }
 # Said to be read while it is: whether it is harmed depends on time, that it may be does not.
 EARLY = {
-    "a product too few": (("_waited(sums, SLABS * TILES,", "_waited(sums, SLABS * TILES + 1,"),),
+    "an MMA too few": (("_waited(sums, SLABS * TILES,", "_waited(sums, SLABS * TILES + 1,"),),
     "a turn too few": (("_waited(sums, SLABS * TILES,", "_waited(sums, 2 * SLABS * TILES,"),),
     "before the wait": ((_ARRIVES, ""), (_TURN, _ARRIVES + _TURN)),
     "before the last wait": ((_SUMS + _LAST, _LAST + _SUMS),),
@@ -391,7 +391,7 @@ def test_a_place_that_is_free_too_early_is_noticed_whenever_it_is_filled(
     monkeypatch.setattr(host, "prefetch_kernel", mutated(tmp_path, *EARLY[name]))
     x, weight = whole(3, 1024, seed=1), whole(128 * tiles, 1024, seed=2)
     for seed in SEEDS:
-        complains = pytest.raises(ProtocolError, match="copied over what a product still reads")
+        complains = pytest.raises(ProtocolError, match="copied over what an MMA still reads")
         with complains, programs(1), interpreting(seed=seed):
             linear_prefetch(x, weight, sizes=PrefetchShape(tiles, 3, slabs), scratch=scratch())
 
