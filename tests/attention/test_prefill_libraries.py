@@ -216,7 +216,7 @@ def test_a_verdict_is_kept_and_spares_the_next_start_the_trial(monkeypatch: pyte
 
     def trial(self: Any, shape: Any, candidates: Any) -> None:
         trials.append([candidate.name for candidate in candidates])
-        self.prompts = candidates[-1]
+        self.prefill_library = candidates[-1]
 
     monkeypatch.setattr(TritonAttention, "try_out", trial)
     verdicts = prefill_libraries.Verdicts(tmp_path / "deep" / "attention.json")
