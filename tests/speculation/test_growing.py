@@ -55,8 +55,8 @@ def test_a_text_that_repeats_itself_goes_on() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 4), st.integers(2, 5), st.integers(1, 6),
        st.integers(1, 20), st.booleans())
-def test_every_beginning_is_a_tree_of_different_siblings(text: list[int], least: int, width: int, depth: int, nodes: int,
-                                                        cached: bool) -> None:
+def test_every_beginning_is_a_tree_of_different_siblings(text: list[int], least: int, width: int, depth: int,
+                                                        nodes: int, cached: bool) -> None:
     shape = TreeShape(width, depth, max(nodes, depth))
     if cached:
         source = SuffixSource(least, 1000)
