@@ -190,8 +190,9 @@ class TorchOps(Ops):
         starts, lengths = ctx.query_start.tolist(), ctx.context_len.tolist()
         for s, length in enumerate(lengths):
             lo, hi = starts[s], starts[s + 1]
-            blocks = ctx.block_tables[group][s].long()
-            kept = layer.latents[blocks].reshape(1, -1, shape.width)[:, _places(length, _detour(ctx, s))]
+            places = _places(length, _detour(ctx, s))
+            blocks = ctx.block_tables[group][s, places // layer.block_size].long()
+            kept = layer.latents[blocks, 0, places % layer.block_size][None]
             queries = torch.arange(length - (hi - lo), length, device=q.device)
             visible = _visible(queries, torch.arange(length, device=q.device), None)
             out[lo:hi] = softmax_attention(heads[lo:hi], kept, kept[..., : shape.rank], visible, scale, None)
