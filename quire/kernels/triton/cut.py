@@ -4,7 +4,7 @@ A sample of the row, with the largest logit of every block, gives a guess of the
 weight (or the number) of the tokens above a few pivots, most of them near the guess. Where too many tokens are left
 between the two that enclose the cut, a second pass puts its pivots there. The tokens that are left are collected, and
 a search among them finds the cut: exact, since weights are integers there, and the same whatever the order in which
-programs run. Sums above pivots are rounded, so a pivot counts only if it clears the cut by more than the rounding error.
+programs run. Sums above pivots are rounded, so a pivot counts only if it clears the cut by more than that rounding.
 Blocks are read by one warp each, which needs no barrier to sum.
 """
 
