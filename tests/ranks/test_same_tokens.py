@@ -52,8 +52,8 @@ def test_ranks_give_the_bits_of_one(tiny_llama: Path, plain: list[Any], tensor_s
 def test_draft_trees_on_ranks(tiny_llama: Path, plain: list[Any]) -> None:
     """Every tensor rank moves its share of a branch that was kept; stages are refused by name."""
     speculation = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False, "tree": {"width": 3}}
-    options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads", "num_kv_blocks": 32}
-    assert everything(tiny_llama, speculative_config=speculation, **options) == plain
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
+    assert everything(tiny_llama, speculative_config=speculation, num_kv_blocks=32, **options) == plain
     with pytest.raises(ConfigError, match="tree does not go with pipeline_parallel_size"):
         everything(tiny_llama, speculative_config=speculation, pipeline_parallel_size=2)
 
