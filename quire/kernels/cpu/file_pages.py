@@ -1,7 +1,7 @@
 """Lets go of pages of loaded libraries that nothing but their import has read.
 
-Importing torch runs the initialisers of most of its code: 75 MB of it stay in the process's memory, of which a CPU engine
-touches a third again. The rest is in the system's file cache anyway, and comes back from there when it is wanted.
+Importing torch runs the initialisers of most of its code: 75 MB of it stay in the memory of the process, of which a CPU
+engine touches a third again. The rest is in the file cache of the system anyway, and comes back from there when wanted.
 """
 
 from __future__ import annotations
