@@ -17,8 +17,8 @@ PROMPTS = [[1 + (7 * i + j) % 120 for j in range(40)] for i in range(6)]
 
 def engine(folder: Path, steps: int, **options: object) -> LLM:
     (folder / "config.json").write_text(json.dumps(QWEN3))
-    return LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, device="cpu", num_threads=1, max_model_len=64,
-               num_kv_blocks=64, max_num_batched_tokens=64, max_steps_in_flight=steps, **options)  # fmt: skip
+    return LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, device="cpu", num_threads=1,
+               max_model_len=64, num_kv_blocks=64, max_num_batched_tokens=64, max_steps_in_flight=steps, **options)
 
 
 def started_before_the_last_was_added(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
