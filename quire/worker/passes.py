@@ -29,8 +29,7 @@ class Passes:
         self._group = None if collectives is None else collectives.group
         self._before = None if collectives is None else collectives.before
         self._after = None if collectives is None else collectives.after
-        # Ranks talk to each other in a pass, which only plain calls do.
-        self._recorder = decoder.ops.recorder() if self.alone else None
+        self.recorder = decoder.ops.recorder(self._group)
 
     @property
     def alone(self) -> bool:
@@ -40,12 +39,13 @@ class Passes:
                 kept: Sequence[int] | None = None) -> ResidualStream:
         """The stream after this stage's layers, or after those of them that are `kept`."""
         place = self.place
-        if self._recorder is not None:
-            rows = self._recorder.run(None if kept is None else tuple(kept), ids, ctx, caches,
-                                      lambda: self._run(ids, ctx, caches, kept).settled())
-            return self._decoder.resumed(rows)
         x = ids if place.is_first else self._take_over(_known(self._before), ids)
-        stream = self._run(x, ctx, caches, kept)
+        if self.recorder is None:
+            stream = self._run(x, ctx, caches, kept)
+        else:
+            stream = self._decoder.resumed(self.recorder.run(
+                None if kept is None else tuple(kept), x, ctx, caches,
+                lambda: self._run(x, ctx, caches, kept).settled()))
         if not place.is_last:
             after = _known(self._after)
             send_tensor(after, torch.cat((torch.tensor([ids.numel()]), ids)))
