@@ -123,12 +123,33 @@ class PlanEncoder:
             _write_odd(out, entries[place])
 
 
+@dataclass(slots=True)
+class _Entries:
+    """Of a step in which every entry decodes one token and nothing else."""
+
+    entries: list[PlanEntry]
+    moved: bool = False
+    """They are those of the next step already."""
+
+    def move_on(self) -> None:
+        if not self.moved:
+            for entry in self.entries:
+                entry.start += 1
+        self.moved = True
+
+
 class PlanDecoder:
     """Entries of decoding steps are the same objects from step to step, moved on: they are valid until the next
-    `decode`."""
+    `decode` or `prepare`."""
 
     def __init__(self) -> None:
-        self._recent: list[list[PlanEntry]] = []
+        self._recent: list[_Entries] = []
+        self._latest: _Entries | None = None
+
+    def prepare(self) -> None:
+        """The step is over, and there is time until the next: it is likely to continue this one."""
+        if self._latest is not None:
+            self._latest.move_on()
 
     def decode(self, data: bytes) -> tuple[StepPlan, list[Learned]]:
         step, *counts = _HEAD.unpack_from(data)
@@ -156,11 +177,12 @@ class PlanDecoder:
 
     def _read_entries(self, source: FieldReader, count: int) -> list[PlanEntry]:
         continued = source.take(1)[0]
+        self._latest = None
         if continued:
-            entries = self._recent[continued - 1]
-            for entry in entries:
-                entry.start += 1
-            return entries
+            self._latest = known = self._recent[continued - 1]
+            known.move_on()
+            known.moved = False
+            return known.entries
         rows, starts, counts = (source.column(INT, count) for _ in range(3))
         samples = list(map(bool, source.take(count)))
         entries = list(map(PlanEntry, rows, starts, counts, samples))
@@ -168,7 +190,8 @@ class PlanDecoder:
         for place in odd:
             _read_odd(source, entries[place])
         if not odd and counts.count(1) == count and False not in samples:
-            self._recent = [entries, *self._recent[: _RECENT - 1]]
+            self._latest = _Entries(entries)
+            self._recent = [self._latest, *self._recent[: _RECENT - 1]]
         return entries
 
 

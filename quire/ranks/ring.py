@@ -32,8 +32,10 @@ def ring_bytes(num_readers: int, capacity: int = RING_BYTES) -> int:
 
 
 class RingWriter:
-    def __init__(self, memory: SharedMemory, num_readers: int) -> None:
+    def __init__(self, memory: SharedMemory, num_readers: int, offers_core: bool = False) -> None:
+        """`offers_core`: there are as many readers as cores, so one of them waits for the writer's."""
         self._memory, self._num_readers = memory, num_readers
+        self._offers_core = offers_core
         self._capacity = memory.size - _LINE * (1 + num_readers)
         self._written = 0
         self._library = load()
@@ -58,9 +60,11 @@ class RingWriter:
             written = self._append(self._memory.address, self._num_readers, self._capacity, piece, len(piece), more)
             if written != self._written:
                 self._written = written
-                return
+                break
             check()
             time.sleep(_FULL_SECONDS)
+        if self._offers_core:
+            self._library.quire_ring_yield()
 
 
 class RingReader:

@@ -70,6 +70,9 @@ EXPORT uint64_t quire_ring_write(char *address, int64_t num_readers, uint64_t ca
     return after;
 }
 
+/* Let a reader that waits for this core have it. */
+EXPORT void quire_ring_yield(void) { sched_yield(); }
+
 /* Something is about to be published: readers that sleep get up and spin. */
 EXPORT void quire_ring_wake(void *address) { wake(address); }
 
