@@ -285,8 +285,8 @@ class StepRecorder:
                                  for offset, (rows, width) in step.outs)
         return step.results
 
-
-    def _failed_replay(self, step: RecordedStep, state: int, forward: Callable[[], Tensor]) -> Tensor:
+    def _failed_replay(self, step: RecordedStep, state: int, forward: Callable[[], tuple[Tensor, ...]]
+                       ) -> tuple[Tensor, ...]:
         """A call has found something wrong. Alone, plain calls say what it is. Where ranks share the step they have
         exchanged something already, and another forward would hand them values of other layers."""
         if self._ranks is None:
@@ -294,7 +294,7 @@ class StepRecorder:
         name = step.calls[self._failed.value][0]
         if name in GROUP_KERNELS:
             self._ranks.check(state)
-        raise EngineError(f"{name} refused a recorded step of {step.out_shape[0]} tokens: {state}")
+        raise EngineError(f"{name} refused a recorded step: {state}")
 
 
 def has_recorded_form(library: ctypes.CDLL, name: str) -> bool:

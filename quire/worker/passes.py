@@ -58,14 +58,14 @@ class Passes:
         inner = [name for name in states if name != FINAL]
         if not inner:
             return self.forward(ids, ctx, caches), {}
-        if self._recorder is None:
+        if self.recorder is None:
             return self._decoder.forward_capturing(ids, ctx, caches, inner)
 
         def forward() -> tuple[Tensor, ...]:
             stream, captured = self._decoder.forward_capturing(ids, ctx, caches, inner)
             return stream.settled(), *(captured[name] for name in inner)
 
-        rows, *others = self._recorder.run_all(("capturing", *inner), ids, ctx, caches, forward)
+        rows, *others = self.recorder.run_all(("capturing", *inner), ids, ctx, caches, forward)
         return self._decoder.resumed(rows), dict(zip(inner, others, strict=True))
 
     def _run(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
