@@ -95,8 +95,10 @@ class CpuOps(Ops):
         finally:
             self._call_through(self.library)
 
-    def recorder(self) -> StepRecorder:
-        return StepRecorder(self)
+    def recorder(self, ranks: TensorGroup | None = None) -> StepRecorder | None:
+        if ranks is None:
+            return StepRecorder(self)
+        return None if ranks.in_kernels is None else StepRecorder(self, ranks.in_kernels)
 
     def set_num_threads(self, count: int) -> None:
         """Threads that one operation may use, the caller's included; a property of the process's library."""
@@ -200,7 +202,7 @@ class CpuOps(Ops):
         residual: Tensor | None,
     ) -> Tensor:
         """In one call where ranks share memory: the sums are written where the others read them."""
-        shared = ranks.shared_memory(tree)
+        shared = ranks.in_kernels
         if shared is None:
             return super().linear_over_ranks(x, w, ranks, tree, bias, residual)
         rows = rows_of(x, w.in_features)
@@ -210,9 +212,28 @@ class CpuOps(Ops):
             raise EngineError(f"a bias of {bias.shape[0]} elements for {w.out_features} features")
         out = torch.empty(rows, w.out_features)
         shared.check(self._group_linear(
-            shared.group, x.data_ptr(), w.panels_ptr, w.format_code, rows, w.out_features, w.in_features, w.slices_ptr,
-            w.num_slices, w.num_nodes, shared.steps, shared.num_steps,
+            shared.address, x.data_ptr(), w.panels_ptr, w.format_code, rows, w.out_features, w.in_features,
+            w.slices_ptr, w.num_slices, w.num_nodes, *shared.steps(tree),
             None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+        ))  # fmt: skip
+        return out
+
+    def embed_over_ranks(
+        self, ids: Tensor, w: PanelLinear, ranks: TensorGroup, runs: Sequence[tuple[int, int]], ends: Tensor
+    ) -> Tensor:
+        """In one call where ranks share memory."""
+        shared = ranks.in_kernels
+        if shared is None:
+            return super().embed_over_ranks(ids, w, ranks, runs, ends)
+        ids = ids if ids.dtype is I64 and ids.is_contiguous() else ids.to(I64).contiguous()
+        count = ids.numel()
+        if self._library.quire_check_ids(ids.data_ptr(), count, runs[-1][1]):
+            raise EngineError(f"a token id lies outside 0..{runs[-1][1] - 1}")
+        ranks.rows_at_once(4 * w.in_features)  # a row must fit
+        out = torch.empty(count, w.in_features)
+        shared.check(self._library.quire_group_embed(
+            shared.address, ids.data_ptr(), count, ends.data_ptr(), w.panels_ptr, w.format_code, w.in_features,
             out.data_ptr(),
         ))  # fmt: skip
         return out
