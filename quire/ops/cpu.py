@@ -23,6 +23,7 @@ from quire.kernels.quantized import QuantizedWeight, Rounding, StoredWeight, Wei
 from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 from quire.ops import cpu_integer
+from quire.ops.cpu_copies import copy_blocks, copy_slots
 from quire.ops.cpu_panels import PanelGroup, PanelLinear, described
 from quire.ops.cpu_step import (
     F32,
@@ -536,32 +537,10 @@ class CpuOps(Ops):
         return zeros
 
     def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Block src[i] -> dst[i] for every i, each read before any is written."""
-        blocks = layer.num_blocks
-        if len(src) != len(dst) or any(not 0 <= block < blocks for block in (*src, *dst)):
-            raise EngineError(f"block copies {list(src)} -> {list(dst)} do not pair 0..{blocks - 1}")
-        if not set(src).isdisjoint(dst):
-            for part in layer.tensors.values():
-                part[list(dst)] = part[list(src)]
-            return
-        sources, targets = torch.tensor(src, dtype=I64), torch.tensor(dst, dtype=I64)
-        for part in layer.tensors.values():
-            self._library.quire_copy_blocks(
-                part.data_ptr(), sources.data_ptr(), targets.data_ptr(), len(src), part[0].numel()
-            )
+        copy_blocks(self._library, layer, src, dst)
 
     def copy_slots(self, layer: LayerCache, src: Tensor, dst: Tensor) -> None:
-        slots = layer.num_blocks * layer.block_size
-        for part in (src, dst):
-            if part.dtype is not I64 or part.shape != src.shape or not dense(part) or (
-                    self._library.quire_check_ids(part.data_ptr(), part.numel(), slots)):
-                raise EngineError(f"slots to copy must pair int64 numbers in 0..{slots - 1}")
-        for name, part in layer.tensors.items():
-            last = name in layer.tokens_last
-            self._library.quire_copy_slots(
-                part.data_ptr(), src.data_ptr(), dst.data_ptr(), src.numel(), part.shape[1],
-                part.shape[2 if last else 3], layer.block_size, last,
-            )  # fmt: skip
+        copy_slots(self._library, layer, src, dst)
 
     def _enter(
         self, qkv: Tensor, layer: CpuLayerCache, ctx: StepContext, group: int, shape: HeadShape, window: int
