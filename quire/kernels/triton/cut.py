@@ -3,8 +3,9 @@
 Two passes over the logits narrow the cut down, or three where too many tokens would be left: each sums the weight (or
 the number) of the tokens above a few pivots, and the next puts its pivots between the two that enclose the cut. The
 tokens that are left between two pivots are collected, and a search among them finds the cut: exact, since weights are
-integers there, and the same whatever the order in which programs run. Sums above pivots are only roughly right, so
-pivots count with a margin. Blocks are read by one warp each, which needs no barrier to sum.
+integers there, and the same whatever the order in which programs run. Sums above pivots are rounded, so a pivot counts
+only if it clears the cut by more than the rounding error. Blocks are read by one warp each, which needs no barrier to
+sum.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The last kept token of a row, found among the tokens in question by binary search.
 
-A program holds them in registers where they are few enough, as nearly always; else every look reads them again.
+A program holds them in registers if they are few enough, as nearly always; else each probe reads them again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.kernels.triton.sampling_parts import (
 _TEMPERATURE = tl.constexpr(sampled_row.TEMPERATURE)
 _TOP_K = tl.constexpr(sampled_row.TOP_K)
 _NO_KEY = tl.constexpr(-2147483648)
-"""Of places without a token; no logit has it."""
+"""Key of places without a token; no logit has it."""
 
 
 @triton.jit
@@ -105,7 +105,8 @@ def _weight_of(key, settings):
 
 @triton.jit
 def _quarter(under, over, first, second, third, less1, less2, less3):
-    """Where the search goes on: before the smallest of three ascending keys that is small enough."""
+    """The end of the interval that the search continues with: the smallest of three ascending keys that is small
+    enough."""
     low = tl.where(less1, under, tl.where(less2, first + 1, tl.where(less3, second + 1, third + 1)))
     high = tl.where(less1, first, tl.where(less2, second, tl.where(less3, third, over)))
     return low, high
@@ -119,7 +120,7 @@ def _top_k(
     """(Smallest key that fewer than `most` tokens exceed, how many tokens with it are kept, the weight of all kept.)"""
     under, over = low.to(tl.int64), high.to(tl.int64)
     while under < over:
-        # Three looks at once: none waits for another.
+        # Three probes at once, independent of each other.
         quarter = (over - under) >> 2
         first, second, third = under + quarter, (under + over) >> 1, over - 1 - quarter
         _w1, number1 = _above(

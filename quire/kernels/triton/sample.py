@@ -41,7 +41,7 @@ _RING = tl.constexpr(sampled_row.RING)
 
 @dataclass(slots=True)
 class SampleScratch:
-    """What the launches of one step tell each other."""
+    """Scratch through which the launches of one step exchange results."""
 
     block: int
     capacity: int

@@ -93,15 +93,15 @@ def overlap(one: Part, other: Part) -> bool:
 
 
 class InFlight(Value):
-    """The sums of a product that no wait has yet returned as done: good for nothing but the next product."""
+    """The sums of an MMA that no wait has yet returned as done: good for nothing but the next MMA."""
 
-    def __init__(self, held: Tensor, product: Product) -> None:
+    def __init__(self, held: Tensor, mma: Mma) -> None:
         super().__init__(held)
-        self.product = product
+        self.mma = mma
 
     @property
     def data(self) -> Tensor:
-        raise ProtocolError("sums are used before their product is waited for")
+        raise ProtocolError("sums are used before their MMA is waited for")
 
 
 class Pointer:
@@ -170,7 +170,7 @@ class Knowledge:
 
 @dataclass(eq=False)
 class Slot:
-    """One place of shared memory. Copies or stores fill it, all or a part of it; products read all."""
+    """One place of shared memory. Copies or stores fill it, all or a part of it; MMAs read all."""
 
     data: Tensor
     layout: Any
@@ -179,16 +179,16 @@ class Slot:
     landing: list[Part] = field(default_factory=list)
     """Parts that are asked for and not waited for."""
     unread: list[Part] = field(default_factory=list)
-    """Parts that have landed and that no product has begun to read."""
+    """Parts that have landed and that no MMA has begun to read."""
     filled: list[tuple[Barrier, int]] = field(default_factory=list)
     """The barriers and their phases that tell of the last copies."""
-    readers: set[Product] = field(default_factory=set)
+    readers: set[Mma] = field(default_factory=set)
     read: dict[Any, int] = field(default_factory=dict)
-    """When each partition has last waited for a product that read it."""
+    """When each partition has last waited for an MMA that read it."""
     stored_by: Any = None
     """The partition that has stored here, if no copy has."""
     fenced: bool = True
-    """Whether a fence has followed the last store: without one, products and copies may come before it."""
+    """Whether a fence has followed the last store: without one, MMAs and copies may come before it."""
     barrier: Barrier | None = None
 
     def may_be_filled(self, part: Part, name: str, knows: Knowledge, me: Any) -> None:
@@ -197,14 +197,14 @@ class Slot:
 
         demand(self.fenced, f"{name} is copied over what is stored without a fence, in {self.name}")
 
-        demand(not self.readers, f"{name} is copied over what a product still reads, in {self.name}")
+        demand(not self.readers, f"{name} is copied over what an MMA still reads, in {self.name}")
         demand(not meets(self.landing), f"{name} is copied over a copy that nobody waited for, in {self.name}")
-        demand(not meets(self.unread), f"{name} is copied over what no product has read, in {self.name}")
+        demand(not meets(self.unread), f"{name} is copied over what no MMA has read, in {self.name}")
         told = all(who is me or knows.of(who) >= time for who, time in self.read.items())
-        demand(told, f"{name} is copied over what a product still reads for all that is known, in {self.name}")
+        demand(told, f"{name} is copied over what an MMA still reads for all that is known, in {self.name}")
 
     def store(self, part: Tensor, values: Tensor, me: Any) -> None:
-        demand(not self.readers, f"a store over what a product still reads, in {self.name}")
+        demand(not self.readers, f"a store over what an MMA still reads, in {self.name}")
         demand(not self.landing, f"a store over a copy that nobody waited for, in {self.name}")
         demand(self.stored_by in (None, me), f"two partitions store in {self.name}")
         demand(part.shape == values.shape, f"{tuple(values.shape)} stored in {tuple(part.shape)} of {self.name}")
@@ -214,7 +214,7 @@ class Slot:
             self.stored_by = me
 
     def asked_for(self, part: Part, barrier: Barrier) -> None:
-        """The first copy after a product poisons all: what no copy fills this time is of no use."""
+        """The first copy after an MMA poisons all: what no copy fills this time is of no use."""
         if not self.landing and not self.unread:
             self.data.fill_(float("nan"))
             self.filled.clear()
@@ -228,16 +228,16 @@ class Slot:
 
     def may_be_read(self, knows: Knowledge, me: Any) -> None:
         if self.stored_by is not None:
-            demand(self.stored_by is me, f"a product of what another partition has stored, in {self.name}")
+            demand(self.stored_by is me, f"an MMA of what another partition has stored, in {self.name}")
             return
-        demand(not self.landing, f"a product of what has been asked for but not waited for, in {self.name}")
-        demand(bool(self.filled), f"a product of what nobody has asked for, in {self.name}")
+        demand(not self.landing, f"an MMA of what has been asked for but not waited for, in {self.name}")
+        demand(bool(self.filled), f"an MMA of what nobody has asked for, in {self.name}")
         known = all(knows.of(barrier) >= phase for barrier, phase in self.filled)
-        demand(known, f"a product of what others have waited for, in {self.name}")
+        demand(known, f"an MMA of what others have waited for, in {self.name}")
 
 
 @dataclass(eq=False)
-class Product:
+class Mma:
     """A warpgroup_mma and the places that it reads until it is waited for."""
 
     reads: list[Slot]
