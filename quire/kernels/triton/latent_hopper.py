@@ -3,6 +3,11 @@
 It computes what `latent_attention.latent_decode` computes, with the same split, scratch and tables, one program per
 multiprocessor. Two warps keep a ring of shared memory filled with tiles of 64 keys while the others multiply.
 
+H200, 2026-11-16, 64 sequences of 2,000, bf16, in graphs of 12 calls (`latent_decode` in brackets): 16 heads 45.4 us,
+76% of the bandwidth (53.9 us); 128 heads 88.3 us, 404 TFLOP/s (160 us). Slower with 128 heads: four stages of 32 keys
+(121 us, since both warp groups read all queries for half as many keys), and to multiply the latents of a tile while the
+next one's scores are under way (106 us). Blocks of 64 keys instead of 16, so a quarter of the copies: no faster.
+
 `fits` says which models it serves; `available` is false without Hopper or without the Triton version whose Gluon we
 know. `latent_attention.latent_decode` serves the rest.
 """

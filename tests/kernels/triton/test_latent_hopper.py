@@ -2,60 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
-from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from quire.kernels.triton.attention_decode import DecodeScratch
-from quire.kernels.triton.attention_split import DecodeSplit, split_decode_reference
-from quire.kernels.triton.latent_attention import latent_reference
-from quire.kernels.triton.latent_hopper import fits, hopper_decode
-from quire.kernels.types import LatentShape, LayerCache
+from quire.kernels.triton import latent_hopper, latent_hopper_kernel
+from quire.kernels.triton.latent_hopper import fits
+from quire.kernels.types import LatentShape
 from tests.kernels.triton.gluon_interpreter import interpreting
+from tests.kernels.triton.gluon_memory import ProtocolError
+from tests.kernels.triton.latent_cases import hopper_difference
 
 OLDER = ("tables", "rows", "context_len", "task_seq", "task_piece", "piece_count", "piece_length")
 """Parameters that the previous kernel does not write."""
 FEW, MIDDLE, MANY = LatentShape(4, 128, 64), LatentShape(24, 128, 64), LatentShape(128, 128, 64)
 
 
-def difference(
-    shape: LatentShape, page: int, lengths: Sequence[int], extra: int, *, dtype: torch.dtype = torch.bfloat16,
-    seed: int | None = None, backwards: bool = False, rows: bool = False,
-) -> float:  # fmt: skip
-    """From the reference, relative. Unused slots of the cache hold NaN, and so does scratch before it is written."""
-    torch.manual_seed(1)
-    nan, count, room = float("nan"), len(lengths), -(-max(lengths) // page)
-    length = torch.tensor(lengths, dtype=torch.int32)
-    table = torch.randperm(count * room).int().view(count, room)
-    kept = torch.randn(count * room, 1, page, shape.width).to(dtype)
-    for row, size in zip(table.long(), lengths, strict=True):
-        kept[row] = kept[row].masked_fill((torch.arange(room * page) >= size).view(room, 1, page, 1), nan)
-    cache = LayerCache(shape.kv, page, {"latent": kept})
-    q = (torch.randn(count, shape.num_heads * shape.width) * 0.3).to(dtype)
-    split = DecodeSplit.allocate(count, extra, "cpu")
-    split.piece.fill_(-7)
-    split_decode_reference(split, length, None)
-    scratch = DecodeScratch.allocate(split.tasks, count, shape.blocks, "cpu")
-    scratch.partial.fill_(nan)
-    scratch.summary.fill_(nan)
-    out = torch.full((count, shape.num_heads * shape.rank), nan, dtype=dtype)
-    where = torch.randperm(count)
-    tables = torch.empty_like(table)
-    tables[where] = table
+def interpreted(*given: Any, seed: int | None = None, backwards: bool = False, **options: Any) -> float:
+    """The difference from the reference, of programs in this order and warps in an interleaving of this seed."""
     order = (lambda n: reversed(range(n))) if backwards else range
     with interpreting(order, seed, OLDER):
-        hopper_decode(
-            q, cache, tables if rows else table, where.int() if rows else None, length, split, scratch, shape, 0.1,
-            out=out, pdl=True,
-        )  # fmt: skip
-    assert not scratch.arrived.any(), "the joiner leaves its counters as it found them"
-    want = latent_reference(q, cache, table, torch.arange(count + 1, dtype=torch.int32), length, shape, 0.1).float()
-    used = length > 0
-    return float((out.float() - want)[used].norm() / want[used].norm())
+        return hopper_difference("cpu", *given, **options)
 
 
 @pytest.mark.parametrize(
@@ -70,15 +43,51 @@ def difference(
     ],
 )
 def test_decode_agrees(shape: LatentShape, page: int, lengths: list[int], extra: int, options: dict) -> None:
-    assert difference(shape, page, lengths, extra, **options) < 4e-3
+    assert interpreted(shape, page, lengths, extra, **options) < 4e-3
 
 
 def test_lengths_and_splits_of_any_kind_agree() -> None:
     chance = random.Random(3)
     for seed in range(6):
         lengths = [chance.choice((1, 63, 64, 65, 128, chance.randrange(400))) for _ in range(3)]
-        found = difference(FEW, 16, [*lengths, 5], chance.randrange(1, 12), seed=seed, backwards=bool(seed % 2))
+        found = interpreted(FEW, 16, [*lengths, 5], chance.randrange(1, 12), seed=seed, backwards=bool(seed % 2))
         assert found < 4e-3, (seed, lengths)
+
+
+_FREED = "            gl.thread_barrier()\n            mbarrier.arrive(free.index(stage))\n"
+_WAITED = "            acc = warpgroup_mma_wait(0, deps=(acc,))\n"
+MUTATIONS = {
+    "queries without a fence": ("        fence_async_shared()\n        gl.thread_barrier()\n        maximum",
+                                "        maximum", "stored without a fence"),
+    "weights without a fence": ("                fence_async_shared()\n", "", "stored without a fence"),
+    "zeros without a fence": ("    fence_async_shared()\n\n\n@gluon.jit\ndef _store_q", "\n\n@gluon.jit\ndef _store_q",
+                              "stored without a fence"),
+    "unused slots count": ("if left < KEYS:", "if left < 0:", None),
+    "free before it is read": (_WAITED + _FREED, _FREED + _WAITED, "still reads"),
+    "filled before it is free": ("pred=tile >= STAGES", "pred=tile > STAGES", "is come to again"),
+    "before the previous kernel's end": ("            gdc_wait()\n        for", "            pass\n        for", "before gdc_wait"),
+    "a box too few": ("BYTES: gl.constexpr = BOXES", "BYTES: gl.constexpr = (BOXES - 1)", "bytes asked for"),
+    "not published": ("        gl.thread_barrier()\n        if gl.atomic", "        if gl.atomic", "does not publish"),
+    "joined too early": ("== pieces - 1", "== pieces - 2", "a race"),
+    "a count left behind": ("            gl.store(arrived + seq * BLOCKS + head, 0)\n", "", None),
+    "the maximum forgotten": ("shrink = gl.exp2(maximum - higher)", "shrink = gl.exp2(higher - higher)", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_one_wrong_word_in_the_kernel_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, complaint = MUTATIONS[name]
+    text = Path(str(latent_hopper_kernel.__file__)).read_text()
+    assert text.count(old) == 1
+    (tmp_path / "mutated.py").write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location("mutated_latent_kernel", tmp_path / "mutated.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(latent_hopper, "latent_kernel", module.latent_kernel)
+    with pytest.raises(AssertionError if complaint is None else ProtocolError, match=complaint):
+        for shape, lengths, extra in ((FEW, [330, 70], 1), (FEW, [300], 3), (MANY, [70], 1)):
+            assert interpreted(shape, 16, lengths, extra, seed=1) < 4e-3
 
 
 def test_models_and_caches_that_it_serves() -> None:
