@@ -65,7 +65,7 @@ MUTATIONS = {
     "unused slots count": ("if left < KEYS:", "if left < 0:", None),
     "free before it is read": (_WAITED + _FREED, _FREED + _WAITED, "still reads"),
     "filled before it is free": ("pred=tile >= STAGES", "pred=tile > STAGES", "is come to again"),
-    "before the kernel ahead ends": ("            gdc_wait()\n        for", "            pass\n        for", "before gdc_wait"),
+    "before its turn": ("            gdc_wait()\n        for", "            pass\n        for", "before gdc_wait"),
     "a box too few": ("BYTES: gl.constexpr = BOXES", "BYTES: gl.constexpr = (BOXES - 1)", "bytes asked for"),
     "not published": ("        gl.thread_barrier()\n        if gl.atomic", "        if gl.atomic", "does not publish"),
     "joined too early": ("== pieces - 1", "== pieces - 2", "a race"),
