@@ -313,13 +313,15 @@ static void rank_task(void *arg, int64_t task) {
     weighing row = {x, job->width, job->peak[task], 1.0f, -INFINITY, NULL};
     for (int64_t at = 0; at < job->width; at += RUN) {
         int64_t n = weigh(&row, at, weights);
-        int32_t above = 0;
+        int64_t equals = job->tokens[task] - at < n ? job->tokens[task] - at : n;
+        int32_t above = 0, larger = 0;
         float least = held < job->count ? -INFINITY : job->count ? values[job->count - 1] : INFINITY;
-        for (int64_t i = 0; i < n; i++) {
-            total += weights[i];
-            better += x[at + i] > mine || (x[at + i] == mine && at + i < job->tokens[task]);
-            above |= x[at + i] > least;
-        }
+        /* A loop for each, so that the compiler makes vectors of it. */
+        for (int64_t i = 0; i < n; i++) total += weights[i];
+        for (int64_t i = 0; i < n; i++) larger += x[at + i] > mine;
+        for (int64_t i = 0; i < equals; i++) larger += x[at + i] == mine;
+        for (int64_t i = 0; i < n; i++) above |= x[at + i] > least;
+        better += larger;
         if (!above && !(held < job->count)) continue;
         for (int64_t i = 0; i < n; i++)
             if (job->count && (held < job->count || x[at + i] > values[job->count - 1]))
