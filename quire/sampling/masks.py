@@ -40,8 +40,8 @@ class TokenMasks:
         logits[self.rows] = logits[self.rows].masked_fill(~allowed, -math.inf)
 
     def _add_to(self, logits: Tensor) -> None:
-        """The same by adding 0 or -inf, which a table gives for 8 tokens at once: a third of the time on a CPU. (A logit
-        that is not finite may become NaN instead; a row with such a one fails either way.)"""
+        """The same by adding 0 or -inf, which a table gives for 8 tokens at once: a third of the time on a CPU. (A
+        logit that is not finite may become NaN instead; a row with such a one fails either way.)"""
         every = len(self.rows) == len(logits)
         words = self.words[self.rows.argsort()] if every else self.words
         added = _by_byte()[words.view(torch.uint8).long()].view(len(words), -1)[:, : logits.shape[1]]
