@@ -23,6 +23,7 @@ from quire.kernels.quantized import QuantizedWeight, Rounding, StoredWeight, Wei
 from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 from quire.ops import cpu_integer
+from quire.ops.cpu_copies import copy_blocks, copy_slots
 from quire.ops.cpu_panels import PanelGroup, PanelLinear, described
 from quire.ops.cpu_step import (
     F32,
@@ -465,7 +466,8 @@ class CpuOps(Ops):
         failed = attend(
             qkv.data_ptr(), layer.k_ptr, layer.v_ptr, out.data_ptr(),
             step.query_start, step.context_len, step.tables[group],
-            None if sinks is None else sinks.data_ptr(), step.strides[group], step.seqs,
+            None if sinks is None else sinks.data_ptr(), step.detours, step.detour_stride,
+            step.strides[group], step.seqs,
             shape.num_heads, shape.num_kv_heads, shape.group, shape.skipped, shape.head_dim, layer.block_size,
             window or 0, scale, softcap or 0.0,
         )  # fmt: skip
@@ -501,7 +503,8 @@ class CpuOps(Ops):
         out = torch.empty(step.tokens, shape.num_heads * shape.rank)
         failed = self._library.quire_latent_attend(
             q.data_ptr(), layer.v_ptr, out.data_ptr(), step.query_start, step.context_len, step.tables[group],
-            step.strides[group], step.seqs, shape.num_heads, shape.rank, shape.rope_dim, layer.block_size, scale,
+            step.detours, step.detour_stride, step.strides[group], step.seqs, shape.num_heads, shape.rank,
+            shape.rope_dim, layer.block_size, scale,
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the attention's task list")
@@ -534,19 +537,10 @@ class CpuOps(Ops):
         return zeros
 
     def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Block src[i] -> dst[i] for every i, each read before any is written."""
-        blocks = layer.num_blocks
-        if len(src) != len(dst) or any(not 0 <= block < blocks for block in (*src, *dst)):
-            raise EngineError(f"block copies {list(src)} -> {list(dst)} do not pair 0..{blocks - 1}")
-        if not set(src).isdisjoint(dst):
-            for part in layer.tensors.values():
-                part[list(dst)] = part[list(src)]
-            return
-        sources, targets = torch.tensor(src, dtype=I64), torch.tensor(dst, dtype=I64)
-        for part in layer.tensors.values():
-            self._library.quire_copy_blocks(
-                part.data_ptr(), sources.data_ptr(), targets.data_ptr(), len(src), part[0].numel()
-            )
+        copy_blocks(self._library, layer, src, dst)
+
+    def copy_slots(self, layer: LayerCache, src: Tensor, dst: Tensor) -> None:
+        copy_slots(self._library, layer, src, dst)
 
     def _enter(
         self, qkv: Tensor, layer: CpuLayerCache, ctx: StepContext, group: int, shape: HeadShape, window: int
@@ -571,8 +565,8 @@ class CpuOps(Ops):
 
     def _check_step(self, step: Step, group: int, window: int, blocks: int, size: int) -> None:
         fault = self._library.quire_check_step(
-            step.query_start, step.context_len, step.tables[group], step.slots[group], step.strides[group],
-            step.widths[group], step.seqs, step.tokens, size, blocks, window,
+            step.query_start, step.context_len, step.tables[group], step.slots[group], step.detours,
+            step.detour_stride, step.strides[group], step.widths[group], step.seqs, step.tokens, size, blocks, window,
         )  # fmt: skip
         if fault:
             raise EngineError(f"the step's context is broken: {STEP_FAULTS[fault]}")
