@@ -494,9 +494,14 @@ def _check_parallel(options: ParallelConfig) -> None:
 def _check_tree(config: EngineConfig) -> None:
     """Stages that do not draw learn tokens with a later plan, too late to move a branch that was kept."""
     options = config.speculation.options
-    if options is not None and options.tree is not None and config.parallel.pipeline_parallel_size > 1:
+    if options is None or options.tree is None:
+        return
+    if config.parallel.pipeline_parallel_size > 1:
         raise ConfigError("speculative_config tree does not go with pipeline_parallel_size > 1: leave one of them out",
                           field="speculative_config")
+    if options.on_device and config.parallel.tensor_parallel_size > 1:
+        raise ConfigError(f"speculative_config tree of method {options.method!r} does not go with tensor_parallel_size "
+                          "> 1: leave one of them out, or use method 'ngram' or 'suffix'", field="speculative_config")
 
 
 def _check_slo(options: SchedulerConfig) -> None:

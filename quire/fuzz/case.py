@@ -115,8 +115,9 @@ def model_on_ranks(case: FuzzCase, tensor_size: int, num_stages: int) -> FuzzCas
     model["num_hidden_layers"] = max(num_stages, model["num_hidden_layers"])
     options = case.options | {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": num_stages,
                               "distributed_executor_backend": "threads", "num_threads": 1}
-    if num_stages > 1 and "tree" in options.get("speculative_config", {}):  # refused, by name
-        options["speculative_config"] = {k: v for k, v in options["speculative_config"].items() if k != "tree"}
+    drafts = options.get("speculative_config", {})
+    if "tree" in drafts and (num_stages > 1 or drafts["method"] in ("draft_model", "skip_layers")):  # refused, by name
+        options["speculative_config"] = {k: v for k, v in drafts.items() if k != "tree"}
     return FuzzCase(model, options, case.requests)
 
 
@@ -272,7 +273,7 @@ def _speculation(rng: random.Random) -> dict[str, Any]:
         config |= {"model": DRAFT, "load_format": "dummy"}
     elif config["method"] == "skip_layers":
         config["skipped_layers"] = [rng.randrange(2)]
-    elif rng.random() < 0.5:
+    if rng.random() < 0.4:
         depth = rng.choice([1, 2, 4, 7])
         config["tree"] = {"width": rng.choice([2, 3, 8]), "depth": depth, "nodes": depth + rng.choice([1, 3, 9])}
     return config

@@ -33,4 +33,4 @@ def _speculator(options: SpeculationOptions) -> Speculator:
     if options.method == SUFFIX:
         source = SuffixSource(options.prompt_lookup_min, options.max_cached_tokens)
         return LookupSpeculator(source, most, adaptive, tree=tree)
-    return DeviceSpeculator(most, adaptive, own_kv=options.method in (DRAFT_MODEL, EAGLE))
+    return DeviceSpeculator(most, adaptive, own_kv=options.method in (DRAFT_MODEL, EAGLE), tree=tree)

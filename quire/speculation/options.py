@@ -45,7 +45,7 @@ class SpeculationOptions:
     model: str | None = field(default=None, metadata=_only(DRAFT_MODEL, EAGLE))
     """The draft model: alias, path or hub id; the EAGLE head: path or hub id."""
     load_format: str = field(default="auto", metadata=_only(DRAFT_MODEL))
-    tree: TreeShape | None = field(default=None, metadata=_only(NGRAM, SUFFIX))
+    tree: TreeShape | None = None
     """Several alternatives at a place: at most `width` children of a node, `depth` drafts one after the other, `nodes`
     in all. By default a width of 4, a depth of num_speculative_tokens, and twice as many nodes."""
     skipped_layers: tuple[int, ...] | None = field(default=None, metadata=_only(SKIP_LAYERS))

@@ -42,6 +42,7 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
 from quire.worker.transfer import KVTransfer
+from quire.worker.tree_drafter import TreeDrafter
 
 
 class Worker:
@@ -101,7 +102,7 @@ class Worker:
         if speculation.method == SKIP_LAYERS:
             shared = None if passes.alone else passes
             skipped = SkippedLayers(decoder, self._cache.layers, self._table, speculation.skipped_layers, passes)
-            return Drafter(skipped, self._table, rejection, shared)
+            return self._with_trees(Drafter(skipped, self._table, rejection, shared), speculation)
         if speculation.model is None:
             return None
         proposer: Drafter | None = None
@@ -110,7 +111,14 @@ class Worker:
                     self.pool.num_host_blocks)
             model = EagleDrafts(draft, *kept) if isinstance(draft, DraftHead) else SmallerModel(draft, *kept)
             proposer = Drafter(model, self._table, rejection)
-        return proposer if self.shard.place.tensor_size == 1 else ToldDrafter(proposer, passes)
+        if proposer is None or self.shard.place.tensor_size > 1:
+            return ToldDrafter(proposer, passes)
+        return self._with_trees(proposer, speculation)
+
+    def _with_trees(self, drafter: Drafter, speculation: SpeculationOptions) -> Proposer:
+        if speculation.tree is None:
+            return drafter
+        return TreeDrafter(drafter, self._table, speculation.tree, speculation.verifier == REJECTION)
 
     def kv_memory(self) -> KVStore:
         """The model's caches, or this rank's share of them, for transfers to and from other engines."""

@@ -42,6 +42,9 @@ _METHODS: dict[str, dict[str, Any]] = {
     "skip_layers_always": {"method": "skip_layers", "num_speculative_tokens": 3, "adaptive": False},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
     "draft_model_always": {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": False},
+    "tree": {"method": "ngram", "tree": {"width": 4, "nodes": 12}},
+    "tree_always": {"method": "ngram", "tree": {"width": 4, "nodes": 12}, "adaptive": False},
+    "suffix_tree": {"method": "suffix", "tree": {"width": 4, "nodes": 12}},
     "known": {},
 }
 _OPTIONS_ON_GPU = {"kv_cache_memory": "4GiB"}
