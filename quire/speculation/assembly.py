@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.speculation.ngram import NgramSource
-from quire.speculation.options import DRAFT_MODEL, EAGLE, NGRAM, SUFFIX, SpeculationOptions
+from quire.speculation.options import NGRAM, SUFFIX, SpeculationOptions
 from quire.speculation.speculator import DeviceSpeculator, LookupSpeculator, Speculator
 from quire.speculation.suffix import SuffixSource
 
@@ -22,4 +22,4 @@ def _speculator(options: SpeculationOptions) -> Speculator:
         return LookupSpeculator(NgramSource(options.prompt_lookup_min), most, adaptive)
     if options.method == SUFFIX:
         return LookupSpeculator(SuffixSource(options.prompt_lookup_min, options.max_cached_tokens), most, adaptive)
-    return DeviceSpeculator(most, adaptive, own_kv=options.method in (DRAFT_MODEL, EAGLE))
+    return DeviceSpeculator(most, adaptive, own_kv=options.own_kv)
