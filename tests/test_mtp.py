@@ -23,7 +23,7 @@ MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": K, "ada
 FAMILIES = ("deepseek_v3", "glm4_moe")
 
 
-def tensors(hidden: int = 48, vocab: int = 97) -> dict[str, torch.Tensor]:
+def tensors(hidden: int = 48) -> dict[str, torch.Tensor]:
     """What lies around the layer. Its input is mostly the token, so that some guesses are right."""
     generator = torch.Generator().manual_seed(7)
 
@@ -31,8 +31,8 @@ def tensors(hidden: int = 48, vocab: int = 97) -> dict[str, torch.Tensor]:
         return torch.randn(shape, generator=generator) * 0.2
 
     passed_on = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)
-    return {"enorm": 1 + noise(hidden), "hnorm": 1 + noise(hidden), "eh_proj": passed_on + noise(hidden, 2 * hidden) / 10,
-            "shared_head.norm": 1 + noise(hidden)}
+    return {"enorm": 1 + noise(hidden), "hnorm": 1 + noise(hidden), "shared_head.norm": 1 + noise(hidden),
+            "eh_proj": passed_on + noise(hidden, 2 * hidden) / 10}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
