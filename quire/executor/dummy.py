@@ -23,6 +23,7 @@ from quire.scheduler.plan import (
     StepResult,
     TransferReport,
 )
+from quire.speculation.tree import path_along
 
 _MASK = (1 << 64) - 1
 
@@ -125,8 +126,6 @@ class DummyExecutor(Executor):
         known = entry.start + entry.num_tokens - entry.num_drafts
         true = [dummy_token(seed, index, known + i, self.vocab_size) for i in range(entry.num_drafts + 1)]
         drafts = entry.drafts or [token + (i % 3 == 2) for i, token in enumerate(true[:-1])]
-        accepted = 0
-        while accepted < len(drafts) and drafts[accepted] == true[accepted]:
-            accepted += 1
+        accepted = len(path_along(drafts, entry.parents, true))
         self._computed[entry.row] = known + accepted
-        return EntryResult(true[: accepted + 1], num_drafts=entry.num_drafts)
+        return EntryResult(true[: accepted + 1], num_drafts=entry.num_drafts, parents=entry.parents)

@@ -444,7 +444,8 @@ class CpuOps(Ops):
         failed = attend(
             qkv.data_ptr(), layer.k_ptr, layer.v_ptr, out.data_ptr(),
             step.query_start, step.context_len, step.tables[group],
-            None if sinks is None else sinks.data_ptr(), step.strides[group], step.seqs,
+            None if sinks is None else sinks.data_ptr(), step.detours, step.detour_stride,
+            step.strides[group], step.seqs,
             shape.num_heads, shape.num_kv_heads, shape.group, shape.skipped, shape.head_dim, layer.block_size,
             window or 0, scale, softcap or 0.0,
         )  # fmt: skip
@@ -480,7 +481,8 @@ class CpuOps(Ops):
         out = torch.empty(step.tokens, shape.num_heads * shape.rank)
         failed = self._library.quire_latent_attend(
             q.data_ptr(), layer.v_ptr, out.data_ptr(), step.query_start, step.context_len, step.tables[group],
-            step.strides[group], step.seqs, shape.num_heads, shape.rank, shape.rope_dim, layer.block_size, scale,
+            step.detours, step.detour_stride, step.strides[group], step.seqs, shape.num_heads, shape.rank,
+            shape.rope_dim, layer.block_size, scale,
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the attention's task list")
@@ -527,6 +529,19 @@ class CpuOps(Ops):
                 part.data_ptr(), sources.data_ptr(), targets.data_ptr(), len(src), part[0].numel()
             )
 
+    def copy_slots(self, layer: LayerCache, src: Tensor, dst: Tensor) -> None:
+        slots = layer.num_blocks * layer.block_size
+        for part in (src, dst):
+            if part.dtype is not I64 or part.shape != src.shape or not dense(part) or (
+                    self._library.quire_check_ids(part.data_ptr(), part.numel(), slots)):
+                raise EngineError(f"slots to copy must pair int64 numbers in 0..{slots - 1}")
+        for name, part in layer.tensors.items():
+            last = name in layer.tokens_last
+            self._library.quire_copy_slots(
+                part.data_ptr(), src.data_ptr(), dst.data_ptr(), src.numel(), part.shape[1],
+                part.shape[2 if last else 3], layer.block_size, last,
+            )  # fmt: skip
+
     def _enter(
         self, qkv: Tensor, layer: CpuLayerCache, ctx: StepContext, group: int, shape: HeadShape, window: int
     ) -> Step:
@@ -550,8 +565,8 @@ class CpuOps(Ops):
 
     def _check_step(self, step: Step, group: int, window: int, blocks: int, size: int) -> None:
         fault = self._library.quire_check_step(
-            step.query_start, step.context_len, step.tables[group], step.slots[group], step.strides[group],
-            step.widths[group], step.seqs, step.tokens, size, blocks, window,
+            step.query_start, step.context_len, step.tables[group], step.slots[group], step.detours,
+            step.detour_stride, step.strides[group], step.widths[group], step.seqs, step.tokens, size, blocks, window,
         )  # fmt: skip
         if fault:
             raise EngineError(f"the step's context is broken: {STEP_FAULTS[fault]}")

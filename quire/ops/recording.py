@@ -41,7 +41,7 @@ MOST_TOKENS = 64
 """Steps of more tokens are not recorded."""
 _MOST_BYTES = 64 << 20
 """Nor those whose intermediate results take more: while a step is recorded they are all kept."""
-_MOST_WORDS = 20  # MOST_WORDS of recorded.c
+_MOST_WORDS = 24  # MOST_WORDS of recorded.c
 _ALIGNMENT = 64
 _CALL = np.dtype([("run", np.int64), ("count", np.int32), ("bases", np.uint8, _MOST_WORDS),
                   ("values", np.int64, _MOST_WORDS)], align=True)  # recorded_call of recorded.c
@@ -195,7 +195,7 @@ class StepRecorder:
             self._caches = list(caches)
             self._steps.clear()
             self.refused.clear()
-        key = (variant, tokens)
+        key: tuple[Hashable, ...] = (variant, tokens) if ctx.detours is None else (variant, tokens, "detours")
         known = self._steps.get(key)
         if known is not None and known.confirmed:
             return self._replay(known, ids, ctx, forward)
@@ -225,7 +225,7 @@ class StepRecorder:
         """The calls with arguments that hold for the next step too; None where that cannot be said."""
         context = read_step(ctx)
         addresses = context.addresses(ids.data_ptr())
-        if len(addresses) != 4 + 2 * len(context.slots):
+        if len(addresses) != 4 + (ctx.detours is not None) + 2 * len(context.slots):
             recording.refuse("two parts of its context share their memory")
             return None
         spans = sorted((_Span(one.data_ptr(), one.data_ptr() + one.nbytes) for one in recording.results if one.nbytes),

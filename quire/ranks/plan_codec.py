@@ -191,6 +191,7 @@ def _write_odd(out: FieldWriter, entry: PlanEntry) -> None:
     out.data += _ODD.pack(_NONE if first is None else first, _NONE if shares is None else shares,
                           entry.candidates, entry.device_drafts, len(entry.masks))
     out.numbers(INT, entry.drafts)
+    out.numbers(INT, entry.parents)
     out.numbers(INT, entry.given)
     out.data += entry.masks
 
@@ -201,6 +202,7 @@ def _read_odd(source: FieldReader, entry: PlanEntry) -> None:
     entry.shares = None if shares == _NONE else shares
     entry.candidates, entry.device_drafts = candidates, device_drafts
     entry.drafts = tuple(source.numbers(INT))
+    entry.parents = tuple(source.numbers(INT))
     entry.given = tuple(source.numbers(INT))
     entry.masks = source.take(masks)
 

@@ -113,6 +113,9 @@ class PlanEntry:
     masks: bytes = b""
     """Which tokens may be drawn, one bit for each of the vocabulary in words of 32, and the same again after each
     draft; empty: all of them."""
+    parents: tuple[int, ...] = ()
+    """Of each draft, where they are a tree: the draft that it follows, -1: the text. A draft's place among `num_tokens`
+    is its number, its position that of its parent and one. Empty: each follows the one before it."""
 
     @property
     def num_drafts(self) -> int:
@@ -157,6 +160,8 @@ class EntryResult:
     error: str | None = None
     num_drafts: int = 0
     """Drafts that were judged: fewer than asked for where the worker had fewer to propose."""
+    parents: tuple[int, ...] = ()
+    """Of those, where they were a tree."""
 
 
 @dataclass(slots=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.speculation.tree import TreeShape
 
 NGRAM, SUFFIX, DRAFT_MODEL, SKIP_LAYERS, EAGLE, MTP = "ngram", "suffix", "draft_model", "skip_layers", "eagle", "mtp"
 COUPLED, REJECTION = "coupled", "rejection"
@@ -20,6 +21,9 @@ _CHOICES = {
 _HABITS: dict[str, dict[str, Any]] = {EAGLE: {"num_speculative_tokens": 4}, MTP: {"num_speculative_tokens": 2}}
 """Defaults of a method that differ from those of the fields: a head guesses well only as far as it was trained to."""
 _FIELD = "speculative_config"
+_TREE_WIDTH = 4
+_MOST_NODES = 64
+"""Most drafts of one sequence in one step."""
 
 
 def _only(*methods: str) -> dict[str, Any]:
@@ -44,6 +48,9 @@ class SpeculationOptions:
     model: str | None = field(default=None, metadata=_only(DRAFT_MODEL, EAGLE))
     """The draft model: alias, path or hub id; the EAGLE head: path or hub id, by default the one in the package."""
     load_format: str = field(default="auto", metadata=_only(DRAFT_MODEL))
+    tree: TreeShape | None = field(default=None, metadata=_only(NGRAM, SUFFIX))
+    """Several alternatives at a place: at most `width` children of a node, `depth` drafts one after the other, `nodes`
+    in all. By default a width of 4, a depth of num_speculative_tokens, and twice as many nodes."""
     skipped_layers: tuple[int, ...] | None = field(default=None, metadata=_only(SKIP_LAYERS))
     """Layers of the target that its draft leaves out; by default every second of the middle ones."""
 
@@ -62,6 +69,11 @@ class SpeculationOptions:
         """Whoever makes the drafts has KV of its own."""
         return self.method == DRAFT_MODEL or self.reads_states
 
+    @property
+    def most_drafts(self) -> int:
+        """Of one sequence in one step."""
+        return self.num_speculative_tokens if self.tree is None else self.tree.nodes
+
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> SpeculationOptions:
         if not isinstance(given, Mapping):
@@ -77,8 +89,11 @@ class SpeculationOptions:
         values = _HABITS.get(str(given["method"]), {}) | dict(given)
         if isinstance(values.get("skipped_layers"), list):
             values["skipped_layers"] = tuple(values["skipped_layers"])
+        shape = values.pop("tree", None)
         options = cls(**values)
         options._check()
+        if shape is not None:
+            options = replace(options, tree=_tree_shape(shape, options))
         for f in fields(cls):
             methods = f.metadata.get("methods")
             if methods and f.name in given and options.method not in methods:
@@ -89,7 +104,7 @@ class SpeculationOptions:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise _refused(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
-        _integer("num_speculative_tokens", self.num_speculative_tokens, 1, 64)
+        _integer("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_NODES)
         _integer("prompt_lookup_min", self.prompt_lookup_min, 1, 1 << 16)
         _integer("max_cached_tokens", self.max_cached_tokens, 2, 1 << 24)
         if not isinstance(self.adaptive, bool):
@@ -110,6 +125,19 @@ def refuse_with_heads(method: str, asked: Mapping[str, bool]) -> None:
         if value:
             raise ConfigError(f"{name} does not go with speculative_config method {method!r} yet: leave {name} out, or "
                               "use another method", field=name)
+
+
+def _tree_shape(given: Any, options: SpeculationOptions) -> TreeShape:
+    known = [f.name for f in fields(TreeShape)]
+    if not isinstance(given, Mapping) or not set(given) <= set(known):
+        raise _refused(f"tree must be a mapping with some of {', '.join(known)}, such as {{'width': 4}}, not "
+                       f"{given!r:.80}")
+    deep = given.get("depth", options.num_speculative_tokens)
+    _integer("tree depth", deep, 1, _MOST_NODES)
+    shape = TreeShape(given.get("width", _TREE_WIDTH), deep, given.get("nodes", min(2 * deep, _MOST_NODES)))
+    _integer("tree width", shape.width, 2, 16)
+    _integer("tree nodes", shape.nodes, deep, _MOST_NODES)
+    return shape
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -41,7 +42,8 @@ starts = st.builds(RowStart, small, tokens, small, params, st.integers(0, (1 << 
                    st.lists(tokens, max_size=2))
 entries = st.builds(
     PlanEntry, small, small, small, st.booleans(), tokens.map(tuple), st.none() | small, st.none() | small,
-    tokens.map(tuple), small, small, st.binary(max_size=9))
+    tokens.map(tuple), small, small, st.binary(max_size=9)).map(
+        lambda entry: replace(entry, parents=tuple(range(-1, len(entry.drafts) - 1))))
 moves = st.lists(st.builds(BlockMove, small, small, small), max_size=4)
 number = st.integers(-(1 << 62), 1 << 62)
 plans = st.builds(
@@ -57,7 +59,8 @@ results = st.builds(
     StepResult, number,
     st.lists(st.builds(EntryResult, tokens, st.none() | st.lists(described, max_size=2),
                        st.none() | st.lists(described, max_size=2),
-                       st.none() | st.lists(st.tuples(small, logprob), max_size=3), st.none() | text, small),
+                       st.none() | st.lists(st.tuples(small, logprob), max_size=3), st.none() | text, small).map(
+                           lambda entry: replace(entry, parents=(-1,) * max(0, min(entry.num_drafts, 3)))),
              max_size=4),
     st.lists(st.builds(TransferReport, number, number, st.booleans(), st.none() | text), max_size=3))
 

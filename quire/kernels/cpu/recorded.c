@@ -1,7 +1,7 @@
 /* Runs a recorded list of kernel calls: a decoder's whole step is then one call from Python (ops/recording.py). */
 #include "recorded.h"
 
-#define MOST_WORDS 20 /* _MOST_WORDS of recording.py; quire_attend has 19 arguments */
+#define MOST_WORDS 24 /* _MOST_WORDS of recording.py; quire_attend has 21 arguments */
 
 /* Argument i is values[i] plus the step's word number bases[i]. Word 0 is zero, so a constant has base 0; word 1 is
  * where the intermediate results lie; the others are what changes from step to step. */
