@@ -151,7 +151,7 @@ def test_hidden_states_come_out_of_recorded_steps(target: Path) -> None:
     right."""
     with LLM(str(target), skip_tokenizer_init=True, num_threads=1, **eagle(target / "eagle3")) as llm:
         llm.generate(PROMPTS[:2], [params(i) for i in range(2)], use_tqdm=False)
-        recorder = llm._core.executor._worker._runner._passes._recorder  # type: ignore[attr-defined]
+        recorder = llm._core.executor._worker._runner._passes.recorder  # type: ignore[attr-defined]
     assert recorder.replayed > 20 and not recorder.refused
 
 
