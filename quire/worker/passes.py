@@ -41,6 +41,7 @@ class Passes:
         """The stream after this stage's layers, or after those of them that are `kept`."""
         place = self.place
         if self._recorder is not None:
+            self._decoder.reach(ctx)
             rows = self._recorder.run(None if kept is None else tuple(kept), ids, ctx, caches,
                                       lambda: self._run(ids, ctx, caches, kept).settled())
             return self._decoder.resumed(rows)
@@ -65,6 +66,7 @@ class Passes:
             stream, captured = self._decoder.forward_capturing(ids, ctx, caches, inner)
             return stream.settled(), *(captured[name] for name in inner)
 
+        self._decoder.reach(ctx)
         rows, *others = self._recorder.run_all(("capturing", *inner), ids, ctx, caches, forward)
         return self._decoder.resumed(rows), dict(zip(inner, others, strict=True))
 
