@@ -120,6 +120,15 @@ def test_drafts_and_acceptance_are_those_of_the_reference(target: Path, kind: st
         assert right > 3
 
 
+def test_hidden_states_come_out_of_recorded_steps(target: Path) -> None:
+    """Whoever watches the layers does not cost a small step its recording; the tests above say that the states are
+    right."""
+    with LLM(str(target), skip_tokenizer_init=True, num_threads=1, **eagle(target / "eagle3")) as llm:
+        llm.generate(PROMPTS[:2], [params(i) for i in range(2)], use_tqdm=False)
+        recorder = llm._core.executor._worker._runner._passes._recorder  # type: ignore[attr-defined]
+    assert recorder.replayed > 20 and not recorder.refused
+
+
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_siblings_draft_from_their_common_prompt(target: Path, kind: str) -> None:
     """n > 1: tokens are the same, and each sibling's drafts are those of its own text."""

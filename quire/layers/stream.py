@@ -79,6 +79,11 @@ class ResidualStream:
         """The rows with the sum that is owed: what the next stage of a pipeline gets."""
         return self.rows if self._owed is None else self.rows + self._owed
 
+    def kept(self) -> Tensor:
+        """As `settled`; what is added to the stream later does not change it. On a CPU every sum goes into new memory,
+        so these are the rows themselves."""
+        return self.settled() if self._ops.attention is None else self.copied()
+
     def copied(self) -> Tensor:
         """As `settled`, in memory of its own."""
         return self.rows.clone() if self._owed is None else self.rows + self._owed

@@ -226,11 +226,11 @@ class Decoder:
         captured: dict[str, Tensor] = {}
         stream = self._stream(x, ctx)
         if "embed" in capture:
-            captured["embed"] = stream.copied()
+            captured["embed"] = stream.kept()
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), self.first_layer):
             layer(stream, ctx, cache)
             if f"layers.{index}" in capture:
-                captured[f"layers.{index}"] = stream.copied()
+                captured[f"layers.{index}"] = stream.kept()
         return stream, captured
 
     def forward_some(

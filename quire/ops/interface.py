@@ -64,6 +64,11 @@ class Recorder(Protocol):
         `variant`."""
         ...
 
+    def run_all(self, variant: Hashable, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
+                forward: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The same with several results."""
+        ...
+
 
 class Ops(AttentionBackend):
     """Every operation a decoder runs. Activations are contiguous [tokens, features] tensors of type `dtype`.

@@ -133,16 +133,16 @@ class _Span:
 
 @dataclass(slots=True)
 class RecordedStep:
-    """The calls of a step, and where it leaves its result."""
+    """The calls of a step, and where it leaves its results."""
 
     calls: list[Words]
     results_bytes: int
-    out_offset: int
-    out_shape: tuple[int, int]
+    outs: list[tuple[int, tuple[int, int]]]
+    """Where each of its results lies, and its shape."""
     confirmed: bool = field(default=False, compare=False)
     encoded: npt.NDArray[Any] | None = field(default=None, compare=False)
     address: int = field(default=0, compare=False)
-    out: Tensor | None = field(default=None, compare=False)
+    results: tuple[Tensor, ...] | None = field(default=None, compare=False)
 
     def encode(self, library: ctypes.CDLL) -> None:
         """The calls as `quire_replay` reads them."""
@@ -157,8 +157,8 @@ class RecordedStep:
 
 
 class StepRecorder:
-    """Records the steps of one decoder over one set of caches. The result of a step that was run again lies in the
-    recorder's memory and holds until the next step.
+    """Records the steps of one decoder over one set of caches. The results of a step that was run again lie in the
+    recorder's memory and hold until the next step.
 
     Weights are loaded once and stay where they are. Caches are compared at every step: with others, all is recorded
     again.
@@ -181,6 +181,11 @@ class StepRecorder:
 
     def run(self, variant: Hashable, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
             forward: Callable[[], Tensor]) -> Tensor:
+        """As `run_all`, of a forward with one result."""
+        return self.run_all(variant, ids, ctx, caches, lambda: (forward(),))[0]
+
+    def run_all(self, variant: Hashable, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
+                forward: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What `forward` returns: rows [tokens, hidden] that it computes from `ids`, `ctx` and `caches` by these
         operations. Forwards that make other calls have another `variant`."""
         tokens = ids.numel()
@@ -199,7 +204,7 @@ class StepRecorder:
         return self._record(key, known, ids, ctx, forward)
 
     def _record(self, key: Hashable, before: RecordedStep | None, ids: Tensor, ctx: StepContext,
-                forward: Callable[[], Tensor]) -> Tensor:
+                forward: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         recording = _Recording(self._ops.library)
         with self._ops.calling(recording), _Watch(recording):
             out = forward()
@@ -215,7 +220,8 @@ class StepRecorder:
         self._steps[key] = step
         return out
 
-    def _listed(self, recording: _Recording, ids: Tensor, ctx: StepContext, out: Tensor) -> RecordedStep | None:
+    def _listed(self, recording: _Recording, ids: Tensor, ctx: StepContext, outs: tuple[Tensor, ...]
+                ) -> RecordedStep | None:
         """The calls with arguments that hold for the next step too; None where that cannot be said."""
         context = read_step(ctx)
         addresses = context.addresses(ids.data_ptr())
@@ -233,34 +239,37 @@ class StepRecorder:
             pointers = [each for each, kind in zip(arguments, kinds, strict=True) if kind is ctypes.c_void_p and each]
             for span in filter(None, (_span_at(spans, starts, each) for each in pointers)):
                 span.first, span.last = number if span.first < 0 else span.first, number
-        final = _span_at(spans, starts, out.data_ptr())
-        if final is None or out.dim() != 2 or not out.is_contiguous() or out.dtype is not torch.float32:
-            recording.refuse("its result was not computed by a kernel")
-            return None
-        final.last = len(recording.calls)
+        finals: list[_Span] = []
+        for out in outs:
+            final = _span_at(spans, starts, out.data_ptr())
+            if final is None or out.dim() != 2 or not out.is_contiguous() or out.dtype is not torch.float32:
+                recording.refuse("its result was not computed by a kernel")
+                return None
+            final.last = len(recording.calls)
+            finals.append(final)
         needed = _share_memory(spans)
         calls = [_words(self._ops.library, call, addresses, spans, starts) for call in recording.calls]
-        offset = final.offset + out.data_ptr() - final.start
-        return RecordedStep(calls, needed, offset, (out.shape[0], out.shape[1]))
+        return RecordedStep(calls, needed, [(final.offset + out.data_ptr() - final.start, (out.shape[0], out.shape[1]))
+                                            for out, final in zip(outs, finals, strict=True)])
 
-    def _replay(self, step: RecordedStep, ids: Tensor, ctx: StepContext, forward: Callable[[], Tensor]) -> Tensor:
+    def _replay(self, step: RecordedStep, ids: Tensor, ctx: StepContext, forward: Callable[[], tuple[Tensor, ...]]
+                ) -> tuple[Tensor, ...]:
         context = read_step(ctx)
-        if context.tokens != step.out_shape[0]:
+        if context.tokens != step.outs[0][1][0]:
             return forward()  # which says what is wrong
         if step.results_bytes > self._memory.nbytes:
             self._memory = torch.empty(step.results_bytes, dtype=torch.uint8)
             for each in self._steps.values():
-                each.out = None
+                each.results = None
         words = context.words(self._memory.data_ptr(), ids.data_ptr())
         assert step.encoded is not None
         if self._ops.library.quire_replay(step.address, len(step.encoded), (ctypes.c_int64 * len(words))(*words)):
             return forward()  # a check failed: this raises what it raises
         self.replayed += 1
-        if step.out is None:
-            rows, width = step.out_shape
-            part = self._memory[step.out_offset : step.out_offset + 4 * rows * width]
-            step.out = part.view(torch.float32).view(rows, width)
-        return step.out
+        if step.results is None:
+            step.results = tuple(self._memory[offset : offset + 4 * rows * width].view(torch.float32).view(rows, width)
+                                 for offset, (rows, width) in step.outs)
+        return step.results
 
 
 def has_recorded_form(library: ctypes.CDLL, name: str) -> bool:

@@ -11,11 +11,11 @@ from quire.training.eagle import Acceptance
 
 def write_card(folder: Path, model: str, options: Mapping[str, Any], found: Acceptance, steps: int, seconds: float,
                tokens: int) -> None:
-    hidden = ("out", "verbose", "model")
+    hidden = ("out", "verbose", "model", "data")
     shown = {name: value for name, value in sorted(options.items()) if value is not None and name not in hidden}
     rates = ", ".join(f"{share:.3f}" for share in found.chain)
     lines = [
-        f"# An EAGLE head for {model}",
+        f"# An EAGLE head for {Path(model).stem if Path(model).exists() else model}",
         "",
         "Made by `quire train eagle` on answers that the model itself gave; it holds nothing else. Its projection to",
         "the vocabulary and its embeddings are the model's own.",

@@ -46,6 +46,21 @@ class Acceptance:
     def tokens_per_step(self, drafts: int) -> float:
         return 1.0 + sum(self.chain[:drafts])
 
+    def __str__(self) -> str:
+        shares = ", ".join(f"{share:.3f}" for share in self.chain)
+        return f"{self.tokens_per_step(4):.3f} tokens a step with 4 drafts (first 1, 2, ... right: {shares})"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Texts as rows, and where drafts of them are looked at."""
+
+    rows: Tensor
+    """[B, T]."""
+    places: tuple[Tensor, ...]
+    """For each drafted step, which of the B * T tokens it guesses the next one of: all that was drafted lies in an
+    answer."""
+
 
 class Trainer:
     """One head for one target. Batches depend on seed and step alone, so that a run can be resumed anywhere."""
@@ -81,7 +96,7 @@ class Trainer:
         if rope is None or rope.kind != "default" or rope.rotary_dim != attention.head_dim:
             raise ConfigError("quire train eagle needs a model whose heads turn as a whole, by plain rotary positions",
                               "model")
-        seen = self.target.see(self._batch(self._trained[:2])[0])
+        seen = self.target.see(self._batch(self._trained[:2]).rows)
         states = seen.states.float().unflatten(-1, (-1, spec.hidden_size))
         rms = states[:, 1:].square().mean((0, 1, 3)).sqrt().cpu()  # the first token's are often far out of scale
         scale = 1.0 / float(self._rows.float().norm(dim=1).mean().clamp(min=1e-6))
@@ -91,16 +106,20 @@ class Trainer:
 
     # ---- batches
 
-    def _batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Texts as rows, and which of their tokens' successors are part of an answer."""
+    def _batch(self, indices: list[int]) -> Batch:
+        """Made on the host and sent without waiting for the device, which is busy with the batch before."""
         longest = max(self._lengths[i] for i in indices)
         length = -(-longest // _ROUND_LENGTH) * _ROUND_LENGTH
         rows = padded([self._texts.text(i)[: self._lengths[i]].long() for i in indices], length)
-        places = torch.arange(length)[None]
-        first = torch.tensor([int(self._texts.answers[i]) for i in indices])[:, None]
+        after = torch.arange(length)[None] + 1
+        first = self._texts.answers[indices][:, None]
         last = torch.tensor([self._lengths[i] for i in indices])[:, None]
-        wanted = (places + 1 >= first) & (places + 1 < last)
-        return rows.to(self._device), wanted.to(self._device)
+        places = tuple(self._sent(((after >= first + j) & (after < last)).flatten().nonzero().squeeze(1))
+                       for j in range(self.options.depth))
+        return Batch(self._sent(rows), places)
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
     def _epoch(self, epoch: int) -> list[list[int]]:
         """Batches of texts of nearly one length, in an order of this epoch's own."""
@@ -110,7 +129,7 @@ class Trainer:
         order.sort(key=lambda i: -(-self._lengths[i] // _ROUND_LENGTH))
         batches: list[list[int]] = [[]]
         for index in order:
-            longest = -(-max(self._lengths[i] for i in [*batches[-1], index]) // _ROUND_LENGTH) * _ROUND_LENGTH
+            longest = -(-self._lengths[index] // _ROUND_LENGTH) * _ROUND_LENGTH  # none before it is longer
             if batches[-1] and longest * (len(batches[-1]) + 1) > self.options.batch_tokens:
                 batches.append([])
             batches[-1].append(index)
@@ -128,32 +147,25 @@ class Trainer:
 
     # ---- loss
 
-    def _unrolled(self, rows: Tensor, wanted: Tensor, seen: Seen) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For each drafted step: logits [n, draft vocabulary], guessed features [n, hidden] and the places they are of,
-        where all that was drafted lies in an answer."""
-        embedded = self.target.embeddings(rows).to(self._dtype)
+    def _unrolled(self, batch: Batch, seen: Seen) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """For each drafted step: logits [n, draft vocabulary], guessed features [n, hidden] and the places they are
+        of."""
+        embedded = self.target.embeddings(batch.rows).to(self._dtype)
         features = moved_on(self.head.fused(seen.states.to(self._dtype)))
         steps: list[tuple[Tensor, Tensor]] = []
-        for j in range(self.options.depth):
+        for places in batch.places:
             x, steps = self.head.step(embedded, features, steps)
-            valid = wanted.clone()
-            for back in range(1, j + 1):
-                valid[:, back:] &= wanted[:, :-back]
-                valid[:, :back] = False
-            places = valid.flatten().nonzero().squeeze(1)
             kept = x.flatten(0, 1)[places]
             yield self.head.read_out(kept, self._rows), kept, places
             features = moved_on(x)
 
-    def _loss(self, indices: list[int]) -> Tensor:
-        rows, wanted = self._batch(indices)
-        seen = self.target.see(rows)
+    def _loss(self, batch: Batch, seen: Seen) -> Tensor:
         final = seen.final.to(self._dtype).flatten(0, 1)
         with torch.no_grad():
             fused = self.head.fused(seen.states.to(self._dtype)).float().flatten(0, 1)
         known = (self._place[seen.best] >= 0).flatten()
         total = torch.zeros((), device=self._device)
-        for j, (logits, kept, places) in enumerate(self._unrolled(rows, wanted, seen)):
+        for j, (logits, kept, places) in enumerate(self._unrolled(batch, seen)):
             with torch.no_grad():
                 taught = F.linear(final[places], self._rows).float().softmax(-1)
             each = -(taught * logits.float().log_softmax(-1)).sum(-1)
@@ -181,7 +193,8 @@ class Trainer:
         while self.step < options.steps and time.monotonic() - began < options.max_seconds:
             for group in self._optimizer.param_groups:
                 group["lr"] = self._rate(time.monotonic() - began)
-            loss = self._loss(next(batches))
+            batch = self._batch(next(batches))
+            loss = self._loss(batch, self.target.see(batch.rows))
             self._optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
@@ -190,8 +203,7 @@ class Trainer:
             if self.step % options.eval_every == 0 or self.step == options.steps:
                 found = self.evaluate()
                 say(f"step {self.step} of {options.steps}, {time.monotonic() - began:.0f} s: "
-                    f"loss {float(loss.detach()):.3f}, held out {found.loss:.3f}, first drafts right "
-                    f"{found.chain[0]:.3f}, {found.tokens_per_step(4):.3f} tokens a step with 4 drafts")
+                    f"loss {float(loss.detach()):.3f}, held out {found.loss:.3f}, {found}")
             if self.step % options.save_every == 0:
                 self.save(folder)
                 self.export(folder)
@@ -201,17 +213,17 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Acceptance:
-        depth, batch = self.options.depth, max(1, self.options.batch_tokens // self.options.max_length)
+        depth, size = self.options.depth, max(1, self.options.batch_tokens // self.options.max_length)
         right, places_seen, loss, looked_at = [0] * depth, 0, 0.0, 0
-        for at in range(0, len(self._held), batch):
-            indices = self._held[at : at + batch]
-            rows, wanted = self._batch(indices)
-            seen = self.target.see(rows)
+        for at in range(0, len(self._held), size):
+            indices = self._held[at : at + size]
+            batch = self._batch(indices)
+            seen = self.target.see(batch.rows)
             best = self._place[seen.best].flatten()
-            loss += float(self._loss(indices)) * len(indices)
+            loss += float(self._loss(batch, seen)) * len(indices)
             looked_at += len(indices)
-            chain = torch.ones(rows.numel(), dtype=torch.bool, device=self._device)
-            for j, (logits, _, places) in enumerate(self._unrolled(rows, wanted, seen)):
+            chain = torch.ones(batch.rows.numel(), dtype=torch.bool, device=self._device)
+            for j, (logits, _, places) in enumerate(self._unrolled(batch, seen)):
                 hit = torch.zeros_like(chain)
                 hit[places] = logits.argmax(-1) == best[places]
                 # A chain that begins j places before this one goes on here.

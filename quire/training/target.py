@@ -40,6 +40,7 @@ class Target:
         self.decoder = _decoder(source, self.device, threads)
         self._caches: list[LayerCache] = []
         self._blocks = 0
+        self._contexts: dict[tuple[int, int], StepContext] = {}
 
     @property
     def states(self) -> tuple[int, int, int]:
@@ -50,8 +51,8 @@ class Target:
     def see(self, tokens: Tensor) -> Seen:
         """Of texts [B, T], on this device."""
         with torch.inference_mode():
-            stream, captured = self.decoder.forward_capturing(
-                tokens.reshape(-1), self._context(*tokens.shape), self._caches, self._names())
+            ctx = self._context(*tokens.shape)
+            stream, captured = self.decoder.forward_capturing(tokens.reshape(-1), ctx, self._caches, self._names())
             last = stream.copied()
             states = [last if name is None else captured[name] for name in self._wanted()]
             final = last if self.decoder.final_norm is None else self.decoder.final_norm(last.clone())
@@ -69,12 +70,23 @@ class Target:
         return [name for name in self._wanted() if name is not None]
 
     def _context(self, count: int, length: int) -> StepContext:
-        groups = len(self.decoder.spec.cache_groups())
+        """Of texts of one length, and room for their keys. Made once for each size: a GPU would be waited for."""
         each = -(-length // _BLOCK)
         if count * each > self._blocks:
             self._blocks = count * each
+            self._caches = []  # what they held goes before the new ones come
             with torch.device(self.device):
-                self._caches = self.decoder.allocate_caches([self._blocks] * groups, _BLOCK)
+                self._caches = self.decoder.allocate_caches([self._blocks] * self._groups, _BLOCK)
+        made = self._contexts.get((count, length))
+        if made is None:
+            made = self._contexts[count, length] = self._new_context(count, length, each)
+        return made
+
+    @property
+    def _groups(self) -> int:
+        return len(self.decoder.spec.cache_groups())
+
+    def _new_context(self, count: int, length: int, each: int) -> StepContext:
         table = torch.arange(count * each, dtype=torch.int32).view(count, each)
         positions = torch.arange(length).repeat(count)
         slots = torch.arange(count).repeat_interleave(length) * (each * _BLOCK) + positions
@@ -82,13 +94,16 @@ class Target:
         lengths = torch.full((count,), length, dtype=torch.int32)
         positions, slots, ends, lengths, table = (
             part.to(self.device) for part in (positions, slots, ends, lengths, table))
+        groups = self._groups
         ctx = StepContext(positions, ends, lengths, (table,) * groups, (slots,) * groups)
         attention = self.decoder.ops.attention
         if attention is None:
             return ctx
         shape = self.decoder.layers[0].attn.shape
         assert isinstance(shape, HeadShape)  # no latents: `check_trainable`
-        return attention.adapt(ctx, shape, None)
+        adapted = attention.adapt(ctx, shape, None)
+        adapted.rows = torch.arange(count, dtype=torch.int32, device=self.device)
+        return adapted
 
     def head_rows(self, ids: Tensor) -> Tensor:
         """Rows of its head."""

@@ -19,11 +19,13 @@ from quire.llm import LLM
 from quire.sampling.params import SamplingParams
 
 _MARK = "\u2063the question\u2063"
-_TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
+_TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 0.7, 1.0)
 """Answers are drawn as they will be when the head is used: half of them greedily."""
 _QUESTION_TOKENS = 96
-_AT_ONCE = 2048
-"""Conversations that are generated before it is looked whether there are enough."""
+_FIRST_ROUND = 2048
+_LARGEST_ROUND = 8192
+"""Conversations that are generated before it is looked whether there are enough. A round ends with a batch that gets
+emptier and emptier, so later ones are larger."""
 OPENINGS = (
     "", "", "", "", "", "", "What is", "What are", "How do I", "How does", "Why", "Explain", "Describe",
     "Tell me about", "Write a short story about", "Write a poem about", "Write a letter to", "Write an email",
@@ -31,7 +33,11 @@ OPENINGS = (
     "Fix this code:\n```python\ndef ", "Translate the following sentence into French:", "Translate into Spanish:",
     "Translate into English:", "Summarize the following text:\n\n", "Solve this problem step by step:", "Compare",
     "Rewrite this paragraph in simple words:\n\n", "Can you help me", "I am", "Create a JSON object", "What happens if",
-    "Who was", "Suggest",
+    "Who was", "Suggest", "How can I", "What is the difference between", "Give me tips for", "List three",
+    "What are the benefits of", "Explain to a child", "Plan a", "Recommend", "Define", "Is it", "Should I", "My",
+    "When did", "Where is", "Who is", "Correct the grammar:", "Answer the question:", "Write a function in C that",
+    "Write a bash command", "Calculate", "If", "Convert", "Write a product description for", "Write an essay about",
+    "Outline", "Hello", "I need", "Please", "Write a conversation between", "Here is a text:\n\n",
 )
 """How questions begin, where the model makes them up: much of what people ask begins so."""
 
@@ -116,18 +122,25 @@ class Generator:
         self._deadline = deadline
 
     def answer(self, conversations: Sequence[list[dict[str, str]]]) -> list[tuple[list[int], list[int]]]:
-        """(question, answer) as ids, of those that got any."""
-        prompts = [self._llm.chat_prompt(messages, add_generation_prompt=True) for messages in conversations]
-        params = [self._params(self._random.choice(_TEMPERATURES), self._max_tokens) for _ in prompts]
+        """(question, answer) as ids, of those that got any; questions that take over half of the length get none."""
+        prompts = [ids for ids in map(self._prompt_ids, conversations) if 2 * len(ids) <= self._llm.max_model_len]
+        params = [self._params(self._random.choice(_TEMPERATURES), self._max_tokens, text=False) for _ in prompts]
         return [(list(output.prompt_token_ids), list(output.outputs[0].token_ids))
                 for output in self._llm.generate(prompts, params, use_tqdm=False) if output.outputs[0].token_ids]
+
+    def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        text = self._llm.render_chat(messages, add_generation_prompt=True)
+        assert self._llm.tokenizer is not None  # `render_chat` needs it too
+        return self._llm.tokenizer.encode(text, add_special_tokens=False)
 
     def converse(self, num_tokens: int) -> Iterator[list[tuple[list[int], list[int]]]]:
         """Questions that the model makes up, and their answers, until there are so many tokens of answers."""
         opening = self._user_turn()
-        made = 0
+        made, done, began = 0, 0, time.monotonic()
         while made < num_tokens and time.monotonic() < self._deadline:
-            count = max(1, min(_AT_ONCE, -(-(num_tokens - made) // (self._max_tokens // 2))))
+            wanted = -(-(num_tokens - made) // max(1, self._max_tokens // 2))
+            count = min(_LARGEST_ROUND if done else _FIRST_ROUND, wanted, self._in_time(done, began))
+            done += count
             starts = [self._random.choice(OPENINGS) for _ in range(count)]
             prompts = [{"prompt": opening + start, "add_special_tokens": False} for start in starts]
             params = [self._params(1.0, _QUESTION_TOKENS, top_p=0.95) for _ in prompts]
@@ -137,9 +150,16 @@ class Generator:
             made += sum(len(answer) for _, answer in pairs)
             yield pairs
 
-    def _params(self, temperature: float, max_tokens: int, top_p: float = 1.0) -> SamplingParams:
+    def _in_time(self, done: int, began: float) -> int:
+        """Conversations that the time left allows, by the pace so far."""
+        if done == 0 or self._deadline == float("inf"):
+            return _LARGEST_ROUND
+        now = time.monotonic()
+        return max(1, int(done * (self._deadline - now) / max(1e-9, now - began)))
+
+    def _params(self, temperature: float, max_tokens: int, top_p: float = 1.0, text: bool = True) -> SamplingParams:
         seed = self._random.randrange(1 << 31)
-        return SamplingParams(temperature=temperature, max_tokens=max_tokens, top_p=top_p, seed=seed)
+        return SamplingParams(temperature=temperature, max_tokens=max_tokens, top_p=top_p, seed=seed, detokenize=text)
 
     def _user_turn(self) -> str:
         """What the chat template writes before the user's first word."""

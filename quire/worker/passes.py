@@ -58,7 +58,15 @@ class Passes:
         inner = [name for name in states if name != FINAL]
         if not inner:
             return self.forward(ids, ctx, caches), {}
-        return self._decoder.forward_capturing(ids, ctx, caches, inner)
+        if self._recorder is None:
+            return self._decoder.forward_capturing(ids, ctx, caches, inner)
+
+        def forward() -> tuple[Tensor, ...]:
+            stream, captured = self._decoder.forward_capturing(ids, ctx, caches, inner)
+            return stream.settled(), *(captured[name] for name in inner)
+
+        rows, *others = self._recorder.run_all(("capturing", *inner), ids, ctx, caches, forward)
+        return self._decoder.resumed(rows), dict(zip(inner, others, strict=True))
 
     def _run(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
              kept: Sequence[int] | None) -> ResidualStream:

@@ -89,15 +89,15 @@ def test_unrolled_drafts_are_those_of_decoding(folder: Path, texts: Texts, targe
             part.copy_(part.bfloat16().float())
     trainer._rows = trainer._rows.bfloat16().float()
     index = trainer._held[0]
-    rows, wanted = trainer._batch([index])
+    batch = trainer._batch([index])
     text = texts.text(index).tolist()
     head = PlainHead(tmp_path, folder)
     features = head.features(target_states(folder, text))
     checked = 0
     with torch.no_grad():
-        seen = target.see(rows)
+        seen = target.see(batch.rows)
         guesses: list[dict[int, int]] = []
-        for logits, _, places in trainer._unrolled(rows, wanted, seen):
+        for logits, _, places in trainer._unrolled(batch, seen):
             tokens = trainer.guessed[logits.argmax(-1)]
             guesses.append(dict(zip(places.tolist(), tokens.tolist(), strict=True)))
     for begin in guesses[0]:
