@@ -32,6 +32,7 @@ def build_decoder(
     ops: Ops,
     *,
     max_model_len: int | None = None,
+    asked_len: int | None = None,
     shard: Shard | None = None,
     ranks: TensorGroup | None = None,
     dtype: torch.dtype | None = torch.float32,
@@ -43,7 +44,7 @@ def build_decoder(
     """
     names = family_of(config).names
     spec = read_spec(config)
-    decoder = Decoder(spec, ops, max_model_len=max_model_len, shard=shard, ranks=ranks, dtype=dtype)
+    decoder = Decoder(spec, ops, max_model_len=max_model_len, asked_len=asked_len, shard=shard, ranks=ranks, dtype=dtype)
     shapes = {**spec.parameters(), **decoder.shard.parameters}
     extra: list[str] = []
     for source, tensor in weights:

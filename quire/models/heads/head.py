@@ -42,7 +42,7 @@ class DraftHead:
         self.head = Linear(ops, ("",), False, None, use=WeightUse.VOCABULARY) if own_head else target.head
         self._has_head = own_head
         self.fuse = Linear(ops, ("",), "fuse.bias" in optional, None)
-        self.attn = Attention(ops, layer.attention, rope_table(spec.rope, max_model_len), 0, None)
+        self.attn = Attention(ops, layer.attention, rope_table(spec.rope, max_model_len, target.asked_len), 0, None)
         self.mlp = Mlp(ops, layer.mlp, None)
         self.attn_norm = Norm(ops, layer.norm, hidden)
         self.token_norm = Norm(ops, layer.norm, hidden)
