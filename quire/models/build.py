@@ -16,6 +16,7 @@ from quire.models.registry import family_of, read_spec
 from quire.models.rotary_rows import half_split
 from quire.models.shard import Shard
 from quire.models.spec import Shape
+from quire.models.spelling import Spelling
 from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
 from quire.models.weight_names import WeightNames
 from quire.ops.interface import Ops
@@ -46,12 +47,16 @@ def build_decoder(
     spec = read_spec(config)
     decoder = Decoder(spec, ops, max_model_len=max_model_len, asked_len=asked_len, shard=shard, ranks=ranks, dtype=dtype)
     shapes = {**spec.parameters(), **decoder.shard.parameters}
-    extra: list[str] = []
+    spelling, extra = Spelling(config, names), []
     for source, tensor in weights:
-        if not _load_stored(decoder, names, source, tensor, shapes):
-            extra.append(source)
+        spelling.saw(source)
+        try:
+            if not _load_stored(decoder, names, source, tensor, shapes):
+                extra.append(spelling.of(source))
+        except ModelLoadError as error:
+            raise spelling.explained(error, source) from None
         del tensor  # before the next one is made, not after
-    _check_complete(decoder, [names.stored_name(name) for name in decoder.missing()], extra)
+    _check_complete(decoder, spelling.of_missing(decoder.missing()), extra)
     return decoder
 
 

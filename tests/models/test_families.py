@@ -245,6 +245,8 @@ def test_a_checkpoint_with_other_experts_is_refused_by_the_tensors_name(family: 
     fewer = [(each, tensor[:-1] if each == name else tensor) for each, tensor in merged]
     with pytest.raises(ModelLoadError, match=name):
         build_decoder(config_of(model), fewer, CpuOps())
+    with pytest.raises(ModelLoadError, match=f"missing: {name};"):
+        build_decoder(config_of(model), [item for item in merged if item[0] != name], CpuOps())
 
 
 @pytest.mark.parametrize("shape", FAMILY_NAMES)
