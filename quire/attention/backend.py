@@ -1,8 +1,8 @@
-"""What attends: one backend per device for any step, and optional ones for prompts that start from nothing.
+"""The interface of attention: one backend per device for any step, and libraries for prompts without context.
 
 `AttentionBackend` is a part of every `quire.ops.interface.Ops`: the CPU's kernels, plain torch, and Triton's (through
-`quire.attention.triton`). A `PromptBackend` is somebody else's library that takes whole prompts off the Triton backend
-where it is installed, right and faster (`quire.attention.prompts`).
+`quire.attention.triton`). A `PrefillLibrary` is another project's attention, which the Triton backend uses for
+whole prompts if it is installed, right and faster (`quire.attention.prefill_libraries`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class AttentionBackend(ABC):
         k_norm: Tensor | None,
         norm_eps: float,
     ) -> None:
-        """In place on qkv [T, shape.width]: RMS norm of q and k heads, rotation of both, k and v to the
-        cache.
+        """In place on qkv [T, shape.width]: RMS norm of q and k heads, rotation of both, k and v to the cache.
 
         `rope` is [max_pos, rotary_dim], cosines in the first half of a row and sines in the second, for the
         half-split ("neox") pairing of the first rotary_dim elements of a head; None rotates nothing.
@@ -114,8 +113,8 @@ class FreshPrompts:
     longest: int
 
 
-class PromptBackend(Protocol):
-    """Causal attention of fresh prompts over themselves, without a look at the cache."""
+class PrefillLibrary(Protocol):
+    """Prefill attention of whole prompts: causal, over the prompt's own K and V, without the cache."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Attention on a GPU: one new token per sequence by the split kernel, everything else by the tiled one."""
+"""Attention on a GPU: decode (one new token per sequence) by the split kernel, everything else by the tiled one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.attention import prompts
-from quire.attention.backend import FreshPrompts, PromptBackend
+from quire.attention import prefill_libraries
+from quire.attention.backend import FreshPrompts, PrefillLibrary
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
 from quire.kernels.triton.attention_fresh import fresh_attention, fresh_fits
 from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
@@ -41,8 +41,8 @@ _WIDE = MixedShape(128, 64, 4, 3)
 """H200, 2026-11-15, prompts of 4,096: 401 to 413 TFLOP/s, with 8 warps 318, 64 rows 349."""
 _LARGE_HEADS = MixedShape(64, 32, 4, 2)
 _ROWS = MixedShape(64, 32, 4, 3)
-"""The tile of prompts whose keys are read out of their step's rows. H200, TFLOP/s of 8,192 tokens of prompts of 100 to
-1,024, 32 heads: 304, by the tiles above 232; of 1,024 each, 16 heads: 334 and 280."""
+"""The tile of prefill attention that reads keys from the step's rows. H200, TFLOP/s of 8,192 tokens of prompts of 100
+to 1,024, 32 heads: 304, by the tiles above 232; of 1,024 each, 16 heads: 334 and 280."""
 _ROWS_MOST = 2048
 """Tokens of such a prompt at most: longer ones were not compared."""
 _FRESH_TOKENS = 512
@@ -68,15 +68,15 @@ class DeviceContext(StepContext):
     tile_seq: Tensor | None = None
     tile_first: Tensor | None = None
     row_tiles: tuple[Tensor, Tensor] | None = None
-    """(sequence, first token) of tiles of prompts without context, whose keys are read out of the step's rows."""
-    alone: bool = False
-    """Every query is the newest token of a sequence of its own, so that none needs a key that another's program of the
-    same launch writes: never so with drafts."""
+    """(sequence, first token) of the tiles of prompts without context, which read keys from the step's rows."""
+    fuse_rope: bool = False
+    """Norm, rotation and KV write run inside decode attention. Only for steps of one query per sequence: with drafts a
+    query would need a key that another program of the same launch writes."""
     fresh: tuple[tuple[int, int, int], ...] = field(default=())
     """(first token, tokens of each, how many) of neighbouring prompts computed from their first token on, which
     are left out of the tiles."""
     ragged: tuple[FreshPrompts, ...] = field(default=())
-    """Such prompts of any length, for the library that was picked up."""
+    """Such prompts of any length, for `prefill_library`."""
 
 
 class TritonAttention:
@@ -100,8 +100,8 @@ class TritonAttention:
         self._dtype = dtype
         self._dense = dense_prefill and not deterministic and dtype != torch.float32 and device.type == "cuda"
         self._prompt_rows = prompt_rows and not deterministic
-        self.prompts: PromptBackend | None = None
-        """A library that attends for fresh prompts which cuDNN does not take (see `pick_up`)."""
+        self.prefill_library: PrefillLibrary | None = None
+        """Another library's prefill attention, for fresh prompts that cuDNN does not take (see `pick_up`)."""
         self._scratch: dict[HeadShape, DecodeScratch] = {}
         self._processors, self.shared_memory = 4, HOPPER_SHARED
         if device.type == "cuda":
@@ -121,40 +121,39 @@ class TritonAttention:
         return self.tile(shape).tokens_of(shape.num_heads // shape.num_kv_heads)
 
     def takes_fresh(self, start: int, tokens: int, plain: bool) -> bool:
-        """Whether a chunk goes to torch's dense attention; `plain`: neither window nor soft cap in any
-        layer."""
+        """Whether a chunk goes to torch's dense attention; `plain`: neither window nor soft cap in any layer."""
         return self._dense and plain and start == 0 and tokens >= _FRESH_TOKENS and tokens % _FRESH_STEP == 0
 
     def takes_ragged(self, start: int, tokens: int, plain: bool) -> bool:
-        """Whether a chunk goes to the library that was picked up."""
-        return self.prompts is not None and plain and start == 0 and tokens >= _RAGGED_TOKENS
+        """Whether a chunk goes to `prefill_library`."""
+        return self.prefill_library is not None and plain and start == 0 and tokens >= _RAGGED_TOKENS
 
     def takes_rows(self, start: int, tokens: int, plain: bool, shape: HeadShape) -> bool:
-        """Whether a chunk attends to the keys in its step's rows, without a look at the cache."""
+        """Whether a chunk reads its keys from its step's rows and not from the cache."""
         fits = self._prompt_rows and plain and fresh_fits(shape, self._dtype)
         return fits and start == 0 and _ROWS.keys <= tokens <= _ROWS_MOST
 
     def row_tiles(self, counts: np.ndarray, shape: HeadShape, first_seq: int) -> tuple[np.ndarray, np.ndarray]:
         return query_tiles(counts, _ROWS.tokens_of(shape.num_heads // shape.num_kv_heads), first_seq)
 
-    def pick_up(self, shape: HeadShape, verdicts: prompts.Verdicts) -> None:
-        """Take the library that beats our tiles on prompts of mixed lengths with such heads, if one does. Asked once
-        for a machine, its libraries and such heads; `verdicts` knows the answer afterwards."""
-        names = prompts.present()
+    def pick_up(self, shape: HeadShape, verdicts: prefill_libraries.Verdicts) -> None:
+        """Use the library that is faster than our tiles on prompts of mixed lengths with such heads, if there is one.
+        Tried once per machine, installed libraries and heads; `verdicts` keeps the answer."""
+        names = prefill_libraries.present()
         if not self._dense or not names:
             return
         machine = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         question = f"{machine}, torch {torch.__version__}, {shape}, {self._dtype}, ours or {', '.join(names)}"
         known = verdicts.of(question)
         if known is None:
-            self.try_out(shape, prompts.installed(names))
-            verdicts.keep(question, self.prompts.name if self.prompts is not None else "")
+            self.try_out(shape, prefill_libraries.installed(names))
+            verdicts.keep(question, self.prefill_library.name if self.prefill_library is not None else "")
         elif known:
-            self.prompts = next(iter(prompts.installed([known])), None)
+            self.prefill_library = next(iter(prefill_libraries.installed([known])), None)
 
-    def try_out(self, shape: HeadShape, candidates: Sequence[PromptBackend]) -> None:
+    def try_out(self, shape: HeadShape, candidates: Sequence[PrefillLibrary]) -> None:
         """The trial of `pick_up`: every candidate beside our own kernel."""
-        lengths = np.array(prompts.TRIAL_LENGTHS, np.int32)
+        lengths = np.array(prefill_libraries.TRIAL_LENGTHS, np.int32)
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(self.device)
         total = int(lengths.sum())
         qkv = torch.randn(total, shape.width, dtype=self._dtype, device=self.device)
@@ -184,7 +183,8 @@ class TritonAttention:
             )
             return found.view(total, shape.num_heads, shape.head_dim)
 
-        self.prompts = prompts.pick(candidates, ours, (q, k, v, trial, _SCALE), prompts.device_clock)
+        inputs, clock = (q, k, v, trial, _SCALE), prefill_libraries.device_clock
+        self.prefill_library = prefill_libraries.pick(candidates, ours, inputs, clock)
 
     def allocate_split(self, num_seqs: int, shape: HeadShape | LatentShape) -> DecodeSplit:
         if isinstance(shape, LatentShape):
@@ -205,8 +205,7 @@ class TritonAttention:
         return held
 
     def prepare(self, ctx: DeviceContext, windows: tuple[int | None, ...]) -> None:
-        """Share out the keys of the step's decodes, per cache group; on the device, without a look at
-        them."""
+        """Split the decode keys of the step over programs, per cache group: on the device, without a host sync."""
         if not self.deterministic:
             for split, window in zip(ctx.splits, windows, strict=True):
                 split_decode(split, ctx.context_len[: ctx.num_decodes], window)
@@ -244,10 +243,10 @@ class TritonAttention:
         for first, count, many in ctx.fresh:
             end = first + count * many
             _dense(qkv[first:end], many, shape, scale, out[first:end])
-        if self.prompts is not None:
+        if self.prefill_library is not None:
             for run in ctx.ragged:
                 end = run.first + run.tokens
-                part = self.prompts(*_heads(qkv[run.first : end], shape), run, scale)
+                part = self.prefill_library(*_heads(qkv[run.first : end], shape), run, scale)
                 out[run.first : end].view(run.tokens, shape.num_heads, shape.head_dim).copy_(part)
         if ctx.row_tiles is not None and ctx.row_tiles[0].shape[0]:
             fresh_attention(qkv, ctx.query_start, *ctx.row_tiles, shape, scale, out=out, sizes=_ROWS)
@@ -297,7 +296,7 @@ class TritonAttention:
 
     def turns(self, ctx: StepContext, shape: HeadShape, turn: HeadTurn) -> bool:
         """Whether norm, rotation and KV write of such a step can be part of its attention."""
-        return isinstance(ctx, DeviceContext) and ctx.alone and bool(ctx.splits) and rope_fits(shape, turn)
+        return isinstance(ctx, DeviceContext) and ctx.fuse_rope and bool(ctx.splits) and rope_fits(shape, turn)
 
     def _decode(
         self,
@@ -321,7 +320,7 @@ class TritonAttention:
         if turn is None:
             decode_attention(qkv, cache, *batch, halves=sizes.carried, **options)
         else:
-            rope_decode_attention(qkv, cache, *batch, turn, ahead=self.device.type == "cuda", **options)
+            rope_decode_attention(qkv, cache, *batch, turn, prefetch=self.device.type == "cuda", **options)
 
     def adapt(self, ctx: StepContext, shape: HeadShape, window: int | None) -> DeviceContext:
         """The context of a caller that did not prepare one: looks at the lengths on the host, so for tests

@@ -33,7 +33,7 @@ class BatchLine:
 
 
 def read_batch(path: Path) -> Iterator[BatchLine]:
-    """The requests of a file in order; the first line that is none raises with its number."""
+    """The requests of a file in order; the first line that is not a request raises an error with its number."""
     seen: dict[str, int] = {}
     try:
         with path.open("rb") as lines:

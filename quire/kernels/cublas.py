@@ -1,8 +1,9 @@
-"""cuBLASLt by name: a product by one chosen algorithm of the library, where its own choice is not the fastest.
+"""cuBLASLt with a chosen algorithm, for GEMMs where the library's own choice is not the fastest.
 
 torch takes whatever the library's heuristic puts first. For few rows that is often 5 to 20% slower than the best of
-the list, so `quire bench gpu --tune` times the list and the table of products keeps the winner. An algorithm is the
-library's own 64 bytes, good for the version it came from: with any other version the caller is told so and asks torch.
+the list, so `quire bench gpu --tune-library` times the list and the GEMM table keeps the winner. An algorithm is 64
+bytes that mean something only to the library version they came from: with another version `gemm` returns None, and the
+caller uses torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ALIGNMENT = 256
 """Bytes: what the library's heuristic takes for granted, and torch's allocator gives."""
 WORKSPACE = 32 << 20
 _ALLOC_FAILED = 3
-"""The one answer that is about memory, and must be known as such (`worker.gpu.memory.ran_out`)."""
+"""The only status that means out of memory; its error must be recognisable (`worker.gpu.memory.ran_out`)."""
 
 
 class _Algorithm(ctypes.Structure):
@@ -47,7 +48,7 @@ class _Found(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An algorithm that the library offers for a product."""
+    """An algorithm that the library offers for a GEMM."""
 
     code: str
     """Its 64 bytes in hexadecimal digits."""
@@ -56,7 +57,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A product of fixed sizes by a fixed algorithm, ready to be launched."""
+    """A GEMM of fixed sizes with a fixed algorithm, ready to be launched."""
 
     weight: c_void_p
     rows: c_void_p
@@ -89,7 +90,7 @@ def version() -> int:
 
 
 class CublasLt:
-    """Products x W^T on one GPU and in one type. Not for several streams at once: they would share the workspace."""
+    """GEMMs x W^T on one GPU and in one type. Not for several streams at once: they would share the workspace."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         library = _library()
@@ -140,11 +141,11 @@ class CublasLt:
         return bytes(algorithm).hex()
 
     def fits(self, rows: int, features: int, width: int, code: str) -> bool:
-        """Whether the algorithm computes products of these sizes."""
+        """Whether the algorithm can compute a GEMM of these sizes."""
         return self._prepare(rows, features, width, code) is not None
 
-    def product(self, x: Tensor, weight: Tensor, code: str, out: Tensor | None = None) -> Tensor | None:
-        """x W^T by that algorithm; None where it cannot compute this one, and nothing was launched."""
+    def gemm(self, x: Tensor, weight: Tensor, code: str, out: Tensor | None = None) -> Tensor | None:
+        """x W^T with that algorithm; None if it cannot compute this GEMM (nothing was launched then)."""
         rows, (features, width) = x.shape[0], weight.shape
         prepared = self._prepare(rows, features, width, code)
         if prepared is None or not x.is_contiguous():

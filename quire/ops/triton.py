@@ -1,5 +1,4 @@
-"""The layers' operations on a GPU: which kernel runs what, by the number of rows and by what must be
-reproducible."""
+"""The layers' operations on a GPU: which kernel runs what, by the number of rows and by what must be reproducible."""
 
 from __future__ import annotations
 
@@ -19,19 +18,19 @@ from quire.kernels.slices import RankTree, Slices
 from quire.kernels.triton import (
     activation,
     all_head_norm,
-    choices,
     copy,
     expert_few,
     expert_linear,
+    gemm_table,
     latent_rope,
-    linear_ahead,
     linear_few,
     linear_fixed,
+    linear_prefetch,
     norm,
     rope_cache,
     route,
 )
-from quire.kernels.triton.choices import Choice
+from quire.kernels.triton.gemm_table import GemmChoice
 from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 from quire.ops.interface import Fusion, Ops
@@ -92,20 +91,20 @@ class TritonOps(Ops):
         dense_prefill: bool = True,
         prompt_rows: bool = True,
         pdl: bool = False,
-        named_products: bool = True,
+        named_algorithms: bool = True,
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
         self.deterministic = deterministic
         self.kv_dtype = kv_dtype or dtype
         self.kv_scale = kv_scale
-        # One compiled kernel for every step of deterministic mode: an early start is another one, which might round
-        # otherwise, and so is another number of heads at once, whose squares are summed in another order.
+        # Deterministic mode runs one compiled kernel in every step. Early launch would be another kernel, which might
+        # round differently; so would another number of heads at once, whose squares are summed in another order.
         self.pdl = pdl = pdl and not deterministic
         self._heads_at_once = _FIXED_HEADS if deterministic else None
-        self._library = _named_library(self.device, dtype) if named_products and not deterministic else None
-        ahead = linear_ahead.available(self.device) and dtype != torch.float32 and not deterministic
-        self._parts = linear_ahead.AheadScratch.allocate(self.device) if ahead else None
+        self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
+        prefetch = linear_prefetch.available(self.device) and dtype != torch.float32 and not deterministic
+        self._parts = linear_prefetch.PrefetchScratch.allocate(self.device) if prefetch else None
         self._copy_engine = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
         # fp8 keys lie in the cache only, so a fresh prompt must be read back from there as later steps will.
         self.attention = TritonAttention(
@@ -141,7 +140,7 @@ class TritonOps(Ops):
     def _linear(self, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None) -> Tensor:
         if self.deterministic:
             return linear_fixed.linear_fixed(x, w.weight, w.bias, residual, w.slices)
-        return self._product(choices.product(x.shape[0], w.out_features, w.in_features, x.dtype), x, w, residual, out)
+        return self._gemm(gemm_table.lookup(x.shape[0], w.out_features, w.in_features, x.dtype), x, w, residual, out)
 
     def linear_nodes(self, x: Tensor, w: DeviceLinear, out: Tensor | None = None) -> Tensor:
         if w.slices is None:
@@ -152,43 +151,43 @@ class TritonOps(Ops):
         self, x: Tensor, w: DeviceLinear, ranks: TensorGroup, tree: RankTree, bias: Tensor | None,
         residual: Tensor | None,
     ) -> Tensor:
-        """In deterministic mode the additions of one rank; else the fastest product, and a sum over ranks."""
+        """In deterministic mode the additions of one rank; else the fastest GEMM, and a sum over ranks."""
         if self.deterministic:
             return super().linear_over_ranks(x, w, ranks, tree, bias, residual).to(x.dtype)
         room = ranks.room(x.shape[0], w.out_features, x.dtype)
         return ranks.sum_parts(self.linear(x, w, None, room), bias, residual)
 
-    def _product(
-        self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
+    def _gemm(
+        self, choice: GemmChoice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
     ) -> Tensor:
         if choice.algorithm and self._library is not None and w.bias is None:
-            named = self._library.product(x, w.weight, choice.algorithm, out)
+            named = self._library.gemm(x, w.weight, choice.algorithm, out)
             if named is not None:
                 return named if residual is None else named.add_(residual)
         if choice.kernel == "row":
             return linear_row(x, w.weight, w.bias, residual, out=out, sizes=RowShape(*choice.sizes), pdl=self.pdl)
         if choice.kernel == "vector":
             return linear_few.linear_vector(x, w.weight, w.bias, residual, out=out, pdl=self.pdl)
-        if choice.kernel == "ahead":
-            found = self._ahead_product(choice, x, w, residual, out)
+        if choice.kernel == "prefetch":
+            found = self._prefetch_gemm(choice, x, w, residual, out)
             if found is not None:
                 return found
         if out is not None and w.bias is None and residual is None:
             return torch.mm(x, w.weight.t(), out=out)
-        product = F.linear(x, w.weight, w.bias)
-        return product if residual is None else product.add_(residual)
+        found = F.linear(x, w.weight, w.bias)
+        return found if residual is None else found.add_(residual)
 
-    def _ahead_product(
-        self, choice: Choice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
+    def _prefetch_gemm(
+        self, choice: GemmChoice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None
     ) -> Tensor | None:
-        """None where that kernel should not run: it needs a chip and a compiler that know it, and a number of rows that
-        graphs have too, since every other would be a kernel to compile in the middle of a step."""
-        sizes = linear_ahead.AheadShape(*choice.sizes)
-        if self._parts is None or not linear_ahead.is_common(x.shape[0]):
+        """None if that kernel should not run: it needs Hopper and a Triton version that we know, and a number of rows
+        that graphs have too, since any other number would compile another kernel in the middle of a step."""
+        sizes = linear_prefetch.PrefetchShape(*choice.sizes)
+        if self._parts is None or not linear_prefetch.is_common(x.shape[0]):
             return None
-        if not linear_ahead.fits(x, w.weight, sizes, self._parts):
+        if not linear_prefetch.fits(x, w.weight, sizes, self._parts):
             return None
-        return linear_ahead.linear_ahead(
+        return linear_prefetch.linear_prefetch(
             x, w.weight, w.bias, residual, sizes=sizes, scratch=self._parts, out=out, pdl=self._early(x.shape[0])
         )
 
@@ -213,7 +212,8 @@ class TritonOps(Ops):
         self, x: Tensor, routed: RoutedRows, up: DeviceGroup, down: DeviceGroup, kind: str, clamp: Clamp | None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Without a look at what was chosen, so that graphs can hold it. In deterministic mode blocks have one size."""
+        """Without a host sync on the routing, so that graphs can hold it. In deterministic mode blocks have one
+        size."""
         chosen, gains = route.choose(routed)
         if not self.deterministic and chosen.numel() <= expert_few.FEW_PAIRS:
             inner = expert_few.few_up(x, up.weight, up.bias, chosen, kind, clamp, pdl=self.pdl)
@@ -250,7 +250,7 @@ class TritonOps(Ops):
             for _, end in runs[:-1]:
                 owners += chosen.view(-1) >= end
             return expert_linear.sum_pairs(ranks.pick(found, owners), routed.router.top_k, residual)
-        found = torch.where(mine.view(-1, 1) >= 0, found, 0)  # of other ranks' experts there is anything
+        found = torch.where(mine.view(-1, 1) >= 0, found, 0)  # rows of other ranks' experts are uninitialised
         return ranks.sum_parts(expert_linear.sum_pairs(found, routed.router.top_k), None, residual)
 
     def latent_attend(
@@ -380,8 +380,8 @@ class TritonOps(Ops):
         self, qkv: Tensor, layer: LayerCache, ctx: StepContext, group: int, shape: HeadShape, turn: HeadTurn,
         scale: float, window: int | None, softcap: float | None,
     ) -> Tensor:
-        """Where a rank has some query heads of a kv head only: kernels want as many of each, so zeros stand for the
-        others."""
+        """For a rank that has only some query heads of a kv head: kernels need the same number for each, so the missing
+        ones are zeros."""
         even, dim = shape.evened, shape.head_dim
         mine = slice(shape.skipped * dim, (shape.skipped + shape.num_heads) * dim)
         rows = qkv.new_zeros(qkv.shape[0], even.width)
@@ -402,8 +402,8 @@ class TritonOps(Ops):
         return Fusion.NORM_WITH_GEMM if few else Fusion.SUM_WITH_NORM
 
     def norm_gain(self, weight: Tensor) -> Tensor:
-        """Every program of a fused product reads all of it: in the activations' type where that loses nothing (so the
-        result is the same), else as it is."""
+        """Every program of a fused GEMM reads the whole gain: in the activations' narrower type if that loses nothing,
+        else unchanged."""
         narrow = weight.to(self.dtype)
         return narrow if torch.equal(narrow.float(), weight) else weight
 
@@ -421,23 +421,23 @@ class TritonOps(Ops):
             return linear_few.linear_vector(
                 x, w.weight, w.bias, None, norm=gain, eps=eps, gated=gated, out=out, pdl=self.pdl
             )
-        form = choices.GATED if gated else choices.NORM
-        choice = choices.product(1, w.out_features, w.in_features, x.dtype, form)
-        sizes = RowShape(*choice.sizes) if choice.kernel in ("row", "apart") else RowShape()
+        form = gemm_table.GATED if gated else gemm_table.NORM
+        choice = gemm_table.lookup(1, w.out_features, w.in_features, x.dtype, form)
+        sizes = RowShape(*choice.sizes) if choice.kernel in ("row", "norm_then_row") else RowShape()
         if choice.kernel == "row":
             return linear_row(
                 x, w.weight, w.bias, None, norm=gain, eps=eps, gated=gated, out=out, sizes=sizes, pdl=self.pdl
             )
         normed = norm.rms_norm(x, gain, eps, pdl=self.pdl)
-        if choice.kernel == "apart":
+        if choice.kernel == "norm_then_row":
             return linear_row(normed, w.weight, w.bias, None, gated=gated, out=out, sizes=sizes, pdl=self.pdl)
-        found = self._product(choice, normed, w, None, None if gated else out)
+        found = self._gemm(choice, normed, w, None, None if gated else out)
         return self.act_mul(found, gated) if gated else found
 
 
 def _named_library(device: torch.device, dtype: torch.dtype) -> cublas.CublasLt | None:
-    """Where the library is the version whose algorithms the table names."""
-    known = choices.library_version()
+    """The library, if it is the version whose algorithms the table names."""
+    known = gemm_table.library_version()
     if device.type != "cuda" or dtype != torch.bfloat16 or not known or cublas.version() != known:
         return None
     return cublas.CublasLt(device, dtype)

@@ -224,7 +224,7 @@ class _Connection(asyncio.Protocol):
         message = self._current()
         message.status = self._parser.get_status_code()
         if not 200 <= message.status <= 599:
-            raise ValueError("a status that is none")
+            raise ValueError(f"the status {message.status} is outside 200 to 599")
         names = {name for name, _ in message.headers}
         message.until_close = not (names & {b"content-length", b"transfer-encoding"} or message.status in (204, 304))
         message.keeps = not message.until_close and self._parser.should_keep_alive()

@@ -192,18 +192,18 @@ def check_rope_decode(rng: random.Random) -> None:
     many = [rng.randrange(1, 900) for _ in range(256)]
     many[7] = 0
     plans: list[tuple[torch.dtype, HeadShape, int, list[int], dict[str, Any]]] = [
-        (BF16, HeadShape(16, 8, 128), 16, many, {"extra": 264, "rows": True, "ahead": True}),
+        (BF16, HeadShape(16, 8, 128), 16, many, {"extra": 264, "rows": True, "prefetch": True}),
         (BF16, HeadShape(32, 8, 128), 16, many[:64], {"extra": 132, "keys": 64}),
-        (BF16, HeadShape(40, 8, 128), 16, [4000], {"extra": 16, "ahead": True, "pdl": True}),
-        (BF16, HeadShape(16, 8, 128), 16, [600], {"extra": 16, "ahead": True, "pdl": True}),
-        (BF16, HeadShape(16, 8, 128), 16, [1, 128, 129, 64, 65], {"ahead": True}),
-        (BF16, HeadShape(16, 8, 128), 16, many, {"extra": 264, "keys": 64, "ahead": True, "carried": True}),
-        (BF16, HeadShape(32, 8, 128), 16, many[:8], {"extra": 16, "keys": 64, "ahead": True, "carried": True}),
-        (BF16, HeadShape(8, 2, 64), 1, [5, 777, 1300], {"window": 100, "ahead": True}),
-        (BF16, HeadShape(4, 1, 256), 64, [5, 777, 1300], {"softcap": 5.0, "keys": 64, "ahead": True}),
+        (BF16, HeadShape(40, 8, 128), 16, [4000], {"extra": 16, "prefetch": True, "pdl": True}),
+        (BF16, HeadShape(16, 8, 128), 16, [600], {"extra": 16, "prefetch": True, "pdl": True}),
+        (BF16, HeadShape(16, 8, 128), 16, [1, 128, 129, 64, 65], {"prefetch": True}),
+        (BF16, HeadShape(16, 8, 128), 16, many, {"extra": 264, "keys": 64, "prefetch": True, "carried": True}),
+        (BF16, HeadShape(32, 8, 128), 16, many[:8], {"extra": 16, "keys": 64, "prefetch": True, "carried": True}),
+        (BF16, HeadShape(8, 2, 64), 1, [5, 777, 1300], {"window": 100, "prefetch": True}),
+        (BF16, HeadShape(4, 1, 256), 64, [5, 777, 1300], {"softcap": 5.0, "keys": 64, "prefetch": True}),
         (BF16, HeadShape(32, 8, 128), 16, many[:32], {"kv_dtype": torch.float8_e4m3fn, "kv_scale": 0.5}),
-        (FP16, HeadShape(16, 8, 128), 16, many[:32], {"norms": False, "ahead": True}),
-        (FP32, HeadShape(16, 8, 128), 16, many[:32], {"keys": 64, "ahead": True}),
+        (FP16, HeadShape(16, 8, 128), 16, many[:32], {"norms": False, "prefetch": True}),
+        (FP32, HeadShape(16, 8, 128), 16, many[:32], {"keys": 64, "prefetch": True}),
         (FP32, HeadShape(6, 2, 32), 16, many[:32], {"keys": 64, "window": 200}),
     ]
     for dtype, shape, page, lengths, options in plans:
@@ -536,7 +536,7 @@ def time_decode(quick: bool) -> None:
 
 
 def time_rope_attend(quick: bool) -> None:
-    """A layer's attention behind its product, in a graph with early launch: two kernels, one, and their variants."""
+    """A layer's attention behind its GEMM, in a graph with early launch: two kernels, one, and their variants."""
     from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
     from quire.kernels.triton.attention_rope import rope_decode_attention
     from quire.kernels.triton.attention_split import DecodeSplit, decode_shape, extra_pieces, split_decode
@@ -560,20 +560,20 @@ def time_rope_attend(quick: bool) -> None:
             scratch = DecodeScratch.allocate(split.tasks, batch, shape, D)
             given = (table, rows, lengths, split, scratch, shape, 0.088)
 
-            def product(w: torch.Tensor) -> torch.Tensor:
+            def gemm(w: torch.Tensor) -> torch.Tensor:
                 if batch == 1:
                     return linear_row(x, w, None, None, sizes=RowShape(2, 1024, 4), pdl=True)
                 return torch.mm(x, w.t())
 
             def two(w: torch.Tensor, c: Any, keys: int, stages: int, halves: bool = False,
                     carried: bool = False) -> None:
-                qkv = product(w)
+                qkv = gemm(w)
                 rope_and_cache(qkv, c, slots, positions, shape, rope, gain, gain, 1e-6, pdl=True)
                 decode_attention(qkv, c, *given, keys=keys, num_stages=stages, halves=halves, carried=carried, pdl=True)
 
-            def one(w: torch.Tensor, c: Any, keys: int, stages: int, ahead: bool, carried: bool = False,
+            def one(w: torch.Tensor, c: Any, keys: int, stages: int, prefetch: bool, carried: bool = False,
                     pieces: Any = given) -> None:
-                rope_decode_attention(product(w), c, *pieces, turn, keys=keys, num_stages=stages, ahead=ahead,
+                rope_decode_attention(gemm(w), c, *pieces, turn, keys=keys, num_stages=stages, prefetch=prefetch,
                                       carried=carried, pdl=True)
 
             def seconds(call: Callable[..., Any], *args: Any) -> Any:
@@ -582,13 +582,13 @@ def time_rope_attend(quick: bool) -> None:
                 except Exception as error:
                     return type(error).__name__
 
-            base = graph_time([lambda w=w: product(w) for w in weights])
+            base = graph_time([lambda w=w: gemm(w) for w in weights])
             keys, stages = decode_shape(batch, 128, 2).keys, decode_shape(batch, 128, 2).stages
             variants: dict[str, tuple[Any, ...]] = {
                 "two": (two, keys, stages), "two_halves": (two, keys, stages, True),
-                "one": (one, keys, stages, False), "one_ahead": (one, keys, stages, True),
+                "one": (one, keys, stages, False), "one_prefetch": (one, keys, stages, True),
             }
-            variants[f"one_ahead_k{192 - keys}"] = (one, 192 - keys, stages, True)
+            variants[f"one_prefetch_k{192 - keys}"] = (one, 192 - keys, stages, True)
             variants["two_halves_carried_k64s3"] = (two, 64, 3, True, True)
             for k, s in ((32, 4), (64, 2), (64, 3), (64, 4), (128, 2), (128, 3)):
                 variants[f"carried_k{k}s{s}"] = (one, k, s, True, True)
@@ -601,12 +601,12 @@ def time_rope_attend(quick: bool) -> None:
                 for k, s in ((64, 3), (64, 4)):
                     variants[f"carried_k{k}s{s}_pieces{extra}"] = (one, k, s, True, True, pieces)
             row: dict[str, Any] = {"time": "rope_attend", "heads": heads, "batch": batch, "keys": total,
-                                   "product_us": base * 1e6}
+                                   "gemm_us": base * 1e6}
             for name, call in variants.items():
                 found = seconds(*call)
                 row[f"{name}_us"] = found if isinstance(found, str) else (found - base) * 1e6
-            row["product+rope_us"] = 1e6 * graph_time([
-                lambda w=w, c=c: rope_and_cache(product(w), c, slots, positions, shape, rope, gain, gain, 1e-6,
+            row["gemm+rope_us"] = 1e6 * graph_time([
+                lambda w=w, c=c: rope_and_cache(gemm(w), c, slots, positions, shape, rope, gain, gain, 1e-6,
                                                 pdl=True) for w, c in zip(weights, caches)])
             timed = {name: row[f"{name}_us"] for name in variants if isinstance(row[f"{name}_us"], float)}
             best = min(timed, key=lambda name: timed[name])

@@ -27,7 +27,7 @@ def _seeded() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hidden", "features"), [(1024, 3072), (576, 1536), (48, 97), (5120, 640)])
 @torch.inference_mode()
-def test_norms_products_and_gates(dtype: str, hidden: int, features: int) -> None:
+def test_norms_gemms_and_gates(dtype: str, hidden: int, features: int) -> None:
     checks = bits.row_wise("cuda", getattr(torch, dtype), ROWS, hidden, features)
     assert [line for name, part in checks for line in bits.differences(name, part, ROWS, COUNTS)] == []
 
@@ -76,8 +76,8 @@ def test_attention_in_chunks(
 
 
 @torch.inference_mode()
-def test_the_measure_would_show_a_product_that_depends_on_its_batch() -> None:
-    """The library's own product does: if no batch of any size shows it, the comparison above is blind."""
+def test_the_measure_would_show_a_gemm_that_depends_on_its_batch() -> None:
+    """The library's own GEMM does: if no batch of any size shows it, the comparison above is blind."""
     weight, rows = torch.randn(3072, 4096, device="cuda"), torch.randn(ROWS, 4096, device="cuda")
     kind = torch.bfloat16
     part = lambda a, b: [torch.mm(rows[a:b].to(kind), weight.to(kind).t())]  # noqa: E731

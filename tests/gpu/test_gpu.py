@@ -210,32 +210,32 @@ def test_deterministic_means_the_same_bits_whatever_the_batch(family: str, dtype
 
 def test_borrowed_attention_agrees_with_ours() -> None:
     """Every library that is installed here, on the trial of the start; speed is not asked for."""
-    from quire.attention import prompts
+    from quire.attention import prefill_libraries
     from quire.kernels.types import HeadShape
 
     attention = TritonOps(torch.device("cuda"), torch.bfloat16).attention
     with torch.inference_mode():
-        for candidate in prompts.installed():
+        for candidate in prefill_libraries.installed():
             times = iter([1.0, 0.1])
-            attention.prompts = None
+            attention.prefill_library = None
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(prompts, "device_clock", lambda call, times=times: next(times))
+                patch.setattr(prefill_libraries, "device_clock", lambda call, times=times: next(times))
                 attention.try_out(HeadShape(16, 8, 128), [candidate])
-            assert attention.prompts is candidate
+            assert attention.prefill_library is candidate
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_prompts_by_a_library_give_our_tokens(family: str) -> None:
-    from quire.attention import prompts
+    from quire.attention import prefill_libraries
 
-    torchs = [found for found in prompts.installed() if found.name == "torch varlen_attn"]
+    torchs = [found for found in prefill_libraries.installed() if found.name == "torch varlen_attn"]
     if not torchs:
         pytest.skip("this torch has no varlen_attn")
     config = config_of(family)
     found = []
     for library in (None, torchs[0]):
         core = device_engine(config, dtype="float16", budget=80, pad_mixed=False)
-        core.executor._worker._runner.contexts.attention.prompts = library
+        core.executor._worker._runner.contexts.attention.prefill_library = library
         found.append(tokens_of(core, greedy(6, 1)))
     for name, (_, logprobs) in found[0].items():
         assert abs(logprobs[0].top_logprobs[0] - found[1][name][1][0].top_logprobs[0]) < 0.03

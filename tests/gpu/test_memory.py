@@ -27,7 +27,7 @@ def worker_of(**options: Any) -> Any:
 
 def test_a_closed_engine_gives_its_memory_back() -> None:
     """All of it but what the first engine left for good: libraries, and one cuBLAS workspace of 32 MiB for each of the
-    two streams that products run on. Streams of its own for every engine would leave 64 MiB more with each."""
+    two streams that GEMMs run on. Streams of its own for every engine would leave 64 MiB more with each."""
     worker_of(cache={"kv_cache_memory": "1GiB"}).close()
     free = torch.cuda.mem_get_info()[0]
     for _ in range(3):

@@ -176,20 +176,20 @@ def least_seconds(case: str, config: dict[str, Any], requests: list[Request], el
     return total
 
 
-PRODUCTS, DECODES, PROMPTS, OTHER = "products", "attention of decodes", "attention of prompts", "other"
-"""What a kernel of a step works at: matrix products, attention of one token each, attention of prompts, the rest."""
+GEMM, DECODE, PREFILL, OTHER = "GEMM", "decode attention", "prefill attention", "other"
+"""Kinds of work that a kernel of a step belongs to."""
 
 
 def kind_of(kernel: str) -> str:
     """Which of them a kernel belongs to, by its name in a profile."""
     name = kernel.lower()
     if "_decode_kernel" in name:
-        return DECODES
+        return DECODE
     if "_mixed_kernel" in name or "sdpa" in name or "flash" in name:
-        return PROMPTS
-    products = ("gemm", "nvjet", "_expert_kernel", "_few_up_kernel", "_few_down_kernel", "_row_kernel",
-                "_vector_kernel", "ahead_kernel", "_fixed_kernel", "splitk")
-    return PRODUCTS if any(part in name for part in products) else OTHER
+        return PREFILL
+    gemms = ("gemm", "nvjet", "_expert_kernel", "_few_up_kernel", "_few_down_kernel", "_row_kernel",
+             "_vector_kernel", "prefetch_kernel", "_fixed_kernel", "splitk")
+    return GEMM if any(part in name for part in gemms) else OTHER
 
 
 def shares(spans: list[tuple[str, float, float]]) -> dict[str, tuple[float, int]]:
@@ -209,18 +209,18 @@ def least_by_kind(config: dict[str, Any], requests: list[Request], element: int 
     limits = limits_of(config, element)
     prompts = [len(r.prompt_token_ids) for r in requests]
     outs = [r.params.max_tokens or 1 for r in requests]
-    products = sum(n * limits.flops + limits.head_flops for n in prompts) / FLOPS
+    gemms = sum(n * limits.flops + limits.head_flops for n in prompts) / FLOPS
     keys, bound = 0, 0.0
     for step in range(1, max(outs)):
         alive = [n + step for n, out in zip(prompts, outs, strict=True) if out > step]
         read = limits.read_bytes(len(alive)) / READ_BANDWIDTH
         done = len(alive) * (limits.flops + limits.head_flops) / FLOPS
         bound += read if read > done else 0.0
-        products += max(read, done)
+        gemms += max(read, done)
         keys += sum(alive)
     inside = sum(limits.attention_flops * n * n // 2 for n in prompts)
     return {
-        PRODUCTS: (products, "bandwidth" if bound > products / 2 else "FLOPs"),
-        DECODES: (keys * limits.kv_bytes / READ_BANDWIDTH, "bandwidth"),
-        PROMPTS: (inside / FLOPS, "FLOPs"),
+        GEMM: (gemms, "bandwidth" if bound > gemms / 2 else "FLOPs"),
+        DECODE: (keys * limits.kv_bytes / READ_BANDWIDTH, "bandwidth"),
+        PREFILL: (inside / FLOPS, "FLOPs"),
     }

@@ -80,19 +80,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="prompts without context attend to their step's rows, not to the cache (default: on)")
     parser.add_argument("--fuse-rope", action=argparse.BooleanOptionalAction, default=True,
                         help="rotation inside the attention of decode steps (default: on)")
-    parser.add_argument("--named-products", action=argparse.BooleanOptionalAction, default=True,
-                        help="products by the algorithms of the table, not the library's own choice (default: on)")
+    parser.add_argument("--named-algorithms", action=argparse.BooleanOptionalAction, default=True,
+                        help="GEMMs on cuBLAS use the algorithms of the table, not its own choice (default: on)")
     parser.add_argument("--timeline", metavar="SVG", help="draw some steps of the last run here")
     parser.add_argument("--accuracy", metavar="MODEL",
                         help="instead: how far each dtype is from float32 on the CPU (emulated without a GPU)")
     parser.add_argument("--texts", type=int, default=40, help="with --accuracy: how many texts (default: 40)")
     parser.add_argument("--tune-rows", type=int, nargs="+",
-                        help="with --tune and --tune-ahead: products of how many rows (default: all that "
-                             "they know)")
-    parser.add_argument("--tune", metavar="FILE", help="instead: time the products of few rows, write the table here")
-    parser.add_argument("--tune-ahead", metavar="FILE",
-                        help="instead: time products that ask ahead for their weights, add those that win to the table "
-                             "in this file")
+                        help="with --tune and --tune-prefetch: GEMMs of how many rows (default: all in the "
+                             "table)")
+    parser.add_argument("--tune", metavar="FILE", help="instead: time GEMMs of few rows, write the table here")
+    parser.add_argument("--tune-prefetch", metavar="FILE",
+                        help="instead: time GEMMs that prefetch their weights, add those that win to the table in "
+                             "this file")
     parser.add_argument("--tune-library", metavar="FILE",
                         help="instead: time cuBLASLt's algorithms, add those that win to the table in this file")
     parser.add_argument("--mixed", action="store_true",
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
                **describe_machine()}
     _show(args, {"bench": "gpu", "case": "machine", **machine}, " ".join(f"{k}={v}" for k, v in machine.items()))
-    if args.tune or args.tune_library or args.tune_ahead:
+    if args.tune or args.tune_library or args.tune_prefetch:
         _tune(args)
         return 0
     if args.serve:
@@ -176,7 +176,7 @@ def _model(model: str, cases: list[str], args: argparse.Namespace) -> None:
         fuse_rope=args.fuse_rope,
         prompt_rows=args.prompt_rows,
         pad_mixed=args.pad_mixed,
-        named_products=args.named_products,
+        named_algorithms=args.named_algorithms,
     )
     began = time.perf_counter()
     worker = build_worker(MODELS[model], options, args.block_size)
@@ -259,7 +259,7 @@ def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.N
         "gpu_busy_share": round(min(1.0, busy / run.seconds), 3),
         "options": {name: getattr(args, name) for name in ("depth", "block_size", "dtype", "kv_cache_dtype",
                                                            "enforce_eager", "deterministic", "launch_early",
-                                                           "named_products", "max_num_batched_tokens",
+                                                           "named_algorithms", "max_num_batched_tokens",
                                                            "fuse_rope", "prompt_rows", "pad_mixed")},
     }
     if args.tokens:
@@ -358,8 +358,8 @@ def _start(model: str, args: argparse.Namespace) -> None:
 def _tune(args: argparse.Namespace) -> None:
     """One after another, in the order in which they build on one another."""
     from quire.bench.gpu import tune as gpu_tune
-    from quire.bench.gpu import tune_ahead as gpu_tune_ahead
     from quire.bench.gpu import tune_library as gpu_tune_library
+    from quire.bench.gpu import tune_prefetch as gpu_tune_prefetch
 
     def note(line: dict[str, Any]) -> None:
         _show(args, line, str(line))
@@ -368,8 +368,8 @@ def _tune(args: argparse.Namespace) -> None:
         gpu_tune.write(args.tune, gpu_tune.tune(args.models, args.tune_rows or gpu_tune.ROWS, args.launch_early, note))
     if args.tune_library:
         gpu_tune_library.tune(args.models, args.tune_library, note)
-    if args.tune_ahead:
-        gpu_tune_ahead.tune(args.models, args.tune_ahead, note, args.tune_rows)
+    if args.tune_prefetch:
+        gpu_tune_prefetch.tune(args.models, args.tune_prefetch, note, args.tune_rows)
 
 
 def _show(args: argparse.Namespace, line: dict[str, Any], text: str) -> None:

@@ -140,8 +140,7 @@ def build_core(
     partial_prefills: int = 1,
     speculator: Speculator | None = None,
 ) -> TimedCore:
-    """A fresh scheduler and cache over a worker; a worker may be given a new core when the old one is
-    idle."""
+    """A fresh scheduler and cache over a worker; a worker may be given a new core when the old one is idle."""
     cache = KVCacheManager(
         worker.pool.num_blocks,
         block_size,

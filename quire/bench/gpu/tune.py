@@ -1,6 +1,6 @@
-"""Times the products of few rows on this GPU and writes the table that `quire.kernels.triton.choices` reads.
+"""Times the GEMMs of few rows on this GPU and writes the table that `quire.kernels.triton.gemm_table` reads.
 
-Every way to compute a product is timed whole (with the norm, the gate and the residual around it) inside a captured
+Every way to compute a GEMM is timed whole (with the norm, the gate and the residual around it) inside a captured
 graph over weights too large for the cache. Kernels are compiled beforehand by one process per weight.
 """
 
@@ -28,7 +28,7 @@ _MOST_HELD = 512
 
 
 def weights_of(model: str) -> list[tuple[str, int, int]]:
-    """(form at one row, features, width) of every product of a model; those of experts are tuned by
+    """(form at one row, features, width) of every GEMM of a model; those of experts are tuned by
     `tune_experts`."""
     config = MODELS[model]
     hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -79,7 +79,7 @@ def time_weight(model: str, index: int, counts: list[int], pdl: bool, dry: bool 
 
 
 def _one_row(form: str, features: int, width: int, pdl: bool) -> dict[str, Callable[[Any], Any]]:
-    """Every way to the product of one row with all that belongs to it."""
+    """Every way to compute a GEMM of one row with its norm, gate and residual."""
     import torch
 
     from quire.kernels.triton import activation, linear_row, norm
@@ -91,9 +91,9 @@ def _one_row(form: str, features: int, width: int, pdl: bool) -> dict[str, Calla
     if form == "gated":
         fused["gated"] = "silu"
 
-    def around(product: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    def around(gemm: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
         def call(w: Any) -> Any:
-            found = product(x if form == "plain" else norm.rms_norm(x, gain, 1e-6), w)
+            found = gemm(x if form == "plain" else norm.rms_norm(x, gain, 1e-6), w)
             return activation.act_mul(found, "silu") if form == "gated" else found
 
         return call
@@ -108,12 +108,13 @@ def _one_row(form: str, features: int, width: int, pdl: bool) -> dict[str, Calla
             sizes, named = linear_row.RowShape(*shape), " ".join(map(str, shape))
             ways["row " + named] = partial(linear_row.linear_row, x, sizes=sizes, pdl=pdl, **fused)
             if form != "plain":
-                ways["apart " + named] = partial(_apart, x, gain, sizes, fused.get("gated"), pdl)
+                ways["norm_then_row " + named] = partial(_norm_then_row, x, gain, sizes, fused.get("gated"), pdl)
     return ways
 
 
-def _apart(x: Any, gain: Any, sizes: Any, gated: str | None, pdl: bool, weight: Any) -> Any:
-    """The norm by itself, then the product: what reads less where a norm is wider than it is worth."""
+def _norm_then_row(x: Any, gain: Any, sizes: Any, gated: str | None, pdl: bool, weight: Any) -> Any:
+    """The norm in its own kernel, then the GEMM: reads less than the fused kernel, each program of which reads the
+    norm's whole input."""
     from quire.kernels.triton import linear_row, norm
 
     return linear_row.linear_row(norm.rms_norm(x, gain, 1e-6, pdl=pdl), weight, gated=gated, sizes=sizes, pdl=pdl)
@@ -188,14 +189,14 @@ def write(path: str, entries: list[dict[str, Any]], cublaslt: int | None = None)
     if Path(path).exists():
         timed = {_key(entry) for entry in entries}
         file = json.loads(Path(path).read_text(encoding="utf-8"))
-        entries = [entry for entry in file["products"] if _key(entry) not in timed] + entries
+        entries = [entry for entry in file["gemms"] if _key(entry) not in timed] + entries
         cublaslt = cublaslt or file.get("cublaslt")
     if cublaslt:
         head["cublaslt"] = cublaslt
     entries = sorted(entries, key=lambda entry: (entry["width"], entry["features"], entry["rows"]))
     lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
     with open(path, "w", encoding="utf-8") as target:
-        target.write(json.dumps(head)[:-1] + ', "products": [\n' + lines + "\n]}\n")
+        target.write(json.dumps(head)[:-1] + ', "gemms": [\n' + lines + "\n]}\n")
 
 
 def _key(entry: dict[str, Any]) -> tuple[Any, ...]:

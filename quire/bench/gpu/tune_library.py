@@ -1,8 +1,8 @@
-"""Times the algorithms that cuBLASLt offers for a model's products and adds the winners to the table of products.
+"""Times the algorithms that cuBLASLt offers for a model's GEMMs and adds the winners to the GEMM table.
 
-The library's heuristic offers eight algorithms for a product and puts one of them first. Where another is faster by
+The library's heuristic offers eight algorithms for a GEMM and puts one of them first. Where another is faster by
 `_LEAST_GAIN` than that and than our kernels (which the table knows already), the table names it. Up to `_WIDE_ROWS`
-rows, where it errs most, all that it offers for any product of these models is tried on every one, also in parts.
+rows, where it errs most, all that it offers for any GEMM of these models is tried on every one, also in parts.
 Timed in captured graphs over weights too large for the cache, as `quire.bench.gpu.tune` does.
 """
 
@@ -31,7 +31,7 @@ _FINALISTS = 4
 def tune(models: list[str], path: str, note: Callable[[dict[str, Any]], None], rows: tuple[int, ...] = ROWS) -> None:
     from quire.kernels import cublas
 
-    known = json.loads(Path(path).read_text(encoding="utf-8"))["products"] if Path(path).exists() else []
+    known = json.loads(Path(path).read_text(encoding="utf-8"))["gemms"] if Path(path).exists() else []
     before = {(e["rows"], e["features"], e["width"]): e for e in known if e["form"] == "plain"}
     weights = list(dict.fromkeys((features, width) for model in models for _, features, width in weights_of(model)))
     known_codes = _offered(weights, rows)
@@ -45,7 +45,7 @@ def tune(models: list[str], path: str, note: Callable[[dict[str, Any]], None], r
 
 
 def _offered(weights: list[tuple[int, int]], counts: tuple[int, ...]) -> list[str]:
-    """Every algorithm that the library offers for any of the products of a batch."""
+    """Every algorithm that the library offers for any of the GEMMs of a batch."""
     import torch
 
     from quire.kernels.cublas import CublasLt
@@ -78,12 +78,12 @@ def _weight(
         if rows > _HEAD_ROWS and features > 100_000:
             continue
         held = before.get((rows, features, width), {"kernel": "library", "sizes": []})
-        if held["kernel"] == "ahead":
+        if held["kernel"] == "prefetch":
             continue  # timed with what is around it, which this is not
         try:
             wide = pool if _LEAST_ROWS <= rows <= _WIDE_ROWS and features < 100_000 else []
             entries.append(_timed(library, weights, rows, held, wide))
-        except Exception as error:  # one product that cannot be timed must not lose the others
+        except Exception as error:  # one GEMM that cannot be timed must not lose the others
             print(f"{rows} rows of {features} x {width}: {error!r}", flush=True)
     library.close()
     return entries
@@ -122,14 +122,14 @@ def _timed(library: Any, weights: list[Any], rows: int, held: dict[str, Any], po
 
 
 def _named(library: Any, x: Any, code: str, out: Any, weight: Any) -> Any:
-    return library.product(x, weight, code, out)
+    return library.gemm(x, weight, code, out)
 
 
 def _right(library: Any, x: Any, weight: Any, code: str) -> bool:
-    """Whether it computes the product at all: a wrong one must not win."""
+    """Whether it computes the GEMM at all: a wrong one must not win."""
     import torch
 
-    got = library.product(x, weight, code)
+    got = library.gemm(x, weight, code)
     if got is None:
         return False
     want = torch.mm(x[:64], weight.t())

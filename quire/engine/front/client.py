@@ -143,7 +143,7 @@ class EngineClient:
         try:
             message = m.decode_from_engine(data)
         except msgspec.DecodeError as error:
-            self._said = f"it sent a message that is none ({error})"
+            self._said = f"it sent a message that cannot be decoded ({error})"
             self.abandon()
             return
         if isinstance(message, m.Heartbeat):

@@ -1,10 +1,8 @@
-"""Attention of one new token per sequence over its paged keys, split over keys, bound by memory bandwidth.
+"""Decode attention: one new token per sequence over its paged keys, split over keys, bound by memory bandwidth.
 
-One program reads one piece of one sequence's keys for one KV head, with all query heads that share it. The
-program
-that finishes a sequence last puts the pieces together, in the order of the pieces whoever is last, so no
-second
-kernel is launched and the result does not depend on timing.
+One program reads one piece of a sequence's keys for one KV head and attends with all query heads that share it. The
+program that finishes a sequence last joins the pieces, always in their order: no second kernel is launched, and the
+result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(slots=True)
 class DecodeScratch:
-    """Where pieces leave their results for the one that joins them; shared by all layers of a model."""
+    """Partial results of the pieces, read by the program that joins them. All layers of a model share it."""
 
     partial: Tensor
     """float32 [tasks * kv heads, group, head_dim]"""
@@ -90,7 +88,7 @@ def _decode_kernel(
     head = tl.program_id(0)
     task = tl.program_id(1)
     seq = tl.load(task_seq + task)
-    # The division is older than the kernel before this one, so it is read while that one still runs.
+    # An earlier kernel than the previous one wrote the split, so it is read while the previous one still runs.
     owner = tl.maximum(seq, 0)
     piece = tl.load(task_piece + task)
     pieces = tl.load(piece_count + owner)
@@ -227,7 +225,8 @@ def _attend_piece(
             block = tl.load(table + position // PAGE, mask=seen, other=0)
         base = ((block.to(tl.int64) * NUM_KV + head) * PAGE + position % PAGE) * DIM
         if CARRIED:
-            # Asked for a turn early, so that the loads of keys depend on no load of their own turn and run ahead.
+            # Block numbers are loaded one iteration early: the loads of keys then wait for no other load and can be
+            # pipelined.
             later = position + KEYS
             block = tl.load(table + later // PAGE, mask=(later >= visible) & (later < end), other=0)
         loads = seen[:, None] & in_dim[None, :]

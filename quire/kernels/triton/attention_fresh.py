@@ -1,8 +1,8 @@
-"""Attention of prompts over themselves: no context, no window, no soft cap. Keys and values are read where the
-projection left them, by the copy engine, without a block table.
+"""Prefill attention of whole prompts (no context, window or soft cap): K and V are read from the step's qkv rows.
 
-As in `attention_mixed` a program takes some consecutive tokens with all query heads that share a KV head. Its loop is
-one: only its last steps mask, so that the pipeline fills once, which is what short prompts spend their time on.
+The copy engine (TMA) loads them, without a block table. As in `attention_mixed` a program takes some consecutive tokens
+with all query heads that share a KV head. It has a single loop over keys whose last iterations mask, so the pipeline
+fills only once: on short prompts that is most of the time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Attention of any number of new tokens per sequence over paged keys: prefill, chunks of it, mixed batches.
+"""Prefill attention over paged keys, for any number of new tokens per sequence: prompts, chunks, mixed batches.
 
-A program takes a tile of queries: some consecutive tokens of one sequence with all query heads that share a
-KV head,
-stacked as rows of one matrix, so that each key is read once for all of them. Keys are folded in tiles at
-fixed
+A program takes a tile of queries: some consecutive tokens of one sequence with all query heads that share a KV head,
+stacked as rows of one matrix, so that each key is read once for all of them. Keys are folded in tiles at fixed
 absolute positions, so a query's result depends on nothing but its own sequence (see `tile_rows`).
 """
 
@@ -343,8 +341,8 @@ def mixed_attention(
     token of its sequence (its ancestors and itself, for a tree of drafts); the keys before the step are seen by all.
     `sinks` float32 [Hq] are scores without a value, which take part in each head's softmax.
 
-    `exact` keeps the compiler from fusing products and sums: it does so in the loop without a mask and not in
-    the one with, so that a query's bits would depend on where its chunk began.
+    `exact` forbids fused multiply-adds: the compiler uses them in the loop without a mask and not in the one with, so a
+    query's bits would depend on where its chunk began.
     """
     group = shape.num_heads // shape.num_kv_heads
     if out is None:

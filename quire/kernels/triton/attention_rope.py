@@ -20,9 +20,9 @@ from quire.kernels.triton.attention_split import PIECE_STEP, DecodeSplit
 from quire.kernels.types import HeadShape, HeadTurn, LayerCache
 
 _LINE = 128
-"""Bytes of a line of the second cache."""
+"""Bytes of a line of the L2 cache."""
 _LEAST_HALF = 16
-"""Features of half a head that a tensor core's product takes at least."""
+"""Fewest features of half a head that a tensor core multiplies."""
 _WIDEST = 128
 """Wider heads (Gemma's 256) were never tried in this kernel on a chip: they rotate in a kernel of their own."""
 
@@ -70,7 +70,7 @@ def _rope_decode_kernel(
     HAS_ROWS: tl.constexpr,
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
     LINES: tl.constexpr,
     CARRIED: tl.constexpr,
     PDL: tl.constexpr,
@@ -79,7 +79,7 @@ def _rope_decode_kernel(
     head = tl.program_id(0)
     task = tl.program_id(1)
     seq = tl.load(task_seq + task)
-    # All but qkv is older than the kernel before this one, so it is read while that one still runs.
+    # The previous kernel writes only qkv: everything else is read while it still runs.
     owner = tl.maximum(seq, 0)
     piece = tl.load(task_piece + task)
     pieces = tl.load(piece_count + owner)
@@ -92,7 +92,7 @@ def _rope_decode_kernel(
     visible = tl.maximum(length - window, 0)
     begin = visible // STEP * STEP + piece * step
     end = tl.minimum(begin + step, length)
-    if AHEAD:  # noqa: SIM102 (one is decided by the compiler)
+    if PREFETCH:  # noqa: SIM102 (one is decided by the compiler)
         if seq >= 0:
             _ask_for_keys(k_cache, v_cache, table, head, visible, begin, end, NUM_KV, DIM, PAGE, KEYS, LINES)
     HALF: tl.constexpr = DIM // 2
@@ -143,7 +143,7 @@ def _rope_decode_kernel(
             tl.store(v_cache + place + HALF, far, mask=is_v)
             # The loop below reads them back: the barrier makes one warp's stores visible to the others' loads.
             tl.debug_barrier()
-        # Two products of half the features: joined to one, the halves took the loads of K their fast instructions.
+        # Two dots over half the features each: with the halves joined, K was no longer loaded by wide instructions.
         _attend_piece(
             low,
             high,
@@ -200,7 +200,7 @@ def _ask_for_keys(
     KEYS: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Bring the first KEYS keys and values of a piece to the second cache; nobody waits for them."""
+    """Prefetch the first KEYS keys and values of a piece into the L2 cache, without waiting for them."""
     position = tl.maximum(tl.minimum(begin + tl.arange(0, KEYS), end - 1), visible)
     block = tl.load(table + position // PAGE).to(tl.int64)
     base = ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
@@ -247,15 +247,15 @@ def rope_decode_attention(
     keys: int = 128,
     num_warps: int = 4,
     num_stages: int = 2,
-    ahead: bool = False,
+    prefetch: bool = False,
     carried: bool = False,
     pdl: bool = False,
 ) -> Tensor:
     """`rope_and_cache` and `decode_attention` of the S sequences of `split`, whose newest tokens are the rows of qkv.
 
     Sequence s is at position context_len[s] - 1, whose key and value go to its place in the block table; one of no
-    length writes nothing. qkv itself stays as it is. `ahead` asks for old keys while the kernel before still runs;
-    `carried` as in `decode_attention`.
+    length writes nothing. qkv itself stays as it is. `prefetch` loads old keys into the L2 cache while the previous
+    kernel still runs; `carried` as in `decode_attention`.
     """
     group = shape.num_heads // shape.num_kv_heads
     if out is None:
@@ -288,7 +288,7 @@ def rope_decode_attention(
         HAS_ROWS=rows is not None,
         NORM=turn.q_norm is not None,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
-        AHEAD=ahead,
+        PREFETCH=prefetch,
         LINES=max(1, shape.head_dim * cache.k.element_size() // _LINE),
         CARRIED=carried,
         PDL=pdl,

@@ -1,11 +1,8 @@
-"""Shares out the keys of a decode batch: how long a piece is, and which piece each program takes.
+"""Splits the keys of a decode batch over programs: how long a piece is, and which piece each program takes.
 
-A captured graph has a fixed grid while context lengths change every step, so the division is computed on
-the device,
-once per step, for all layers of a cache group. Pieces are as long as keeps the chip full and no longer: one
-sequence
-of 4,000 keys becomes some 30 pieces, 256 of them about 5 each, so that no long sequence is left running
-alone.
+A captured graph has a fixed grid while context lengths change every step, so the split is computed on the device, once
+per step, for all layers of a cache group. Pieces are just short enough to keep the chip full: one sequence of 4,000
+keys becomes some 30 pieces, 256 of them about 5 each, so that no long sequence is left running alone.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ LEAST_PIECE = 128
 
 @dataclass(slots=True)
 class DecodeSplit:
-    """The division of one step. `tasks` is a bound that a graph can be captured with; unused tasks are -1."""
+    """The split of one step. `tasks` is a bound that a graph can be captured with; unused tasks are -1."""
 
     sequence: Tensor
     """int32 [tasks]: whose keys, or -1."""
@@ -74,7 +71,7 @@ class DecodeShape:
     warps: int = 4
     stages: int = 3
     carried: bool = True
-    """Places of the next keys are read a turn early, so that as many tiles are on their way as there are stages."""
+    """Block numbers of the next keys are loaded one iteration early, so that all stages have a tile in flight."""
 
 
 HOPPER_SHARED = 227 << 10
@@ -109,8 +106,7 @@ def _split_kernel(
     FIXED: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """Each program finds the whole division again (it is a handful of instructions) and writes its own
-    pieces."""
+    """Each program computes the whole split (a handful of instructions) and writes its own pieces."""
     me = tl.program_id(0)
     places = tl.arange(0, BLOCK)
     lengths = tl.load(context_len + places, mask=places < num_seqs, other=0)

@@ -1,10 +1,11 @@
 """Where top_k, top_p and min_p cut a row, found without sorting it.
 
-Two passes over the logits narrow the cut down, or three where too many tokens would be left: each sums the weight (or
-the number) of the tokens above a few pivots, and the next puts its pivots between the two that enclose the cut. The
-tokens that are left between two pivots are collected, and a search among them finds the cut: exact, since weights are
-integers there, and the same whatever the order in which programs run. Sums above pivots are only roughly right, so
-pivots count with a margin. Blocks are read by one warp each, which needs no barrier to sum.
+A sample of the row, with the largest logit of every block, gives a guess of the cut. One pass over the logits sums the
+weight (or the number) of the tokens above a few pivots, most of them near the guess. Where too many tokens are left
+between the two that enclose the cut, a second pass puts its pivots there. The tokens that are left are collected, and
+a search among them finds the cut: exact, since weights are integers there, and the same whatever the order in which
+programs run. Sums above pivots are rounded, so a pivot counts only if it clears the cut by more than that rounding.
+Blocks are read by one warp each, which needs no barrier to sum.
 """
 
 from __future__ import annotations
@@ -29,13 +30,20 @@ _LOG_MIN_P = tl.constexpr(sampled_row.LOG_MIN_P)
 _TOP_K = tl.constexpr(sampled_row.TOP_K)
 _TOP_P = tl.constexpr(sampled_row.TOP_P)
 _LOGPROBS = tl.constexpr(sampled_row.LOGPROBS)
-PIVOTS = 15
+PIVOTS = 11
 """Of a pass."""
-LEVELS = 3
+LEVELS = 2
 """Passes."""
+_SAMPLE = tl.constexpr(8192)
+"""Tokens of a row that the guess looks at, at most."""
+_LOOKS = tl.constexpr(14)
+"""Halvings of the range that has weight: the guess is good to a six-hundredth of the temperature."""
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _LEVELS = tl.constexpr(LEVELS)
 _PIVOTS = tl.constexpr(PIVOTS)
-_LEVEL = tl.constexpr(PIVOTS + 1)
+LEVEL_WORDS = 16
+"""Room for the sums of a pass."""
+_LEVEL = tl.constexpr(LEVEL_WORDS)
 SUM_WORDS = 4
 """int64 words of a row: the weight of all tokens, how many were collected, how many are better than the drawn one; and
 one that is free."""
@@ -85,12 +93,18 @@ def is_cut(me, RANKED: tl.constexpr):
 
 
 @triton.jit
-def _first_pivot(index: tl.constexpr):
-    """How far under the largest logit the pivots of the first pass lie, over the temperature. Behind the last one
-    tokens have no weight."""
-    near: tl.constexpr = 0.5 * (index + 1) if index < 8 else 0.75 * (index - 8) + 4.75
-    far: tl.constexpr = 7.25 if index == 11 else (9.0 if index == 12 else (13.0 if index == 13 else 28.0))
-    return near if index < 11 else far
+def _first_pivot(index: tl.constexpr, top, temperature, guess):
+    """The pivots of the first pass: six about the guess, five over the whole row. Behind the last one tokens have no
+    weight."""
+    near: tl.constexpr = (0.01, 0.035, 0.12)
+    far: tl.constexpr = (0.7, 2.0, 4.5, 9.0, 28.0)
+    if index < 3:
+        at = guess + temperature * near[index]
+    elif index < 6:
+        at = guess - temperature * near[index - 3]
+    else:
+        at = top - temperature * far[index - 6]
+    return at
 
 
 @triton.jit
@@ -121,48 +135,93 @@ def _between(row, above, pivots, by_count, wanted, low, high, LEVEL: tl.constexp
 
 @triton.jit
 def _few_left(row, above, pivots, by_count, low, high, top, temperature, MANY: tl.constexpr):
-    """Whether about MANY tokens or fewer are in question after two passes: weights between near pivots are alike."""
-    place = tl.arange(0, 2 * _LEVEL)
-    inside = place % _LEVEL < _PIVOTS
+    """Whether some MANY tokens or fewer are in question after the first pass. Weights between near pivots are alike."""
+    place = tl.arange(0, _LEVEL)
     sums = tl.load(above + row * _LEVELS * _LEVEL + place)
     pivot = tl.load(pivots + row * _LEVELS * _LEVEL + place)
-    under = tl.max(tl.where(inside & (pivot == low), sums, 0.0))
-    over = tl.max(tl.where(inside & (pivot == high), sums, 0.0))
+    under = tl.max(tl.where((place < _PIVOTS) & (pivot == low), sums, 0.0))
+    over = tl.max(tl.where((place < _PIVOTS) & (pivot == high), sums, 0.0))
     left = tl.where(by_count, under, (under - over) / tl.maximum(tl.exp((low - top) / temperature), 1e-30))
     return (low > float("-inf")) & (left <= MANY)
 
 
 @triton.jit
-def bracket_kernel(stage, peak, sums, above, pivots, bracket, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr,
-                   RANKED: tl.constexpr):  # fmt: skip
-    """Of each row (low, high): the cut lies in the tokens with low < logit <= high; all above are kept. Where a number
-    of tokens is wanted there is no upper end: all of them are in question. A row without a cut has nothing in
-    question."""
-    row = tl.program_id(0)
-    me = stage + HEAD + row * WORDS
-    top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
+def find_bracket(me, row, top, sums, above, pivots, bracket, block, RANKED: tl.constexpr):
+    """Of a row (low, high): the cut lies in the tokens with low < logit <= high; all above are kept. Where a number of
+    tokens is wanted there is no upper end: all of them are in question. A row without a cut has nothing in question.
+    Block 0 writes it down for later launches."""
     low, high = tl.full([], float("inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
     if is_cut(me, RANKED) & is_finite(top):
         by_count, wanted = _wanted(me, row, sums, RANKED)
         low, high = _between(row, above, pivots, by_count, wanted, tl.full([], float("-inf"), tl.float32), top, 0)
         low, high = _between(row, above, pivots, by_count, wanted, low, high, 1)
-        low, high = _between(row, above, pivots, by_count, wanted, low, high, 2)
         high = tl.where(by_count, float("inf"), high)
         if RANKED:
             low = tl.where(by_count, low, float("inf"))
             high = tl.where(by_count, high, float("inf"))
-    tl.store(bracket + row * 2, low)
-    tl.store(bracket + row * 2 + 1, high)
+    if block == 0:
+        tl.store(bracket + row * 2, low)
+        tl.store(bracket + row * 2 + 1, high)
+    return low, high
+
+
+@triton.jit
+def guess_kernel(
+    logits, edited, stage, peak, sums, above, guess, stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, SOURCE: tl.constexpr, RANKED: tl.constexpr,
+):  # fmt: skip
+    """Where the cut of a row probably lies: some tokens of every block stand for its others, its largest for itself.
+    Also empties the row's sums."""
+    row = tl.program_id(0)
+    me = stage + HEAD + row * WORDS
+    tl.store(sums + row * SUMS + tl.arange(0, SUMS), tl.zeros([SUMS], tl.int64))
+    tl.store(above + row * _LEVELS * _LEVEL + tl.arange(0, _LEVELS * _LEVEL), tl.zeros([_LEVELS * _LEVEL], tl.float32))
+    top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
+    if is_cut(me, RANKED) & is_finite(top):
+        each: tl.constexpr = min(BLOCK, max(_SAMPLE // BLOCKS_POW, 1))
+        temperature = row_temperature(me, RANKED)
+        floor = row_floor(me, top, temperature, RANKED)
+        if RANKED:
+            count = tl.load(me + _LOGPROBS)
+        else:
+            count = tl.load(me + _TOP_K)
+        blocks = tl.arange(0, BLOCKS_POW)
+        peaks = tl.load(peak + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=float("-inf"))
+        peak_measure = _measured(peaks, top, temperature, floor, count)
+        place = tl.arange(0, BLOCKS_POW * each)
+        block = place // each
+        token = block * BLOCK + (BLOCK - each) // 2 + place % each
+        values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
+        largest = tl.load(peak + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
+        measure = _measured(values, top, temperature, floor, count) * (BLOCK / each)
+        measure = tl.where((values < largest) & (values > float("-inf")), measure, 0.0)
+        wanted = count.to(tl.float32)
+        if count <= 0:
+            wanted = top_p_of(me).to(tl.float32) * (tl.sum(measure) + tl.sum(peak_measure))
+        low, high = top - 28.0 * temperature, top
+        for _ in range(_LOOKS):
+            middle = (low + high) * 0.5
+            over = tl.sum(tl.where(values > middle, measure, 0.0)) + tl.sum(tl.where(peaks > middle, peak_measure, 0.0))
+            high = tl.where(over < wanted, middle, high)
+            low = tl.where(over < wanted, low, middle)
+        tl.store(guess + row, (low + high) * 0.5)
+
+
+@triton.jit
+def _measured(values, top, temperature, floor, count):
+    """What tokens add to the sums above pivots: one each where a number is wanted, else roughly their weight."""
+    weights = tl.where(values >= floor, tl.exp2((values - top) * (_LOG2_E / temperature)), 0.0)
+    return tl.where(count > 0, tl.where(values > float("-inf"), 1.0, 0.0), weights)
 
 
 @triton.jit
 def narrow_kernel(
-    logits, edited, stage, peak, sums, above, pivots, stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    logits, edited, stage, peak, sums, above, pivots, guess, stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr, LEVEL: tl.constexpr,
     SOURCE: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """Sum the weight or the number of a block's tokens above each pivot of a pass; in the first, also of them all. The
-    third is for rows of which more than MANY would be left."""
+    second is for rows of which more than MANY would be left."""
     block, row = tl.program_id(0), tl.program_id(1)
     me = stage + HEAD + row * WORDS
     top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
@@ -171,13 +230,12 @@ def narrow_kernel(
         floor = row_floor(me, top, temperature, RANKED)
         by_count, wanted = _wanted(me, row, sums, RANKED)
         low, high = tl.full([], float("-inf"), tl.float32), top
-        if LEVEL >= 1:
-            low, high = _between(row, above, pivots, by_count, wanted, low, high, 0)
+        guessed = tl.load(guess + row)
         done = by_count & False
-        if LEVEL == 2:
-            low, high = _between(row, above, pivots, by_count, wanted, low, high, 1)
+        if LEVEL == 1:
+            low, high = _between(row, above, pivots, by_count, wanted, low, high, 0)
             done = _few_left(row, above, pivots, by_count, low, high, top, temperature, MANY)
-        low = tl.where(low > float("-inf"), low, high - 112.0 * temperature)
+            low = tl.where(low > float("-inf"), low, high - 112.0 * temperature)
         place = tl.arange(0, _LEVEL)
         mine = (row * _LEVELS + LEVEL) * _LEVEL + place
         if done:
@@ -188,15 +246,14 @@ def narrow_kernel(
             values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
             if LEVEL == 0:
                 tl.atomic_add(sums + row * SUMS + TOTAL, tl.sum(integer_weights(values, top, temperature, floor)))
-            weights = tl.where(values >= floor, tl.exp((values - top) / temperature), 0.0)
-            measure = tl.where(by_count, 1.0, weights)
+            measure = _measured(values, top, temperature, floor, by_count.to(tl.int32))
             found = tl.zeros([_LEVEL], tl.float32)
             pivot = tl.zeros([_LEVEL], tl.float32)
             for index in tl.static_range(_PIVOTS):
                 if LEVEL == 0:
-                    at = top - temperature * _first_pivot(index)
+                    at = _first_pivot(index, top, temperature, guessed)
                 else:
-                    at = high - (high - low) * ((index + 1) * 0.0625)
+                    at = high - (high - low) * ((index + 1) / (_PIVOTS + 1))
                 over = tl.sum(tl.where(values > at, measure, 0.0))
                 found = tl.where(place == index, over, found)
                 pivot = tl.where(place == index, at, pivot)
@@ -210,8 +267,7 @@ def collect(values, token, inside, found, ids, cursor, row, CAPACITY: tl.constex
     """Add some tokens of a block to the row's collection, in any order. More than fit are counted only."""
     count = tl.sum(inside.to(tl.int32))
     if count > 0:
-        first = tl.atomic_add(cursor, count.to(tl.int64)).to(tl.int32)
-        place = first + tl.cumsum(inside.to(tl.int32), axis=0) - 1
+        place = tl.atomic_add(cursor + tl.zeros_like(token), 1, mask=inside).to(tl.int32)
         inside = inside & (place < CAPACITY)
         tl.store(found + row * CAPACITY + place, values, mask=inside)
         tl.store(ids + row * CAPACITY + place, token, mask=inside)
@@ -219,7 +275,7 @@ def collect(values, token, inside, found, ids, cursor, row, CAPACITY: tl.constex
 
 @triton.jit
 def weigh_kernel(
-    logits, edited, stage, peak, weight, sums, bracket, found, ids, stride, VOCAB: tl.constexpr,
+    logits, edited, stage, peak, weight, sums, above, pivots, bracket, found, ids, stride, VOCAB: tl.constexpr,
     MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr, CUT: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
@@ -228,26 +284,30 @@ def weigh_kernel(
     me = stage + HEAD + row * WORDS
     temperature = load_float(me + _TEMPERATURE)
     top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
+    if CUT:
+        low, high = find_bracket(me, row, top, sums, above, pivots, bracket, block, False)
     if (tl.load(me + _OWNER) >= 0) & (temperature > 0) & is_finite(top):
         floor = row_floor(me, top, temperature, False)
         token = block * BLOCK + tl.arange(0, BLOCK)
         values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
         weights = integer_weights(values, top, temperature, floor)
         if CUT:
-            low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
-            inside = (values > low) & (values <= high) & (weights > 0)
-            collect(values, token, inside, found, ids, sums + row * SUMS + CURSOR, row, CAPACITY)
             weights = tl.where(values > high, weights, 0)
         tl.store(weight + row * BLOCKS + block, tl.sum(weights))
+        if CUT:
+            # What lies lower has no weight; of the rest the search leaves out what has none.
+            least = tl.maximum(floor, top - 28.0 * temperature)
+            inside = (values > low) & (values <= high) & (values >= least)
+            collect(values, token, inside, found, ids, sums + row * SUMS + CURSOR, row, CAPACITY)
 
 
 @triton.jit
 def chunk_of(
     start, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
-    CHUNK: tl.constexpr, SOURCE: tl.constexpr, RANKED: tl.constexpr,
+    CHUNK: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
     """Some tokens in question: (logits, ids, which of these are real), collected or else out of the row itself."""
-    count, fits, low, high, top, temperature, floor = settings
+    count, fits, low, high, _top, _temperature, _floor = settings
     logits, edited, stage, found, ids, stride = source
     at = start + tl.arange(0, CHUNK)
     if fits != 0:
@@ -258,6 +318,4 @@ def chunk_of(
         values = read_logits(logits, edited, stage, row, at, stride, VOCAB, MASK_WORDS, SOURCE)
         token = at
         real = (at < VOCAB) & (values > low) & (values <= high)
-        if not RANKED:
-            real = real & (integer_weights(values, top, temperature, floor) > 0)
     return values, token, real

@@ -1,6 +1,6 @@
 """The last kept token of a row, found among the tokens in question by binary search.
 
-A program holds them in registers where they are few enough, as nearly always; else every look reads them again.
+A program holds them in registers if they are few enough, as nearly always; else each probe reads them again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from quire.kernels.triton.sampling_parts import (
 _TEMPERATURE = tl.constexpr(sampled_row.TEMPERATURE)
 _TOP_K = tl.constexpr(sampled_row.TOP_K)
 _NO_KEY = tl.constexpr(-2147483648)
-"""Of places without a token; no logit has it."""
+"""Key of places without a token; no logit has it."""
 
 
 @triton.jit
-def _hold(row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
-          CHUNK: tl.constexpr, SOURCE: tl.constexpr):  # fmt: skip
-    """(Keys, weights, ids) of the first CHUNK tokens in question."""
-    values, token, real = chunk_of(0, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, False)
+def _tokens(start, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
+            CHUNK: tl.constexpr, SOURCE: tl.constexpr):  # fmt: skip
+    """(Keys, weights, ids) of some tokens in question; those without weight are none."""
+    values, token, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
     weights = integer_weights(values, settings[4], settings[5], settings[6])
+    real = real & (weights > 0)
     return tl.where(real, order_key(values), _NO_KEY), tl.where(real, weights, 0), token
 
 
@@ -49,10 +50,9 @@ def _above(
         weight = tl.sum(tl.zeros([2], tl.int64))
         number = tl.sum(tl.zeros([2], tl.int32))
         for start in range(0, settings[0], CHUNK):
-            values, _token, real = chunk_of(
-                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, False)
-            over = real & (order_key(values) > key)
-            weights = integer_weights(values, settings[4], settings[5], settings[6])
+            keys, weights, _token = _tokens(
+                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
+            over = keys > key
             weight += tl.sum(tl.where(over, weights, 0))
             number += tl.sum(over.to(tl.int32))
     return weight, number
@@ -69,9 +69,9 @@ def _equal_up_to(
     else:
         number = tl.sum(tl.zeros([2], tl.int32))
         for start in range(0, settings[0], CHUNK):
-            values, token, real = chunk_of(
-                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, False)
-            number += tl.sum((real & (order_key(values) == key) & (token <= last)).to(tl.int32))
+            keys, _weights, token = _tokens(
+                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
+            number += tl.sum(((keys == key) & (token <= last)).to(tl.int32))
     return number
 
 
@@ -88,11 +88,10 @@ def _range(
         low = tl.max(tl.full([2], 2147483647, tl.int32))
         high = tl.max(tl.full([2], -2147483648, tl.int32))
         for start in range(0, settings[0], CHUNK):
-            values, _token, real = chunk_of(
-                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, False)
-            key = order_key(values)
-            low = tl.minimum(low, tl.min(tl.where(real, key, 2147483647)))
-            high = tl.maximum(high, tl.max(tl.where(real, key, -2147483648)))
+            keys, _weights, _token = _tokens(
+                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
+            low = tl.minimum(low, tl.min(tl.where(keys == _NO_KEY, 2147483647, keys)))
+            high = tl.maximum(high, tl.max(keys))
     return low, high
 
 
@@ -105,7 +104,8 @@ def _weight_of(key, settings):
 
 @triton.jit
 def _quarter(under, over, first, second, third, less1, less2, less3):
-    """Where the search goes on: before the smallest of three ascending keys that is small enough."""
+    """The end of the interval that the search continues with: the smallest of three ascending keys that is small
+    enough."""
     low = tl.where(less1, under, tl.where(less2, first + 1, tl.where(less3, second + 1, third + 1)))
     high = tl.where(less1, first, tl.where(less2, second, tl.where(less3, third, over)))
     return low, high
@@ -119,7 +119,7 @@ def _top_k(
     """(Smallest key that fewer than `most` tokens exceed, how many tokens with it are kept, the weight of all kept.)"""
     under, over = low.to(tl.int64), high.to(tl.int64)
     while under < over:
-        # Three looks at once: none waits for another.
+        # Three probes at once, independent of each other.
         quarter = (over - under) >> 2
         first, second, third = under + quarter, (under + over) >> 1, over - 1 - quarter
         _w1, number1 = _above(
@@ -195,7 +195,7 @@ def _search(
     HELD: tl.constexpr,
 ):  # fmt: skip
     """(Key of the last kept token, last id among those that share it); the blocks get the weights of the kept ones."""
-    held = _hold(row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
+    held = _tokens(0, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
     low, high = _range(held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
     kth, equals = low - 1, settings[0].to(tl.int32)
     most = tl.load(me + _TOP_K)
@@ -213,11 +213,9 @@ def _search(
         tl.atomic_add(weight + row * BLOCKS + held[2] // BLOCK, held[1], mask=kept & (held[0] != _NO_KEY))
     else:
         for start in range(0, settings[0], CHUNK):
-            values, token, real = chunk_of(
-                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, False)
-            mine = order_key(values)
-            kept = real & ((mine > key) | ((mine == key) & (token <= last_id)))
-            weights = integer_weights(values, settings[4], settings[5], settings[6])
+            keys, weights, token = _tokens(
+                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
+            kept = (keys > key) | ((keys == key) & (token <= last_id))
             tl.atomic_add(weight + row * BLOCKS + token // BLOCK, weights, mask=kept)
     return key, last_id
 

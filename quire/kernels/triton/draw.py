@@ -24,7 +24,7 @@ _ELSEWHERE = tl.constexpr(ELSEWHERE)
 
 @dataclass(slots=True)
 class DrawScratch:
-    """What the blocks of a vocabulary tell each other."""
+    """Scratch that the programs of a row's vocabulary blocks exchange results through."""
 
     peak: Tensor
     place: Tensor

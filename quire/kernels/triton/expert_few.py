@@ -1,8 +1,8 @@
-"""Experts of a handful of rows, which is nothing but reading their weights: no tensor cores, nothing sorted.
+"""Experts for a handful of rows: bound by reading the weights, so without tensor cores and without sorting rows.
 
-As in `linear_row` a program takes some output features and asks for their weights in pieces of which every thread holds
-16 bytes. Gate and up of a pair (token, expert) are one launch; down is another, in which a program goes through all
-experts of its token, so that their sum, and the residual, need no kernel of their own.
+As in `linear_row` a program takes some output features and loads their weights in pieces of 16 bytes a thread. Gate and
+up of a pair (token, expert) are one launch; down is another, in which a program goes through all experts of its token,
+so that their sum, and the residual, need no kernel of their own.
 """
 
 from __future__ import annotations

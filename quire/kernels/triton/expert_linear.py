@@ -1,9 +1,9 @@
 """Grouped GEMMs of experts: blocks of rows, each through its own expert's weight; and the sum of a token's experts.
 
-Two products make an expert: gate and up with the activation between (`up_experts`), then down, times the pair's weight
+An expert is two GEMMs: gate and up with the activation between (`up_experts`), then down, times the pair's weight
 (`down_experts`). Rows are taken where they lie, by the token or the pair, so nothing is gathered or scattered between.
-Programs that stand side by side take the columns of one block, so that its rows and its expert's weight stay in the
-second cache for all of them. A handful of rows goes through `expert_few` instead.
+Neighbouring programs take the columns of one block, so that its rows and its expert's weight stay in the L2 cache for
+all of them. A handful of rows goes through `expert_few` instead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CHOICES = (
     ExpertChoice(500, ExpertShape(128, 128, 64, 8, 4, True), ExpertShape(128, 128, 64, 8, 3, True)),
     ExpertChoice(float("inf"), ExpertShape(128, 128, 64, 8, 3, True), ExpertShape(128, 128, 64, 8, 3, True)),
 )
-"""By rows of an expert on the average, both products with blocks of as many rows. Up to 22 rows the weights' bytes
+"""By an expert's average rows; both GEMMs use blocks of the same number of rows. Up to 22 rows the weights' bytes
 decide, so a block should hold all rows of most experts: of 16 on the average, 4 of 10 have more than 16, none more than
 32. H200, 2026-11-16, Qwen3-30B-A3B's experts (`python -m quire.bench.gpu.tune_experts`), gate and up, then down, in
 microseconds and of what bytes or FLOPs allow: 32 tokens 178 (93%) and 95 (87%); 256: 196 (96%) and 110 (86%); 512: 205
@@ -77,9 +77,8 @@ def _expert_kernel(
     K: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr, BIASED: tl.constexpr,
     COPIED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """GATED: out [pairs, N] of rows x[pair // TOP_K], weight [experts, 2 N, K]; else of rows x[pair], weight
-    [experts, N, K], times the pair's gain. COPIED: `weight` describes [experts * its rows, K] in tiles
-    [COLUMNS, DEPTH]."""
+    """GATED: out [pairs, N] of rows x[pair // TOP_K], weight [experts, 2 N, K]; else of rows x[pair], weight [experts,
+    N, K], times the pair's gain. COPIED: `weight` describes [experts * its rows, K] in tiles [COLUMNS, DEPTH]."""
     TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     block = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES

@@ -99,7 +99,7 @@ def _decode_kernel(
     head = tl.program_id(0)
     task = tl.program_id(1)
     seq = tl.load(task_seq + task)
-    # The division and the tables are older than the kernel before this one, so they are read while that one still runs.
+    # Earlier kernels than the previous one wrote the split and the tables: read them while that one still runs.
     owner = tl.maximum(seq, 0)
     piece = tl.load(task_piece + task)
     step = tl.load(piece_length)
@@ -112,7 +112,8 @@ def _decode_kernel(
     begin = piece * step
     end = tl.minimum(begin + step, length)
     key = tl.arange(0, KEYS)
-    # Asked for a turn early, so that the loads of latents depend on no load of their own turn and run ahead.
+    # Block numbers are loaded one iteration early: the loads of latents then wait for no other load and can be
+        # pipelined.
     later = tl.load(table + (begin + key) // PAGE, mask=(begin + key < end) & (seq >= 0), other=0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -281,7 +282,7 @@ def latent_tiles(
     sizes: MixedShape = MixedShape(64, 32, 8, 2), exact: bool = False,  # noqa: B008 (frozen)
 ) -> Tensor:  # fmt: skip
     """[T, heads * rank]: causal attention of the queries in the tiles (`query_tiles`, by `shape.blocks.group`); a tile
-    whose sequence is -1 does nothing. `exact` keeps the compiler from fusing products and sums."""
+    whose sequence is -1 does nothing. `exact` forbids fused multiply-adds."""
     blocks = shape.blocks
     if out is None:
         out = torch.empty(q.shape[0], shape.num_heads * shape.rank, dtype=q.dtype, device=q.device)

@@ -1,8 +1,8 @@
-"""Matrix products of few rows, where reading the weight once at full memory bandwidth is all that matters.
+"""GEMMs of few rows, where reading the weight once at full memory bandwidth is all that matters.
 
 No tensor cores, one program per output feature, up to 4 rows; norm before, activation, bias and residual after are
-fused, since at this size every launch costs as much as a small matrix. `linear_row` is for a single row, `linear_ahead`
-for more; `choices` knows which one wins where.
+fused, since at this size every launch costs as much as a small matrix. `linear_row` is for a single row,
+`linear_prefetch` for more; `gemm_table` says which one runs where.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _vector_kernel(
         other = tl.zeros([ROWS, FEATURES, COLUMNS], tl.float32)
     start_row = weight + feature.to(tl.int64)[:, None] * WIDTH
     if PDL:
-        # Weights depend on no kernel before: the first of them are asked for while that one still runs.
+        # No earlier kernel writes weights: the first of them are prefetched while the previous kernel still runs.
         first = real[:, None] & (column < WIDTH)[None, :]
         early = tl.load(start_row + column[None, :], mask=first, other=0.0, eviction_policy="evict_first")
         tl.extra.cuda.gdc_launch_dependents()
@@ -75,7 +75,7 @@ def _vector_kernel(
         if PDL and start == 0:
             w = early
         else:
-            # Weights are read once: they should not push x, which every program reads, out of the first cache.
+            # Weights are read once: they should not push x, which every program reads, out of the L1 cache.
             w = tl.load(start_row + place[None, :], mask=loads, other=0.0, eviction_policy="evict_first")
         if GATED:
             second = start_row + num_features.to(tl.int64) * WIDTH
@@ -116,9 +116,9 @@ def vector_shape(width: int) -> VectorShape:
 
 
 def fusion_wins(rows: int, width: int) -> bool:
-    """Whether a layer is fastest as four products with norm, gate and residual inside.
+    """Whether a layer is fastest as four GEMMs with norm, gate and residual fused into them.
 
-    Two rows of Qwen3-0.6B: 24 us of products a layer against 30; of Qwen3-8B products apart from them win.
+    Two rows of Qwen3-0.6B: 24 us of GEMMs a layer, unfused 30. For Qwen3-8B unfused GEMMs win.
     """
     return rows == 1 or (rows == 2 and width <= 2048)
 
@@ -136,8 +136,7 @@ def linear_vector(
     sizes: VectorShape | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """[rows, features] of 1 to 4 rows: norm(x) W^T + bias, or act(first half) * second half of it, +
-    residual."""
+    """[rows, features] of 1 to 4 rows: norm(x) W^T + bias, or act(first half) * second half of it, + residual."""
     rows, width = x.shape
     features = weight.shape[0] // (2 if gated else 1)
     sizes = sizes or vector_shape(width)

@@ -224,7 +224,7 @@ def linear_fixed(
     if slices is None:
         slices = Slices.single(weight.shape[1])
     if not slices.whole:
-        raise EngineError("a weight that holds only a run of a sum's slices has no product: use linear_fixed_nodes")
+        raise EngineError("this weight holds only some slices of the sum: use linear_fixed_nodes")
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, residual, slices, (0, slices.total), out, sizes, parts)
     return out

@@ -1,9 +1,9 @@
-"""The matrix product of one row, which is nothing but reading the weight: norm, gate, bias and residual ride along.
+"""The linear layer for one row (a GEMV), bound by reading the weight; norm, gate, bias and residual are fused.
 
-A program takes a few output features and reads their rows of the weight in pieces of which every thread holds
-16 bytes, all of them asked for before the first is used. Weight and activations have one layout, so that no
-value crosses shared memory before the final sum: with the general kernel's third dimension (rows) every piece
-did, behind two barriers, and a third of the bandwidth was lost.
+A program takes a few output features and loads their rows of the weight in pieces of 16 bytes a thread, all of them in
+flight before the first is used. Weight and activations have one layout, so no value goes through shared memory before
+the final sum. In the general kernel, which has a third dimension for rows, every piece did, behind two barriers, and a
+third of the bandwidth was lost.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _row_kernel(
     if GATED:
         other = tl.zeros([FEATURES, COLUMNS], tl.float32)
     if PDL:
-        # Weights depend on no kernel before: the first of them are asked for while that one still runs.
+        # No earlier kernel writes weights: the first of them are prefetched while the previous kernel still runs.
         first = real[:, None] & (column < WIDTH)[None, :]
         early = tl.load(start_row + column[None, :], mask=first, other=0.0, eviction_policy="evict_first")
         tl.extra.cuda.gdc_launch_dependents()
@@ -69,7 +69,7 @@ def _row_kernel(
         if PDL and start == 0:
             w = early
         else:
-            # Weights are read once: they should not push x, which every program reads, out of the first cache.
+            # Weights are read once: they should not push x, which every program reads, out of the L1 cache.
             w = tl.load(start_row + place[None, :], mask=loads, other=0.0, eviction_policy="evict_first")
         if GATED:
             second = start_row + NUM_FEATURES * WIDTH

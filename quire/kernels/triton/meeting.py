@@ -1,12 +1,12 @@
-"""Ranks wait for each other on the device: counters in memory that they share, told and watched by tiny kernels.
+"""Barriers between ranks on the device: counters in shared memory, which tiny kernels write and poll.
 
-A rank that arrives adds one to its own counter and writes it where the others watch; then it watches theirs. What a
-rank wrote before it arrived, by any kernel before on its stream, is there for whoever has seen it arrive. Counters go
-on from launch to launch, so that a captured graph can be replayed. One program of one warp waits: ranks that share a
+A rank that arrives adds one to its own counter and writes it to every other rank's flags; then it polls its own flags.
+Whatever earlier kernels of its stream wrote is visible to a rank that has seen it arrive. Counters keep counting from
+launch to launch, so that a captured graph can be replayed. One program of one warp waits: ranks that share a
 GPU must not keep each other out of it.
 
-A wait ends in an error, never in a hang: after its patience, or when the host writes to `state`, all waits of this rank
-end at once, those to come too. What was computed since is worthless; whoever collects results looks at `state`.
+A wait ends in an error, never in a hang: after a timeout, or when the host writes to `state`, all waits of this rank
+end at once, later ones too. Results computed since are invalid; the code that collects results checks `state`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STOPPED = 2
 STATE_WORDS = 2
 """int64: why waits end (0: they do not), and nanoseconds waited so far."""
 _TURNS_PER_MS = 1
-"""Of a wait without a clock: Triton's interpreter has none, and takes about so long for a turn."""
+"""Nanoseconds that a poll counts for where there is no clock: Triton's interpreter has none and takes about so long."""
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import sampled_row
-from quire.kernels.triton.cut import BETTER, CURSOR, SUMS, TOTAL, chunk_of, collect, is_cut
+from quire.kernels.triton.cut import BETTER, CURSOR, SUMS, TOTAL, chunk_of, collect, find_bracket, is_cut
 from quire.kernels.triton.sampling_parts import HEAD, WORDS, is_finite, order_key, read_logits, row_peak
 
 _PLACE = tl.constexpr(sampled_row.PLACE)
@@ -24,7 +24,7 @@ def _drawn(stage, out, me, out_stride):
 
 @triton.jit
 def rank_kernel(
-    logits, stage, peak, sums, bracket, found, ids, out, stride, out_stride, VOCAB: tl.constexpr,
+    logits, stage, peak, sums, above, pivots, bracket, found, ids, out, stride, out_stride, VOCAB: tl.constexpr,
     MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
@@ -32,6 +32,7 @@ def rank_kernel(
     block, row = tl.program_id(0), tl.program_id(1)
     me = stage + HEAD + row * WORDS
     top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
+    low, high = find_bracket(me, row, top, sums, above, pivots, bracket, block, True)
     if is_cut(me, True) & is_finite(top):
         token = block * BLOCK + tl.arange(0, BLOCK)
         values = read_logits(logits, logits, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
@@ -40,7 +41,6 @@ def rank_kernel(
         mine = tl.max(read_logits(logits, logits, stage, row, one, stride, VOCAB, MASK_WORDS, SOURCE))
         better = (values > mine) | ((values == mine) & (token < drawn))
         tl.atomic_add(sums + row * SUMS + BETTER, tl.sum((better & (token < VOCAB)).to(tl.int64)))
-        low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
         inside = (token < VOCAB) & (values > low) & (values <= high)
         collect(values, token, inside, found, ids, sums + row * SUMS + CURSOR, row, CAPACITY)
 
@@ -53,7 +53,7 @@ def _next_best(
     """(Key, id) of the likeliest token in question after the one given; of equals the lower id comes first."""
     best = tl.max(tl.full([2], -9223372036854775807, tl.int64))
     for start in range(0, settings[0], CHUNK):
-        values, ids, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, True)
+        values, ids, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
         mine = order_key(values)
         later = real & ((mine < key) | ((mine == key) & (ids > token)))
         # One number that is larger for a larger key, and for a lower id.

@@ -1,8 +1,8 @@
-"""Routing on the device, with nothing for the host to look at: the choice of experts, and who goes where.
+"""Expert routing on the device, without a host sync: choose each token's experts, sort the pairs by expert.
 
 Pairs of token and expert (token * top_k + place among its experts) are sorted by expert into blocks of rows, each of
-one expert, padded with -1. How many blocks there are nobody needs to know: a GEMM's grid has the most there can be, and
-the rest have no expert (-1). So a captured graph holds for any choice.
+one expert, padded with -1. The host need not know how many blocks are in use: a GEMM's grid has as many as there
+can be, and unused ones have expert -1. So one captured graph serves any routing.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def _place_kernel(
     chosen, counts, placed, block_expert, pairs, blocks, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     SPAN: tl.constexpr, SPANS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds the division again (a handful of instructions) and writes its own expert's pairs of its own
-    span; the one of the first span writes what the blocks are, too."""
+    """Each program computes where the blocks begin (a handful of instructions) and writes its expert's pairs of its
+    span; the program of the first span also writes the experts of the blocks."""
     me = tl.program_id(0)
     span = tl.program_id(1)
     expert = tl.arange(0, BLOCK)

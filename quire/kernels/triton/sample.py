@@ -41,13 +41,12 @@ _RING = tl.constexpr(sampled_row.RING)
 
 @dataclass(slots=True)
 class SampleScratch:
-    """What the launches of one step tell each other."""
+    """Scratch through which the launches of one step exchange results."""
 
     block: int
     capacity: int
     few: int
     many: int
-    totals: Tensor
     raw_peak: Tensor
     peak: Tensor
     place: Tensor
@@ -55,6 +54,7 @@ class SampleScratch:
     sums: Tensor
     above: Tensor
     pivots: Tensor
+    guess: Tensor
     bracket: Tensor
     found: Tensor
     ids: Tensor
@@ -73,17 +73,16 @@ class SampleScratch:
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
 
-        # In one piece, so that one launch empties them.
-        totals = empty(rows * (cut.SUM_WORDS + cut.LEVELS * (cut.PIVOTS + 1) // 2), dtype=torch.int64)
         return cls(
-            block, capacity, few, many, totals,
+            block, capacity, few, many,
             raw_peak=empty(rows, blocks, dtype=torch.float32),
             peak=empty(rows, blocks, dtype=torch.float32),
             place=empty(rows, blocks, dtype=torch.int32),
             weight=empty(rows, blocks, dtype=torch.int64),
-            sums=totals[: rows * cut.SUM_WORDS].view(rows, -1),
-            above=totals[rows * cut.SUM_WORDS :].view(torch.float32).view(rows, cut.LEVELS, -1),
-            pivots=empty(rows, cut.LEVELS, cut.PIVOTS + 1, dtype=torch.float32),
+            sums=empty(rows, cut.SUM_WORDS, dtype=torch.int64),
+            above=empty(rows, cut.LEVELS, cut.LEVEL_WORDS, dtype=torch.float32),
+            pivots=empty(rows, cut.LEVELS, cut.LEVEL_WORDS, dtype=torch.float32),
+            guess=empty(rows, dtype=torch.float32),
             bracket=empty(rows, 2, dtype=torch.float32),
             found=empty(rows, capacity, dtype=torch.float32),
             ids=empty(rows, capacity, dtype=torch.int32),
@@ -160,7 +159,7 @@ def sample_rows(step: SampledStep, rows: int, wants: Wants, scratch: SampleScrat
         source = _edit(step, rows, wants, scratch)
         _draw(step, rows, bool(wants & Wants.CUT), source, scratch)
     if wants & Wants.LOGPROBS:
-        _report(step, rows, MASKED.value if wants & Wants.MASKS else RAW.value, scratch)
+        _report(step, rows, wants, scratch)
 
 
 def _mask_words(step: SampledStep) -> int:
@@ -193,13 +192,12 @@ def _narrow(step: SampledStep, rows: int, source: int, ranked: bool, scratch: Sa
     s, vocab = scratch, step.logits.shape[1]
     blocks = s.peak.shape[1]
     pow2 = triton.next_power_of_2(blocks)
-    s.totals.zero_()
+    where = (step.logits, step.edited, step.stage, s.peak, s.sums, s.above)
+    sizes = (step.logits.stride(0), vocab, _mask_words(step), blocks, pow2, s.block)
+    cut.guess_kernel[(rows,)](*where, s.guess, *sizes, source, ranked, num_warps=8)
     for level in range(cut.LEVELS):
         cut.narrow_kernel[(blocks, rows)](
-            step.logits, step.edited, step.stage, s.peak, s.sums, s.above, s.pivots, step.logits.stride(0), vocab,
-            _mask_words(step), blocks, pow2, s.block, s.many * 3 // 4, level, source, ranked, num_warps=1)
-    cut.bracket_kernel[(rows,)](
-        step.stage, s.peak, s.sums, s.above, s.pivots, s.bracket, blocks, pow2, ranked, num_warps=1)
+            *where, s.pivots, s.guess, *sizes, s.many * 3 // 4, level, source, ranked, num_warps=1)
 
 
 def _draw(step: SampledStep, rows: int, is_cut: bool, source: int, scratch: SampleScratch) -> None:
@@ -209,8 +207,9 @@ def _draw(step: SampledStep, rows: int, is_cut: bool, source: int, scratch: Samp
     if is_cut:
         _narrow(step, rows, source, False, scratch)
     cut.weigh_kernel[(blocks, rows)](
-        step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.bracket, s.found, s.ids, stride,
-        vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, is_cut, source, num_warps=4 if is_cut else 1)
+        step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.above, s.pivots, s.bracket, s.found,
+        s.ids, stride, vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, is_cut, source,
+        num_warps=2 if is_cut else 1)
     if is_cut:
         cut_search.resolve_kernel[(rows,)](
             step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.bracket, s.found, s.ids, s.cut,
@@ -222,15 +221,17 @@ def _draw(step: SampledStep, rows: int, is_cut: bool, source: int, scratch: Samp
         blocks, pow2, s.block, is_cut, source, num_warps=8)
 
 
-def _report(step: SampledStep, rows: int, source: int, scratch: SampleScratch) -> None:
+def _report(step: SampledStep, rows: int, wants: Wants, scratch: SampleScratch) -> None:
+    source = MASKED.value if wants & Wants.MASKS else RAW.value
     s, vocab, stride = scratch, step.logits.shape[1], step.logits.stride(0)
     blocks = s.peak.shape[1]
     pow2 = triton.next_power_of_2(blocks)
-    edit.masked_peaks(step.stage, rows, step.logits, s.peak, s.place, _mask_words(step), s.block, source)
+    if wants.edits or not wants & Wants.DRAW:  # else the draw has found these peaks
+        edit.masked_peaks(step.stage, rows, step.logits, s.peak, s.place, _mask_words(step), s.block, source)
     _narrow(step, rows, source, True, scratch)
     report.rank_kernel[(blocks, rows)](
-        step.logits, step.stage, s.peak, s.sums, s.bracket, s.found, s.ids, step.out, stride,
-        step.out.stride(0), vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, source, num_warps=4)
+        step.logits, step.stage, s.peak, s.sums, s.above, s.pivots, s.bracket, s.found, s.ids, step.out, stride,
+        step.out.stride(0), vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, source, num_warps=2)
     report.report_kernel[(rows,)](
         step.logits, step.stage, s.peak, s.sums, s.bracket, s.found, s.ids, step.out, step.report, stride,
         step.out.stride(0), step.report.stride(0), vocab, _mask_words(step), blocks, pow2, s.capacity, s.few, source,

@@ -58,7 +58,7 @@ class ToolInput:
         return "}" if self.value else ""
 
     def _pair(self, text: str, last: bool) -> str:
-        """The JSON of a key and its value. One that is none ends the object."""
+        """The JSON of a key and its value. A key or value that is not valid JSON ends the object."""
         self._over = last
         if last and not text.strip():
             return ""

@@ -37,8 +37,7 @@ def host_sampling(device: torch.device) -> SamplingKernels | None:
 
 
 def step_kernels(device: torch.device) -> StepKernels:
-    """Triton's on a GPU. On a CPU the references, written in `host_kernels` so that Triton need not be
-    there."""
+    """Triton's on a GPU. On a CPU the references, written in `host_kernels` so that Triton need not be there."""
     if device.type == "cuda":
         from quire.kernels.triton import draw, inputs, sample, weights
 

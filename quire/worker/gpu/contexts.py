@@ -1,4 +1,5 @@
-"""What attention gets to know of a step on the device: whose the tokens are, where their keys lie, who does which part.
+"""Builds what attention kernels read about a step: the tokens' sequences, where their keys are, which program does
+what.
 
 Also the memory that this takes for decode steps, reserved before any graph holds its address.
 """
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import FreshPrompts
-from quire.attention.prompts import Verdicts
+from quire.attention.prefill_libraries import Verdicts
 from quire.config import default_cache_dir
 from quire.kernels.types import HeadShape, LatentShape, LayerCache, StepContext
 from quire.models.decoder import Decoder
@@ -50,7 +51,7 @@ class StepContexts:
 
     @property
     def _shared(self) -> HeadShape | LatentShape:
-        """The heads that the keys of decodes are shared out for, in all layers alike."""
+        """The heads that the split of decode keys is made for: the same in all layers."""
         return min(self._shapes, key=lambda shape: _as_heads(shape).num_kv_heads)
 
     def mixed_rungs(self, decoder: Decoder, max_num_seqs: int, max_tokens: int) -> MixedRungs | None:
@@ -72,7 +73,7 @@ class StepContexts:
         return set(self._splits)
 
     def pick_up_prompts(self) -> None:
-        """Let somebody else's library attend for fresh prompts, if one is here that does it faster."""
+        """Use another library's prefill attention for fresh prompts, if an installed one is faster."""
         shapes = {_as_heads(shape) for shape in self._shapes}
         if self.attention is not None and self._plain and len(shapes) == 1:
             self.attention.pick_up(shapes.pop(), Verdicts(default_cache_dir() / "attention.json"))
@@ -86,17 +87,17 @@ class StepContexts:
         query_start: Tensor,
         lengths: Tensor,
         slots: tuple[Tensor, ...],
-        apart: bool,
+        separate_rope: bool,
         caches: Sequence[LayerCache],
     ) -> StepContext:
-        """One token of every sequence. `apart`: keys are written before anybody attends (see `StepLaunches.decode`)."""
+        """One token of every sequence. `separate_rope`: see `StepLaunches.decode`."""
         if self.attention is None:
             return self._on_host(positions, query_start, lengths, rows, slots, caches)
         from quire.attention.triton import DeviceContext
 
         rung = rows.shape[0]
         ctx = DeviceContext(positions, query_start, lengths, (), slots, rows=rows, tables=self.tables, num_decodes=rung,
-                            splits=self._splits.get(rung, ()), alone=self.fuse_rope and not apart)
+                            splits=self._splits.get(rung, ()), fuse_rope=self.fuse_rope and not separate_rope)
         if self.attention.deterministic:
             # One tile per sequence; padding has no keys and gives zeros.
             ctx.tile_seq = query_start[:rung]
@@ -199,5 +200,5 @@ def _fresh_prompts(starts: np.ndarray, on_device: Tensor, first: int, last: int)
 
 
 def _as_heads(shape: HeadShape | LatentShape) -> HeadShape:
-    """How work is shared out: of latents a block of heads counts as a kv head."""
+    """The heads that work is split by: for latents a block of heads counts as a kv head."""
     return shape.evened if isinstance(shape, HeadShape) else shape.blocks

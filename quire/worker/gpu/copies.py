@@ -51,14 +51,15 @@ class CopyStream:
         self._launched.append((plan, future))
 
     def failed(self) -> None:
-        """A step failed while it was being launched. What is running of it no future tells: the next copies wait."""
+        """A step failed while it was being launched. Parts of it may be running without a future: the next copies
+        wait."""
         self._half_launched = True
 
     def must_wait(self, copies: Sequence[BlockCopy]) -> bool:
-        """Whether a step in flight and the copies touch the same block in a way that shows."""
+        """Whether a step in flight and the copies conflict on a block."""
         running = [plan for plan, future in self._launched if not future.done()]
         if self._half_launched or len(running) != 1:
-            # Rows of an older step may belong to others by now: nobody can say any more what it touches.
+            # Rows of an older step may belong to other sequences by now, so what it touches is no longer known.
             return self._half_launched or bool(running)
         return collide(copies, running[0].entries, self._table.host_tables, self._table.block_size)
 

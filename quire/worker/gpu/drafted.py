@@ -37,7 +37,7 @@ class Drafted:
 
     @classmethod
     def known(cls, entries: Sequence[PlanEntry]) -> Drafted:
-        """Drafts that the plan brought; they stay on the host until somebody on the device asks for them."""
+        """Drafts that came with the plan; they stay on the host until the device needs them."""
         values = [token for entry in entries for token in entry.drafts]
         return cls([len(entry.drafts) for entry in entries], _starts(entries), torch.tensor(values, dtype=torch.int32))
 
@@ -56,7 +56,8 @@ class Drafted:
         return send(places, torch.int64, table.arena.device)
 
     def put_back(self, table: DeviceTable, entries: Sequence[int]) -> None:
-        """Into the rows of those of `entries` that look at their text to draw: another draw overwrote them there."""
+        """Write the drafts back into the rows of those `entries` whose draws read the text: another draw overwrote
+        them."""
         entries = [i for i in entries if self.counts[i] and table.info(self.starts[i][0]).reads_history]
         if entries:
             ends = [sum(self.counts[: i + 1]) for i in entries]

@@ -84,7 +84,7 @@ class KeptDraws(SpecialDraws):
         rows = [SampledRow(place, entries[i].row, end_of(entries[i])) for place, i in enumerate(step.drawing)]
         picked, batch = special_batch(step.logits, rows, table)
         weights = draw_weights(picked, batch)
-        # Where nothing can be drawn it proposes token 0, and says that it was sure of it.
+        # A row that cannot draw proposes token 0 with certainty.
         weights[:, 0] += weights.sum(1) == 0
         keys = [_state_at(table, row) for row in rows]
         tokens = pick(weights, NoiseKeys.of(keys, weights.device).noise(Purpose.DRAFT))
@@ -101,7 +101,7 @@ def _state_at(table: DeviceTable, row: SampledRow):  # type: ignore[no-untyped-d
 
 
 class DeviceDrafter:
-    """Draws up to k drafts of every row that asks for some; what it has to know of the past it knows on the host."""
+    """Draws up to k drafts for every row that asks for some; how far the model is behind is tracked on the host."""
 
     def __init__(self, runner: DraftRunner, progress: DraftProgress | None, most_tokens: int) -> None:
         self.runner = runner
@@ -126,7 +126,7 @@ class DeviceDrafter:
         progress.written(plan.entries)
 
     def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]:
-        """The entries with as many drafts as each gets, which may be none while the model is behind, and the drafts."""
+        """The entries with the number of drafts each gets (0 while the model is behind), and the drafts."""
         counts = [0] * len(entries)
         first: list[PlanEntry] = []
         left = self._most_tokens

@@ -43,8 +43,9 @@ class SpecialDraws:
     """Draws again for rows that ask for more; their tokens replace the kernel's."""
 
     def __init__(self, table: DeviceTable, rejection: bool, kernels: SampledSteps | None = None) -> None:
-        """`rejection`: judge drafts by it; else a draft is kept if it is what the target draws. `kernels`: for all rows
-        but those that look at text with drafts in it; None: the full sampler takes all."""
+        """`rejection`: judge drafts by rejection sampling; else a draft is kept if the target draws the same token.
+        `kernels` draw for all rows but those whose settings depend on text with drafts; None: the full sampler draws
+        for all rows."""
         self._table = table
         self._rejection = rejection
         self._kernels = kernels
@@ -75,7 +76,8 @@ class SpecialDraws:
     def _draw_by_kernels(
         self, kernels: SampledSteps, step: DrawnStep, rows: list[SampledRow]
     ) -> list[SampledRow]:
-        """Returns those that are left for the full sampler: drafts change the text, and counts of it cannot go back."""
+        """Returns the rows that are left for the full sampler: those whose token counts would include drafts, since
+        counts cannot be undone."""
         infos = [self._table.info(row.row) for row in rows]
         mine, settings, others = [], [], []
         for row, info in zip(rows, infos, strict=True):
@@ -101,8 +103,8 @@ class SpecialDraws:
             return
         except RuntimeError as error:
             too_much(error)
-        # One of them asks for too much: whoever can be served alone is, the others are told. Not inside the handler,
-        # where the error still holds what the attempt had allocated.
+        # One row asks for too much memory: try each row by itself, so that only those that still fail get the error.
+        # Not inside the handler, where the error still holds what the attempt had allocated.
         for row in rows:
             try:
                 self._draw_again(step, [row])
@@ -116,7 +118,7 @@ class SpecialDraws:
         places, owners, positions = numbers.unbind(1)
         tokens = output.token_ids.to(torch.int32)
         step.drawn[places] = torch.stack((tokens, output.status.to(torch.int32)), 1)
-        # A position past the end has no place in the row; the last one takes it, which nobody will read.
+        # A position past the end has no place in the row; it goes to the last one, which is never read.
         table.tokens[owners, positions.clamp(max=table.max_model_len - 1)] = tokens
         if output.logprobs is not None:
             owned = [step.drawing[rows[r].place] for r in output.logprobs.rows]
@@ -136,5 +138,5 @@ class SpecialDraws:
         drafted.put_back(self._table, [one.index for one in judged])
         for found_at, found in judge_drafts(step.logits, judged, drafted, self._table, step.drawn):
             step.pending.logprobs.append(([step.drawing[place] for place in found_at], found))
-        # A vocabulary wide for every draft: not to be held until the host has seen the step's tokens.
+        # The weights of a draft are a vocabulary wide: free them now, not when the host has seen the step's tokens.
         drafted.passes.clear()

@@ -18,15 +18,15 @@ _capturing = Lock()
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that all graphs of a process are captured on. cuBLAS keeps a workspace (32 MiB on Hopper) for every
-    stream it ever ran on, for good: streams of their own would leave some behind with every engine that is closed.
-    Graphs captured here share the workspace; they may, since all are replayed on one stream, one after another."""
+    """The stream that all graphs of a process are captured on. cuBLAS never frees the workspace (32 MiB on Hopper) of
+    a stream it ran on, so a stream per engine would leak one with every engine that is closed. Graphs may share the
+    workspace, since all are replayed on one stream, one after another."""
     return torch.cuda.Stream(device)
 
 
 class GraphCache:
-    """Replays `launch(rung, drafts)` from a graph, with or without drafts among its rows. Capture the largest rung
-    first: the others then fit in its memory."""
+    """Replays `launch(rung, separate_rope)` from a captured graph (see `StepLaunches.decode`). The largest rung is
+    captured first: the others then fit in its memory."""
 
     def __init__(self, device: torch.device, launch: Callable[[Any, bool], None], pool: Any = None) -> None:
         """A rung may be anything that has an order. `pool`: of other graphs, which never run at the same time."""
@@ -41,25 +41,25 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def holds(self, rung: Any, drafts: bool = False) -> bool:
+    def holds(self, rung: Any, separate_rope: bool = False) -> bool:
         """Whether that step is captured."""
-        return (rung, drafts) in self._graphs
+        return (rung, separate_rope) in self._graphs
 
-    def capture(self, rungs: Iterable[Any], drafts: bool = False) -> None:
+    def capture(self, rungs: Iterable[Any], separate_rope: bool = False) -> None:
         for rung in sorted(rungs, reverse=True):
-            if (rung, drafts) not in self._graphs:
-                self._graphs[rung, drafts] = self._captured(rung, drafts)
+            if (rung, separate_rope) not in self._graphs:
+                self._graphs[rung, separate_rope] = self._captured(rung, separate_rope)
 
-    def _captured(self, rung: Any, drafts: bool) -> torch.cuda.CUDAGraph:
+    def _captured(self, rung: Any, separate_rope: bool) -> torch.cuda.CUDAGraph:
         with _capturing:
-            return self._capture(rung, drafts)
+            return self._capture(rung, separate_rope)
 
-    def _capture(self, rung: Any, drafts: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, rung: Any, separate_rope: bool) -> torch.cuda.CUDAGraph:
         """One run outside a graph first: kernels are compiled and libraries set up where that is allowed."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            self._launch(rung, drafts)
+            self._launch(rung, separate_rope)
         current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -67,7 +67,7 @@ class GraphCache:
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                self._launch(rung, drafts)
+                self._launch(rung, separate_rope)
             except BaseException:
                 # A stream left capturing fails all that follows, the clean-up included, and hides what went wrong.
                 with suppress(RuntimeError):
@@ -84,13 +84,13 @@ class GraphCache:
         self._graphs.clear()
         self._launch = _closed
 
-    def run(self, rung: Any, drafts: bool = False) -> None:
-        graph = self._graphs.get((rung, drafts))
+    def run(self, rung: Any, separate_rope: bool = False) -> None:
+        graph = self._graphs.get((rung, separate_rope))
         if graph is None:
-            graph = self._graphs[rung, drafts] = self._captured(rung, drafts)
+            graph = self._graphs[rung, separate_rope] = self._captured(rung, separate_rope)
         self.replays += 1
         graph.replay()
 
 
-def _closed(rung: Any, drafts: bool) -> None:
+def _closed(rung: Any, separate_rope: bool) -> None:
     raise InvariantError("this engine is closed: it runs no more steps")

@@ -21,7 +21,7 @@ from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import DeviceTable
 
 RING = 32
-"""Slots for drawn tokens: more than steps can be in flight, so that none is overwritten before it is copied."""
+"""Slots for drawn tokens: more than steps in flight, so that no slot is overwritten before it is copied."""
 
 
 class StepLaunches:
@@ -68,15 +68,17 @@ class StepLaunches:
     def scatter_staged(self, stage: Stage, sent: Tensor) -> None:
         self._kernels.scatter(self._table.arena, stage.view(sent, "places"), stage.view(sent, "values"))
 
-    def decode(self, rung: int, apart: bool) -> None:
-        """A decode step of `rung` rows, all on fixed addresses. `apart`: it may hold drafts, so keys are written by a
-        kernel of their own even where attention could do that."""
+    def decode(self, rung: int, separate_rope: bool) -> None:
+        """A decode step of `rung` rows, all on fixed addresses. `separate_rope`: rotation and KV write run in a kernel
+        before attention, not inside it. Steps with drafts need that: a draft's query sees keys of other rows of the
+        step."""
         b = self.buffers
         rows, lengths = b.rows[:rung], b.lengths[:rung]
         slots = tuple(slot[:rung] for slot in b.slots)
         ids, positions = b.ids[:rung], b.wide_positions[:rung]
         self._gather(rows, b.positions[:rung], ids, positions, slots, lengths)
-        ctx = self._contexts.decode(rows, positions, b.query_start[: rung + 1], lengths, slots, apart, self.caches)
+        starts = b.query_start[: rung + 1]
+        ctx = self._contexts.decode(rows, positions, starts, lengths, slots, separate_rope, self.caches)
         hidden = self.passes.forward(ids, ctx, self.caches)
         if self.draws:
             self.draw(self.passes.logits(hidden, ctx, b.logits[:rung]), rows, lengths, b.ring)

@@ -1,5 +1,4 @@
-"""How many KV blocks fit on a GPU: measure what is free and what a step of the largest size takes, then
-divide.
+"""How many KV blocks fit on a GPU: measure what is free and what a step of the largest size takes, then divide.
 
 Whatever else lives on the GPU (another engine, another process) is in the measurement, not in an assumption.
 """
@@ -18,8 +17,7 @@ from quire.options import parse_bytes
 from quire.worker.memory import PoolSize, block_bytes
 
 _RESERVE = 1 << 30
-"""For captured graphs, library workspaces, fragments and the full sampler's sorts, which no dummy step
-shows."""
+"""For captured graphs, library workspaces, fragments and the full sampler's sorts, which no dummy step shows."""
 
 
 def measure_step(run: Callable[[], None], device: torch.device) -> int:

@@ -10,7 +10,7 @@ from quire.config import GPU_DEFAULTS, EngineConfig
 from quire.errors import ConfigError
 
 MOST_DRAFT_ROWS = 512
-"""64 sequences with 7 drafts each: 512 rows with their own; beyond, drafts share what there is."""
+"""64 sequences with 7 drafts each: 512 rows with the sequences' own. With more sequences each gets fewer drafts."""
 _FP8_CAPABILITY = (8, 9)
 DTYPES = {
     "auto": torch.bfloat16,
@@ -36,13 +36,13 @@ class DeviceOptions:
     dense_prefill: bool = True
     launch_early: bool = True
     """Programmatic dependent launch: a kernel of a small step starts while the one before it ends."""
-    named_products: bool = True
-    """Products by the library's algorithms of the table, not by those it would take itself."""
+    named_algorithms: bool = True
+    """GEMMs on cuBLAS use the algorithm that the GEMM table names, not the library's own choice."""
     fuse_rope: bool = True
-    """Norm, rotation and KV write inside the attention of decode steps; never of those with drafts, which see keys of
-    their own step."""
+    """Norm, rotation and KV write run inside decode attention; never in steps with drafts, whose queries see keys of
+    other rows of the step."""
     prompt_rows: bool = True
-    """Prompts without context attend to the keys in their step's rows, brought by the copy engine, not in the cache."""
+    """Prompts without context read K and V from their step's rows, by TMA, and not from the cache."""
     pad_mixed: bool = True
     """Small mixed steps are padded to fixed shapes and replayed as graphs, like decode steps."""
     seed: int = 0

@@ -1,7 +1,7 @@
 """Small mixed steps in fixed shapes, which graphs can replay: some decoding sequences beside short prompts, padded.
 
 Launched one by one, the kernels of such a step take the host longer than the GPU. Tokens of the decoding sequences come
-first, each in a place of its own, then those of the prompts; what is left over belongs to nobody (row -1).
+first, then those of the prompts; unused places are padding (row -1).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROMPTS = 8
 _LAUNCHING = 0.36e-3
 """Seconds that the host takes to launch a layer's kernels (H200, 2026-11-15: 10 ms for the 28 layers of 0.6B)."""
 _RATE = 6e14
-"""Operations per second of the GPU's matrix units, as products of prompts reach them."""
+"""Operations per second of the GPU's matrix units, as GEMMs of prefill reach them."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -115,7 +115,7 @@ class MixedRungs:
 
         singles, counts = batch.num_decodes, batch.counts
         gap = rung.decodes - singles
-        """Every token of a prompt lies so much further back than in the batch as it came."""
+        """How far tokens of prompts move back: the padding of the decoding sequences comes before them."""
         starts = np.zeros(PROMPTS + 1, np.int32)
         np.cumsum(counts[singles:], out=starts[1 : 1 + len(counts) - singles])
         starts[1 + len(counts) - singles :] = starts[len(counts) - singles]
@@ -197,7 +197,7 @@ class PaddedSteps:
         else:
             self._run(rung)
 
-    def _run(self, rung: MixedRung, drafts: bool = False) -> None:
+    def _run(self, rung: MixedRung, separate_rope: bool = False) -> None:
         stage = self.rungs.empty(rung)
         self._launch(rung, lambda name: stage.view(self._stage, name), self.rungs.draws(rung))
 
@@ -209,7 +209,7 @@ class PaddedSteps:
 
 
 def _weights_of_a_layer(decoder: Decoder) -> int:
-    """That every row goes through, on the average rank: ranks must agree on the shapes."""
+    """Weights per layer that every row is multiplied with, averaged over ranks: ranks must agree on the shapes."""
     sizes = {name: shape for name, shape in decoder.spec.parameters().items() if name.startswith("layers.0.")}
     whole = sum(math.prod(shape) for name, shape in sizes.items() if len(shape) == 2 and ".experts." not in name)
     return whole // decoder.shard.place.tensor_size

@@ -45,11 +45,10 @@ class PendingStep:
 
 
 class ResultCopier:
-    """Copies results off the device while the next step runs on it. One thread waits for the copies, in
-    order."""
+    """Copies results off the device while the next step runs on it. One thread waits for the copies, in order."""
 
     def __init__(self, device: torch.device, watched: Watched = nullcontext) -> None:
-        """`watched`: around every wait for the device; raises where what came is worthless."""
+        """`watched`: a context around every wait for the device; raises if the results are invalid."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: SimpleQueue[_Sent | None] = SimpleQueue()
         self._thread = Thread(target=_deliver, args=(self._queue, watched), name="quire-results", daemon=True)
@@ -85,8 +84,7 @@ class _Sent:
 
 
 def _deliver(queue: SimpleQueue[_Sent | None], watched: Watched) -> None:
-    """Wait for each step's copies and hand its result over; the wait is in the driver, without Python's
-    lock."""
+    """Wait for each step's copies and hand its result over; the wait is in the driver, without Python's lock."""
     while (sent := queue.get()) is not None:
         try:
             with watched():

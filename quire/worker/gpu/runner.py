@@ -103,7 +103,7 @@ class DeviceRunner:
             return
         fuse_rope = self.contexts.fuse_rope
         if fuse_rope and self.rungs[-1] > max_num_seqs:
-            self.graphs.capture(self.rungs, drafts=True)
+            self.graphs.capture(self.rungs, separate_rope=True)
         last = rung_for(self.rungs, max_num_seqs) if fuse_rope else self.rungs[-1]
         self.graphs.capture([rung for rung in self.rungs if rung <= last])
 
@@ -134,7 +134,7 @@ class DeviceRunner:
         return PendingStep(step, 0, [], self.launches.drawn[0, :0])
 
     def launch(self, entries: list[PlanEntry]) -> None:
-        """A step of entries alone, whose tokens go to the table and to nobody else."""
+        """A step for the draft model: its tokens go to the table only, not to the host."""
         self._run(StepPlan(0, entries=entries), NOTHING, NOTHING)
 
     def _run(
@@ -162,12 +162,12 @@ class DeviceRunner:
         """The decode step whose rows and positions are staged."""
         count, drawn = len(entries), self.launches.drawn[step % RING]
         rung = rung_for(self.rungs, count)
-        # Keys that another row of the step must see are written before anybody attends.
-        apart = self.contexts.fuse_rope and drafted is not None
+        # A draft's query sees keys of other rows of this step: all keys must be written before attention starts.
+        separate_rope = self.contexts.fuse_rope and drafted is not None
         if self.graphs is not None and self._replays:
-            self.graphs.run(rung, apart)
+            self.graphs.run(rung, separate_rope)
         else:
-            self.launches.decode(rung, apart)
+            self.launches.decode(rung, separate_rope)
         if not self.launches.draws:
             return self._nothing_drawn(step)
         pending = PendingStep(step, count, range(count), drawn[:count])

@@ -60,7 +60,7 @@ class TokenCounts:
         return fresh
 
     def forget(self, rows: Sequence[SampledRow]) -> None:
-        """They were not counted after all: begin again with them."""
+        """Forget these counts, since the pass that counted failed: count again from the start."""
         for row in rows:
             self._counted.pop(row.row, None)
 
@@ -120,7 +120,7 @@ class SampledSteps:
             step.counts.index_fill_(0, send(list(fresh), torch.int64, self._device), 0)
 
     def _forget(self) -> None:
-        """Graphs hold the places of what they were captured with."""
+        """Graphs hold the addresses they were captured with: drop them."""
         if self._graphs is not None:
             self._graphs.close()
         self._graphs = None if self._pool is None else GraphCache(self._device, self._launch, self._pool)

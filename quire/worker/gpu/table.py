@@ -1,7 +1,6 @@
 """The request table on the device: one row per running sequence, changed only by the diffs that plans bring.
 
-Tokens, block tables and sampling state are one int32 arena, so that any diff is (place, value) and a step's
-diffs are
+Tokens, block tables and sampling state are one int32 arena, so that any diff is (place, value) and a step's diffs are
 one copy to the device and one scatter. Sampled tokens are written into the rows by the device itself.
 """
 
@@ -31,7 +30,7 @@ class RowInfo:
     params: SamplingParams
     num_prompt: int
     special: bool
-    """Draws with more than temperature and min_p, or wants log-probabilities: the drawing kernel does not do."""
+    """Needs more than temperature and min_p, or log-probabilities: the drawing kernel alone is not enough."""
     state: SamplingRow
     """Its parameters for the full sampler. Values of drawn tokens are not in it: they are on the device."""
     bad_words: tuple[tuple[int, ...], ...]
@@ -90,8 +89,8 @@ class DeviceTable:
             self._learned.append((row * self.max_model_len + position, tokens[:room]))
 
     def take_learned(self) -> tuple[np.ndarray, np.ndarray]:
-        """(places, values) of what was learned, to be scattered before the next plan's: that may start a row anew. The
-        last word on a place counts, as there is one for each."""
+        """(places, values) of learned tokens, scattered before the next plan's diffs, which may start a row anew. Each
+        place occurs once, with the newest value."""
         if not self._learned:
             return NOTHING, NOTHING
         words = {place + index: token for place, tokens in self._learned for index, token in enumerate(tokens)}
@@ -107,7 +106,8 @@ class DeviceTable:
     def apply(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
         """Take note of a plan's changes; returns (places, values) for the scatter that makes them on the
         device."""
-        self._places, self._values = [], []  # of a plan that failed here: two values for one place have no order
+        # A plan that failed here may have left some; a scatter with two values for one place has no order.
+        self._places, self._values = [], []
         for row in plan.freed_rows:
             self._info[row] = None
         for start in plan.starts:

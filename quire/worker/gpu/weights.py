@@ -22,8 +22,8 @@ def random_weights(
     config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, seed: int = 0,
     parts: StoredParts | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """As `models.build.dummy_weights`, made by the device: 16 GB take a second instead of minutes. With `parts`: of the
-    same weights those."""
+    """As `models.build.dummy_weights`, made on the device: 16 GB take a second instead of minutes. `parts`: only these
+    parts of the same weights."""
     for name, tensor in _all_random(config, device, dtype, seed):
         wanted = None if parts is None else parts.ranges(name, tuple(tensor.shape))
         if wanted != NOTHING:

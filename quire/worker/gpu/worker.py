@@ -98,7 +98,7 @@ class GpuWorker:
                 raise
             shown = explain_start(error)
         if shown is not None:
-            # Outside the handler, since the error's traceback holds what is to be given back.
+            # Outside the handler, since the error's traceback holds the memory that is to be freed.
             self.close()
             raise shown
         self._copier = ResultCopier(self.device, nullcontext if share is None else share.ranks.watched)
@@ -162,12 +162,12 @@ class GpuWorker:
                        heads=self.shard.kv_heads)
 
     def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
-        """What was drawn for a row on a later stage, the first token for `position`; before the plan that goes on from
-        there. A row that is empty is left alone."""
+        """Tokens that a later stage drew for a row, the first one for `position`; called before the plan that continues
+        from there. An empty row is skipped."""
         self.table.learn(row, position, tokens)
 
     def expert_load(self) -> list[LayerLoad]:
-        """What the experts have done, as it was when somebody asked last: nobody waits for the device."""
+        """Rows per expert so far, read without waiting for the device: the copy that the previous call started."""
         return self._expert_meter.read()
 
     def connect(self, transfer: KVTransfer) -> None:
@@ -324,7 +324,8 @@ class GpuWorker:
         self._runner.run(StepPlan(1, freed_rows=list(range(len(counts)))))
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        """Launch a plan. Its step runs in order with those before it; the future waits, not we."""
+        """Launch a plan without waiting. Steps run in the order of their plans; the future completes when its step
+        has."""
         try:
             with torch.inference_mode():
                 self._move_blocks(plan)
@@ -354,9 +355,8 @@ class GpuWorker:
         self._cache.start_transfers(plan)
 
     def _run(self, plan: StepPlan) -> PendingStep:
-        """Launch the step. What ran out of memory is tried once more when the allocator has let go of its scraps:
-        a plan that was applied already changes nothing the second time. Not where ranks share the step: the others
-        would not try again."""
+        """Launch the step. If it runs out of memory it is tried once more after the allocator has freed its cache:
+        applying a plan twice changes nothing. Not with several ranks: the others would not try again."""
         try:
             return self._runner.run(plan)
         except RuntimeError as error:
@@ -402,7 +402,7 @@ def _length(max_positions: int, wanted: int | None) -> int:
 
 def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype) -> Ops:
     if device.type != "cuda":
-        raise ConfigError("only a GPU has kernels of its own here: hand in the operations of another device", "device")
+        raise ConfigError("no kernels for this device: pass `ops` explicitly unless the device is cuda", "device")
     from quire.ops.triton import KV_DTYPES, TritonOps
 
     return TritonOps(
@@ -413,5 +413,5 @@ def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype
         dense_prefill=options.dense_prefill,
         prompt_rows=options.prompt_rows,
         pdl=options.launch_early,
-        named_products=options.named_products,
+        named_algorithms=options.named_algorithms,
     )

@@ -30,15 +30,15 @@ def test_kinds_of_work_add_up_to_the_limit_of_a_case(case: str) -> None:
     requests = requests_of(case)
     kinds = least_by_kind(MODELS["8b"], requests)
     together = sum(seconds for seconds, _ in kinds.values())
-    # Apart they may take a little longer: in one step products may wait for FLOPs while attention reads.
+    # Apart they may take a little longer: in one step GEMMs may wait for FLOPs while attention reads.
     assert 0.999 < together / least_seconds(case, MODELS["8b"], requests) < 1.1
 
 
 def test_kernels_are_told_apart_by_name() -> None:
-    names = {"nvjet_sm90_tst_192x192": "products", "_row_kernel": "products", "_decode_kernel": "attention of decodes",
-             "cudnn_generated_fort_native_sdpa": "attention of prompts", "_mixed_kernel": "attention of prompts",
-             "_rms_norm_kernel": "other", "ahead_kernel": "products", "_rope_decode_kernel": "attention of decodes",
-             "_fresh_mixed_kernel": "attention of prompts", "_split_kernel": "other"}  # fmt: skip
+    names = {"nvjet_sm90_tst_192x192": "GEMM", "_row_kernel": "GEMM", "_decode_kernel": "decode attention",
+             "cudnn_generated_fort_native_sdpa": "prefill attention", "_mixed_kernel": "prefill attention",
+             "_rms_norm_kernel": "other", "prefetch_kernel": "GEMM", "_rope_decode_kernel": "decode attention",
+             "_fresh_mixed_kernel": "prefill attention", "_split_kernel": "other"}  # fmt: skip
     assert {name: kind_of(name) for name in names} == names
 
 
@@ -52,23 +52,23 @@ def test_experts_are_read_as_often_as_rows_choose_them() -> None:
 
 
 def test_a_profile_names_the_share_of_what_limits_each_kind() -> None:
-    least = {"products": (0.5, "bandwidth"), "attention of decodes": (0.3, "bandwidth")}
-    kinds = gpu._kinds({"nvjet_a": (0.6, 3), "ahead_kernel": (0.4, 2), "_act_mul_kernel": (0.2, 1)}, 1.2, least)
-    assert kinds["products"] == {"seconds": 1.0, "share": 0.833, "share_of_bandwidth": 0.5}
+    least = {"GEMM": (0.5, "bandwidth"), "decode attention": (0.3, "bandwidth")}
+    kinds = gpu._kinds({"nvjet_a": (0.6, 3), "prefetch_kernel": (0.4, 2), "_act_mul_kernel": (0.2, 1)}, 1.2, least)
+    assert kinds["GEMM"] == {"seconds": 1.0, "share": 0.833, "share_of_bandwidth": 0.5}
     assert kinds["other"] == {"seconds": 0.2, "share": 0.167}
     assert "at 50% of bandwidth" in gpu._table([], kinds, 0.9)
 
 
 def test_a_table_keeps_what_was_not_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
-    path = tmp_path / "products.json"
+    path = tmp_path / "gemm_table.json"
 
     def entry(rows: int, kernel: str) -> dict[str, Any]:
         return {"rows": rows, "features": 8, "width": 4, "form": "plain", "kernel": kernel, "sizes": []}
 
     gpu_tune.write(str(path), [entry(1, "library"), entry(2, "library")])
     gpu_tune.write(str(path), [entry(1, "row")])
-    found = json.loads(path.read_text())["products"]
+    found = json.loads(path.read_text())["gemms"]
     assert [(line["rows"], line["kernel"]) for line in found] == [(1, "row"), (2, "library")]
 
 
@@ -81,5 +81,5 @@ def test_readings_are_compared_position_by_position() -> None:
 
 
 def test_a_kernel_that_was_launched_early_is_not_charged_for_its_waiting() -> None:
-    spans = [("norm", 0.0, 2.0), ("product", 1.0, 5.0), ("norm", 4.5, 6.0), ("product", 8.0, 9.0), ("ahead", 8.2, 8.8)]
-    assert shares(spans) == {"norm": (3.0, 2), "product": (4.0, 2), "ahead": (0.0, 1)}
+    spans = [("norm", 0.0, 2.0), ("gemm", 1.0, 5.0), ("norm", 4.5, 6.0), ("gemm", 8.0, 9.0), ("early", 8.2, 8.8)]
+    assert shares(spans) == {"norm": (3.0, 2), "gemm": (4.0, 2), "early": (0.0, 1)}

@@ -41,7 +41,7 @@ def differences(name: str, part: Part, rows: int, counts: Sequence[int]) -> list
 
 
 def row_wise(device: str, dtype: torch.dtype, rows: int, hidden: int, features: int) -> Iterator[tuple[str, Part]]:
-    """Norms, products and gates of `rows` rows."""
+    """Norms, GEMMs and gates of `rows` rows."""
     ops = deterministic_ops(device, dtype)
     x, residual = (rand(rows, hidden, dtype=dtype, device=device) for _ in range(2))
     gain, bias = torch.rand(hidden, device=device) + 0.5, torch.randn(hidden, device=device)
@@ -56,12 +56,12 @@ def row_wise(device: str, dtype: torch.dtype, rows: int, hidden: int, features: 
     yield "norm", lambda a, b: [ops.rms_norm(x[a:b].clone(), gain, 1e-6)]
     yield "sum and norm", summed
     yield "layer norm", lambda a, b: [ops.layer_norm(x[a:b].clone(), gain, bias, 1e-5)]
-    yield f"product {features} x {hidden}", lambda a, b: [ops.linear(x[a:b].clone(), plain)]
-    yield f"product {features} x {hidden}, bias and residual", lambda a, b: [
+    yield f"GEMM {features} x {hidden}", lambda a, b: [ops.linear(x[a:b].clone(), plain)]
+    yield f"GEMM {features} x {hidden}, bias and residual", lambda a, b: [
         ops.linear(x[a:b].clone(), biased, added[a:b].clone())
     ]
     sliced = ops.pack_linear(weight, None, Slices.of_width(hidden))
-    yield f"product {features} x {hidden}, slices", lambda a, b: [ops.linear(x[a:b].clone(), sliced)]
+    yield f"GEMM {features} x {hidden}, slices", lambda a, b: [ops.linear(x[a:b].clone(), sliced)]
     for kind in ("silu", "gelu_tanh", "gelu"):
         yield f"gate {kind}", lambda a, b, k=kind: [ops.act_mul(x[a:b].clone(), k)]
     for kind in ("gelu_tanh", "gelu", "relu"):

@@ -223,7 +223,7 @@ def check_rope_decode(
     rows: bool = False,
     kv_dtype: torch.dtype | None = None,
     kv_scale: float = 1.0,
-    ahead: bool = False,
+    prefetch: bool = False,
     carried: bool = False,
     pdl: bool = False,
     sinks: bool = False,
@@ -272,8 +272,8 @@ def check_rope_decode(
         mine, raw = copy_of(cache), qkv.clone()
         out = torch.full((len(lengths), shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device)
         attention_rope.rope_decode_attention(
-            raw, mine, *batch, HeadTurn(rope, *gains, 1e-6, scores), out=out, keys=keys, ahead=ahead, carried=carried,
-            pdl=pdl, **seen
+            raw, mine, *batch, HeadTurn(rope, *gains, 1e-6, scores), out=out, keys=keys, prefetch=prefetch,
+            carried=carried, pdl=pdl, **seen
         )
         worst = max(worst, close(out[real], want[real], 2.0), close(out[real], two[real], 2.0))
         for part, whole, other in ((mine.k, want_cache.k, apart_cache.k), (mine.v, want_cache.v, apart_cache.v)):

@@ -38,8 +38,8 @@ from quire.kernels.triton import (  # noqa: E402
     expert_few,
     expert_linear,
     latent_attention,
-    linear_ahead,
     linear_fixed,
+    linear_prefetch,
     linear_row,
     norm,
     rope_cache,
@@ -84,26 +84,26 @@ def bulk_copies(kernel: Any) -> list[str]:
 
 
 def machine_copies(operations: list[str]) -> str:
-    """Of the machine code: c for a copy of the copy engine, w for the wait for the kernel ahead."""
+    """Of the machine code: c for a copy of the copy engine, w for the wait for the kernel before."""
     return "".join({"UTMALDG": "c", "ACQBULK": "w"}.get(operation, "") for operation in operations)
 
 
-def ahead(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Products of few rows, of groups of tiles, of shares of tiles, and of as many sums as fit in registers."""
-    scratch = linear_ahead.AheadScratch.allocate("cpu", 1)
-    linear_ahead._multiprocessors = lambda device: 132
+def prefetch(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """GEMMs of few rows, of groups of tiles, of shares of tiles, and of as many sums as fit in registers."""
+    scratch = linear_prefetch.PrefetchScratch.allocate("cpu", 1)
+    linear_prefetch._multiprocessors = lambda device: 132
     features, width = 6144, 4096
     weight, bias = torch.empty(features, width, dtype=dtype), torch.empty(features, dtype=dtype)
     for name, rows, sizes, biased, more in (
-        ("ahead few", 3, (1, 5, 4, 0), False, False),
-        ("ahead tiles", 64, (3, 3, 2, 0), False, False),
-        ("ahead shared", 48, (1, 6, 2, 1), False, True),
-        ("ahead many", 112, (3, 4, 1, 0), True, False),
+        ("prefetch few", 3, (1, 5, 4, 0), False, False),
+        ("prefetch tiles", 64, (3, 3, 2, 0), False, False),
+        ("prefetch shared", 48, (1, 6, 2, 1), False, True),
+        ("prefetch many", 112, (3, 4, 1, 0), True, False),
     ):
         given = torch.empty(rows, width, dtype=dtype), weight, bias if biased else None
         residual = torch.empty(rows, features, dtype=dtype) if more else None
-        shape = linear_ahead.AheadShape(*sizes)
-        yield name, partial(linear_ahead.linear_ahead, *given, residual, sizes=shape, scratch=scratch, pdl=True)
+        shape = linear_prefetch.PrefetchShape(*sizes)
+        yield name, partial(linear_prefetch.linear_prefetch, *given, residual, sizes=shape, scratch=scratch, pdl=True)
 
 
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -130,7 +130,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     parts = attention_decode.DecodeScratch.allocate(split.tasks, 4, heads, "cpu")
     yield "turned decode", lambda: attention_rope.rope_decode_attention(
         torch.empty(2, heads.width, dtype=dtype), wide, table, ints, ints, split, parts, heads, 0.1, turn,
-        num_stages=3, ahead=True, pdl=True,
+        num_stages=3, prefetch=True, pdl=True,
     )
     for name, exact in (("exact", True), ("mixed", False)):
         yield name, lambda e=exact: attention_mixed.mixed_attention(
@@ -142,7 +142,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"{name} in {parts}", partial(
                 linear_fixed.linear_fixed, wide_x, wide_weight, slices=slices, parts=parts)
     if not small:
-        yield from ahead(dtype)
+        yield from prefetch(dtype)
 
 
 def sampling(vocab: int = 151936, rows: int = 4) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -191,7 +191,7 @@ def sinks(heads: HeadShape) -> None:
     turn = HeadTurn(torch.empty(64, heads.head_dim), sinks=torch.empty(heads.num_heads))
     attention_rope.rope_decode_attention(
         qkv, cache, table, ints, ints, split, scratch, heads, 0.1, turn, window=128, carried=True, keys=64,
-        num_stages=3, ahead=True, pdl=True,
+        num_stages=3, prefetch=True, pdl=True,
     )  # fmt: skip
     attention_mixed.mixed_attention(
         qkv, cache, table, ints, ints, ints, ints, ints, heads, 0.1, window=128, sinks=turn.sinks,
@@ -247,7 +247,7 @@ def variants(dtype: torch.dtype) -> dict[str, int]:
 
 def main() -> None:
     found: dict[str, Any] = {}
-    only = {torch.float32: ("exact", "mixed"), torch.float16: ("ahead few",)}
+    only = {torch.float32: ("exact", "mixed"), torch.float16: ("prefetch few",)}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for name, launch in launches(dtype):
             if name not in only.get(dtype, (name,)):

@@ -2,7 +2,7 @@
 
 `with interpreting() as runs:` turns every launch of a Gluon kernel into a run of its Python text with stand-ins for
 what it imports, one program after another in any order, each with its partitions in any interleaving. Copies and
-products are as late as the hardware may make them: what is not waited for is not there, and whoever touches it, fills a
+MMAs are as late as the hardware may make them: what is not waited for is not there, and whoever touches it, fills a
 place that is still read or was never read, counts bytes wrongly, waits for what never comes, reads what the kernel
 before still writes or meets another program's numbers other than by atomics gets a `ProtocolError`.
 """
@@ -29,8 +29,8 @@ from tests.kernels.triton.gluon_memory import (
     Barrier,
     Descriptor,
     InFlight,
+    Mma,
     Pointer,
-    Product,
     Races,
     Slot,
     Value,
@@ -155,24 +155,24 @@ class Program:
         assert a.data is not None and b.data is not None
         (m, k), n = a.data.shape, b.data.shape[1]
         demand(b.data.shape[0] == k and acc.shape == [m, n], f"{a.data.shape} by {b.data.shape} to {acc.shape}")
-        demand(a.data.dtype == b.data.dtype and not (m % 64 or n % 8 or k % 16), "no product of the tensor cores")
-        product = Product(slots)
+        demand(a.data.dtype == b.data.dtype and not (m % 64 or n % 8 or k % 16), "no such MMA of the tensor cores")
+        mma = Mma(slots)
         for slot in slots:
-            slot.readers.add(product)
+            slot.readers.add(mma)
             slot.unread.clear()
-        me.products.append(product)
-        result = InFlight(a.data.float() @ b.data.float() + (acc.held if use_acc else 0), product)
+        me.mmas.append(mma)
+        result = InFlight(a.data.float() @ b.data.float() + (acc.held if use_acc else 0), mma)
         return result if is_async else self.multiply_wait(0, deps=(result,))
 
     def multiply_wait(self, outstanding: int = 0, deps: tuple[Value, ...] = ()) -> Any:
         me = self.baton.step()
-        while len(me.products) > outstanding:
-            product = me.products.pop(0)
-            for slot in product.reads:
-                slot.readers.discard(product)
+        while len(me.mmas) > outstanding:
+            mma = me.mmas.pop(0)
+            for slot in mma.reads:
+                slot.readers.discard(mma)
                 slot.read[me] = me.knows.now
         done = [
-            Value(dep.held) if isinstance(dep, InFlight) and dep.product not in me.products else dep for dep in deps
+            Value(dep.held) if isinstance(dep, InFlight) and dep.mma not in me.mmas else dep for dep in deps
         ]
         return done[0] if len(done) == 1 else tuple(done)
 
@@ -216,7 +216,7 @@ class Program:
         landing = [slot.name for slot in self.slots if slot.landing or (slot.barrier and slot.barrier.expected)]
         demand(not landing, f"a program ended with copies under way: {landing}")
         unread = [slot.name for slot in self.slots if slot.unread]
-        demand(not unread, f"a program ended with copies that no product has read: {unread}")
+        demand(not unread, f"a program ended with copies that no MMA has read: {unread}")
 
 
 def _language(program: Program) -> Any:

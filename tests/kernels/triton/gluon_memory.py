@@ -82,15 +82,15 @@ def scalar(number: int) -> Value:
 
 
 class InFlight(Value):
-    """The sums of a product that no wait has yet returned as done: good for nothing but the next product."""
+    """The sums of an MMA that no wait has yet returned as done: good for nothing but the next MMA."""
 
-    def __init__(self, held: Tensor, product: Product) -> None:
+    def __init__(self, held: Tensor, mma: Mma) -> None:
         super().__init__(held)
-        self.product = product
+        self.mma = mma
 
     @property
     def data(self) -> Tensor:
-        raise ProtocolError("sums are used before their product is waited for")
+        raise ProtocolError("sums are used before their MMA is waited for")
 
 
 class Pointer:
@@ -157,7 +157,7 @@ class Knowledge:
 
 @dataclass(eq=False)
 class Slot:
-    """One place of shared memory. A copy fills all of it or some of its rows; products read all."""
+    """One place of shared memory. A copy fills all of it or some of its rows; MMAs read all."""
 
     data: Tensor
     layout: Any
@@ -165,26 +165,26 @@ class Slot:
     landing: list[range] = field(default_factory=list)
     """Rows that are asked for and not waited for."""
     unread: list[range] = field(default_factory=list)
-    """Rows that have landed and that no product has begun to read."""
+    """Rows that have landed and that no MMA has begun to read."""
     filled: list[tuple[Barrier, int]] = field(default_factory=list)
     """The barriers and their phases that tell of the last copies."""
-    readers: set[Product] = field(default_factory=set)
+    readers: set[Mma] = field(default_factory=set)
     read: dict[Any, int] = field(default_factory=dict)
-    """When each partition has last waited for a product that read it."""
+    """When each partition has last waited for an MMA that read it."""
     barrier: Barrier | None = None
 
     def may_be_filled(self, rows: range, name: str, knows: Knowledge, me: Any) -> None:
         def meets(others: list[range]) -> bool:
             return any(rows.start < other.stop and other.start < rows.stop for other in others)
 
-        demand(not self.readers, f"{name} is copied over what a product still reads, in {self.name}")
+        demand(not self.readers, f"{name} is copied over what an MMA still reads, in {self.name}")
         demand(not meets(self.landing), f"{name} is copied over a copy that nobody waited for, in {self.name}")
-        demand(not meets(self.unread), f"{name} is copied over what no product has read, in {self.name}")
+        demand(not meets(self.unread), f"{name} is copied over what no MMA has read, in {self.name}")
         told = all(who is me or knows.of(who) >= time for who, time in self.read.items())
-        demand(told, f"{name} is copied over what a product still reads for all that is known, in {self.name}")
+        demand(told, f"{name} is copied over what an MMA still reads for all that is known, in {self.name}")
 
     def asked_for(self, rows: range, barrier: Barrier) -> None:
-        """The first copy after a product poisons all: what no copy fills this time is of no use."""
+        """The first copy after an MMA poisons all: what no copy fills this time is of no use."""
         if not self.landing and not self.unread:
             self.data.fill_(float("nan"))
             self.filled.clear()
@@ -197,14 +197,14 @@ class Slot:
         self.unread.append(rows)
 
     def may_be_read(self, knows: Knowledge) -> None:
-        demand(not self.landing, f"a product of what has been asked for but not waited for, in {self.name}")
-        demand(bool(self.filled), f"a product of what nobody has asked for, in {self.name}")
+        demand(not self.landing, f"an MMA of what has been asked for but not waited for, in {self.name}")
+        demand(bool(self.filled), f"an MMA of what nobody has asked for, in {self.name}")
         known = all(knows.of(barrier) >= phase for barrier, phase in self.filled)
-        demand(known, f"a product of what others have waited for, in {self.name}")
+        demand(known, f"an MMA of what others have waited for, in {self.name}")
 
 
 @dataclass(eq=False)
-class Product:
+class Mma:
     """A warpgroup_mma and the places that it reads until it is waited for."""
 
     reads: list[Slot]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.kernels.triton.gluon_memory import Knowledge, Product, ProtocolError, demand
+from tests.kernels.triton.gluon_memory import Knowledge, Mma, ProtocolError, demand
 
 _RESTLESS = 0.3
 """How likely an operation hands the baton on."""
@@ -33,7 +33,7 @@ class Partition:
     """What the kernel before this one has written: gdc_wait is behind them."""
     unpublished: bool = False
     """Stores that no barrier of the threads has followed."""
-    products: list[Product] = field(default_factory=list)
+    mmas: list[Mma] = field(default_factory=list)
     knows: Knowledge = field(default_factory=Knowledge)
     ready: Callable[[], bool] = lambda: True
     waits_for: Callable[[], str] = lambda: "nothing"
@@ -44,7 +44,7 @@ class Partition:
         return Partition(name, warps, self.may_read, knows=self.knows.told(self))
 
     def end(self) -> None:
-        demand(not self.products, f"{self.name} ended with products under way")
+        demand(not self.mmas, f"{self.name} ended with MMAs under way")
 
 
 def _stuck(*all_left: Partition) -> ProtocolError:

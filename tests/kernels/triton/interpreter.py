@@ -15,7 +15,7 @@ def prepare() -> bool:
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
         _mend_loop_bounds()
-        _mend_products()
+        _mend_dots()
     return True
 
 
@@ -35,7 +35,7 @@ def _mend_loop_bounds() -> None:
     interpreter._quire_mended = True
 
 
-def _mend_products() -> None:
+def _mend_dots() -> None:
     """Triton 3.6 multiplies the bit patterns of bfloat16 matrices, which it keeps as integers of 16 bits."""
     import numpy as np
     import triton.language as tl

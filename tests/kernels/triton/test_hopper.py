@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.kernels.triton import linear_ahead
+from quire.kernels.triton import linear_prefetch
 
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 
@@ -35,14 +35,14 @@ def test_every_kernel_compiles_and_none_spills_registers(compiled: dict[str, Any
     assert {name: size for name, size in stacks.items() if size > 64} == {}
 
 
-def test_no_product_and_sum_is_fused_in_the_attention_of_deterministic_mode(compiled: dict[str, Any]) -> None:
+def test_no_multiply_add_is_fused_in_the_attention_of_deterministic_mode(compiled: dict[str, Any]) -> None:
     """A fused one rounds once: with it in the loop without a mask only, bits depended on where a chunk began."""
     assert compiled["mixed bfloat16"]["fused"] > 0 == compiled["exact bfloat16"]["fused"]
-    # In float32 the products of the matrices themselves are fused, the same in both loops; nothing else may be.
+    # In float32 the multiply-adds of the dots themselves are fused, the same in both loops; nothing else may be.
     assert compiled["exact float32"]["fused"] % 256 == 0 != compiled["mixed float32"]["fused"] % 256
 
 
-def test_the_product_of_one_row_meets_shared_memory_only_in_its_final_sums(compiled: dict[str, Any]) -> None:
+def test_the_linear_of_one_row_meets_shared_memory_only_in_its_final_sums(compiled: dict[str, Any]) -> None:
     # Three sums (two halves of the gate, the norm's squares) of two barriers each, with some to spare.
     assert compiled["row bfloat16"]["barriers"] <= 10
 
@@ -66,15 +66,15 @@ def test_rotation_leaves_the_loop_over_the_keys_as_fast(compiled: dict[str, Any]
     assert compiled["turned decode bfloat16"]["matrix_loads"] >= 48
 
 
-AHEAD = {"few": (4, 4), "tiles": (6, 2), "shared": (2, 6), "many": (3, 7)}
+PREFETCH = {"few": (4, 4), "tiles": (6, 2), "shared": (2, 6), "many": (3, 7)}
 """Copies of a turn: of weights (a tile of a slab each) and of rows (a box of a slab each)."""
 
 
-@pytest.mark.parametrize("name", AHEAD)
-def test_a_product_asks_for_weights_before_the_kernel_ahead_has_ended_and_for_rows_after(
+@pytest.mark.parametrize("name", PREFETCH)
+def test_a_gemm_prefetches_weights_before_the_previous_kernel_has_ended_and_loads_rows_after(
     compiled: dict[str, Any], name: str
 ) -> None:
-    kernel, (tiles, boxes) = compiled[f"ahead {name} bfloat16"], AHEAD[name]
+    kernel, (tiles, boxes) = compiled[f"prefetch {name} bfloat16"], PREFETCH[name]
     steps, waits = kernel["bulk_copies"], "griddepcontrol.wait"
     loads = [each for each in steps[steps.index("copy 0") :] if each == waits or each.startswith("copy")]
     weights, rows = ["copy 0"] * tiles, ["copy 1"] * boxes
@@ -86,29 +86,29 @@ def test_a_product_asks_for_weights_before_the_kernel_ahead_has_ended_and_for_ro
     assert machine.startswith("c" * tiles + "w" + "c" * boxes) and machine.count("c") == 2 * (tiles + boxes)
 
 
-@pytest.mark.parametrize("name", AHEAD)
+@pytest.mark.parametrize("name", PREFETCH)
 def test_a_place_of_the_ring_is_said_to_be_free_when_all_warps_have_read_it(
     compiled: dict[str, Any], name: str
 ) -> None:
-    """A warp waits for its own products, and one thread speaks for all: the compiler must set a barrier between."""
-    steps = compiled[f"ahead {name} bfloat16"]["bulk_copies"]
+    """A warp waits for its own MMAs, and one thread speaks for all: the compiler must set a barrier between."""
+    steps = compiled[f"prefetch {name} bfloat16"]["bulk_copies"]
     arrivals = [place for place, step in enumerate(steps) if step == "mbarrier.arrive"]
     waits = [place for place, step in enumerate(steps) if step == "wgmma.wait_group"]
     assert len(arrivals) == len(waits) == 2  # after a turn, after a tile
     assert all("bar.sync" in steps[wait:arrival] for wait, arrival in zip(waits, arrivals))
 
 
-@pytest.mark.parametrize("name", AHEAD)
-def test_a_product_that_asks_ahead_leaves_registers_to_the_next_kernel(compiled: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", PREFETCH)
+def test_a_prefetching_gemm_leaves_registers_to_the_next_kernel(compiled: dict[str, Any], name: str) -> None:
     """And needs no stack, though those who load give most of theirs away."""
-    found = dict(each.split(":") for each in compiled[f"ahead {name} bfloat16"]["resources"].split())
+    found = dict(each.split(":") for each in compiled[f"prefetch {name} bfloat16"]["resources"].split())
     assert int(found["REG"]) <= 168 and int(found["STACK"]) == 0
 
 
 @pytest.mark.parametrize(("name", "rows", "shape"), [("shared", 48, (1, 6, 2, 1)), ("many", 112, (3, 4, 1, 0))])
-def test_a_product_that_adds_a_bias_or_residual_needs_the_shared_memory_that_is_asked_of_its_shape(
+def test_a_gemm_that_adds_a_bias_or_residual_needs_the_shared_memory_that_is_asked_of_its_shape(
     compiled: dict[str, Any], name: str, rows: int, shape: tuple[int, ...]
 ) -> None:
     """The ring, what sums pass through to where they are stored, and barriers."""
-    claimed = linear_ahead.AheadShape(*shape).shared(rows)
-    assert claimed <= compiled[f"ahead {name} bfloat16"]["shared"] <= claimed + 1024
+    claimed = linear_prefetch.PrefetchShape(*shape).shared(rows)
+    assert claimed <= compiled[f"prefetch {name} bfloat16"]["shared"] <= claimed + 1024

@@ -157,7 +157,7 @@ def test_prompts_without_context_are_attended_to_where_the_projection_left_them(
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "features", "width"), [(1, 18, 48), (2, 7, 130), (3, 34, 64), (4, 20, 96)])
-def test_few_row_products_agree(dtype: torch.dtype, rows: int, features: int, width: int) -> None:
+def test_few_row_gemms_agree(dtype: torch.dtype, rows: int, features: int, width: int) -> None:
     cases.check_linear_few(DEVICE, dtype, rows, features, width)
 
 
@@ -165,14 +165,14 @@ def test_few_row_products_agree(dtype: torch.dtype, rows: int, features: int, wi
 @pytest.mark.parametrize(
     ("features", "width", "sizes"), [(18, 48, (1, 32, 1)), (7, 130, (4, 64, 2)), (34, 64, (2, 128, 4))]
 )
-def test_the_product_of_one_row_agrees(
+def test_the_linear_of_one_row_agrees(
     dtype: torch.dtype, features: int, width: int, sizes: tuple[int, int, int]
 ) -> None:
     cases.check_linear_row(DEVICE, dtype, features, width, RowShape(*sizes))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_row_of_the_fixed_order_product_has_the_same_bits_alone(dtype: torch.dtype) -> None:
+def test_a_row_of_the_fixed_order_gemm_has_the_same_bits_alone(dtype: torch.dtype) -> None:
     cases.check_linear_fixed(DEVICE, dtype, 70, 50, 72)
 
 
@@ -182,11 +182,11 @@ def test_a_row_of_the_fixed_order_product_has_the_same_bits_alone(dtype: torch.d
     [Slices.of_heads(9, 64), Slices.of_heads(6, 20), Slices.of_width(480), Slices.of_width(500)],
     ids=["heads of 64", "heads of 20", "uneven ranges", "a short last range"],
 )
-def test_slices_of_the_fixed_order_product_give_the_same_bits_for_any_ranks(dtype: torch.dtype, slices: Slices) -> None:
+def test_slices_of_the_fixed_order_gemm_give_the_same_bits_for_any_ranks(dtype: torch.dtype, slices: Slices) -> None:
     cases.check_linear_slices(DEVICE, dtype, 35, 40, slices)
 
 
-def test_a_product_without_its_sums_other_slices_is_refused() -> None:
+def test_a_gemm_without_its_sums_other_slices_is_refused() -> None:
     part = Slices.of_heads(4, 16).part(0, 2)
     with pytest.raises(EngineError, match="only a run"):
         linear_fixed.linear_fixed(torch.zeros(2, 32), torch.zeros(8, 32), slices=part)

@@ -50,7 +50,7 @@ def test_running_out_inside_a_capture_ends_it_and_is_what_is_raised(
     monkeypatch.setattr(graphs_module, "torch", device)
     calls: list[int] = []
 
-    def launch(rung: int, drafts: bool) -> None:
+    def launch(rung: int, separate_rope: bool) -> None:
         calls.append(rung)
         if len(calls) == 2:
             raise RuntimeError("CUDA error: out of memory")

@@ -43,9 +43,9 @@ def test_fresh_prompts_may_be_attended_to_by_a_library(monkeypatch: pytest.Monke
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
     from quire.attention import triton as backend
-    from quire.attention.prompts import Borrowed
+    from quire.attention.prefill_libraries import Borrowed
     from quire.ops.triton import TritonOps
-    from tests.attention.test_prompts import causal
+    from tests.attention.test_prefill_libraries import causal
 
     monkeypatch.setattr(backend, "_RAGGED_TOKENS", 2)
     taken: list[int] = []
@@ -55,7 +55,7 @@ def test_fresh_prompts_may_be_attended_to_by_a_library(monkeypatch: pytest.Monke
         return causal(q, k, v, run, scale)
 
     ops = TritonOps("cpu", torch.float32)
-    ops.attention.prompts = Borrowed("mine", counted)
+    ops.attention.prefill_library = Borrowed("mine", counted)
     plain = engines.run(engines.make_engine(CONFIG, device=False), _requests())
     core = engines.make_engine(CONFIG, device=True, depth=2, ops=ops, options=UNPADDED)
     assert engines.run(core, _requests()) == plain
@@ -170,8 +170,8 @@ def test_every_graph_that_is_captured_is_one_that_steps_replay(max_num_seqs: int
     captured: dict[bool, list[int]] = {False: [], True: []}
 
     class Graphs:
-        def capture(self, rungs: list[int], drafts: bool = False) -> None:
-            captured[drafts] += rungs
+        def capture(self, rungs: list[int], separate_rope: bool = False) -> None:
+            captured[separate_rope] += rungs
 
     # Padded steps hold no drafts.
     assert runner.padded.rungs.decode_counts == MixedRungs(max_num_seqs, 64, 8, False).decode_counts

@@ -1,6 +1,6 @@
 """What a step launches on a GPU, in order: a change of the forward pass that costs a launch or a copy shows here.
 
-Layers have the shapes of Qwen3-0.6B, because the table of products chooses by shape.
+Layers have the shapes of Qwen3-0.6B, because the GEMM table chooses by shape.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MORE_ROWS = ["linear", "rope_decode", "linear", "rms_norm", "linear", "act_mul",
 """Each residual sum with the norm after it, which may be the next layer's."""
 DRAFTS = ["linear", "rope_cache", "decode", "linear", "rms_norm", "linear", "act_mul", "linear"]
 FIXED = ["fixed", "rope_cache", "mixed", "fixed", "tree", "rms_norm", "fixed", "act_mul", "fixed", "tree"]
-"""Few rows share out the slices of the output projection and of the MLP's second product."""
+"""Few rows share out the slices of the output projection and of the MLP's second GEMM."""
 SANDWICH = ["rms_norm", "linear", "rope_cache", "decode", "linear", "rms_norm", "add",
             "rms_norm", "linear", "act_mul", "linear", "rms_norm", "add"]  # fmt: skip
 
@@ -52,7 +52,7 @@ def worker_of(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], determini
     return GpuWorker(config, dummy_weights(config), cache, options, ops=ops)
 
 
-def decode(worker: GpuWorker, rows: int, apart: bool = False) -> tuple[list[str], list[str]]:
+def decode(worker: GpuWorker, rows: int, separate_rope: bool = False) -> tuple[list[str], list[str]]:
     """(kernels and operations, allocations) from the embedding to the logits."""
     launches = worker._runner.launches
 
@@ -62,7 +62,7 @@ def decode(worker: GpuWorker, rows: int, apart: bool = False) -> tuple[list[str]
 
     launches._kernels = replace(launches._kernels, gather_inputs=gather, draw=lambda *_: found.append("draw"))
     with torch.inference_mode(), recorded() as found:
-        launches.decode(rows, apart)
+        launches.decode(rows, separate_rope)
     first = next(i for i, entry in enumerate(found) if entry.startswith("embedding"))
     found = found[first : found.index("draw")]
     return names(found), [entry for entry in found if entry.startswith(("empty", "new_empty"))]
@@ -80,16 +80,16 @@ def test_two_rows_are_fused_in_the_same_places(monkeypatch: pytest.MonkeyPatch) 
     assert launched == ["embedding", *few, *few, "vector"]
 
 
-@pytest.mark.parametrize(("apart", "layer"), [(False, MORE_ROWS), (True, DRAFTS)])
+@pytest.mark.parametrize(("separate_rope", "layer"), [(False, MORE_ROWS), (True, DRAFTS)])
 def test_more_rows_make_each_sum_with_the_norm_after_it(
-    monkeypatch: pytest.MonkeyPatch, apart: bool, layer: list[str]
+    monkeypatch: pytest.MonkeyPatch, separate_rope: bool, layer: list[str]
 ) -> None:
-    launched, allocated = decode(worker_of(monkeypatch, QWEN3), 4, apart)
+    launched, allocated = decode(worker_of(monkeypatch, QWEN3), 4, separate_rope)
     assert launched == ["embedding", "rms_norm", *layer, "rms_norm", *layer, "rms_norm", "mm"]
-    assert len(allocated) == 2 * 4 + 1, "norms, gates and attention: products have memory of their own"
+    assert len(allocated) == 2 * 4 + 1, "norms, gates and attention: GEMMs have memory of their own"
 
 
-def test_deterministic_steps_are_never_fused_with_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_steps_are_never_fused_with_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in (1, 4):
         launched, _ = decode(worker_of(monkeypatch, QWEN3, deterministic=True), rows)
         assert [name for name in launched if name != "copy"] == [

@@ -1,7 +1,7 @@
-"""Other libraries' attention for fresh prompts, picked up at start where it is installed, right and faster.
+"""Other libraries' prefill attention for fresh prompts, used if it is installed, right and faster than ours.
 
 Each candidate computes a small batch of prompts beside our own kernel: it must agree with it, and take at least a
-twentieth less time. What does not import, does not agree or fails is passed over, with a line in the log. Who won is
+twentieth less time. A candidate that fails or disagrees is skipped, with a line in the log. The winner is
 kept in a file: importing a library to find out that it is slower takes seconds, which only the first start should pay.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.backend import FreshPrompts, PromptBackend
+from quire.attention.backend import FreshPrompts, PrefillLibrary
 
 TRIAL_LENGTHS = (1024, 700, 1300, 72, 1000)
 _AGREES = 2e-2
@@ -41,13 +41,13 @@ class Borrowed:
 
 
 class Verdicts:
-    """Who won earlier trials on this machine, in a file. One that cannot be read or written is as good as none."""
+    """Winners of earlier trials on this machine, in a file. A file that cannot be read or written counts as empty."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def of(self, question: str) -> str | None:
-        """The winner's name, "" for our own kernel, None if nobody asked yet."""
+        """The winner's name, "" for our own kernel, None if there was no trial yet."""
         found = self._read().get(question)
         return found if isinstance(found, str) else None
 
@@ -80,9 +80,9 @@ def _is_here(module: str) -> bool:
         return False
 
 
-def installed(names: Iterable[str] | None = None) -> list[PromptBackend]:
+def installed(names: Iterable[str] | None = None) -> list[PrefillLibrary]:
     """FlashAttention 3 and 2, FlashInfer, torch's own: those of them that import here."""
-    found: list[PromptBackend] = []
+    found: list[PrefillLibrary] = []
     for name in _CANDIDATES if names is None else names:
         try:
             found.append(Borrowed(name, _CANDIDATES[name]()))
@@ -92,11 +92,11 @@ def installed(names: Iterable[str] | None = None) -> list[PromptBackend]:
 
 
 def pick(
-    candidates: Iterable[PromptBackend],
+    candidates: Iterable[PrefillLibrary],
     ours: Callable[[Tensor, Tensor, Tensor, FreshPrompts, float], Tensor],
     inputs: tuple[Tensor, Tensor, Tensor, FreshPrompts, float],
     clock: Callable[[Callable[[], Any]], float],
-) -> PromptBackend | None:
+) -> PrefillLibrary | None:
     """The fastest of those that agree with `ours`, if it is worth the change; `clock` gives seconds per call."""
     want = ours(*inputs).float()
     best, least = None, clock(lambda: ours(*inputs)) * _FASTER

@@ -1,14 +1,13 @@
-"""Matrix products that ask for their weights before their rows are there, so that memory never rests between kernels.
+"""GEMMs that prefetch their weights while the previous kernel still runs, so that memory never idles between kernels.
 
-One program a multiprocessor walks its share of the weight, tile after tile, through a ring of shared memory that the
-copy engine fills. The ring is asked for before the kernel ahead (a norm, a gate, attention) has ended: weights do not
-depend on it. What is left of that kernel, and the start of this one, then cost no time of the memory. A share is a
-group of whole tiles where there are enough of them to occupy the chip. Else shares are equal to a turn of the ring, and
-a tile may be computed by several programs; the last of them to finish adds the parts, in their order whoever is last,
-so the result does not depend on timing.
+One program per multiprocessor walks its share of the weight, tile after tile, through a ring of shared memory that the
+copy engine (TMA) fills. It fills the ring before the previous kernel (a norm, a gate, attention) has ended, since
+weights do not depend on that kernel. A share is a group of whole tiles if there are enough tiles to occupy the chip.
+Otherwise all shares have the same number of turns (fills of a ring stage), and several programs may compute one tile:
+the last of them to finish adds the parts, always in the same order, so the result does not depend on timing.
 
-Where there is no Gluon that we know (`ahead_kernel`) or no Hopper, `available` is false and others multiply. The
-reference is `linear_few.linear_reference`.
+`available` is false without Hopper or without the Triton version whose Gluon we know (`prefetch_kernel`); other kernels
+run then. The reference is `linear_few.linear_reference`.
 """
 
 from __future__ import annotations
@@ -25,29 +24,30 @@ try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from quire.kernels.triton.ahead_kernel import ahead_kernel
+    from quire.kernels.triton.prefetch_kernel import prefetch_kernel
 except ImportError:  # another version of Triton
-    ahead_kernel = None
+    prefetch_kernel = None
 
 _KNOWN_TRITON = "3.6."
-"""Gluon is an experiment of Triton's: what it calls things and what they take changes from version to version."""
+"""Gluon is an experimental part of Triton: its names and signatures change from version to version."""
 MOST_ROWS = 256
 MOST_SUMS = 384
-"""Tiles times rows: half as many registers of every thread."""
+"""Limit of tiles times padded rows: their sums take half as many registers in every thread."""
 _SHARED = 226 << 10
-"""Bytes of a program, less a KiB for barriers: the ring's, and what a tile passes through on its way to memory."""
+"""Shared memory of a program in bytes, less a KiB for barriers: the ring, and the buffer that a tile is stored
+through."""
 FEATURES, COLUMNS = 64, 64
-"""Of a tile: what one warp group multiplies at once, and 128 bytes, the widest row that the copy engine lays out."""
+"""Size of a tile: the features that one warp group multiplies at once; 128 bytes, the widest row that TMA swizzles."""
 _LEAST_BOX = 8
 _PARTIALS, _TILES = 5 << 20, 4096
-"""Numbers of parts (two of 64 x 256 for each of 132 multiprocessors) and tiles that may have some."""
+"""Scratch for parts of tiles (two of 64 x 256 for each of 132 multiprocessors), and how many tiles may have parts."""
 _WARPS, _LOADING = 4, 24
-"""Warps that multiply, and registers of a thread of the loading one."""
+"""Warps that multiply, and registers per thread of the warp that loads."""
 
 
 @dataclass(frozen=True, slots=True)
-class AheadShape:
-    """Tiles of a group, stages of the ring, slabs of a turn, programs per multiprocessor (0: one for each group)."""
+class PrefetchShape:
+    """Tiles of a group, stages of the ring, slabs of a turn, programs per multiprocessor (0: one program per group)."""
 
     tiles: int = 1
     stages: int = 6
@@ -59,7 +59,7 @@ class AheadShape:
         return self.stages * self.slabs * (self.tiles * FEATURES + padded(rows)) * COLUMNS * 2
 
     def shared(self, rows: int) -> int:
-        """With what the sums of a tile pass through, 64 rows of them at a time, if something is added to them."""
+        """The ring, and the buffer for the sums of a tile (64 rows at a time) when a bias or residual is added."""
         return self.bytes_of(rows) + FEATURES * min(padded(rows), 64) * 4
 
     def groups(self, features: int) -> int:
@@ -67,15 +67,15 @@ class AheadShape:
 
 
 @dataclass(slots=True)
-class AheadScratch:
-    """Where parts of tiles wait for the others; one for all products of a device, since they run one after another."""
+class PrefetchScratch:
+    """Parts of tiles until all of them are there. One for all GEMMs of a device, since they run one after another."""
 
     partial: Tensor
     arrived: Tensor
-    """int32: parts of each tile that are done; the last one sets it back to 0."""
+    """int32 [tiles]: finished parts of each tile; the last one sets it back to 0."""
 
     @classmethod
-    def allocate(cls, device: torch.device | str, partials: int = _PARTIALS) -> AheadScratch:
+    def allocate(cls, device: torch.device | str, partials: int = _PARTIALS) -> PrefetchScratch:
         return cls(
             torch.empty(partials, dtype=torch.float32, device=device),
             torch.zeros(_TILES, dtype=torch.int32, device=device),
@@ -87,14 +87,14 @@ def padded(rows: int) -> int:
 
 
 def is_common(rows: int) -> bool:
-    """Whether few kernels serve such numbers of rows: all up to 8 share one, multiples of 16 have one each."""
+    """Whether a compiled kernel for so many rows is likely to exist: up to 8 share one, each multiple of 16 has one."""
     return rows <= _LEAST_BOX or rows % 16 == 0
 
 
 @lru_cache(maxsize=8)
 def available(device: torch.device) -> bool:
     """Whether this Triton and this chip have what the kernel needs."""
-    known = ahead_kernel is not None and triton.__version__.startswith(_KNOWN_TRITON)
+    known = prefetch_kernel is not None and triton.__version__.startswith(_KNOWN_TRITON)
     return known and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -103,15 +103,15 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _programs(weight: Tensor, sizes: AheadShape) -> int:
-    """Never more than there are turns: a program without one would leave a part of nothing."""
+def _programs(weight: Tensor, sizes: PrefetchShape) -> int:
+    """Never more than there are turns: a program without a turn would write a part without sums."""
     groups = sizes.groups(weight.shape[0])
     turns = groups * (weight.shape[1] // COLUMNS // sizes.slabs)
     return min(sizes.programs * _multiprocessors(weight.device) if sizes.programs else groups, turns)
 
 
-def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: AheadScratch) -> bool:
-    """Whether the kernel can multiply these: whole turns, a ring that fits, and a place for every part."""
+def fits(x: Tensor, weight: Tensor, sizes: PrefetchShape, scratch: PrefetchScratch) -> bool:
+    """Whether the kernel can run this GEMM: whole turns, a ring that fits, and scratch for every part."""
     rows, width = x.shape
     groups, programs = sizes.groups(weight.shape[0]), _programs(weight, sizes)
     parts = 0 if groups == programs else 2 * programs * FEATURES * padded(rows)
@@ -132,14 +132,14 @@ def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: AheadScratch) ->
     )
 
 
-def linear_ahead(
+def linear_prefetch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
-    sizes: AheadShape,
-    scratch: AheadScratch,
+    sizes: PrefetchShape,
+    scratch: PrefetchScratch,
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -150,10 +150,10 @@ def linear_ahead(
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
     kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
     pad = padded(rows)
-    # The largest box that the rows are a multiple of.
+    # The tallest TMA box (a power of two) that divides the rows.
     tile, box = [FEATURES, COLUMNS], [max(rows & -rows, _LEAST_BOX), COLUMNS]
     sums, stored = _layouts(pad)
-    ahead_kernel[(_programs(weight, sizes),)](
+    prefetch_kernel[(_programs(weight, sizes),)](
         TensorDescriptor.from_tensor(weight, tile, gl.NVMMASharedLayout.get_default_for(tile, kind)),
         TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, kind)),
         weight if bias is None else bias,
@@ -182,8 +182,8 @@ def linear_ahead(
 
 
 def _registers(sums: int) -> int:
-    """Of a thread at the start, before those that multiply take what the loading ones do not need. No more than that:
-    the next kernel must find room beside this one, or it cannot begin early."""
+    """Registers per thread at launch, before warp specialization moves some from the loading warp to the others. As few
+    as possible: the next kernel can only start early if it fits beside this one."""
     wanted = min(232, (sums // 2 + 80 + 7) // 8 * 8)
     return max((wanted + _LOADING) // 2 // 8 * 8, min(168, (sums // 2 + 40) // 8 * 8))
 

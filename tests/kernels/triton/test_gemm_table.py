@@ -1,4 +1,4 @@
-"""The table of products: the nearest measured weight decides, and every entry names a kernel that exists."""
+"""The GEMM table: the nearest measured weight decides, and every entry names a kernel that exists."""
 
 from __future__ import annotations
 
@@ -7,19 +7,29 @@ import torch
 
 from quire.bench.gpu.cases import MODELS
 from quire.bench.gpu.tune import weights_of
-from quire.kernels.triton.choices import GATED, NORM, PLAIN, Choice, Timed, choose, library_version, product, table
-from quire.kernels.triton.linear_ahead import AheadShape
+from quire.kernels.triton.gemm_table import (
+    GATED,
+    NORM,
+    PLAIN,
+    GemmChoice,
+    TimedGemm,
+    choose,
+    library_version,
+    lookup,
+    table,
+)
+from quire.kernels.triton.linear_prefetch import PrefetchShape
 from quire.kernels.triton.linear_row import RowShape
 
-KERNELS = {"row": RowShape, "apart": RowShape, "ahead": AheadShape, "vector": tuple, "library": tuple}
+KERNELS = {"row": RowShape, "norm_then_row": RowShape, "prefetch": PrefetchShape, "vector": tuple, "library": tuple}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
     for entry in table():
         sizes = entry.choice.sizes
         assert sizes == () if KERNELS[entry.choice.kernel] is tuple else KERNELS[entry.choice.kernel](*sizes)
-        assert entry.choice.kernel not in ("row", "apart") or entry.rows == 1
-        assert entry.choice.kernel != "apart" or entry.form != PLAIN
+        assert entry.choice.kernel not in ("row", "norm_then_row") or entry.rows == 1
+        assert entry.choice.kernel != "norm_then_row" or entry.form != PLAIN
         assert entry.choice.kernel != "vector" or entry.rows in (2, 4)
 
 
@@ -27,26 +37,28 @@ UNTUNED = {"30b-a3b"}
 """Models of the bench that have not run on a GPU yet: their weights take the choices of the nearest ones."""
 
 
-def test_every_product_of_the_benchmarked_models_was_measured_at_one_row() -> None:
+def test_every_gemm_of_the_benchmarked_models_was_measured_at_one_row() -> None:
     known = {(entry.form, entry.features, entry.width) for entry in table() if entry.rows == 1}
     assert {weight for model in MODELS if model not in UNTUNED for weight in weights_of(model)} <= known
 
 
 def test_an_unknown_weight_takes_the_choice_of_the_nearest_and_of_enough_rows() -> None:
-    small, large = Choice("ahead", (1, 5, 4, 0)), Choice("ahead", (3, 4, 2, 0))
-    known = [Timed(2, 1000, 1000, PLAIN, small), Timed(2, 8000, 8000, PLAIN, large), Timed(4, 1000, 1000, PLAIN, large)]
+    small, large = GemmChoice("prefetch", (1, 5, 4, 0)), GemmChoice("prefetch", (3, 4, 2, 0))
+    known = [TimedGemm(2, 1000, 1000, PLAIN, small), TimedGemm(2, 8000, 8000, PLAIN, large),
+             TimedGemm(4, 1000, 1000, PLAIN, large)]
     assert choose(known, 2, 1200, 900, PLAIN) == small
     assert choose(known, 2, 6000, 9000, PLAIN) == large
     assert choose(known, 3, 1000, 1000, PLAIN) == large
-    assert choose(known, 5, 1000, 1000, PLAIN) == Choice()
-    assert choose(known, 1, 1000, 1000, GATED) == Choice()
+    assert choose(known, 5, 1000, 1000, PLAIN) == GemmChoice()
+    assert choose(known, 1, 1000, 1000, GATED) == GemmChoice()
 
 
 def test_an_algorithm_of_the_library_is_for_the_weight_it_was_timed_on() -> None:
-    known = [Timed(64, 1000, 1000, PLAIN, Choice(algorithm="aa")), Timed(8192, 1000, 1000, PLAIN, Choice())]
+    known = [TimedGemm(64, 1000, 1000, PLAIN, GemmChoice(algorithm="aa")),
+             TimedGemm(8192, 1000, 1000, PLAIN, GemmChoice())]
     assert choose(known, 33, 1000, 1000, PLAIN).algorithm == "aa"
-    assert choose(known, 33, 1000, 1008, PLAIN) == Choice()
-    assert choose(known, 65, 1000, 1000, PLAIN) == Choice()
+    assert choose(known, 33, 1000, 1008, PLAIN) == GemmChoice()
+    assert choose(known, 65, 1000, 1000, PLAIN) == GemmChoice()
 
 
 def test_algorithms_are_named_only_beside_the_version_they_belong_to() -> None:
@@ -66,59 +78,61 @@ def test_without_a_gpu_no_library_is_loaded() -> None:
 
 
 def test_many_rows_are_the_librarys_and_float32_never_meets_a_tensor_core() -> None:
-    assert product(100_000, 4096, 4096, torch.bfloat16) == Choice()
-    assert {product(rows, 4096, 4096, torch.float32, NORM).kernel for rows in (1, 2, 9)} == {"row", "vector", "library"}
+    assert lookup(100_000, 4096, 4096, torch.bfloat16) == GemmChoice()
+    assert {lookup(rows, 4096, 4096, torch.float32, NORM).kernel for rows in (1, 2, 9)} == {"row", "vector", "library"}
 
 
 def test_every_kind_of_choice_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
-    from quire.kernels.triton import choices, linear_few
+    from quire.kernels.triton import gemm_table, linear_few
     from quire.ops.triton import TritonOps
 
     ops = TritonOps("cpu", torch.float32)
     x, weight, gain = torch.randn(1, 48), torch.randn(20, 48), torch.rand(48) + 0.5
     packed = ops.pack_linear(weight)
-    for choice in (Choice("row", (2, 32, 1)), Choice("apart", (2, 32, 1)), Choice()):
-        monkeypatch.setattr(choices, "product", lambda *_, chosen=choice: chosen)
+    for choice in (GemmChoice("row", (2, 32, 1)), GemmChoice("norm_then_row", (2, 32, 1)), GemmChoice()):
+        monkeypatch.setattr(gemm_table, "lookup", lambda *_, chosen=choice: chosen)
         for gated in (None, "silu"):
             want = linear_few.linear_reference(x, weight, norm=gain, eps=1e-6, gated=gated)
             got = ops.norm_linear(x, gain, 1e-6, packed, gated)
             assert torch.allclose(got, want, atol=1e-4), (choice, gated)
 
 
-@pytest.mark.parametrize(("rows", "ahead"), [(1, True), (7, True), (8, True), (9, False), (37, False), (48, True)])
+@pytest.mark.parametrize(("rows", "prefetch"), [(1, True), (7, True), (8, True), (9, False), (37, False), (48, True)])
 def test_no_kernel_is_compiled_for_a_number_of_rows_that_no_graph_has(
-    monkeypatch: pytest.MonkeyPatch, rows: int, ahead: bool
+    monkeypatch: pytest.MonkeyPatch, rows: int, prefetch: bool
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
-    from quire.kernels.triton import choices, linear_ahead
+    from quire.kernels.triton import gemm_table, linear_prefetch
     from quire.ops.triton import TritonOps
 
-    monkeypatch.setattr(linear_ahead, "available", lambda _: True)
+    monkeypatch.setattr(linear_prefetch, "available", lambda _: True)
     ops, asked = TritonOps("cpu", torch.bfloat16), []
     x, weight = torch.randn(rows, 256).bfloat16(), torch.randn(64, 256).bfloat16()
-    monkeypatch.setattr(choices, "product", lambda *_: Choice("ahead", (1, 3, 2, 0)))
-    monkeypatch.setattr(linear_ahead, "linear_ahead", lambda x, w, *_, **__: asked.append(x.shape[0]) or x @ w.t())
+    monkeypatch.setattr(gemm_table, "lookup", lambda *_: GemmChoice("prefetch", (1, 3, 2, 0)))
+    monkeypatch.setattr(
+        linear_prefetch, "linear_prefetch", lambda x, w, *_, **__: asked.append(x.shape[0]) or x @ w.t()
+    )
     assert torch.equal(ops.linear(x, ops.pack_linear(weight)), x @ weight.t())
-    assert asked == [rows] * ahead
+    assert asked == [rows] * prefetch
 
 
-def test_every_product_that_asks_ahead_fits_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_prefetching_gemm_fits_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the table, and those that the tuner would try."""
-    from quire.bench.gpu import tune_ahead as gpu_tune_ahead
-    from quire.kernels.triton import linear_ahead
+    from quire.bench.gpu import tune_prefetch as gpu_tune_prefetch
+    from quire.kernels.triton import linear_prefetch
 
-    monkeypatch.setattr(linear_ahead, "_multiprocessors", lambda _: 132)
-    scratch = linear_ahead.AheadScratch.allocate("cpu")
-    named = [entry for entry in table() if entry.choice.kernel == "ahead"]
+    monkeypatch.setattr(linear_prefetch, "_multiprocessors", lambda _: 132)
+    scratch = linear_prefetch.PrefetchScratch.allocate("cpu")
+    named = [entry for entry in table() if entry.choice.kernel == "prefetch"]
     assert len(named) > 50
     tried = [(rows, features, width, shape) for model in MODELS for _, features, width in weights_of(model)
-             for rows in gpu_tune_ahead.ROWS for shape in gpu_tune_ahead.rings_of(features, width, rows)]
+             for rows in gpu_tune_prefetch.ROWS for shape in gpu_tune_prefetch.rings_of(features, width, rows)]
     tried += [(entry.rows, entry.features, entry.width, entry.choice.sizes) for entry in named]
     for rows, features, width, shape in tried:
         x = torch.empty(rows, width, dtype=torch.bfloat16)
         weight = torch.empty(1, dtype=torch.bfloat16).expand(features, width)
         monkeypatch.setattr(torch.Tensor, "is_contiguous", lambda _: True)
-        assert linear_ahead.fits(x, weight, AheadShape(*shape), scratch), (rows, features, width, shape)
+        assert linear_prefetch.fits(x, weight, PrefetchShape(*shape), scratch), (rows, features, width, shape)

@@ -1,4 +1,4 @@
-"""Products that ask ahead for their weights, on a real GPU: right, the same each time, and never too early."""
+"""GEMMs that prefetch their weights, on a real GPU: right, the same each time, and never too early."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
-    from quire.kernels.triton.linear_ahead import AheadScratch, AheadShape, available, fits, linear_ahead
+    from quire.kernels.triton.linear_prefetch import PrefetchScratch, PrefetchShape, available, fits, linear_prefetch
 
 ROWS = {
     (1, 5, 4, 0): (1, 2, 7, 8, 16),
@@ -21,9 +21,9 @@ ROWS = {
     (2, 4, 1, 0): (7, 96, 112),
 }
 """Of each shape, some of those that fit: nearly all the time goes to compilation, and every shape, number of boxes and
-height of a box is a kernel. These are 28, and one more without a wait for the kernel ahead."""
+height of a box is a kernel. These are 28, and one more without a wait for the previous kernel."""
 FEATURES = (2048, 1008)
-"""Of two products in a row: the second is no multiple of any tile, but compiled as the first is."""
+"""Of two GEMMs in a row: the second is no multiple of any tile, but compiled as the first is."""
 
 
 def numbers(*size: int) -> Tensor:
@@ -32,12 +32,12 @@ def numbers(*size: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", ROWS)
 @torch.inference_mode()
-def test_a_product_is_right_and_the_same_each_time_though_it_begins_before_its_rows_are_there(
+def test_a_gemm_is_right_and_the_same_each_time_though_it_begins_before_its_rows_are_there(
     shape: tuple[int, int, int, int],
 ) -> None:
     if not available(torch.device("cuda")):
         pytest.skip("needs Hopper and a Triton with Gluon")
-    sizes, scratch = AheadShape(*shape), AheadScratch.allocate("cuda")
+    sizes, scratch = PrefetchShape(*shape), PrefetchScratch.allocate("cuda")
     # What nobody has left must not come out as a number.
     scratch.partial.fill_(float("nan"))
     torch.manual_seed(5)
@@ -54,9 +54,9 @@ def test_a_product_is_right_and_the_same_each_time_though_it_begins_before_its_r
             for _ in range(2):
                 seen.append([x])
                 for given in zip(weights, biases, residuals):  # the rows of the second are the result of the first
-                    seen[-1].append(linear_ahead(seen[-1][-1], *given, sizes=sizes, scratch=scratch, pdl=pdl))
+                    seen[-1].append(linear_prefetch(seen[-1][-1], *given, sizes=sizes, scratch=scratch, pdl=pdl))
             for place, (weight, *added) in enumerate(zip(weights, biases, residuals)):
-                what = f"{rows} rows, product {place}, pdl {pdl}"
+                what = f"{rows} rows, GEMM {place}, pdl {pdl}"
                 want = seen[0][place].double() @ weight.double().t()
                 want = sum((each.double() for each in added if each is not None), start=want)
                 wrong = ~((seen[0][place + 1].double() - want).abs() <= 2**-8 * want.abs() + 2e-3)
@@ -66,10 +66,10 @@ def test_a_product_is_right_and_the_same_each_time_though_it_begins_before_its_r
 
 
 @torch.inference_mode()
-def test_a_product_in_float16_is_right() -> None:
+def test_a_gemm_in_float16_is_right() -> None:
     if not available(torch.device("cuda")):
         pytest.skip("needs Hopper and a Triton with Gluon")
     x, weight = numbers(16, 2048).half(), (numbers(1008, 2048) / 2048**0.5).half()
-    found = linear_ahead(x, weight, sizes=AheadShape(1, 5, 4, 0), scratch=AheadScratch.allocate("cuda"))
+    found = linear_prefetch(x, weight, sizes=PrefetchShape(1, 5, 4, 0), scratch=PrefetchScratch.allocate("cuda"))
     want = x.double() @ weight.double().t()
     assert bool(((found.double() - want).abs() <= 2**-10 * want.abs() + 5e-4).all())

@@ -1,6 +1,6 @@
-"""Which kernel multiplies so many rows by which weight: a small table, measured once and kept with the code.
+"""Which kernel runs a GEMM, by its rows and its weight's shape: a small table, measured once and kept with the code.
 
-`products.json` has one entry per (rows, weight, form) that `quire bench gpu --tune` timed; a weight that is not in
+`gemm_table.json` has one entry per (rows, weight, form) that `quire bench gpu --tune` timed; a weight that is not in
 it takes the choice of the one nearest in shape. Nothing is timed at start.
 """
 
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 PLAIN, NORM, GATED = "plain", "norm", "gated"
-"""Forms of a product: alone (with or without a residual), after a norm, after a norm and before a gate."""
+"""What is fused with a GEMM: nothing but a residual, the norm before it, that norm and the gate after it."""
 LIBRARY = "library"
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """`row`, `apart` (a norm of its own, then `row`), `vector`, `ahead` (with their sizes) or the library's
-    product; before all of them the library's `algorithm`, where its version knows it (`quire.kernels.cublas`)."""
+class GemmChoice:
+    """The kernel of a GEMM: `row`, `norm_then_row` (the norm in its own kernel), `vector` or `prefetch` with their
+    sizes, or `library` (cuBLAS). A cuBLASLt `algorithm` comes first where the installed version has it
+    (`quire.kernels.cublas`)."""
 
     kernel: str = LIBRARY
     sizes: tuple[int, ...] = ()
@@ -32,25 +33,25 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedGemm:
     """One measured entry: `rows` and fewer (down to the entry before) of a weight as it is stored."""
 
     rows: int
     features: int
     width: int
     form: str
-    choice: Choice
+    choice: GemmChoice
 
 
 @lru_cache(maxsize=1)
 def _file() -> dict[str, Any]:
-    text = resources.files("quire.kernels.triton").joinpath("products.json").read_text(encoding="utf-8")
+    text = resources.files("quire.kernels.triton").joinpath("gemm_table.json").read_text(encoding="utf-8")
     return json.loads(text)
 
 
 @lru_cache(maxsize=1)
-def table() -> tuple[Timed, ...]:
-    return tuple(parse(_file()["products"]))
+def table() -> tuple[TimedGemm, ...]:
+    return tuple(parse(_file()["gemms"]))
 
 
 def library_version() -> int:
@@ -58,22 +59,22 @@ def library_version() -> int:
     return _file().get("cublaslt", 0)
 
 
-def parse(entries: Iterable[dict]) -> Iterable[Timed]:
+def parse(entries: Iterable[dict]) -> Iterable[TimedGemm]:
     for entry in entries:
-        yield Timed(
+        yield TimedGemm(
             entry["rows"], entry["features"], entry["width"], entry["form"],
-            Choice(entry["kernel"], tuple(entry.get("sizes", ())), entry.get("algorithm", "")),
+            GemmChoice(entry["kernel"], tuple(entry.get("sizes", ())), entry.get("algorithm", "")),
         )
 
 
-def choose(known: Iterable[Timed], rows: int, features: int, width: int, form: str) -> Choice:
+def choose(known: Iterable[TimedGemm], rows: int, features: int, width: int, form: str) -> GemmChoice:
     """The entry for the fewest rows that are enough, of the weight nearest in shape. A library's algorithm is for the
     one weight that it was timed on."""
     fitting = [entry for entry in known if entry.form == form and entry.rows >= rows]
     if not fitting:
-        return Choice()
+        return GemmChoice()
 
-    def distance(entry: Timed) -> tuple[int, float]:
+    def distance(entry: TimedGemm) -> tuple[int, float]:
         away = abs(math.log2(entry.features / features)) + abs(math.log2(entry.width / width))
         return entry.rows, away
 
@@ -82,13 +83,13 @@ def choose(known: Iterable[Timed], rows: int, features: int, width: int, form: s
     return nearest.choice if exact else replace(nearest.choice, algorithm="")
 
 
-def product(rows: int, features: int, width: int, dtype: torch.dtype, form: str = PLAIN) -> Choice:
-    """What multiplies `rows` rows by a weight [features, width]; float32 has no tensor cores to gain from."""
+def lookup(rows: int, features: int, width: int, dtype: torch.dtype, form: str = PLAIN) -> GemmChoice:
+    """The kernel for `rows` rows times a weight [features, width]; float32 has no tensor cores to gain from."""
     if dtype == torch.float32:
-        return Choice("row", (4, 512, 4)) if rows == 1 else Choice("vector") if rows <= 4 else Choice()
+        return GemmChoice("row", (4, 512, 4)) if rows == 1 else GemmChoice("vector") if rows <= 4 else GemmChoice()
     counts = _row_counts()
     place = bisect_left(counts, rows)
-    return _chosen(counts[place], features, width, form) if place < len(counts) else Choice()
+    return _chosen(counts[place], features, width, form) if place < len(counts) else GemmChoice()
 
 
 @lru_cache(maxsize=1)
@@ -97,5 +98,5 @@ def _row_counts() -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _chosen(rows: int, features: int, width: int, form: str) -> Choice:
+def _chosen(rows: int, features: int, width: int, form: str) -> GemmChoice:
     return choose(table(), rows, features, width, form)

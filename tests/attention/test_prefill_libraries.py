@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.attention import prompts
+from quire.attention import prefill_libraries
 from quire.attention.backend import FreshPrompts
-from quire.attention.prompts import Borrowed, pick
+from quire.attention.prefill_libraries import Borrowed, pick
 
 SECONDS = {"ours": 1.0, "fast": 0.5, "faster": 0.4, "even": 0.97, "wrong": 0.1}
 
@@ -90,15 +90,15 @@ def test_only_what_imports_is_a_candidate(monkeypatch: pytest.MonkeyPatch) -> No
     def missing() -> Callable[..., Tensor]:
         raise ImportError("no module named flash_attn")
 
-    monkeypatch.setattr(prompts, "_CANDIDATES", {"FlashAttention 2": missing, "mine": lambda: causal})
-    assert [found.name for found in prompts.installed()] == ["mine"]
+    monkeypatch.setattr(prefill_libraries, "_CANDIDATES", {"FlashAttention 2": missing, "mine": lambda: causal})
+    assert [found.name for found in prefill_libraries.installed()] == ["mine"]
 
 
 def test_torchs_own_is_known_by_its_real_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     parameters = inspect.signature(varlen.varlen_attn).parameters
     assert {"window_size", "is_causal"} & set(parameters)
-    assert "torch varlen_attn" in [found.name for found in prompts.installed()]
+    assert "torch varlen_attn" in [found.name for found in prefill_libraries.installed()]
 
 
 def test_the_trial_of_the_start_compares_with_our_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,15 +111,15 @@ def test_the_trial_of_the_start_compares_with_our_own_kernel(monkeypatch: pytest
 
     attention = TritonAttention(torch.device("cpu"), torch.float16)
     monkeypatch.setattr(attention, "_dense", True)
-    monkeypatch.setattr(prompts, "TRIAL_LENGTHS", (17, 40))
+    monkeypatch.setattr(prefill_libraries, "TRIAL_LENGTHS", (17, 40))
     times = iter([1.0, 0.5])
-    monkeypatch.setattr(prompts, "device_clock", lambda call: next(times))
+    monkeypatch.setattr(prefill_libraries, "device_clock", lambda call: next(times))
     right = Borrowed("right", lambda *args: causal(*args))
     attention.try_out(HeadShape(4, 2, 16), [right])
-    assert attention.prompts is right
+    assert attention.prefill_library is right
     times = iter([1.0, 0.5])
     attention.try_out(HeadShape(4, 2, 16), [Borrowed("wrong", lambda *args: causal(*args).flip(0))])
-    assert attention.prompts is None
+    assert attention.prefill_library is None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
@@ -166,7 +166,7 @@ def test_a_library_is_called_as_its_documentation_says(
     from types import SimpleNamespace
 
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(**contents))
-    found = {library.name: library for library in prompts.installed()}[name]
+    found = {library.name: library for library in prefill_libraries.installed()}[name]
     given = inputs()
     for _ in range(2):
         assert torch.equal(found(*given), causal(*given))
@@ -189,7 +189,8 @@ def test_torchs_attention_is_called_as_its_version_wants(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", types.SimpleNamespace(varlen_attn=function))
     q, k, v = torch.randn(12, 4, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
     trial = FreshPrompts(0, 12, torch.tensor([0, 5, 12], dtype=torch.int32), 7)
-    assert torch.allclose(prompts._torch_varlen()(q, k, v, trial, 0.3), causal(q, k, v, trial, 0.3), atol=1e-5)
+    got = prefill_libraries._torch_varlen()(q, k, v, trial, 0.3)
+    assert torch.allclose(got, causal(q, k, v, trial, 0.3), atol=1e-5)
 
 
 def test_a_verdict_is_kept_and_spares_the_next_start_the_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -209,38 +210,38 @@ def test_a_verdict_is_kept_and_spares_the_next_start_the_trial(monkeypatch: pyte
 
         return make
 
-    monkeypatch.setattr(prompts, "_CANDIDATES", {"slow": build("slow"), "fast": build("fast")})
-    monkeypatch.setattr(prompts, "_MODULES", {})
+    monkeypatch.setattr(prefill_libraries, "_CANDIDATES", {"slow": build("slow"), "fast": build("fast")})
+    monkeypatch.setattr(prefill_libraries, "_MODULES", {})
     trials: list[list[str]] = []
 
     def trial(self: Any, shape: Any, candidates: Any) -> None:
         trials.append([candidate.name for candidate in candidates])
-        self.prompts = candidates[-1]
+        self.prefill_library = candidates[-1]
 
     monkeypatch.setattr(TritonAttention, "try_out", trial)
-    verdicts = prompts.Verdicts(tmp_path / "deep" / "attention.json")
+    verdicts = prefill_libraries.Verdicts(tmp_path / "deep" / "attention.json")
 
     def start(heads: int) -> Any:
         attention = TritonAttention(torch.device("cpu"), torch.bfloat16)
         attention._dense = True
         attention.pick_up(HeadShape(heads, 2, 16), verdicts)
-        return attention.prompts
+        return attention.prefill_library
 
     assert start(4).name == "fast" and trials == [["slow", "fast"]]
     built.clear()
     assert start(4).name == "fast" and len(trials) == 1 and built == ["fast"]
     start(8)
     assert len(trials) == 2
-    monkeypatch.setattr(prompts, "_MODULES", {"slow": "no.such.module", "fast": "neither_this"})
-    assert prompts.present() == [] and start(16) is None and len(trials) == 2
+    monkeypatch.setattr(prefill_libraries, "_MODULES", {"slow": "no.such.module", "fast": "neither_this"})
+    assert prefill_libraries.present() == [] and start(16) is None and len(trials) == 2
 
 
 def test_a_file_of_verdicts_that_cannot_be_read_or_written_is_as_good_as_none(tmp_path: Path) -> None:
     path = tmp_path / "attention.json"
     for text in ("", "[]", "{bad", '{"q": 3}'):
         path.write_text(text)
-        assert prompts.Verdicts(path).of("q") is None
-    prompts.Verdicts(path).keep("q", "")
-    assert prompts.Verdicts(path).of("q") == ""
-    prompts.Verdicts(path / "inside a file").keep("q", "x")
-    assert prompts.Verdicts(path / "inside a file").of("q") is None
+        assert prefill_libraries.Verdicts(path).of("q") is None
+    prefill_libraries.Verdicts(path).keep("q", "")
+    assert prefill_libraries.Verdicts(path).of("q") == ""
+    prefill_libraries.Verdicts(path / "inside a file").keep("q", "x")
+    assert prefill_libraries.Verdicts(path / "inside a file").of("q") is None

@@ -1,4 +1,4 @@
-"""Products that ask ahead for their weights, run by our interpreter, which also checks how they wait and refill."""
+"""GEMMs that prefetch their weights, run by our interpreter, which also checks how they wait and refill."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from quire.kernels.triton import ahead_kernel
-from quire.kernels.triton import linear_ahead as host
-from quire.kernels.triton.linear_ahead import FEATURES, AheadScratch, AheadShape, fits, linear_ahead, padded
+from quire.kernels.triton import linear_prefetch as host
+from quire.kernels.triton import prefetch_kernel
+from quire.kernels.triton.linear_prefetch import FEATURES, PrefetchScratch, PrefetchShape, fits, linear_prefetch, padded
 from tests.kernels.triton.gluon_interpreter import Run, interpreting
 from tests.kernels.triton.gluon_memory import ProtocolError
 
@@ -42,9 +42,9 @@ def programs(count: int | None) -> Iterator[None]:
         yield
 
 
-def scratch(partials: int = 1 << 19) -> AheadScratch:
+def scratch(partials: int = 1 << 19) -> PrefetchScratch:
     """Poisoned, so that a part which nobody has left shows."""
-    found = AheadScratch.allocate("cpu", partials)
+    found = PrefetchScratch.allocate("cpu", partials)
     found.partial.fill_(float("nan"))
     return found
 
@@ -58,13 +58,13 @@ def numbers(*size: int, seed: int) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def product(x: Tensor, weight: Tensor, *added: Tensor | None) -> Tensor:
+def gemm(x: Tensor, weight: Tensor, *added: Tensor | None) -> Tensor:
     sums = x.double() @ weight.double().t()
     return sum((each.double() for each in added if each is not None), start=sums).to(x.dtype)
 
 
 def check(
-    rows: int, features: int, width: int, sizes: AheadShape, count: int | None, dtype: torch.dtype = torch.bfloat16
+    rows: int, features: int, width: int, sizes: PrefetchShape, count: int | None, dtype: torch.dtype = torch.bfloat16
 ) -> list[Run]:
     """Every order of programs and an interleaving each, over and over in one scratch; of a bias, a residual, both and
     neither three, other ones for other numbers of rows."""
@@ -75,8 +75,8 @@ def check(
         residual = whole(rows, features, seed=salt + 99, dtype=dtype) if (rows + salt) & 2 else None
         out = torch.full((rows, features), float("nan"), dtype=dtype)
         with programs(count), interpreting(order, seed) as runs:
-            got = linear_ahead(x, weight, bias, residual, sizes=sizes, scratch=places, out=out, pdl=seed is not None)
-        assert got is out and torch.equal(got, product(x, weight, bias, residual))
+            got = linear_prefetch(x, weight, bias, residual, sizes=sizes, scratch=places, out=out, pdl=seed is not None)
+        assert got is out and torch.equal(got, gemm(x, weight, bias, residual))
         assert not places.arrived.any()
         found += runs
     return found
@@ -85,28 +85,28 @@ def check(
 @pytest.mark.parametrize(
     ("rows", "features", "width", "sizes", "count"),
     [
-        (1, 512, 512, AheadShape(1, 5, 4), None),
-        (1, 512, 512, AheadShape(1, 4, 1), 13),
-        (2, 384, 256, AheadShape(2, 6, 2), None),
-        (7, 200, 192, AheadShape(1, 5, 1), 3),
-        (8, 328, 1024, AheadShape(1, 3, 4), None),
-        (16, 64, 512, AheadShape(1, 2, 2), 4),
-        (17, 100, 448, AheadShape(1, 3, 1), 4),
-        (24, 648, 320, AheadShape(5, 3, 1), None),
-        (33, 520, 128, AheadShape(1, 4, 1), 2),
-        (48, 300, 512, AheadShape(3, 3, 2), None),
-        (64, 256, 512, AheadShape(4, 4, 1), None),
-        (80, 200, 256, AheadShape(3, 3, 1), None),
-        (96, 208, 256, AheadShape(1, 3, 2), 5),
-        (100, 300, 768, AheadShape(1, 3, 2), 8),
-        (112, 400, 384, AheadShape(3, 4, 1), None),
-        (128, 512, 64, AheadShape(2, 2, 1), None),
-        (200, 136, 384, AheadShape(1, 2, 2), 7),
-        (256, 256, 256, AheadShape(1, 3, 1), 3),
+        (1, 512, 512, PrefetchShape(1, 5, 4), None),
+        (1, 512, 512, PrefetchShape(1, 4, 1), 13),
+        (2, 384, 256, PrefetchShape(2, 6, 2), None),
+        (7, 200, 192, PrefetchShape(1, 5, 1), 3),
+        (8, 328, 1024, PrefetchShape(1, 3, 4), None),
+        (16, 64, 512, PrefetchShape(1, 2, 2), 4),
+        (17, 100, 448, PrefetchShape(1, 3, 1), 4),
+        (24, 648, 320, PrefetchShape(5, 3, 1), None),
+        (33, 520, 128, PrefetchShape(1, 4, 1), 2),
+        (48, 300, 512, PrefetchShape(3, 3, 2), None),
+        (64, 256, 512, PrefetchShape(4, 4, 1), None),
+        (80, 200, 256, PrefetchShape(3, 3, 1), None),
+        (96, 208, 256, PrefetchShape(1, 3, 2), 5),
+        (100, 300, 768, PrefetchShape(1, 3, 2), 8),
+        (112, 400, 384, PrefetchShape(3, 4, 1), None),
+        (128, 512, 64, PrefetchShape(2, 2, 1), None),
+        (200, 136, 384, PrefetchShape(1, 2, 2), 7),
+        (256, 256, 256, PrefetchShape(1, 3, 1), 3),
     ],
 )
-def test_shares_of_every_shape_add_up_to_the_product(
-    rows: int, features: int, width: int, sizes: AheadShape, count: int | None
+def test_shares_of_every_shape_add_up_to_the_gemm(
+    rows: int, features: int, width: int, sizes: PrefetchShape, count: int | None
 ) -> None:
     check(rows, features, width, sizes, count)
 
@@ -114,17 +114,17 @@ def test_shares_of_every_shape_add_up_to_the_product(
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 11, 12])
 def test_any_number_of_programs_shares_the_turns(count: int) -> None:
     """12 turns of two tiles: from all of them in one program to one in each, of a ring that stays empty but for it."""
-    check(3, 128, 768, AheadShape(1, 3, 2), count)
+    check(3, 128, 768, PrefetchShape(1, 3, 2), count)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize("slabs", [1, 2, 4])
 def test_a_ring_of_any_length_is_filled_again_in_time(stages: int, slabs: int) -> None:
-    check(5, 192, 512, AheadShape(1, stages, slabs), 2)
+    check(5, 192, 512, PrefetchShape(1, stages, slabs), 2)
 
 
 def test_float16() -> None:
-    check(9, 200, 256, AheadShape(1, 4, 2), 5, torch.float16)
+    check(9, 200, 256, PrefetchShape(1, 4, 2), 5, torch.float16)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -140,7 +140,7 @@ def test_float16() -> None:
 def test_every_turn_is_computed_by_exactly_one_program(
     rows: int, features: int, tiles: int, turns: int, stages: int, slabs: int, count: int
 ) -> None:
-    sizes = AheadShape(tiles, min(stages, host._SHARED // AheadShape(tiles, 1, slabs).shared(rows)), slabs)
+    sizes = PrefetchShape(tiles, min(stages, host._SHARED // PrefetchShape(tiles, 1, slabs).shared(rows)), slabs)
     groups = sizes.groups(features)
     count = groups if tiles > 1 else min(count, groups * turns)
     every = {(tile * 64, slab * 64): 1 for tile in range(groups * tiles) for slab in range(turns * slabs)}
@@ -159,18 +159,18 @@ def test_bits_depend_neither_on_the_order_of_programs_nor_on_that_of_their_warps
         got = []
         for order, seed in zip((*ORDERS, lambda n: random.Random(7).sample(range(n), n)), (None, 3, 4, 5)):
             with programs(count), interpreting(order, seed):
-                sizes = AheadShape(1, 4, slabs)
-                got.append(linear_ahead(x, weight, bias, residual, sizes=sizes, scratch=scratch(), pdl=True))
+                sizes = PrefetchShape(1, 4, slabs)
+                got.append(linear_prefetch(x, weight, bias, residual, sizes=sizes, scratch=scratch(), pdl=True))
         assert all(torch.equal(each, got[0]) for each in got[1:])
-        assert (got[0] - product(x, weight, bias, residual)).abs().max() < 0.5
+        assert (got[0] - gemm(x, weight, bias, residual)).abs().max() < 0.5
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_ring_is_full_of_weights_before_the_kernel_ahead_has_ended(seed: int | None) -> None:
+def test_the_ring_is_full_of_weights_before_the_previous_kernel_has_ended(seed: int | None) -> None:
     x, weight = whole(4, 1024, seed=1), whole(256, 1024, seed=2)
     with programs(6), interpreting(seed=seed) as runs:
-        linear_ahead(x, weight, sizes=AheadShape(1, 4, 2), scratch=scratch(), pdl=True)
-        linear_ahead(x, weight, sizes=AheadShape(1, 4, 2), scratch=scratch(), pdl=False)
+        linear_prefetch(x, weight, sizes=PrefetchShape(1, 4, 2), scratch=scratch(), pdl=True)
+        linear_prefetch(x, weight, sizes=PrefetchShape(1, 4, 2), scratch=scratch(), pdl=False)
     early = Counter((copy.program, copy.name) for copy in runs[0].copies if copy.early)
     assert early == {(program, "weight"): 8 for program in range(6)}
     assert not any(copy.early for copy in runs[1].copies)
@@ -184,16 +184,16 @@ def test_the_chip_never_gets_more_programs_than_there_are_turns(
     monkeypatch.setattr(host, "_multiprocessors", lambda device: 132)
     weight = torch.empty(features, width, dtype=torch.bfloat16)
     turns = features // 64 * (width // 64 // slabs)
-    assert host._programs(weight, AheadShape(slabs=slabs, programs=1)) == min(132, turns)
-    assert host._programs(weight, AheadShape(1, slabs=slabs, programs=2)) == min(264, turns)
-    assert host._programs(weight, AheadShape(slabs=slabs)) == features // 64
-    assert host._programs(weight, AheadShape(3, slabs=slabs)) == -(-features // 192)
+    assert host._programs(weight, PrefetchShape(slabs=slabs, programs=1)) == min(132, turns)
+    assert host._programs(weight, PrefetchShape(1, slabs=slabs, programs=2)) == min(264, turns)
+    assert host._programs(weight, PrefetchShape(slabs=slabs)) == features // 64
+    assert host._programs(weight, PrefetchShape(3, slabs=slabs)) == -(-features // 192)
 
 
 def test_a_program_without_a_turn_would_be_noticed() -> None:
     """The kernel does not know of one: that there is none is what the test above is for."""
     with pytest.raises(ProtocolError, match="place -1 of"):
-        check(3, 128, 384, AheadShape(1, 3, 1), 20)
+        check(3, 128, 384, PrefetchShape(1, 3, 1), 20)
 
 
 def test_what_the_kernel_cannot_multiply_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,42 +202,42 @@ def test_what_the_kernel_cannot_multiply_does_not_fit(monkeypatch: pytest.Monkey
     def empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(sizes, dtype=dtype)
 
-    sizes, places, weight = AheadShape(1, 4, 2, 1), AheadScratch.allocate("cpu", 2 * 4 * 64 * 16), empty(640, 256)
+    sizes, places, weight = PrefetchShape(1, 4, 2, 1), PrefetchScratch.allocate("cpu", 2 * 4 * 64 * 16), empty(640, 256)
     assert fits(empty(16, 256), weight, sizes, places)
     assert fits(empty(16, 256, dtype=torch.float16), weight.half(), sizes, places)
     assert not fits(empty(16, 256, dtype=torch.float32), weight.float(), sizes, places)
     assert not fits(empty(16, 320), empty(640, 320), sizes, places)  # two turns and a half
-    assert fits(empty(16, 320), empty(640, 320), AheadShape(1, 4, 1, 1), places)
+    assert fits(empty(16, 320), empty(640, 320), PrefetchShape(1, 4, 1, 1), places)
     assert not fits(empty(17, 256), weight, sizes, places)  # 32 rows, for whose parts there is no place
     assert fits(empty(17, 256), weight[:256], sizes, places)  # a tile a program: nobody leaves parts
-    assert fits(empty(17, 256), weight, AheadShape(1, 4, 2), places)
-    assert not fits(empty(16, 256), weight, AheadShape(2, 4, 2, 1), places)  # shares of more tiles than one
-    assert fits(empty(16, 256), weight[:512], AheadShape(2, 4, 2, 1), places)  # none are shared
-    assert fits(empty(16, 256), weight, AheadShape(2, 4, 2), places)
-    assert not fits(empty(65, 256), weight, AheadShape(3, 3, 2), places)  # 240 KiB
-    assert fits(empty(65, 256), weight, AheadShape(3, 3, 1), places)
-    assert not fits(empty(65, 256), weight, AheadShape(4, 2, 1), places)  # more sums than registers
-    assert not fits(empty(129, 256), weight, AheadShape(2, 2, 1), places)
-    assert fits(empty(256, 256), weight[:256], AheadShape(1, 5, 1), places)
-    assert not fits(empty(256, 256), weight[:256], AheadShape(1, 6, 1), places)  # 240 KiB
-    assert fits(empty(128, 512), empty(256, 512), AheadShape(1, 8, 1), places)
-    assert not fits(empty(128, 512), empty(256, 512), AheadShape(1, 9, 1), places)  # 216 KiB and 16 to add a bias
-    assert not fits(empty(257, 256), weight[:256], AheadShape(1, 2, 1), places)
+    assert fits(empty(17, 256), weight, PrefetchShape(1, 4, 2), places)
+    assert not fits(empty(16, 256), weight, PrefetchShape(2, 4, 2, 1), places)  # shares of more tiles than one
+    assert fits(empty(16, 256), weight[:512], PrefetchShape(2, 4, 2, 1), places)  # none are shared
+    assert fits(empty(16, 256), weight, PrefetchShape(2, 4, 2), places)
+    assert not fits(empty(65, 256), weight, PrefetchShape(3, 3, 2), places)  # 240 KiB
+    assert fits(empty(65, 256), weight, PrefetchShape(3, 3, 1), places)
+    assert not fits(empty(65, 256), weight, PrefetchShape(4, 2, 1), places)  # more sums than registers
+    assert not fits(empty(129, 256), weight, PrefetchShape(2, 2, 1), places)
+    assert fits(empty(256, 256), weight[:256], PrefetchShape(1, 5, 1), places)
+    assert not fits(empty(256, 256), weight[:256], PrefetchShape(1, 6, 1), places)  # 240 KiB
+    assert fits(empty(128, 512), empty(256, 512), PrefetchShape(1, 8, 1), places)
+    assert not fits(empty(128, 512), empty(256, 512), PrefetchShape(1, 9, 1), places)  # 216 KiB and 16 to add a bias
+    assert not fits(empty(257, 256), weight[:256], PrefetchShape(1, 2, 1), places)
     assert not fits(empty(16, 512)[:, :256], weight, sizes, places)
     assert not fits(empty(16 * 256 + 1)[1:].view(16, 256), weight, sizes, places)
     assert not fits(empty(16, 256), empty(640 * 256 + 1)[1:].view(640, 256), sizes, places)
-    assert not fits(empty(16, 256), empty(64 * 4097, 256), AheadShape(1, 4, 2), places)
+    assert not fits(empty(16, 256), empty(64 * 4097, 256), PrefetchShape(1, 4, 2), places)
 
 
 def test_a_weight_whose_turns_the_kernel_cannot_count_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn of a program is found by products of 32 bits."""
+    """A turn of a program is found by multiplying 32-bit numbers."""
     monkeypatch.setattr(host, "_multiprocessors", lambda device: 4)
-    x, places = torch.empty(1, 1 << 14, dtype=torch.bfloat16), AheadScratch.allocate("cpu", 1)
+    x, places = torch.empty(1, 1 << 14, dtype=torch.bfloat16), PrefetchScratch.allocate("cpu", 1)
     # So large a weight is there in name only.
     monkeypatch.setattr(torch.Tensor, "is_contiguous", lambda _: True)
     weight = torch.empty(1, 1, dtype=torch.bfloat16).expand(64 * 4096, 1 << 14)
-    assert not fits(x, weight, AheadShape(1, 4, 1), places)
-    assert fits(x, weight, AheadShape(1, 4, 4), places)
+    assert not fits(x, weight, PrefetchShape(1, 4, 1), places)
+    assert fits(x, weight, PrefetchShape(1, 4, 4), places)
 
 
 @pytest.mark.parametrize(("rows", "pad"), [(1, 8), (8, 8), (9, 16), (48, 64), (256, 256)])
@@ -255,7 +255,7 @@ def test_rows_are_padded_to_what_the_tensor_cores_multiply(rows: int, pad: int) 
 )  # fmt: skip
 def test_only_boxes_with_rows_in_them_are_copied(rows: int, boxes: Sequence[int]) -> None:
     """And the largest that the rows are a multiple of."""
-    for run in check(rows, 64, 128, AheadShape(1, 2, 1), None):
+    for run in check(rows, 64, 128, PrefetchShape(1, 2, 1), None):
         asked = [copy.place for copy in run.copies if copy.name == "x"]
         assert asked == [(row, column) for column in (0, 64) for row in boxes]
 
@@ -268,7 +268,7 @@ _LAST = "        mbarrier.arrive(free.index((last - 1 - begin) % STAGES))\n"
 _FREE = "mbarrier.wait(free.index(stage), done // STAGES - 1 & 1)"
 _ROWS = (
     "    for turn in range(begin, early):\n"
-    "        _ask_rows(x, full, x_ring, turn, turn - begin, turns, SLABS, BOXES)\n"
+    "        _load_rows(x, full, x_ring, turn, turn - begin, turns, SLABS, BOXES)\n"
 )
 _GDC = "    if PDL:\n        gdc_wait()\n"
 _GROUPS = "    for group in range("
@@ -277,9 +277,9 @@ _WEIGHT, _READ = "ring.index((stage * SLABS + slab) * TILES + tile)", "first = (
 # One wrong word each, and who complains. `None`: no rule is broken, the numbers are wrong.
 MUTATIONS = {
     # Between the copy engine and those who multiply.
-    "parity": ("done // STAGES & 1", "(done // STAGES + 1) & 1", "a product of what"),
-    "parity of the second turn": ("done // STAGES & 1", "0", "a product of what|never ends"),
-    "no wait for the copy": ("mbarrier.wait(full.index(stage), done // STAGES & 1)", "pass", "a product of what"),
+    "parity": ("done // STAGES & 1", "(done // STAGES + 1) & 1", "an MMA of what"),
+    "parity of the second turn": ("done // STAGES & 1", "0", "an MMA of what|never ends"),
+    "no wait for the copy": ("mbarrier.wait(full.index(stage), done // STAGES & 1)", "pass", "an MMA of what"),
     "not expected": ("mbarrier.expect(full.index(stage), BYTES)", "pass", "0 expected"),
     "a slab expected": ("BYTES: gl.constexpr = SLABS * (", "BYTES: gl.constexpr = (", "bytes asked for"),
     "a tile expected": ("TILES * weight.block_type.nbytes", "weight.block_type.nbytes", "bytes asked for"),
@@ -290,14 +290,14 @@ MUTATIONS = {
     "asked beyond a short share": ("gl.minimum(begin + STAGES, end)", "begin + STAGES", "copies under way"),
     "not all asked for": ("range(early, end)", "range(early, end - 1)", r"ends: _multiply waits for .* of full\["),
     "rows without slabs": ("= ring.index(stage * SLABS + slab)", "= ring.index(stage + slab)", _OVER),
-    "rows read without slabs": ("x_ring.index(stage * SLABS + slab)", "x_ring.index(stage + slab)", "a product|over"),
+    "rows read without slabs": ("x_ring.index(stage * SLABS + slab)", "x_ring.index(stage + slab)", "an MMA|over"),
     "columns without slabs": ("(turn % turns * SLABS + slab)", "(turn % turns + slab)", None),
     "one slab twice": ("x_ring.index(stage * SLABS + slab)", "x_ring.index(stage * SLABS)", _OVER),
     "weights without slabs": (_WEIGHT, "ring.index((stage + slab) * TILES + tile)", _OVER),
     "weights without tiles": (_WEIGHT, "ring.index(stage * SLABS + slab + tile)", _OVER),
-    "weights read without slabs": (_READ, _READ.replace(" * SLABS", ""), "a product of what|" + _OVER),
-    "weights read without tiles": (_READ, _READ.replace(" * TILES", ""), "a product of what|" + _OVER),
-    "one tile twice": ("w_ring.index(first + tile)", "w_ring.index(first)", _OVER + "|no product has read"),
+    "weights read without slabs": (_READ, _READ.replace(" * SLABS", ""), "an MMA of what|" + _OVER),
+    "weights read without tiles": (_READ, _READ.replace(" * TILES", ""), "an MMA of what|" + _OVER),
+    "one tile twice": ("w_ring.index(first + tile)", "w_ring.index(first)", _OVER + "|no MMA has read"),
     "the slab of another tile": ("(turn // turns * TILES + tile) * F", "(turn // turns + tile) * F", None),
     "the sums of another tile": ("rows, sums[tile], is", "rows, sums[0], is", None),
     "no fence": ("    fence_async_shared()\n", "", "before the fence"),
@@ -322,12 +322,12 @@ MUTATIONS = {
     "said to be read twice": (_ARRIVES, _ARRIVES.replace("turn > first", "turn > begin"), _OVER + "|" + _NEVER),
     "said to be read before any": (_ARRIVES, _ARRIVES.replace("turn > first", "True"), _OVER),
     "two must have read": ("init(free.index(stage), count=1)", "init(free.index(stage), count=2)", _NEVER),
-    # Between products and their sums.
-    "no wait for the sums": (_SUMS, "", "before their product"),
-    "waited for too few": (_SUMS, _SUMS.replace("0,", "1,"), "before their product"),
+    # Between MMAs and their sums.
+    "no wait for the sums": (_SUMS, "", "before their MMA"),
+    "waited for too few": (_SUMS, _SUMS.replace("0,", "1,"), "before their MMA"),
     # With other kernels and programs.
-    "multiplies with the kernel ahead": (_GDC + _GROUPS, _GROUPS, "before gdc_wait"),
-    "loads with the kernel ahead": (_GDC + _ROWS, _ROWS, "x is asked for before gdc_wait"),
+    "multiplies with the previous kernel": (_GDC + _GROUPS, _GROUPS, "before gdc_wait"),
+    "loads with the previous kernel": (_GDC + _ROWS, _ROWS, "x is asked for before gdc_wait"),
     "asks for rows too early": (_GDC + _ROWS, _ROWS + _GDC, "x is asked for before gdc_wait"),
     "not published": ("        gl.thread_barrier()\n", "", "does not publish"),
     "parts in the wrong place": ("(first == begin).to", "(first != begin).to", None),
@@ -345,7 +345,7 @@ MUTATIONS = {
 }
 # Said to be read while it is: whether it is harmed depends on time, that it may be does not.
 EARLY = {
-    "a product too few": (("_waited(sums, SLABS * TILES,", "_waited(sums, SLABS * TILES + 1,"),),
+    "an MMA too few": (("_waited(sums, SLABS * TILES,", "_waited(sums, SLABS * TILES + 1,"),),
     "a turn too few": (("_waited(sums, SLABS * TILES,", "_waited(sums, 2 * SLABS * TILES,"),),
     "before the wait": ((_ARRIVES, ""), (_TURN, _ARRIVES + _TURN)),
     "before the last wait": ((_SUMS + _LAST, _LAST + _SUMS),),
@@ -353,30 +353,30 @@ EARLY = {
 
 
 def mutated(folder: Path, *changes: tuple[str, str]) -> GluonJITFunction:
-    text = Path(str(ahead_kernel.__file__)).read_text()
+    text = Path(str(prefetch_kernel.__file__)).read_text()
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
     (folder / "mutated.py").write_text(text)
-    spec = importlib.util.spec_from_file_location("mutated_ahead_kernel", folder / "mutated.py")
+    spec = importlib.util.spec_from_file_location("mutated_prefetch_kernel", folder / "mutated.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.ahead_kernel
+    return module.prefetch_kernel
 
 
 def multiplied() -> None:
     """Tiles of several programs and programs of several tiles, all of whose rings go around more than twice; a ring
     that is longer than a share; groups of tiles, the last beyond the features."""
-    check(21, 200, 1024, AheadShape(1, 3, 2), 3)
-    check(5, 64, 512, AheadShape(1, 6, 2), 1)
-    check(24, 300, 640, AheadShape(3, 3, 2), None)
+    check(21, 200, 1024, PrefetchShape(1, 3, 2), 3)
+    check(5, 64, 512, PrefetchShape(1, 6, 2), 1)
+    check(24, 300, 640, PrefetchShape(3, 3, 2), None)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_one_wrong_word_in_the_kernel_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, complaint = MUTATIONS[name]
-    monkeypatch.setattr(host, "ahead_kernel", mutated(tmp_path, (old, new)))
+    monkeypatch.setattr(host, "prefetch_kernel", mutated(tmp_path, (old, new)))
     error, threads = AssertionError if complaint is None else ProtocolError, threading.active_count()
     with pytest.raises(error, match=complaint):
         multiplied()
@@ -388,18 +388,18 @@ def test_one_wrong_word_in_the_kernel_is_noticed(name: str, tmp_path: Path, monk
 def test_a_place_that_is_free_too_early_is_noticed_whenever_it_is_filled(
     name: str, tiles: int, slabs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "ahead_kernel", mutated(tmp_path, *EARLY[name]))
+    monkeypatch.setattr(host, "prefetch_kernel", mutated(tmp_path, *EARLY[name]))
     x, weight = whole(3, 1024, seed=1), whole(128 * tiles, 1024, seed=2)
     for seed in SEEDS:
-        complains = pytest.raises(ProtocolError, match="copied over what a product still reads")
+        complains = pytest.raises(ProtocolError, match="copied over what an MMA still reads")
         with complains, programs(1), interpreting(seed=seed):
-            linear_ahead(x, weight, sizes=AheadShape(tiles, 3, slabs), scratch=scratch())
+            linear_prefetch(x, weight, sizes=PrefetchShape(tiles, 3, slabs), scratch=scratch())
 
 
 def test_two_parts_of_a_program_in_one_place_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right if programs run in their order, one after another; the rules are broken all the same."""
     changes = ((" + (first == begin).to(gl.int32)", ""), ("(2 * one + 1) * SIZE", "2 * one * SIZE"))
-    monkeypatch.setattr(host, "ahead_kernel", mutated(tmp_path, *changes))
+    monkeypatch.setattr(host, "prefetch_kernel", mutated(tmp_path, *changes))
     with pytest.raises(ProtocolError, match="a race with the last write"):
         multiplied()
 

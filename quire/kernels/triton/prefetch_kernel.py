@@ -1,9 +1,9 @@
-"""The kernel of `linear_ahead`, in Gluon: Triton's lower layer, since Triton itself cannot say when a copy begins.
+"""The kernel of `linear_prefetch`, in Gluon, Triton's lower layer: Triton itself cannot say when a copy begins.
 
 A slab is 64 columns, of a tile of the weight (64 output features) or of all rows. A turn is some slabs of a group of
 tiles and the same of the rows: a stage of the ring. Turns are numbered through all groups of the weight, and every
-program has an equal share of them, of at least one. One warp asks for turns, the others multiply them; `full` counts a
-stage's bytes, `free` says that it was read.
+program has an equal share of them, of at least one. One warp loads turns, the others multiply them; barrier `full`
+counts the bytes that arrived in a stage, barrier `free` says that the stage was read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
-def _ask_weights(weight, full, ring, turn, stage, turns, TILES: gl.constexpr, SLABS: gl.constexpr, BYTES: gl.constexpr):
+def _load_weights(
+    weight, full, ring, turn, stage, turns, TILES: gl.constexpr, SLABS: gl.constexpr, BYTES: gl.constexpr
+):
     FEATURES: gl.constexpr = weight.block_type.shape[0]
     WIDTH: gl.constexpr = weight.block_type.shape[1]
     mbarrier.expect(full.index(stage), BYTES)
@@ -33,9 +35,9 @@ def _ask_weights(weight, full, ring, turn, stage, turns, TILES: gl.constexpr, SL
 
 
 @gluon.jit
-def _ask_rows(x, full, ring, turn, stage, turns, SLABS: gl.constexpr, BOXES: gl.constexpr):
-    """Box by box, and only those with rows in them: to fill places with zeros takes the copy engine longer than to
-    copy, and nobody looks at the sums of rows that are not there."""
+def _load_rows(x, full, ring, turn, stage, turns, SLABS: gl.constexpr, BOXES: gl.constexpr):
+    """Box by box, and only boxes with rows in them: TMA takes longer to fill a box with zeros than to copy one, and the
+    sums of missing rows are never stored."""
     HEIGHT: gl.constexpr = x.block_type.shape[0]
     WIDTH: gl.constexpr = x.block_type.shape[1]
     for slab in gl.static_range(SLABS):
@@ -51,26 +53,26 @@ def _load(
     weight, x, w_ring, x_ring, full, free, begin, end, turns,
     STAGES: gl.constexpr, TILES: gl.constexpr, SLABS: gl.constexpr, BOXES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One warp asks for everything: weights at once, rows when the kernel before has ended."""
+    """The loading warp: prefetches weights at once, loads rows when the previous kernel has ended."""
     BYTES: gl.constexpr = SLABS * (TILES * weight.block_type.nbytes + BOXES * x.block_type.nbytes)
     early = gl.minimum(begin + STAGES, end)
     for turn in range(begin, early):
-        _ask_weights(weight, full, w_ring, turn, turn - begin, turns, TILES, SLABS, BYTES)
+        _load_weights(weight, full, w_ring, turn, turn - begin, turns, TILES, SLABS, BYTES)
     if PDL:
         gdc_wait()
     for turn in range(begin, early):
-        _ask_rows(x, full, x_ring, turn, turn - begin, turns, SLABS, BOXES)
+        _load_rows(x, full, x_ring, turn, turn - begin, turns, SLABS, BOXES)
     for turn in range(early, end):
         done = turn - begin
         stage = done % STAGES
         mbarrier.wait(free.index(stage), done // STAGES - 1 & 1)
-        _ask_weights(weight, full, w_ring, turn, stage, turns, TILES, SLABS, BYTES)
-        _ask_rows(x, full, x_ring, turn, stage, turns, SLABS, BOXES)
+        _load_weights(weight, full, w_ring, turn, stage, turns, TILES, SLABS, BYTES)
+        _load_rows(x, full, x_ring, turn, stage, turns, SLABS, BOXES)
 
 
 @gluon.jit
 def _multiply_turn(w_ring, x_ring, stage, sums, TILES: gl.constexpr, SLABS: gl.constexpr):
-    """The sums of all tiles with one turn more; those of the turn before are there when this returns."""
+    """Starts the multiply-adds of one more turn; those of the turn before are finished when this returns."""
     for slab in gl.static_range(SLABS):
         rows = x_ring.index(stage * SLABS + slab).permute((1, 0))
         first = (stage * SLABS + slab) * TILES
@@ -84,7 +86,7 @@ def _multiply_turn(w_ring, x_ring, stage, sums, TILES: gl.constexpr, SLABS: gl.c
 
 @gluon.jit
 def _waited(sums, left: gl.constexpr, TILES: gl.constexpr):
-    """The sums when no more than `left` products are under way."""
+    """The sums, once at most `left` asynchronous multiply-adds are still running."""
     if TILES == 1:
         return (warpgroup_mma_wait(left, deps=(sums[0],)),)
     else:
@@ -97,7 +99,7 @@ def _multiply(
     STAGES: gl.constexpr, TILES: gl.constexpr, SLABS: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
     PDL: gl.constexpr, SUMS: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
-    """The other warps multiply what is there, one group of tiles after another."""
+    """The multiplying warps: one group of tiles after another, each turn as soon as it is loaded."""
     FEATURES: gl.constexpr = w_ring.shape[1]
     ROWS: gl.constexpr = x_ring.shape[1]
     if PDL:
@@ -111,7 +113,7 @@ def _multiply(
             stage = done % STAGES
             mbarrier.wait(full.index(stage), done // STAGES & 1)
             sums = _multiply_turn(w_ring, x_ring, stage, sums, TILES, SLABS)
-            # The turn before this one has been read: its place may be filled.
+            # The turn before this one has been read: its stage may be filled again.
             mbarrier.arrive(free.index((done + STAGES - 1) % STAGES), pred=turn > first)
         sums = _waited(sums, 0, TILES)
         mbarrier.arrive(free.index((last - 1 - begin) % STAGES))
@@ -136,8 +138,8 @@ def _whole_tile(acc, tile, first, last, total, programs, partial, arrived, turns
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, acc.type.layout))
         inside = feature[:, None] * ROWS + row[None, :]
         SIZE: gl.constexpr = FEATURES * ROWS
-        # Shares are equal, so a turn tells its program. Whoever has the first turns of a tile keeps them in its second
-        # place, all others in their first: a program has at most one part of either kind.
+        # Shares are equal, so a turn's number gives its program. A program has room for two parts: the second is for a
+        # tile whose first turns it has, the first for any other tile. It has at most one of either kind.
         begin = tile * turns
         one = ((begin + 1) * programs - 1) // total
         other = ((begin + turns) * programs - 1) // total
@@ -166,7 +168,7 @@ def _store_tile(
     target = row[None, :] * num_features + feature[:, None]
     real = feature < num_features
     stores = real[:, None] & (row < num_rows)[None, :]
-    # What is stored as it is crosses the threads in its narrow type.
+    # Without a bias or residual, sums are exchanged between threads in the narrow output type.
     result = gl.convert_layout(acc if BIAS or RESIDUAL else acc.to(out.dtype.element_ty), STORED)
     if BIAS:
         result += gl.load(bias + feature, mask=real, other=0.0).to(gl.float32)[:, None]
@@ -176,7 +178,7 @@ def _store_tile(
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def ahead_kernel(
+def prefetch_kernel(
     weight,
     x,
     bias,

@@ -1,8 +1,7 @@
-"""Times products that ask ahead for their weights against what the table of products takes so far, and adds the
-winners to it.
+"""Times GEMMs that prefetch their weights against the kernels in the GEMM table, and adds the winners to the table.
 
-A product is timed behind a norm, as in a decode step: what counts is when the next one may begin, and that it starts
-while the norm still ends is what it has over the library's. Kernels are compiled beforehand by one process per weight.
+A GEMM is timed behind a norm, as in a decode step: its gain over the library is that it starts while the norm still
+runs. Kernels are compiled beforehand by one process per weight.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ _MOST_STAGES = 16
 _MULTIPROCESSORS, _LEAST_GROUPS = 132, 40
 _LEAST_BYTES = 2e8
 _LEAST_GAIN, _CHAIN_GAIN, _CHAIN_ROWS = 1.05, 0.955, 64
-"""What it must gain. Up to `_CHAIN_ROWS` rows it may even lose a little: a product of the library in between keeps the
-next one from asking ahead, which this bench does not see."""
+"""What it must gain. Up to `_CHAIN_ROWS` rows it may even lose a little: after a GEMM of the library the next one
+cannot prefetch, a cost that this bench does not measure."""
 _KEPT = ("rows", "features", "width", "form", "kernel", "sizes", "TB/s", "us")
 
 
 def rings_of(features: int, width: int, rows: int) -> Iterator[tuple[int, ...]]:
-    """What `AheadShape` may be: a program for each group of tiles, or equal shares of all tiles. Few, so that products
+    """What `PrefetchShape` may be: a program for each group of tiles, or equal shares of all tiles. Few, so that GEMMs
     share compiled kernels: how many slabs a turn should have was measured (8 rows of 6,144 x 4,096: 15.8 us with 4
     slabs, 16.9 with 2; 64 rows: 18.0 and 17.5)."""
-    from quire.kernels.triton.linear_ahead import COLUMNS, FEATURES, MOST_SUMS, padded
+    from quire.kernels.triton.linear_prefetch import COLUMNS, FEATURES, MOST_SUMS, padded
 
     tiles = math.ceil(features / FEATURES)
     group = math.ceil(tiles / _MULTIPROCESSORS)
@@ -51,7 +50,7 @@ def tune(
 ) -> None:
     counts = rows or ROWS
     jobs = [(model, index) for model in models for index in range(len(weights_of(model)))]
-    here = module_command("quire.bench.gpu.tune_ahead")
+    here = module_command("quire.bench.gpu.tune_prefetch")
     compiling = [subprocess.Popen([*here, model, str(index), *map(str, counts)], env=child_environment())
                  for model, index in jobs]
     for process in compiling:
@@ -68,22 +67,22 @@ def tune(
 def _weight(model: str, index: int, counts: Iterable[int], dry: bool) -> Iterator[dict[str, Any]]:
     import torch
 
-    from quire.kernels.triton.linear_ahead import AheadScratch
+    from quire.kernels.triton.linear_prefetch import PrefetchScratch
     from quire.ops.triton import TritonOps
 
     form, features, width = weights_of(model)[index]
     ops = TritonOps("cuda", torch.bfloat16, pdl=True)
-    scratch = AheadScratch.allocate("cuda")
+    scratch = PrefetchScratch.allocate("cuda")
     copies = 1 if dry else max(2, math.ceil(_LEAST_BYTES / (features * width * 2)))
     weights = [ops.pack_linear(torch.randn(features, width, device="cuda", dtype=ops.dtype)) for _ in range(copies)]
     for rows in counts:
         seconds = {}
         around = _Around(ops, rows, width, features, form if rows == 1 else "plain")
-        for name, product in _ways(scratch, around.x, weights[0]):
+        for name, gemm in _ways(scratch, around.x, weights[0]):
             try:
-                if not dry and not around.right(product, weights[0]):
-                    raise ArithmeticError("the product is wrong")
-                seconds[name] = graph_seconds([partial(around, product, w) for w in weights], dry)
+                if not dry and not around.right(gemm, weights[0]):
+                    raise ArithmeticError("the gemm is wrong")
+                seconds[name] = graph_seconds([partial(around, gemm, w) for w in weights], dry)
             except Exception as error:
                 print(f"{name} on {features} x {width}, {rows} rows: {error!r}"[:300], file=sys.stderr)
         if not dry and "now" in seconds and len(seconds) > 1:
@@ -91,7 +90,7 @@ def _weight(model: str, index: int, counts: Iterable[int], dry: bool) -> Iterato
 
 
 class _Around:
-    """A product with what is next to it in a decode step: the norm before it; at one row also gate or residual."""
+    """A GEMM with what is next to it in a decode step: the norm before it; at one row also gate or residual."""
 
     def __init__(self, ops: Any, rows: int, width: int, features: int, form: str) -> None:
         import torch
@@ -101,55 +100,55 @@ class _Around:
         self.gain = torch.ones(width, device="cuda", dtype=torch.bfloat16)
         self.residual = torch.randn(rows, features, device="cuda", dtype=torch.bfloat16)
 
-    def __call__(self, product: Callable[..., Any] | None, weight: Any) -> Any:
+    def __call__(self, gemm: Callable[..., Any] | None, weight: Any) -> Any:
         from quire.kernels.triton import norm
 
         gated = "silu" if self.form == "gated" else None
-        if product is None and self.one:
+        if gemm is None and self.one:
             if self.form == "plain":
                 return self.ops.linear(self.x, weight, self.residual)
             return self.ops.norm_linear(self.x, self.gain, 1e-6, weight, gated)
         if self.one and self.form == "plain":
-            return product(self.x, weight, self.residual)  # type: ignore[misc]
+            return gemm(self.x, weight, self.residual)  # type: ignore[misc]
         normed = norm.rms_norm(self.x, self.gain, 1e-6, pdl=True)
-        found = self.ops.linear(normed, weight) if product is None else product(normed, weight, None)
+        found = self.ops.linear(normed, weight) if gemm is None else gemm(normed, weight, None)
         return self.ops.act_mul(found, gated) if gated else found
 
-    def right(self, product: Callable[..., Any] | None, weight: Any) -> bool:
-        """Whether it computes the product at all: a wrong one must not win."""
-        got, want = self(product, weight).float(), self(None, weight).float()
+    def right(self, gemm: Callable[..., Any] | None, weight: Any) -> bool:
+        """Whether it computes the GEMM at all: a wrong one must not win."""
+        got, want = self(gemm, weight).float(), self(None, weight).float()
         return bool(((got - want).abs().max() <= 0.02 * want.abs().max()).item())
 
 
 def _ways(scratch: Any, x: Any, w: Any) -> Iterator[tuple[str, Callable[..., Any] | None]]:
-    """(name, product of x, weight and residual): as it is now, and by every shape."""
-    from quire.kernels.triton.linear_ahead import AheadShape, fits
+    """(name, gemm of x, weight and residual): as it is now, and by every shape."""
+    from quire.kernels.triton.linear_prefetch import PrefetchShape, fits
 
     yield "now", None
     for shape in rings_of(w.out_features, w.in_features, x.shape[0]):
-        sizes = AheadShape(*shape)
+        sizes = PrefetchShape(*shape)
         if fits(x, w.weight, sizes, scratch):
-            yield " ".join(map(str, shape)), partial(_product, sizes, scratch)
+            yield " ".join(map(str, shape)), partial(_gemm, sizes, scratch)
 
 
-def _product(sizes: Any, scratch: Any, x: Any, weight: Any, residual: Any) -> Any:
-    from quire.kernels.triton.linear_ahead import linear_ahead
+def _gemm(sizes: Any, scratch: Any, x: Any, weight: Any, residual: Any) -> Any:
+    from quire.kernels.triton.linear_prefetch import linear_prefetch
 
-    return linear_ahead(x, weight.weight, None, residual, sizes=sizes, scratch=scratch, pdl=True)
+    return linear_prefetch(x, weight.weight, None, residual, sizes=sizes, scratch=scratch, pdl=True)
 
 
 def _entry(
     ops: Any, rows: int, features: int, width: int, form: str, seconds: dict[str, float]
 ) -> dict[str, Any]:
-    from quire.kernels.triton import choices
+    from quire.kernels.triton import gemm_table
 
     now = seconds.pop("now")
     first = sorted(seconds.items(), key=lambda item: item[1])
     name, best = first[0]
-    held = choices.product(rows, features, width, ops.dtype, form)
+    held = gemm_table.lookup(rows, features, width, ops.dtype, form)
     wins = now / best >= (_CHAIN_GAIN if 1 < rows <= _CHAIN_ROWS else _LEAST_GAIN)
     return {"rows": rows, "features": features, "width": width, "form": form,
-            "kernel": "ahead", "sizes": [int(word) for word in name.split()],
+            "kernel": "prefetch", "sizes": [int(word) for word in name.split()],
             "TB/s": round(features * width * 2 / best / 1e12, 2), "wins": wins,
             "us": [round(1e6 * now, 2), round(1e6 * best, 2)], "was": held.kernel + held.algorithm[:8],
             "next": {key: round(1e6 * value, 2) for key, value in first[1:6]}}  # fmt: skip
