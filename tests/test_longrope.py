@@ -1,4 +1,4 @@
-"""Which factors a longrope turns by: the option `max_model_len` decides, for every sequence and from its first token."""
+"""Which factors a longrope turns by: the option `max_model_len` decides, for every sequence and every token."""
 
 from __future__ import annotations
 

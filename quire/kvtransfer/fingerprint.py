@@ -82,8 +82,8 @@ _DIFFERENCES: Final = {
 
 
 def fingerprint(spec: DecoderSpec, max_model_len: int | None, weights: str, tokenizer: str, dtype: str) -> Fingerprint:
-    """`max_model_len` is the option; `weights` is from `weights_used`, `tokenizer` from `tokenizer_digest`; `dtype` is the
-    cache's (`KVStore.layout.dtype`)."""
+    """`max_model_len` is the option; `weights` is from `weights_used`, `tokenizer` from `tokenizer_digest`; `dtype` is
+    the cache's (`KVStore.layout.dtype`)."""
     model = _hash(repr(replace(spec, ropes=()))).hexdigest()
     asked_len = spec.asked_len(max_model_len)
     rope = _hash(repr([_rope_in_use(each, asked_len) for each in spec.ropes])).hexdigest()

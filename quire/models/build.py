@@ -45,7 +45,8 @@ def build_decoder(
     """
     names = family_of(config).names
     spec = read_spec(config)
-    decoder = Decoder(spec, ops, max_model_len=max_model_len, asked_len=asked_len, shard=shard, ranks=ranks, dtype=dtype)
+    lengths = {"max_model_len": max_model_len, "asked_len": asked_len}
+    decoder = Decoder(spec, ops, **lengths, shard=shard, ranks=ranks, dtype=dtype)
     shapes = {**spec.parameters(), **decoder.shard.parameters}
     spelling, extra = Spelling(config, names), []
     for source, tensor in weights:

@@ -62,8 +62,8 @@ class Worker:
         ops = CpuOps(num_threads=config.model.num_threads, rounding=config.model.rounding)
         decoder = build_decoder(
             source.config, _weights(source, config.model.load_format, config, shard), ops,
-            max_model_len=self.pool.max_model_len, asked_len=self.spec.asked_len(config.model.max_model_len), shard=shard,
-            ranks=None if collectives is None else collectives.group, dtype=None)
+            max_model_len=self.pool.max_model_len, asked_len=self.spec.asked_len(config.model.max_model_len),
+            shard=shard, ranks=None if collectives is None else collectives.group, dtype=None)
         self.weight_bytes = decoder.weight_bytes
         draft = self._draft(config, ops, decoder)
         ops.library.quire_give_back()  # what the weights were read through

@@ -45,7 +45,7 @@ def test_a_field_left_out_means_what_transformers_says(variant: str) -> None:
         except ModelLoadError as error:
             assert "is missing" in str(error) or "must be an object" in str(error)
             asked_for.add(field)
-    assert not any(word in field for field in asked_for for word in ("eps", "bias", "factor", "window", "theta", "norm"))
+    assert not any(word in field for field in asked_for for word in ("eps", "bias", "window", "theta", "norm"))
 
 
 def test_a_window_that_is_null_is_none_and_one_that_is_left_out_is_the_familys() -> None:

@@ -34,8 +34,8 @@ def extra_layers(c: ConfigReader) -> int:
 
 
 def deepseek_experts(c: ConfigReader, groups: int = 1, chosen_groups: int = 1, scale: float = 1.0) -> MoeSpec:
-    """Sigmoid scores, a bias for the choice, groups of experts, a shared MLP as wide as so many experts. The numbers are
-    what a config that does not say means."""
+    """Sigmoid scores, a bias for the choice, groups of experts, a shared MLP as wide as so many experts. The numbers
+    are what a config that does not say means."""
     activation = c.activation("hidden_act", "silu", gated=True)
     count = moe.count_of_experts(c, "n_routed_experts", "num_local_experts")
     groups, chosen = expert_groups(c, count, groups, chosen_groups)

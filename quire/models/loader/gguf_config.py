@@ -103,7 +103,7 @@ def qwen2moe_config(file: GgufFile, arch: str, config: Config) -> None:
     shared = tensor_named(file, "blk.0.ffn_up_shexp.weight")
     routed = tensor_named(file, "blk.0.ffn_up_exps.weight")
     if len(routed.shape) != 3:
-        raise ModelLoadError(f"{file.path}: tensor {routed.name!r} has shape {routed.shape}, but experts have three sizes")
+        raise ModelLoadError(f"{file.path}: tensor {routed.name!r} has shape {routed.shape}, not three sizes")
     config.setdefault("moe_intermediate_size", routed.shape[-2])
     config.update(shared_expert_intermediate_size=shared.shape[0], norm_topk_prob=False)
 
