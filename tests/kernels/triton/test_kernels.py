@@ -195,7 +195,7 @@ def test_slices_of_the_fixed_order_gemm_give_the_same_bits_for_any_ranks(dtype: 
 
 def test_a_gemm_without_its_sums_other_slices_is_refused() -> None:
     part = Slices.of_heads(4, 16).part(0, 2)
-    with pytest.raises(EngineError, match="only a run"):
+    with pytest.raises(EngineError, match="only some slices"):
         linear_fixed.linear_fixed(torch.zeros(2, 32), torch.zeros(8, 32), slices=part)
     with pytest.raises(EngineError, match="256 slices"):
         linear_fixed.linear_fixed(torch.zeros(2, 256), torch.zeros(8, 256), slices=Slices.of_heads(256, 1))
