@@ -388,6 +388,7 @@ def _check_ranges(config: EngineConfig) -> None:
     _check_structured(config.structured)
     _check_transfer(config)
     _check_parallel(config.parallel)
+    _check_tree(config)
     share = config.cache.gpu_memory_utilization
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}",
@@ -489,6 +490,14 @@ def _check_parallel(options: ParallelConfig) -> None:
     if options.ray_address is not None and options.backend != "ray":
         raise ConfigError(f"ray_address is for distributed_executor_backend 'ray', not {options.backend!r}",
                           field="ray_address")
+
+
+def _check_tree(config: EngineConfig) -> None:
+    """Stages that do not draw learn tokens with a later plan, too late to move a branch that was kept."""
+    options = config.speculation.options
+    if options is not None and options.tree is not None and config.parallel.pipeline_parallel_size > 1:
+        raise ConfigError("speculative_config tree does not go with pipeline_parallel_size > 1: leave one of them out",
+                          field="speculative_config")
 
 
 def _check_slo(options: SchedulerConfig) -> None:

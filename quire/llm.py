@@ -77,8 +77,8 @@ class LLM:
         """Outputs for all prompts, in their order.
 
         A prompt is a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. One
-        `SamplingParams` serves all prompts; a list gives each its own. A prompt that cannot be served raises before
-        any of them has started; one that fails while it runs comes back with its `error` set. No prompts, no outputs.
+        `SamplingParams` serves all prompts; a list gives each its own. A prompt that cannot be served raises, and takes
+        the others back with it; one that fails while it runs comes back with its `error` set. No prompts, no outputs.
         """
         batch = _prompt_list(prompts)
         params = _params_list(sampling_params, len(batch))
@@ -187,6 +187,13 @@ class LLM:
         """
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError("request_id must be a non-empty string", field="request_id")
+        self._queue(request_id, prompt, sampling_params, priority, tenant, arrival_time, cache_salt, prefill)
+
+    def _queue(
+        self, request_id: str, prompt: Prompt, sampling_params: Params | None, priority: int, tenant: str | None,
+        arrival_time: float | None, cache_salt: str | None = None, prefill: Sequence[str] | None = None,
+    ) -> int:  # fmt: skip
+        """The tokens of its prompt."""
         params = SamplingParams() if sampling_params is None else sampling_params
         request, text = self._inputs.request(request_id, prompt, params, priority=priority, cache_salt=cache_salt,
                                              tenant=tenant, arrival_time=arrival_time)
@@ -194,6 +201,7 @@ class LLM:
         self._ask_others(request, prefill)
         self._core.add(request)
         self._streams.add(request, text)
+        return len(request.prompt_token_ids)
 
     def _ask_others(self, request: Request, prefill: Sequence[str] | None) -> None:
         peers = self._running_engine.peers
@@ -309,9 +317,14 @@ class LLM:
 
     def _add_batch(self, prompts: list[Prompt], params: Sequence[Params], priorities: list[int] | None = None,
                    tenants: Sequence[str | None] | None = None) -> list[str]:
-        """Add all or none: when one is refused, those before it are taken back."""
+        """Add all or none: when one is refused, those before it are taken back. A step begins as soon as there are
+        tokens enough to fill it, where the order in which requests come is the order in which they are served."""
         self._core.self_check.slice()
         ids: list[str] = []
+        ordered = (self.config.scheduler.scheduling_policy, self.config.scheduler.batching_policy)
+        begins = self._core.overlaps and ordered == ("fcfs", "decode-first")
+        step_tokens = self._core.scheduler.limits.max_num_batched_tokens
+        queued = 0
         arrival = time.time()
         priorities = [0] * len(prompts) if priorities is None else priorities
         tenants = [None] * len(prompts) if tenants is None else tenants
@@ -320,13 +333,15 @@ class LLM:
                     zip(prompts, params, priorities, tenants, strict=True)):
                 request_id = self._fresh_id()
                 try:
-                    self.add_request(request_id, prompt, each, priority=priority, tenant=tenant,
-                                     arrival_time=arrival)
+                    queued += self._queue(request_id, prompt, each, priority, tenant, arrival)
                 except InvalidRequestError as error:
                     if len(prompts) > 1:
                         error.args = (f"prompt {index}: {error}",)
                     raise
                 ids.append(request_id)
+                if begins and queued >= step_tokens:
+                    self._core.launch()
+                    queued -= step_tokens
         except BaseException:
             self._withdraw(ids)
             raise

@@ -8,6 +8,7 @@ import torch
 
 from quire.llm import LLM
 from quire.scheduler.plan import EntryResult, PlanEntry
+from quire.speculation.tree import path_along
 
 Bits = dict[tuple[int, int], bytes]
 
@@ -25,12 +26,11 @@ def record_logits(llm: LLM) -> Bits:
         draw(entries, drawing, results, guesses, logits)
         for entry, result in ((entries[i], results[i]) for i in drawing):
             seed = runner._table.sampling(entry.row).seed
-            for place in range(1 + len(entry.drafts)):
-                found = next(rows)
+            mine = [next(rows) for _ in range(1 + len(entry.drafts))]
+            # Behind a refused draft, and on the other branches of a tree, the logits are of another text.
+            for place, node in enumerate([-1, *path_along(entry.drafts, entry.parents, result.tokens)]):
                 key = seed, entry.drawn_at + place
-                # Behind a refused draft the logits are of another text.
-                if place < len(result.tokens):
-                    assert bits.setdefault(key, found) == found, f"two draws of {key} saw different logits"
+                assert bits.setdefault(key, mine[1 + node]) == mine[1 + node], f"two draws of {key} saw other logits"
 
     runner._draw = recording_draw
     return bits

@@ -30,6 +30,13 @@ class AttentionBackend(ABC):
     def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
         """Block src[i] -> dst[i] for every i, each read before any is written."""
 
+    def copy_slots(self, layer: LayerCache, src: Tensor, dst: Tensor) -> None:
+        """The token in slot src[i] -> slot dst[i], int64, each read before any is written."""
+        size = layer.block_size
+        for name, part in layer.tensors.items():
+            tokens = part.movedim(-1, 1) if name in layer.tokens_last else part.movedim(-2, 1)
+            tokens[dst // size, dst % size] = tokens[src // size, src % size]
+
     @abstractmethod
     def rope_and_cache(
         self,

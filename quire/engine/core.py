@@ -156,6 +156,21 @@ class EngineCore:
             self.trace.idle()
         return updates
 
+    @property
+    def overlaps(self) -> bool:
+        """A step can be planned while another runs."""
+        return self._depth > 1
+
+    def launch(self) -> None:
+        """Plan and submit one step if one more fits in flight, and wait for nothing: whoever still adds requests keeps
+        the executor busy meanwhile."""
+        if len(self._futures) >= self._depth or not self.scheduler.has_work:
+            return
+        self.self_check.disturb()
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._submit(plan)
+
     def take_updates(self) -> list[SequenceUpdate]:
         """News of this engine's own requests since the last call, in order."""
         updates = self.scheduler.take_updates()

@@ -23,6 +23,7 @@ from quire.scheduler.plan import (
     StepResult,
     TransferReport,
 )
+from quire.speculation.tree import path_along
 
 _MASK = (1 << 64) - 1
 
@@ -92,6 +93,8 @@ class DummyExecutor(Executor):
     def _run(self, entry: PlanEntry) -> EntryResult:
         if entry.row not in self._rows:
             raise InvariantError(f"row {entry.row} was never started")
+        if entry.decodes and not entry.masks and entry.says_more:
+            raise InvariantError(f"row {entry.row} decodes one token and is told more: {entry}")
         computed = self._computed.setdefault(entry.row, entry.start)
         if computed != entry.start:
             raise InvariantError(f"row {entry.row} computed {computed} tokens, not {entry.start}")
@@ -125,8 +128,6 @@ class DummyExecutor(Executor):
         known = entry.start + entry.num_tokens - entry.num_drafts
         true = [dummy_token(seed, index, known + i, self.vocab_size) for i in range(entry.num_drafts + 1)]
         drafts = entry.drafts or [token + (i % 3 == 2) for i, token in enumerate(true[:-1])]
-        accepted = 0
-        while accepted < len(drafts) and drafts[accepted] == true[accepted]:
-            accepted += 1
+        accepted = len(path_along(drafts, entry.parents, true))
         self._computed[entry.row] = known + accepted
-        return EntryResult(true[: accepted + 1], num_drafts=entry.num_drafts)
+        return EntryResult(true[: accepted + 1], num_drafts=entry.num_drafts, parents=entry.parents)

@@ -21,6 +21,7 @@ from quire.executor.base import Executor
 from quire.sampling.params import NOTHING_TO_DRAW
 from quire.sampling.token_logprobs import LogprobRecord, TokenLogprobs
 from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, StepResult
+from quire.speculation.tree import ROOT, child_with
 
 _FIELD = "dummy_script"
 _NO_LINE = "the script has no line for this prompt"
@@ -111,14 +112,14 @@ class ScriptedExecutor(Executor):
             return EntryResult()
         known = entry.start + entry.num_tokens - entry.num_drafts - start.num_prompt_tokens
         tokens: list[int] = []
-        for place in range(entry.num_drafts + 1):
-            token = self._drawn(answer, known + place, _mask(entry, place))
+        node: int | None = ROOT
+        while node is not None:
+            token = self._drawn(answer, known + len(tokens), _mask(entry, 1 + node))
             if token is None:
                 return EntryResult(error=NOTHING_TO_DRAW)
             tokens.append(token)
-            if place == len(entry.drafts) or entry.drafts[place] != token:
-                break
-        result = EntryResult(tokens, num_drafts=entry.num_drafts)
+            node = child_with(entry.drafts, entry.parents, node, token)
+        result = EntryResult(tokens, num_drafts=entry.num_drafts, parents=entry.parents)
         if start.params.logprobs is not None:
             result.logprobs = [self._certain(token, start.params.logprobs) for token in tokens]
         return result

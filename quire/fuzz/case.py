@@ -115,6 +115,8 @@ def model_on_ranks(case: FuzzCase, tensor_size: int, num_stages: int) -> FuzzCas
     model["num_hidden_layers"] = max(num_stages, model["num_hidden_layers"])
     options = case.options | {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": num_stages,
                               "distributed_executor_backend": "threads", "num_threads": 1}
+    if num_stages > 1 and "tree" in options.get("speculative_config", {}):  # refused, by name
+        options["speculative_config"] = {k: v for k, v in options["speculative_config"].items() if k != "tree"}
     return FuzzCase(model, options, case.requests)
 
 
@@ -270,6 +272,9 @@ def _speculation(rng: random.Random) -> dict[str, Any]:
         config |= {"model": DRAFT, "load_format": "dummy"}
     elif config["method"] == "skip_layers":
         config["skipped_layers"] = [rng.randrange(2)]
+    elif rng.random() < 0.5:
+        depth = rng.choice([1, 2, 4, 7])
+        config["tree"] = {"width": rng.choice([2, 3, 8]), "depth": depth, "nodes": depth + rng.choice([1, 3, 9])}
     return config
 
 

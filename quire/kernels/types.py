@@ -10,6 +10,8 @@ from quire.kernels.kv_spec import KVSpec
 if TYPE_CHECKING:  # what a model is, and what a rank holds of it, can be said without the import of torch
     from torch import Tensor
 
+NO_DETOUR = 2**31 - 1
+
 
 @dataclass(slots=True)
 class StepContext:
@@ -33,6 +35,10 @@ class StepContext:
     """One per cache group: int64 [T], `block * block_size + offset` where the token's keys and values go."""
     num_decodes: int = 0
     """So many first sequences have one query each, where the caller sorted them so; 0: unknown."""
+    detours: Tensor | None = None
+    """Of a step with draft trees, whose nodes are sequences of one query each: int32 [S, 1 + depth]. With d =
+    detours[s], the key at position p >= d[0] of sequence s lies at place d[1 + p - d[0]] of its block table; earlier
+    keys, and all of a sequence whose d[0] is `NO_DETOUR`, lie where their position says."""
 
 
 @dataclass(frozen=True, slots=True)

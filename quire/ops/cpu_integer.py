@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from quire.errors import EngineError
-from quire.kernels.quantized import UNIT, QuantizedWeight, Rounding, WeightUse
+from quire.kernels.quantized import UNIT, QuantizedWeight, Rounding, WeightUse, joined
 from quire.kernels.slices import Slices
 
 KERNELS = ("plain", "avx2", "avx-vnni", "avx512-vnni", "dotprod", "i8mm", "amx")  # by their index in integer.c
 _HEADER = 8  # int64 numbers before the parts: int_weight of integer.h
 _PART = 8  # of a part: int_part
+_ROWS, _PLACE = 0, 7  # of these
+PANEL = 16
+"""Output columns of a panel."""
 _LINE = 64
 _ROWS_AT_ONCE = 4096
 
@@ -57,17 +60,17 @@ def round_to_codes(
 
 def pack(library: ctypes.CDLL, parts: Sequence[QuantizedWeight]) -> Tensor:
     """The parts, one below the other, in the one array that `quire_linear` reads as format `integer`."""
-    parts = _joined(parts)
+    runs = _runs(parts)
     width = parts[0].shape[1]
     if any(part.shape[1] != width for part in parts) or not fits(width, None):
         raise EngineError(f"integer weights have one width, a multiple of {UNIT}, not {[part.shape for part in parts]}")
-    table = torch.zeros(_HEADER + _PART * len(parts), dtype=torch.int64)
-    table[0] = len(parts)
+    table = torch.zeros(_HEADER + _PART * len(runs), dtype=torch.int64)
+    table[0] = len(runs)
     start, at = 0, -(-table.nbytes // _LINE) * _LINE
-    rows = table[_HEADER:].view(len(parts), _PART)
-    for row, part in zip(rows, parts, strict=True):
-        n = part.shape[0]
-        numbers = [n, start, part.bits, part.group, _scale_bytes(part), part.offsets is not None, part.zero, at]
+    rows = table[_HEADER:].view(len(runs), _PART)
+    for row, run in zip(rows, runs, strict=True):
+        n, one = sum(part.shape[0] for part in run), run[0]
+        numbers = [n, start, one.bits, one.group, _scale_bytes(run), one.offsets is not None, one.zero, at]
         row.copy_(torch.tensor(numbers))
         start += n
         at += library.quire_int_bytes(row.data_ptr(), width)
@@ -75,36 +78,44 @@ def pack(library: ctypes.CDLL, parts: Sequence[QuantizedWeight]) -> Tensor:
     packed = packed[-packed.data_ptr() % _LINE :][:at]
     library.quire_advise_huge_pages(packed.data_ptr(), at)
     packed[: table.nbytes] = table.view(torch.uint8)
-    for row, part in zip(rows, parts, strict=True):
-        codes, scales = part.codes.contiguous(), part.scales.contiguous()
-        offsets = None if part.offsets is None else part.offsets.contiguous()
-        library.quire_int_pack(
-            packed.data_ptr(), row.data_ptr(), width, codes.data_ptr(), scales.data_ptr(),
-            None if offsets is None else offsets.data_ptr(),
-        )  # fmt: skip
+    for row, run in zip(rows, runs, strict=True):
+        _pack_run(library, packed, row, width, run)
     return packed
 
 
-def _scale_bytes(part: QuantizedWeight) -> int:
+def _pack_run(
+    library: ctypes.CDLL, packed: Tensor, row: Tensor, width: int, run: Sequence[QuantizedWeight]
+) -> None:
+    """Weights of one format into the panels that `row` of the table describes."""
+    own = row.clone()
+    for weight in run:
+        own[_ROWS] = weight.shape[0]
+        codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+        offsets = None if weight.offsets is None else weight.offsets.contiguous()
+        library.quire_int_pack(
+            packed.data_ptr(), own.data_ptr(), width, codes.data_ptr(), scales.data_ptr(),
+            None if offsets is None else offsets.data_ptr(),
+        )  # fmt: skip
+        own[_PLACE] += library.quire_int_bytes(own.data_ptr(), width)
+
+
+def _scale_bytes(run: Sequence[QuantizedWeight]) -> int:
     """2 where half precision holds every scale and offset as it is."""
-    held = [part.scales] if part.offsets is None else [part.scales, part.offsets]
+    held = (each for weight in run for each in (weight.scales, weight.offsets) if each is not None)
     pieces = (piece for each in held for piece in each.split(_ROWS_AT_ONCE))  # of a vocabulary, copies would be large
     return 2 if all(torch.equal(piece.half().float(), piece) for piece in pieces) else 4
 
 
-def _joined(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """Neighbours of one format as one part: one GEMM instead of several."""
-    found: list[QuantizedWeight] = []
+def _runs(parts: Sequence[QuantizedWeight]) -> list[list[QuantizedWeight]]:
+    """Neighbours of one format together: one GEMM instead of several. All but the last of a run fill whole panels."""
+    found: list[list[QuantizedWeight]] = []
     for part in parts:
-        before = found[-1] if found else None
-        if before is None or _format(before) != _format(part):
-            found.append(part)
-            continue
-        offsets = None
-        if before.offsets is not None and part.offsets is not None:
-            offsets = torch.cat([before.offsets, part.offsets])
-        codes, scales = torch.cat([before.codes, part.codes]), torch.cat([before.scales, part.scales])
-        found[-1] = QuantizedWeight(codes, scales, offsets, part.zero, part.bits, part.group)
+        if not found or _format(found[-1][0]) != _format(part):
+            found.append([part])
+        elif found[-1][-1].shape[0] % PANEL:
+            found[-1][-1] = joined([found[-1][-1], part], 0)
+        else:
+            found[-1].append(part)
     return found
 
 

@@ -18,6 +18,7 @@ STEP_FAULTS = {
     2: "context_len must hold a sequence's queries and fit its block table",
     3: "a block table names a block outside the cache",
     4: "a slot lies outside the cache",
+    5: "a detour leads outside its block table, is too short, or is that of several queries",
 }
 
 
@@ -47,7 +48,7 @@ class StepNumber(int):
 
 
 # Places in the words of a step. Those of cache group g begin at GROUP_WORDS + 4 * g: slots, table, stride, width.
-ZERO, RESULTS, IDS, POSITIONS, QUERY_START, CONTEXT_LEN, SEQS, GROUP_WORDS = range(8)
+ZERO, RESULTS, IDS, POSITIONS, QUERY_START, CONTEXT_LEN, SEQS, DETOURS, DETOUR_STRIDE, GROUP_WORDS = range(10)
 
 
 @dataclass(slots=True)
@@ -65,6 +66,8 @@ class Step:
     tables: list[int]
     strides: list[int]
     widths: list[int]
+    detours: int | None = None
+    detour_stride: int = 0
     checked: set[tuple[int, ...]] = field(default_factory=set)
     rope: Tensor | None = None
     rope_ptr: int | None = None
@@ -73,7 +76,8 @@ class Step:
     def words(self, results: int, ids: int) -> list[int]:
         """Everything that a recorded step reads and that changes from step to step, in the order of the places above.
         `results` is where intermediate results lie."""
-        words = [0, results, ids, self.positions, self.query_start, self.context_len, self.seqs]
+        words = [0, results, ids, self.positions, self.query_start, self.context_len, self.seqs,
+                 self.detours or 0, self.detour_stride]
         for group in zip(self.slots, self.tables, self.strides, self.widths, strict=True):
             words += group
         return words
@@ -81,6 +85,8 @@ class Step:
     def addresses(self, ids: int) -> dict[int, int]:
         """The place of each address among the words."""
         found = {ids: IDS, self.positions: POSITIONS, self.query_start: QUERY_START, self.context_len: CONTEXT_LEN}
+        if self.detours is not None:
+            found[self.detours] = DETOURS
         for group, (slots, table) in enumerate(zip(self.slots, self.tables, strict=True)):
             found |= {slots: GROUP_WORDS + 4 * group, table: GROUP_WORDS + 4 * group + 1}
         return found
@@ -161,10 +167,12 @@ def read_step(ctx: StepContext) -> Step:
         _check(slots, I64, (tokens,))
     for table in ctx.block_tables:
         _check(table, I32, (seqs, table.shape[-1]))
+    if ctx.detours is not None:
+        _check(ctx.detours, I32, (seqs, ctx.detours.shape[-1]))
     places = range(GROUP_WORDS, GROUP_WORDS + 4 * len(ctx.block_tables), 4)
     return Step(
         ctx=ctx,
-        tensors=(ctx.positions, ctx.query_start, ctx.context_len, ctx.slots, ctx.block_tables),
+        tensors=(ctx.positions, ctx.query_start, ctx.context_len, ctx.slots, ctx.block_tables, ctx.detours),
         tokens=tokens,
         seqs=StepNumber.at(SEQS, seqs),
         positions=ctx.positions.data_ptr(),
@@ -174,6 +182,8 @@ def read_step(ctx: StepContext) -> Step:
         tables=[table.data_ptr() for table in ctx.block_tables],
         strides=[StepNumber.at(at + 2, table.stride(0)) for at, table in zip(places, ctx.block_tables, strict=True)],
         widths=[StepNumber.at(at + 3, table.shape[1]) for at, table in zip(places, ctx.block_tables, strict=True)],
+        detours=None if ctx.detours is None else ctx.detours.data_ptr(),
+        detour_stride=StepNumber.at(DETOUR_STRIDE, 0 if ctx.detours is None else ctx.detours.stride(0)),
     )
 
 

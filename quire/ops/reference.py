@@ -162,7 +162,7 @@ class TorchOps(Ops):
                 continue
             queries = torch.arange(length - (hi - lo), length, device=qkv.device)
             first = 0 if window is None else max(0, length - (hi - lo) - window + 1)
-            k, v, start = _gather(layer, ctx.block_tables[group][s], first, length)
+            k, v, start = _gather(layer, ctx.block_tables[group][s], first, length, _detour(ctx, s))
             if not shape.is_even:
                 mine = [shape.kv_head(head) for head in range(shape.num_heads)]
                 k, v = k[mine], v[mine]
@@ -190,8 +190,9 @@ class TorchOps(Ops):
         starts, lengths = ctx.query_start.tolist(), ctx.context_len.tolist()
         for s, length in enumerate(lengths):
             lo, hi = starts[s], starts[s + 1]
-            blocks = ctx.block_tables[group][s, : -(-length // layer.block_size)].long()
-            kept = layer.latents[blocks].reshape(1, -1, shape.width)[:, :length]
+            places = _places(length, _detour(ctx, s))
+            blocks = ctx.block_tables[group][s, places // layer.block_size].long()
+            kept = layer.latents[blocks, 0, places % layer.block_size][None]
             queries = torch.arange(length - (hi - lo), length, device=q.device)
             visible = _visible(queries, torch.arange(length, device=q.device), None)
             out[lo:hi] = softmax_attention(heads[lo:hi], kept, kept[..., : shape.rank], visible, scale, None)
@@ -233,14 +234,25 @@ def _rotate(x: Tensor, table: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., rot:]), dim=-1)
 
 
-def _gather(layer: LayerCache, table: Tensor, first: int, length: int) -> tuple[Tensor, Tensor, int]:
+def _gather(layer: LayerCache, table: Tensor, first: int, length: int, detour: list[int]
+            ) -> tuple[Tensor, Tensor, int]:
     """Keys and values [Hkv, length - start, head_dim] from the block of key `first`; and that start."""
-    head = first // layer.block_size
-    start = head * layer.block_size
-    blocks = table[head : -(-length // layer.block_size)].long()
-    k = layer.k[blocks].permute(1, 0, 3, 2).flatten(1, 2)
-    v = layer.v[blocks].transpose(0, 1).flatten(1, 2)
-    return k[:, : length - start], v[:, : length - start], start
+    start = first // layer.block_size * layer.block_size
+    places = _places(length, detour)[start:]
+    block, offset = table[places // layer.block_size].long(), places % layer.block_size
+    return layer.k[block, :, :, offset].transpose(0, 1), layer.v[block, :, offset].transpose(0, 1), start
+
+
+def _places(length: int, detour: list[int]) -> Tensor:
+    """Where keys 0 .. length - 1 of a sequence lie, counted along its block table."""
+    places = torch.arange(length)
+    if detour and detour[0] < length:
+        places[detour[0] :] = torch.tensor(detour[1 : 1 + length - detour[0]])
+    return places
+
+
+def _detour(ctx: StepContext, s: int) -> list[int]:
+    return [] if ctx.detours is None else ctx.detours[s].tolist()
 
 
 def _visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:

@@ -169,6 +169,7 @@ class Rank:
                 self._over(step, error)
             else:
                 self._over(step, result)
+                decoder.prepare()
 
     def _launched(self, step: _StepUnderWay, future: Future[StepResult]) -> None:
         """On the thread that waits for the device."""

@@ -12,7 +12,7 @@ from quire.scheduler.plan import EntryResult, StepResult, TransferReport
 _HEAD = Struct("<qII")
 _ENTRY = Struct("<Bi")
 _REPORT = Struct("<qq?")
-_LOGS, _PROMPT_LOGS, _CANDIDATES, _ERROR = 1, 2, 4, 8
+_LOGS, _PROMPT_LOGS, _CANDIDATES, _ERROR, _TREE = 1, 2, 4, 8, 16
 
 
 def encode_result(result: StepResult) -> bytearray:
@@ -82,7 +82,8 @@ def _read_error(source: FieldReader) -> str | None:
 
 def _write_entry(out: FieldWriter, entry: EntryResult) -> None:
     has = (_LOGS * (entry.logprobs is not None) | _PROMPT_LOGS * (entry.prompt_logprobs is not None)
-           | _CANDIDATES * (entry.candidates is not None) | _ERROR * (entry.error is not None))
+           | _CANDIDATES * (entry.candidates is not None) | _ERROR * (entry.error is not None)
+           | _TREE * bool(entry.parents))
     out.data += _ENTRY.pack(has, entry.num_drafts)
     out.numbers("i", entry.tokens)
     for found in (entry.logprobs, entry.prompt_logprobs):
@@ -95,6 +96,8 @@ def _write_entry(out: FieldWriter, entry: EntryResult) -> None:
         out.numbers("d", [logprob for _, logprob in entry.candidates])
     if entry.error is not None:
         out.text(entry.error)
+    if entry.parents:
+        out.numbers("i", entry.parents)
 
 
 def _read_entry(source: FieldReader) -> EntryResult:
@@ -109,6 +112,8 @@ def _read_entry(source: FieldReader) -> EntryResult:
         entry.candidates = list(zip(tokens, source.floats(), strict=True))
     if has & _ERROR:
         entry.error = source.text()
+    if has & _TREE:
+        entry.parents = tuple(source.numbers("i"))
     return entry
 
 

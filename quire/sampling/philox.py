@@ -74,8 +74,8 @@ def philox4x32_tensors(
     return c0, c1, c2, c3
 
 
-def uniforms(seed: Tensor, seq_index: Tensor, position: Tensor, purpose: int = Purpose.SAMPLE) -> Tensor:
+def uniforms(seed: Tensor, seq_index: Tensor, position: Tensor, purpose: int | Tensor = Purpose.SAMPLE) -> Tensor:
     """`uniform` for each entry of int64 tensors (seeds as `signed_seed`); float64 on their device."""
-    counter = (position & _MASK, seq_index & _MASK, (position & 0) + int(purpose), position & 0)
+    counter = (position & _MASK, seq_index & _MASK, (position & 0) + purpose, position & 0)
     high, low, _, _ = philox4x32_tensors(counter, (seed & _MASK, (seed >> 32) & _MASK))
     return (((high >> 5) << 26) | (low >> 6)).double() * 2.0**-53

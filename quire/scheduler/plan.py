@@ -91,7 +91,12 @@ class TransferReport:
 
 @dataclass(slots=True)
 class PlanEntry:
-    """Compute `num_tokens` more tokens of the sequence in `row`, the first of them at position `start`."""
+    """Compute `num_tokens` more tokens of the sequence in `row`, the first of them at position `start`.
+
+    One that computes one token and draws (`decodes`) may have masks, and nothing else of what follows `sample`: drafts
+    are among the tokens computed, whoever shares computes none, given tokens are of beams, which draw nothing, and
+    prompt log-probabilities are of tokens before the last. Plans cross to ranks on that understanding.
+    """
 
     row: int
     start: int
@@ -113,10 +118,23 @@ class PlanEntry:
     masks: bytes = b""
     """Which tokens may be drawn, one bit for each of the vocabulary in words of 32, and the same again after each
     draft; empty: all of them."""
+    parents: tuple[int, ...] = ()
+    """Of each draft, where they are a tree: the draft that it follows, -1: the text. A draft's place among `num_tokens`
+    is its number, its position that of its parent and one. Empty: each follows the one before it."""
 
     @property
     def num_drafts(self) -> int:
         return len(self.drafts) or self.device_drafts
+
+    @property
+    def decodes(self) -> bool:
+        return self.num_tokens == 1 and self.sample
+
+    @property
+    def says_more(self) -> bool:
+        """More than a row, a range of tokens and whether to draw."""
+        return bool(self.drafts or self.given or self.masks or self.candidates or self.device_drafts
+                    or self.shares is not None or self.prompt_logprobs_from is not None)
 
     @property
     def drawn_at(self) -> int:
@@ -157,6 +175,8 @@ class EntryResult:
     error: str | None = None
     num_drafts: int = 0
     """Drafts that were judged: fewer than asked for where the worker had fewer to propose."""
+    parents: tuple[int, ...] = ()
+    """Of those, where they were a tree."""
 
 
 @dataclass(slots=True)

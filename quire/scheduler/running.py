@@ -97,7 +97,8 @@ class RunningPlanner:
             self._endings.quarantine(seq, error)
             return True
         in_worker = 0 if drafts.tokens else drafts.count
-        draft.add(seq, PlanEntry(seq.row, start, tokens, True, drafts.tokens, device_drafts=in_worker))
+        draft.add(seq, PlanEntry(seq.row, start, tokens, True, drafts.tokens, device_drafts=in_worker,
+                                 parents=drafts.parents))
         return True
 
     def plan(self, draft: Draft, seq: Sequence, tokens: int) -> None:

@@ -35,6 +35,8 @@ class Odds:
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Least evidence of each class."""
 _EVIDENCE_PRIORS = (0.15, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92)
+_ALTERNATIVE = 0.2
+"""Of what the best alternative leaves, what the second is believed to have."""
 _CLASS_OF = [sum(step <= evidence for step in _STEPS) - 1 for evidence in range(_STEPS[-1] + 1)]
 
 
@@ -50,11 +52,13 @@ class EvidenceOdds:
     learns without a step being spent on it.
     """
 
-    __slots__ = ("_all", "_own")
+    __slots__ = ("_all", "_own", "_rank")
 
-    def __init__(self, engine: EvidenceOdds | None = None) -> None:
+    def __init__(self, engine: EvidenceOdds | None = None, rank: int = 0) -> None:
+        """`rank`: of the alternatives at one place these are the odds of the best (0), the second best (1), ..."""
         self._own = [Odds() for _ in _STEPS]
         self._all = engine
+        self._rank = rank
 
     def add(self, evidence: int, hit: bool) -> None:
         self._own[evidence_class(evidence)].add(hit)
@@ -65,8 +69,12 @@ class EvidenceOdds:
         return self._estimate(evidence_class(evidence))
 
     def _estimate(self, place: int) -> float:
-        prior = _EVIDENCE_PRIORS[place] if self._all is None else self._all._estimate(place)
+        prior = self._prior(place) if self._all is None else self._all._estimate(place)
         return self._own[place].estimate(prior)
+
+    def _prior(self, place: int) -> float:
+        best = _EVIDENCE_PRIORS[place]
+        return best if not self._rank else _ALTERNATIVE * (1.0 - best) / self._rank
 
     def chain(self, evidence: int, count: int) -> list[float]:
         """Probabilities that the first 1, 2, … `count` drafts are all accepted."""

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 from quire.speculation.ngram import NgramSource
 from quire.speculation.options import DRAFT_MODEL, EAGLE, NGRAM, SUFFIX, SpeculationOptions
 from quire.speculation.speculator import DeviceSpeculator, LookupSpeculator, Speculator
 from quire.speculation.suffix import SuffixSource
 
+log = logging.getLogger("quire.speculation")
+
 
 def build_speculator(options: SpeculationOptions | None, draft_rows: int = 0) -> Speculator | None:
     """`draft_rows`: most drafts in one step of a GPU (0: a CPU, where the step's budget is the limit)."""
+    if options is not None and options.tree is not None and draft_rows:
+        log.warning("draft trees do not run on a GPU yet: speculative_config tree is left out, and chains are drafted")
+        options = replace(options, tree=None)
     speculator = None if options is None else _speculator(options)
     if speculator is not None and draft_rows:
         speculator.most_in_step = draft_rows
@@ -17,9 +25,12 @@ def build_speculator(options: SpeculationOptions | None, draft_rows: int = 0) ->
 
 
 def _speculator(options: SpeculationOptions) -> Speculator:
-    most, adaptive = options.num_speculative_tokens, options.adaptive
+    most, adaptive, tree = options.num_speculative_tokens, options.adaptive, options.tree
+    if tree is not None:
+        most = tree.depth
     if options.method == NGRAM:
-        return LookupSpeculator(NgramSource(options.prompt_lookup_min), most, adaptive)
+        return LookupSpeculator(NgramSource(options.prompt_lookup_min), most, adaptive, tree=tree)
     if options.method == SUFFIX:
-        return LookupSpeculator(SuffixSource(options.prompt_lookup_min, options.max_cached_tokens), most, adaptive)
+        source = SuffixSource(options.prompt_lookup_min, options.max_cached_tokens)
+        return LookupSpeculator(source, most, adaptive, tree=tree)
     return DeviceSpeculator(most, adaptive, own_kv=options.method in (DRAFT_MODEL, EAGLE))

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 _NONE = -(2**31)
 """No token."""
 _COPIED_PER_TOKEN = 64
 """Transitions whose copying costs about as much as adding a token."""
+_LOOKED_AT = 16
+"""Transitions of a state that are looked at for the latest ones."""
 
 
 class SuffixAutomaton:
@@ -125,6 +128,38 @@ class SuffixAutomaton:
             return 0, 0
         state = self._link[self._last]
         return self._length[state], self._latest[state]
+
+    @property
+    def own_state(self) -> tuple[int, int]:
+        """State and length of the longest suffix of the text that also occurs earlier."""
+        state = self._link[self._last] if self._last else 0
+        return state, self._length[state]
+
+    # ---- what follows a state
+
+    def followers(self, state: int, length: int, least: int, most: int) -> list[tuple[int, int]]:
+        """Up to `most` different tokens that followed a state's strings, the latest first, and after those what
+        followed their suffixes of `least` tokens and more; each with the length of the string that it followed."""
+        found: dict[int, int] = {}
+        while state > 0 and length >= least:
+            for token in self._recent(state):
+                if token >= 0 and found.setdefault(token, length) == length and len(found) == most:
+                    return list(found.items())
+            state = self._link[state]
+            length = self._length[state]
+        return list(found.items())
+
+    def _recent(self, state: int) -> list[int]:
+        """Tokens that followed a state's strings, the latest first, as far as is known; of many only some."""
+        if self._token[state] == _NONE:
+            return []
+        more = self._more.get(state)
+        if more is None:
+            return [self._token[state]]
+        tokens = [self._token[state], *islice(reversed(more), _LOOKED_AT)]
+        place = self._latest[state]
+        latest = self.text[place] if place < len(self.text) else _NONE
+        return sorted(tokens, key=lambda token: (token != latest, -self._latest[self._target(state, token)]))
 
     # ---- another text
 

@@ -11,6 +11,8 @@ class Drafts:
 
     count: int
     tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    """Of a tree (`quire.speculation.tree`)."""
 
 
 @dataclass(slots=True)

@@ -40,6 +40,21 @@ class NgramProposer(Proposer):
             return Proposal(())
         return Proposal(self._seen.continuation(place, most, repeat=True), length)
 
+    def cursor(self) -> tuple[int, int] | None:
+        return None if self._noted else self._seen.own_state
+
+    def followers(self, cursor: object, most: int) -> list[tuple[int, int]]:
+        state, length = _as_state(cursor)
+        return self._seen.followers(state, length, self._least, most)
+
+    def follow(self, cursor: object, token: int) -> tuple[int, int]:
+        return self._seen.step(*_as_state(cursor), token)
+
+
+def _as_state(cursor: object) -> tuple[int, int]:
+    assert isinstance(cursor, tuple)
+    return cursor
+
 
 class NgramSource(ProposerSource):
     def __init__(self, least_match: int) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.speculation.tree import TreeShape
 
 NGRAM, SUFFIX, DRAFT_MODEL, SKIP_LAYERS, EAGLE = "ngram", "suffix", "draft_model", "skip_layers", "eagle"
 COUPLED, REJECTION = "coupled", "rejection"
@@ -17,6 +18,9 @@ _CHOICES = {
     "load_format": ("auto", "gguf", "safetensors", "dummy"),
 }
 _FIELD = "speculative_config"
+_TREE_WIDTH = 4
+_MOST_NODES = 64
+"""Most drafts of one sequence in one step."""
 
 
 def _only(*methods: str) -> dict[str, Any]:
@@ -41,6 +45,9 @@ class SpeculationOptions:
     model: str | None = field(default=None, metadata=_only(DRAFT_MODEL, EAGLE))
     """The draft model: alias, path or hub id; the EAGLE head: path or hub id."""
     load_format: str = field(default="auto", metadata=_only(DRAFT_MODEL))
+    tree: TreeShape | None = field(default=None, metadata=_only(NGRAM, SUFFIX))
+    """Several alternatives at a place: at most `width` children of a node, `depth` drafts one after the other, `nodes`
+    in all. By default a width of 4, a depth of num_speculative_tokens, and twice as many nodes."""
     skipped_layers: tuple[int, ...] | None = field(default=None, metadata=_only(SKIP_LAYERS))
     """Layers of the target that its draft leaves out; by default every second of the middle ones."""
 
@@ -48,6 +55,11 @@ class SpeculationOptions:
     def on_device(self) -> bool:
         """The worker makes the drafts, with a model."""
         return self.method in (DRAFT_MODEL, SKIP_LAYERS, EAGLE)
+
+    @property
+    def most_drafts(self) -> int:
+        """Of one sequence in one step."""
+        return self.num_speculative_tokens if self.tree is None else self.tree.nodes
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> SpeculationOptions:
@@ -64,8 +76,11 @@ class SpeculationOptions:
         values = dict(given)
         if isinstance(values.get("skipped_layers"), list):
             values["skipped_layers"] = tuple(values["skipped_layers"])
+        shape = values.pop("tree", None)
         options = cls(**values)
         options._check()
+        if shape is not None:
+            options = replace(options, tree=_tree_shape(shape, options))
         for f in fields(cls):
             methods = f.metadata.get("methods")
             if methods and f.name in given and options.method not in methods:
@@ -76,7 +91,7 @@ class SpeculationOptions:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise _refused(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
-        _integer("num_speculative_tokens", self.num_speculative_tokens, 1, 64)
+        _integer("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_NODES)
         _integer("prompt_lookup_min", self.prompt_lookup_min, 1, 1 << 16)
         _integer("max_cached_tokens", self.max_cached_tokens, 2, 1 << 24)
         if not isinstance(self.adaptive, bool):
@@ -98,6 +113,19 @@ def refuse_with_eagle(asked: Mapping[str, bool]) -> None:
         if value:
             raise ConfigError(f"{name} does not go with speculative_config method 'eagle' yet: leave {name} out, or "
                               "use another method", field=name)
+
+
+def _tree_shape(given: Any, options: SpeculationOptions) -> TreeShape:
+    known = [f.name for f in fields(TreeShape)]
+    if not isinstance(given, Mapping) or not set(given) <= set(known):
+        raise _refused(f"tree must be a mapping with some of {', '.join(known)}, such as {{'width': 4}}, not "
+                       f"{given!r:.80}")
+    deep = given.get("depth", options.num_speculative_tokens)
+    _integer("tree depth", deep, 1, _MOST_NODES)
+    shape = TreeShape(given.get("width", _TREE_WIDTH), deep, given.get("nodes", min(2 * deep, _MOST_NODES)))
+    _integer("tree width", shape.width, 2, 16)
+    _integer("tree nodes", shape.nodes, deep, _MOST_NODES)
+    return shape
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> None:

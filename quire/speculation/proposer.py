@@ -27,7 +27,7 @@ class Proposer(ABC):
     """Proposes for one sequence, whose tokens it is shown in order. It sees no other sequence's unless `share`d.
 
     A proposer that needs a model runs in the worker instead: the plan asks for a number of drafts, and its
-    tokens never leave the device. Trees fit in by letting a proposal carry the parent of each of its tokens.
+    tokens never leave the device. Trees grow from `cursor`, `followers` and `follow` (`quire.speculation.growing`).
     """
 
     @abstractmethod
@@ -37,6 +37,18 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, most: int) -> Proposal:
         """Up to `most` tokens that may follow all that it was shown."""
+
+    def cursor(self) -> object | None:
+        """Where a tree begins: the end of all that it was shown. None: it offers no trees, or none now."""
+        return None
+
+    def followers(self, cursor: object, most: int) -> list[tuple[int, int]]:
+        """Up to `most` different tokens that may come next, each with its evidence, best first."""
+        return []
+
+    def follow(self, cursor: object, token: int) -> object:
+        """Where it is after one more token."""
+        return cursor
 
     def catch_up(self, most: int) -> int:
         """Work through noted tokens until that has cost as much as `most` ordinary ones; what it cost."""

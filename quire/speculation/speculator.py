@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 from quire.speculation.acceptance import EvidenceOdds, PositionOdds
 from quire.speculation.choice import DraftChoice, Drafts
 from quire.speculation.costs import StepCosts
+from quire.speculation.growing import Grown, grow, in_order
 from quire.speculation.proposer import Proposal, Proposer, ProposerSource
 from quire.speculation.stats import SpeculationStats
+from quire.speculation.tree import TreeShape, depths
 
 if TYPE_CHECKING:
     from quire.scheduler.draft import Planned
@@ -30,6 +32,8 @@ _LEAST_GAIN = 1.03
 """Times the tokens per second without drafts that are expected before any are taken: beliefs are not exact."""
 _LEAST_MODEL_GAIN = 1.08
 """The same for drafts of a model, whose share of a step's time nobody sees apart from the rest."""
+_LEAST_CHANCE = 0.02
+"""Of a draft in a tree that is worth a thought."""
 _WAIT_CHANCE = 0.5
 """Where steps overlap, a sequence waits for its last token only if its next draft is at least so likely."""
 _REMIND = 40
@@ -68,6 +72,9 @@ class Speculator(ABC):
 
     def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
         self.most = most
+        """Drafts one after the other."""
+        self.tree: TreeShape | None = None
+        """Alternatives are offered too; its depth is `most`."""
         self.adaptive = adaptive
         self.most_in_step: int | None = None
         """Most drafts of all sequences together; None: what the step has room for."""
@@ -77,6 +84,11 @@ class Speculator(ABC):
         self._in_flight: deque[tuple[Load | None, float]] = deque()
         """Each step under way (None: not of decoding alone), and when it began."""
         self._last_done = float("-inf")
+
+    @property
+    def most_drafts(self) -> int:
+        """Of one sequence in one step."""
+        return self.most if self.tree is None else self.tree.nodes
 
     # ---- before a step
 
@@ -101,6 +113,15 @@ class Speculator(ABC):
     def _longest(self, seq: Sequence) -> int:
         """Drafts that can still matter: with the token after them they reach the sequence's end."""
         return min(self.most, seq.request.max_len - len(seq.tokens) - 1)
+
+    def _largest(self, seq: Sequence) -> TreeShape | None:
+        """The tree that a sequence may have: its nodes lie where the next tokens will. A grammar's masks are made along
+        one branch, so under a grammar there are chains only."""
+        longest = self._longest(seq)
+        if self.tree is None or longest < 1 or seq.request.start_grammar is not None:
+            return None
+        room = seq.request.max_len - len(seq.tokens) - 1
+        return TreeShape(self.tree.width, longest, min(self.tree.nodes, room))
 
     @abstractmethod
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]: ...
@@ -145,12 +166,12 @@ class Speculator(ABC):
         Drafts after the end count as judged, since they were; as tokens they do not, and nobody learns their text.
         """
         if entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + entry.num_drafts:
-            self.stats.count(result.num_drafts, accepted, len(result.tokens))
+            self.stats.count(offered_by_depth(result), accepted, len(result.tokens))
             counts = seq.request.counts
             counts.decode_steps += 1
             counts.draft_tokens += result.num_drafts
             counts.accepted_tokens += accepted
-        self._learn(seq, result.num_drafts, accepted, result.tokens)
+        self._learn(seq, len(offered_by_depth(result)), accepted, result.tokens)
 
     @abstractmethod
     def _learn(self, seq: Sequence, num_drafts: int, accepted: int, tokens: list[int]) -> None: ...
@@ -159,22 +180,37 @@ class Speculator(ABC):
         """The sequence has ended."""
 
 
+def offered_by_depth(result: EntryResult) -> list[int]:
+    """Drafts that were judged at each place after the text; in a tree several may be at one."""
+    if not result.parents:
+        return [1] * result.num_drafts
+    found = [0] * max(depths(result.parents))
+    for depth in depths(result.parents):
+        found[depth - 1] += 1
+    return found
+
+
 @dataclass(slots=True)
 class _Followed:
     """What is known of one sequence."""
 
     proposer: Proposer
-    odds: EvidenceOdds
+    odds: list[EvidenceOdds]
+    """Of the best alternative at a place, the second best, ...: one where no trees are offered."""
+
+    def chance(self, evidence: int, rank: int) -> float:
+        return self.odds[rank].estimate(evidence)
 
 
 class LookupSpeculator(Speculator):
     """Drafts from a `ProposerSource`, which looks them up here on the host."""
 
     def __init__(self, source: ProposerSource, most: int, adaptive: bool = True,
-                 clock: Callable[[], float] = time.perf_counter) -> None:
+                 clock: Callable[[], float] = time.perf_counter, tree: TreeShape | None = None) -> None:
         super().__init__(most, adaptive, clock)
+        self.tree = tree
         self._source = source
-        self._odds = EvidenceOdds()
+        self._odds = [EvidenceOdds(rank=rank) for rank in range(1 if tree is None else tree.width)]
         self._followed: dict[Sequence, _Followed] = {}
         self._reading: dict[Sequence, Proposer] = {}
         """Proposers that may not have worked through all the tokens they were shown."""
@@ -184,7 +220,7 @@ class LookupSpeculator(Speculator):
         if found is None:
             domain = (seq.request.tenant, seq.request.cache_key)
             proposer = self._source.open(seq.tokens, seq.num_prompt_tokens, domain)
-            found = self._followed[seq] = _Followed(proposer, EvidenceOdds(self._odds))
+            found = self._followed[seq] = _Followed(proposer, [EvidenceOdds(engine) for engine in self._odds])
             self._reading[seq] = proposer
         return found
 
@@ -205,23 +241,33 @@ class LookupSpeculator(Speculator):
             self._source.catch_up(left)
 
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
-        proposals: dict[int, Proposal] = {}
+        proposals: dict[int, Grown] = {}
         chances: list[tuple[float, int]] = []
         for seq in sequences:
-            followed = self._follow(seq)
-            longest = self._longest(seq)
-            proposal = followed.proposer.propose(longest) if longest > 0 else None
-            if proposal is not None and proposal.tokens:
-                proposals[seq.row] = proposal
-                chances.extend(
-                    (chance, seq.row) for chance in followed.odds.chain(proposal.evidence, len(proposal.tokens)))
+            grown = self._grown(seq)
+            if grown.tokens:
+                proposals[seq.row] = grown
+                chances.extend((chance, seq.row) for chance in grown.chances)
         # Chances fall along a draft and the sort is stable, so what is taken of one is a beginning of it.
         chances.sort(key=lambda pair: -pair[0])
         taken = self._best(chances[:room], num_decoding) if self.adaptive else min(room, len(chances))
         counts: dict[int, int] = {}
         for _, row in chances[:taken]:
             counts[row] = counts.get(row, 0) + 1
-        return {row: Drafts(count, proposals[row].tokens[:count]) for row, count in counts.items()}
+        found = {}
+        for row, count in counts.items():
+            tokens, parents = proposals[row].tokens[:count], proposals[row].parents[:count]
+            found[row] = Drafts(count, *(in_order(tokens, parents) if parents else (tokens,)))
+        return found
+
+    def _grown(self, seq: Sequence) -> Grown:
+        """A tree for a sequence, or a chain; likeliest drafts first."""
+        followed, shape = self._follow(seq), self._largest(seq)
+        if shape is not None:
+            return grow(followed.proposer, followed.chance, shape, _LEAST_CHANCE if self.adaptive else 0.0)
+        longest = self._longest(seq)
+        proposal = followed.proposer.propose(longest) if longest > 0 else Proposal(())
+        return Grown(proposal.tokens, (), tuple(followed.odds[0].chain(proposal.evidence, len(proposal.tokens))))
 
     def _best(self, chances: list[tuple[float, int]], num_decoding: int) -> int:
         """How many of the drafts, best first, give the most tokens per second."""
@@ -241,7 +287,7 @@ class LookupSpeculator(Speculator):
             return True
         followed = self._follow(seq)
         proposal = followed.proposer.propose(1)
-        return bool(proposal.tokens) and followed.odds.estimate(proposal.evidence) >= _WAIT_CHANCE
+        return bool(proposal.tokens) and followed.odds[0].estimate(proposal.evidence) >= _WAIT_CHANCE
 
     def _learn(self, seq: Sequence, num_drafts: int, accepted: int, tokens: list[int]) -> None:
         """Every token shows what a lookup before it would have been worth, whether it was used or not."""
@@ -249,9 +295,15 @@ class LookupSpeculator(Speculator):
         if followed is None:
             return
         for token in tokens:
-            guess = followed.proposer.propose(1)
-            if guess.tokens:
-                followed.odds.add(guess.evidence, guess.tokens[0] == token)
+            if self.tree is None:
+                guess = followed.proposer.propose(1)
+                if guess.tokens:
+                    followed.odds[0].add(guess.evidence, guess.tokens[0] == token)
+            else:
+                cursor = followed.proposer.cursor()
+                guesses = [] if cursor is None else followed.proposer.followers(cursor, self.tree.width)
+                for odds, (guessed, evidence) in zip(followed.odds, guesses, strict=False):
+                    odds.add(evidence, guessed == token)
             followed.proposer.extend((token,))
 
     def forget(self, seq: Sequence) -> None:

@@ -17,17 +17,18 @@ class SpeculationStats:
     """By place in the draft: how many were computed there."""
     accepted: list[int] = field(default_factory=list)
 
-    def count(self, num_drafts: int, num_accepted: int, num_tokens: int) -> None:
+    def count(self, offered: list[int], num_accepted: int, num_tokens: int) -> None:
+        """`offered`: drafts at each place."""
         self.decode_steps += 1
         self.decode_tokens += num_tokens
-        if not num_drafts:
+        if not offered:
             return
         self.verifications += 1
-        while len(self.offered) < num_drafts:
+        while len(self.offered) < len(offered):
             self.offered.append(0)
             self.accepted.append(0)
-        for place in range(num_drafts):
-            self.offered[place] += 1
+        for place, count in enumerate(offered):
+            self.offered[place] += count
             self.accepted[place] += place < num_accepted
 
     def flat(self) -> dict[str, int | float]:

@@ -116,6 +116,26 @@ class SuffixProposer(Proposer):
                     best = Proposal(found, length)
         return best
 
+    def cursor(self) -> tuple[tuple[int, int] | None, ...]:
+        self._follow(())
+        return self._own.cursor(), *self._places
+
+    def followers(self, cursor: object, most: int) -> list[tuple[int, int]]:
+        assert isinstance(cursor, tuple)
+        own, *places = cursor
+        found = {} if own is None else dict(self._own.followers(own, most))
+        for generation, (state, length) in zip(self._outputs.generations, places, strict=True):
+            for token, evidence in generation.followers(state, length, self._least, most):
+                found[token] = max(evidence, found.get(token, 0))
+        return sorted(found.items(), key=lambda pair: -pair[1])[:most]
+
+    def follow(self, cursor: object, token: int) -> tuple[tuple[int, int] | None, ...]:
+        assert isinstance(cursor, tuple)
+        own, *places = cursor
+        return (None if own is None else self._own.follow(own, token),
+                *(generation.step(state, length, token)
+                  for generation, (state, length) in zip(self._outputs.generations, places, strict=True)))
+
     def finish(self) -> None:
         self._outputs.add(self._tail)
 

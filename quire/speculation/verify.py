@@ -19,16 +19,20 @@ from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.philox import Purpose, uniforms
 from quire.sampling.sampler import draw_weights
 from quire.sampling.sending import send
+from quire.speculation.tree import Parents, parent_of
 
 _AT_ONCE = 16
 """Sequences judged together: their weights are a vocabulary wide at every place."""
+_PURPOSES = 256
+"""Numbers of purposes that one sibling has for itself."""
 
 
-def rows_along(row: SamplingRow, drafts: Sequence[int], masks: bytes = b"") -> list[SamplingRow]:
-    """What sampling knows before each draft, and after the last; `masks` are a grammar's for all of these."""
+def rows_along(row: SamplingRow, drafts: Sequence[int], masks: bytes = b"", parents: Parents = ()
+               ) -> list[SamplingRow]:
+    """What sampling knows before the drafts, and after each of them; `masks` are a grammar's for all of these."""
     rows = [row]
-    for draft in drafts:
-        rows.append(rows[-1].ahead((draft,)))
+    for node, draft in enumerate(drafts):
+        rows.append(rows[1 + parent_of(parents, node)].ahead((draft,)))
     size = len(masks) // len(rows)
     for place, each in enumerate(rows):
         each.mask = masks[place * size : (place + 1) * size]
@@ -49,9 +53,9 @@ class NoiseKeys:
         columns = send(numbers, torch.int64, torch.device(device))
         return cls(columns[:, 0], columns[:, 1], columns[:, 2])
 
-    def noise(self, purpose: Purpose, ahead: int | Tensor = 0) -> Tensor:
-        """Numbers in [0, 1) for one purpose, `ahead` places further."""
-        return uniforms(self.seed, self.seq_index, self.position + ahead, purpose)
+    def noise(self, purpose: Purpose, ahead: int | Tensor = 0, sibling: int | Tensor = 0) -> Tensor:
+        """Numbers in [0, 1) for one purpose, `ahead` places further; those of siblings at one place are others."""
+        return uniforms(self.seed, self.seq_index, self.position + ahead, int(purpose) + _PURPOSES * sibling)
 
 
 def judge_by_rejection(drafts: Tensor, target: Tensor, proposal: Tensor | None, keys: NoiseKeys
@@ -65,13 +69,13 @@ def judge_by_rejection(drafts: Tensor, target: Tensor, proposal: Tensor | None, 
     kept = torch.zeros_like(num_drafts)
     for place in range(drafts.shape[1]):
         draft = drafts[:, place : place + 1].clamp(min=0)
-        p = _share(target[:, place]).gather(1, draft).squeeze(1)
-        q = 1.0 if proposal is None else _share(proposal[:, place]).gather(1, draft).squeeze(1)
+        p = share(target[:, place]).gather(1, draft).squeeze(1)
+        q = 1.0 if proposal is None else share(proposal[:, place]).gather(1, draft).squeeze(1)
         keeps = keys.noise(Purpose.ACCEPT, place) * q < p
         kept += keeps & (kept == place) & (place < num_drafts)
     rows = torch.arange(len(drafts), device=drafts.device)
     refused = kept < num_drafts
-    left = p_at = _share(target[rows, kept])
+    left = p_at = share(target[rows, kept])
     # On a CPU a look is cheaper than the sums; a GPU would have to be waited for.
     if drafts.device.type != "cpu" or bool(refused.any()):
         at = kept.clamp(max=drafts.shape[1] - 1)
@@ -91,6 +95,8 @@ class RejectionDraw:
     rows: Sequence[SamplingRow]
     proposal: Tensor | None
     """Weights [drafts, V] that the drafts were drawn with; None: each was certain."""
+    parents: Parents = ()
+    """Of the drafts of a tree."""
 
 
 def put_in_place(drawn: list[int], logits: Tensor, draws: Sequence[RejectionDraw]) -> dict[int, int]:
@@ -119,11 +125,11 @@ def put_in_place(drawn: list[int], logits: Tensor, draws: Sequence[RejectionDraw
 def _proposed(drafts: Tensor, proposal: Tensor | None, rows: Tensor, at: Tensor, like: Tensor) -> Tensor:
     """q at one place of each row."""
     if proposal is not None:
-        return _share(proposal[rows, at])
+        return share(proposal[rows, at])
     return torch.zeros_like(like).scatter_(1, drafts[rows, at].clamp(min=0)[:, None], 1.0)
 
 
-def _share(weights: Tensor) -> Tensor:
+def share(weights: Tensor) -> Tensor:
     """As probabilities; where nothing can be drawn, as the row's status will say, all are 0."""
     weights = weights.double()
     return weights / weights.sum(-1, keepdim=True).clamp(min=1.0)

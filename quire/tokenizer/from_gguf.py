@@ -198,7 +198,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         if len(piece) < 2 or types[index] in skipped:
             continue
         cuts = range(1, len(piece))
-        pairs = [(piece[:cut], piece[cut:]) for cut in cuts if piece[:cut] in ids and piece[cut:] in ids]
+        pairs = [(left, right) for cut in cuts if (left := piece[:cut]) in ids and (right := piece[cut:]) in ids]
         if len(pairs) > 1:
             pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
         merges += pairs

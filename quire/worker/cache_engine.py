@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from torch import Tensor
+
 from quire.kernels.types import LayerCache
 from quire.models.decoder import Decoder
 from quire.models.heads.head import DraftHead
 from quire.ops.interface import Ops
 from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import BlockCopy, StepPlan, TransferReport
+from quire.worker.request_table import RequestTable
 from quire.worker.transfer import HostTransfer, KVTransfer
 
 
@@ -69,6 +73,18 @@ class CacheEngine:
         for index, group in enumerate(self._group_of_layer):
             if group in by_group:
                 self._ops.copy_blocks(self._stored[index], *by_group[group])
+
+    def move_tokens(self, table: RequestTable, moves: Sequence[tuple[int, int, int]]) -> None:
+        """(row, from, to): the KV of a token, to another place of its row; also hidden states of the target, where a
+        draft head keeps them. A draft model's own KV stays: it has none of what was drafted by others."""
+        rows, sources, targets = np.array(moves, np.int64).T
+        slots: dict[int, tuple[Tensor, Tensor]] = {}
+        for layer, group in zip(self._stored, self._group_of_layer, strict=True):
+            if layer.spec.kind != "feature" and any(layer is own for own in self.draft_layers):
+                continue
+            if group not in slots:
+                slots[group] = table.slots(group, rows, sources), table.slots(group, rows, targets)
+            self._ops.copy_slots(layer, *slots[group])
 
     def start_transfers(self, plan: StepPlan) -> None:
         """Once the copies of the plan are made, or launched. Whatever cannot be started reports that it failed."""

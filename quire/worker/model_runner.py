@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -20,9 +21,10 @@ from quire.sampling.sampler import sample
 from quire.sampling.token_logprobs import LogprobRecord
 from quire.scheduler.plan import EntryResult, PlanEntry
 from quire.speculation.verify import RejectionDraw, put_in_place, rows_along
+from quire.speculation.verify_tree import put_trees_in_place
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.drafter import Proposer
-from quire.worker.outcomes import along_drafts, drawn_result, take_candidates
+from quire.worker.outcomes import along_drafts, drawn_result, kept_moves, take_candidates
 from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
@@ -67,7 +69,8 @@ class ModelRunner:
         hidden = self._forward(ids, ctx)
         if not self._passes.place.is_last:
             return []
-        row_ends = dict(zip((entry.row for entry in computing), ctx.query_start.tolist()[1:], strict=True))
+        row_ends = dict(zip((entry.row for entry in computing), accumulate(entry.num_tokens for entry in computing),
+                            strict=True))
         ends = [row_ends[entry.row if entry.shares is None else entry.shares] for entry in entries]
         results = [EntryResult() for _ in entries]
         failure: Exception | None = None
@@ -96,10 +99,16 @@ class ModelRunner:
         return hidden
 
     def _agree(self, entries: Sequence[PlanEntry], results: list[EntryResult], failure: Exception | None) -> None:
-        """The rows take over the tokens that were drawn, on every tensor rank of this stage."""
+        """The rows take over the tokens that were drawn, on every tensor rank of this stage. The KV of a tree's kept
+        branch goes where it belongs, before anybody can read it there."""
         mine = [result.tokens for result in results] if self._passes.place.is_sampler else None
+        kept: list[tuple[int, int, int]] = []
         for entry, tokens in zip(entries, self._passes.tell_group(mine, failure), strict=True):
             self.learn(entry.row, entry.drawn_at, tokens)
+            if entry.parents:
+                kept += kept_moves(entry, tokens)
+        if kept:
+            self._cache.move_tokens(self._table, kept)
 
     def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
         """These tokens were drawn for a row, the first of them for `position`. A row that is empty is left alone."""
@@ -133,15 +142,19 @@ class ModelRunner:
         firsts: list[int] = []
         for i in drawing:
             firsts.append(len(rows))
-            rows += rows_along(self._table.sampling(entries[i].row), entries[i].drafts, entries[i].masks)
+            rows += rows_along(self._table.sampling(entries[i].row), entries[i].drafts, entries[i].masks,
+                               entries[i].parents)
         batch = SamplingBatch.build(rows, logits.shape[1])
         output = sample(logits, batch, self._sampling)
         drawn, status, logprobs = output.token_ids.tolist(), output.status.tolist(), output.logprobs
         judged: dict[int, int] = {}
         if self._rejection:
             draws = [RejectionDraw(first, entries[i].drafts, rows[first : first + 1 + len(entries[i].drafts)],
-                                   guesses.get(i)) for i, first in zip(drawing, firsts, strict=True)]
-            judged = put_in_place(drawn, logits, [d for d in draws if d.drafts and not d.rows[0].params.greedy])
+                                   guesses.get(i), entries[i].parents)
+                     for i, first in zip(drawing, firsts, strict=True)]
+            draws = [draw for draw in draws if draw.drafts and not draw.rows[0].params.greedy]
+            judged = put_in_place(drawn, logits, [draw for draw in draws if not draw.parents])
+            judged |= put_trees_in_place(drawn, logits, [draw for draw in draws if draw.parents])
             if judged:
                 logprobs = batch_logprobs(logits, torch.tensor(drawn), batch, self._sampling)
         found: dict[int, LogprobRecord] = {}
@@ -152,11 +165,11 @@ class ModelRunner:
             places[place].logprobs = [one]
         for i, first in zip(drawing, firsts, strict=True):
             # What follows the first refused draft was not drawn by rejection.
-            count = 1 + judged.get(first, len(entries[i].drafts))
-            kept = along_drafts(entries[i].drafts, places[first : first + count])
+            drafts = entries[i].drafts
+            kept = along_drafts(drafts, places[first : first + 1 + len(drafts)], entries[i].parents, judged.get(first))
             # Into the result that is there already: it may have prompt log-probabilities.
             results[i].tokens, results[i].logprobs, results[i].error = kept.tokens, kept.logprobs, kept.error
-            results[i].num_drafts = kept.num_drafts
+            results[i].num_drafts, results[i].parents = kept.num_drafts, kept.parents
 
     def _rank_candidates(self, entries: Sequence[PlanEntry], part: list[int], results: list[EntryResult],
                          logits: Tensor) -> None:

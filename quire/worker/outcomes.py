@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from quire.sampling.logprobs import Candidates
 from quire.sampling.sampler import FAILURES, NOT_FINITE, OK
-from quire.scheduler.plan import EntryResult
+from quire.scheduler.plan import EntryResult, PlanEntry
+from quire.speculation.tree import ROOT, Parents, child_with, path_along
 
 
 def drawn_result(token: int, status: int) -> EntryResult:
@@ -14,21 +15,34 @@ def drawn_result(token: int, status: int) -> EntryResult:
     return EntryResult(tokens=[token]) if status == OK else EntryResult(error=FAILURES[status])
 
 
-def along_drafts(drafts: Sequence[int], places: Sequence[EntryResult]) -> EntryResult:
-    """The result of an entry whose drafts were judged, from the draws before, between and after them: drafts are kept
-    as long as they are what was drawn at their places; then comes what was drawn there.
+def along_drafts(drafts: Sequence[int], places: Sequence[EntryResult], parents: Parents = (),
+                 most: int | None = None) -> EntryResult:
+    """The result of an entry whose drafts were judged, from the draws before them and after each of them: drafts are
+    kept as long as they are what was drawn at their places, at most `most`; then comes what was drawn there.
 
     A draw that failed ends it: the tokens before it stand, and the next step says the same for itself.
     """
     result, *others = places
-    result.num_drafts = len(drafts)
-    for draft, place in zip(drafts, others, strict=False):
-        if result.error is not None or result.tokens[-1:] != [draft] or place.error is not None:
+    result.num_drafts, result.parents = len(drafts), parents
+    node: int | None = ROOT
+    for _ in range(len(others) if most is None else most):
+        if result.error is not None or node is None:
             break
+        node = child_with(drafts, parents, node, result.tokens[-1])
+        if node is None or node >= len(others) or others[node].error is not None:
+            break
+        place = others[node]
         result.tokens += place.tokens
         if result.logprobs is not None and place.logprobs is not None:
             result.logprobs += place.logprobs
     return result
+
+
+def kept_moves(entry: PlanEntry, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(row, from, to) of the tokens that an entry with a tree kept and that do not lie at their position yet."""
+    first = entry.start + 1
+    path = path_along(entry.drafts, entry.parents, tokens)
+    return [(entry.row, first + node, first + place) for place, node in enumerate(path) if node != place]
 
 
 def take_candidates(entries: Sequence[int], found: Candidates, results: Sequence[EntryResult]) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.sampling.batch import SamplingRow
@@ -35,6 +37,11 @@ class RequestTable:
             self._sampling[start.row] = _sampling_row(start)
         for diff in plan.diffs:
             self.tables[diff.group][diff.row, diff.start : diff.start + len(diff.blocks)] = diff.blocks
+
+    def slots(self, group: int, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> Tensor:
+        """int64: the slots of a cache group in which tokens of these rows lie."""
+        blocks = self.tables[group][rows, places // self.block_size].astype(np.int64)
+        return torch.from_numpy(blocks * self.block_size + places % self.block_size)
 
     def is_empty(self, row: int) -> bool:
         return self._sampling[row] is None

@@ -8,33 +8,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.types import StepContext
+from quire.kernels.types import NO_DETOUR, StepContext
 from quire.scheduler.plan import PlanEntry
-from quire.worker.request_table import RequestTable
+from quire.speculation.tree import ancestry, depths
+from quire.worker.request_table import Ints, RequestTable
 
 
 def step_inputs(table: RequestTable, entries: Sequence[PlanEntry],
                 groups: Sequence[int] | None = None) -> tuple[Tensor, StepContext]:
     """Token ids and step context; `groups` says which of the table's the decoder's cache groups are."""
-    rows = np.array([entry.row for entry in entries], np.int64)
-    starts = np.array([entry.start for entry in entries], np.int64)
-    counts = np.array([entry.num_tokens for entry in entries], np.int64)
+    trees = [entry for entry in entries if entry.parents]
+    parts = sequences(entries) if trees else [(entry.row, entry.start, entry.num_tokens) for entry in entries]
+    rows, starts, counts = np.array(parts, np.int64).T
     for entry in entries:
         if entry.drafts or entry.given:
             values, end = entry.drafts or entry.given, entry.start + entry.num_tokens
             table.tokens[entry.row, end - len(values) : end] = values
-    query_start = np.zeros(len(entries) + 1, np.int32)
+    query_start = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
-    token_rows, positions = rows, starts
-    if query_start[-1] != len(entries):
+    token_rows, places = rows, starts
+    if query_start[-1] != len(rows):
         token_rows = np.repeat(rows, counts)
-        positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
-    ids = table.tokens[token_rows, positions].astype(np.int64)
+        places = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
+    ids = table.tokens[token_rows, places].astype(np.int64)
     lengths = (starts + counts).astype(np.int32)
     size = table.block_size
     width = -(-int(lengths.max()) // size)
-    index, offset = positions // size, positions % size
+    index, offset = places // size, places % size
     tables = table.tables if groups is None else [table.tables[group] for group in groups]
+    positions, detours = np.ascontiguousarray(places), None
+    if trees:
+        lengths, detours = tree_detours(entries)
+        positions = places.copy()
+        single = np.flatnonzero(counts == 1)
+        positions[query_start[single]] = lengths[single] - 1
     return torch.from_numpy(ids), StepContext(
         positions=torch.from_numpy(positions),
         query_start=torch.from_numpy(query_start),
@@ -42,4 +49,34 @@ def step_inputs(table: RequestTable, entries: Sequence[PlanEntry],
         block_tables=tuple(torch.from_numpy(blocks[rows, :width]) for blocks in tables),
         slots=tuple(torch.from_numpy(blocks[token_rows, index].astype(np.int64) * size + offset)
                     for blocks in tables),
+        detours=None if detours is None else torch.from_numpy(detours),
     )
+
+
+def sequences(entries: Sequence[PlanEntry]) -> list[tuple[int, int, int]]:
+    """(row, first place, tokens) of what attends as one sequence: a tree's nodes, and the token before them, one
+    each."""
+    found = []
+    for entry in entries:
+        if entry.parents:
+            found += [(entry.row, entry.start + i, 1) for i in range(entry.num_tokens)]
+        else:
+            found.append((entry.row, entry.start, entry.num_tokens))
+    return found
+
+
+def tree_detours(entries: Sequence[PlanEntry]) -> tuple[Ints, Ints]:
+    """Of each of `sequences`: the keys that its last token sees, and where those of a node's ancestors lie."""
+    deepest = max(max(depths(entry.parents)) for entry in entries if entry.parents)
+    lengths: list[int] = []
+    rows: list[list[int]] = []
+    for entry in entries:
+        if not entry.parents:
+            lengths.append(entry.start + entry.num_tokens)
+            rows.append([NO_DETOUR, *[0] * deepest])
+            continue
+        first = entry.start + 1
+        for path in ([], *ancestry(entry.parents)):
+            lengths.append(first + len(path))
+            rows.append([first, *(first + node for node in path), *[0] * (deepest - len(path))])
+    return np.array(lengths, np.int32), np.array(rows, np.int32)

@@ -9,6 +9,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.kernels.cpu.file_pages import forget_file_pages
 from quire.kernels.quantized import StoredWeight
 from quire.kernels.routing import LayerLoad
 from quire.kvtransfer.store import KVStore
@@ -60,6 +61,7 @@ class Worker:
         self.shard = shard = shard_of(self.spec, Place()) if shard is None else shard
         self.pool: PoolSize = size_shard_pool(source, config, shard) if pool is None else pool
         ops = CpuOps(num_threads=config.model.num_threads, rounding=config.model.rounding)
+        forget_file_pages()  # of libraries that have been imported: room for weights
         decoder = build_decoder(
             source.config, _weights(source, config.model.load_format, config, shard), ops,
             max_model_len=self.pool.max_model_len, asked_len=self.spec.asked_len(config.model.max_model_len),

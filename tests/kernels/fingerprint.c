@@ -20,11 +20,11 @@ const char *quire_int_kernel(int32_t);
 void quire_rope_and_code(float *, float *, float *, const float *, const float *, const float *, const int64_t *,
                          const int64_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float);
 int32_t quire_attend_codes(const float *, const float *, const float *, float *, const int32_t *, const int32_t *,
-                           const int32_t *, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                           int64_t, int64_t, float, float);
+                           const int32_t *, const float *, const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t,
+                           int64_t, int64_t, int64_t, int64_t, int64_t, float, float);
 int32_t quire_attend(const float *, const float *, const float *, float *, const int32_t *, const int32_t *,
-                     const int32_t *, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                     int64_t, float, float);
+                     const int32_t *, const float *, const int32_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                     int64_t, int64_t, int64_t, int64_t, float, float);
 void quire_clamped_act_mul(const float *, float *, int64_t, int64_t, float, float);
 
 static uint32_t state = 1;
@@ -124,7 +124,7 @@ static void attention(int64_t dim, int64_t block, int64_t window, float cap, int
     for (int64_t i = 0; i < TOKENS; i++) at[i] = i, slots[i] = table[i / block] * block + i % block;
     quire_rope_and_cache(qkv, k, v, rope, norm, norm, at, slots, TOKENS, HEADS, KV, dim, block, dim, 1e-6f);
     float *sinks = with_sinks ? array(HEADS, 2.0f) : NULL;
-    quire_attend(qkv, k, v, out, starts, length, table, sinks, blocks, 1, HEADS, KV, HEADS / KV, 0, dim, block, window,
+    quire_attend(qkv, k, v, out, starts, length, table, sinks, NULL, 0, blocks, 1, HEADS, KV, HEADS / KV, 0, dim, block, window,
                  0.125f, cap);
     report("attend", out, (size_t)(TOKENS * HEADS * dim));
     if (!with_sinks) return;
@@ -147,7 +147,7 @@ static void code_attention(int64_t dim, int64_t block, int64_t window, float sof
     report("codes of values", v, (size_t)(blocks * block * KV * width));
     for (int kernel = 0; kernel < 6; kernel++) {
         if (!quire_int_kernel(kernel)) continue;
-        quire_attend_codes(qkv, k, v, out, starts, length, table, NULL, blocks, 1, HEADS, KV, HEADS / KV, 0, dim, block,
+        quire_attend_codes(qkv, k, v, out, starts, length, table, NULL, NULL, 0, blocks, 1, HEADS, KV, HEADS / KV, 0, dim, block,
                            window, 0.3f, softcap);
         size_t count = (size_t)(TOKENS * HEADS * dim);
         if (kernel == 0) memcpy(first, out, sizeof out), report("attend to codes", out, count);

@@ -87,7 +87,8 @@ def test_a_rows_bits_depend_on_nothing_else(ops, randn):
 
 
 def test_parts_of_different_formats_stand_side_by_side(ops, randn):
-    parts = [random_weight("Q4_1", 16), random_weight("Q4_1", 5), random_weight("Q6_K", 7), random_weight("Q8_0", 3)]
+    parts = [random_weight(name, n) for name, n in
+             (("Q4_1", 32), ("Q4_1", 5), ("Q4_1", 16), ("Q4_1", 3), ("Q6_K", 7), ("Q8_0", 3))]
     x = randn(8, WIDTH)
     together = ops.linear(x, ops.pack_quantized(parts))
     alone = [ops.linear(x, ops.pack_quantized([part])) for part in parts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -41,7 +42,8 @@ starts = st.builds(RowStart, small, tokens, small, params, st.integers(0, (1 << 
                    st.lists(tokens, max_size=2))
 entries = st.builds(
     PlanEntry, small, small, small, st.booleans(), tokens.map(tuple), st.none() | small, st.none() | small,
-    tokens.map(tuple), small, small, st.binary(max_size=9))
+    tokens.map(tuple), small, small, st.binary(max_size=9)).map(
+        lambda entry: replace(entry, parents=tuple(range(-1, len(entry.drafts) - 1))))
 moves = st.lists(st.builds(BlockMove, small, small, small), max_size=4)
 number = st.integers(-(1 << 62), 1 << 62)
 plans = st.builds(
@@ -57,7 +59,8 @@ results = st.builds(
     StepResult, number,
     st.lists(st.builds(EntryResult, tokens, st.none() | st.lists(described, max_size=2),
                        st.none() | st.lists(described, max_size=2),
-                       st.none() | st.lists(st.tuples(small, logprob), max_size=3), st.none() | text, small),
+                       st.none() | st.lists(st.tuples(small, logprob), max_size=3), st.none() | text, small).map(
+                           lambda entry: replace(entry, parents=(-1,) * max(0, min(entry.num_drafts, 3)))),
              max_size=4),
     st.lists(st.builds(TransferReport, number, number, st.booleans(), st.none() | text), max_size=3))
 
@@ -78,12 +81,12 @@ def test_results_cross_unchanged(result: StepResult) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=30))
-def test_decoding_steps_of_groups_in_turn_cross_unchanged(turns: list[tuple[int, int, bool]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans(), st.booleans()), max_size=30))
+def test_decoding_steps_of_groups_in_turn_cross_unchanged(turns: list[tuple[int, int, bool, bool]]) -> None:
     """Groups of sequences decode in any order, lose and gain members and start again: as a pipeline's steps do."""
     encoder, decoder = PlanEncoder(), PlanDecoder()
     groups = [{row: 10 for row in range(10 * g, 10 * g + 3)} for g in range(3)]
-    for step, (group, change, sample) in enumerate(turns):
+    for step, (group, change, sample, prepares) in enumerate(turns):
         rows = groups[group]
         if change == 1 and rows:
             rows.popitem()
@@ -93,6 +96,8 @@ def test_decoding_steps_of_groups_in_turn_cross_unchanged(turns: list[tuple[int,
             rows.update(dict.fromkeys(rows, 4))
         plan = StepPlan(step, entries=[PlanEntry(row, at, 1, sample) for row, at in rows.items()])
         assert decoder.decode(bytes(encoder.encode(copy.deepcopy(plan)))) == (plan, [])
+        if prepares:
+            decoder.prepare()
         for row in rows:
             rows[row] += 1
 

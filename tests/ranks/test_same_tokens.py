@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.errors import ConfigError
 from quire.sampling.params import BeamSearchParams
 from quire.structured.spec import StructuredOutputs
 
@@ -46,6 +47,15 @@ def test_ranks_give_the_bits_of_one(tiny_llama: Path, plain: list[Any], tensor_s
                        distributed_executor_backend=backend)
     assert all(error is None for error, _, _ in found)
     assert found == plain
+
+
+def test_draft_trees_on_ranks(tiny_llama: Path, plain: list[Any]) -> None:
+    """Every tensor rank moves its share of a branch that was kept; stages are refused by name."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False, "tree": {"width": 3}}
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
+    assert everything(tiny_llama, speculative_config=speculation, num_kv_blocks=32, **options) == plain
+    with pytest.raises(ConfigError, match="tree does not go with pipeline_parallel_size"):
+        everything(tiny_llama, speculative_config=speculation, pipeline_parallel_size=2)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "skip_layers"])

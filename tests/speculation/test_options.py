@@ -9,6 +9,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.speculation.options import SpeculationOptions
+from quire.speculation.tree import TreeShape
 
 
 @pytest.mark.parametrize("given, said", [
@@ -24,6 +25,12 @@ from quire.speculation.options import SpeculationOptions
     ({"method": "draft_model", "model": "x", "prompt_lookup_min": 2}, "prompt_lookup_min is for method ngram"),
     ({"method": "skip_layers", "skipped_layers": [1.5]}, "skipped_layers must be a list of layer numbers"),
     ({"method": "skip_layers", "skipped_layers": []}, "skipped_layers must be a list of layer numbers"),
+    ({"method": "ngram", "tree": 4}, "tree must be a mapping with some of width, depth, nodes"),
+    ({"method": "ngram", "tree": {"branches": 4}}, "tree must be a mapping with some of"),
+    ({"method": "ngram", "tree": {"width": 1}}, "tree width must be an integer between 2 and 16"),
+    ({"method": "ngram", "tree": {"depth": 0}}, "tree depth must be an integer between 1 and 64"),
+    ({"method": "ngram", "tree": {"depth": 5, "nodes": 4}}, "tree nodes must be an integer between 5 and 64"),
+    ({"method": "suffix", "tree": {"nodes": 65}}, "tree nodes must be an integer between 8 and 64"),
 ])
 def test_what_is_wrong_is_named(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
@@ -39,3 +46,10 @@ def test_defaults_are_exact_and_adaptive() -> None:
     options = SpeculationOptions.parse({"method": "ngram"})
     assert options.verifier == "coupled"
     assert options.adaptive
+
+
+def test_a_tree_is_as_deep_as_the_drafts_and_has_twice_as_many_nodes() -> None:
+    options = SpeculationOptions.parse({"method": "ngram", "num_speculative_tokens": 5, "tree": {}})
+    assert options.tree == TreeShape(width=4, depth=5, nodes=10)
+    assert options.most_drafts == 10
+    assert SpeculationOptions.parse({"method": "ngram"}).most_drafts == 8

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ _AS_STORED = ("file", "int8-kv")
 TASKS = ("lambada", "arc_easy")
 _LONGEST = 2048
 """Tokens of a question; theirs have a few hundred."""
-_TEXTS_AT_ONCE = 16
+_TEXTS_AT_ONCE = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,35 +62,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="ask the first N questions of each task (0: all; default: %(default)s)")
     parser.add_argument("--kl-texts", type=int, default=50, metavar="N",
                         help="passages over which KL is taken (default: %(default)s)")
+    parser.add_argument("--keep", metavar="FOLDER", default=None,
+                        help="keep every format's answers there, and take those that are there from it: a run that was "
+                        "stopped goes on, another format is compared without asking float32 again")
     parser.add_argument("--num-threads", type=int, default=None, metavar="N", help="threads (default: the cores)")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.limit < 0 or args.kl_texts < 0:
         raise QuireError("--limit and --kl-texts are 0 or more")
-    for line in measure(args.model, args.formats, args.tasks, args.limit or None, args.kl_texts, args.num_threads):
+    asked = Asked(args.model, tuple(args.tasks), args.limit or None, args.num_threads, args.keep)
+    for line in measure(asked, args.formats, args.kl_texts):
         print(json.dumps(line), flush=True)
     return 0
 
 
-def measure(
-    model: str, formats: Sequence[str], tasks: Sequence[str], limit: int | None, kl_texts: int, threads: int | None
-) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is put to every format."""
+
+    model: str
+    tasks: tuple[str, ...]
+    limit: int | None
+    threads: int | None
+    keep: str | None = None
+    """Folder of answers from earlier runs."""
+
+
+def measure(asked: Asked, formats: Sequence[str], kl_texts: int) -> Iterator[dict[str, Any]]:
     from quire.machine import describe_machine
 
-    common = {"bench": "accuracy", "model": model, **describe_machine()}
-    with in_floats(model) as floats:
-        reference = _ask(REFERENCE, model, model, tasks, limit, threads)
+    common = {"bench": "accuracy", "model": asked.model, **describe_machine()}
+    with in_floats(asked.model) as floats:
+        reference = [_answers(REFERENCE, asked.model, task, asked) for task in asked.tasks]
         for result in reference:
             yield {**common, "format": REFERENCE, **_scores(result)}
         for name in formats:
-            began = time.perf_counter()
-            stored = model if name in _AS_STORED else floats
-            for mine, other in zip(_ask(name, stored, model, tasks, limit, threads), reference, strict=True):
+            stored = asked.model if name in _AS_STORED else floats
+            for task, other in zip(asked.tasks, reference, strict=True):
+                began = time.perf_counter()
+                mine = _answers(name, stored, task, asked)
                 yield {**common, "format": name, **_scores(mine), **compared(mine, other),
                        "seconds": round(time.perf_counter() - began, 1)}
             if kl_texts:
-                yield {**common, "format": name, **divergence(name, stored, model, kl_texts, threads)}
+                yield {**common, "format": name, **divergence(name, stored, asked.model, kl_texts, asked.threads)}
 
 
 @contextmanager
@@ -123,16 +139,29 @@ def _scores(result: Result) -> dict[str, Any]:
     return {"task": result.task, "questions": len(result.answers), "shots": result.shots, **metrics}
 
 
-def _ask(
-    name: str, stored: str, tokenizer: str, tasks: Sequence[str], limit: int | None, threads: int | None
-) -> list[Result]:
+def _answers(name: str, stored: str, task: str, asked: Asked) -> Result:
+    """Of one format to one task, from the folder of earlier runs where they are there."""
+    if asked.keep is None:
+        return _ask(name, stored, task, asked)
+    label = f"{Path(asked.model).name} {name} {task} {asked.limit or 'all'}"
+    file = Path(asked.keep) / f"{label.replace(' ', '-')}.json"
+    if file.exists():
+        return Result(**json.loads(file.read_text(encoding="utf-8")))
+    result = _ask(name, stored, task, asked)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(asdict(result)), encoding="utf-8")
+    return result
+
+
+def _ask(name: str, stored: str, task: str, asked: Asked) -> Result:
     from quire.eval.data import rows
     from quire.eval.tasks import TASKS as ALL
     from quire.models.loader.source import resolve_model
 
-    options = Options(limit, shots=0)
-    engine = DecoderScores(decoder_of(name, stored, _LONGEST, threads), resolve_model(tokenizer).tokenizer())
-    return [result for task in tasks for result in ALL[task](engine, rows, options)]
+    decoder = decoder_of(name, stored, _LONGEST, asked.threads)
+    engine = DecoderScores(decoder, resolve_model(asked.model).tokenizer())
+    (result,) = ALL[task](engine, rows, Options(asked.limit, shots=0))
+    return result
 
 
 class DecoderScores:

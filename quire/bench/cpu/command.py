@@ -14,7 +14,7 @@ from typing import Any
 from quire.bench.cpu.cases import CASES, RIVALS, Workload, workload
 from quire.child import child_environment, module_command
 from quire.errors import QuireError
-from quire.machine import Ceilings, describe_machine, measure_ceilings
+from quire.machine import Ceilings, describe_machine, measure_ceilings, usable_cores
 
 _UNITS = {"A": "output tok/s", "B": "output tok/s", "C": "prompt tok/s", "D": "seconds"}
 
@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", choices=("file", "int8", "int4"),
                         help="Quire multiplies integers, as its option of this name says (default: float32)")
     parser.add_argument("--threads", nargs="+", type=int, metavar="N",
-                        help="instead of the rival: the cases with these numbers of threads, and how they scale")
+                        help="instead of the rival: the cases with these numbers of threads, and how they scale; with "
+                             "--kernels: those")
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=["transformers"],
                         help="engines to measure in turns with Quire (default: %(default)s); onnxruntime-genai and "
                              "llama.cpp compute in 4 bits and are installed from the package index")
@@ -50,18 +51,14 @@ def run(args: argparse.Namespace) -> int:
         return _sampling(args.repeat, machine)
     if args.python:
         return _python(args, machine)
-    if args.threads:
+    if args.threads and not args.kernels:
         return _scaling(args, machine)
     shape = _shape(args.model, args.quantization)
     ceilings = measure_ceilings()
     _print({"bench": "cpu", "case": "ceilings", **machine, "read_GB_s": round(ceilings.read_bytes_per_s / 1e9, 1),
             "gemm_GFLOP_s": round(ceilings.flops_per_s / 1e9, 1)})
     if args.kernels:
-        from quire.bench.cpu.kernels import measure
-
-        for line in measure(args.model, args.quantization, ceilings):
-            _print({"bench": "cpu", "case": "kernels", "model": args.model, **line, **machine})
-        return 0
+        return _kernels(args, ceilings, machine)
     if not args.no_rival:
         from quire.bench.cpu.rivals import make_files
 
@@ -70,6 +67,15 @@ def run(args: argparse.Namespace) -> int:
     for case in args.cases:
         _print({**_case(case, args, shape, ceilings), **machine})
     _print({**_cold_start(args.model, _options(args)), **machine})
+    return 0
+
+
+def _kernels(args: argparse.Namespace, ceilings: Ceilings, machine: dict[str, Any]) -> int:
+    from quire.bench.cpu.kernels import measure
+
+    for threads in args.threads or [usable_cores()]:
+        for line in measure(args.model, args.quantization, ceilings, threads):
+            _print({"bench": "cpu", "case": "kernels", "model": args.model, "threads": threads, **line, **machine})
     return 0
 
 

@@ -26,7 +26,9 @@ from quire.ops.cpu import CpuOps
 from quire.ops.cpu_panels import PanelLinear
 
 ROWS = (1, 4, 8, 32, 256)
-CONTEXTS = (128, 512, 2048)
+CONTEXTS = (128, 512, 2048, 8192)
+KV_DTYPES = {"auto": "float32", "int8": "int8"}
+"""`kv_cache_dtype` of the caches that attention reads, and what lies in them."""
 _SECONDS = 0.2
 _BLOCK = 16
 _INT8_RATE = {"plain": 1, "avx2": 2, "avx-vnni": 4, "avx512-vnni": 4, "dotprod": 4, "i8mm": 8, "amx": 16}
@@ -38,10 +40,13 @@ def int8_rate() -> int:
     return _INT8_RATE[CpuOps().use_integer_kernel() or "plain"]
 
 
-def measure(model: str, quantization: str | None, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    """One line for each product and number of rows, then for attention of one token over each context."""
+def measure(
+    model: str, quantization: str | None, ceilings: Ceilings, threads: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """One line for each product and number of rows, then for attention of one token over each context, in a cache of
+    floats and in one of int8."""
     spec = read_spec(resolve_model(model).config)
-    ops = CpuOps(rounding=ModelConfig(quantization=quantization).rounding)
+    ops = CpuOps(num_threads=threads, rounding=ModelConfig(quantization=quantization).rounding)
     rate = ceilings.flops_per_s * (1 if quantization is None else int8_rate())
     for name, weight in _weights(ops, spec).items():
         for rows in ROWS:
@@ -53,7 +58,8 @@ def measure(model: str, quantization: str | None, ceilings: Ceilings) -> Iterato
                    "GMAC_s": round(products / seconds / 1e9, 1), "GB_s": round(weight.nbytes / seconds / 1e9, 1),
                    "share_of_limit": round(limit / seconds, 3)}
     for context in CONTEXTS:
-        yield _attention(ops, spec, context, ceilings)
+        for kv_dtype in KV_DTYPES:
+            yield _attention(ops, spec.with_kv_dtype(kv_dtype), context, ceilings, KV_DTYPES[kv_dtype])
 
 
 def _weights(ops: CpuOps, spec: DecoderSpec) -> dict[str, PanelLinear]:
@@ -76,24 +82,30 @@ def _weight(ops: CpuOps, n: int, k: int, use: WeightUse = WeightUse.LAYER, slice
     return ops.pack_linear(weight, None, slices) if codes is None else ops.pack_quantized([codes], None, slices)
 
 
-def _attention(ops: CpuOps, spec: DecoderSpec, context: int, ceilings: Ceilings) -> dict[str, Any]:
+def _attention(ops: CpuOps, spec: DecoderSpec, context: int, ceilings: Ceilings, stored: str) -> dict[str, Any]:
+    """Of the last of so many tokens. What a cache holds is read once by each thread that has a share of its heads."""
     of = spec.layers[0].attention
     shape = HeadShape(of.num_heads, of.num_kv_heads, of.head_dim)
     blocks = -(-context // _BLOCK)
     cache = ops.allocate_cache(spec.layers[0].kv, blocks, _BLOCK)
-    for part in cache.tensors.values():
-        part.copy_(torch.randn(part.shape))
-    table = torch.arange(blocks, dtype=torch.int32).view(1, -1)
-    ctx = StepContext(torch.tensor([context - 1]), torch.tensor([0, 1], dtype=torch.int32),
-                      torch.tensor([context], dtype=torch.int32), (table,), (torch.tensor([context - 1]),))
-    qkv = torch.randn(1, shape.width)
-    seconds = _best(lambda: ops.attend(qkv, cache, ctx, 0, shape, shape.head_dim**-0.5, None, None))
-    nbytes = 8 * context * shape.num_kv_heads * shape.head_dim
+    qkv = torch.randn(context, shape.width)
+    ops.rope_and_cache(qkv, cache, _step(context, context, blocks), 0, shape, None, None, None, 1e-6)
+    ctx, query = _step(context, 1, blocks), qkv[-1:].contiguous()
+    seconds = _best(lambda: ops.attend(query, cache, ctx, 0, shape, shape.head_dim**-0.5, None, None))
+    nbytes = spec.layers[0].kv.bytes_per_token() * context
     flops = 4 * context * shape.num_heads * shape.head_dim
     limit = max(nbytes / ceilings.read_bytes_per_s, flops / ceilings.flops_per_s)
-    return {"kernel": "attention", "format": "float32", "rows": 1, "context": context, "us": round(1e6 * seconds, 1),
+    return {"kernel": "attention", "format": stored, "rows": 1, "context": context, "us": round(1e6 * seconds, 1),
             "GMAC_s": round(flops / 2 / seconds / 1e9, 1), "GB_s": round(nbytes / seconds / 1e9, 1),
             "share_of_limit": round(limit / seconds, 3)}
+
+
+def _step(context: int, queries: int, blocks: int) -> StepContext:
+    """The last `queries` tokens of a sequence of `context`."""
+    table = torch.arange(blocks, dtype=torch.int32).view(1, -1)
+    own = torch.arange(context - queries, context)
+    return StepContext(own, torch.tensor([0, queries], dtype=torch.int32), torch.tensor([context], dtype=torch.int32),
+                       (table,), (own,))
 
 
 def _best(action: Callable[[], Any]) -> float:

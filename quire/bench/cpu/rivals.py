@@ -1,6 +1,6 @@
 """Other engines of integer weights on a CPU, for `quire bench cpu --rivals`: onnxruntime-genai and llama.cpp.
 
-Both come from the package index (`pip install onnxruntime-genai onnx-ir llama-cpp-python`) and are imported here only.
+Both come from the package index (`pip install quire[bench]`) and are imported here only.
 Each computes the same model: its file is made once, from the weights that Quire reads, and kept in the cache folder.
 How each is used:
 

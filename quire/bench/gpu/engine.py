@@ -47,13 +47,18 @@ class TimedCore(EngineCore):
 
     waited = 0.0
     began: float | None = None
-    """When the first step began, since the last call of `reset`."""
+    """When the first step was begun, since the last call of `reset`."""
     ended = 0.0
     last_first_token = 0.0
     """When the last request had its first token."""
 
     def reset(self) -> None:
         self.waited, self.began = 0.0, None
+
+    def launch(self) -> None:
+        if self.began is None:
+            self.began = time.perf_counter()
+        super().launch()
 
     def step(self, wait_for_kv: bool = True) -> list[SequenceUpdate]:
         if self.began is None:

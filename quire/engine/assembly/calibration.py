@@ -42,7 +42,7 @@ def measure_move_cost(executor: Executor, config: EngineConfig, spec: DecoderSpe
 def measure_step_times(speculator: Speculator, executor: Executor, config: EngineConfig, spec: DecoderSpec,
                        pool: PoolSize) -> None:
     """Times steps of one to k + 1 tokens: what a draft costs is judged by these."""
-    most, size = speculator.most, config.cache.block_size
+    most, size = speculator.most_drafts, config.cache.block_size
     length = min(_PROMPT_TOKENS, pool.max_model_len, pool.num_blocks * size) - most - 1
     if length < 1:
         return

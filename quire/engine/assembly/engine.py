@@ -60,6 +60,8 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
     With the `options` that `config` was made of, grammars of structured outputs get processes of their own.
     """
     source = open_source(config, progress)
+    if not config.model.skip_tokenizer_init:
+        source.start_tokenizer()
     config = resolve(config)
     worker, executor = build_worker(source, config)
     try:

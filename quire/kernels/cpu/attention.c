@@ -7,6 +7,10 @@
  *
  * Decoding sequences that begin with the same blocks go as a bundle: a tile that they share is read once for all.
  *
+ * Each node of a draft tree is a sequence of one query. Nodes at the same depth have the same position, so all but one of
+ * them lie elsewhere than their position says: a detour lists, by position, where the keys of a node's ancestors lie. They
+ * are folded at their position, in the tile and lane of plain decoding, so the bits are those of plain decoding.
+ *
  * Keys are stored [block][kv head][feature][slot], values [block][kv head][slot][feature]. Of latents (MLA) there is one
  * vector [block][slot][feature] for all heads: it is the key, and its first `value_dim` features are the value.
  * A cache of int8 codes has the same two forms with four codes in the place of a float (code_cache.c). */
@@ -277,6 +281,41 @@ static void pack_values(attend_task *t, int64_t start, int64_t low, int64_t high
     }
 }
 
+/* Where the sequence keeps the key at position `key`: there, but for the tail of a tree's node. A detour is the position
+ * of its first key, then the places of the keys from there on. */
+INLINE int64_t stored(const attend_task *t, int64_t key) {
+    return t->detour && key >= t->detour[0] ? t->detour[1 + key - t->detour[0]] : key;
+}
+
+/* Fold keys [low, high) of the tile at `start`, which are located, into rows [row, row + rows). */
+static void fold_located(attend_task *t, int64_t row, int64_t rows, int64_t start, int64_t low, int64_t high) {
+    if (t->k_packed) pack_keys(t, start, low, high);
+    if (t->v_packed) pack_values(t, start, low, high);
+    for (int64_t end = row + rows; row < end; row += ROWS) fold_rows(t, row, end - row < ROWS ? end - row : ROWS, start);
+}
+
+/* The same where some of the keys lie elsewhere: they are copied side by side. */
+static void fold_detour(attend_task *t, int64_t row, int64_t rows, int64_t start, int64_t low, int64_t high) {
+    const attend_job *job = t->job;
+    float *packed = t->k_packed;
+    int64_t step = t->k_step, size = job->block_size, width = job->width;
+    t->k_packed = t->k_buffer, t->k_step = TILE;
+    for (int64_t g = 0; g < TILE / t->lanes; g++) t->k_group[g] = t->k_packed + g * t->lanes;
+    for (int64_t key = low; key < high; key++) {
+        int64_t place = stored(t, key);
+        int64_t block = (t->table[place / size] * job->kv_heads + t->kv_head) * width * size;
+        t->v_row[key - start] = job->v + block + place % size * width;
+        for (int64_t d = 0; job->k && d < width; d++)
+            memcpy(t->k_packed + d * TILE + key - start, job->k + block + place % size + d * size, sizeof *t->k_packed);
+    }
+    if (!job->k) pack_latents(t, start, low, high);
+    memcpy(t->k_next, t->k_group, sizeof t->k_group); /* nothing to fetch */
+    memcpy(t->v_next, t->v_row, sizeof t->v_row);
+    if (t->v_packed) pack_values(t, start, low, high);
+    for (int64_t end = row + rows; row < end; row += ROWS) fold_rows(t, row, end - row < ROWS ? end - row : ROWS, start);
+    t->k_packed = packed, t->k_step = step;
+}
+
 /* Fold every tile that some row of the task sees. */
 static void fold_tiles(attend_task *t) {
     int64_t window = t->job->window;
@@ -284,36 +323,47 @@ static void fold_tiles(attend_task *t) {
     int64_t begin = window > 0 && t->first_key - window + 1 > 0 ? t->first_key - window + 1 : 0;
     for (int64_t start = begin / TILE * TILE; start < end; start += TILE) {
         int64_t low = start > begin ? start : begin, high = start + TILE < end ? start + TILE : end;
+        if (t->detour && high > t->detour[0]) {
+            fold_detour(t, 0, t->rows, start, low, high);
+            continue;
+        }
         if (low == begin) locate(t, start, low, high, t->k_next, t->v_next);
         memcpy(t->k_group, t->k_next, sizeof t->k_group);
         memcpy(t->v_row, t->v_next, sizeof t->v_row);
         int64_t after = high + TILE < end ? high + TILE : end;
         if (high < after) locate(t, high, high, after, t->k_next, t->v_next);
-        if (t->k_packed) pack_keys(t, start, low, high);
-        if (t->v_packed) pack_values(t, start, low, high);
-        for (int64_t row = 0; row < t->rows; row += ROWS)
-            fold_rows(t, row, t->rows - row < ROWS ? t->rows - row : ROWS, start);
+        fold_located(t, 0, t->rows, start, low, high);
     }
 }
 
 static void use_table(attend_task *t, int64_t member) {
-    t->table = t->job->tables + (t->seq + member) * t->job->table_stride;
+    const attend_job *job = t->job;
+    t->table = job->tables + (t->seq + member) * job->table_stride;
+    t->detour = job->detours ? job->detours + (t->seq + member) * job->detour_stride : NULL;
 }
 
 /* Fold the tile [start, high) into rows [row, row + rows), with nothing to fetch ahead. */
 static void fold_tile(attend_task *t, int64_t row, int64_t rows, int64_t start, int64_t high) {
+    if (t->detour && high > t->detour[0]) {
+        fold_detour(t, row, rows, start, start, high);
+        return;
+    }
     locate(t, start, start, high, t->k_group, t->v_row);
     memcpy(t->k_next, t->k_group, sizeof t->k_group);
     memcpy(t->v_next, t->v_row, sizeof t->v_row);
-    if (t->k_packed) pack_keys(t, start, start, high);
-    if (t->v_packed) pack_values(t, start, start, high);
-    for (int64_t end = row + rows; row < end; row += ROWS) fold_rows(t, row, end - row < ROWS ? end - row : ROWS, start);
+    fold_located(t, row, rows, start, start, high);
+}
+
+/* Keys of a sequence that lie where their position says. */
+static int64_t straight_tokens(const attend_job *job, int64_t seq) {
+    int64_t length = job->context_len[seq], detour = job->detours ? job->detours[seq * job->detour_stride] : length;
+    return detour < length ? detour : length;
 }
 
 /* Tokens at the beginning, in whole tiles, that two sequences have in the same blocks. */
 static int64_t common_tokens(const attend_job *job, int64_t a, int64_t b) {
     const int32_t *x = job->tables + a * job->table_stride, *y = job->tables + b * job->table_stride;
-    int64_t most = job->context_len[a] < job->context_len[b] ? job->context_len[a] : job->context_len[b];
+    int64_t ours = straight_tokens(job, a), theirs = straight_tokens(job, b), most = ours < theirs ? ours : theirs;
     int64_t blocks = most / job->block_size, same = 0;
     while (same < blocks && x[same] == y[same]) same++;
     return same * job->block_size / TILE * TILE;
@@ -378,7 +428,8 @@ static void attend_one(void *arg, int64_t index) {
     const attend_job *job = arg;
     float q[MAX_BLOCK * MAX_DIM] __attribute__((aligned(64))), acc[MAX_BLOCK * MAX_DIM] __attribute__((aligned(64)));
     float k_packed[TILE * MAX_DIM] __attribute__((aligned(64))), v_packed[TILE * MAX_DIM] __attribute__((aligned(64)));
-    attend_task t = {.job = job, .q = q, .q_codes = (int8_t *)q, .acc = acc, .k_step = job->block_size};
+    attend_task t = {.job = job, .q = q, .q_codes = (int8_t *)q, .acc = acc, .k_step = job->block_size,
+                     .k_buffer = k_packed};
     int64_t seq = find_seq(job, index), token, head, dim = job->dim, value_dim = job->value_dim;
     task_rows(job, seq, index - job->first_task[seq], &t, &token, &head);
     if (t.rows == 0) return; /* fewer heads than pieces */
@@ -448,13 +499,15 @@ static int32_t attend(attend_job *job) {
 }
 
 /* out [tokens, heads * dim]: attention of the queries in qkv over the cache. `group` query heads share a kv head, the
- * first one has `skipped` that are not here; `sinks` are [heads] scores without a value, or NULL. Returns 0, or 1 for want of memory. */
+ * first one has `skipped` that are not here; `sinks` are [heads] scores without a value, or NULL; `detours` [seqs][stride]
+ * say where the tails of draft trees lie (see `stored`), or NULL. Returns 0, or 1 for want of memory. */
 EXPORT int32_t quire_attend(const float *qkv, const float *k, const float *v, float *out, const int32_t *query_start,
-                     const int32_t *context_len, const int32_t *tables, const float *sinks, int64_t table_stride,
-                     int64_t seqs, int64_t heads, int64_t kv_heads, int64_t group, int64_t skipped, int64_t dim, int64_t block_size,
+                     const int32_t *context_len, const int32_t *tables, const float *sinks, const int32_t *detours,
+                     int64_t detour_stride, int64_t table_stride, int64_t seqs, int64_t heads, int64_t kv_heads, int64_t group, int64_t skipped, int64_t dim, int64_t block_size,
                      int64_t window, float scale, float softcap) {
     attend_job job = {.qkv = qkv, .k = k, .v = v, .out = out, .query_start = query_start, .context_len = context_len,
-                      .tables = tables, .sinks = sinks, .table_stride = table_stride, .seqs = seqs, .heads = heads,
+                      .tables = tables, .sinks = sinks, .detours = detours, .detour_stride = detour_stride,
+                      .table_stride = table_stride, .seqs = seqs, .heads = heads,
                       .kv_heads = kv_heads, .dim = dim, .block_size = block_size, .window = window, .value_dim = dim,
                       .width = dim,
                       .row_width = (heads + 2 * kv_heads) * dim, .scale = scale, .softcap = softcap, .share = group,
@@ -465,12 +518,13 @@ EXPORT int32_t quire_attend(const float *qkv, const float *k, const float *v, fl
 /* The same over a cache of codes, as quire_rope_and_code writes it. */
 EXPORT int32_t quire_attend_codes(const float *qkv, const float *k, const float *v, float *out, const int32_t *query_start,
                                   const int32_t *context_len, const int32_t *tables, const float *sinks,
-                                  int64_t table_stride, int64_t seqs, int64_t heads, int64_t kv_heads, int64_t group,
+                                  const int32_t *detours, int64_t detour_stride, int64_t table_stride, int64_t seqs, int64_t heads, int64_t kv_heads, int64_t group,
                                   int64_t skipped, int64_t dim, int64_t block_size, int64_t window, float scale,
                                   float softcap) {
     int64_t width = quire_code_width(dim);
     attend_job job = {.qkv = qkv, .k = k, .v = v, .out = out, .query_start = query_start, .context_len = context_len,
-                      .tables = tables, .sinks = sinks, .table_stride = table_stride, .seqs = seqs, .heads = heads,
+                      .tables = tables, .sinks = sinks, .detours = detours, .detour_stride = detour_stride,
+                      .table_stride = table_stride, .seqs = seqs, .heads = heads,
                       .kv_heads = kv_heads, .dim = dim, .block_size = block_size, .window = window, .value_dim = dim,
                       .width = width, .quads = width - 1, .row_width = (heads + 2 * kv_heads) * dim, .scale = scale,
                       .softcap = softcap, .share = group, .skipped = skipped};
@@ -480,20 +534,21 @@ EXPORT int32_t quire_attend_codes(const float *qkv, const float *k, const float 
 /* out [tokens, heads * rank]: attention of queries in the latent space, q [tokens, heads * (rank + rope)], over latents
  * [block][slot][rank + rope]. Returns 0, or 1 for want of memory. */
 EXPORT int32_t quire_latent_attend(const float *q, const float *latents, float *out, const int32_t *query_start,
-                                   const int32_t *context_len, const int32_t *tables, int64_t table_stride, int64_t seqs,
-                                   int64_t heads, int64_t rank, int64_t rope, int64_t block_size, float scale) {
+                                   const int32_t *context_len, const int32_t *tables, const int32_t *detours,
+                                   int64_t detour_stride, int64_t table_stride, int64_t seqs, int64_t heads, int64_t rank, int64_t rope, int64_t block_size, float scale) {
     attend_job job = {.qkv = q, .v = latents, .out = out, .query_start = query_start, .context_len = context_len,
-                      .tables = tables, .table_stride = table_stride, .seqs = seqs, .heads = heads, .kv_heads = 1,
+                      .tables = tables, .detours = detours, .detour_stride = detour_stride, .table_stride = table_stride,
+                      .seqs = seqs, .heads = heads, .kv_heads = 1,
                       .dim = rank + rope, .block_size = block_size, .value_dim = rank, .width = rank + rope,
                       .row_width = heads * (rank + rope), .scale = scale, .share = heads};
     return attend(&job);
 }
 
-RECORDED_CHECK(quire_latent_attend, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), INT(6), INT(7), INT(8), INT(9), INT(10),
-               INT(11), REAL(12))
+RECORDED_CHECK(quire_latent_attend, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), PTR(6), INT(7), INT(8), INT(9), INT(10),
+               INT(11), INT(12), INT(13), REAL(14))
 
-RECORDED_CHECK(quire_attend, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), PTR(6), PTR(7), INT(8), INT(9), INT(10), INT(11),
-               INT(12), INT(13), INT(14), INT(15), INT(16), REAL(17), REAL(18))
+RECORDED_CHECK(quire_attend, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), PTR(6), PTR(7), PTR(8), INT(9), INT(10), INT(11),
+               INT(12), INT(13), INT(14), INT(15), INT(16), INT(17), INT(18), REAL(19), REAL(20))
 
-RECORDED_CHECK(quire_attend_codes, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), PTR(6), PTR(7), INT(8), INT(9), INT(10),
-               INT(11), INT(12), INT(13), INT(14), INT(15), INT(16), REAL(17), REAL(18))
+RECORDED_CHECK(quire_attend_codes, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), PTR(6), PTR(7), PTR(8), INT(9), INT(10),
+               INT(11), INT(12), INT(13), INT(14), INT(15), INT(16), INT(17), INT(18), REAL(19), REAL(20))

@@ -19,6 +19,8 @@ typedef struct {
     float *out;
     const int32_t *query_start, *context_len, *tables;
     const float *sinks;             /* [heads] a score beside those of the keys, without a value; NULL: none */
+    const int32_t *detours;         /* [seqs][detour_stride] of draft trees (see `stored`); NULL: none */
+    int64_t detour_stride;
     int64_t table_stride, seqs, heads, kv_heads, dim, block_size, window;
     int64_t value_dim, row_width;   /* floats of a value; of a row of qkv, which begins with the query heads */
     int64_t width, quads;           /* words that the cache keeps of a token's head; quads of codes among them, 0: floats */
@@ -48,6 +50,8 @@ typedef struct {
     const float *k_next[TILE / VL], *v_next[TILE]; /* where to prefetch: the next tile's */
     int64_t k_step;                                /* floats between features of a key vector */
     float *k_packed, *v_packed;
+    float *k_buffer;                               /* room for k_packed, where only some tiles are packed */
+    const int32_t *detour;                         /* of the sequence whose table is in use; NULL: none */
 } attend_task;
 
 /* Row r of the task's queries, `from` [dim], as codes. */

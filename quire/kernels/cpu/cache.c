@@ -120,12 +120,26 @@ EXPORT void quire_rope_latents(float *q, float *kv, float *latents, const float 
 
 RECORDED(quire_rope_latents, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), PTR(5), INT(6), INT(7), INT(8), INT(9))
 
+/* Does a detour (see `stored` of attention.c) lead where a block is, for every key of a sequence? Returns whether not. */
+static int check_detour(const int32_t *detour, int64_t stride, int64_t count, int64_t length, const int32_t *table,
+                        int64_t table_width, int64_t block_size, int64_t num_blocks) {
+    if (detour[0] >= length) return 0;
+    if (count != 1 || detour[0] < 0 || length - detour[0] > stride - 1) return 1;
+    for (int64_t i = 1; i <= length - detour[0]; i++) {
+        if (detour[i] < 0 || detour[i] >= table_width * block_size) return 1;
+        int64_t block = table[detour[i] / block_size];
+        if (block < 0 || block >= num_blocks) return 1;
+    }
+    return 0;
+}
+
 /* Is every index that a step gives us inside its array? 0, or which of them is not: 1 query_start, 2 context_len,
- * 3 block table, 4 slot. Table entries that no query reads (past the keys, behind the window) may hold anything;
+ * 3 block table, 4 slot, 5 detour. Table entries that no query reads (past the keys, behind the window) may hold anything;
  * with a negative window no table is read at all. */
 EXPORT int32_t quire_check_step(const int32_t *query_start, const int32_t *context_len, const int32_t *tables,
-                                const int64_t *slots, int64_t table_stride, int64_t table_width, int64_t seqs,
-                                int64_t tokens, int64_t block_size, int64_t num_blocks, int64_t window) {
+                                const int64_t *slots, const int32_t *detours, int64_t detour_stride,
+                                int64_t table_stride, int64_t table_width, int64_t seqs, int64_t tokens,
+                                int64_t block_size, int64_t num_blocks, int64_t window) {
     if (query_start[0] != 0 || query_start[seqs] != tokens) return 1;
     for (int64_t s = 0; s < seqs; s++) {
         int64_t count = query_start[s + 1] - query_start[s], length = context_len[s];
@@ -137,13 +151,17 @@ EXPORT int32_t quire_check_step(const int32_t *query_start, const int32_t *conte
             int64_t block = tables[s * table_stride + b];
             if (block < 0 || block >= num_blocks) return 3;
         }
+        if (detours && check_detour(detours + s * detour_stride, detour_stride, count, length, tables + s * table_stride,
+                                    table_width, block_size, num_blocks))
+            return 5;
     }
     for (int64_t t = 0; t < tokens; t++)
         if (slots[t] < 0 || slots[t] >= num_blocks * block_size) return 4;
     return 0;
 }
 
-RECORDED_CHECK(quire_check_step, PTR(0), PTR(1), PTR(2), PTR(3), INT(4), INT(5), INT(6), INT(7), INT(8), INT(9), INT(10))
+RECORDED_CHECK(quire_check_step, PTR(0), PTR(1), PTR(2), PTR(3), PTR(4), INT(5), INT(6), INT(7), INT(8), INT(9), INT(10),
+               INT(11), INT(12))
 
 /* Are all of ids[0 .. count) in [0, limit)? */
 EXPORT int32_t quire_check_ids(const int64_t *ids, int64_t count, int64_t limit) {
@@ -159,4 +177,17 @@ RECORDED_CHECK(quire_check_ids, PTR(0), INT(1), INT(2))
 EXPORT void quire_copy_blocks(float *cache, const int64_t *src, const int64_t *dst, int64_t count, int64_t floats) {
     for (int64_t i = 0; i < count; i++)
         memcpy(cache + dst[i] * floats, cache + src[i] * floats, (size_t)floats * sizeof(float));
+}
+
+/* Slot src[i] -> dst[i] of one cache tensor, in order. A block is [heads][width][block_size] words where tokens_last, else
+ * [heads][block_size][width]. */
+EXPORT void quire_copy_slots(float *cache, const int64_t *src, const int64_t *dst, int64_t count, int64_t heads,
+                             int64_t width, int64_t block_size, int64_t tokens_last) {
+    int64_t step = tokens_last ? block_size : 1, token = tokens_last ? 1 : width, head = width * block_size;
+    for (int64_t i = 0; i < count; i++) {
+        const float *from = cache + src[i] / block_size * heads * head + src[i] % block_size * token;
+        float *to = cache + dst[i] / block_size * heads * head + dst[i] % block_size * token;
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t d = 0; d < width; d++) memcpy(to + h * head + d * step, from + h * head + d * step, sizeof *to);
+    }
 }

@@ -43,14 +43,15 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_add": (None, [_P, _P, _P, _I]),
     "quire_scale": (None, [_P, _P, _I, _F]),
     "quire_rope_and_cache": (None, [_P] * 8 + [_I] * 6 + [_F]),
-    "quire_attend": (_N, [_P] * 8 + [_I] * 9 + [_F, _F]),
+    "quire_attend": (_N, [_P] * 9 + [_I] * 10 + [_F, _F]),
     "quire_rope_and_code": (None, [_P] * 8 + [_I] * 6 + [_F]),
-    "quire_attend_codes": (_N, [_P] * 8 + [_I] * 9 + [_F, _F]),
-    "quire_latent_attend": (_N, [_P] * 6 + [_I] * 6 + [_F]),
+    "quire_attend_codes": (_N, [_P] * 9 + [_I] * 10 + [_F, _F]),
+    "quire_latent_attend": (_N, [_P] * 7 + [_I] * 7 + [_F]),
     "quire_rope_latents": (None, [_P] * 6 + [_I] * 4),
-    "quire_check_step": (_N, [_P] * 4 + [_I] * 7),
+    "quire_check_step": (_N, [_P] * 5 + [_I] * 8),
     "quire_check_ids": (_N, [_P, _I, _I]),
     "quire_copy_blocks": (None, [_P, _P, _P, _I, _I]),
+    "quire_copy_slots": (None, [_P, _P, _P] + [_I] * 5),
     "quire_kv_wire": (None, [_P, _I, _P, _I, _N]),
     "quire_group_bytes": (_I, [_I, _I]),
     "quire_group_join": (None, [_P]),
@@ -59,21 +60,22 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_group_sum": (_N, [_P, _I, _P, _I, _I, _I, _P, _P, _P]),
     "quire_group_gather": (_N, [_P, _I, _P, _I, _P]),
     "quire_group_linear": (_N, [_P, _P, _P, _N, _I, _I, _I, _P, _I, _I, _P, _I, _P, _P, _P]),
+    "quire_group_embed": (_N, [_P, _P, _I, _P, _P, _N, _I, _P]),
     "quire_group_pick": (_N, [_P, _P, _I, _I, _P]),
     "quire_link_bytes": (_I, [_I]),
     "quire_link_join": (None, [_P, _N]),
     "quire_link_move": (_N, [_P, _P, _I, _N]),
     "quire_draw": (None, [_P] * 9 + [_I, _I]),
     "quire_rank": (None, [_P] * 7 + [_I, _I, _I]),
-    "quire_replay": (_N, [_P, _I, _P]),
-    "quire_ring_publish": (None, [_P, _U]),
+    "quire_replay": (_N, [_P, _I, _P, _P]),
+    "quire_ring_write": (_U, [_P, _I, _U, _P, _U, _N]),
     "quire_ring_wake": (None, [_P]),
+    "quire_ring_yield": (None, []),
     "quire_ring_wait": (_U, [_P, _U, _I, _I]),
     "quire_ring_store": (None, [_P, _U]),
-    "quire_ring_load": (_U, [_P]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 13
+ABI_VERSION = 14
 
 opener: type[ctypes.CDLL] = ctypes.CDLL
 """What a library is opened with. Benches put one here that measures its calls."""

@@ -1,7 +1,7 @@
 /* Runs a recorded list of kernel calls: a decoder's whole step is then one call from Python (ops/recording.py). */
 #include "recorded.h"
 
-#define MOST_WORDS 20 /* _MOST_WORDS of recording.py; quire_attend has 19 arguments */
+#define MOST_WORDS 24 /* _MOST_WORDS of recording.py; quire_attend has 21 arguments */
 
 /* Argument i is values[i] plus the step's word number bases[i]. Word 0 is zero, so a constant has base 0; word 1 is
  * where the intermediate results lie; the others are what changes from step to step. */
@@ -12,12 +12,17 @@ typedef struct {
     int64_t values[MOST_WORDS];
 } recorded_call;
 
-/* The calls in their order, up to the first whose check fails. Returns whether one did. */
-EXPORT int32_t quire_replay(const recorded_call *calls, int64_t count, const int64_t *step) {
+/* The calls in their order, up to the first that returns something else than 0: that is returned, and *failed says
+ * which call it was. */
+EXPORT int32_t quire_replay(const recorded_call *calls, int64_t count, const int64_t *step, int64_t *failed) {
     for (const recorded_call *call = calls; call < calls + count; call++) {
         int64_t words[MOST_WORDS];
         for (int32_t i = 0; i < call->count; i++) words[i] = step[call->bases[i]] + call->values[i];
-        if (call->run(words)) return 1;
+        int32_t state = call->run(words);
+        if (state) {
+            *failed = call - calls;
+            return state;
+        }
     }
     return 0;
 }

@@ -86,26 +86,15 @@ def _decode_kernel(
     SINKS: tl.constexpr,
 ):
     head = tl.program_id(0)
-    task = tl.program_id(1)
-    seq = tl.load(task_seq + task)
     # An earlier kernel than the previous one wrote the split, so it is read while the previous one still runs.
-    owner = tl.maximum(seq, 0)
-    piece = tl.load(task_piece + task)
-    pieces = tl.load(piece_count + owner)
-    step = tl.load(piece_length)
-    length = tl.load(context_len + owner)
-    row = owner
-    if HAS_ROWS:
-        row = tl.load(rows + owner)
+    seq, task, row, length, step = load_task(
+        task_seq, task_piece, piece_count, piece_length, context_len, rows, HAS_ROWS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if seq >= 0:
         table = tables + row.to(tl.int64) * table_stride
-        visible = tl.maximum(length - window, 0)
-        begin = visible // STEP * STEP + piece * step
-        end = tl.minimum(begin + step, length)
-
+        span = piece_span(task, length, window, step, STEP)
         WIDTH: tl.constexpr = DIM // 2 if HALVES else BLOCK_DIM
         member = tl.arange(0, GROUP_PAD)
         dim = tl.arange(0, WIDTH)
@@ -115,94 +104,60 @@ def _decode_kernel(
         q_high = q
         if HALVES:
             q_high = tl.load(heads + WIDTH, mask=used, other=0.0)
-        _attend_piece(
-            q,
-            q_high,
-            k_cache,
-            v_cache,
-            out,
-            table,
-            partial,
-            summary,
-            arrived,
-            seq,
-            head,
-            task,
-            piece,
-            pieces,
-            visible,
-            begin,
-            end,
-            scale,
-            softcap,
-            kv_scale,
-            num_parts,
-            sinks,
-            NUM_HEADS,
-            NUM_KV,
-            GROUP,
-            GROUP_PAD,
-            GROUP_POW,
-            DIM,
-            BLOCK_DIM,
-            PAGE,
-            KEYS,
-            JOIN,
-            SOFTCAP,
-            HALVES,
-            CARRIED,
-            PRECISION,
-            SINKS,
-        )
+        attend_piece(
+            q, q_high, out, seq, head, task, span, (table, k_cache, v_cache), (partial, summary, arrived, num_parts),
+            (scale, softcap, kv_scale, sinks), NUM_HEADS, NUM_KV, GROUP, GROUP_PAD, GROUP_POW, DIM, BLOCK_DIM, PAGE,
+            KEYS, JOIN, SOFTCAP, HALVES, CARRIED, PRECISION, SINKS)
 
 
 @triton.jit
-def _attend_piece(
-    q,
-    q_high,
-    k_cache,
-    v_cache,
-    out,
-    table,
-    partial,
-    summary,
-    arrived,
-    seq,
-    head,
-    task,
-    piece,
-    pieces,
-    visible,
-    begin,
-    end,
-    scale,
-    softcap,
-    kv_scale,
-    num_parts,
-    sinks,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    GROUP_POW: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    JOIN: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HALVES: tl.constexpr,
-    CARRIED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SINKS: tl.constexpr,
-):
+def load_task(task_seq, task_piece, piece_count, piece_length, context_len, rows, HAS_ROWS: tl.constexpr):
+    """What this program does: (sequence or -1, (task, piece, pieces of the sequence), row of its block table, length of
+    its context, keys of a piece). A program without a sequence gets the numbers of the first one."""
+    number = tl.program_id(1)
+    seq = tl.load(task_seq + number)
+    owner = tl.maximum(seq, 0)
+    piece = tl.load(task_piece + number)
+    pieces = tl.load(piece_count + owner)
+    step = tl.load(piece_length)
+    length = tl.load(context_len + owner)
+    row = owner
+    if HAS_ROWS:
+        row = tl.load(rows + owner)
+    return seq, (number, piece, pieces), row, length, step
+
+
+@triton.jit
+def piece_span(task, length, window, step, STEP: tl.constexpr):
+    """(First visible key of the sequence, first key of the piece, the end of its keys)."""
+    visible = tl.maximum(length - window, 0)
+    begin = visible // STEP * STEP + task[1] * step
+    return visible, begin, tl.minimum(begin + step, length)
+
+
+@triton.jit
+def attend_piece(
+    q, q_high, out, seq, head, task, span, cache, scratch, scores_of, NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, GROUP_POW: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, JOIN: tl.constexpr, SOFTCAP: tl.constexpr, HALVES: tl.constexpr,
+    CARRIED: tl.constexpr, PRECISION: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     """The keys [begin, end) of one sequence and KV head under the first GROUP rows of q [GROUP_PAD, BLOCK_DIM]; the
     program that is done last joins the sequence's pieces.
+
+    `task`: (its number, its piece, how many the sequence has). `span`: (first visible key, begin, end). `cache`: (block
+    table, keys, values). `scratch`: (partial, summary, arrived, size of partial). `scores_of`: (scale, soft cap, scale
+    of values, sinks).
 
     With HALVES, q and q_high are the two halves of the features, as a rotation leaves them, and keys, values and
     sums come in halves too; every sum has the order it has without. With SINKS the first piece's softmax begins with
     the head's sink, as if it were a key without a value.
     """
+    number, piece, pieces = task
+    visible, begin, end = span
+    table, k_cache, v_cache = cache
+    partial, summary, arrived, num_parts = scratch
+    scale, softcap, kv_scale, sinks = scores_of
     WIDTH: tl.constexpr = DIM // 2 if HALVES else BLOCK_DIM
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, WIDTH)
@@ -260,7 +215,7 @@ def _attend_piece(
             high = acc_high * kv_scale / total[:, None]
             tl.store(target + WIDTH, high.to(out.dtype.element_ty), mask=used)
     else:
-        mine = (task * NUM_KV + head) * GROUP
+        mine = (number * NUM_KV + head) * GROUP
         part = partial + (mine + member)[:, None].to(tl.int64) * DIM + dim[None, :]
         tl.store(part, acc, mask=used)
         if HALVES:
@@ -271,20 +226,9 @@ def _attend_piece(
         tl.debug_barrier()
         before = tl.atomic_add(arrived + seq * NUM_KV + head, 1, sem="acq_rel")
         if before == pieces - 1:
-            join_pieces(
-                partial,
-                summary,
-                out + seq.to(tl.int64) * (NUM_HEADS * DIM) + head * GROUP * DIM,
-                num_parts,
-                (task - piece) * NUM_KV + head,
-                pieces,
-                NUM_KV,
-                GROUP,
-                GROUP_POW,
-                DIM,
-                BLOCK_DIM,
-                JOIN,
-            )
+            heads = out + seq.to(tl.int64) * (NUM_HEADS * DIM) + head * GROUP * DIM
+            join_pieces(partial, summary, heads, num_parts, (number - piece) * NUM_KV + head, pieces, NUM_KV, GROUP,
+                        GROUP_POW, DIM, BLOCK_DIM, JOIN)
             tl.store(arrived + seq * NUM_KV + head, 0)
 
 

@@ -38,39 +38,36 @@ class MixedShape:
 
 
 @triton.jit
+def _fold_keys(
+    first, last, q, softmax, cache, reaches, scores_of, branches, NUM_KV: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The running softmax of a tile with the keys [first, last) folded in, KEYS at a time.
+
+    `softmax`: (sum of weighted values, maximum, sum of weights). `cache`: (block table, keys, values, KV head).
+    `reaches`: (first and last + 1 key of the tile, last key of each row, window). `scores_of`: (scale, soft cap).
+    `branches`: the mask of a tree of drafts (see `mixed_attention`).
+    """
+    acc, maximum, total = softmax
+    for start in range(first, last, KEYS):
+        acc, maximum, total = _fold(
+            start, q, acc, maximum, total, cache, reaches, scores_of, branches, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS,
+            MASKED, WINDOW, SOFTCAP, TREE, PRECISION)
+    return acc, maximum, total
+
+
+@triton.jit
 def _fold(
-    q,
-    acc,
-    maximum,
-    total,
-    start,
-    table,
-    k_cache,
-    v_cache,
-    head,
-    begin,
-    limit,
-    reach,
-    row_limit,
-    window,
-    scale,
-    softcap,
-    tree,
-    tree_row,
-    tree_stride,
-    tree_start,
-    NUM_KV: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TREE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Fold the keys [start, start + KEYS) into the running softmax of the tile."""
+    start, q, acc, maximum, total, cache, reaches, scores_of, branches, NUM_KV: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One iteration of `_fold_keys`: the keys [start, start + KEYS)."""
+    table, k_cache, v_cache, head = cache
+    begin, limit, reach, window = reaches
+    scale, softcap = scores_of
+    tree, tree_row, tree_stride, tree_start, row_limit = branches
     dim = tl.arange(0, BLOCK_DIM)
     position = start + tl.arange(0, KEYS)
     if MASKED:
@@ -190,6 +187,11 @@ def _mixed_kernel(
             # The softmax begins with the head's sink, as if it were a key without a value.
             maximum = tl.load(sinks + head * GROUP + index % GROUP) * 1.4426950408889634
             total += 1.0
+        softmax = (acc, maximum, total)
+        cache = (table, k_cache, v_cache, head)
+        reaches = (begin, limit, reach, window)
+        scores_of = (scale, softcap)
+        branches = (tree, place, tree_stride, length - queries, real)
         # Keys that every row sees need no mask; a window's edge and the diagonal do.
         open_end = (length - queries + first + 1) // KEYS * KEYS
         open_begin = 0
@@ -198,105 +200,15 @@ def _mixed_kernel(
         if WINDOW:
             edge = tl.maximum(length - queries + last - window, 0)
             open_begin = tl.minimum((edge + KEYS - 1) // KEYS * KEYS, open_end)
-            for start in range(begin // KEYS * KEYS, open_begin, KEYS):
-                acc, maximum, total = _fold(
-                    q,
-                    acc,
-                    maximum,
-                    total,
-                    start,
-                    table,
-                    k_cache,
-                    v_cache,
-                    head,
-                    begin,
-                    limit,
-                    reach,
-                    real,
-                    window,
-                    scale,
-                    softcap,
-                    tree,
-                    place,
-                    tree_stride,
-                    length - queries,
-                    NUM_KV,
-                    DIM,
-                    BLOCK_DIM,
-                    PAGE,
-                    KEYS,
-                    True,
-                    WINDOW,
-                    SOFTCAP,
-                    TREE,
-                    PRECISION,
-                )
-        for start in range(open_begin, open_end, KEYS):
-            acc, maximum, total = _fold(
-                q,
-                acc,
-                maximum,
-                total,
-                start,
-                table,
-                k_cache,
-                v_cache,
-                head,
-                begin,
-                limit,
-                reach,
-                real,
-                window,
-                scale,
-                softcap,
-                tree,
-                place,
-                tree_stride,
-                length - queries,
-                NUM_KV,
-                DIM,
-                BLOCK_DIM,
-                PAGE,
-                KEYS,
-                False,
-                WINDOW,
-                SOFTCAP,
-                TREE,
-                PRECISION,
-            )
-        for start in range(open_end, limit, KEYS):
-            acc, maximum, total = _fold(
-                q,
-                acc,
-                maximum,
-                total,
-                start,
-                table,
-                k_cache,
-                v_cache,
-                head,
-                begin,
-                limit,
-                reach,
-                real,
-                window,
-                scale,
-                softcap,
-                tree,
-                place,
-                tree_stride,
-                length - queries,
-                NUM_KV,
-                DIM,
-                BLOCK_DIM,
-                PAGE,
-                KEYS,
-                True,
-                WINDOW,
-                SOFTCAP,
-                TREE,
-                PRECISION,
-            )
+            softmax = _fold_keys(
+                begin // KEYS * KEYS, open_begin, q, softmax, cache, reaches, scores_of, branches, NUM_KV, DIM,
+                BLOCK_DIM, PAGE, KEYS, True, WINDOW, SOFTCAP, TREE, PRECISION)
+        softmax = _fold_keys(
+            open_begin, open_end, q, softmax, cache, reaches, scores_of, branches, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS,
+            False, WINDOW, SOFTCAP, TREE, PRECISION)
+        acc, _maximum, total = _fold_keys(
+            open_end, limit, q, softmax, cache, reaches, scores_of, branches, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS,
+            True, WINDOW, SOFTCAP, TREE, PRECISION)
         # One division a row, not one a feature.
         result = acc * (kv_scale / tl.where(total > 0, total, 1.0))[:, None]
         tl.store(out + place[:, None] * (NUM_HEADS * DIM) + column, result.to(out.dtype.element_ty), mask=used)

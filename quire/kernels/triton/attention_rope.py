@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.attention_decode import LOG2_E, DecodeScratch, _attend_piece
+from quire.kernels.triton.attention_decode import LOG2_E, DecodeScratch, attend_piece, load_task, piece_span
 from quire.kernels.triton.attention_split import PIECE_STEP, DecodeSplit
 from quire.kernels.types import HeadShape, HeadTurn, LayerCache
 
@@ -77,24 +77,16 @@ def _rope_decode_kernel(
     SINKS: tl.constexpr,
 ):
     head = tl.program_id(0)
-    task = tl.program_id(1)
-    seq = tl.load(task_seq + task)
     # The previous kernel writes only qkv: everything else is read while it still runs.
-    owner = tl.maximum(seq, 0)
-    piece = tl.load(task_piece + task)
-    pieces = tl.load(piece_count + owner)
-    step = tl.load(piece_length)
-    length = tl.load(context_len + owner)
-    row = owner
+    seq, task, row, length, step = load_task(
+        task_seq, task_piece, piece_count, piece_length, context_len, rows, HAS_ROWS)
     if HAS_ROWS:
-        row = tl.maximum(tl.load(rows + owner), 0)
+        row = tl.maximum(row, 0)
     table = tables + row.to(tl.int64) * table_stride
-    visible = tl.maximum(length - window, 0)
-    begin = visible // STEP * STEP + piece * step
-    end = tl.minimum(begin + step, length)
+    span = piece_span(task, length, window, step, STEP)
     if PREFETCH:  # noqa: SIM102 (one is decided by the compiler)
         if seq >= 0:
-            _ask_for_keys(k_cache, v_cache, table, head, visible, begin, end, NUM_KV, DIM, PAGE, KEYS, LINES)
+            _prefetch_keys(k_cache, v_cache, table, head, span, NUM_KV, DIM, PAGE, KEYS, LINES)
     HALF: tl.constexpr = DIM // 2
     member = tl.arange(0, GROUP_PAD)[:, None]
     pair = tl.arange(0, HALF)[None, :]
@@ -130,7 +122,7 @@ def _rope_decode_kernel(
         kind = qkv.dtype.element_ty
         low = a.to(kind)
         high = b.to(kind)
-        if end == length:
+        if span[2] == length:
             block = tl.load(table + newest // PAGE).to(tl.int64)
             place = ((block * NUM_KV + head) * PAGE + newest % PAGE) * DIM + pair + member * 0
             stored = k_cache.dtype.element_ty
@@ -144,63 +136,19 @@ def _rope_decode_kernel(
             # The loop below reads them back: the barrier makes one warp's stores visible to the others' loads.
             tl.debug_barrier()
         # Two dots over half the features each: with the halves joined, K was no longer loaded by wide instructions.
-        _attend_piece(
-            low,
-            high,
-            k_cache,
-            v_cache,
-            out,
-            table,
-            partial,
-            summary,
-            arrived,
-            seq,
-            head,
-            task,
-            piece,
-            pieces,
-            visible,
-            begin,
-            end,
-            scale,
-            softcap,
-            kv_scale,
-            num_parts,
-            sinks,
-            NUM_HEADS,
-            NUM_KV,
-            GROUP,
-            GROUP_PAD,
-            GROUP_POW,
-            DIM,
-            DIM,
-            PAGE,
-            KEYS,
-            JOIN,
-            SOFTCAP,
-            True,
-            CARRIED,
-            PRECISION,
-            SINKS,
-        )
+        attend_piece(
+            low, high, out, seq, head, task, span, (table, k_cache, v_cache), (partial, summary, arrived, num_parts),
+            (scale, softcap, kv_scale, sinks), NUM_HEADS, NUM_KV, GROUP, GROUP_PAD, GROUP_POW, DIM, DIM, PAGE, KEYS,
+            JOIN, SOFTCAP, True, CARRIED, PRECISION, SINKS)
 
 
 @triton.jit
-def _ask_for_keys(
-    k_cache,
-    v_cache,
-    table,
-    head,
-    visible,
-    begin,
-    end,
-    NUM_KV: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    LINES: tl.constexpr,
-):
+def _prefetch_keys(
+    k_cache, v_cache, table, head, span, NUM_KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    KEYS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
     """Prefetch the first KEYS keys and values of a piece into the L2 cache, without waiting for them."""
+    visible, begin, end = span
     position = tl.maximum(tl.minimum(begin + tl.arange(0, KEYS), end - 1), visible)
     block = tl.load(table + position // PAGE).to(tl.int64)
     base = ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM

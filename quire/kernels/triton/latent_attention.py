@@ -113,7 +113,7 @@ def _decode_kernel(
     end = tl.minimum(begin + step, length)
     key = tl.arange(0, KEYS)
     # Block numbers are loaded one iteration early: the loads of latents then wait for no other load and can be
-        # pipelined.
+    # pipelined.
     later = tl.load(table + (begin + key) // PAGE, mask=(begin + key < end) & (seq >= 0), other=0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

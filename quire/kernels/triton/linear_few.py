@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.activation import KINDS, act_mul_reference, activate
+from quire.kernels.triton.activation import KINDS, act_mul_reference
+from quire.kernels.triton.linear_parts import finish, load_early, load_weights
 from quire.kernels.triton.norm import rms_norm_reference
 
 MAX_VECTOR_ROWS = 4
@@ -59,15 +60,10 @@ def _vector_kernel(
     used = row < num_rows
     acc = tl.zeros([ROWS, FEATURES, COLUMNS], tl.float32)
     square = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if GATED:
-        other = tl.zeros([ROWS, FEATURES, COLUMNS], tl.float32)
+    other = acc
     start_row = weight + feature.to(tl.int64)[:, None] * WIDTH
     if PDL:
-        # No earlier kernel writes weights: the first of them are prefetched while the previous kernel still runs.
-        first = real[:, None] & (column < WIDTH)[None, :]
-        early = tl.load(start_row + column[None, :], mask=first, other=0.0, eviction_policy="evict_first")
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        early = load_early(start_row, column, real, WIDTH)
     for start in tl.static_range(0, WIDTH, COLUMNS):
         place = start + column
         inside = place < WIDTH
@@ -75,11 +71,9 @@ def _vector_kernel(
         if PDL and start == 0:
             w = early
         else:
-            # Weights are read once: they should not push x, which every program reads, out of the L1 cache.
-            w = tl.load(start_row + place[None, :], mask=loads, other=0.0, eviction_policy="evict_first")
+            w = load_weights(start_row, place, loads)
         if GATED:
-            second = start_row + num_features.to(tl.int64) * WIDTH
-            w2 = tl.load(second + place[None, :], mask=loads, other=0.0, eviction_policy="evict_first")
+            w2 = load_weights(start_row + num_features.to(tl.int64) * WIDTH, place, loads)
         values = tl.load(x + row[:, None] * WIDTH + place[None, :], mask=used[:, None] & inside[None, :], other=0.0).to(
             tl.float32
         )
@@ -89,20 +83,8 @@ def _vector_kernel(
         acc += values[:, None, :] * w.to(tl.float32)[None, :, :]
         if GATED:
             other += values[:, None, :] * w2.to(tl.float32)[None, :, :]
-    result = tl.sum(acc, axis=2)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(square, axis=1) / WIDTH + eps)[:, None]
-        result = result * scale
+    result = finish(acc, other, square, bias, feature, real, num_features, eps, WIDTH, NORM, BIAS, GATED, KIND)
     stores = used[:, None] & real[None, :]
-    if BIAS:
-        result += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        up = tl.sum(other, axis=2)
-        if NORM:
-            up = up * scale
-        if BIAS:
-            up += tl.load(bias + num_features + feature, mask=real, other=0.0).to(tl.float32)[None, :]
-        result = activate(result, KIND) * up
     target = row[:, None].to(tl.int64) * num_features + feature[None, :]
     if RESIDUAL:
         result += tl.load(residual + target, mask=stores, other=0.0).to(tl.float32)

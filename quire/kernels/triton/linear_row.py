@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.activation import KINDS, activate
+from quire.kernels.triton.activation import KINDS
+from quire.kernels.triton.linear_parts import finish, load_early, load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,9 @@ def _row_kernel(
     start_row = weight + feature.to(tl.int64)[:, None] * WIDTH
     acc = tl.zeros([FEATURES, COLUMNS], tl.float32)
     square = tl.zeros([1, COLUMNS], tl.float32)
-    if GATED:
-        other = tl.zeros([FEATURES, COLUMNS], tl.float32)
+    other = acc
     if PDL:
-        # No earlier kernel writes weights: the first of them are prefetched while the previous kernel still runs.
-        first = real[:, None] & (column < WIDTH)[None, :]
-        early = tl.load(start_row + column[None, :], mask=first, other=0.0, eviction_policy="evict_first")
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        early = load_early(start_row, column, real, WIDTH)
     for start in tl.static_range(0, WIDTH, COLUMNS):
         place = start + column
         inside = (place < WIDTH)[None, :]
@@ -69,11 +65,9 @@ def _row_kernel(
         if PDL and start == 0:
             w = early
         else:
-            # Weights are read once: they should not push x, which every program reads, out of the L1 cache.
-            w = tl.load(start_row + place[None, :], mask=loads, other=0.0, eviction_policy="evict_first")
+            w = load_weights(start_row, place, loads)
         if GATED:
-            second = start_row + NUM_FEATURES * WIDTH
-            w2 = tl.load(second + place[None, :], mask=loads, other=0.0, eviction_policy="evict_first")
+            w2 = load_weights(start_row + NUM_FEATURES * WIDTH, place, loads)
         values = tl.load(x + place[None, :], mask=inside, other=0.0).to(tl.float32)
         if NORM:
             square += values * values
@@ -81,19 +75,7 @@ def _row_kernel(
         acc += values * w.to(tl.float32)
         if GATED:
             other += values * w2.to(tl.float32)
-    result = tl.sum(acc, axis=1)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(tl.sum(square, axis=1), axis=0) / WIDTH + eps)
-        result = result * scale
-    if BIAS:
-        result += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)
-    if GATED:
-        up = tl.sum(other, axis=1)
-        if NORM:
-            up = up * scale
-        if BIAS:
-            up += tl.load(bias + NUM_FEATURES + feature, mask=real, other=0.0).to(tl.float32)
-        result = activate(result, KIND) * up
+    result = finish(acc, other, square, bias, feature, real, NUM_FEATURES, eps, WIDTH, NORM, BIAS, GATED, KIND)
     if RESIDUAL:
         result += tl.load(residual + feature, mask=real, other=0.0).to(tl.float32)
     tl.store(out + feature, result.to(out.dtype.element_ty), mask=real)

@@ -321,6 +321,12 @@ class GgufFile:
         if int_value(self.metadata, "split.count", 1) > 1:
             raise head.fail("it is one part of a split model; join the parts with `llama-gguf-split --merge`")
 
+    def forget_vocabulary(self) -> None:
+        """Let go of the lists of tokens and merges, which are most of the header, once a tokenizer was made of them."""
+        for key in [key for key, value in self.metadata.items() if isinstance(value, list | np.ndarray)]:
+            if key.startswith("tokenizer."):
+                del self.metadata[key]
+
     def read(self, tensor: GgufTensor, out: np.ndarray) -> None:
         """Dequantize `tensor` into `out`, a flat C-contiguous float32 array, through small file reads."""
         dequantize_into(tensor.format, self._reader(tensor), out)

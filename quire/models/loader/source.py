@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.loader import mxfp4, safetensors
@@ -38,6 +40,31 @@ LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 READ_AHEAD = 2
 READ_THREADS = 2
 Read = TypeVar("Read")
+Made = TypeVar("Made")
+
+
+class Once(Generic[Made]):
+    """Something that is made when it is first asked for; threads that ask meanwhile wait for it."""
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self._make = make
+        self._made: Made | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self) -> Made:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def start(self) -> None:
+        """Make it in a thread. Who asks for it gets the error, if there is one."""
+
+        def run() -> None:
+            with contextlib.suppress(Exception):
+                self()
+
+        threading.Thread(target=run, name="quire-tokenizer", daemon=True).start()
 
 
 class ModelSource(ABC):
@@ -47,7 +74,8 @@ class ModelSource(ABC):
         self.name = name
         self.path = path
         self.is_dummy = dummy
-        self._tokenizer_path = tokenizer_path
+        self._own_tokenizer = Once(self._make_tokenizer)
+        self._tokenizer = Once(lambda: load_tokenizer(tokenizer_path)) if tokenizer_path else self._own_tokenizer
 
     @property
     @abstractmethod
@@ -74,7 +102,8 @@ class ModelSource(ABC):
     ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]: ...
 
     @abstractmethod
-    def _own_tokenizer(self) -> Tokenizer: ...
+    def _make_tokenizer(self) -> Tokenizer:
+        """The one that the model brings with it."""
 
     def weights(
         self, dtype: torch.dtype | Literal["float32"] | None = "float32", parts: StoredParts | None = None
@@ -103,9 +132,11 @@ class ModelSource(ABC):
 
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer (or the one asked for instead); ModelLoadError where there is none."""
-        if self._tokenizer_path is not None:
-            return load_tokenizer(self._tokenizer_path)
-        return self._own_tokenizer()
+        return self._tokenizer()
+
+    def start_tokenizer(self) -> None:
+        """Make the tokenizer in a thread, beside what the caller goes on with: reading the weights, say."""
+        self._tokenizer.start()
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -131,17 +162,16 @@ class GgufSource(ModelSource):
         self._file = GgufFile(path)
         self._arch = architecture_of(self._file)[1]
         self._config = hf_config(self._file)
+        self._has_vocabulary = "tokenizer.ggml.tokens" in self._file.metadata
 
     @property
     def config(self) -> dict[str, Any]:
         return self._config
 
-    @cached_property
-    def _gguf_tokenizer(self) -> Tokenizer:
-        return tokenizer_from_gguf(self._file.metadata, str(self.path))
-
-    def _own_tokenizer(self) -> Tokenizer:
-        return self._gguf_tokenizer
+    def _make_tokenizer(self) -> Tokenizer:
+        made = tokenizer_from_gguf(self._file.metadata, str(self.path))
+        self._file.forget_vocabulary()
+        return made
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -150,8 +180,7 @@ class GgufSource(ModelSource):
             for key in ("bos_token_id", "pad_token_id")
             if self._config[key] is not None
         }
-        has_vocabulary = "tokenizer.ggml.tokens" in self._file.metadata
-        eos = self._gguf_tokenizer.eos_token_ids if has_vocabulary else _as_ids(self._config["eos_token_id"])
+        eos = self._own_tokenizer().eos_token_ids if self._has_vocabulary else _as_ids(self._config["eos_token_id"])
         return {**named, "eos_token_id": list(eos)}
 
     def weight_files(self) -> list[Path]:
@@ -279,12 +308,8 @@ class FolderSource(ModelSource):
     def config(self) -> dict[str, Any]:
         return self._config
 
-    @cached_property
-    def _folder_tokenizer(self) -> Tokenizer:
+    def _make_tokenizer(self) -> Tokenizer:
         return tokenizer_from_folder(self.path)
-
-    def _own_tokenizer(self) -> Tokenizer:
-        return self._folder_tokenizer
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -292,7 +317,7 @@ class FolderSource(ModelSource):
         stored = read_json_object(path) if path.is_file() else {}
         ids = list(_as_ids(stored.get("eos_token_id")) or _as_ids(self._text_config().get("eos_token_id")))
         if has_tokenizer(self.path):
-            ids += [i for i in self._folder_tokenizer.eos_token_ids if i not in ids]
+            ids += [i for i in self._own_tokenizer().eos_token_ids if i not in ids]
         return {**stored, "eos_token_id": ids}
 
     def _text_config(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quire.errors import ConfigError, DownloadError, ModelLoadError
-from quire.models.loader.source import FolderSource, GgufSource, ModelSource, resolve_model
+from quire.models.loader.source import FolderSource, GgufSource, ModelSource, Once, resolve_model
 from tests.models.loader.tiny_gguf import tiny_model, write_gguf
 
 TOKENIZER = {
@@ -96,6 +97,35 @@ def test_another_tokenizer_may_be_named(tmp_path: Path) -> None:
     for place in (folder, folder / "tokenizer.json"):
         assert resolve_model(str(model), tokenizer=str(place)).tokenizer().encode("world") == [3]
     assert resolve_model(str(folder), tokenizer=str(model)).tokenizer().vocab_size == 96
+
+
+def test_a_tokenizer_is_made_once_whoever_asks() -> None:
+    made: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def make() -> str:
+        made.append(1)
+        begun.set()
+        assert go_on.wait(60)
+        return "tokenizer"
+
+    once = Once(make)
+    once.start()
+    assert begun.wait(60)
+    asker = threading.Thread(target=once)
+    asker.start()
+    go_on.set()
+    assert once() == "tokenizer" and once() == "tokenizer"
+    asker.join(60)
+    assert len(made) == 1
+
+
+def test_a_tokenizer_that_cannot_be_made_in_a_thread_says_why_to_who_asks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    source = resolve_model(str(tmp_path), load_format="dummy")
+    source.start_tokenizer()
+    with pytest.raises(ModelLoadError, match="skip_tokenizer_init"):
+        source.tokenizer()
 
 
 def test_weights_can_be_had_in_half_precision(tmp_path: Path) -> None:
