@@ -37,7 +37,8 @@ class ModelConfig:
               "zero (default: with int4)")
     seed: int = option(0, "seed from which requests without one of their own draw theirs")
     max_model_len: int | None = option(
-        None, "longest prompt plus output (default: what model and KV pool allow)")
+        None, "longest prompt plus output (default: what model and KV pool allow); within a longrope's trained length "
+        "it takes the short factors, else the long ones")
     load_format: str = option("auto", "how weights are stored; dummy makes random ones",
                               ("auto", "gguf", "safetensors", "dummy"))
     cache_dir: str | None = option(

@@ -68,8 +68,8 @@ class Worker:
         forget_file_pages()  # of libraries that have been imported: room for weights
         decoder = build_decoder(
             source.config, _weights(source, config.model.load_format, config, shard), ops,
-            max_model_len=self.pool.max_model_len, shard=shard,
-            ranks=None if collectives is None else collectives.group, dtype=None)
+            max_model_len=self.pool.max_model_len, asked_len=self.spec.asked_len(config.model.max_model_len),
+            shard=shard, ranks=None if collectives is None else collectives.group, dtype=None)
         self.weight_bytes = decoder.weight_bytes
         draft = self._draft(source, config, ops, decoder)
         ops.library.quire_give_back()  # what the weights were read through
@@ -101,7 +101,8 @@ class Worker:
                 return build_head(source.config, source.weights(None), target, self.pool.max_model_len)
             spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
             return build_decoder(source.config, _weights(source, speculation.load_format, config), ops,
-                                 max_model_len=self.pool.max_model_len, shard=shard_of(spec, Place()), dtype=None)
+                                 max_model_len=self.pool.max_model_len, asked_len=target.asked_len,
+                                 shard=shard_of(spec, Place()), dtype=None)
 
     def _drafter(self, speculation: SpeculationOptions, rejection: bool, decoder: Decoder,
                  draft: Decoder | DraftHead | None, passes: Passes) -> Proposer | None:

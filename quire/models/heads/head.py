@@ -43,7 +43,7 @@ class DraftHead:
         self.head = Linear(ops, ("",), False, None, use=WeightUse.VOCABULARY) if own_head else target.head
         self._has_head = own_head
         self.fuse = Linear(ops, ("",), "fuse.bias" in optional, None)
-        rope, latent = rope_table(spec.rope, max_model_len), layer.attention.latent
+        rope, latent = rope_table(spec.rope, max_model_len, target.asked_len), layer.attention.latent
         self.attn = (Attention(ops, layer.attention, rope, 0, None) if latent is None
                      else LatentAttention(ops, layer.attention, latent, rope, 0, None))
         self.mlp = Moe(ops, layer.mlp, None) if isinstance(layer.mlp, MoeSpec) else Mlp(ops, layer.mlp, None)
