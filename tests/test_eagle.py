@@ -190,7 +190,7 @@ def test_embeddings_of_the_target_are_not_kept_twice(target: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("fault, said", [
-    ("no model", "needs a model"),
+    ("no model", "no head comes with Quire for this model"),
     ("absent", "there is no model"),
     ("hidden_size", "hidden_size is 64 and the target's 48"),
     ("vocab_size", "vocab_size is 98"),
