@@ -13,24 +13,41 @@ _ROWS_AT_ONCE = 4096
 """Bounds the float64 intermediates of a table for a long context."""
 
 
-def rope_table(spec: RopeSpec, length: int, asked_len: int | None = None) -> Tensor:
-    """float32 [length, rotary_dim]: cosines of the rotary_dim / 2 pairs, then their sines. `asked_len` is the length
-    that a longrope's factors are chosen by, where the table is shorter.
+class RopeTable:
+    """Cosines and sines of every position, computed as far as they have been asked for.
 
-    Frequencies and angles are rounded to float32 where transformers rounds them, so that both turn by the
-    same angle at any position; cosine and sine are taken in float64, so that a row's bits depend on nothing
-    but its angle (a vectorised float32 cosine may round differently in the tail of a tensor).
+    What has not been computed takes no memory: a model that may read 131,072 tokens mostly reads a few thousand.
+    `asked_len` is the length that a longrope's factors are chosen by, where the table is shorter.
     """
-    frequencies = _frequencies(spec, length, asked_len or length).expand(length, -1)
-    table = torch.empty(length, spec.rotary_dim)
-    for start in range(0, length, _ROWS_AT_ONCE):
-        rows = slice(start, min(length, start + _ROWS_AT_ONCE))
-        positions = torch.arange(rows.start, rows.stop, dtype=torch.float32)
-        angles = (positions[:, None] * frequencies[rows]).to(torch.float64)
-        table[rows] = (
-            torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(spec.attention_factor).to(torch.float32)
-        )
-    return table
+
+    def __init__(self, spec: RopeSpec, length: int, asked_len: int | None = None) -> None:
+        self._spec = spec
+        self._frequencies = _frequencies(spec, length, asked_len or length).expand(length, -1)
+        self.rows = torch.empty(length, spec.rotary_dim)
+        """float32 [length, rotary_dim]: cosines of the rotary_dim / 2 pairs, then their sines."""
+        self.computed = 0
+
+    def reach(self, length: int) -> None:
+        """Compute the rows of at least so many positions.
+
+        Frequencies and angles are rounded to float32 where transformers rounds them, so that both turn by the
+        same angle at any position; cosine and sine are taken in float64, so that a row's bits depend on nothing
+        but its angle (a vectorised float32 cosine may round differently in the tail of a tensor).
+        """
+        while self.computed < min(length, len(self.rows)):
+            rows = slice(self.computed, min(len(self.rows), self.computed + _ROWS_AT_ONCE))
+            positions = torch.arange(rows.start, rows.stop, dtype=torch.float32)
+            angles = (positions[:, None] * self._frequencies[rows]).to(torch.float64)
+            turns = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(self._spec.attention_factor)
+            self.rows[rows] = turns.to(torch.float32)
+            self.computed = rows.stop
+
+
+def rope_table(spec: RopeSpec, length: int, asked_len: int | None = None) -> Tensor:
+    """All rows at once."""
+    table = RopeTable(spec, length, asked_len)
+    table.reach(length)
+    return table.rows
 
 
 def growth_table(spec: QueryGrowth, length: int) -> Tensor:

@@ -18,7 +18,7 @@ from quire.ranks.executor import RankExecutor
 from quire.ranks.local import same_for_all, start_local
 from quire.ranks.shared_kv import SharedKV
 from quire.ranks.workers import DUMMY, MODEL
-from quire.speculation.options import DRAFT_MODEL, EAGLE
+from quire.speculation.options import DRAFT_MODEL
 from quire.worker.memory import PoolSize, size_pool, smallest_pool
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def _start(config: EngineConfig, places: list[Place], worker: dict[str, Any],
         return threads, start_threads(threads, worker, agree)
     from quire.ranks.ray_launch import start_ray
 
-    return start_ray(places, worker, agree, parallel.ray_address, config.model.num_threads or 1)
+    gpus = 1 if config.model.device == "cuda" and worker["kind"] == MODEL else 0
+    return start_ray(places, worker, agree, parallel.ray_address, config.model.num_threads or 1, gpus=gpus)
 
 
 def check_parallel(config: EngineConfig) -> None:
@@ -90,15 +91,15 @@ def check_parallel(config: EngineConfig) -> None:
 
 
 def _check_gpu_ranks(config: EngineConfig) -> None:
-    if config.parallel.backend != "mp":
-        raise ConfigError(f"ranks on GPUs are processes of this machine so far: distributed_executor_backend "
-                          f"{config.parallel.backend!r} needs device='cpu'", field="distributed_executor_backend")
+    if config.parallel.backend == "threads":
+        raise ConfigError("ranks on GPUs are processes: use distributed_executor_backend 'mp' or 'ray', or "
+                          "device='cpu'", field="distributed_executor_backend")
     speculation = config.speculation.options
     if speculation is None or not speculation.on_device:
         return
-    if speculation.method == EAGLE or config.parallel.pipeline_parallel_size > 1:
+    if speculation.reads_states or config.parallel.pipeline_parallel_size > 1:
         raise ConfigError(f"drafts by method {speculation.method!r} are not made on GPUs of several stages so far, nor "
-                          "by 'eagle' on any: use method 'ngram' or 'suffix', pipeline_parallel_size=1, or "
+                          "by heads on any: use method 'ngram' or 'suffix', pipeline_parallel_size=1, or "
                           "device='cpu'", field="speculative_config")
     if speculation.method == DRAFT_MODEL and not config.model.deterministic:
         raise ConfigError("a draft model runs whole on every rank, and only deterministic mode makes sure that all "

@@ -75,7 +75,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_ring_store": (None, [_P, _U]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 14
+ABI_VERSION = 15
 
 opener: type[ctypes.CDLL] = ctypes.CDLL
 """What a library is opened with. Benches put one here that measures its calls."""

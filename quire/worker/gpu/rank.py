@@ -37,11 +37,13 @@ def sharing(place: Place, num_devices: int) -> int:
     return sum(device_of(each, num_devices) == mine for each in Place.all(place.tensor_size, place.num_stages))
 
 
-def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives | None, agree: Agree) -> GpuWorker:
+def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives | None, agree: Agree,
+                   gpu: int | None = None) -> GpuWorker:
+    """`gpu`: the one that this rank has to itself; None: ranks are dealt to those that there are."""
     if not torch.cuda.is_available():
         raise ConfigError("device 'cuda' cannot be used: torch finds no CUDA GPU in a rank's process", field="device")
     count = torch.cuda.device_count()
-    device = torch.device("cuda", device_of(place, count))
+    device = torch.device("cuda", device_of(place, count) if gpu is None else gpu)
     torch.cuda.set_device(device)
     model = config.model
     source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
@@ -50,10 +52,11 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
     shard = shard_of(spec, place)
     ranks: DeviceRanks = DeviceRanks()
     if collectives is not None:
-        shared = count < place.num_ranks
+        shared = gpu is None and count < place.num_ranks
         ranks = connect_peers(collectives, place, device, DTYPES[model.dtype], shared=shared)
         collectives.device_waited_ns = lambda: ranks.waited_ns
-    share = RankShare(shard, ranks, lambda pool: PoolSize(**agree(dataclasses.asdict(pool))), sharing(place, count))
+    share = RankShare(shard, ranks, lambda pool: PoolSize(**agree(dataclasses.asdict(pool))),
+                      sharing(place, count) if gpu is None else 1)
     parts = None if shard.is_whole else stored_parts(source.config, shard)
     weights = None if model.load_format == "dummy" else source.weights(None, parts)
     options = device_options(config, spec.max_positions, str(device))
