@@ -19,9 +19,10 @@ class RopeTable:
     What has not been computed takes no memory: a model that may read 131,072 tokens mostly reads a few thousand.
     """
 
-    def __init__(self, spec: RopeSpec, length: int) -> None:
+    def __init__(self, spec: RopeSpec, length: int, asked_len: int | None = None) -> None:
+        """`asked_len`: the length that a longrope's factors are chosen by, where the table is shorter."""
         self._spec = spec
-        self._frequencies = _frequencies(spec, length).expand(length, -1)
+        self._frequencies = _frequencies(spec, length, asked_len or length).expand(length, -1)
         self.rows = torch.empty(length, spec.rotary_dim)
         """float32 [length, rotary_dim]: cosines of the rotary_dim / 2 pairs, then their sines."""
         self.computed = 0
@@ -42,9 +43,9 @@ class RopeTable:
             self.computed = rows.stop
 
 
-def rope_table(spec: RopeSpec, length: int) -> Tensor:
+def rope_table(spec: RopeSpec, length: int, asked_len: int | None = None) -> Tensor:
     """All rows at once."""
-    table = RopeTable(spec, length)
+    table = RopeTable(spec, length, asked_len)
     table.reach(length)
     return table.rows
 
@@ -55,7 +56,7 @@ def growth_table(spec: QueryGrowth, length: int) -> Tensor:
     return (1 + spec.beta * torch.log1p(steps)).to(torch.float32)
 
 
-def _frequencies(spec: RopeSpec, length: int) -> Tensor:
+def _frequencies(spec: RopeSpec, length: int, asked_len: int) -> Tensor:
     """Radians per position of each pair: [pairs], or [length, pairs] where they depend on the position."""
     if spec.kind == "dynamic":
         return _dynamic(spec, length)
@@ -67,7 +68,7 @@ def _frequencies(spec: RopeSpec, length: int) -> Tensor:
     if spec.kind == "yarn":
         return _yarn(spec)
     if spec.kind == "longrope":
-        return _longrope(spec, length)
+        return _longrope(spec, asked_len)
     return plain
 
 
@@ -117,14 +118,14 @@ def _yarn(spec: RopeSpec) -> Tensor:
     return (1.0 / (spec.factor * period)) * (1 - kept) + (1.0 / period) * kept
 
 
-def _longrope(spec: RopeSpec, length: int) -> Tensor:
-    """One divisor per pair: the short ones for a table within the trained length, else the long ones for all of it.
+def _longrope(spec: RopeSpec, asked_len: int) -> Tensor:
+    """One divisor per pair: the short ones where sequences may not be longer than the trained length, else the long
+    ones for every sequence and position.
 
-    So a sequence's keys never change, whatever it grows to. (transformers chooses by the current length, and drops
-    the cache of a sequence that grows past the trained one.)
+    So a sequence's keys never change, whatever it grows to; vLLM chooses in the same way. (transformers chooses by
+    the length of the current forward, and drops the cache of a sequence that grows past the trained length.)
     """
-    factors = spec.long_factors if length > spec.original_max_positions else spec.short_factors
-    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.theta ** _exponents(spec))
+    return 1.0 / (torch.tensor(spec.factors(asked_len), dtype=torch.float32) * spec.theta ** _exponents(spec))
 
 
 def _turning_pair(spec: RopeSpec, turns: float) -> float:

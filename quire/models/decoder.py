@@ -89,7 +89,8 @@ class Decoder:
 
     Built empty; `load` brings the weights one tensor at a time under the names of `shard.parameters`, and `missing`
     says what has not come. The first stage owns the embeddings, the last one the head. Tensor ranks of a stage make the
-    same calls with the same tokens, and talk to each other in them.
+    same calls with the same tokens, and talk to each other in them. `max_model_len` is the longest sequence;
+    `asked_len` what it would be with memory enough, by which a longrope chooses its factors.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Decoder:
         ops: Ops,
         *,
         max_model_len: int | None = None,
+        asked_len: int | None = None,
         shard: Shard | None = None,
         ranks: TensorGroup | None = None,
         dtype: torch.dtype | None = torch.float32,
@@ -118,11 +120,12 @@ class Decoder:
             spec.final_norm is None or spec.final_norm.kind == "rms"
         )
         self._build_ends()
+        self.asked_len = self.max_model_len if asked_len is None else asked_len
         self._reached = 0
         """Positions that the tables of rotations hold."""
         self._ready: StepContext | None = None
         """The step for which that was seen to last."""
-        self._ropes = [RopeTable(rope, self.max_model_len) for rope in spec.ropes]
+        self._ropes = [RopeTable(rope, self.max_model_len, self.asked_len) for rope in spec.ropes]
         if not ops.grows_tables:
             self._compute_ropes(self.max_model_len)
         self._growths: dict[QueryGrowth, Tensor] = {}

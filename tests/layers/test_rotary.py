@@ -111,8 +111,8 @@ def test_an_engine_computes_rotations_before_steps_need_them(
 
     expected, make = answers(), RopeTable.__init__
 
-    def make_without_numbers(self: RopeTable, spec: Any, length: int) -> None:
-        make(self, spec, length)
+    def make_without_numbers(self: RopeTable, *given: Any) -> None:
+        make(self, *given)
         self.rows.fill_(torch.nan)
 
     replayed: list[int] = []
