@@ -1,6 +1,7 @@
 """The kernel of `linear_ahead`, in Gluon: Triton's lower layer, since Triton itself cannot say when a copy begins.
 
-A slab is 64 columns, of a tile of the weight (64 output features) or of all rows. A turn is some slabs of a group of
+A slab is 128 bytes of every row (64 columns in a 16-bit type, 128 in fp8), of a tile of the weight (64 output features)
+or of all rows. A turn is some slabs of a group of
 tiles and the same of the rows: a stage of the ring. Turns are numbered through all groups of the weight, and every
 program has an equal share of them, of at least one. One warp asks for turns, the others multiply them; `full` counts a
 stage's bytes, `free` says that it was read.
@@ -93,9 +94,10 @@ def _waited(sums, left: gl.constexpr, TILES: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    w_ring, x_ring, full, free, bias, residual, out, partial, arrived, num_rows, num_features, begin, end, turns, total,
-    STAGES: gl.constexpr, TILES: gl.constexpr, SLABS: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    PDL: gl.constexpr, SUMS: gl.constexpr, STORED: gl.constexpr,
+    w_ring, x_ring, full, free, w_scale, x_scale, bias, residual, out, partial, arrived, num_rows, num_features, begin,
+    end, turns, total,
+    STAGES: gl.constexpr, TILES: gl.constexpr, SLABS: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr,
+    RESIDUAL: gl.constexpr, PDL: gl.constexpr, SUMS: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     """The other warps multiply what is there, one group of tiles after another."""
     FEATURES: gl.constexpr = w_ring.shape[1]
@@ -118,11 +120,17 @@ def _multiply(
         if TILES == 1:
             acc, complete = _whole_tile(sums[0], group, first, last, total, gl.num_programs(0), partial, arrived, turns)
             if complete:
-                _store_tile(acc, group, bias, residual, out, num_rows, num_features, BIAS, RESIDUAL, STORED)
+                _store_tile(
+                    acc, group, w_scale, x_scale, bias, residual, out, num_rows, num_features, SCALED, BIAS, RESIDUAL,
+                    STORED,
+                )  # fmt: skip
         else:
             for tile in gl.static_range(TILES):
                 place = group * TILES + tile
-                _store_tile(sums[tile], place, bias, residual, out, num_rows, num_features, BIAS, RESIDUAL, STORED)
+                _store_tile(
+                    sums[tile], place, w_scale, x_scale, bias, residual, out, num_rows, num_features, SCALED, BIAS,
+                    RESIDUAL, STORED,
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -156,8 +164,8 @@ def _whole_tile(acc, tile, first, last, total, programs, partial, arrived, turns
 
 @gluon.jit
 def _store_tile(
-    acc, tile, bias, residual, out, num_rows, num_features,
-    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, STORED: gl.constexpr,
+    acc, tile, w_scale, x_scale, bias, residual, out, num_rows, num_features,
+    SCALED: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     FEATURES: gl.constexpr = acc.shape[0]
     ROWS: gl.constexpr = acc.shape[1]
@@ -167,7 +175,10 @@ def _store_tile(
     real = feature < num_features
     stores = real[:, None] & (row < num_rows)[None, :]
     # What is stored as it is crosses the threads in its narrow type.
-    result = gl.convert_layout(acc if BIAS or RESIDUAL else acc.to(out.dtype.element_ty), STORED)
+    result = gl.convert_layout(acc if SCALED or BIAS or RESIDUAL else acc.to(out.dtype.element_ty), STORED)
+    if SCALED:
+        result = result * gl.load(w_scale + feature, mask=real, other=0.0)[:, None]
+        result = result * gl.load(x_scale + row, mask=row < num_rows, other=0.0)[None, :]
     if BIAS:
         result += gl.load(bias + feature, mask=real, other=0.0).to(gl.float32)[:, None]
     if RESIDUAL:
@@ -179,6 +190,8 @@ def _store_tile(
 def ahead_kernel(
     weight,
     x,
+    w_scale,
+    x_scale,
     bias,
     residual,
     out,
@@ -192,6 +205,7 @@ def ahead_kernel(
     SLABS: gl.constexpr,
     ROWS: gl.constexpr,
     BOXES: gl.constexpr,
+    SCALED: gl.constexpr,
     BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr,
     PDL: gl.constexpr,
@@ -217,8 +231,9 @@ def ahead_kernel(
         [
             (
                 _multiply,
-                (w_ring, x_ring, full, free, bias, residual, out, partial, arrived, num_rows, num_features, begin, end,
-                 turns, total, STAGES, TILES, SLABS, BIAS, RESIDUAL, PDL, SUMS, STORED),
+                (w_ring, x_ring, full, free, w_scale, x_scale, bias, residual, out, partial, arrived, num_rows,
+                 num_features, begin, end, turns, total, STAGES, TILES, SLABS, SCALED, BIAS, RESIDUAL, PDL, SUMS,
+                 STORED),
             ),
             (_load, (weight, x, w_ring, x_ring, full, free, begin, end, turns, STAGES, TILES, SLABS, BOXES, PDL)),
         ],

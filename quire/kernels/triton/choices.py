@@ -19,6 +19,8 @@ import torch
 
 PLAIN, NORM, GATED = "plain", "norm", "gated"
 """Forms of a product: alone (with or without a residual), after a norm, after a norm and before a gate."""
+FP8, INT4 = "fp8 ", "int4 "
+"""Before a form: of a weight in that format."""
 LIBRARY = "library"
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,10 @@ MOST_SUMS = 384
 """Tiles times rows: half as many registers of every thread."""
 _SHARED = 226 << 10
 """Bytes of a program, less a KiB for barriers: the ring's, and what a tile passes through on its way to memory."""
-FEATURES, COLUMNS = 64, 64
-"""Of a tile: what one warp group multiplies at once, and 128 bytes, the widest row that the copy engine lays out."""
+FEATURES, SLAB = 64, 128
+"""Features of a tile: what one warp group multiplies at once. Bytes of a slab's row: the widest that the copy engine
+lays out."""
+_KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m3fn: "float8e4nv"}
 _LEAST_BOX = 8
 _PARTIALS, _TILES = 5 << 20, 4096
 """Numbers of parts (two of 64 x 256 for each of 132 multiprocessors) and tiles that may have some."""
@@ -55,8 +57,8 @@ class AheadShape:
     programs: int = 0
 
     def bytes_of(self, rows: int) -> int:
-        """Shared memory of the ring in a 16-bit type."""
-        return self.stages * self.slabs * (self.tiles * FEATURES + padded(rows)) * COLUMNS * 2
+        """Shared memory of the ring."""
+        return self.stages * self.slabs * (self.tiles * FEATURES + padded(rows)) * SLAB
 
     def shared(self, rows: int) -> int:
         """With what the sums of a tile pass through, 64 rows of them at a time, if something is added to them."""
@@ -80,6 +82,11 @@ class AheadScratch:
             torch.empty(partials, dtype=torch.float32, device=device),
             torch.zeros(_TILES, dtype=torch.int32, device=device),
         )
+
+
+def columns(dtype: torch.dtype) -> int:
+    """Of a slab."""
+    return SLAB // dtype.itemsize
 
 
 def padded(rows: int) -> int:
@@ -106,25 +113,27 @@ def _multiprocessors(device: torch.device) -> int:
 def _programs(weight: Tensor, sizes: AheadShape) -> int:
     """Never more than there are turns: a program without one would leave a part of nothing."""
     groups = sizes.groups(weight.shape[0])
-    turns = groups * (weight.shape[1] // COLUMNS // sizes.slabs)
+    turns = groups * (weight.shape[1] // columns(weight.dtype) // sizes.slabs)
     return min(sizes.programs * _multiprocessors(weight.device) if sizes.programs else groups, turns)
 
 
 def fits(x: Tensor, weight: Tensor, sizes: AheadShape, scratch: AheadScratch) -> bool:
     """Whether the kernel can multiply these: whole turns, a ring that fits, and a place for every part."""
     rows, width = x.shape
+    slab = columns(x.dtype)
     groups, programs = sizes.groups(weight.shape[0]), _programs(weight, sizes)
     parts = 0 if groups == programs else 2 * programs * FEATURES * padded(rows)
     return (
         rows <= MOST_ROWS
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and width % (COLUMNS * sizes.slabs) == 0
+        and x.dtype == weight.dtype
+        and x.dtype in _KINDS
+        and width % (slab * sizes.slabs) == 0
         and sizes.shared(rows) <= _SHARED
         and sizes.tiles * padded(rows) <= MOST_SUMS
         and (parts == 0 or sizes.tiles == 1)
         and parts <= scratch.partial.numel()
         and groups <= scratch.arrived.numel()
-        and programs * groups * (width // COLUMNS // sizes.slabs) < 1 << 31
+        and programs * groups * (width // slab // sizes.slabs) < 1 << 31
         and x.is_contiguous()
         and weight.is_contiguous()
         and x.data_ptr() % 16 == 0
@@ -140,35 +149,40 @@ def linear_ahead(
     *,
     sizes: AheadShape,
     scratch: AheadScratch,
+    scales: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """[rows, features] of up to `MOST_ROWS` rows: x W^T + bias + residual."""
+    """[rows, features] of up to `MOST_ROWS` rows: x W^T + bias + residual. With `scales` (of features, of rows;
+    float32) x W^T is multiplied by both: products of fp8, whose `out` has another type and must be given."""
     rows, width = x.shape
-    features = weight.shape[0]
+    features, slab = weight.shape[0], columns(x.dtype)
     if out is None:
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
-    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
+    kind = getattr(gl, _KINDS[x.dtype])
     pad = padded(rows)
     # The largest box that the rows are a multiple of.
-    tile, box = [FEATURES, COLUMNS], [max(rows & -rows, _LEAST_BOX), COLUMNS]
-    sums, stored = _layouts(pad)
+    tile, box = [FEATURES, slab], [max(rows & -rows, _LEAST_BOX), slab]
+    sums, stored = _layouts(pad, 32 // x.dtype.itemsize)
     ahead_kernel[(_programs(weight, sizes),)](
         TensorDescriptor.from_tensor(weight, tile, gl.NVMMASharedLayout.get_default_for(tile, kind)),
         TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, kind)),
-        weight if bias is None else bias,
-        x if residual is None else residual,
+        out if scales is None else scales[0],
+        out if scales is None else scales[1],
+        out if bias is None else bias,
+        out if residual is None else residual,
         out,
         scratch.partial,
         scratch.arrived,
         rows,
         features,
-        width // COLUMNS // sizes.slabs,
+        width // slab // sizes.slabs,
         sizes.stages,
         sizes.tiles,
         sizes.slabs,
         pad,
         triton.cdiv(rows, box[0]),
+        scales is not None,
         bias is not None,
         residual is not None,
         pdl,
@@ -188,8 +202,9 @@ def _registers(sums: int) -> int:
     return max((wanted + _LOADING) // 2 // 8 * 8, min(168, (sums // 2 + 40) // 8 * 8))
 
 
-@lru_cache(maxsize=8)
-def _layouts(rows: int) -> tuple[Any, Any]:
-    """How the sums of a tile [features, rows] lie in registers, and how they are stored: by runs of features."""
-    sums = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, rows, 16])
+@lru_cache(maxsize=16)
+def _layouts(rows: int, depth: int) -> tuple[Any, Any]:
+    """How the sums of a tile [features, rows] lie in registers, and how they are stored: by runs of features. `depth`
+    columns are multiplied by one instruction."""
+    sums = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, rows, depth])
     return sums, gl.BlockedLayout([8, 1], [8, 4], [1, _WARPS], [0, 1])

@@ -31,6 +31,7 @@ class RowShape:
 def _row_kernel(
     x,
     weight,
+    w_scale,
     bias,
     residual,
     gain,
@@ -40,6 +41,7 @@ def _row_kernel(
     WIDTH: tl.constexpr,
     FEATURES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
@@ -85,12 +87,16 @@ def _row_kernel(
     if NORM:
         scale = tl.rsqrt(tl.sum(tl.sum(square, axis=1), axis=0) / WIDTH + eps)
         result = result * scale
+    if SCALED:
+        result = result * tl.load(w_scale + feature, mask=real, other=0.0)
     if BIAS:
         result += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)
     if GATED:
         up = tl.sum(other, axis=1)
         if NORM:
             up = up * scale
+        if SCALED:
+            up = up * tl.load(w_scale + NUM_FEATURES + feature, mask=real, other=0.0)
         if BIAS:
             up += tl.load(bias + NUM_FEATURES + feature, mask=real, other=0.0).to(tl.float32)
         result = activate(result, KIND) * up
@@ -105,6 +111,7 @@ def linear_row(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
+    scales: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
     gated: str | None = None,
@@ -112,7 +119,8 @@ def linear_row(
     sizes: RowShape = RowShape(),  # noqa: B008 (frozen)
     pdl: bool = False,
 ) -> Tensor:
-    """[1, features]: norm(x) W^T + bias, or act(first half) * second half of it, + residual.
+    """[1, features]: norm(x) W^T + bias, or act(first half) * second half of it, + residual. `scales`: those of the
+    features of an fp8 weight (float32), whose row stays in its own type.
 
     Its reference is `linear_few.linear_reference`.
     """
@@ -125,7 +133,8 @@ def linear_row(
     _row_kernel[(triton.cdiv(features, sizes.features),)](
         x,
         weight,
-        weight if bias is None else bias,
+        x if scales is None else scales,
+        x if bias is None else bias,
         x if residual is None else residual,
         x if norm is None else norm,
         out,
@@ -134,6 +143,7 @@ def linear_row(
         width,
         sizes.features,
         columns,
+        scales is not None,
         bias is not None,
         residual is not None,
         norm is not None,

@@ -9,9 +9,11 @@ from quire.bench.gpu.cases import MODELS
 from quire.bench.gpu.tune import weights_of
 from quire.kernels.triton.choices import GATED, NORM, PLAIN, Choice, Timed, choose, library_version, product, table
 from quire.kernels.triton.linear_ahead import AheadShape
+from quire.kernels.triton.linear_codes import CodesShape
 from quire.kernels.triton.linear_row import RowShape
 
-KERNELS = {"row": RowShape, "apart": RowShape, "ahead": AheadShape, "vector": tuple, "library": tuple}
+KERNELS = {"row": RowShape, "apart": RowShape, "ahead": AheadShape, "codes": CodesShape, "vector": tuple,
+           "library": tuple}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:

@@ -127,6 +127,27 @@ def test_float16() -> None:
     check(9, 200, 256, AheadShape(1, 4, 2), 5, torch.float16)
 
 
+@pytest.mark.parametrize(
+    ("rows", "sizes", "count"),
+    [(1, AheadShape(1, 5, 4), None), (21, AheadShape(1, 3, 1), 5), (64, AheadShape(3, 2, 2), None)],
+)
+def test_products_of_fp8_are_multiplied_by_the_scales_of_features_and_rows(
+    rows: int, sizes: AheadShape, count: int | None
+) -> None:
+    features, width = 328, 1024
+    x, weight = (whole(*size, seed=1).to(torch.float8_e4m3fn) for size in ((rows, width), (features, width)))
+    # Powers of two, so that every result is exact.
+    scales = 2.0 ** whole(features, seed=3).float(), 2.0 ** whole(rows, seed=4).float()
+    bias, residual = whole(features, seed=5), whole(rows, features, seed=6)
+    out = torch.full((rows, features), float("nan"), dtype=torch.bfloat16)
+    places = scratch()
+    with programs(count), interpreting(seed=1):
+        linear_ahead(x, weight, bias, residual, sizes=sizes, scratch=places, scales=scales, out=out, pdl=True)
+    wide = product(x.double() * scales[1][:, None], weight.double() * scales[0][:, None], bias, residual)
+    assert torch.equal(out, wide.bfloat16())
+    assert fits(x, weight, sizes, places) and not fits(x.bfloat16(), weight, sizes, places)
+
+
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     rows=st.integers(1, 20),
