@@ -127,7 +127,7 @@ TEST_PYTHON ?= $(BIN)/python
 test-gpu: $(if $(filter $(BIN)/python,$(TEST_PYTHON)),$(VENV)/.ready-test)
 	@if $(TEST_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  $(TEST_PYTHON) -m quire.kernels.cpu.build && \
-	  $(TEST_PYTHON) tests/parallel.py -n 12 --alone tests/gpu/test_waiting.py --alone tests/gpu/test_memory.py --alone tests/gpu/test_ranks.py \
-	    tests/gpu/test_kernels.py tests/kernels/triton/test_hopper.py tests/gpu/test_checkpoints.py tests/gpu/test_speculation.py \
+	  $(TEST_PYTHON) tests/parallel.py -n 12 --alone tests/gpu/test_waiting.py --alone tests/gpu/test_memory.py \
+	    tests/gpu/test_kernels.py tests/kernels/triton/test_hopper.py tests/gpu/test_ranks.py tests/gpu/test_checkpoints.py tests/gpu/test_speculation.py \
 	    tests/gpu/test_gpu.py tests/gpu tests/kernels/triton tests/sampling/test_sampler_gpu.py; \
 	else echo "no CUDA GPU that torch can use on this machine: the GPU suite was not run"; fi

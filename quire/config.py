@@ -273,10 +273,6 @@ class ParallelConfig:
         "auto", "who runs the ranks: processes of this machine, actors of a Ray cluster, or (for tests) threads of "
                 "the engine's process; auto is processes, or Ray where ray_address is given",
         ("auto", "mp", "ray", "threads"))
-    rank_exchange: str = option(
-        "auto", "how ranks on GPUs exchange what they have: ipc reads each other's memory (CUDA IPC), and auto is "
-                "that; nccl, for large sums, does not work yet and is refused",
-        ("auto", "ipc", "nccl"))
     ray_address: str | None = option(
         None, "a running Ray cluster for the ranks, as `ray start` names it (default: the one that this process is "
               "connected to, else one that runs on this machine, else a new one)")

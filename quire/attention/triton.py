@@ -286,7 +286,7 @@ class TritonAttention:
             scratch = self.reserve(blocks, split.tasks, count)
             latent_decode(
                 q, cache, table, ctx.rows, ctx.context_len[:count], split, scratch, shape, scale, out=out,
-                sizes=self._latent_sizes(shape),
+                sizes=self._latent_sizes(shape), pdl=self.pdl and count == q.shape[0],
             )  # fmt: skip
         if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:
             latent_tiles(

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from quire.sampling.batch import SamplingBatch
 from quire.sampling.kernels import SamplingKernels
+from quire.sampling.logprob_columns import pack_columns
 from quire.sampling.sending import send
-from quire.sampling.token_logprobs import LogprobRecord, pack_columns
+from quire.sampling.token_logprobs import LogprobRecord
 from quire.sampling.weights import SCALE, integer_weights, row_chunks
 
 

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.sampling.logprob_columns import pack_columns
 from quire.sampling.logprobs import PackedLogprobs
-from quire.sampling.token_logprobs import TokenLogprobs, is_record, logprob_of, pack_columns, unpack_all
+from quire.sampling.token_logprobs import TokenLogprobs, is_record, logprob_of, unpack_all
 
 ids = st.integers(0, (1 << 31) - 1)
 values = st.floats(-1e4, 0, width=32)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quire.errors import InvalidRequestError
 from quire.kvcache.move_cost import MoveCost
 from quire.sampling.params import BeamSearchParams
+from quire.sampling.token_logprobs import unpack_all
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.request import FinishReason, Request, Sequence, Status
 from quire.scheduler.scheduler import Scheduler
@@ -194,7 +195,7 @@ class GroupMachine(RuleBasedStateMachine):
             name = update.request.request_id
             self.outputs.setdefault((name, update.sequence.index), []).extend(update.new_tokens)
             self.prompt_logprobs.setdefault(name, []).extend(
-                (-found.logprob, found.token_id) for found in update.prompt_logprobs or [])
+                (-found.logprob, found.token_id) for found in unpack_all(update.prompt_logprobs or []))
             assert (update.sequence.error is None) == (name not in self.failed), update.sequence.error
 
     # ---- what must hold

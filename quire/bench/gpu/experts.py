@@ -37,10 +37,10 @@ def spread(core: EngineCore, load: ExpertLoad, requests: Sequence[Request], top_
     for request in requests:
         core.add(request)
     found: dict[int, Spread] = {}
-    before = load.counts.cpu()
+    before = load.counts.cpu().clone()
     while core.has_work:
         core.step()
-        now = load.counts.cpu()
+        now = load.counts.cpu().clone()
         grown, before = now - before, now
         rows = int(grown[0].sum()) // top_k
         if rows:

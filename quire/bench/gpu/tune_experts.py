@@ -149,7 +149,7 @@ def latent_part(heads: int, dry: bool) -> Part:
     def call(candidate: tuple[int, ...], index: int) -> Any:
         sizes = LatentDecode(*candidate)
         split, scratch = splits[sizes.programs]
-        return latent_decode(q, caches[index], table, None, lengths, split, scratch, shape, 0.05, sizes=sizes)
+        return latent_decode(q, caches[index], table, None, lengths, split, scratch, shape, 0.05, sizes=sizes, pdl=True)
 
     tokens = seqs * length
     read = tokens * shape.width * _BYTES / READ_BANDWIDTH

@@ -27,7 +27,7 @@ class SequenceLogprobs:
     @property
     def num_values(self) -> int:
         """About how many log-probabilities a reader will get."""
-        return len(self._positions) * (1 + self._count)
+        return len(self._positions) * max(1, self._count)
 
     def extend(self, records: Iterable[LogprobRecord]) -> None:
         self._positions.extend(records)

@@ -1,10 +1,10 @@
 """Where top_k, top_p and min_p cut a row, found without sorting it.
 
-Two passes over the logits narrow the cut down: each sums the weight (or the number) of the tokens above a few pivots,
-and the next pass puts its pivots between the two that enclose the cut. The tokens that are left between two pivots are
-collected, and a binary search among them finds the cut: exact, since weights are integers there, and the same whatever
-the order in which programs run. Sums above pivots are only roughly right, so pivots count with a margin. Blocks are
-read by one warp each, which needs no barrier to sum.
+Two passes over the logits narrow the cut down, or three where too many tokens would be left: each sums the weight (or
+the number) of the tokens above a few pivots, and the next puts its pivots between the two that enclose the cut. The
+tokens that are left between two pivots are collected, and a search among them finds the cut: exact, since weights are
+integers there, and the same whatever the order in which programs run. Sums above pivots are only roughly right, so
+pivots count with a margin. Blocks are read by one warp each, which needs no barrier to sum.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ _TOP_P = tl.constexpr(sampled_row.TOP_P)
 _LOGPROBS = tl.constexpr(sampled_row.LOGPROBS)
 PIVOTS = 15
 """Of a pass."""
+LEVELS = 3
+"""Passes."""
+_LEVELS = tl.constexpr(LEVELS)
 _PIVOTS = tl.constexpr(PIVOTS)
 _LEVEL = tl.constexpr(PIVOTS + 1)
 SUM_WORDS = 4
@@ -107,13 +110,26 @@ def _between(row, above, pivots, by_count, wanted, low, high, LEVEL: tl.constexp
     """The two pivots of a pass that enclose the cut; where there is none on a side, `low` or `high`. Numbers of tokens
     are exact, and half a token is margin enough."""
     place = tl.arange(0, _LEVEL)
-    sums = tl.load(above + (row * 2 + LEVEL) * _LEVEL + place)
-    pivot = tl.load(pivots + (row * 2 + LEVEL) * _LEVEL + place)
+    sums = tl.load(above + (row * _LEVELS + LEVEL) * _LEVEL + place)
+    pivot = tl.load(pivots + (row * _LEVELS + LEVEL) * _LEVEL + place)
     real = place < _PIVOTS
     surely_less = sums < tl.where(by_count, wanted - 0.5, wanted * (1 - _SURE))
     maybe_less = sums < tl.where(by_count, wanted - 0.5, wanted * (1 + _SURE))
     high = tl.min(tl.where(real & surely_less, pivot, high))
     return tl.max(tl.where(real & (maybe_less == 0), pivot, low)), high
+
+
+@triton.jit
+def _few_left(row, above, pivots, by_count, low, high, top, temperature, MANY: tl.constexpr):
+    """Whether about MANY tokens or fewer are in question after two passes: weights between near pivots are alike."""
+    place = tl.arange(0, 2 * _LEVEL)
+    inside = place % _LEVEL < _PIVOTS
+    sums = tl.load(above + row * _LEVELS * _LEVEL + place)
+    pivot = tl.load(pivots + row * _LEVELS * _LEVEL + place)
+    under = tl.max(tl.where(inside & (pivot == low), sums, 0.0))
+    over = tl.max(tl.where(inside & (pivot == high), sums, 0.0))
+    left = tl.where(by_count, under, (under - over) / tl.maximum(tl.exp((low - top) / temperature), 1e-30))
+    return (low > float("-inf")) & (left <= MANY)
 
 
 @triton.jit
@@ -130,6 +146,7 @@ def bracket_kernel(stage, peak, sums, above, pivots, bracket, BLOCKS: tl.constex
         by_count, wanted = _wanted(me, row, sums, RANKED)
         low, high = _between(row, above, pivots, by_count, wanted, tl.full([], float("-inf"), tl.float32), top, 0)
         low, high = _between(row, above, pivots, by_count, wanted, low, high, 1)
+        low, high = _between(row, above, pivots, by_count, wanted, low, high, 2)
         high = tl.where(by_count, float("inf"), high)
         if RANKED:
             low = tl.where(by_count, low, float("inf"))
@@ -141,10 +158,11 @@ def bracket_kernel(stage, peak, sums, above, pivots, bracket, BLOCKS: tl.constex
 @triton.jit
 def narrow_kernel(
     logits, edited, stage, peak, sums, above, pivots, stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, LEVEL: tl.constexpr, SOURCE: tl.constexpr,
-    RANKED: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr, LEVEL: tl.constexpr,
+    SOURCE: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weight or the number of a block's tokens above each pivot of a pass; in the first, also of them all."""
+    """Sum the weight or the number of a block's tokens above each pivot of a pass; in the first, also of them all. The
+    third is for rows of which more than MANY would be left."""
     block, row = tl.program_id(0), tl.program_id(1)
     me = stage + HEAD + row * WORDS
     top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
@@ -153,30 +171,38 @@ def narrow_kernel(
         floor = row_floor(me, top, temperature, RANKED)
         by_count, wanted = _wanted(me, row, sums, RANKED)
         low, high = tl.full([], float("-inf"), tl.float32), top
-        if LEVEL == 1:
+        if LEVEL >= 1:
             low, high = _between(row, above, pivots, by_count, wanted, low, high, 0)
-            low = tl.where(low > float("-inf"), low, high - 112.0 * temperature)
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
-        if LEVEL == 0:
-            tl.atomic_add(sums + row * SUMS + TOTAL, tl.sum(integer_weights(values, top, temperature, floor)))
-        weights = tl.where(values >= floor, tl.exp((values - top) / temperature), 0.0)
-        measure = tl.where(by_count, 1.0, weights)
+        done = by_count & False
+        if LEVEL == 2:
+            low, high = _between(row, above, pivots, by_count, wanted, low, high, 1)
+            done = _few_left(row, above, pivots, by_count, low, high, top, temperature, MANY)
+        low = tl.where(low > float("-inf"), low, high - 112.0 * temperature)
         place = tl.arange(0, _LEVEL)
-        found = tl.zeros([_LEVEL], tl.float32)
-        pivot = tl.zeros([_LEVEL], tl.float32)
-        for index in tl.static_range(_PIVOTS):
+        mine = (row * _LEVELS + LEVEL) * _LEVEL + place
+        if done:
+            if block == 0:
+                tl.store(pivots + mine, tl.full([_LEVEL], float("inf"), tl.float32))
+        else:
+            token = block * BLOCK + tl.arange(0, BLOCK)
+            values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
             if LEVEL == 0:
-                at = top - temperature * _first_pivot(index)
-            else:
-                at = high - (high - low) * ((index + 1) * 0.0625)
-            over = tl.sum(tl.where(values > at, measure, 0.0))
-            found = tl.where(place == index, over, found)
-            pivot = tl.where(place == index, at, pivot)
-        mine = (row * 2 + LEVEL) * _LEVEL + place
-        tl.atomic_add(above + mine, found, mask=found > 0)
-        if block == 0:
-            tl.store(pivots + mine, pivot)
+                tl.atomic_add(sums + row * SUMS + TOTAL, tl.sum(integer_weights(values, top, temperature, floor)))
+            weights = tl.where(values >= floor, tl.exp((values - top) / temperature), 0.0)
+            measure = tl.where(by_count, 1.0, weights)
+            found = tl.zeros([_LEVEL], tl.float32)
+            pivot = tl.zeros([_LEVEL], tl.float32)
+            for index in tl.static_range(_PIVOTS):
+                if LEVEL == 0:
+                    at = top - temperature * _first_pivot(index)
+                else:
+                    at = high - (high - low) * ((index + 1) * 0.0625)
+                over = tl.sum(tl.where(values > at, measure, 0.0))
+                found = tl.where(place == index, over, found)
+                pivot = tl.where(place == index, at, pivot)
+            tl.atomic_add(above + mine, found, mask=found > 0)
+            if block == 0:
+                tl.store(pivots + mine, pivot)
 
 
 @triton.jit

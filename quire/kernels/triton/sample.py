@@ -74,7 +74,7 @@ class SampleScratch:
             return torch.empty(*shape, dtype=dtype, device=device)
 
         # In one piece, so that one launch empties them.
-        totals = empty(rows * (cut.SUM_WORDS + cut.PIVOTS + 1), dtype=torch.int64)
+        totals = empty(rows * (cut.SUM_WORDS + cut.LEVELS * (cut.PIVOTS + 1) // 2), dtype=torch.int64)
         return cls(
             block, capacity, few, many, totals,
             raw_peak=empty(rows, blocks, dtype=torch.float32),
@@ -82,8 +82,8 @@ class SampleScratch:
             place=empty(rows, blocks, dtype=torch.int32),
             weight=empty(rows, blocks, dtype=torch.int64),
             sums=totals[: rows * cut.SUM_WORDS].view(rows, -1),
-            above=totals[rows * cut.SUM_WORDS :].view(torch.float32).view(rows, 2, -1),
-            pivots=empty(rows, 2, cut.PIVOTS + 1, dtype=torch.float32),
+            above=totals[rows * cut.SUM_WORDS :].view(torch.float32).view(rows, cut.LEVELS, -1),
+            pivots=empty(rows, cut.LEVELS, cut.PIVOTS + 1, dtype=torch.float32),
             bracket=empty(rows, 2, dtype=torch.float32),
             found=empty(rows, capacity, dtype=torch.float32),
             ids=empty(rows, capacity, dtype=torch.int32),
@@ -194,10 +194,10 @@ def _narrow(step: SampledStep, rows: int, source: int, ranked: bool, scratch: Sa
     blocks = s.peak.shape[1]
     pow2 = triton.next_power_of_2(blocks)
     s.totals.zero_()
-    for level in (0, 1):
+    for level in range(cut.LEVELS):
         cut.narrow_kernel[(blocks, rows)](
             step.logits, step.edited, step.stage, s.peak, s.sums, s.above, s.pivots, step.logits.stride(0), vocab,
-            _mask_words(step), blocks, pow2, s.block, level, source, ranked, num_warps=1)
+            _mask_words(step), blocks, pow2, s.block, s.many * 3 // 4, level, source, ranked, num_warps=1)
     cut.bracket_kernel[(rows,)](
         step.stage, s.peak, s.sums, s.above, s.pivots, s.bracket, blocks, pow2, ranked, num_warps=1)
 

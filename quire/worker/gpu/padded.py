@@ -74,12 +74,13 @@ class MixedRungs:
     ) -> MixedRungs | None:
         """Those of a model, where the kernels know padding; None if no step (`max_tokens` 0) shall be padded."""
         layer = decoder.layers[0]
-        if attention is None or max_tokens == 0 or not isinstance(layer.attn.shape, HeadShape):
-            return None  # latents are not padded yet
+        if attention is None or max_tokens == 0:
+            return None
         weights = _weights_of_a_layer(decoder)
         # Beyond that the GPU takes longer for a layer than the host for its launches, and padding would only cost.
         worth = int(_LAUNCHING * _RATE / (2 * weights))
-        per_tile = attention.tokens_per_tile(layer.attn.shape.evened)
+        shape = layer.attn.shape
+        per_tile = attention.tokens_per_tile(shape.evened if isinstance(shape, HeadShape) else shape.blocks)
         return cls(max_num_seqs, min(max_tokens, worth), per_tile, attention.deterministic)
 
     @property

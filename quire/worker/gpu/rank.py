@@ -39,11 +39,8 @@ def sharing(place: Place, num_devices: int) -> int:
     return sum(device_of(each, num_devices) == mine for each in Place.all(place.tensor_size, place.num_stages))
 
 
-def _refuse_untried(config: EngineConfig, spec: DecoderSpec, place: Place) -> None:
-    """What failed when it first ran on a chip. NCCL would sum where every rank has a GPU of its own."""
-    if config.parallel.rank_exchange == "nccl":
-        raise ConfigError("rank_exchange 'nccl' does not work yet: its test failed on an H200. Use 'auto' or 'ipc'",
-                          field="rank_exchange")
+def _refuse_experts(spec: DecoderSpec, place: Place) -> None:
+    """Their test failed when it first ran on a chip."""
     if place.tensor_size > 1 and any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
         raise ConfigError("tensor_parallel_size: experts over ranks work on a CPU only so far; their test failed "
                           "on an H200. Use tensor_parallel_size=1, or pipeline_parallel_size",
@@ -60,7 +57,7 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
     source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
                            cache_dir=model.cache_dir, progress=False)
     spec = read_spec(source.config)
-    _refuse_untried(config, spec, place)
+    _refuse_experts(spec, place)
     shard = shard_of(spec, place)
     ranks: DeviceRanks = DeviceRanks()
     if collectives is not None:

@@ -621,11 +621,17 @@ def check_latent_decode(
         where = order.to(torch.int32)
     want = latent_attention.latent_reference(q, cache, table, start, length, shape, 0.1)
     out = torch.full((len(lengths), shape.num_heads * shape.rank), math.nan, dtype=dtype, device=device)
-    latent_attention.latent_decode(q, cache, kernel_table, where, length, split, scratch, shape, 0.1, out=out)
+    latent_attention.latent_decode(
+        q, cache, kernel_table, where, length, split, scratch, shape, 0.1, out=out, pdl=device == "cuda" and pdl_here()
+    )
     if int(scratch.arrived.abs().sum()):
         raise AssertionError("the joiner leaves its counters as it found them")
     used = length > 0
     return close(out[used], want[used], 2.0)
+
+
+def pdl_here() -> bool:
+    return torch.cuda.get_device_capability()[0] >= 9
 
 
 def check_latent_tiles(

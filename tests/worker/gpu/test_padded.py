@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quire.kernels.types import HeadShape
+from quire.parallel.place import Place
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import PlanEntry
 from quire.scheduler.request import Request
@@ -86,6 +87,13 @@ def test_tiles_hold_the_decoding_sequences_too_where_one_kernel_attends_for_all(
     assert stage.view(sent, "tile_first")[:5].tolist() == [0, 0, 20, 10, 0]
 
 
+LATENT = {
+    **engines.QWEN3, "architectures": ["DeepseekV2ForCausalLM"], "num_hidden_layers": 1, "kv_lora_rank": 16,
+    "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0,
+}  # fmt: skip
+
+
 def requests() -> list[Request]:
     """Prompts that come in chunks beside sequences that decode; several samples of one prompt, and special ones."""
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 0.7, "top_k": 5, "logprobs": 2}, {"n": 2}]
@@ -106,8 +114,8 @@ def tokens_of(core: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "deterministic"),
     [({**engines.QWEN3, "num_hidden_layers": 1}, False), ({**engines.QWEN3, "num_hidden_layers": 1}, True),
-     (engines.GEMMA3, False)],
-    ids=["plain", "deterministic", "windows"],
+     (engines.GEMMA3, False), (LATENT, False)],
+    ids=["plain", "deterministic", "windows", "latents"],
 )  # fmt: skip
 def test_padded_steps_give_the_plain_workers_tokens(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], deterministic: bool
@@ -141,12 +149,11 @@ def test_prompts_are_padded_only_as_far_as_the_host_is_slower_than_the_gpu(
 ) -> None:
     """Layers of 0.6B, 8B and 14B."""
 
-    def product(features: int, width: int) -> Any:
-        return SimpleNamespace(packed=SimpleNamespace(out_features=features, in_features=width))
-
-    attn = SimpleNamespace(linears=(product(qkv, hidden), product(hidden, attended)), shape=HeadShape(8, 2, 64))
-    mlp = SimpleNamespace(linears=(product(2 * inner, hidden), product(hidden, inner)))
-    decoder: Any = SimpleNamespace(layers=[SimpleNamespace(attn=attn, mlp=mlp)])
+    shapes = {"layers.0.attn.qkv.weight": (qkv, hidden), "layers.0.attn.o.weight": (hidden, attended),
+              "layers.0.mlp.up.weight": (2 * inner, hidden), "layers.0.mlp.down.weight": (hidden, inner)}
+    attn = SimpleNamespace(shape=HeadShape(8, 2, 64))
+    decoder: Any = SimpleNamespace(layers=[SimpleNamespace(attn=attn)], spec=SimpleNamespace(parameters=lambda: shapes),
+                                   shard=SimpleNamespace(place=Place()))
     attention = SimpleNamespace(tokens_per_tile=lambda shape: 32, deterministic=False)
     rungs = MixedRungs.of(attention, decoder, 256, 16384)
     assert rungs is not None and max(rung.tokens for rung in rungs.all) == most
