@@ -67,7 +67,7 @@ def _ceilings() -> dict[str, float]:
     for rows, features, width in ((8192, 8192, 8192), (16384, 24576, 4096), (2048, 24576, 4096), (256, 24576, 4096)):
         x = torch.randn(rows, width, device="cuda").to(torch.float8_e4m3fn)
         w = torch.randn(features, width, device="cuda").to(torch.float8_e4m3fn)
-        one, rows_of, features_of = (torch.ones(*size, device="cuda") for size in ((), (rows, 1), (1, features)))
+        one, rows_of, features_of = (torch.ones(size, device="cuda") for size in ((), (rows, 1), (1, features)))
         for name, scales in (("one scale", (one, one)), ("rows", (rows_of, features_of))):
             for fast in (True, False):
                 call = partial(torch._scaled_mm, x, w.t(), scale_a=scales[0], scale_b=scales[1],
