@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import prod
 from types import SimpleNamespace
@@ -48,8 +48,18 @@ class Value:
     def type(self) -> Any:
         return SimpleNamespace(layout=None)
 
-    def to(self, dtype: torch.dtype) -> Value:
-        return Value(self.data.to(dtype))
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.held.dtype
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        return Value(self.data.view(dtype) if bitcast else self.data.to(dtype))
+
+    def reshape(self, shape: list[int]) -> Value:
+        return Value(self.data.reshape(shape))
+
+    def permute(self, order: list[int]) -> Value:
+        return Value(self.data.permute(order))
 
     def __getitem__(self, place: Any) -> Value:
         return Value(self.data[place])
@@ -67,7 +77,8 @@ def _operators() -> None:
         return torch.div(a, b, rounding_mode="trunc")
 
     functions = {name: getattr(operator, name) for name in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne")}
-    functions |= {"and": operator.and_, "or": operator.or_, "floordiv": truncated, "mod": torch.fmod}
+    functions |= {"and": operator.and_, "or": operator.or_, "floordiv": truncated, "mod": torch.fmod,
+                  "rshift": operator.rshift}
     for name, function in functions.items():
         setattr(Value, f"__{name}__", lambda a, b, f=function: Value(f(a.data, plain(b))))
     for name in ("add", "sub", "mul"):
@@ -186,7 +197,7 @@ class Slot:
     def asked_for(self, rows: range, barrier: Barrier) -> None:
         """The first copy after an MMA poisons all: what no copy fills this time is of no use."""
         if not self.landing and not self.unread:
-            self.data.fill_(float("nan"))
+            self.data.fill_(float("nan") if self.data.dtype.is_floating_point else -1)
             self.filled.clear()
         self.landing.append(rows)
         self.filled.append((barrier, barrier.phase))
@@ -268,22 +279,35 @@ class Barrier:
 class View:
     """Shared memory as kernels hold it: of all slots, or of one, of some of its rows or transposed."""
 
-    def __init__(self, slots: list[Slot], data: Tensor | None = None, rows: range | None = None) -> None:
-        self.slots, self.data, self.rows = slots, data, rows
+    def __init__(
+        self, slots: list[Slot], data: Tensor | None = None, rows: range | None = None,
+        reader: Callable[[View], Value] | None = None,
+    ) -> None:
+        self.slots, self.data, self.rows, self.reader = slots, data, rows, reader
         """`rows`: which of the slot's, where they may be filled; None if transposed, or of all slots."""
+
+    def load(self, layout: Any) -> Value:
+        assert self.reader is not None
+        return self.reader(self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.slots[0].data.dtype
 
     def index(self, place: Any) -> View:
         demand(self.data is None and 0 <= int(place) < len(self.slots), f"place {int(place)} of {len(self.slots)}")
         slot = self.slots[int(place)]
-        return View([slot], slot.data, range(len(slot.data)))
+        return View([slot], slot.data, range(len(slot.data)), self.reader)
 
     def slice(self, start: int, length: int, dim: int = 0) -> View:
         demand(isinstance(start, int) and isinstance(length, int), "a slice of what is known at run time only")
-        demand(self.rows is not None and dim == 0, "a slice of other than the rows of a place")
         assert self.rows is not None and self.data is not None
+        if dim == 1:  # which only products read
+            return View(self.slots, self.data[:, start : start + length], None)
+        demand(dim == 0, "a slice of other than the rows of a place")
         demand(start >= 0 and start + length <= len(self.rows), f"rows {start} + {length} of {len(self.rows)}")
         demand(start % SWIZZLED == length % SWIZZLED == 0, f"a slice of rows {start} + {length} cuts the pattern")
-        return View(self.slots, self.data[start : start + length], self.rows[start : start + length])
+        return View(self.slots, self.data[start : start + length], self.rows[start : start + length], self.reader)
 
     @property
     def shape(self) -> list[int]:
