@@ -532,3 +532,9 @@ def default_cache_dir() -> Path:
         return Path(override).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "quire"
+
+
+def gpu_index(name: str) -> int:
+    """How this process counts a GPU that its machine calls by this number: it may see some of them only."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",").index(name) if visible else int(name)

@@ -32,6 +32,7 @@ from quire.kernels.triton.latent_attention import (
     latent_pieces,
     latent_tiles,
 )
+from quire.kernels.triton.latent_hopper import available, fits, hopper_decode
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext, pair_cache
 
 _FIXED = MixedShape(64, 64, 4, 3)
@@ -188,7 +189,9 @@ class TritonAttention:
 
     def allocate_split(self, num_seqs: int, shape: HeadShape | LatentShape) -> DecodeSplit:
         if isinstance(shape, LatentShape):
-            extra = latent_pieces(num_seqs, shape, self._latent_sizes(shape).programs, self._processors)
+            # Another block size than the usual one may ask for `latent_decode`, which any split suits.
+            programs = 1 if self._wgmma_latents(shape, 16) else self._latent_sizes(shape).programs
+            extra = latent_pieces(num_seqs, shape, programs, self._processors)
         else:
             extra = extra_pieces(num_seqs, shape.num_kv_heads, self._processors)
         return DecodeSplit.allocate(num_seqs, extra, self.device)
@@ -271,6 +274,9 @@ class TritonAttention:
     def _latent_sizes(self, shape: LatentShape) -> LatentDecode:
         return decode_sizes(shape, self._dtype.itemsize, self.shared_memory)
 
+    def _wgmma_latents(self, shape: LatentShape, block_size: int) -> bool:
+        return available(self.device) and fits(shape, self._dtype, block_size)
+
     def latents(
         self, q: Tensor, cache: LayerCache, ctx: StepContext, group: int, shape: LatentShape, scale: float
     ) -> Tensor:
@@ -283,10 +289,12 @@ class TritonAttention:
         if ctx.num_decodes and ctx.splits:
             split, count = ctx.splits[group], ctx.num_decodes
             scratch = self.reserve(blocks, split.tasks, count)
-            latent_decode(
-                q, cache, table, ctx.rows, ctx.context_len[:count], split, scratch, shape, scale, out=out,
-                sizes=self._latent_sizes(shape), pdl=self.pdl and count == q.shape[0],
-            )  # fmt: skip
+            given = (q, cache, table, ctx.rows, ctx.context_len[:count], split, scratch, shape, scale)
+            pdl = self.pdl and count == q.shape[0]
+            if self._wgmma_latents(shape, cache.block_size):
+                hopper_decode(*given, out=out, pdl=pdl)
+            else:
+                latent_decode(*given, out=out, sizes=self._latent_sizes(shape), pdl=pdl)
         if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:
             latent_tiles(
                 q, cache, table, ctx.rows, ctx.query_start, ctx.context_len, ctx.tile_seq, ctx.tile_first, shape, scale,

@@ -21,7 +21,7 @@ class RankFacts:
     stage: int
     tensor_rank: int
     memory: int
-    """Resident bytes."""
+    """Bytes: of its GPU on a GPU, else resident in its process."""
     steps: int
     busy_seconds: float
     """In steps, so far."""

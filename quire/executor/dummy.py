@@ -93,6 +93,8 @@ class DummyExecutor(Executor):
     def _run(self, entry: PlanEntry) -> EntryResult:
         if entry.row not in self._rows:
             raise InvariantError(f"row {entry.row} was never started")
+        if entry.decodes and not entry.masks and entry.says_more:
+            raise InvariantError(f"row {entry.row} decodes one token and is told more: {entry}")
         computed = self._computed.setdefault(entry.row, entry.start)
         if computed != entry.start:
             raise InvariantError(f"row {entry.row} computed {computed} tokens, not {entry.start}")

@@ -44,6 +44,8 @@ class LostRows:
         self._started: dict[int, int] = {}
         """By row: the step that started it last."""
         self._watched: list[tuple[StepPlan, Future[StepResult]]] = []
+        self._over: list[tuple[StepPlan, Future[StepResult]]] = []
+        """Let go of once the next plan is on its way: to free a large plan and its result takes a while."""
 
     def sound(self, plan: StepPlan) -> SoundPlan:
         """What may be run of the plan that comes next."""
@@ -70,12 +72,14 @@ class LostRows:
     def watch(self, plan: StepPlan, future: Future[StepResult]) -> None:
         """A plan under way: should its future fail, it was lost, whatever was launched after it meanwhile."""
         self._watched.append((plan, future))
+        self._over = []
 
     def _look_for_losses(self) -> None:
         for plan, future in self._watched:
             if future.done() and not future.cancelled() and future.exception() is not None:
                 self.lost(plan)
-        self._watched = [each for each in self._watched if not each[1].done()]
+        self._over = self._watched
+        self._watched = [each for each in self._over if not each[1].done()]
 
 
 def launch_sound(guard: LostRows, plan: StepPlan,

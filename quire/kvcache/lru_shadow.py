@@ -12,8 +12,9 @@ _STAKE = 1 / 16
 """Hits that the cleverer policy may be behind before it is stopped, as a share of the pool's blocks."""
 _CREDIT = 1.0
 """Most hits ahead that count in its favour later, as a share of the pool's blocks."""
-_ALLOWANCE = 0.005
-"""Share of the yardstick's hits that may be lost in the long run: what trying again is paid from."""
+_ALLOWANCE = 0.0025
+"""Share of the yardstick's hits that may be lost in the long run: what trying again is paid from. Twice as much found
+0.992 x LRU on `bursts` in a pool of 250, where this finds 1.012 x."""
 _MOST_PATIENCE = 8
 """Every try that ended behind the yardstick doubles what the allowance must bring in before the next, up to this."""
 _SLACK = 128

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.errors import EngineError, InvariantError
+from quire.errors import InvariantError
 from quire.kernels.quantized import CodedWeight, StoredWeight, WeightUse
 from quire.kernels.slices import RankTree, Slices
 from quire.kernels.types import StepContext
@@ -219,13 +219,7 @@ class SharedEmbedding(Embedding):
         self._ranks = ranks
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Each rank looks up the ids that it has (and some row for the others: nobody reads it). Rows are handed round,
-        not summed with zeros, so that -0.0 stays -0.0."""
-        owners = torch.searchsorted(self._ends, ids, right=True)
-        if not self._ranks.on_device and ids.numel() and (int(owners.max()) >= len(self._runs) or int(ids.min()) < 0):
-            raise EngineError(f"a token id lies outside 0..{self._runs[-1][1] - 1}")
-        first, last = self._runs[self._ranks.rank]
-        return self._ranks.pick(super().rows((ids - first).clamp_(0, last - first - 1)), owners)
+        return self._ops.embed_over_ranks(ids, self.packed, self._ranks, self._runs, self._ends)
 
 
 class VocabularyHead:

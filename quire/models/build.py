@@ -11,11 +11,12 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.kernels.quantized import StoredWeight
+from quire.layers.spec import MoeSpec
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of, read_spec
 from quire.models.rotary_rows import half_split
 from quire.models.shard import Shard
-from quire.models.spec import Shape
+from quire.models.spec import DecoderSpec, Shape
 from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
 from quire.models.weight_names import WeightNames
 from quire.ops.interface import Ops
@@ -91,7 +92,7 @@ def dummy_weights(
         if len(shape) == 3:
             found = _random_experts(shape, generator, wanted)
         elif len(shape) == 2 and not name.endswith(("norm.weight", "bias")):
-            found = _random(shape, generator, wanted)
+            found = _random(shape, generator, wanted, random_bound(name, shape, spec, names))
         else:
             found = torch.zeros(shape) if name.endswith(("bias", "sinks")) else torch.ones(shape) + offset
             found = found if wanted in (None, NOTHING) else take(found, wanted)
@@ -99,10 +100,19 @@ def dummy_weights(
             yield name, found
 
 
-def _random(shape: Shape, generator: torch.Generator, wanted: Ranges | None) -> Tensor:
+def random_bound(name: str, shape: Shape, spec: DecoderSpec, names: WeightNames) -> float:
+    """Of the numbers in a random matrix. Rows keep their length, except that the token embeddings of a model with
+    experts outweigh what its layers add to them: else attention makes the tokens of a prompt alike, and routers send
+    all of them to the same few experts."""
+    if not spec.tied_head and any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers) and (
+            names.targets(name) == ("embed.weight",)):
+        return math.sqrt(6.0 * spec.num_layers)
+    return math.sqrt(3.0 / shape[-1])
+
+
+def _random(shape: Shape, generator: torch.Generator, wanted: Ranges | None, bound: float) -> Tensor:
     """A uniform matrix, or the wanted part of it: then it is made a few rows at a time, and what nobody wants dropped.
     (torch draws number after number, so that pieces are those of the whole; a test holds it to that.)"""
-    bound = math.sqrt(3.0 / shape[1])
     if wanted is None:
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     dim, runs = wanted
@@ -128,7 +138,7 @@ def _random_experts(shape: Shape, generator: torch.Generator, wanted: Ranges | N
     experts, rows, columns = shape
     if wanted is not None:
         wanted = (0, tuple((start * rows, stop * rows) for start, stop in wanted[1]))
-    return _random((experts * rows, columns), generator, wanted).view(-1, rows, columns)
+    return _random((experts * rows, columns), generator, wanted, math.sqrt(3.0 / columns)).view(-1, rows, columns)
 
 
 def _check_complete(decoder: Decoder, missing: list[str], extra: list[str]) -> None:

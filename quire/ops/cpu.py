@@ -23,6 +23,7 @@ from quire.kernels.quantized import CodedWeight, QuantizedWeight, Rounding, Stor
 from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 from quire.ops import cpu_integer
+from quire.ops.cpu_copies import copy_blocks, copy_slots
 from quire.ops.cpu_panels import PanelGroup, PanelLinear, described
 from quire.ops.cpu_step import (
     F32,
@@ -95,8 +96,10 @@ class CpuOps(Ops):
         finally:
             self._call_through(self.library)
 
-    def recorder(self) -> StepRecorder:
-        return StepRecorder(self)
+    def recorder(self, ranks: TensorGroup | None = None) -> StepRecorder | None:
+        if ranks is None:
+            return StepRecorder(self)
+        return None if ranks.in_kernels is None else StepRecorder(self, ranks.in_kernels)
 
     def set_num_threads(self, count: int) -> None:
         """Threads that one operation may use, the caller's included; a property of the process's library."""
@@ -203,7 +206,7 @@ class CpuOps(Ops):
         residual: Tensor | None,
     ) -> Tensor:
         """In one call where ranks share memory: the sums are written where the others read them."""
-        shared = ranks.shared_memory(tree)
+        shared = ranks.in_kernels
         if shared is None:
             return super().linear_over_ranks(x, w, ranks, tree, bias, residual)
         rows = rows_of(x, w.in_features)
@@ -213,9 +216,28 @@ class CpuOps(Ops):
             raise EngineError(f"a bias of {bias.shape[0]} elements for {w.out_features} features")
         out = torch.empty(rows, w.out_features)
         shared.check(self._group_linear(
-            shared.group, x.data_ptr(), w.panels_ptr, w.format_code, rows, w.out_features, w.in_features, w.slices_ptr,
-            w.num_slices, w.num_nodes, shared.steps, shared.num_steps,
+            shared.address, x.data_ptr(), w.panels_ptr, w.format_code, rows, w.out_features, w.in_features,
+            w.slices_ptr, w.num_slices, w.num_nodes, *shared.steps(tree),
             None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+        ))  # fmt: skip
+        return out
+
+    def embed_over_ranks(
+        self, ids: Tensor, w: PanelLinear, ranks: TensorGroup, runs: Sequence[tuple[int, int]], ends: Tensor
+    ) -> Tensor:
+        """In one call where ranks share memory."""
+        shared = ranks.in_kernels
+        if shared is None:
+            return super().embed_over_ranks(ids, w, ranks, runs, ends)
+        ids = ids if ids.dtype is I64 and ids.is_contiguous() else ids.to(I64).contiguous()
+        count = ids.numel()
+        if self._library.quire_check_ids(ids.data_ptr(), count, runs[-1][1]):
+            raise EngineError(f"a token id lies outside 0..{runs[-1][1] - 1}")
+        ranks.rows_at_once(4 * w.in_features)  # a row must fit
+        out = torch.empty(count, w.in_features)
+        shared.check(self._library.quire_group_embed(
+            shared.address, ids.data_ptr(), count, ends.data_ptr(), w.panels_ptr, w.format_code, w.in_features,
             out.data_ptr(),
         ))  # fmt: skip
         return out
@@ -518,32 +540,10 @@ class CpuOps(Ops):
         return zeros
 
     def copy_blocks(self, layer: LayerCache, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Block src[i] -> dst[i] for every i, each read before any is written."""
-        blocks = layer.num_blocks
-        if len(src) != len(dst) or any(not 0 <= block < blocks for block in (*src, *dst)):
-            raise EngineError(f"block copies {list(src)} -> {list(dst)} do not pair 0..{blocks - 1}")
-        if not set(src).isdisjoint(dst):
-            for part in layer.tensors.values():
-                part[list(dst)] = part[list(src)]
-            return
-        sources, targets = torch.tensor(src, dtype=I64), torch.tensor(dst, dtype=I64)
-        for part in layer.tensors.values():
-            self._library.quire_copy_blocks(
-                part.data_ptr(), sources.data_ptr(), targets.data_ptr(), len(src), part[0].numel()
-            )
+        copy_blocks(self._library, layer, src, dst)
 
     def copy_slots(self, layer: LayerCache, src: Tensor, dst: Tensor) -> None:
-        slots = layer.num_blocks * layer.block_size
-        for part in (src, dst):
-            if part.dtype is not I64 or part.shape != src.shape or not dense(part) or (
-                    self._library.quire_check_ids(part.data_ptr(), part.numel(), slots)):
-                raise EngineError(f"slots to copy must pair int64 numbers in 0..{slots - 1}")
-        for name, part in layer.tensors.items():
-            last = name in layer.tokens_last
-            self._library.quire_copy_slots(
-                part.data_ptr(), src.data_ptr(), dst.data_ptr(), src.numel(), part.shape[1],
-                part.shape[2 if last else 3], layer.block_size, last,
-            )  # fmt: skip
+        copy_slots(self._library, layer, src, dst)
 
     def _enter(
         self, qkv: Tensor, layer: CpuLayerCache, ctx: StepContext, group: int, shape: HeadShape, window: int

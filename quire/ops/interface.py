@@ -226,8 +226,9 @@ class Ops(AttentionBackend):
     def close(self) -> None:
         """Give back what is held outside torch."""
 
-    def recorder(self) -> Recorder | None:
-        """A new recorder of steps, for one decoder, where calls of this device's operations can be recorded."""
+    def recorder(self, ranks: TensorGroup | None = None) -> Recorder | None:
+        """A new recorder of steps, for one decoder, where calls of this device's operations can be recorded. `ranks`
+        are those that share the decoder's layers."""
         return None
 
     # ---- fused forms
@@ -257,6 +258,18 @@ class Ops(AttentionBackend):
         room = ranks.room(len(tree.nodes(ranks.rank)) * x.shape[0], w.out_features)
         nodes = self.linear_nodes(x, w, None if room is None else room.view(-1, x.shape[0], w.out_features))
         return ranks.sum_nodes(nodes, tree, bias, residual)
+
+    def embed_over_ranks(
+        self, ids: Tensor, w: Any, ranks: TensorGroup, runs: Sequence[tuple[int, int]], ends: Tensor
+    ) -> Tensor:
+        """`embed` of a table of which each rank has a run of the rows; `ends` are those of the runs. The same on all
+        ranks: each looks up the ids that it has (and some row for the others: nobody reads it). Rows are handed round,
+        not summed with zeros, so that -0.0 stays -0.0."""
+        owners = torch.searchsorted(ends, ids, right=True)
+        if not ranks.on_device and ids.numel() and (int(owners.max()) >= len(runs) or int(ids.min()) < 0):
+            raise EngineError(f"a token id lies outside 0..{runs[-1][1] - 1}")
+        first, last = runs[ranks.rank]
+        return ranks.pick(self.embed((ids - first).clamp_(0, last - first - 1), w), owners)
 
     def norm_linear(
         self, x: Tensor, gain: Tensor, eps: float, w: Any, gated: str | None = None, out: Tensor | None = None

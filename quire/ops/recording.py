@@ -1,9 +1,10 @@
 """Records the kernel calls of a decoder's step on a CPU, and runs them again as one call into C.
 
 A step of one token makes some hundreds of kernel calls, and each costs Python several microseconds. But which calls
-they are depends on the number of tokens alone; only the step's context (positions, slots, block tables, ...) is another
-each time. So the decoder's forward runs once with a library in front of the kernels that writes down every call. From
-then on `quire_replay` makes the same calls on the new context, and Python is not asked.
+they are depends on the number of tokens alone, also where tensor ranks exchange sums in them; only the step's context
+(positions, slots, block tables, ...) is another each time. So the decoder's forward runs once with a library in front
+of the kernels that writes down every call. From then on `quire_replay` makes the same calls on the new context, and
+Python is not asked.
 
 An argument of a recorded call is a constant (a weight, a cache, a size), or one of the step's words (`Step.words`),
 or lies among the intermediate results, for which the recorder has one piece of memory: results that are not needed at
@@ -34,9 +35,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire.errors import EngineError
 from quire.kernels.types import LayerCache, StepContext
 from quire.ops.cpu_step import RESULTS, ZERO, StepNumber, read_step
+from quire.parallel.collectives import KernelGroup
 
+GROUP_KERNELS = ("quire_group_linear", "quire_group_embed")
+"""Those that wait for other ranks: what they return is for `KernelGroup.check`."""
 MOST_TOKENS = 64
 """Steps of more tokens are not recorded."""
 _MOST_BYTES = 64 << 20
@@ -46,6 +51,7 @@ _ALIGNMENT = 64
 _CALL = np.dtype([("run", np.int64), ("count", np.int32), ("bases", np.uint8, _MOST_WORDS),
                   ("values", np.int64, _MOST_WORDS)], align=True)  # recorded_call of recorded.c
 _ATEN = torch.ops.aten
+_INPUTS = (torch.int64, torch.float32)
 _NEW = (_ATEN.empty.memory_format, _ATEN.new_empty.default)
 _VIEWS = (_ATEN.view.default, _ATEN.slice.Tensor, _ATEN.select.int, _ATEN.detach.default, _ATEN.alias.default)
 Words = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -164,8 +170,9 @@ class StepRecorder:
     again.
     """
 
-    def __init__(self, ops: RecordableOps) -> None:
-        self._ops = ops
+    def __init__(self, ops: RecordableOps, ranks: KernelGroup | None = None) -> None:
+        self._ops, self._ranks = ops, ranks
+        self._failed = ctypes.c_int64()
         self._caches: list[LayerCache] = []
         self._steps: dict[Hashable, RecordedStep] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -187,9 +194,10 @@ class StepRecorder:
     def run_all(self, variant: Hashable, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
                 forward: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What `forward` returns: rows [tokens, hidden] that it computes from `ids`, `ctx` and `caches` by these
-        operations. Forwards that make other calls have another `variant`."""
-        tokens = ids.numel()
-        if not 0 < tokens <= MOST_TOKENS or ids.dtype is not torch.int64 or not ids.is_contiguous():
+        operations. `ids` are token ids, or the rows that the stage before has handed on. Forwards that make other
+        calls have another `variant`."""
+        tokens = ids.shape[0]
+        if not 0 < tokens <= MOST_TOKENS or ids.dtype not in _INPUTS or not ids.is_contiguous():
             return forward()
         if len(caches) != len(self._caches) or not all(map(is_, caches, self._caches)):
             self._caches = list(caches)
@@ -206,8 +214,12 @@ class StepRecorder:
     def _record(self, key: Hashable, before: RecordedStep | None, ids: Tensor, ctx: StepContext,
                 forward: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         recording = _Recording(self._ops.library)
+        ranks = self._ranks
+        exchanges = 0 if ranks is None else ranks.other_calls()
         with self._ops.calling(recording), _Watch(recording):
             out = forward()
+        if ranks is not None and ranks.other_calls() != exchanges:
+            recording.refuse("ranks exchange something outside the kernels")
         step = None if recording.refused else self._listed(recording, ids, ctx, out)
         if step is not None and before is not None and step != before:
             recording.refuse("two recordings of it differ")
@@ -263,13 +275,26 @@ class StepRecorder:
                 each.results = None
         words = context.words(self._memory.data_ptr(), ids.data_ptr())
         assert step.encoded is not None
-        if self._ops.library.quire_replay(step.address, len(step.encoded), (ctypes.c_int64 * len(words))(*words)):
-            return forward()  # a check failed: this raises what it raises
+        state = self._ops.library.quire_replay(step.address, len(step.encoded), (ctypes.c_int64 * len(words))(*words),
+                                               ctypes.byref(self._failed))
+        if state:
+            return self._failed_replay(step, state, forward)
         self.replayed += 1
         if step.results is None:
             step.results = tuple(self._memory[offset : offset + 4 * rows * width].view(torch.float32).view(rows, width)
                                  for offset, (rows, width) in step.outs)
         return step.results
+
+    def _failed_replay(self, step: RecordedStep, state: int, forward: Callable[[], tuple[Tensor, ...]]
+                       ) -> tuple[Tensor, ...]:
+        """A call has found something wrong. Alone, plain calls say what it is. Where ranks share the step they have
+        exchanged something already, and another forward would hand them values of other layers."""
+        if self._ranks is None:
+            return forward()
+        name = step.calls[self._failed.value][0]
+        if name in GROUP_KERNELS:
+            self._ranks.check(state)
+        raise EngineError(f"{name} refused a recorded step: {state}")
 
 
 def has_recorded_form(library: ctypes.CDLL, name: str) -> bool:

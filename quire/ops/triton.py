@@ -263,7 +263,8 @@ class TritonOps(Ops):
         where one rank would add it; else ranks add what they have."""
         chosen, gains = route.choose(routed)
         first, last = runs[ranks.rank]
-        mine = torch.where((chosen >= first) & (chosen < last), chosen - first, -1)
+        # No torch.where with a number: it would copy the number to the device, and no graph can hold such a copy.
+        mine = (chosen - first).masked_fill_((chosen < first) | (chosen >= last), -1)
         shape = expert_linear.ExpertShape()
         blocks = route.block_experts(mine, last - first, shape.rows)
         inner = expert_linear.up_experts(x, up.weight, up.bias, mine, blocks, kind, clamp, shape)
@@ -273,7 +274,7 @@ class TritonOps(Ops):
             for _, end in runs[:-1]:
                 owners += chosen.view(-1) >= end
             return expert_linear.sum_pairs(ranks.pick(found, owners), routed.router.top_k, residual)
-        found = torch.where(mine.view(-1, 1) >= 0, found, 0)  # rows of other ranks' experts are uninitialised
+        found.masked_fill_(mine.view(-1, 1) < 0, 0.0)  # rows of other ranks' experts are uninitialised
         return ranks.sum_parts(expert_linear.sum_pairs(found, routed.router.top_k), None, residual)
 
     def latent_attend(

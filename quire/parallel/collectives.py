@@ -19,14 +19,16 @@ UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class SharedTree:
-    """Where a kernel of the CPU's library finds the group and the steps that finish a tree."""
+class KernelGroup:
+    """A group for kernels of the CPU's library that exchange by themselves: the ranks share memory."""
 
-    group: int
-    steps: int
-    num_steps: int
+    address: int
+    steps: Callable[[RankTree], tuple[int, int]]
+    """What finishes a tree, as kernels read it: address and number of the steps."""
     check: Callable[[int], None]
     """Raises unless what the kernel returned is 0."""
+    other_calls: Callable[[], int]
+    """Exchanges so far that no kernel made by itself."""
 
 
 class TensorGroup(ABC):
@@ -39,6 +41,9 @@ class TensorGroup(ABC):
     on_device: bool = False
     """Calls are launches on a GPU: the host must not look at values, and every rank has the logits and draws. Else
     tensors are on the CPU, and the first rank draws."""
+
+    in_kernels: KernelGroup | None = None
+    """None: no kernel exchanges anything by itself."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -103,9 +108,6 @@ class TensorGroup(ABC):
         everybody = torch.stack([part.view(mine.shape) for part in self.exchange(mine)])
         return everybody[owners, torch.arange(mine.shape[0], device=owners.device)]
 
-    def shared_memory(self, tree: RankTree) -> SharedTree | None:
-        """For kernels that exchange by themselves, where the ranks share memory."""
-        return None
 
     def maximum(self, mine: Tensor) -> Tensor:
         """The largest of the ranks' values, element by element: an activation scale that all must agree on."""

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.errors import EngineError, RankLostError
 from quire.kernels.cpu.library import load
 from quire.kernels.slices import RankTree
-from quire.parallel.collectives import Link, SharedTree, TensorGroup
+from quire.parallel.collectives import KernelGroup, Link, TensorGroup
 
 SLOT_BYTES = 2 << 20
 """Of a slot, of which every rank of a group has two: larger sums go in several exchanges."""
@@ -91,8 +92,11 @@ class SharedGroup(TensorGroup):
         self._at = ctypes.addressof(self._group)
         self._state = ctypes.c_int32()
         self._parts, self._lengths = (ctypes.c_void_p * size)(), (ctypes.c_int64 * size)()
-        self._trees: dict[RankTree, Tensor] = {}
+        self._trees: dict[RankTree, tuple[int, int, npt.NDArray[np.int64]]] = {}
+        """Where the steps of each tree lie, how many they are, and what keeps them there."""
         self._widths: dict[tuple[int, ...], Tensor] = {}
+        self._calls = 0
+        self.in_kernels = KernelGroup(self._at, self._steps, self._check, lambda: self._calls)
         self._slots: dict[int, Tensor] = {}
         """By address: this rank's slots as flat tensors."""
         self._make_room = library.quire_group_room
@@ -109,6 +113,7 @@ class SharedGroup(TensorGroup):
 
     def _slot(self) -> Tensor:
         """Where this rank's next values go, as floats; waits until the others have read what was there."""
+        self._calls += 1
         address = self._make_room(self._at, ctypes.byref(self._state))
         if not address:
             self._check(self._state.value)
@@ -167,31 +172,27 @@ class SharedGroup(TensorGroup):
                 self._at, whose.data_ptr(), some.shape[0], width, out[start:].data_ptr()))
         return out
 
-    def shared_memory(self, tree: RankTree) -> SharedTree:
-        steps = self._steps(tree)
-        return SharedTree(self._at, steps.data_ptr(), steps.shape[0], self._check)
-
     def sum_nodes(self, nodes: Tensor, tree: RankTree, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         _, rows, columns = nodes.shape
         out = torch.empty(rows, columns)
-        steps = self._steps(tree)
         self._check(self._sum(
-            self._at, self._give(nodes), steps.data_ptr(), steps.shape[0], rows, columns,
+            self._at, self._give(nodes), *self._steps(tree), rows, columns,
             None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(),
             out.data_ptr()))
         return out
 
-    def _steps(self, tree: RankTree) -> Tensor:
-        steps = self._trees.get(tree)
-        if steps is None:
+    def _steps(self, tree: RankTree) -> tuple[int, int]:
+        known = self._trees.get(tree)
+        if known is None:
             found = tree.steps()
             depth = deepest = 0
             for _, _, merges in found:
                 deepest, depth = max(deepest, depth + 1), depth + 1 - merges
             if deepest > _MOST_STACK:
                 raise EngineError(f"the tree over {tree} needs {deepest} sums at once; the kernels hold {_MOST_STACK}")
-            steps = self._trees[tree] = torch.tensor(found, dtype=torch.int64)
-        return steps
+            steps = np.array(found, np.int64)
+            known = self._trees[tree] = steps.ctypes.data, len(steps), steps
+        return known[:2]
 
     def gather(self, mine: Tensor, widths: Sequence[int], out: Tensor | None) -> None:
         key = tuple(widths)

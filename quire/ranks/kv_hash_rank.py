@@ -83,6 +83,9 @@ class KVHashRank:
                 here.put(move.device, there.read(move.tier))
         return TransferReport(start.number, len(start.moves), finished=True)
 
+    def device_bytes(self) -> int:
+        return 0
+
     def expert_load(self) -> list[LayerLoad]:
         return []
 

@@ -17,7 +17,7 @@ from quire.ranks.shared_parts import SharedParts
 from quire.ranks.start import MemoryAddress, RankStart
 from quire.ranks.workers import DUMMY
 
-SPIN_SECONDS = 0.0003
+SPIN_SECONDS = 0.001
 """How long a rank looks for the next plan before it sleeps, where it has a processor to itself."""
 
 Agree = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -35,7 +35,8 @@ class LocalLauncher:
         self.places = places
         self._worker = worker
         self._ring_memory = SharedMemory.create("ring", ring_bytes(len(places)))
-        self.ring = RingWriter(self._ring_memory, len(places))
+        self._cores = len(os.sched_getaffinity(0))
+        self.ring = RingWriter(self._ring_memory, len(places), offers_core=len(places) >= self._cores)
         self._shared: SharedMemory | None = None
 
     def start(self) -> list[RankHandle]:
@@ -43,14 +44,13 @@ class LocalLauncher:
         if len(self.places) > 1 and self._worker["kind"] != DUMMY:  # else ranks exchange nothing
             parts = SharedParts(self.places)
             self._shared = SharedMemory.create("ranks", parts.size)
-        cores = len(os.sched_getaffinity(0))
         handles: list[RankHandle] = []
         try:
             for place in self.places:
                 handles.append(self._rank())
                 start = RankStart(
                     place, self._worker, ranks_here=len(self.places),
-                    spin_seconds=SPIN_SECONDS if len(self.places) <= cores else 0.0,
+                    spin_seconds=SPIN_SECONDS if len(self.places) <= self._cores else 0.0,
                     ring=MemoryAddress(os.getpid(), self._ring_memory.fd), reader=place.index,
                     num_readers=len(self.places))
                 if parts is not None and self._shared is not None:

@@ -54,22 +54,21 @@ class _Decoding:
     """A step in which every entry decodes one token and nothing else."""
 
     rows: list[int]
-    next_starts: list[int]
+    starts: list[int]
+    ahead: int = 1
+    """Steps that have continued it, and one: the next begins so many tokens later."""
 
-
-def _is_odd(entry: PlanEntry) -> bool:
-    """Does it say more than a row and a range of tokens?"""
-    return bool(entry.drafts or entry.given or entry.masks or entry.candidates or entry.device_drafts
-                or entry.shares is not None or entry.prompt_logprobs_from is not None)
-
-
-def _only_decodes(entries: list[PlanEntry]) -> bool:
-    """Does every entry draw one token after one, and nothing else? In one expression: this is asked at every step."""
-    for entry in entries:
-        if (entry.num_tokens != 1 or not entry.sample or entry.drafts or entry.given or entry.masks or entry.candidates
-                or entry.device_drafts or entry.shares is not None or entry.prompt_logprobs_from is not None):
+    def goes_on(self, entries: list[PlanEntry]) -> bool:
+        """Are these its sequences, one token further? Asked at every step, so it asks the least: an entry that decodes
+        has nothing more than masks (see `PlanEntry`)."""
+        if len(entries) != len(self.rows):
             return False
-    return True
+        ahead = self.ahead
+        for entry, row, start in zip(entries, self.rows, self.starts, strict=True):
+            if (entry.row != row or entry.start - ahead != start or entry.num_tokens != 1 or not entry.sample
+                    or entry.masks):
+                return False
+        return True
 
 
 class PlanEncoder:
@@ -104,47 +103,71 @@ class PlanEncoder:
         return out.data
 
     def _write_entries(self, out: FieldWriter, entries: list[PlanEntry]) -> None:
+        for place, known in enumerate(self._recent):
+            if known.goes_on(entries):
+                known.ahead += 1
+                out.data.append(1 + place)
+                return
         rows = [entry.row for entry in entries]
         starts = [entry.start for entry in entries]
-        decoding = _only_decodes(entries)
-        if decoding:
-            for place, known in enumerate(self._recent):
-                if known.rows == rows and known.next_starts == starts:
-                    out.data.append(1 + place)
-                    known.next_starts = [start + 1 for start in starts]
-                    return
-            self._recent = [_Decoding(rows, [start + 1 for start in starts]), *self._recent[: _RECENT - 1]]
+        odd = [place for place, entry in enumerate(entries) if entry.says_more]
+        if not odd and all(entry.decodes for entry in entries):
+            self._recent = [_Decoding(rows, starts), *self._recent[: _RECENT - 1]]
         out.data.append(0)
         out.column(INT, rows)
         out.column(INT, starts)
         out.column(INT, [entry.num_tokens for entry in entries])
         out.data += bytes([entry.sample for entry in entries])
-        odd = [] if decoding else [place for place, entry in enumerate(entries) if _is_odd(entry)]
         out.numbers(INT, odd)
         for place in odd:
             _write_odd(out, entries[place])
 
 
+@dataclass(slots=True)
+class _Entries:
+    """Of a step in which every entry decodes one token and nothing else."""
+
+    entries: list[PlanEntry]
+    moved: bool = False
+    """They are those of the next step already."""
+
+    def move_on(self) -> None:
+        if not self.moved:
+            for entry in self.entries:
+                entry.start += 1
+        self.moved = True
+
+
 class PlanDecoder:
     """Entries of decoding steps are the same objects from step to step, moved on: they are valid until the next
-    `decode`."""
+    `decode` or `prepare`."""
 
     def __init__(self) -> None:
-        self._recent: list[list[PlanEntry]] = []
+        self._recent: list[_Entries] = []
+        self._latest: _Entries | None = None
+
+    def prepare(self) -> None:
+        """The step is over, and there is time until the next: it is likely to continue this one."""
+        if self._latest is not None:
+            self._latest.move_on()
 
     def decode(self, data: bytes) -> tuple[StepPlan, list[Learned]]:
         step, *counts = _HEAD.unpack_from(data)
         freed, starts, diffs, copies, transfers, cancels, learned, entries = counts
         source = FieldReader(data, _HEAD.size)
         plan = StepPlan(step)
-        plan.freed_rows = source.column(INT, freed)
+        if freed:
+            plan.freed_rows = source.column(INT, freed)
         for _ in range(starts):
             plan.starts.append(_read_start(source, plan.starts[-1].token_ids if plan.starts else []))
         if diffs:
             plan.diffs = _read_diffs(source, diffs)
-        plan.copies = [BlockCopy(*_COPY.unpack(source.take(_COPY.size))) for _ in range(copies)]
-        plan.transfers = [_read_transfer(source) for _ in range(transfers)]
-        plan.cancels = source.column(LONG, cancels)
+        if copies:
+            plan.copies = [BlockCopy(*_COPY.unpack(source.take(_COPY.size))) for _ in range(copies)]
+        if transfers:
+            plan.transfers = [_read_transfer(source) for _ in range(transfers)]
+        if cancels:
+            plan.cancels = source.column(LONG, cancels)
         told = [_read_learned(source) for _ in range(learned)]
         if entries:
             plan.entries = self._read_entries(source, entries)
@@ -154,11 +177,12 @@ class PlanDecoder:
 
     def _read_entries(self, source: FieldReader, count: int) -> list[PlanEntry]:
         continued = source.take(1)[0]
+        self._latest = None
         if continued:
-            entries = self._recent[continued - 1]
-            for entry in entries:
-                entry.start += 1
-            return entries
+            self._latest = known = self._recent[continued - 1]
+            known.move_on()
+            known.moved = False
+            return known.entries
         rows, starts, counts = (source.column(INT, count) for _ in range(3))
         samples = list(map(bool, source.take(count)))
         entries = list(map(PlanEntry, rows, starts, counts, samples))
@@ -166,7 +190,8 @@ class PlanDecoder:
         for place in odd:
             _read_odd(source, entries[place])
         if not odd and counts.count(1) == count and False not in samples:
-            self._recent = [entries, *self._recent[: _RECENT - 1]]
+            self._latest = _Entries(entries)
+            self._recent = [self._latest, *self._recent[: _RECENT - 1]]
         return entries
 
 
@@ -174,8 +199,7 @@ def _read_diffs(source: FieldReader, count: int) -> list[TableDiff]:
     heads = source.column(INT, 4 * count)
     blocks = source.column(INT, sum(heads[3::4]))
     found, at = [], 0
-    for i in range(0, len(heads), 4):
-        row, group, start, size = heads[i : i + 4]
+    for row, group, start, size in zip(*(heads[part::4] for part in range(4)), strict=True):
         found.append(TableDiff(row, group, start, blocks[at : at + size]))
         at += size
     return found

@@ -65,6 +65,7 @@ class Pulse(threading.Thread):
         self.recent: deque[tuple[int, float, float]] = deque(maxlen=_STEPS_SHOWN)
         """Plan, begin and end of steps that were not told yet."""
         self.experts: Callable[[], list[LayerLoad]] = list
+        self.device_bytes: Callable[[], int] = int
 
     def run(self) -> None:
         while True:
@@ -79,8 +80,9 @@ class Pulse(threading.Thread):
         times = []
         while self.recent:
             times.append(self.recent.popleft())
-        return {"steps": self.steps, "busy_ns": self.busy_ns, "waited_ns": self.waited_ns, "memory": _resident_bytes(),
-                "times": times, "experts": [(load.layer, load.rows) for load in self.experts()]}
+        return {"steps": self.steps, "busy_ns": self.busy_ns, "waited_ns": self.waited_ns,
+                "memory": self.device_bytes() or _resident_bytes(), "times": times,
+                "experts": [(load.layer, load.rows) for load in self.experts()]}
 
 
 @dataclass(slots=True)
@@ -129,6 +131,7 @@ class Rank:
         source: PlanSource = self._messages
         if start.ring is not None:
             source = RingReader(open_memory(start.ring), start.reader, start.num_readers, start.spin_seconds)
+        self._pulse.device_bytes = worker.device_bytes
         worker.arrivals.on_ring = lambda: self._report(worker)
         if start.place.tensor_rank == 0:
             self._pulse.experts = worker.expert_load
@@ -169,6 +172,7 @@ class Rank:
                 self._over(step, error)
             else:
                 self._over(step, result)
+                decoder.prepare()
 
     def _launched(self, step: _StepUnderWay, future: Future[StepResult]) -> None:
         """On the thread that waits for the device."""

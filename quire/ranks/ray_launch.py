@@ -47,11 +47,14 @@ def import_ray() -> Any:
 
 
 class RayHandle:
-    """An actor. `here`: it runs on the driver's own node."""
+    """An actor. `here`: it runs on the driver's own node; `found` is what it said of its whereabouts."""
 
-    def __init__(self, ray: Any, actor: Any, serving: Any, link: FrameSocket, pid: int, here: bool) -> None:
+    def __init__(self, ray: Any, actor: Any, serving: Any, link: FrameSocket, found: dict[str, Any], here: bool
+                 ) -> None:
         self._ray, self._actor, self._serving = ray, actor, serving
-        self.link, self.pid, self.local = link, pid, here
+        self.link, self.pid, self.local = link, found["pid"], here
+        self.gpus: list[int] = found["gpus"]
+        """Those that Ray gave it."""
 
     def ended(self, seconds: float) -> str | None:
         done, _ = self._ray.wait([self._serving], timeout=max(seconds, 0.001))
@@ -88,12 +91,13 @@ class RayHandle:
 
 class RayLauncher:
     def __init__(self, places: list[Place], worker: dict[str, Any], address: str | None, cpus: int,
-                 use_ring: bool = True) -> None:
-        """`address` None: the cluster that this process is connected to, or a new one of its own. `use_ring` false:
-        plans go through sockets also where a rank shares the driver's node."""
+                 use_ring: bool = True, gpus: int = 0) -> None:
+        """`address` None: the cluster that this process is connected to, or a new one of its own. `cpus` and `gpus`
+        are those of each rank. `use_ring` false: plans go through sockets also where a rank shares the driver's
+        node."""
         self.places = places
         self._use_ring = use_ring
-        self._worker, self._cpus = worker, cpus
+        self._worker, self._cpus, self._gpus = worker, cpus, gpus
         self._ray = import_ray()
         self._connected = not self._ray.is_initialized()
         if self._connected:
@@ -111,7 +115,7 @@ class RayLauncher:
         mine = self._ray.get_runtime_context().get_node_id() if self._use_ring else ""
         many = len({each["node"] for each in found}) > 1 or found[0]["node"] != mine
         links, serving = self._connect(actors, many)
-        handles = [RayHandle(self._ray, actor, serve, link, each["pid"], each["node"] == mine)
+        handles = [RayHandle(self._ray, actor, serve, link, each, each["node"] == mine)
                    for actor, serve, link, each in zip(actors, serving, links, found, strict=True)]
         for handle, start in zip(handles, self._starts(handles, found, mine), strict=True):
             handle.link.send(Kind.START, start.to_json())
@@ -123,11 +127,16 @@ class RayLauncher:
         """Actors in a placement group: all on one node, or each stage on one."""
         ray = self._ray
         ranks, size = len(self.places), self.places[0].tensor_size
-        rooms = [int(node["Resources"].get("CPU", 0)) // self._cpus for node in ray.nodes() if node["Alive"]]
+        rooms = [self._room(node["Resources"]) for node in ray.nodes() if node["Alive"]]
         if max(rooms, default=0) >= ranks:
-            bundles, strategy = [{"CPU": self._cpus * ranks}], "STRICT_PACK"
+            bundles, strategy = [self._resources(ranks)], "STRICT_PACK"
+        elif self._gpus:
+            raise ConfigError(
+                f"the {ranks} ranks of an engine on GPUs share a node, and no node of this cluster has room for more "
+                f"than {max(rooms, default=0)} of {self._cpus} CPUs and {self._gpus} GPU each: lower "
+                "tensor_parallel_size or pipeline_parallel_size", field="tensor_parallel_size")
         elif max(rooms, default=0) >= size:
-            bundles, strategy = [{"CPU": self._cpus * size}] * self.places[0].num_stages, "PACK"
+            bundles, strategy = [self._resources(size)] * self.places[0].num_stages, "PACK"
         else:
             raise ConfigError(
                 f"the {size} tensor ranks of a stage share a node, and no node of this cluster has room for more than "
@@ -136,9 +145,19 @@ class RayLauncher:
         self._group = ray.util.placement_group(bundles, strategy=strategy)
         ready, _ = ray.wait([self._group.ready()], timeout=_PLACE_SECONDS)
         if not ready:
-            raise EngineError(f"Ray found no room for {ranks} ranks of {self._cpus} CPUs within {_PLACE_SECONDS:.0f} "
-                              "seconds: other jobs hold the cluster's CPUs, or it has too few")
+            raise EngineError(f"Ray found no room for {ranks} ranks of {self._cpus} CPUs and {self._gpus} GPUs within "
+                              f"{_PLACE_SECONDS:.0f} seconds: other jobs hold the cluster's, or it has too few")
         return [self._actor(place, 0 if len(bundles) == 1 else place.stage) for place in self.places]
+
+    def _room(self, resources: dict[str, float]) -> int:
+        """Ranks that a node of these resources could hold."""
+        room = int(resources.get("CPU", 0)) // self._cpus
+        return min(room, int(resources.get("GPU", 0)) // self._gpus) if self._gpus else room
+
+    def _resources(self, ranks: int) -> dict[str, int]:
+        """Of a bundle for so many ranks."""
+        found = {"CPU": self._cpus * ranks}
+        return {**found, "GPU": self._gpus * ranks} if self._gpus else found
 
     def _actor(self, place: Place, bundle: int) -> Any:
         from quire.ranks.ray_rank import RayRank
@@ -148,9 +167,10 @@ class RayLauncher:
             self._group, placement_group_bundle_index=bundle)
         # Nodes of this machine run this very package, others what is installed there.
         package = str(Path(__file__).resolve().parents[2])
-        environment = {"env_vars": {"PYTHONPATH": package}}
+        # A rank opens memory of the others' GPUs, so Ray must not hide them from it; it is told which one is its own.
+        environment = {"env_vars": {"PYTHONPATH": package, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
         return ray.remote(RayRank).options(
-            num_cpus=self._cpus, max_restarts=0, scheduling_strategy=strategy,
+            num_cpus=self._cpus, num_gpus=self._gpus, max_restarts=0, scheduling_strategy=strategy,
             runtime_env=environment).remote(place_name(place))
 
     # ---- connections
@@ -209,7 +229,8 @@ class RayLauncher:
             self._memory.append(SharedMemory.create("ring", ring_bytes(len(readers))))
             self.ring = RingWriter(self._memory[0], len(readers))
         starts = [RankStart(place, self._worker, len(nodes[each["node"]]),
-                            SPIN_SECONDS if len(nodes[each["node"]]) <= each["cores"] else 0.0)
+                            SPIN_SECONDS if len(nodes[each["node"]]) <= each["cores"] else 0.0,
+                            gpu=each["gpus"][0] if self._gpus else None)
                   for place, each in zip(self.places, found, strict=True)]
         made = self._make(handles, found, nodes)
         for node, indices in nodes.items():
@@ -260,9 +281,9 @@ class RayLauncher:
 
 
 def start_ray(places: list[Place], worker: dict[str, Any], agree: Agree, address: str | None,
-              cpus: int, use_ring: bool = True) -> tuple[RankExecutor, dict[str, Any]]:
+              cpus: int, use_ring: bool = True, gpus: int = 0) -> tuple[RankExecutor, dict[str, Any]]:
     """Actors of a Ray cluster, ready for plans, and what they have agreed on; or raises what kept one from it."""
-    launcher = RayLauncher(places, worker, address, cpus, use_ring)
+    launcher = RayLauncher(places, worker, address, cpus, use_ring, gpus)
     executor = RankExecutor(places)
     group = RankGroup(launcher, agree, executor)
     group.start()

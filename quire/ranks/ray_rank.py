@@ -7,6 +7,7 @@ import os
 import socket
 from typing import Any
 
+from quire.config import gpu_index
 from quire.ranks.frames import FrameSocket
 from quire.ranks.rank import Rank
 from quire.ranks.secret import greet
@@ -28,8 +29,10 @@ class RayRank:
     def whereabouts(self) -> dict[str, Any]:
         import ray
 
-        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(),
-                "address": ray.util.get_node_ip_address(), "cores": len(os.sched_getaffinity(0))}
+        context = ray.get_runtime_context()
+        gpus = [gpu_index(str(gpu)) for gpu in context.get_accelerator_ids().get("GPU", [])]
+        return {"pid": os.getpid(), "node": context.get_node_id(), "address": ray.util.get_node_ip_address(),
+                "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
 
     def echo(self, data: bytes) -> bytes:
         """What a call of an actor costs."""

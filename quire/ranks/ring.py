@@ -17,7 +17,7 @@ from quire.ranks.shared_memory import SharedMemory
 RING_BYTES = 8 << 20
 _LINE = 64
 """Bytes of a cache line: what different processes write lies in lines of its own."""
-_LENGTH = struct.Struct("<I")
+_LENGTH = struct.Struct("=I")
 _SKIP = 0xFFFFFFFF
 """Stands in place of a length where the rest of the ring is too short for the next piece."""
 _MORE = 1 << 31
@@ -32,12 +32,14 @@ def ring_bytes(num_readers: int, capacity: int = RING_BYTES) -> int:
 
 
 class RingWriter:
-    def __init__(self, memory: SharedMemory, num_readers: int) -> None:
+    def __init__(self, memory: SharedMemory, num_readers: int, offers_core: bool = False) -> None:
+        """`offers_core`: there are as many readers as cores, so one of them waits for the writer's."""
         self._memory, self._num_readers = memory, num_readers
-        self._first = _LINE * (1 + num_readers)
-        self._capacity = memory.size - self._first
+        self._offers_core = offers_core
+        self._capacity = memory.size - _LINE * (1 + num_readers)
         self._written = 0
         self._library = load()
+        self._append = self._library.quire_ring_write
 
     def wake(self) -> None:
         """A message follows: readers that sleep get up while it is made."""
@@ -47,33 +49,22 @@ class RingWriter:
         """Append a message. While the ring is full, `check` is called now and then; it raises to give up."""
         most = self._capacity // 4
         if len(message) <= most:
-            self._put(message, 0, check)
+            self._put(bytes(message), False, check)
             return
         view = memoryview(message)
         for at in range(0, len(message), most):
-            self._put(view[at : at + most], _MORE if at + most < len(message) else 0, check)
+            self._put(bytes(view[at : at + most]), at + most < len(message), check)
 
-    def _put(self, piece: bytes | bytearray | memoryview, more: int, check: Callable[[], None]) -> None:
-        size = _LENGTH.size + len(piece)
-        padded = -(-size // 8) * 8
-        position = self._written % self._capacity
-        skipped = self._capacity - position if position + padded > self._capacity else 0
-        while self._written + skipped + padded - self._taken() > self._capacity:
+    def _put(self, piece: bytes, more: bool, check: Callable[[], None]) -> None:
+        while True:
+            written = self._append(self._memory.address, self._num_readers, self._capacity, piece, len(piece), more)
+            if written != self._written:
+                self._written = written
+                break
             check()
             time.sleep(_FULL_SECONDS)
-        at = self._first + position
-        if skipped:
-            _LENGTH.pack_into(self._memory.map, at, _SKIP)
-            at = self._first
-        _LENGTH.pack_into(self._memory.map, at, len(piece) | more)
-        self._memory.map[at + _LENGTH.size : at + size] = piece
-        self._written += skipped + padded
-        self._library.quire_ring_publish(self._memory.address, self._written)
-
-    def _taken(self) -> int:
-        """By the reader who is furthest behind."""
-        first = self._memory.address + _LINE
-        return min(self._library.quire_ring_load(first + _LINE * reader) for reader in range(self._num_readers))
+        if self._offers_core:
+            self._library.quire_ring_yield()
 
 
 class RingReader:

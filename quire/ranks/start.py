@@ -38,6 +38,8 @@ class RankStart:
     before: MemoryAddress | None = None
     after: MemoryAddress | None = None
     """Of its neighbours in the ring of stages, where they share a machine."""
+    gpu: int | None = None
+    """The GPU that this rank has to itself, as its process counts them; None: ranks deal out what there is."""
     network: dict[str, Any] = field(default_factory=dict)
     """Connections to ranks of other machines."""
 

@@ -44,6 +44,9 @@ class RankWorker(Protocol):
     def expert_load(self) -> list[LayerLoad]:
         """What the experts of its layers have done."""
 
+    def device_bytes(self) -> int:
+        """Of a GPU's memory that its process holds; 0 on a CPU."""
+
     def close(self) -> None: ...
 
 
@@ -75,7 +78,7 @@ def _model(start: RankStart, collectives: Collectives | None, agree: Agree, opti
     if model.device == "cuda":
         from quire.worker.gpu.rank import build_gpu_rank
 
-        return build_gpu_rank(config, start.place, collectives, agree)
+        return build_gpu_rank(config, start.place, collectives, agree, start.gpu)
     source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
                            cache_dir=model.cache_dir, progress=False)
     shard = shard_of(read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype), start.place)
@@ -108,6 +111,9 @@ class _DummyRank:
 
     def expert_load(self) -> list[LayerLoad]:
         return []
+
+    def device_bytes(self) -> int:
+        return 0
 
     def close(self) -> None:
         pass

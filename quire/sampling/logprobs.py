@@ -77,7 +77,9 @@ def batch_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch, kernels
     if batch.masks is not None:
         logits = logits.clone()
         batch.masks.apply_(logits)
-    found = token_logprobs(logits[rows], tokens[rows], max(batch.logprob_counts), kernels)
+    # Without a copy where every row asks: of 32 rows of 151,936 it takes longer than their ranks.
+    asking = logits if batch.logprob_rows == list(range(len(logits))) else logits[rows]
+    found = token_logprobs(asking, tokens[rows], max(batch.logprob_counts), kernels)
     found.rows, found.counts = batch.logprob_rows, batch.logprob_counts
     return found
 

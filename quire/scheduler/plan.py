@@ -91,7 +91,12 @@ class TransferReport:
 
 @dataclass(slots=True)
 class PlanEntry:
-    """Compute `num_tokens` more tokens of the sequence in `row`, the first of them at position `start`."""
+    """Compute `num_tokens` more tokens of the sequence in `row`, the first of them at position `start`.
+
+    One that computes one token and draws (`decodes`) may have masks, and nothing else of what follows `sample`: drafts
+    are among the tokens computed, whoever shares computes none, given tokens are of beams, which draw nothing, and
+    prompt log-probabilities are of tokens before the last. Plans cross to ranks on that understanding.
+    """
 
     row: int
     start: int
@@ -120,6 +125,16 @@ class PlanEntry:
     @property
     def num_drafts(self) -> int:
         return len(self.drafts) or self.device_drafts
+
+    @property
+    def decodes(self) -> bool:
+        return self.num_tokens == 1 and self.sample
+
+    @property
+    def says_more(self) -> bool:
+        """More than a row, a range of tokens and whether to draw."""
+        return bool(self.drafts or self.given or self.masks or self.candidates or self.device_drafts
+                    or self.shares is not None or self.prompt_logprobs_from is not None)
 
     @property
     def drawn_at(self) -> int:

@@ -29,8 +29,7 @@ class Passes:
         self._group = None if collectives is None else collectives.group
         self._before = None if collectives is None else collectives.before
         self._after = None if collectives is None else collectives.after
-        # Ranks talk to each other in a pass, which only plain calls do.
-        self._recorder = decoder.ops.recorder() if self.alone else None
+        self.recorder = decoder.ops.recorder(self._group)
 
     @property
     def alone(self) -> bool:
@@ -40,12 +39,13 @@ class Passes:
                 kept: Sequence[int] | None = None) -> ResidualStream:
         """The stream after this stage's layers, or after those of them that are `kept`."""
         place = self.place
-        if self._recorder is not None:
-            rows = self._recorder.run(None if kept is None else tuple(kept), ids, ctx, caches,
-                                      lambda: self._run(ids, ctx, caches, kept).settled())
-            return self._decoder.resumed(rows)
         x = ids if place.is_first else self._take_over(_known(self._before), ids)
-        stream = self._run(x, ctx, caches, kept)
+        if self.recorder is None:
+            stream = self._run(x, ctx, caches, kept)
+        else:
+            stream = self._decoder.resumed(self.recorder.run(
+                None if kept is None else tuple(kept), x, ctx, caches,
+                lambda: self._run(x, ctx, caches, kept).settled()))
         if not place.is_last:
             after = _known(self._after)
             send_tensor(after, torch.cat((torch.tensor([ids.numel()]), ids)))
@@ -58,14 +58,14 @@ class Passes:
         inner = [name for name in states if name != FINAL]
         if not inner:
             return self.forward(ids, ctx, caches), {}
-        if self._recorder is None:
+        if self.recorder is None:
             return self._decoder.forward_capturing(ids, ctx, caches, inner)
 
         def forward() -> tuple[Tensor, ...]:
             stream, captured = self._decoder.forward_capturing(ids, ctx, caches, inner)
             return stream.settled(), *(captured[name] for name in inner)
 
-        rows, *others = self._recorder.run_all(("capturing", *inner), ids, ctx, caches, forward)
+        rows, *others = self.recorder.run_all(("capturing", *inner), ids, ctx, caches, forward)
         return self._decoder.resumed(rows), dict(zip(inner, others, strict=True))
 
     def _run(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache],

@@ -117,6 +117,9 @@ class Worker:
         return KVStore(self._cache.layers, self._cache.groups, first_layer=self.shard.first_layer,
                        heads=self.shard.kv_heads)
 
+    def device_bytes(self) -> int:
+        return 0
+
     def expert_load(self) -> list[LayerLoad]:
         """What the experts of this rank's layers have done; of the experts of all tensor ranks."""
         return self._expert_load.as_data()

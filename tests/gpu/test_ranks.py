@@ -72,6 +72,8 @@ CASES = [
     ("olmo2", {}, {"dtype": "bfloat16"}, [(2, 1)]),
     ("llama", EIGHT_SLICES, {"dtype": "bfloat16"}, [(4, 1), (8, 1)]),
     ("llama", {}, {"dtype": "float32", **SWAPPING}, [(2, 1), (1, 2)]),
+    ("qwen3_moe", {}, {"dtype": "bfloat16", "enforce_eager": True}, [(2, 1)]),
+    ("qwen3_moe", {}, {"dtype": "bfloat16"}, [(2, 1), (2, 2)]),
 ]
 
 
@@ -90,11 +92,11 @@ def test_deterministic_mode_gives_the_bits_of_one_rank(
 
 
 @on_gpu
-@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("family", "sizes"), [("llama", (2, 1)), ("llama", (2, 2)), ("qwen3_moe", (2, 1))])
 def test_the_fast_mode_draws_what_one_rank_draws_unless_two_were_as_likely(
-    tmp_path: Path, sizes: tuple[int, int]
+    tmp_path: Path, family: str, sizes: tuple[int, int]
 ) -> None:
-    checkpoint(tmp_path, "llama")
+    checkpoint(tmp_path, family)
     greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2)
     found = []
     for tensor, stages in ((1, 1), sizes):

@@ -62,7 +62,7 @@ class RankDecoder:
                                       ranks=collectives.group)
         self._passes = Passes(self._decoder, collectives)
         self.spec, self.allocate_caches = self._decoder.spec, self._decoder.allocate_caches
-        self.forward = self._passes.forward
+        self.forward, self.recorder = self._passes.forward, self._passes.recorder
 
     def logits(self, hidden: Any, ctx: Any = None) -> Tensor:
         found = self._passes.logits(hidden)

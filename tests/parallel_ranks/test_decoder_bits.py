@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.errors import RankLostError
 from quire.models.build import build_decoder
 from quire.models.loader.source import resolve_model
 from quire.ops.cpu import CpuOps
 from quire.parallel.collectives import Collectives
 from quire.parallel.place import Place
-from quire.parallel.shared import SharedGroup, SharedLink, shared_group_bytes, shared_link_bytes
+from quire.parallel.shared import SharedGroup, SharedLink, abort, shared_group_bytes, shared_link_bytes
 from tests.checkpoints import FAMILY_NAMES, config_of, make_model, weights_of
 from tests.models.loader.tiny_gguf import tiny_model, write_gguf
 from tests.paged_driver import PagedDriver
@@ -25,6 +26,7 @@ from tests.parallel_ranks.rank_threads import rank_decoders, side_by_side
 
 TOKENS = random.Random(0).choices(range(96), k=44)
 CHUNKS = [17, 22, 1, 1, 1, 2]
+SINGLE = [17] + [1] * 27
 WIDE: dict[str, dict[str, Any]] = {"gpt2": {"n_inner": 272}, "opt": {"ffn_dim": 272}}
 """Eight slices of the MLP, the last of them shorter: so that all sizes up to eight can be."""
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -77,9 +79,9 @@ def test_tied_or_not_the_vocabulary_is_shared(family: str, tied: bool) -> None:
         assert torch.equal(of_ranks(config, weights, tensor_size, num_stages), expected)
 
 
-def in_shared_memory(tensor_size: int, num_stages: int) -> list[Collectives]:
+def in_shared_memory(tensor_size: int, num_stages: int, slot: int = 2048) -> list[Collectives]:
     """As between processes, with slots so small that most exchanges take several rounds."""
-    slot, capacity = 2048, 1000
+    capacity = 1000
     groups = [mmap.mmap(-1, shared_group_bytes(tensor_size, slot)) for _ in range(num_stages)]
     links = [[mmap.mmap(-1, shared_link_bytes(capacity)) for _ in range(tensor_size)] for _ in range(num_stages)]
     found = []
@@ -99,6 +101,36 @@ def test_through_shared_memory_too(family: str) -> None:
         peers = in_shared_memory(tensor_size, num_stages)
         assert torch.equal(of_ranks(config, weights, tensor_size, num_stages, peers), expected)
         assert all(each.waited_ns > 0 for each in peers)
+
+
+@pytest.mark.parametrize(("family", "replayed"), [("llama", True), ("gemma3", True), ("olmo2", False)])
+def test_steps_of_ranks_are_recorded_where_kernels_exchange_by_themselves(family: str, replayed: bool) -> None:
+    """OLMo 2 exchanges sums of squares outside the kernels: its tensor ranks make plain calls."""
+    config, weights, expected = one_rank(family)
+    for tensor_size, num_stages in ((2, 1), (3, 1), (1, 2), (2, 2)):
+        peers = in_shared_memory(tensor_size, num_stages, 1 << 16)
+        decoders = rank_decoders(config, weights, tensor_size, num_stages, peers)
+        runs = side_by_side([lambda decoder=decoder: PagedDriver(decoder, num_blocks=16).run(0, TOKENS, SINGLE)
+                             for decoder in decoders])
+        assert torch.equal(runs[-tensor_size], expected)
+        recorders = [decoder.recorder for decoder in decoders]
+        assert all((recorder.replayed > 0) == (replayed or tensor_size == 1) for recorder in recorders)
+
+
+def test_a_replayed_step_ends_when_another_rank_is_lost() -> None:
+    """It is not run again: the others would be handed values of other layers."""
+    config, weights, _ = one_rank("llama")
+    memory = mmap.mmap(-1, shared_group_bytes(2, 1 << 16))
+    peers = [Collectives(SharedGroup(memory, rank, 2, 60.0, 1 << 16)) for rank in range(2)]
+    decoders = rank_decoders(config, weights, 2, 1, peers)
+    drivers = [PagedDriver(decoder, num_blocks=16) for decoder in decoders]
+    side_by_side([lambda driver=driver: driver.run(0, TOKENS[:8], [1] * 8) for driver in drivers])
+    replayed = decoders[0].recorder.replayed
+    assert replayed > 0
+    abort(memory)
+    with pytest.raises(RankLostError, match="told to stop"):
+        drivers[0].step({0: TOKENS[8:9]})
+    assert decoders[0].recorder.replayed == replayed
 
 
 @pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])

@@ -81,12 +81,12 @@ def test_results_cross_unchanged(result: StepResult) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=30))
-def test_decoding_steps_of_groups_in_turn_cross_unchanged(turns: list[tuple[int, int, bool]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans(), st.booleans()), max_size=30))
+def test_decoding_steps_of_groups_in_turn_cross_unchanged(turns: list[tuple[int, int, bool, bool]]) -> None:
     """Groups of sequences decode in any order, lose and gain members and start again: as a pipeline's steps do."""
     encoder, decoder = PlanEncoder(), PlanDecoder()
     groups = [{row: 10 for row in range(10 * g, 10 * g + 3)} for g in range(3)]
-    for step, (group, change, sample) in enumerate(turns):
+    for step, (group, change, sample, prepares) in enumerate(turns):
         rows = groups[group]
         if change == 1 and rows:
             rows.popitem()
@@ -96,6 +96,8 @@ def test_decoding_steps_of_groups_in_turn_cross_unchanged(turns: list[tuple[int,
             rows.update(dict.fromkeys(rows, 4))
         plan = StepPlan(step, entries=[PlanEntry(row, at, 1, sample) for row, at in rows.items()])
         assert decoder.decode(bytes(encoder.encode(copy.deepcopy(plan)))) == (plan, [])
+        if prepares:
+            decoder.prepare()
         for row in rows:
             rows[row] += 1
 

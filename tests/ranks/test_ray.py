@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory": "32MiB", "devi
 def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args=NODE)
+    made = Cluster(initialize_head=True, head_node_args={**NODE, "num_gpus": 2})  # Ray believes what it is told
     made.add_node(**{**NODE, "resources": {"second": 1}})
     yield made
     made.shutdown()
@@ -85,6 +85,25 @@ def test_tensor_ranks_that_fit_no_node_are_refused(cluster: Any, tiny_llama: Pat
     with pytest.raises(ConfigError, match="no node of this cluster has room for more than 2 ranks"):
         LLM(str(tiny_llama), tensor_parallel_size=3, ray_address=cluster.address, **SMALL)
     assert not ray.is_initialized()
+
+
+def test_ranks_on_gpus_ask_for_one_each_and_share_a_node(cluster: Any) -> None:
+    """No GPU is there: Ray counts, and deals out numbers."""
+    ray.init(address=cluster.address, logging_level="error")
+    try:
+        worker = {"kind": "dummy", "vocab_size": 100}
+        with pytest.raises(ConfigError, match="no node of this cluster has room for more than 2") as refused:
+            start_ray(Place.all(2, 2), worker, same_for_all, None, 1, gpus=1)
+        assert refused.value.field == "tensor_parallel_size"
+        executor, _ = start_ray(Place.all(2, 1), worker, same_for_all, None, 1, gpus=1)
+        try:
+            assert sorted(handle.gpus for handle in executor.ranks.handles) == [[0], [1]]  # type: ignore[attr-defined]
+            assert "GPU" not in ray.available_resources()
+        finally:
+            executor.close()
+        assert placement_groups() == []
+    finally:
+        ray.shutdown()
 
 
 def test_connections_without_the_secret_are_dropped(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

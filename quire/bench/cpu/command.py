@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", action="store_true",
                         help="instead of the cases: what Python costs one stream, per token, outside the kernels")
     parser.add_argument("--kernels", action="store_true",
-                        help="instead of the cases: the products and the attention of a layer one by one, with their "
+                        help="instead of the cases: the GEMMs and the attention of a layer one by one, with their "
                              "rates and shares of the limit")
     parser.add_argument("--quantization", choices=("file", "int8", "int4"),
                         help="Quire multiplies integers, as its option of this name says (default: float32)")
@@ -173,7 +173,7 @@ def _figure(case: str, work: Workload, seconds: float) -> float:
 def limit_seconds(work: Workload, shape: dict[str, int], ceilings: Ceilings) -> float:
     """No engine of this model in these formats can be faster: each distinct prompt token is computed once, each decode
     step reads every weight once with all requests in it and each sequence's KV once, at the measured ceilings.
-    Products of integers run at `int8_rate` times the rate of float32; attention is float32."""
+    Integer GEMMs run at `int8_rate` times the rate of float32; attention is float32."""
     rate = ceilings.flops_per_s * shape["int8_rate"]
     per_token = 2 * shape["layer_parameters"]
     head = 2 * shape["head_parameters"]

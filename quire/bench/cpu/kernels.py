@@ -1,7 +1,7 @@
-"""The products and the attention of a decoder's layer one by one: time, rate and share of the machine's limit.
+"""The GEMMs and the attention of a decoder's layer one by one: time, rate and share of the machine's limit.
 
 `quire bench cpu --kernels --quantization int4`. The best of many runs counts, so that a busy machine changes little.
-The limit of a product is the larger of its bytes over the bandwidth of memory and its operations over the rate of the
+The limit of a GEMM is the larger of its bytes over the bandwidth of memory and its operations over the rate of the
 arithmetic; a weight that stays in a cache from run to run can exceed the former.
 """
 
@@ -32,18 +32,18 @@ KV_DTYPES = {"auto": "float32", "int8": "int8"}
 _SECONDS = 0.2
 _BLOCK = 16
 _INT8_RATE = {"plain": 1, "avx2": 2, "avx-vnni": 4, "avx512-vnni": 4, "dotprod": 4, "i8mm": 8, "amx": 16}
-"""Products of int8 that an instruction set makes in the time of one fused multiply-add of float32."""
+"""Multiply-adds of int8 that an instruction set makes in the time of one fused multiply-add of float32."""
 
 
 def int8_rate() -> int:
-    """Of the kernel that this machine takes for integer products of many rows."""
+    """Of the kernel that this machine takes for integer GEMMs of many rows."""
     return _INT8_RATE[CpuOps().use_integer_kernel() or "plain"]
 
 
 def measure(
     model: str, quantization: str | None, ceilings: Ceilings, threads: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """One line for each product and number of rows, then for attention of one token over each context, in a cache of
+    """One line for each GEMM and number of rows, then for attention of one token over each context, in a cache of
     floats and in one of int8."""
     spec = read_spec(resolve_model(model).config)
     ops = CpuOps(num_threads=threads, rounding=ModelConfig(quantization=quantization).rounding)
@@ -52,10 +52,10 @@ def measure(
         for rows in ROWS:
             x, out = torch.randn(rows, weight.in_features), torch.empty(rows, weight.out_features)
             seconds = _best(lambda x=x, weight=weight, out=out: ops.linear(x, weight, None, out))  # type: ignore[misc]
-            products = rows * weight.in_features * weight.out_features
-            limit = max(weight.nbytes / ceilings.read_bytes_per_s, 2 * products / rate)
+            macs = rows * weight.in_features * weight.out_features
+            limit = max(weight.nbytes / ceilings.read_bytes_per_s, 2 * macs / rate)
             yield {"kernel": name, "format": weight.format, "rows": rows, "us": round(1e6 * seconds, 1),
-                   "GMAC_s": round(products / seconds / 1e9, 1), "GB_s": round(weight.nbytes / seconds / 1e9, 1),
+                   "GMAC_s": round(macs / seconds / 1e9, 1), "GB_s": round(weight.nbytes / seconds / 1e9, 1),
                    "share_of_limit": round(limit / seconds, 3)}
     for context in CONTEXTS:
         for kv_dtype in KV_DTYPES:

@@ -38,12 +38,15 @@ WIDE = {
     64: ((64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 3), (128, 64, 8, 4)),
     128: ((64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 8, 4), (256, 64, 8, 3)),
 }
+HOPPER = (64, 0, 2, 1)
+"""Stands for the kernel of `latent_hopper`, which has one size."""
 LATENT = {
-    16: (*itertools.product((32,), (4, 8), (3, 4), (1, 2, 4)), *itertools.product((64,), (4, 8), (2, 3), (1, 2))),
-    128: ((64, 8, 2, 1), (32, 8, 3, 1), (32, 8, 4, 1), (64, 8, 1, 1)),
+    16: (*itertools.product((32,), (4, 8), (3,), (1, 2)), *itertools.product((64,), (4, 8), (2, 3), (1, 2)), HOPPER),
+    128: ((64, 8, 2, 1), (32, 8, 3, 1), (32, 8, 4, 1), HOPPER),
 }
 """By heads: keys, warps, stages, programs on a multiprocessor. Fewer warps have not the registers for 64 heads."""
-_LATENT_SEQS, _LATENT_KEYS = 64, 2000
+_LATENT_SEQS, _LATENT_KEYS, _LATENT_LAYERS = 64, 2000, 8
+"""Calls in a graph, as layers of a model: of a graph of two calls, its own start is a good part of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,7 @@ def latent_part(heads: int, dry: bool) -> Part:
     from quire.kernels.triton.attention_decode import DecodeScratch
     from quire.kernels.triton.attention_split import DecodeSplit, split_decode
     from quire.kernels.triton.latent_attention import LatentDecode, latent_decode, latent_pieces
+    from quire.kernels.triton.latent_hopper import hopper_decode
     from quire.kernels.types import LatentShape, LayerCache
 
     shape, seqs, length, page = LatentShape(heads, 512, 64), _LATENT_SEQS, _LATENT_KEYS, 16
@@ -147,14 +151,17 @@ def latent_part(heads: int, dry: bool) -> Part:
         splits[programs] = split, DecodeScratch.allocate(split.tasks, seqs, shape.blocks, "cuda")
 
     def call(candidate: tuple[int, ...], index: int) -> Any:
-        sizes = LatentDecode(*candidate)
-        split, scratch = splits[sizes.programs]
-        return latent_decode(q, caches[index], table, None, lengths, split, scratch, shape, 0.05, sizes=sizes, pdl=True)
+        split, scratch = splits[candidate[3]]
+        given = (q, caches[index % copies], table, None, lengths, split, scratch, shape, 0.05)
+        if candidate == HOPPER:
+            return hopper_decode(*given, pdl=True)
+        return latent_decode(*given, sizes=LatentDecode(*candidate), pdl=True)
 
     tokens = seqs * length
     read = tokens * shape.width * _BYTES / READ_BANDWIDTH
     flops = 2 * tokens * heads * (shape.width + shape.rank) / FLOPS
-    return Part(f"latents, {heads} heads", {str(c): partial(call, c) for c in LATENT[heads]}, copies, max(read, flops),
+    names = {"wgmma" if c == HOPPER else str(c): partial(call, c) for c in LATENT[heads]}
+    return Part(f"latents, {heads} heads", names, _LATENT_LAYERS, max(read, flops),
                 f"{2 * tokens * heads * (shape.width + shape.rank) / 1e12:.4f} TFLOP")  # fmt: skip
 
 

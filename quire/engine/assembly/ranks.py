@@ -73,7 +73,8 @@ def _start(config: EngineConfig, places: list[Place], worker: dict[str, Any],
         return threads, start_threads(threads, worker, agree)
     from quire.ranks.ray_launch import start_ray
 
-    return start_ray(places, worker, agree, parallel.ray_address, config.model.num_threads or 1)
+    gpus = 1 if config.model.device == "cuda" and worker["kind"] == MODEL else 0
+    return start_ray(places, worker, agree, parallel.ray_address, config.model.num_threads or 1, gpus=gpus)
 
 
 def check_parallel(config: EngineConfig) -> None:
@@ -90,9 +91,9 @@ def check_parallel(config: EngineConfig) -> None:
 
 
 def _check_gpu_ranks(config: EngineConfig) -> None:
-    if config.parallel.backend != "mp":
-        raise ConfigError(f"ranks on GPUs are processes of this machine so far: distributed_executor_backend "
-                          f"{config.parallel.backend!r} needs device='cpu'", field="distributed_executor_backend")
+    if config.parallel.backend == "threads":
+        raise ConfigError("ranks on GPUs are processes: use distributed_executor_backend 'mp' or 'ray', or "
+                          "device='cpu'", field="distributed_executor_backend")
     speculation = config.speculation.options
     if speculation is None or not speculation.on_device:
         return

@@ -12,6 +12,7 @@
 #define _GNU_SOURCE
 #include "export.h"
 #include "pool.h"
+#include "recorded.h"
 #include "simd.h"
 
 #include <errno.h>
@@ -25,6 +26,7 @@
 
 void quire_linear(const float *x, const void *w, int32_t format, const float *bias, const float *residual, float *out,
                   int64_t rows, int64_t n, int64_t k, const void *slices, int64_t num_slices);
+void quire_embed(const int64_t *ids, const void *w, int32_t format, float *out, int64_t count, int64_t k);
 
 enum { OK = 0, ABORTED = 1, LATE = 2, LOST = 3 };
 
@@ -262,6 +264,38 @@ EXPORT int32_t quire_group_linear(group *g, const float *x, const void *w, int32
     quire_linear(x, w, format, NULL, NULL, room, rows, n, k, slices, num_slices);
     return quire_group_sum(g, nodes * rows * n * (int64_t)sizeof(float), steps, num_steps, rows, n, bias, residual, out);
 }
+
+RECORDED_CHECK(quire_group_linear, PTR(0), PTR(1), PTR(2), INT32(3), INT(4), INT(5), INT(6), PTR(7), INT(8), INT(9), PTR(10),
+               INT(11), PTR(12), PTR(13), PTR(14))
+
+/* Rows ids[0..count) of a table of which rank r has the rows up to ends[r], from the end of the rank before: each rank
+ * writes those that it has, and everybody reads each row from the rank that has it. Ids are known to be in the table. */
+EXPORT int32_t quire_group_embed(group *g, const int64_t *ids, int64_t count, const int64_t *ends, const void *w,
+                                 int32_t format, int64_t width, float *out) {
+    int64_t most = g->slot_bytes / (width * (int64_t)sizeof(float)), first = g->rank ? ends[g->rank - 1] : 0;
+    for (; count > 0; ids += most, out += most * width, count -= most) {
+        int32_t state;
+        int64_t rows = count < most ? count : most;
+        float *room = quire_group_room(g, &state);
+        if (!room) return state;
+        for (int64_t i = 0; i < rows; i++) {
+            int64_t row = ids[i] - first;
+            if (row >= 0 && ids[i] < ends[g->rank]) quire_embed(&row, w, format, room + i * width, 1, width);
+        }
+        uint32_t number = own_count(g);
+        arrive(g, rows * width * (int64_t)sizeof(float));
+        state = await_all(g, number + 1);
+        if (state != OK) return state;
+        for (int64_t i = 0; i < rows; i++) {
+            int64_t owner = 0;
+            while (ids[i] >= ends[owner]) owner++;
+            memcpy(out + i * width, (float *)slot_of(g, owner, number) + i * width, (size_t)width * sizeof(float));
+        }
+    }
+    return OK;
+}
+
+RECORDED_CHECK(quire_group_embed, PTR(0), PTR(1), INT(2), PTR(3), PTR(4), INT32(5), INT(6), PTR(7))
 
 /* Each rank's slot has `rows` rows; row i of out is the one of rank owners[i]. */
 EXPORT int32_t quire_group_pick(group *g, const int64_t *owners, int64_t rows, int64_t width, float *out) {

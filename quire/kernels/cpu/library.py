@@ -60,21 +60,22 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_group_sum": (_N, [_P, _I, _P, _I, _I, _I, _P, _P, _P]),
     "quire_group_gather": (_N, [_P, _I, _P, _I, _P]),
     "quire_group_linear": (_N, [_P, _P, _P, _N, _I, _I, _I, _P, _I, _I, _P, _I, _P, _P, _P]),
+    "quire_group_embed": (_N, [_P, _P, _I, _P, _P, _N, _I, _P]),
     "quire_group_pick": (_N, [_P, _P, _I, _I, _P]),
     "quire_link_bytes": (_I, [_I]),
     "quire_link_join": (None, [_P, _N]),
     "quire_link_move": (_N, [_P, _P, _I, _N]),
     "quire_draw": (None, [_P] * 9 + [_I, _I]),
     "quire_rank": (None, [_P] * 7 + [_I, _I, _I]),
-    "quire_replay": (_N, [_P, _I, _P]),
-    "quire_ring_publish": (None, [_P, _U]),
+    "quire_replay": (_N, [_P, _I, _P, _P]),
+    "quire_ring_write": (_U, [_P, _I, _U, _P, _U, _N]),
     "quire_ring_wake": (None, [_P]),
+    "quire_ring_yield": (None, []),
     "quire_ring_wait": (_U, [_P, _U, _I, _I]),
     "quire_ring_store": (None, [_P, _U]),
-    "quire_ring_load": (_U, [_P]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 14
+ABI_VERSION = 15
 
 opener: type[ctypes.CDLL] = ctypes.CDLL
 """What a library is opened with. Benches put one here that measures its calls."""

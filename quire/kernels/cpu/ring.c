@@ -9,8 +9,13 @@
 #include <stdint.h>
 #include <sched.h>
 #include <sys/syscall.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
+
+#define LINE 64           /* _LINE of ring.py */
+#define SKIP 0xFFFFFFFFu  /* _SKIP of ring.py: in place of a length */
+#define MORE 0x80000000u  /* _MORE of ring.py */
 
 /* All zero at first. `quire/ranks/ring.py` knows its size. */
 typedef struct {
@@ -39,11 +44,34 @@ static void wake(Signal *signal) {
         syscall(SYS_futex, &signal->bell, FUTEX_WAKE, INT_MAX, (void *)0, (void *)0, 0);
 }
 
-EXPORT void quire_ring_publish(void *address, uint64_t written) {
-    Signal *signal = address;
-    atomic_store(&signal->written, written);
+/* What a reader has taken: stored after it has copied it, read by the writer before it writes there again. */
+static uint64_t taken_by(char *address, int64_t reader) { return atomic_load((_Atomic uint64_t *)(address + LINE * (1 + reader))); }
+
+/* Append a piece to a ring of `capacity` bytes that begins after the lines of the signal and of the readers: its length,
+ * with the mark that more pieces follow, then its bytes, up to a multiple of 8. A piece that does not fit before the end
+ * of the ring begins at its start. Returns how much is written now, or what was: then somebody must read first. */
+EXPORT uint64_t quire_ring_write(char *address, int64_t num_readers, uint64_t capacity, const char *piece, uint64_t bytes,
+                                 int32_t more) {
+    Signal *signal = (Signal *)address;
+    char *ring = address + LINE * (1 + num_readers);
+    uint64_t written = atomic_load(&signal->written), at = written % capacity, padded = (4 + bytes + 7) / 8 * 8;
+    uint64_t skipped = at + padded > capacity ? capacity - at : 0, after = written + skipped + padded;
+    for (int64_t reader = 0; reader < num_readers; reader++)
+        if (after - taken_by(address, reader) > capacity) return written;
+    uint32_t length = (uint32_t)bytes | (more ? MORE : 0), skip = SKIP;
+    if (skipped) {
+        memcpy(ring + at, &skip, 4);
+        at = 0;
+    }
+    memcpy(ring + at, &length, 4);
+    memcpy(ring + at + 4, piece, bytes);
+    atomic_store(&signal->written, after);
     wake(signal);
+    return after;
 }
+
+/* Let a reader that waits for this core have it. */
+EXPORT void quire_ring_yield(void) { sched_yield(); }
 
 /* Something is about to be published: readers that sleep get up and spin. */
 EXPORT void quire_ring_wake(void *address) { wake(address); }
@@ -75,7 +103,4 @@ EXPORT uint64_t quire_ring_wait(void *address, uint64_t seen, int64_t spin_ns, i
     }
 }
 
-/* What a reader has taken: stored after it has copied it, read by the writer before it writes there again. */
 EXPORT void quire_ring_store(void *address, uint64_t value) { atomic_store((_Atomic uint64_t *)address, value); }
-
-EXPORT uint64_t quire_ring_load(void *address) { return atomic_load((_Atomic uint64_t *)address); }

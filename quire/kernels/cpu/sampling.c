@@ -13,6 +13,8 @@
 #define BINS 2048
 #define PER_NAT 72.0f /* bins in which a weight falls to 1/e of another; the last bin is for tokens without weight */
 #define SCALE 1099511627776.0f
+#define STRIP 256       /* tokens of whose largest logits the top_k-th is taken */
+#define MOST_RANKED 256 /* the largest top_k for which that is done */
 #define LIKELY -6.9077554f /* tokens of at least a thousandth of the best one's probability are looked at first */
 
 typedef struct {
@@ -111,9 +113,42 @@ static void fill(const weighing *row, float least, histogram *h) {
     h->count[BINS - 1] = 0; /* never drawn */
 }
 
+INLINE float largest(const float *x, int64_t count) {
+    float top = -INFINITY, lanes[VL];
+    int64_t i = 0;
+    vf most = set_v(-INFINITY);
+    for (; i + VL <= count; i += VL) most = max_v(most, load_v(x + i));
+    store_v(lanes, most);
+    for (int j = 0; j < VL; j++) top = lanes[j] > top ? lanes[j] : top;
+    for (; i < count; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+/* A logit that at least `top_k` tokens are not under: the top_k-th of the largest logits of strips. -inf where there are
+ * fewer strips. */
+static float least_of_best(const weighing *row, int64_t top_k) {
+    float best[MOST_RANKED];
+    int64_t held = 0;
+    if (top_k > MOST_RANKED) return -INFINITY;
+    for (int64_t at = 0; at < row->width; at += STRIP) {
+        float top = largest(row->x + at, row->width - at < STRIP ? row->width - at : STRIP);
+        if (held == top_k && !(top > best[held - 1])) continue;
+        int64_t place = held < top_k ? held++ : held - 1;
+        for (; place > 0 && top > best[place - 1]; place--) best[place] = best[place - 1];
+        best[place] = top;
+    }
+    return held == top_k ? best[held - 1] : -INFINITY;
+}
+
 /* As `fill`, for the likely tokens alone if the cut is among them, else for all; returns the least logit looked at.
- * `total` becomes the weight of all tokens. */
+ * `total` becomes the weight of all tokens, unless top_k decides (nobody asks for it then). */
 static float look(const weighing *row, int64_t top_k, double top_p, int64_t *total, histogram *h) {
+    float best = top_k > 0 ? least_of_best(row, top_k) : -INFINITY;
+    if (best > -INFINITY) {
+        best = best > row->floor ? best : row->floor;
+        fill(row, best, h);
+        return best;
+    }
     float likely = row->peak + row->temperature * LIKELY;
     int64_t weights[RUN], count = 0, weight = 0;
     *total = 0;
@@ -135,7 +170,7 @@ static float look(const weighing *row, int64_t top_k, double top_p, int64_t *tot
 /* Where top_k (0: everywhere) and top_p cut the row; 0 without memory. */
 static int32_t find_limit(const weighing *all, histogram *h, int64_t top_k, double top_p, limit *cut) {
     weighing looked_at = *all, *row = &looked_at;
-    int64_t whole;
+    int64_t whole = 0;
     looked_at.floor = look(all, top_k, top_p, &whole, h);
     int64_t left = top_k > 0 ? top_k : row->width, total = 0, before = 0;
     int32_t last = 0;
@@ -278,13 +313,15 @@ static void rank_task(void *arg, int64_t task) {
     weighing row = {x, job->width, job->peak[task], 1.0f, -INFINITY, NULL};
     for (int64_t at = 0; at < job->width; at += RUN) {
         int64_t n = weigh(&row, at, weights);
-        int32_t above = 0;
+        int64_t equals = job->tokens[task] - at < n ? job->tokens[task] - at : n;
+        int32_t above = 0, larger = 0;
         float least = held < job->count ? -INFINITY : job->count ? values[job->count - 1] : INFINITY;
-        for (int64_t i = 0; i < n; i++) {
-            total += weights[i];
-            better += x[at + i] > mine || (x[at + i] == mine && at + i < job->tokens[task]);
-            above |= x[at + i] > least;
-        }
+        /* A loop for each, so that the compiler makes vectors of it. */
+        for (int64_t i = 0; i < n; i++) total += weights[i];
+        for (int64_t i = 0; i < n; i++) larger += x[at + i] > mine;
+        for (int64_t i = 0; i < equals; i++) larger += x[at + i] == mine;
+        for (int64_t i = 0; i < n; i++) above |= x[at + i] > least;
+        better += larger;
         if (!above && !(held < job->count)) continue;
         for (int64_t i = 0; i < n; i++)
             if (job->count && (held < job->count || x[at + i] > values[job->count - 1]))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.torch_attention import softmax_attention
-from quire.kernels.triton.attention_decode import LOG2_E, DecodeScratch
+from quire.kernels.triton.attention_decode import LOG2_E, DecodeScratch, join_pieces
 from quire.kernels.triton.attention_mixed import MixedShape
 from quire.kernels.triton.attention_split import HOPPER_SHARED, PIECE_STEP, DecodeSplit
 from quire.kernels.types import LatentShape, LayerCache
@@ -34,9 +34,8 @@ class LatentDecode:
 
 FEW_HEADS, MANY_HEADS = LatentDecode(32, 4, 3, 2), LatentDecode(64, 8, 2, 1)
 """Of at most 16 heads in a block, where bytes bind, and of more, where FLOPs do. H200, 2026-11-16, 64 sequences of
-2,000 (`python -m quire.bench.gpu.tune_experts`): 16 heads 55.6 us, 62% of the bandwidth, when pieces were still joined
-one after another; 128 heads 166 us, 214 TFLOP/s. There a tile of 64 keys takes 5.2 us, of which tensor cores need 1.6:
-with two buffers a tile is asked for when the one before it is done, and a third does not fit beside the queries."""
+2,000: 16 heads 53.9 us, 64% of the bandwidth (joining all pieces at once: 93 us); 128 heads 160 us, 222 TFLOP/s, where
+a tile of 64 keys takes 5 us, of which tensor cores need 1.6. `latent_hopper` does better where it fits."""
 
 
 def decode_sizes(shape: LatentShape, element_size: int, shared: int = HOPPER_SHARED) -> LatentDecode:
@@ -94,7 +93,7 @@ def _decode_kernel(
     NUM_HEADS: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     GROUP_POW: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_ROPE: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, HAS_ROWS: tl.constexpr, PRECISION: tl.constexpr,
-    JOINED: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     task = tl.program_id(1)
@@ -153,56 +152,10 @@ def _decode_kernel(
             before = tl.atomic_add(arrived + seq * BLOCKS + head, 1, sem="acq_rel")
             if before == pieces - 1:
                 first = (task - piece) * BLOCKS + head
-                _join_latents(
-                    partial, summary, target, num_parts, first, pieces, BLOCKS, GROUP, GROUP_POW, RANK, BLOCK_RANK,
-                    JOINED,
+                join_pieces(
+                    partial, summary, target, num_parts, first, pieces, BLOCKS, GROUP, GROUP_POW, RANK, BLOCK_RANK, 1
                 )  # fmt: skip
                 tl.store(arrived + seq * BLOCKS + head, 0)
-
-
-@triton.jit
-def _join_latents(
-    partial, summary, target, num_parts, first, pieces, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_POW: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Weighted mean of the pieces of one sequence and block of heads, some columns after others: pieces are few and
-    wide, so the loads of all of them are under way together."""
-    JOIN: tl.constexpr = 4
-    member = tl.arange(0, GROUP_POW)
-    lane = tl.arange(0, JOIN)
-    peak = tl.full([GROUP_POW], float("-inf"), tl.float32)
-    for start in range(0, pieces, JOIN):
-        part = ((first + (start + lane) * BLOCKS) * GROUP)[:, None] + member[None, :]
-        real = (start + lane < pieces)[:, None] & (member < GROUP)[None, :]
-        height = tl.load(summary + part, mask=real, other=float("-inf"), cache_modifier=".cg")
-        peak = tl.maximum(peak, tl.max(height, axis=0))
-    # Padding members have no peak; 0 instead keeps their weight from being NaN.
-    peak = tl.where(peak == float("-inf"), 0.0, peak)
-    total = tl.zeros([GROUP_POW], tl.float32)
-    for start in range(0, pieces, JOIN):
-        part = ((first + (start + lane) * BLOCKS) * GROUP)[:, None] + member[None, :]
-        real = (start + lane < pieces)[:, None] & (member < GROUP)[None, :]
-        share = tl.exp2(tl.load(summary + part, mask=real, other=float("-inf"), cache_modifier=".cg") - peak[None, :])
-        weight = tl.load(summary + num_parts * GROUP + part, mask=real, other=0.0, cache_modifier=".cg")
-        total += tl.sum(share * weight, axis=0)
-    for column in tl.static_range(0, BLOCK_RANK, COLUMNS):
-        dim = column + tl.arange(0, COLUMNS)
-        acc = tl.zeros([GROUP_POW, COLUMNS], tl.float32)
-        for start in range(0, pieces, JOIN):
-            part = ((first + (start + lane) * BLOCKS) * GROUP)[:, None] + member[None, :]
-            real = (start + lane < pieces)[:, None] & (member < GROUP)[None, :]
-            height = tl.load(summary + part, mask=real, other=float("-inf"), cache_modifier=".cg")
-            share = tl.exp2(height - peak[None, :])
-            values = tl.load(
-                partial + part[:, :, None].to(tl.int64) * RANK + dim[None, None, :],
-                mask=real[:, :, None] & (dim < RANK)[None, None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            acc += tl.sum(values * share[:, :, None], axis=0)
-        place = target + member[:, None] * RANK + dim[None, :]
-        used = (member < GROUP)[:, None] & (dim < RANK)[None, :]
-        tl.store(place, (acc / total[:, None]).to(target.dtype.element_ty), mask=used)
 
 
 @triton.jit
@@ -269,8 +222,7 @@ def latent_decode(
         split.count, split.length, scratch.partial, scratch.summary, scratch.arrived, scale * LOG2_E,
         scratch.partial.shape[0], q.stride(0), tables.stride(0), shape.num_heads, blocks.num_kv_heads, blocks.group,
         max(16, triton.next_power_of_2(blocks.group)), triton.next_power_of_2(blocks.group), *_widths(shape),
-        cache.block_size, min(sizes.keys, PIECE_STEP), rows is not None, _precision(q),
-        min(_widths(shape)[1], max(16, 2048 // triton.next_power_of_2(blocks.group))), pdl,
+        cache.block_size, min(sizes.keys, PIECE_STEP), rows is not None, _precision(q), pdl,
         num_warps=sizes.warps, num_stages=sizes.stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

@@ -10,12 +10,10 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.layers.spec import MoeSpec
 from quire.models.build import stored_parts
 from quire.models.loader.source import resolve_model
 from quire.models.registry import read_spec
 from quire.models.shard import shard_of
-from quire.models.spec import DecoderSpec
 from quire.parallel.collectives import Collectives
 from quire.parallel.place import Place
 from quire.worker.gpu.options import DTYPES, device_options
@@ -39,32 +37,26 @@ def sharing(place: Place, num_devices: int) -> int:
     return sum(device_of(each, num_devices) == mine for each in Place.all(place.tensor_size, place.num_stages))
 
 
-def _refuse_experts(spec: DecoderSpec, place: Place) -> None:
-    """Their test failed when it first ran on a chip."""
-    if place.tensor_size > 1 and any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
-        raise ConfigError("tensor_parallel_size: experts over ranks work on a CPU only so far; their test failed "
-                          "on an H200. Use tensor_parallel_size=1, or pipeline_parallel_size",
-                          field="tensor_parallel_size")
-
-
-def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives | None, agree: Agree) -> GpuWorker:
+def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives | None, agree: Agree,
+                   gpu: int | None = None) -> GpuWorker:
+    """`gpu`: the one that this rank has to itself; None: ranks are dealt to those that there are."""
     if not torch.cuda.is_available():
         raise ConfigError("device 'cuda' cannot be used: torch finds no CUDA GPU in a rank's process", field="device")
     count = torch.cuda.device_count()
-    device = torch.device("cuda", device_of(place, count))
+    device = torch.device("cuda", device_of(place, count) if gpu is None else gpu)
     torch.cuda.set_device(device)
     model = config.model
     source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
                            cache_dir=model.cache_dir, progress=False)
     spec = read_spec(source.config)
-    _refuse_experts(spec, place)
     shard = shard_of(spec, place)
     ranks: DeviceRanks = DeviceRanks()
     if collectives is not None:
-        shared = count < place.num_ranks
+        shared = gpu is None and count < place.num_ranks
         ranks = connect_peers(collectives, place, device, DTYPES[model.dtype], shared=shared)
         collectives.device_waited_ns = lambda: ranks.waited_ns
-    share = RankShare(shard, ranks, lambda pool: PoolSize(**agree(dataclasses.asdict(pool))), sharing(place, count))
+    share = RankShare(shard, ranks, lambda pool: PoolSize(**agree(dataclasses.asdict(pool))),
+                      sharing(place, count) if gpu is None else 1)
     parts = None if shard.is_whole else stored_parts(source.config, shard)
     weights = None if model.load_format == "dummy" else source.weights(None, parts)
     options = device_options(config, spec.max_positions, str(device))

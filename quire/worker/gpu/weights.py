@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.quantized import StoredWeight
-from quire.models.build import build_decoder
+from quire.models.build import build_decoder, random_bound
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of, read_spec
 from quire.models.shard import Shard
@@ -39,7 +38,7 @@ def _all_random(
     offset = -spec.layers[0].norm.weight_offset
     for name, shape in names.stored(spec).items():
         if len(shape) in (2, 3) and not name.endswith("bias"):
-            bound = math.sqrt(3.0 / shape[-1])
+            bound = random_bound(name, shape, spec, names)
             yield (
                 name,
                 torch.empty(shape, dtype=dtype, device=device).uniform_(-bound, bound, generator=generator),

@@ -166,6 +166,10 @@ class GpuWorker:
         from there. An empty row is skipped."""
         self.table.learn(row, position, tokens)
 
+    def device_bytes(self) -> int:
+        """Of the GPU's memory that this process holds, cached pieces included."""
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+
     def expert_load(self) -> list[LayerLoad]:
         """Rows per expert so far, read without waiting for the device: the copy that the previous call started."""
         return self._expert_meter.read()

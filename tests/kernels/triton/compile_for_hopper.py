@@ -38,6 +38,7 @@ from quire.kernels.triton import (  # noqa: E402
     expert_few,
     expert_linear,
     latent_attention,
+    latent_hopper,
     linear_fixed,
     linear_prefetch,
     linear_row,
@@ -208,6 +209,7 @@ def latents(shape: LatentShape, sequences: int = 4) -> None:
     q = torch.empty(sequences, shape.num_heads * shape.width, dtype=torch.bfloat16)
     cache = LayerCache(shape.kv, 16, {"latent": torch.empty(4, 1, 16, shape.width, dtype=torch.bfloat16)})
     latent_attention.latent_decode(q, cache, table, None, ints[1:], split, scratch, shape, 0.1)
+    latent_hopper.hopper_decode(q, cache, table, None, ints[1:], split, scratch, shape, 0.1, pdl=True)
     latent_attention.latent_tiles(q, cache, table, None, ints, ints[1:], ints, ints, shape, 0.1)
 
 

@@ -99,18 +99,9 @@ class Program:
         self.shared += prod(shape) * dtype.itemsize
         demand(self.shared <= SHARED_BYTES, f"{self.shared} bytes of shared memory")
         poison = float("nan") if dtype.is_floating_point else -1
-        slots = [Slot(torch.full(shape[1:], poison, dtype=dtype), layout, "a place") for _ in range(shape[0])]
+        slots = [Slot(torch.full(shape[1:], poison, dtype=dtype), layout, "a place", self) for _ in range(shape[0])]
         self.slots += slots
-        return View(slots, reader=self.read)
-
-    def read(self, view: View) -> Value:
-        """Shared memory to registers."""
-        me, slot = self.baton.step(), view.one
-        slot.may_be_read(me.knows)
-        slot.unread.clear()
-        slot.read[me] = me.knows.now
-        assert view.data is not None
-        return Value(view.data.clone())
+        return View(slots)
 
     def make_barrier(self, view: View, count: int) -> None:
         demand(view.one.barrier is None, "a barrier is made twice")
@@ -118,6 +109,7 @@ class Program:
 
     def fence(self) -> None:
         for slot in self.slots:
+            slot.fenced = True
             if slot.barrier is not None:
                 slot.barrier.fenced = True
 
@@ -146,21 +138,23 @@ class Program:
         slot, corner = target.one, tuple(map(int, place))
         demand(me.may_read or not source.late, f"{source.name} is asked for before gdc_wait")
         demand(barrier.barrier.fenced, "a copy before the fence after its barrier was made")
-        demand(target.rows is not None, f"{source.name} is copied to what is transposed")
-        assert target.rows is not None and target.data is not None
-        slot.may_be_filled(target.rows, source.name, me.knows, me)
+        demand(target.part is not None, f"{source.name} is copied to what is transposed")
+        assert target.part is not None and target.data is not None
+        slot.may_be_filled(target.part, source.name, me.knows, me)
         demand(slot.layout == source.layout, f"{source.name} and its place are laid out in two ways")
         found = source.block(corner)
         room = target.data
         demand((room.shape, room.dtype) == (found.shape, found.dtype), f"{source.name} and its place differ")
-        barrier.barrier.copy(slot, target.rows, found)
+        barrier.barrier.copy(slot, target.part, found)
         self.run.copies.append(Copy(self.number, source.name, corner, not me.may_read))
 
     def multiply(self, a: View | Value, b: View, acc: Value, *, use_acc: Any = True, is_async: bool = False) -> Value:
-        me, slots = self.baton.step(), [a.one, b.one] if isinstance(a, View) else [b.one]
+        """`a` may also lie in registers."""
+        me, slots = self.baton.step(), [each.one for each in (a, b) if isinstance(each, View)]
         demand(me.warps % 4 == 0, f"{me.name} multiplies with {me.warps} warps")
         for slot in slots:
-            slot.may_be_read(me.knows)
+            slot.may_be_read(me.knows, me)
+            demand(slot.fenced, f"an MMA of what is stored without a fence, in {slot.name}")
         assert a.data is not None and b.data is not None
         (m, k), n = a.data.shape, b.data.shape[1]
         demand(b.data.shape[0] == k and acc.shape == [m, n], f"{a.data.shape} by {b.data.shape} to {acc.shape}")
@@ -184,6 +178,19 @@ class Program:
             Value(dep.held) if isinstance(dep, InFlight) and dep.mma not in me.mmas else dep for dep in deps
         ]
         return done[0] if len(done) == 1 else tuple(done)
+
+    def load_shared(self, view: View) -> Value:
+        """Shared memory to registers, which may be its only reading."""
+        me, slot = self.baton.step(), view.one
+        slot.may_be_read(me.knows, me)
+        slot.unread.clear()
+        slot.read[me] = me.knows.now
+        assert view.data is not None
+        return Value(view.data.clone())
+
+    def store_shared(self, view: View, value: Value) -> None:
+        assert view.data is not None
+        view.one.store(view.data, value.data, self.baton.step())
 
     def load(self, pointer: Pointer, mask: Value | None = None, other: Any = 0, cache_modifier: str = "") -> Value:
         demand(self.baton.step().may_read or not pointer.late, "a load before gdc_wait")
@@ -249,14 +256,22 @@ def _language(program: Program) -> Any:
     def extreme(function: Callable[..., Tensor]) -> Callable[..., Value]:
         return lambda a, b: Value(function(torch.as_tensor(plain(a)), torch.as_tensor(plain(b))))
 
+    def full(shape: Collection[int], value: float, dtype: torch.dtype, layout: Any = None) -> Value:
+        return Value(zeros(shape, dtype).data + value)
+
+    def where(condition: Value, one: Any, other: Any) -> Value:
+        return Value(torch.where(condition.data, plain(one), plain(other)))
+
     return SimpleNamespace(
         int32=torch.int32, int64=torch.int64, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
-        float8e4nv=torch.float8_e4m3fn,
-        arange=arange, zeros=zeros, static_range=static_range,
+        float8e4nv=torch.float8_e4m3fn, int16=torch.int16,
+        arange=arange, zeros=zeros, full=full, where=where, static_range=static_range,
+        zeros_like=lambda value: Value(torch.zeros_like(value.data)), exp2=lambda value: Value(torch.exp2(value.data)),
+        max=lambda value, axis: Value(value.data.amax(axis)), sum=lambda value, axis: Value(value.data.sum(axis)),
         maximum=extreme(torch.maximum), minimum=extreme(torch.minimum),
-        SliceLayout=lambda dim, parent: None, DotOperandLayout=lambda index, parent, k_width: None,
+        SliceLayout=lambda dim, parent: None, DotOperandLayout=lambda operand, parent, width: None,
         convert_layout=lambda value, layout, assert_trivial=False: value, join=lambda a, b: Value(stacked(a, b)),
-        int16=torch.int16, broadcast=lambda a, b: (Value(a.data.expand(b.data.shape)), b),
+        broadcast=lambda a, b: (Value(a.data.expand(b.data.shape)), b),
         program_id=lambda axis: scalar(program.number), num_programs=lambda axis: scalar(program.run.programs),
         allocate_shared_memory=program.allocate, thread_barrier=program.barrier,
         warp_specialize=program.specialize, load=program.load, store=program.store, atomic_add=program.atomic_add,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import prod
 from types import SimpleNamespace
@@ -15,6 +15,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 SWIZZLED = 8
 """Rows after which the pattern repeats by which a place of 128 bytes a row is laid out."""
+WIDTH = 128
+"""Bytes after which it repeats along a longer row."""
 
 
 class ProtocolError(Exception):
@@ -77,6 +79,7 @@ def _operators() -> None:
         return torch.div(a, b, rounding_mode="trunc")
 
     functions = {name: getattr(operator, name) for name in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne")}
+    functions["truediv"] = operator.truediv
     functions |= {"and": operator.and_, "or": operator.or_, "floordiv": truncated, "mod": torch.fmod,
                   "rshift": operator.rshift}
     for name, function in functions.items():
@@ -88,8 +91,16 @@ def _operators() -> None:
 _operators()
 
 
-def scalar(number: int) -> Value:
-    return Value(torch.tensor(number, dtype=torch.int32))
+def scalar(number: float) -> Value:
+    return Value(torch.tensor(number, dtype=torch.float32 if isinstance(number, float) else torch.int32))
+
+
+Part = tuple[range, ...]
+"""Of a place: a range of each of its dimensions."""
+
+
+def overlap(one: Part, other: Part) -> bool:
+    return all(a.start < b.stop and b.start < a.stop for a, b in zip(one, other))
 
 
 class InFlight(Value):
@@ -118,7 +129,9 @@ class Pointer:
         """(places, mask) of the same shape, all that the mask lets through inside the tensor."""
         place = torch.as_tensor(plain(self.place)).long()
         real = torch.ones_like(place, dtype=torch.bool) if mask is None else plain(mask)
-        demand(real.shape == place.shape, f"a mask of {tuple(real.shape)} for pointers of {tuple(place.shape)}")
+        fits = real.ndim == place.ndim and all(a in (1, b) for a, b in zip(real.shape, place.shape))
+        demand(fits, f"a mask of {tuple(real.shape)} for pointers of {tuple(place.shape)}")
+        real = real.expand(place.shape)
         inside = (place >= 0) & (place < len(self.flat))
         demand(bool((inside | ~real).all()), "a pointer beyond its tensor")
         return torch.where(real, place, 0), real
@@ -168,25 +181,32 @@ class Knowledge:
 
 @dataclass(eq=False)
 class Slot:
-    """One place of shared memory. A copy fills all of it or some of its rows; MMAs read all."""
+    """One place of shared memory. Copies or stores fill it, all or a part of it; MMAs read all."""
 
     data: Tensor
     layout: Any
     name: str
-    landing: list[range] = field(default_factory=list)
-    """Rows that are asked for and not waited for."""
-    unread: list[range] = field(default_factory=list)
-    """Rows that have landed and that no MMA has begun to read."""
+    program: Any
+    landing: list[Part] = field(default_factory=list)
+    """Parts that are asked for and not waited for."""
+    unread: list[Part] = field(default_factory=list)
+    """Parts that have landed and that no MMA has begun to read."""
     filled: list[tuple[Barrier, int]] = field(default_factory=list)
     """The barriers and their phases that tell of the last copies."""
     readers: set[Mma] = field(default_factory=set)
     read: dict[Any, int] = field(default_factory=dict)
     """When each partition has last waited for an MMA that read it."""
+    stored_by: Any = None
+    """The partition that has stored here, if no copy has."""
+    fenced: bool = True
+    """Whether a fence has followed the last store: without one, MMAs and copies may come before it."""
     barrier: Barrier | None = None
 
-    def may_be_filled(self, rows: range, name: str, knows: Knowledge, me: Any) -> None:
-        def meets(others: list[range]) -> bool:
-            return any(rows.start < other.stop and other.start < rows.stop for other in others)
+    def may_be_filled(self, part: Part, name: str, knows: Knowledge, me: Any) -> None:
+        def meets(others: list[Part]) -> bool:
+            return any(overlap(part, other) for other in others)
+
+        demand(self.fenced, f"{name} is copied over what is stored without a fence, in {self.name}")
 
         demand(not self.readers, f"{name} is copied over what an MMA still reads, in {self.name}")
         demand(not meets(self.landing), f"{name} is copied over a copy that nobody waited for, in {self.name}")
@@ -194,20 +214,33 @@ class Slot:
         told = all(who is me or knows.of(who) >= time for who, time in self.read.items())
         demand(told, f"{name} is copied over what an MMA still reads for all that is known, in {self.name}")
 
-    def asked_for(self, rows: range, barrier: Barrier) -> None:
+    def store(self, part: Tensor, values: Tensor, me: Any) -> None:
+        demand(not self.readers, f"a store over what an MMA still reads, in {self.name}")
+        demand(not self.landing, f"a store over a copy that nobody waited for, in {self.name}")
+        demand(self.stored_by in (None, me), f"two partitions store in {self.name}")
+        demand(part.shape == values.shape, f"{tuple(values.shape)} stored in {tuple(part.shape)} of {self.name}")
+        part.copy_(values)
+        self.fenced = False
+        if not self.filled:
+            self.stored_by = me
+
+    def asked_for(self, part: Part, barrier: Barrier) -> None:
         """The first copy after an MMA poisons all: what no copy fills this time is of no use."""
         if not self.landing and not self.unread:
             self.data.fill_(float("nan") if self.data.dtype.is_floating_point else -1)
             self.filled.clear()
-        self.landing.append(rows)
+        self.landing.append(part)
         self.filled.append((barrier, barrier.phase))
 
-    def landed(self, rows: range, found: Tensor) -> None:
-        self.data[rows.start : rows.stop] = found
-        self.landing.remove(rows)
-        self.unread.append(rows)
+    def landed(self, part: Part, found: Tensor) -> None:
+        self.data[tuple(slice(each.start, each.stop) for each in part)] = found
+        self.landing.remove(part)
+        self.unread.append(part)
 
-    def may_be_read(self, knows: Knowledge) -> None:
+    def may_be_read(self, knows: Knowledge, me: Any) -> None:
+        if self.stored_by is not None:
+            demand(self.stored_by is me, f"an MMA of what another partition has stored, in {self.name}")
+            return
         demand(not self.landing, f"an MMA of what has been asked for but not waited for, in {self.name}")
         demand(bool(self.filled), f"an MMA of what nobody has asked for, in {self.name}")
         known = all(knows.of(barrier) >= phase for barrier, phase in self.filled)
@@ -234,7 +267,7 @@ class Barrier:
     came: int = 0
     expected: int = 0
     asked: int = 0
-    landing: list[tuple[Slot, range, Tensor]] = field(default_factory=list)
+    landing: list[tuple[Slot, Part, Tensor]] = field(default_factory=list)
     coming: Knowledge = field(default_factory=Knowledge)
     """What those know who came in this phase."""
     told: Knowledge = field(default_factory=Knowledge)
@@ -248,11 +281,11 @@ class Barrier:
         if self.came == self.count and not self.expected:
             self.end_phase()
 
-    def copy(self, slot: Slot, rows: range, found: Tensor) -> None:
+    def copy(self, slot: Slot, part: Part, found: Tensor) -> None:
         self.asked += found.numel() * found.element_size()
         demand(self.asked <= self.expected, f"{self.asked} bytes asked for, {self.expected} expected")
-        self.landing.append((slot, rows, found))
-        slot.asked_for(rows, self)
+        self.landing.append((slot, part, found))
+        slot.asked_for(part, self)
 
     def may_pass(self, parity: int) -> bool:
         """As the hardware sees it, to which all phases of a parity but the present one have ended."""
@@ -264,8 +297,8 @@ class Barrier:
         knows.learn_all(self.told)
 
     def end_phase(self) -> None:
-        for slot, rows, found in self.landing:
-            slot.landed(rows, found)
+        for slot, part, found in self.landing:
+            slot.landed(part, found)
         self.told.learn_all(self.coming)
         self.told.learn(self, self.phase)
         self.phase, self.came, self.expected, self.asked, self.landing = self.phase + 1, 0, 0, 0, []
@@ -277,41 +310,44 @@ class Barrier:
 
 
 class View:
-    """Shared memory as kernels hold it: of all slots, or of one, of some of its rows or transposed."""
+    """Shared memory as kernels hold it: of all slots, or of one, of a part of it or transposed."""
 
-    def __init__(
-        self, slots: list[Slot], data: Tensor | None = None, rows: range | None = None,
-        reader: Callable[[View], Value] | None = None,
-    ) -> None:
-        self.slots, self.data, self.rows, self.reader = slots, data, rows, reader
-        """`rows`: which of the slot's, where they may be filled; None if transposed, or of all slots."""
+    def __init__(self, slots: list[Slot], data: Tensor | None = None, part: Part | None = None) -> None:
+        self.slots, self.data, self.part = slots, data, part
+        """`part`: which of the slot, where it may be filled; None if transposed, or of all slots."""
+
+    def index(self, place: Any) -> View:
+        demand(self.data is None and 0 <= int(place) < len(self.slots), f"place {int(place)} of {len(self.slots)}")
+        slot = self.slots[int(place)]
+        return View([slot], slot.data, tuple(range(side) for side in slot.data.shape))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> View:
+        demand(isinstance(start, int) and isinstance(length, int), "a slice of what is known at run time only")
+        demand(self.part is not None, "a slice of other than a place as it lies")
+        assert self.part is not None and self.data is not None
+        sides, pattern = self.part[dim], WIDTH // self.data.element_size() if dim else SWIZZLED
+        what = f"{'columns' if dim else 'rows'} {start} + {length}"
+        demand(start >= 0 and start + length <= len(sides), f"{what} of {len(sides)}")
+        step = pattern // 4  # an MMA may read 32 bytes of a row, a copy fills whole patterns
+        if dim and not (start % step or length % step) and (start % pattern or length % pattern):
+            return View(self.slots, self.data.narrow(dim, start, length))
+        demand(start % pattern == length % pattern == 0, f"a slice of {what} cuts the pattern")
+        part = tuple(sides[start : start + length] if at == dim else each for at, each in enumerate(self.part))
+        return View(self.slots, self.data.narrow(dim, start, length), part)
 
     def load(self, layout: Any) -> Value:
-        assert self.reader is not None
-        return self.reader(self)
+        return self.one.program.load_shared(self)  # type: ignore[no-any-return]
+
+    def store(self, value: Value) -> None:
+        self.one.program.store_shared(self, value)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.slots[0].data.dtype
 
-    def index(self, place: Any) -> View:
-        demand(self.data is None and 0 <= int(place) < len(self.slots), f"place {int(place)} of {len(self.slots)}")
-        slot = self.slots[int(place)]
-        return View([slot], slot.data, range(len(slot.data)), self.reader)
-
-    def slice(self, start: int, length: int, dim: int = 0) -> View:
-        demand(isinstance(start, int) and isinstance(length, int), "a slice of what is known at run time only")
-        assert self.rows is not None and self.data is not None
-        if dim == 1:  # which only products read
-            return View(self.slots, self.data[:, start : start + length], None)
-        demand(dim == 0, "a slice of other than the rows of a place")
-        demand(start >= 0 and start + length <= len(self.rows), f"rows {start} + {length} of {len(self.rows)}")
-        demand(start % SWIZZLED == length % SWIZZLED == 0, f"a slice of rows {start} + {length} cuts the pattern")
-        return View(self.slots, self.data[start : start + length], self.rows[start : start + length], self.reader)
-
     @property
     def shape(self) -> list[int]:
-        return [len(self.slots), *self.slots[0].data.shape]
+        return [len(self.slots), *self.slots[0].data.shape] if self.data is None else list(self.data.shape)
 
     def named(self, name: str) -> None:
         for place, slot in enumerate(self.slots):
