@@ -48,7 +48,7 @@ cluster: $(VENV)/.ready-serve
 	@$(BIN)/python -m quire.bench.routing.cluster
 
 test: $(VENV)/.ready-test browser redis agents mooncake
-	$(BIN)/python -m pytest -n auto --durations 60 || { test $$? -eq 1 && $(MAKE) --no-print-directory test-failed; }
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations 60 || { test $$? -eq 1 && $(MAKE) --no-print-directory test-failed; }
 
 # Tests that failed beside others are run once more by themselves. A test that passes only now is named: it depends on
 # what else the machine does, and is to be mended.

@@ -13,7 +13,7 @@ from typing import Any
 from quire.errors import ConfigError
 from quire.kernels.quantized import Rounding
 from quire.options import check_type, option, parse_bytes, read_kv_secret
-from quire.speculation.options import SpeculationOptions
+from quire.speculation.options import METHODS, SpeculationOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class ModelConfig:
               "zero (default: with int4)")
     seed: int = option(0, "seed from which requests without one of their own draw theirs")
     max_model_len: int | None = option(
-        None, "longest prompt plus output (default: what model and KV pool allow)")
+        None, "longest prompt plus output (default: what model and KV pool allow); within a longrope's trained length "
+        "it takes the short factors, else the long ones")
     load_format: str = option("auto", "how weights are stored; dummy makes random ones",
                               ("auto", "gguf", "safetensors", "dummy"))
     cache_dir: str | None = option(
@@ -195,12 +196,20 @@ class SpeculationConfig:
 
     speculative_config: dict[str, object] | None = option(  # noqa: RUF009 (a field, as everywhere here)
         None, "guess tokens ahead and check several in one step, as in {\"method\": \"ngram\", "
-              "\"num_speculative_tokens\": 8}; methods: ngram, suffix, draft_model, skip_layers, eagle (default: off)")
+              "\"num_speculative_tokens\": 8}; methods: ngram, suffix, draft_model, skip_layers, eagle, mtp "
+              "(default: off)")
+    speculative: str | None = option(
+        None, "a method by its name, with what it does by default: short for speculative_config {\"method\": ...}",
+        choices=METHODS)
 
     @property
     def options(self) -> SpeculationOptions | None:
-        """What it says, checked; None where there is no speculation."""
-        return None if self.speculative_config is None else SpeculationOptions.parse(self.speculative_config)
+        """What they say, checked; None where there is no speculation."""
+        if self.speculative_config is not None and self.speculative is not None:
+            raise ConfigError("speculative is short for speculative_config with a method alone: give one of them",
+                              field="speculative")
+        given = self.speculative_config if self.speculative is None else {"method": self.speculative}
+        return None if given is None else SpeculationOptions.parse(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +464,7 @@ def _check_pool(config: EngineConfig) -> None:
     if not cache.enable_prefix_caching:
         raise ConfigError(f"{field} keeps prefixes, and without enable_prefix_caching there are none", field=field)
     options = config.speculation.options
-    if options is not None and options.model is not None:
+    if options is not None and options.own_kv:
         raise ConfigError(f"{field} does not keep the KV of a draft model: leave it out, or use a speculative method "
                           "without a model of its own", field=field)
     if cache.kv_pool is not None:
@@ -498,9 +507,14 @@ def _check_parallel(options: ParallelConfig) -> None:
 def _check_tree(config: EngineConfig) -> None:
     """Stages that do not draw learn tokens with a later plan, too late to move a branch that was kept."""
     options = config.speculation.options
-    if options is not None and options.tree is not None and config.parallel.pipeline_parallel_size > 1:
+    if options is None or options.tree is None:
+        return
+    if config.parallel.pipeline_parallel_size > 1:
         raise ConfigError("speculative_config tree does not go with pipeline_parallel_size > 1: leave one of them out",
                           field="speculative_config")
+    if options.on_device and config.parallel.tensor_parallel_size > 1:
+        raise ConfigError(f"speculative_config tree of method {options.method!r} does not go with tensor_parallel_size "
+                          "> 1: leave one of them out, or use method 'ngram' or 'suffix'", field="speculative_config")
 
 
 def _check_slo(options: SchedulerConfig) -> None:

@@ -167,6 +167,12 @@ FAMILY_NAMES = tuple(_BASE)
 EXPERT_NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
 
 
+def classes_of(family: str) -> tuple[str, str]:
+    """What transformers calls the family's config and its model."""
+    config_class, model_class, _ = _BASE[family]
+    return config_class, model_class
+
+
 def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     """A tiny random transformers model of a family, in fp32 with eager attention, ready to be an oracle.
 

@@ -30,10 +30,11 @@ def trees(method: str = "ngram", **more: Any) -> dict[str, Any]:
     {"block_size": 4, "num_kv_blocks": 28, "swap_space": 0.01, "preemption_mode": "swap"},
     {"enable_prefix_caching": False, "max_steps_in_flight": 3},
 ], ids=lambda options: "-".join(options) or "default")
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "skip_layers"])
 def test_tokens_logprobs_and_bits_are_those_without_drafts(checkpoint: Path, plain: Any, method: str,
                                                            options: dict[str, Any]) -> None:
-    bits, found, metrics = run(checkpoint, **options, **trees(method))
+    more = {"draft_model": {"model": str(checkpoint / "draft")}, "skip_layers": {"skipped_layers": [1]}}
+    bits, found, metrics = run(checkpoint, **options, **trees(method, **more.get(method, {})))
     assert found == plain[1]
     assert bits == plain[0]
     assert metrics["spec_accepted_tokens"] > 20

@@ -16,6 +16,7 @@ from quire.errors import ConfigError
 from quire.scheduler.plan import PlanEntry
 from tests.checkpoints import make_checkpoint
 from tests.eagle_heads import PlainHead, make_head, target_states
+from tests.test_draft_trees import moves_counted
 from tests.test_speculation import PROMPTS, params, run
 
 K = 4
@@ -120,12 +121,37 @@ def test_drafts_and_acceptance_are_those_of_the_reference(target: Path, kind: st
         assert right > 3
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_trees_of_a_head(target: Path, plain: Any, kind: str) -> None:
+    """Tokens and bits are those without drafts, and what follows a branch that was kept is drafted from its states."""
+    tree = {"width": 3, "depth": 4, "nodes": 12}
+    bits, found, metrics = run(target, block_size=4, num_kv_blocks=40, **eagle(target / kind, tree=tree))
+    assert found == plain[1]
+    assert bits == plain[0]
+    assert metrics["spec_draft_tokens_at_1"] > metrics["spec_verifications"]
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1)
+    options = eagle(target / kind, tree=tree)
+    with LLM(str(target), skip_tokenizer_init=True, num_threads=1, block_size=4, **options) as llm:
+        seen, moved = drafts_of(llm), moves_counted(llm)
+        texts = [p + list(o.outputs[0].token_ids) for p, o in
+                 zip(PROMPTS, llm.generate(PROMPTS, [greedy] * len(PROMPTS), use_tqdm=False), strict=True)]
+    assert sum(moved) > (5 if kind == "eagle" else 0)
+    head = PlainHead(target / kind, target)
+    features = [head.features(target_states(target, text)) for text in texts]
+    checked = 0
+    for text, drafts in seen.items():
+        whole = next(i for i, each in enumerate(texts) if tuple(each[: len(text)]) == text)
+        assert [drafts[0]] == head.drafts(text, features[whole], 1)
+        checked += 1
+    assert checked > 60
+
+
 def test_hidden_states_come_out_of_recorded_steps(target: Path) -> None:
     """Whoever watches the layers does not cost a small step its recording; the tests above say that the states are
     right."""
     with LLM(str(target), skip_tokenizer_init=True, num_threads=1, **eagle(target / "eagle3")) as llm:
         llm.generate(PROMPTS[:2], [params(i) for i in range(2)], use_tqdm=False)
-        recorder = llm._core.executor._worker._runner._passes._recorder  # type: ignore[attr-defined]
+        recorder = llm._core.executor._worker._runner._passes.recorder  # type: ignore[attr-defined]
     assert recorder.replayed > 20 and not recorder.refused
 
 
@@ -164,7 +190,7 @@ def test_embeddings_of_the_target_are_not_kept_twice(target: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("fault, said", [
-    ("no model", "needs a model"),
+    ("no model", "no head comes with Quire for this model"),
     ("absent", "there is no model"),
     ("hidden_size", "hidden_size is 64 and the target's 48"),
     ("vocab_size", "vocab_size is 98"),

@@ -228,7 +228,7 @@ def test_what_follows_a_stop_token_is_not_proposed_to_others(checkpoint: Path) -
     assert list(kept[-2:]) == [stop, -1]
 
 
-@pytest.mark.parametrize("method", ["ngram", "ngram tree", "draft_model", "skip_layers"])
+@pytest.mark.parametrize("method", ["ngram", "ngram tree", "draft_model", "draft_model tree", "skip_layers"])
 def test_continuations_under_rejection_sampling_are_distributed_as_plain_ones(
         tmp_path: Path, method: str) -> None:
     """Three tokens of a model of five: the first is drawn plainly, the other two by way of drafts."""
@@ -240,6 +240,7 @@ def test_continuations_under_rejection_sampling_are_distributed_as_plain_ones(
         (tmp_path / name / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
     own: dict[str, Any] = {"draft_model": {"model": str(tmp_path / "draft"), "load_format": "dummy"},
                            "ngram tree": {"tree": {"width": 3, "depth": 2, "nodes": 5}}}
+    own["draft_model tree"] = own["draft_model"] | own["ngram tree"]
     # Weights of this seed make p and q differ so much that a residual of p instead of p - q is seen (p-value 1e-60);
     # with the default's it is not.
     options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "seed": 1, "num_threads": 1}

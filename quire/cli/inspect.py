@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     source = open_source(config)
     spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
     facts = {**_identity(source), **_shape(spec), **_memory(spec, config)}
+    facts["longrope"] = _longrope(spec, config.model.max_model_len)
     print(json.dumps(facts) if args.json else _page(facts))
     return 0
 
@@ -211,7 +212,7 @@ def _page(facts: dict[str, Any]) -> str:
         ),
         ("attention", heads),
         ("vocabulary", f"{facts['vocab_size']:,}{tied}; tokenizer: {tokenizer}"),
-        ("context", f"{facts['context']:,} tokens"),
+        ("context", _context(facts)),
         ("chat template", template),
         ("parameters", f"{facts['parameters']:,}"),
         ("stored as", stored or "nothing (random weights)"),
@@ -226,6 +227,22 @@ def _page(facts: dict[str, Any]) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _longrope(spec: DecoderSpec, max_model_len: int | None) -> dict[str, Any] | None:
+    """The length that a longrope was trained at, and whether these options ask for more."""
+    trained = [rope.original_max_positions for rope in spec.ropes if rope.kind == "longrope"]
+    return {"trained": trained[0], "long": spec.asked_len(max_model_len) > trained[0]} if trained else None
+
+
+def _context(facts: dict[str, Any]) -> str:
+    shown, longrope = f"{facts['context']:,} tokens", facts["longrope"]
+    if longrope is None:
+        return shown
+    trained = f"{longrope['trained']:,}"
+    if longrope["long"]:
+        return f"{shown}, with longrope's long factors; max_model_len={longrope['trained']} takes the short ones"
+    return f"{shown}, with longrope's short factors, for no more than the {trained} it was trained at"
 
 
 def _latent(facts: dict[str, Any]) -> str:

@@ -21,8 +21,6 @@ EXAMPLES = (
     "  quire train eagle --model smollm2-135m --out head --data questions.jsonl --steps 500"
 )
 _DEFAULTS = TrainingOptions()
-_ON_A_GPU = {"max_num_seqs": 1024, "gpu_memory_utilization": 0.4}
-"""Of the engine that generates: many answers at once; what it does not give back is not missed in training."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-threads", type=int, metavar="N", help="of a CPU")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of everything that is drawn")
     parser.add_argument("--max-answer", type=int, default=384, metavar="TOKENS", help="longest answer (default: 384)")
+    parser.add_argument("--generators", type=int, default=1, metavar="N",
+                        help="with --self: processes that generate, each with an engine of its own (default: 1)")
     parser.add_argument("--generate-seconds", type=float, default=float("inf"), metavar="S",
                         help="begin no new questions after so long")
     parser.add_argument("--train-seconds", type=float, default=float("inf"), metavar="S", help="stop training then")
@@ -51,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"(default: {_DEFAULTS.learning_rate})")
     parser.add_argument("--feature-weight", type=float, default=_DEFAULTS.feature_weight, metavar="W",
                         help="weight of guessed features in the loss, beside tokens (default: 0.1)")
+    parser.add_argument("--teacher-temperature", type=float, default=_DEFAULTS.teacher_temperature, metavar="T",
+                        help="below 1 the likeliest tokens count more in what the head learns (default: "
+                             f"{_DEFAULTS.teacher_temperature})")
+    parser.add_argument("--weights", choices=("bfloat16", "int8"), default=_DEFAULTS.weights,
+                        help=f"how the head is stored (default: {_DEFAULTS.weights})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,35 +82,32 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> TrainingOptions:
     for name in ("steps", "batch_tokens", "max_length", "depth", "draft_vocab", "intermediate", "eval_every",
-                 "save_every", "max_answer"):
+                 "save_every", "max_answer", "generators"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
     if args.own is not None and args.own < 1:
         raise UsageError("--self must be at least 1")
+    if args.generators > 1 and args.own is None:
+        raise UsageError("--generators goes with --self: questions of a file are answered by one engine")
+    if not 0.0 < args.teacher_temperature <= 1.0:
+        raise UsageError("--teacher-temperature must be above 0 and at most 1")
     return TrainingOptions(args.seed, args.steps, args.batch_tokens, args.max_length, args.learning_rate, args.depth,
                            args.feature_weight, args.draft_vocab, args.intermediate, args.eval_every, args.save_every,
-                           args.train_seconds)
+                           args.train_seconds, args.teacher_temperature, args.weights)
 
 
 def _texts(args: argparse.Namespace, folder: Path) -> Any:
     """Those that the folder holds, else new ones."""
-    from quire.llm import LLM
-    from quire.training.texts import Generator, Texts, read_questions
+    from quire.training.generate import GenerationOptions, make_texts
+    from quire.training.texts import Texts
 
     path = folder / "texts.safetensors"
     if path.is_file():
         return Texts.load(path)
-    questions = None if args.data is None else read_questions(Path(args.data).expanduser())
-    more = {"num_threads": args.num_threads} if args.device == "cpu" else _ON_A_GPU
-    with LLM(args.model, device=args.device, max_model_len=args.max_length, **more) as llm:
-        began = time.monotonic()
-        generator = Generator(llm, args.seed, args.max_answer, began + args.generate_seconds)
-        pairs = [] if questions is None else generator.answer(questions)
-        for some in generator.converse(args.own) if questions is None else ():
-            pairs += some
-            made = sum(len(answer) for _, answer in pairs)
-            _say(f"{made} tokens of {args.own} after {time.monotonic() - began:.0f} s")
-    texts = Texts.of(pairs)
+    seconds = None if args.generate_seconds == float("inf") else args.generate_seconds
+    options = GenerationOptions(args.model, args.device, args.seed, args.max_length, args.max_answer, args.data,
+                                args.own or 0, seconds, args.num_threads, args.generators)
+    texts = make_texts(options, folder, _say)
     texts.save(path)
     return texts
 

@@ -26,6 +26,8 @@ SHAPES: tuple[dict[str, Any], ...] = (
 )
 DRAFT = "draft"
 """Stands for the draft model: the case's model with one layer."""
+HEADS = ("eagle", "eagle3")
+"""Stand for random heads of these kinds."""
 
 
 @dataclass(slots=True)
@@ -100,6 +102,7 @@ def random_case(seed: int) -> FuzzCase:
     _give_latents(random.Random(f"{seed} latents"), case.model)
     _give_integers(random.Random(f"{seed} integers"), case)
     _give_int8_kv(random.Random(f"{seed} int8 kv"), case)
+    _draft_by_a_head(random.Random(f"{seed} head"), case)
     return case
 
 
@@ -115,9 +118,25 @@ def model_on_ranks(case: FuzzCase, tensor_size: int, num_stages: int) -> FuzzCas
     model["num_hidden_layers"] = max(num_stages, model["num_hidden_layers"])
     options = case.options | {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": num_stages,
                               "distributed_executor_backend": "threads", "num_threads": 1}
-    if num_stages > 1 and "tree" in options.get("speculative_config", {}):  # refused, by name
-        options["speculative_config"] = {k: v for k, v in options["speculative_config"].items() if k != "tree"}
+    drafts = dict(options.get("speculative_config", {}))
+    if drafts.get("method") == "eagle":  # refused, by name
+        drafts = {k: v for k, v in drafts.items() if k != "model"} | {"method": "ngram"}
+    if num_stages > 1 or drafts.get("method") in ("draft_model", "skip_layers"):  # their trees are refused too
+        drafts.pop("tree", None)
+    if drafts:
+        options["speculative_config"] = drafts
     return FuzzCase(model, options, case.requests)
+
+
+def _draft_by_a_head(rng: random.Random, case: FuzzCase) -> None:
+    """Some drafts are those of a head that reads the model's hidden states, judged as the others would have been."""
+    given = case.options.get("speculative_config")
+    if given is None or rng.random() >= 0.3 or "kv_cache_dtype" in case.options:
+        return
+    case.options["speculative_config"] = {
+        "method": "eagle", "model": rng.choice(HEADS), "num_speculative_tokens": rng.choice([1, 2, 4, 7]),
+        "adaptive": given["adaptive"], "verifier": given.get("verifier", "coupled"),
+    }
 
 
 def _judge_by_rejection(rng: random.Random, case: FuzzCase) -> None:
@@ -272,7 +291,7 @@ def _speculation(rng: random.Random) -> dict[str, Any]:
         config |= {"model": DRAFT, "load_format": "dummy"}
     elif config["method"] == "skip_layers":
         config["skipped_layers"] = [rng.randrange(2)]
-    elif rng.random() < 0.5:
+    if rng.random() < 0.4:
         depth = rng.choice([1, 2, 4, 7])
         config["tree"] = {"width": rng.choice([2, 3, 8]), "depth": depth, "nodes": depth + rng.choice([1, 3, 9])}
     return config

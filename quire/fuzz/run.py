@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.outputs.output import CompletionOutput, RequestOutput
-from quire.fuzz.case import CHARACTERS, DRAFT, FuzzCase, FuzzRequest
+from quire.fuzz.case import CHARACTERS, DRAFT, HEADS, FuzzCase, FuzzRequest
+from quire.fuzz.head import write_head
 from quire.llm import LLM
 from quire.sampling.params import BeamSearchParams, SamplingParams
 
@@ -42,6 +43,9 @@ def find_difference(case: FuzzCase, workdir: Path) -> str | None:
     draft = workdir / DRAFT
     draft.mkdir(parents=True, exist_ok=True)
     (draft / "config.json").write_text(json.dumps(case.model | {"num_hidden_layers": 1}))
+    head = case.options.get("speculative_config", {}).get("model")
+    if head in HEADS:
+        write_head(workdir / head, case.model, head)
     try:
         outputs = _play(case, folder)
     except Exception as error:
@@ -85,8 +89,8 @@ def _play(case: FuzzCase, folder: Path) -> dict[str, RequestOutput]:
     arrivals = sorted(case.requests, key=lambda r: r.at_step)
     options = dict(case.options)
     speculation = options.get("speculative_config")
-    if speculation is not None and speculation.get("model") == DRAFT:
-        options["speculative_config"] = speculation | {"model": str(folder.with_name(DRAFT))}
+    if speculation is not None and "model" in speculation:
+        options["speculative_config"] = speculation | {"model": str(folder.with_name(speculation["model"]))}
     with _engine(folder, options) as llm:
         for step in range(_STEPS_BOUND):
             while arrivals and arrivals[0].at_step <= step:

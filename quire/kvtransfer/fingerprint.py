@@ -35,7 +35,7 @@ class Fingerprint:
     """The architecture's numbers: layers, heads, norms, windows."""
     weights: str
     rope: str
-    """Every rotation, and which factors of a longrope are used: those depend on `max_model_len`."""
+    """Every rotation, and which factors of a longrope are used: those depend on the option `max_model_len`."""
     tokenizer: str
     layout: int
     """Version of the wire form."""
@@ -81,15 +81,16 @@ _DIFFERENCES: Final = {
 }
 
 
-def fingerprint(spec: DecoderSpec, max_model_len: int, weights: str, tokenizer: str, dtype: str) -> Fingerprint:
-    """`weights` is from `weights_used`, `tokenizer` from `tokenizer_digest`; `dtype` is the
-    cache's (`KVStore.layout.dtype`)."""
+def fingerprint(spec: DecoderSpec, max_model_len: int | None, weights: str, tokenizer: str, dtype: str) -> Fingerprint:
+    """`max_model_len` is the option; `weights` is from `weights_used`, `tokenizer` from `tokenizer_digest`; `dtype` is
+    the cache's (`KVStore.layout.dtype`)."""
     model = _hash(repr(replace(spec, ropes=()))).hexdigest()
-    rope = _hash(repr([_rope_in_use(each, max_model_len) for each in spec.ropes])).hexdigest()
+    asked_len = spec.asked_len(max_model_len)
+    rope = _hash(repr([_rope_in_use(each, asked_len) for each in spec.ropes])).hexdigest()
     return Fingerprint(model, weights, rope, tokenizer, LAYOUT_VERSION, dtype)
 
 
-def fingerprint_of(source: ModelSource, max_model_len: int, dtype: str, seed: int = 0,
+def fingerprint_of(source: ModelSource, max_model_len: int | None, dtype: str, seed: int = 0,
                    rounding: object = None) -> Fingerprint:
     """Of a model as an engine has it. `seed` is that of dummy weights; `rounding`: how weights become integers."""
     weights = weights_used(source, seed, rounding)
@@ -100,14 +101,11 @@ def fingerprint_of(source: ModelSource, max_model_len: int, dtype: str, seed: in
     return fingerprint(read_spec(source.config), max_model_len, weights, tokenizer, dtype)
 
 
-def _rope_in_use(rope: RopeSpec, max_model_len: int) -> RopeSpec:
-    """A longrope turns all keys by its short factors or all by its long ones (`layers/rotary.py`): the others do not
-    matter."""
+def _rope_in_use(rope: RopeSpec, asked_len: int) -> RopeSpec:
+    """A longrope turns all keys by its short factors or all by its long ones: the others do not matter."""
     if rope.kind != "longrope":
         return rope
-    if max_model_len > rope.original_max_positions:
-        return replace(rope, short_factors=())
-    return replace(rope, long_factors=())
+    return replace(rope, short_factors=rope.factors(asked_len), long_factors=())
 
 
 def weights_used(source: ModelSource, seed: int, rounding: object = None) -> str:

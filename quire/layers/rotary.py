@@ -13,23 +13,41 @@ _ROWS_AT_ONCE = 4096
 """Bounds the float64 intermediates of a table for a long context."""
 
 
-def rope_table(spec: RopeSpec, length: int) -> Tensor:
-    """float32 [length, rotary_dim]: cosines of the rotary_dim / 2 pairs, then their sines.
+class RopeTable:
+    """Cosines and sines of every position, computed as far as they have been asked for.
 
-    Frequencies and angles are rounded to float32 where transformers rounds them, so that both turn by the
-    same angle at any position; cosine and sine are taken in float64, so that a row's bits depend on nothing
-    but its angle (a vectorised float32 cosine may round differently in the tail of a tensor).
+    What has not been computed takes no memory: a model that may read 131,072 tokens mostly reads a few thousand.
     """
-    frequencies = _frequencies(spec, length).expand(length, -1)
-    table = torch.empty(length, spec.rotary_dim)
-    for start in range(0, length, _ROWS_AT_ONCE):
-        rows = slice(start, min(length, start + _ROWS_AT_ONCE))
-        positions = torch.arange(rows.start, rows.stop, dtype=torch.float32)
-        angles = (positions[:, None] * frequencies[rows]).to(torch.float64)
-        table[rows] = (
-            torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(spec.attention_factor).to(torch.float32)
-        )
-    return table
+
+    def __init__(self, spec: RopeSpec, length: int, asked_len: int | None = None) -> None:
+        """`asked_len`: the length that a longrope's factors are chosen by, where the table is shorter."""
+        self._spec = spec
+        self._frequencies = _frequencies(spec, length, asked_len or length).expand(length, -1)
+        self.rows = torch.empty(length, spec.rotary_dim)
+        """float32 [length, rotary_dim]: cosines of the rotary_dim / 2 pairs, then their sines."""
+        self.computed = 0
+
+    def reach(self, length: int) -> None:
+        """Compute the rows of at least so many positions.
+
+        Frequencies and angles are rounded to float32 where transformers rounds them, so that both turn by the
+        same angle at any position; cosine and sine are taken in float64, so that a row's bits depend on nothing
+        but its angle (a vectorised float32 cosine may round differently in the tail of a tensor).
+        """
+        while self.computed < min(length, len(self.rows)):
+            rows = slice(self.computed, min(len(self.rows), self.computed + _ROWS_AT_ONCE))
+            positions = torch.arange(rows.start, rows.stop, dtype=torch.float32)
+            angles = (positions[:, None] * self._frequencies[rows]).to(torch.float64)
+            turns = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(self._spec.attention_factor)
+            self.rows[rows] = turns.to(torch.float32)
+            self.computed = rows.stop
+
+
+def rope_table(spec: RopeSpec, length: int, asked_len: int | None = None) -> Tensor:
+    """All rows at once."""
+    table = RopeTable(spec, length, asked_len)
+    table.reach(length)
+    return table.rows
 
 
 def growth_table(spec: QueryGrowth, length: int) -> Tensor:
@@ -38,7 +56,7 @@ def growth_table(spec: QueryGrowth, length: int) -> Tensor:
     return (1 + spec.beta * torch.log1p(steps)).to(torch.float32)
 
 
-def _frequencies(spec: RopeSpec, length: int) -> Tensor:
+def _frequencies(spec: RopeSpec, length: int, asked_len: int) -> Tensor:
     """Radians per position of each pair: [pairs], or [length, pairs] where they depend on the position."""
     if spec.kind == "dynamic":
         return _dynamic(spec, length)
@@ -50,7 +68,7 @@ def _frequencies(spec: RopeSpec, length: int) -> Tensor:
     if spec.kind == "yarn":
         return _yarn(spec)
     if spec.kind == "longrope":
-        return _longrope(spec, length)
+        return _longrope(spec, asked_len)
     return plain
 
 
@@ -100,14 +118,14 @@ def _yarn(spec: RopeSpec) -> Tensor:
     return (1.0 / (spec.factor * period)) * (1 - kept) + (1.0 / period) * kept
 
 
-def _longrope(spec: RopeSpec, length: int) -> Tensor:
-    """One divisor per pair: the short ones for a table within the trained length, else the long ones for all of it.
+def _longrope(spec: RopeSpec, asked_len: int) -> Tensor:
+    """One divisor per pair: the short ones where sequences may not be longer than the trained length, else the long
+    ones for every sequence and position.
 
-    So a sequence's keys never change, whatever it grows to. (transformers chooses by the current length, and drops
-    the cache of a sequence that grows past the trained one.)
+    So a sequence's keys never change, whatever it grows to; vLLM chooses in the same way. (transformers chooses by
+    the length of the current forward, and drops the cache of a sequence that grows past the trained length.)
     """
-    factors = spec.long_factors if length > spec.original_max_positions else spec.short_factors
-    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.theta ** _exponents(spec))
+    return 1.0 / (torch.tensor(spec.factors(asked_len), dtype=torch.float32) * spec.theta ** _exponents(spec))
 
 
 def _turning_pair(spec: RopeSpec, turns: float) -> float:

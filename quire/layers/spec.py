@@ -67,6 +67,10 @@ class RopeSpec:
     """The checkpoint pairs features 2i and 2i + 1. The loader reorders the rows of q and k, so that every kernel
     pairs feature i with i + rotary_dim / 2."""
 
+    def factors(self, asked_len: int) -> tuple[float, ...]:
+        """The factors of a longrope in an engine that was asked for sequences of this length."""
+        return self.long_factors if asked_len > self.original_max_positions else self.short_factors
+
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:

@@ -17,6 +17,7 @@ from quire.models.registry import family_of, read_spec
 from quire.models.rotary_rows import half_split
 from quire.models.shard import Shard
 from quire.models.spec import DecoderSpec, Shape
+from quire.models.spelling import Spelling
 from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
 from quire.models.weight_names import WeightNames
 from quire.ops.interface import Ops
@@ -33,6 +34,7 @@ def build_decoder(
     ops: Ops,
     *,
     max_model_len: int | None = None,
+    asked_len: int | None = None,
     shard: Shard | None = None,
     ranks: TensorGroup | None = None,
     dtype: torch.dtype | None = torch.float32,
@@ -44,14 +46,19 @@ def build_decoder(
     """
     names = family_of(config).names
     spec = read_spec(config)
-    decoder = Decoder(spec, ops, max_model_len=max_model_len, shard=shard, ranks=ranks, dtype=dtype)
+    lengths = {"max_model_len": max_model_len, "asked_len": asked_len}
+    decoder = Decoder(spec, ops, **lengths, shard=shard, ranks=ranks, dtype=dtype)
     shapes = {**spec.parameters(), **decoder.shard.parameters}
-    extra: list[str] = []
+    spelling, extra = Spelling(config, names), []
     for source, tensor in weights:
-        if not _load_stored(decoder, names, source, tensor, shapes):
-            extra.append(source)
+        spelling.saw(source)
+        try:
+            if not _load_stored(decoder, names, source, tensor, shapes):
+                extra.append(spelling.of(source))
+        except ModelLoadError as error:
+            raise spelling.explained(error, source) from None
         del tensor  # before the next one is made, not after
-    _check_complete(decoder, [names.stored_name(name) for name in decoder.missing()], extra)
+    _check_complete(decoder, spelling.of_missing(decoder.missing()), extra)
     return decoder
 
 

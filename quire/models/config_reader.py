@@ -97,6 +97,12 @@ class ConfigReader:
             return None if field in self._config else absent
         return self.number(field)
 
+    def optional_size(self, field: str, absent: int | None = None, most: int = MAX_WIDTH) -> int | None:
+        """A positive integer, None where the config says null, `absent` where it says nothing."""
+        if self.get(field) is None:
+            return None if field in self._config else absent
+        return self.size(field, most=most)
+
     def flag(self, field: str, default: bool) -> bool:
         value = self.get(field)
         value = default if value is None else value

@@ -16,7 +16,7 @@ from quire.layers.latent import LatentAttention
 from quire.layers.linear import Embedding, Linear, SharedEmbedding, VocabularyHead
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
-from quire.layers.rotary import growth_table, rope_table
+from quire.layers.rotary import RopeTable, growth_table
 from quire.layers.share import LayerShare
 from quire.layers.spec import MoeSpec, QueryGrowth
 from quire.layers.stream import ResidualStream, Rows, Unnormed
@@ -89,7 +89,8 @@ class Decoder:
 
     Built empty; `load` brings the weights one tensor at a time under the names of `shard.parameters`, and `missing`
     says what has not come. The first stage owns the embeddings, the last one the head. Tensor ranks of a stage make the
-    same calls with the same tokens, and talk to each other in them.
+    same calls with the same tokens, and talk to each other in them. `max_model_len` is the longest sequence;
+    `asked_len` what it would be with memory enough, by which a longrope chooses its factors.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Decoder:
         ops: Ops,
         *,
         max_model_len: int | None = None,
+        asked_len: int | None = None,
         shard: Shard | None = None,
         ranks: TensorGroup | None = None,
         dtype: torch.dtype | None = torch.float32,
@@ -118,11 +120,18 @@ class Decoder:
             spec.final_norm is None or spec.final_norm.kind == "rms"
         )
         self._build_ends()
-        ropes = [rope_table(rope, self.max_model_len) for rope in spec.ropes]
+        self.asked_len = self.max_model_len if asked_len is None else asked_len
+        self._reached = 0
+        """Positions that the tables of rotations hold."""
+        self._ready: StepContext | None = None
+        """The step for which that was seen to last."""
+        self._ropes = [RopeTable(rope, self.max_model_len, self.asked_len) for rope in spec.ropes]
+        if not ops.grows_tables:
+            self._compute_ropes(self.max_model_len)
         self._growths: dict[QueryGrowth, Tensor] = {}
         groups = spec.group_of_layer()
         self.layers = [
-            self._build_layer(index, ropes, groups[index]) for index in range(self.first_layer, self.last_layer)
+            self._build_layer(index, groups[index]) for index in range(self.first_layer, self.last_layer)
         ]
         self.expert_load = self._count_experts()
 
@@ -148,9 +157,9 @@ class Decoder:
         self.embed_out = Linear(ops, ("",), False, dtype) if projected else None
         self.final_norm = Norm(ops, spec.final_norm, spec.hidden_size) if spec.final_norm else None
 
-    def _build_layer(self, index: int, ropes: list[Tensor], group: int) -> DecoderLayer:
+    def _build_layer(self, index: int, group: int) -> DecoderLayer:
         layer = self.spec.layers[index]
-        rope = None if layer.attention.rope is None else ropes[layer.attention.rope]
+        rope = None if layer.attention.rope is None else self._ropes[layer.attention.rope].rows
         growth = layer.attention.growth
         if growth is not None and growth not in self._growths:
             self._growths[growth] = growth_table(growth, self.max_model_len)
@@ -288,7 +297,21 @@ class Decoder:
         """The stream after the last layer, of the rows that `forward` left settled."""
         return ResidualStream(self.ops, rows, self._fusable)
 
+    def reach(self, ctx: StepContext) -> None:
+        """See to it that tables of positions hold those of a step. The forwards do so themselves. Who records them, or
+        runs recorded calls in their place, asks for it before: this is not among the calls."""
+        if ctx is not self._ready and self._reached < self.max_model_len:
+            self._compute_ropes(int(ctx.positions.numpy().max(initial=-1)) + 1)
+            self._ready = ctx
+
+    def _compute_ropes(self, length: int) -> None:
+        if length > self._reached:
+            for rope in self._ropes:
+                rope.reach(length)
+            self._reached = min([rope.computed for rope in self._ropes], default=self.max_model_len)
+
     def _stream(self, x: Tensor, ctx: StepContext) -> ResidualStream:
+        self.reach(ctx)
         return ResidualStream(self.ops, self._embed(x, ctx) if self.shard.place.is_first else x, self._fusable)
 
     def _embed(self, ids: Tensor, ctx: StepContext) -> Tensor:

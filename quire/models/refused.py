@@ -17,7 +17,9 @@ _HUGGING_FACE: dict[str, tuple[str, ...]] = {
         *("Mamba2ForCausalLM", "FalconMambaForCausalLM", "FalconH1ForCausalLM", "ZambaForCausalLM"),
         *("Zamba2ForCausalLM", "NemotronHForCausalLM", "RecurrentGemmaForCausalLM", "OlmoHybridForCausalLM"),
         *("KimiLinearForCausalLM", "MiniMaxForCausalLM", "BailingHybridForCausalLM", "RwkvForCausalLM"),
-        "xLSTMForCausalLM",
+        *("xLSTMForCausalLM", "Lfm2VlForConditionalGeneration", "ZayaForCausalLM", "InklingForCausalLM"),
+        *("InklingForConditionalGeneration", "Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
+        "Glm5NextForConditionalGeneration",
     ),
     _EXPERTS: (
         *("FlexOlmoForCausalLM", "GraniteMoeForCausalLM"),

@@ -19,6 +19,7 @@ def rope_of(
     partial: float | None = None,
     interleaved: bool = False,
     also: Collection[str] = (),
+    unless_said: Mapping[str, Any] | None = None,
 ) -> RopeSpec:
     """The rotation: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers
     4).
@@ -26,10 +27,11 @@ def rope_of(
     `layer_type` picks one of a config that has several; without it such a config is refused. `partial` is
     the default of `partial_rotary_factor`; without it heads turn whole and the field is refused. `interleaved`
     is how the family pairs features (see `RopeSpec`). `also` are fields among the rotation's that the family reads.
+    `unless_said` are the fields of a config that has none.
     """
     fields = reader.get("rope_parameters")
     fields = reader.get("rope_scaling") if fields is None else fields
-    fields = {} if fields is None else fields
+    fields = (unless_said or {}) if fields is None else fields
     if not isinstance(fields, Mapping):
         reader.fail("rope_parameters", f"must be an object, not {fields!r}")
     if "full_attention" in fields or "sliding_attention" in fields:

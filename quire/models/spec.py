@@ -103,6 +103,10 @@ class DecoderSpec:
             object.__setattr__(self, "embed_dim", self.hidden_size)
         object.__setattr__(self, "layers", tuple(layer.within(self.max_positions) for layer in self.layers))
 
+    def asked_len(self, max_model_len: int | None) -> int:
+        """The longest sequence that an engine with this option is asked for; its memory may allow less."""
+        return self.max_positions if max_model_len is None else max_model_len
+
     def with_kv_dtype(self, kv_cache_dtype: str) -> DecoderSpec:
         """The same decoder with a cache of that type; `int8` is a CPU's, other types are not a matter of the spec."""
         if kv_cache_dtype != INT8_KV:

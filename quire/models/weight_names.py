@@ -180,6 +180,23 @@ class WeightNames:
             return f"{self.layers_prefix}{index}.{self._merged_key(pattern, kind)}"
         return f"{self.layers_prefix}{index}.{key.format(numbered[0].strip('.') if numbered else '')}.{kind}"
 
+    def spellings(self, target: str) -> list[str]:
+        """Every name that the tensor may have which holds a decoder parameter, the family's usual one first."""
+        found = [self.stored_name(target)]
+        module, _, kind = target.rpartition(".")
+        if ".experts." in module:
+            _, index, inner = module.split(".", 2)
+            pattern = _NUMBER.sub(".{}.", inner, count=1)
+            number = inner.removeprefix("mlp.experts.").partition(".")[0]
+            found += [f"{self.layers_prefix}{index}.{key}" for key, merged in self.merged.items()
+                      if pattern in merged.parts and merged.kind == kind]
+            found += [f"{self.layers_prefix}{index}.{key.format(number)}.{kind}" for key, part in self.layer.items()
+                      if part == pattern]
+        elif module.startswith("layers."):
+            _, index, inner = module.split(".", 2)
+            found += [f"{self.layers_prefix}{index}.{key}.{kind}" for key, part in self.layer.items() if part == inner]
+        return found
+
     def _merged_key(self, pattern: str, kind: str) -> str:
         for key, merged in self.merged.items():
             if pattern in merged.parts and merged.kind == kind:

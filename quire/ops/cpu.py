@@ -59,6 +59,8 @@ class CpuOps(Ops):
     One object serves one engine; several may live in a process and share the library's threads.
     """
 
+    grows_tables = True
+
     def __init__(
         self,
         num_threads: int | None = None,

@@ -84,6 +84,9 @@ class Ops(AttentionBackend):
     attention: TritonAttention | None = None
     """The attention of a device whose steps are prepared for it (`DeviceContext`); None: any `StepContext` will do."""
 
+    grows_tables: bool = False
+    """Whether tables of positions may be computed between steps, as far as these need them."""
+
     @abstractmethod
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, slices: Slices | None = None

@@ -33,7 +33,7 @@ _HEAD = Struct("<q8I")
 _START = Struct("<iiiQ")
 _COPY = Struct("<iii")
 _TRANSFER = Struct("<q?")
-_ODD = Struct("<iiiiI")
+_ODD = Struct("<iiiiiI")
 _NONE = -1
 _RECENT = 16
 """Steps that a later one may continue: at least as many as there are stages with different sequences in them."""
@@ -213,7 +213,7 @@ def _read_learned(source: FieldReader) -> Learned:
 def _write_odd(out: FieldWriter, entry: PlanEntry) -> None:
     first, shares = entry.prompt_logprobs_from, entry.shares
     out.data += _ODD.pack(_NONE if first is None else first, _NONE if shares is None else shares,
-                          entry.candidates, entry.device_drafts, len(entry.masks))
+                          entry.candidates, entry.device_drafts, entry.draft_depth, len(entry.masks))
     out.numbers(INT, entry.drafts)
     out.numbers(INT, entry.parents)
     out.numbers(INT, entry.given)
@@ -221,10 +221,10 @@ def _write_odd(out: FieldWriter, entry: PlanEntry) -> None:
 
 
 def _read_odd(source: FieldReader, entry: PlanEntry) -> None:
-    first, shares, candidates, device_drafts, masks = _ODD.unpack(source.take(_ODD.size))
+    first, shares, candidates, device_drafts, depth, masks = _ODD.unpack(source.take(_ODD.size))
     entry.prompt_logprobs_from = None if first == _NONE else first
     entry.shares = None if shares == _NONE else shares
-    entry.candidates, entry.device_drafts = candidates, device_drafts
+    entry.candidates, entry.device_drafts, entry.draft_depth = candidates, device_drafts, depth
     entry.drafts = tuple(source.numbers(INT))
     entry.parents = tuple(source.numbers(INT))
     entry.given = tuple(source.numbers(INT))

@@ -121,6 +121,8 @@ class PlanEntry:
     parents: tuple[int, ...] = ()
     """Of each draft, where they are a tree: the draft that it follows, -1: the text. A draft's place among `num_tokens`
     is its number, its position that of its parent and one. Empty: each follows the one before it."""
+    draft_depth: int = 0
+    """`device_drafts` are to be a tree, at most so deep; 0: a chain."""
 
     @property
     def num_drafts(self) -> int:

@@ -98,7 +98,7 @@ class RunningPlanner:
             return True
         in_worker = 0 if drafts.tokens else drafts.count
         draft.add(seq, PlanEntry(seq.row, start, tokens, True, drafts.tokens, device_drafts=in_worker,
-                                 parents=drafts.parents))
+                                 parents=drafts.parents, draft_depth=drafts.depth))
         return True
 
     def plan(self, draft: Draft, seq: Sequence, tokens: int) -> None:

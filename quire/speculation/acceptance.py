@@ -88,13 +88,17 @@ class EvidenceOdds:
 class PositionOdds:
     """Acceptance by place in the draft, given that all before it were accepted: for drafts of a model."""
 
-    __slots__ = ("_all", "_own")
+    __slots__ = ("_all", "_better_than", "_own")
 
     _PRIOR = 0.6
+    _ALTERNATIVES = 0.3
 
-    def __init__(self, most: int, engine: PositionOdds | None = None) -> None:
+    def __init__(self, most: int, engine: PositionOdds | None = None, better_than: PositionOdds | None = None) -> None:
+        """`better_than`: the odds of one draft at a place, where these are those of several alternatives; they are
+        believed to hit that share `_ALTERNATIVES` of what it misses, until they have been tried."""
         self._own = [Odds() for _ in range(most)]
         self._all = engine
+        self._better_than = better_than
 
     @property
     def tries(self) -> float:
@@ -109,7 +113,11 @@ class PositionOdds:
             self._all.add(hits)
 
     def _estimate(self, place: int) -> float:
-        prior = self._PRIOR if self._all is None else self._all._estimate(place)
+        if self._better_than is not None:
+            one = self._better_than._estimate(place)
+            prior = one + self._ALTERNATIVES * (1.0 - one)
+        else:
+            prior = self._PRIOR if self._all is None else self._all._estimate(place)
         return self._own[place].estimate(prior)
 
     def chain(self, count: int) -> list[float]:

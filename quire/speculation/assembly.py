@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from quire.speculation.ngram import NgramSource
-from quire.speculation.options import DRAFT_MODEL, EAGLE, NGRAM, SUFFIX, SpeculationOptions
+from quire.speculation.options import NGRAM, SUFFIX, SpeculationOptions
 from quire.speculation.speculator import DeviceSpeculator, LookupSpeculator, Speculator
 from quire.speculation.suffix import SuffixSource
 
@@ -33,4 +33,4 @@ def _speculator(options: SpeculationOptions) -> Speculator:
     if options.method == SUFFIX:
         source = SuffixSource(options.prompt_lookup_min, options.max_cached_tokens)
         return LookupSpeculator(source, most, adaptive, tree=tree)
-    return DeviceSpeculator(most, adaptive, own_kv=options.method in (DRAFT_MODEL, EAGLE))
+    return DeviceSpeculator(most, adaptive, own_kv=options.own_kv, tree=tree)

@@ -13,6 +13,8 @@ class Drafts:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     """Of a tree (`quire.speculation.tree`)."""
+    depth: int = 0
+    """Of a tree that the worker is to propose; 0: a chain."""
 
 
 @dataclass(slots=True)

@@ -10,13 +10,16 @@ from typing import Any
 from quire.errors import ConfigError
 from quire.speculation.tree import TreeShape
 
-NGRAM, SUFFIX, DRAFT_MODEL, SKIP_LAYERS, EAGLE = "ngram", "suffix", "draft_model", "skip_layers", "eagle"
+NGRAM, SUFFIX, DRAFT_MODEL, SKIP_LAYERS, EAGLE, MTP = "ngram", "suffix", "draft_model", "skip_layers", "eagle", "mtp"
 COUPLED, REJECTION = "coupled", "rejection"
+METHODS = (NGRAM, SUFFIX, DRAFT_MODEL, SKIP_LAYERS, EAGLE, MTP)
 _CHOICES = {
-    "method": (NGRAM, SUFFIX, DRAFT_MODEL, SKIP_LAYERS, EAGLE),
+    "method": METHODS,
     "verifier": (COUPLED, REJECTION),
     "load_format": ("auto", "gguf", "safetensors", "dummy"),
 }
+_HABITS: dict[str, dict[str, Any]] = {EAGLE: {"num_speculative_tokens": 4}, MTP: {"num_speculative_tokens": 2}}
+"""Defaults of a method that differ from those of the fields: a head guesses well only as far as it was trained to."""
 _FIELD = "speculative_config"
 _TREE_WIDTH = 4
 _MOST_NODES = 64
@@ -43,9 +46,9 @@ class SpeculationOptions:
     max_cached_tokens: int = field(default=65_536, metadata=_only(SUFFIX))
     """Tokens of recent outputs to keep, over all tenants."""
     model: str | None = field(default=None, metadata=_only(DRAFT_MODEL, EAGLE))
-    """The draft model: alias, path or hub id; the EAGLE head: path or hub id."""
+    """The draft model: alias, path or hub id; the EAGLE head: path or hub id, by default the one in the package."""
     load_format: str = field(default="auto", metadata=_only(DRAFT_MODEL))
-    tree: TreeShape | None = field(default=None, metadata=_only(NGRAM, SUFFIX))
+    tree: TreeShape | None = None
     """Several alternatives at a place: at most `width` children of a node, `depth` drafts one after the other, `nodes`
     in all. By default a width of 4, a depth of num_speculative_tokens, and twice as many nodes."""
     skipped_layers: tuple[int, ...] | None = field(default=None, metadata=_only(SKIP_LAYERS))
@@ -54,7 +57,17 @@ class SpeculationOptions:
     @property
     def on_device(self) -> bool:
         """The worker makes the drafts, with a model."""
-        return self.method in (DRAFT_MODEL, SKIP_LAYERS, EAGLE)
+        return self.method in (DRAFT_MODEL, SKIP_LAYERS, EAGLE, MTP)
+
+    @property
+    def reads_states(self) -> bool:
+        """They are those of a head, which reads the target's hidden states."""
+        return self.method in (EAGLE, MTP)
+
+    @property
+    def own_kv(self) -> bool:
+        """Whoever makes the drafts has KV of its own."""
+        return self.method == DRAFT_MODEL or self.reads_states
 
     @property
     def most_drafts(self) -> int:
@@ -73,7 +86,7 @@ class SpeculationOptions:
                 raise _refused(f"has no field {name!r}; {hint}")
         if "method" not in given:
             raise _refused(f"needs a method: one of {', '.join(_CHOICES['method'])}")
-        values = dict(given)
+        values = _HABITS.get(str(given["method"]), {}) | dict(given)
         if isinstance(values.get("skipped_layers"), list):
             values["skipped_layers"] = tuple(values["skipped_layers"])
         shape = values.pop("tree", None)
@@ -98,20 +111,19 @@ class SpeculationOptions:
             raise _refused(f"adaptive must be true or false, not {self.adaptive!r}")
         if self.method == DRAFT_MODEL and (not isinstance(self.model, str) or not self.model):
             raise _refused("method 'draft_model' needs a model: its alias, path or hub id")
-        if self.method == EAGLE and (not isinstance(self.model, str) or not self.model):
-            raise _refused("method 'eagle' needs a model: the path or hub id of a head that was trained for the "
-                           "target; none comes with it")
+        if self.model is not None and (not isinstance(self.model, str) or not self.model):
+            raise _refused(f"model must be an alias, path or hub id, not {self.model!r:.80}")
         layers = self.skipped_layers
         if layers is not None and (not isinstance(layers, tuple) or not layers
                                    or any(type(layer) is not int or layer < 0 for layer in layers)):
             raise _refused(f"skipped_layers must be a list of layer numbers, not {layers!r:.80}")
 
 
-def refuse_with_eagle(asked: Mapping[str, bool]) -> None:
-    """Raise for the first field of the engine's config that is asked for and that EAGLE heads do not run with yet."""
+def refuse_with_heads(method: str, asked: Mapping[str, bool]) -> None:
+    """Raise for the first field of the engine's config that is asked for and that heads do not run with yet."""
     for name, value in asked.items():
         if value:
-            raise ConfigError(f"{name} does not go with speculative_config method 'eagle' yet: leave {name} out, or "
+            raise ConfigError(f"{name} does not go with speculative_config method {method!r} yet: leave {name} out, or "
                               "use another method", field=name)
 
 

@@ -65,6 +65,8 @@ class Load:
     """Sequences that have drafts."""
     behind: int = 0
     """Tokens that a draft model has to compute first, of text that it has not seen yet."""
+    passes: int = 0
+    """Of the draft model."""
 
 
 class Speculator(ABC):
@@ -171,10 +173,11 @@ class Speculator(ABC):
             counts.decode_steps += 1
             counts.draft_tokens += result.num_drafts
             counts.accepted_tokens += accepted
-        self._learn(seq, len(offered_by_depth(result)), accepted, result.tokens)
+        self._learn(seq, len(offered_by_depth(result)), accepted, result)
 
     @abstractmethod
-    def _learn(self, seq: Sequence, num_drafts: int, accepted: int, tokens: list[int]) -> None: ...
+    def _learn(self, seq: Sequence, depth: int, accepted: int, result: EntryResult) -> None:
+        """Drafts were judged to this depth, and so many were accepted."""
 
     def forget(self, seq: Sequence) -> None:  # noqa: B027 (some remember nothing)
         """The sequence has ended."""
@@ -289,12 +292,12 @@ class LookupSpeculator(Speculator):
         proposal = followed.proposer.propose(1)
         return bool(proposal.tokens) and followed.odds[0].estimate(proposal.evidence) >= _WAIT_CHANCE
 
-    def _learn(self, seq: Sequence, num_drafts: int, accepted: int, tokens: list[int]) -> None:
+    def _learn(self, seq: Sequence, depth: int, accepted: int, result: EntryResult) -> None:
         """Every token shows what a lookup before it would have been worth, whether it was used or not."""
         followed = self._followed.get(seq)
         if followed is None:
             return
-        for token in tokens:
+        for token in result.tokens:
             if self.tree is None:
                 guess = followed.proposer.propose(1)
                 if guess.tokens:
@@ -318,9 +321,10 @@ class DeviceSpeculator(Speculator):
     """Drafts of a model that runs in the worker: only their number is decided here, one for all sequences."""
 
     def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter,
-                 own_kv: bool = False) -> None:
+                 own_kv: bool = False, tree: TreeShape | None = None) -> None:
         """`own_kv`: the model must have seen a sequence's whole text before it can guess (`skip_layers` need not)."""
         super().__init__(most, adaptive, clock)
+        self.tree = tree
         self.own_kv = own_kv
         self.seconds_behind = 0.0
         """What the model takes to catch up, for each token of text that it has not seen. This and `drafting` are for a
@@ -330,6 +334,7 @@ class DeviceSpeculator(Speculator):
         self.drafting = StepCosts()
         """Seconds that one more draft takes, by number of sequences."""
         self._odds = PositionOdds(most)
+        self._tree_odds = PositionOdds(most, better_than=self._odds)
         self._followed: dict[Sequence, PositionOdds] = {}
         self._plain_seconds = 0.0
         """Spent on steps without drafts since the last one with some."""
@@ -344,21 +349,26 @@ class DeviceSpeculator(Speculator):
         # A grammar's masks after drafts must know them, and these are known in the worker only.
         sequences = [seq for seq in sequences if seq.request.start_grammar is None]
         count = min(self.most, room // len(sequences)) if sequences else 0
+        shape = self._tree_in(room // len(sequences)) if sequences else None
         if self.adaptive and count:
             cheap = [seq for seq in sequences if self._cheap(seq, num_decoding)]
             if self._odds.tries < _KNOWN_TRIES:
                 sequences = cheap
-            count = self._best(sequences, num_decoding, count) if sequences else 0
+            count, shape = self._best(sequences, num_decoding, count, shape) if sequences else (0, None)
             if not count and cheap and self._probes(cheap, num_decoding):
                 # One of them is enough to find out.
-                sequences, count = [min(cheap, key=self._lacks)], 1
+                sequences, count, shape = [min(cheap, key=self._lacks)], 1, None
         self._chosen = count
         self._behind = 0
         found = {}
         for seq in sequences:
-            mine = min(count, self._longest(seq))
-            if mine > 0:
+            mine, longest = min(count, self._longest(seq)), self._largest(seq)
+            if mine > 0 and shape is not None and longest is not None:
+                nodes = min(shape.nodes, longest.nodes)
+                found[seq.row] = Drafts(nodes, depth=min(shape.depth, longest.depth))
+            elif mine > 0:
                 found[seq.row] = Drafts(mine)
+            if mine > 0:
                 self._behind += self._lacks(seq)
                 self._seen[seq] = len(seq.tokens)
         return found
@@ -378,9 +388,18 @@ class DeviceSpeculator(Speculator):
     def _catching_up(self, sequences: list[Sequence]) -> float:
         return self.times.factor * self.seconds_behind * sum(map(self._lacks, sequences))
 
-    def _best(self, sequences: list[Sequence], num_decoding: int, most: int) -> int:
+    def _tree_in(self, nodes: int) -> TreeShape | None:
+        """The tree that each of the sequences may have, where so many nodes are left for it."""
+        if self.tree is None or nodes < 2:
+            return None
+        nodes = min(nodes, self.tree.nodes)
+        return TreeShape(self.tree.width, min(self.tree.depth, nodes), nodes)
+
+    def _best(self, sequences: list[Sequence], num_decoding: int, most: int, shape: TreeShape | None
+              ) -> tuple[int, TreeShape | None]:
+        """How many drafts of each give the most tokens per second, as a chain, or all of a tree of this shape."""
         if not self.times.known or not self.drafting.known:
-            return most
+            return most, shape
         best, best_rate = 0, _LEAST_MODEL_GAIN * num_decoding / self.times.estimate(num_decoding)
         chains = [self._follow(seq).chain(most) for seq in sequences]
         catching_up = self._catching_up(sequences) / _HORIZON
@@ -390,11 +409,18 @@ class DeviceSpeculator(Speculator):
             rate = tokens / (self._seconds(num_decoding, len(sequences), count) + catching_up)
             if rate > best_rate:
                 best, best_rate = count, rate
+        if shape is not None:
+            tokens = num_decoding + len(sequences) * sum(self._tree_odds.chain(shape.depth))
+            seconds = self._seconds(num_decoding, len(sequences), shape.depth, shape.nodes) + catching_up
+            if tokens / seconds > best_rate:
+                best = shape.depth
+            else:
+                shape = None
         if not best:
-            return 0
+            return 0, None
         self._patience = 1
         # Now and then a step without drafts, to keep its measured time up to date.
-        return best if self._since_plain < _REMIND else 0
+        return (best, shape) if self._since_plain < _REMIND else (0, None)
 
     def _probes(self, sequences: list[Sequence], num_decoding: int) -> bool:
         """Is it time to try whether drafts have begun to pay?"""
@@ -408,9 +434,11 @@ class DeviceSpeculator(Speculator):
         self._patience = min(2 * self._patience, _MOST_PATIENCE)
         return True
 
-    def _seconds(self, num_decoding: int, num_drafting: int, count: int) -> float:
+    def _seconds(self, num_decoding: int, num_drafting: int, passes: int, nodes: int | None = None) -> float:
+        """Of a step with `nodes` drafts of each drafting sequence, by default one for every pass of the model."""
         drafting = self.times.factor * self.drafting.estimate(num_drafting)
-        return self.times.estimate(num_decoding + num_drafting * count) + count * drafting
+        nodes = passes if nodes is None else nodes
+        return self.times.estimate(num_decoding + num_drafting * nodes) + passes * drafting
 
     def _follow(self, seq: Sequence) -> PositionOdds:
         found = self._followed.get(seq)
@@ -430,6 +458,7 @@ class DeviceSpeculator(Speculator):
         load = self._in_flight[-1][0]
         if load is not None and load.drafts:
             load.behind = self._behind
+            load.passes = max(entry.draft_depth or entry.device_drafts for _, entry, _ in planned)
 
     def _observe(self, load: Load, seconds: float) -> None:
         if not load.drafts:
@@ -439,7 +468,7 @@ class DeviceSpeculator(Speculator):
             return
         self._plain_seconds = 0.0
         self._since_plain += 1
-        passes = -(-load.drafts // load.drafting)
+        passes = load.passes
         if not self.times.known:
             return
         factor = self.times.factor
@@ -457,10 +486,10 @@ class DeviceSpeculator(Speculator):
         self.drafting.observe(load.drafting, ratio * self.drafting.estimate(load.drafting))
         self.times.follow(ratio)
 
-    def _learn(self, seq: Sequence, num_drafts: int, accepted: int, tokens: list[int]) -> None:
-        if num_drafts:
-            hits = [True] * accepted + [False] * (accepted < num_drafts)
-            self._follow(seq).add(hits)
+    def _learn(self, seq: Sequence, depth: int, accepted: int, result: EntryResult) -> None:
+        if depth:
+            hits = [True] * accepted + [False] * (accepted < depth)
+            (self._tree_odds if result.parents else self._follow(seq)).add(hits)
 
     def forget(self, seq: Sequence) -> None:
         self._followed.pop(seq, None)

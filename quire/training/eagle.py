@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.training.head import HeadShape, TrainedHead, moved_on
 from quire.training.options import TrainingOptions
+from quire.training.rounded import ROUNDED_CONFIG, rounded
 from quire.training.target import Seen, Target, padded
 from quire.training.texts import Texts
 
@@ -167,7 +168,7 @@ class Trainer:
         total = torch.zeros((), device=self._device)
         for j, (logits, kept, places) in enumerate(self._unrolled(batch, seen)):
             with torch.no_grad():
-                taught = F.linear(final[places], self._rows).float().softmax(-1)
+                taught = (F.linear(final[places], self._rows).float() / self.options.teacher_temperature).softmax(-1)
             each = -(taught * logits.float().log_softmax(-1)).sum(-1)
             weight = known[places].float()
             total = total + _FADING**j * (each * weight).sum() / weight.sum().clamp(min=1.0)
@@ -276,7 +277,7 @@ class Trainer:
     def export(self, folder: Path) -> None:
         """The head as a public checkpoint of EAGLE-3; its projection to the vocabulary is the target's."""
         shape = self.head.shape
-        tensors = self.head.exported()
+        tensors = self.head.exported(self.options.teacher_temperature)
         tensors["d2t"] = (self.guessed - torch.arange(len(self.guessed))).to(torch.int32)
         config = {
             "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
@@ -288,6 +289,9 @@ class Trainer:
             "tie_word_embeddings": False, "torch_dtype": "bfloat16",
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.target.states)},
         }
+        if self.options.weights == "int8":
+            tensors = rounded(tensors)
+            config["quantization_config"] = ROUNDED_CONFIG
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         part = folder / "model.safetensors.part"
         save_file(tensors, part, metadata={"format": "pt"})

@@ -102,15 +102,15 @@ class TrainedHead(nn.Module):
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.shape.eps) * weight).to(x.dtype)
 
-    def exported(self) -> dict[str, Tensor]:
-        """Under the names of public checkpoints."""
+    def exported(self, scale: float = 1.0) -> dict[str, Tensor]:
+        """Under the names of public checkpoints, with its logits times `scale`."""
         inner = {
             "self_attn.q_proj": self.q, "self_attn.k_proj": self.k, "self_attn.v_proj": self.v,
             "self_attn.o_proj": self.o, "mlp.gate_proj": self.gate, "mlp.up_proj": self.up, "mlp.down_proj": self.down,
             "input_layernorm": self.input_layernorm, "hidden_norm": self.hidden_norm,
             "post_attention_layernorm": self.post_attention_layernorm,
         }
-        named = {"fc.weight": self.fc, "norm.weight": self.norm}
+        named = {"fc.weight": self.fc, "norm.weight": self.norm * scale}
         named |= {f"midlayer.{name}.weight": part for name, part in inner.items()}
         return {name: part.detach().to("cpu", torch.bfloat16).contiguous() for name, part in named.items()}
 

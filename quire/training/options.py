@@ -21,3 +21,7 @@ class TrainingOptions:
     eval_every: int = 200
     save_every: int = 200
     max_seconds: float = float("inf")
+    teacher_temperature: float = 0.7
+    """Of the distribution that is learned. The head that is written guesses at 1 again."""
+    weights: str = "bfloat16"
+    """How matrices are stored: bfloat16, or int8 with a scale for each row."""

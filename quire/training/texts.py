@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +23,11 @@ _MARK = "\u2063the question\u2063"
 _TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 0.7, 1.0)
 """Answers are drawn as they will be when the head is used: half of them greedily."""
 _QUESTION_TOKENS = 96
-_FIRST_ROUND = 2048
-_LARGEST_ROUND = 8192
-"""Conversations that are generated before it is looked whether there are enough. A round ends with a batch that gets
-emptier and emptier, so later ones are larger."""
+_LOOP = 12
+"""Tokens of a run that is looked for again."""
+_FIRST_ROUND = 512
+_LARGEST_ROUND = 2048
+"""Conversations that are generated before it is looked whether there are enough."""
 OPENINGS = (
     "", "", "", "", "", "", "What is", "What are", "How do I", "How does", "Why", "Explain", "Describe",
     "Tell me about", "Write a short story about", "Write a poem about", "Write a letter to", "Write an email",
@@ -88,6 +90,32 @@ class Texts:
         return cls(flat, ends, torch.tensor([len(question) for question, _ in pairs]))
 
 
+    @classmethod
+    def joined(cls, several: Sequence[Texts]) -> Texts:
+        """All of them, one after the other."""
+        ends = [each.begins[1:] + before for each, before in
+                zip(several, _sums(len(each.tokens) for each in several), strict=True)]
+        return cls(torch.cat([each.tokens for each in several]), torch.cat([torch.zeros(1, dtype=torch.int64), *ends]),
+                   torch.cat([each.answers for each in several]))
+
+
+def _sums(lengths: Iterable[int]) -> list[int]:
+    """Of all before each."""
+    return list(itertools.accumulate(lengths, initial=0))[:-1]
+
+
+def without_loop(tokens: list[int]) -> list[int]:
+    """An answer up to where it only repeats itself: where the same run of tokens comes for the third time. Greedy
+    answers of small models end so, anybody can guess them, and there is little to learn from them."""
+    seen: dict[tuple[int, ...], int] = {}
+    for end in range(_LOOP, len(tokens) + 1):
+        run = tuple(tokens[end - _LOOP : end])
+        seen[run] = seen.get(run, 0) + 1
+        if seen[run] == 3:
+            return tokens[: end - _LOOP]
+    return tokens
+
+
 def read_questions(path: Path) -> list[list[dict[str, str]]]:
     """Conversations of a JSON-lines file: {"messages": [...]} or {"prompt": "..."}; their last turn is the user's."""
     found = []
@@ -125,7 +153,7 @@ class Generator:
         """(question, answer) as ids, of those that got any; questions that take over half of the length get none."""
         prompts = [ids for ids in map(self._prompt_ids, conversations) if 2 * len(ids) <= self._llm.max_model_len]
         params = [self._params(self._random.choice(_TEMPERATURES), self._max_tokens, text=False) for _ in prompts]
-        return [(list(output.prompt_token_ids), list(output.outputs[0].token_ids))
+        return [(list(output.prompt_token_ids), without_loop(list(output.outputs[0].token_ids)))
                 for output in self._llm.generate(prompts, params, use_tqdm=False) if output.outputs[0].token_ids]
 
     def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
@@ -139,7 +167,7 @@ class Generator:
         made, done, began = 0, 0, time.monotonic()
         while made < num_tokens and time.monotonic() < self._deadline:
             wanted = -(-(num_tokens - made) // max(1, self._max_tokens // 2))
-            count = min(_LARGEST_ROUND if done else _FIRST_ROUND, wanted, self._in_time(done, began))
+            count = min(wanted, self._in_time(done, began))
             done += count
             starts = [self._random.choice(OPENINGS) for _ in range(count)]
             prompts = [{"prompt": opening + start, "add_special_tokens": False} for start in starts]
@@ -153,9 +181,9 @@ class Generator:
     def _in_time(self, done: int, began: float) -> int:
         """Conversations that the time left allows, by the pace so far."""
         if done == 0 or self._deadline == float("inf"):
-            return _LARGEST_ROUND
+            return _FIRST_ROUND if self._deadline < float("inf") else _LARGEST_ROUND
         now = time.monotonic()
-        return max(1, int(done * (self._deadline - now) / max(1e-9, now - began)))
+        return max(1, min(_LARGEST_ROUND, int(done * (self._deadline - now) / max(1e-9, now - began))))
 
     def _params(self, temperature: float, max_tokens: int, top_p: float = 1.0, text: bool = True) -> SamplingParams:
         seed = self._random.randrange(1 << 31)

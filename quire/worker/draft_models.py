@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 from torch import Tensor
 
-from quire.errors import ConfigError, DownloadError, ModelLoadError
+from quire.errors import ConfigError, DownloadError, EngineError, ModelLoadError
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
@@ -18,6 +18,7 @@ from quire.worker.drafter import NoKV
 from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
+from quire.worker.tree_inputs import Node, node_inputs
 
 
 class DraftProgress:
@@ -125,6 +126,11 @@ class SmallerModel:
             self._progress.computed(one)
         return self._decoder.logits(hidden[ctx.query_start[1:].long() - 1])
 
+    def node_logits(self, nodes: Sequence[Node]) -> Tensor:
+        """What the target accepts of them is computed again, at the places that it then has."""
+        ids, ctx = node_inputs(self._table, nodes, self._groups)
+        return self._decoder.logits(self._passes.forward(ids, ctx, self._caches))
+
 
 class SkippedLayers(NoKV):
     """The target without some of its layers, over the target's own KV.
@@ -144,6 +150,13 @@ class SkippedLayers(NoKV):
     def logits(self, passes: Sequence[PlanEntry]) -> Tensor | None:
         ids, ctx = step_inputs(self._table, passes)
         return self._passes.logits(self._passes.forward(ids, ctx, self._caches, self._kept))
+
+    def node_logits(self, nodes: Sequence[Node]) -> Tensor:
+        ids, ctx = node_inputs(self._table, nodes)
+        found = self._passes.logits(self._passes.forward(ids, ctx, self._caches, self._kept))
+        if found is None:
+            raise EngineError("this rank drafts no trees")
+        return found
 
 
 def kept_layers(num_layers: int, skipped: Sequence[int] | None) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.errors import EngineError
 from quire.kernels.cpu.sampling import CpuSampling
 from quire.kernels.types import StepContext
 from quire.layers.stream import ResidualStream
@@ -19,6 +20,7 @@ from quire.scheduler.plan import BlockCopy, PlanEntry, TransferStart
 from quire.speculation.verify import NoiseKeys, pick
 from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
+from quire.worker.tree_inputs import Node
 
 
 class DraftModel(Protocol):
@@ -56,6 +58,11 @@ class DraftModel(Protocol):
 
     def logits(self, passes: Sequence[PlanEntry]) -> Tensor | None:
         """Compute these, and give what may follow the last token of each; None on a rank that does not draw."""
+        ...
+
+    def node_logits(self, nodes: Sequence[Node]) -> Tensor:
+        """Compute nodes of trees, whose ancestors were computed before, and give what may follow each of them. What it
+        keeps of them holds until the row's next `catch_up`."""
         ...
 
     def kept(self, row: int, num_tokens: int) -> None:
@@ -104,7 +111,7 @@ class Drafter:
                 start, count = self.model.catch_up(entry)
                 drafts[i], weights[i] = [], []
                 passes[i] = PlanEntry(entry.row, start, min(count, MOST_AT_ONCE), count <= MOST_AT_ONCE)
-        states = {i: _without_logprobs(self._table.sampling(entries[i].row)) for i in passes}
+        states = {i: without_logprobs(self._table.sampling(entries[i].row)) for i in passes}
         while passes:
             self._advance(entries, passes, states, drafts, weights)
         stacked = {i: torch.stack(rows) for i, rows in weights.items() if rows}
@@ -200,6 +207,9 @@ class NoKV:
     def logits(self, passes: Sequence[PlanEntry]) -> Tensor | None:
         return None
 
+    def node_logits(self, nodes: Sequence[Node]) -> Tensor:
+        raise EngineError("this rank drafts no trees")
+
 
 def with_drafts(entries: Sequence[PlanEntry], drafts: Mapping[int, Sequence[int]]) -> list[PlanEntry]:
     """The entries with the drafts of some of them, by place."""
@@ -209,7 +219,7 @@ def with_drafts(entries: Sequence[PlanEntry], drafts: Mapping[int, Sequence[int]
     return filled
 
 
-def _without_logprobs(row: SamplingRow) -> SamplingRow:
+def without_logprobs(row: SamplingRow) -> SamplingRow:
     """Log-probabilities of drafts are never requested."""
     own = row.ahead(())
     if own.params.logprobs is not None:

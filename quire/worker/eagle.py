@@ -20,6 +20,7 @@ from quire.scheduler.plan import PlanEntry
 from quire.worker.draft_models import DraftProgress
 from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
+from quire.worker.tree_inputs import Node, node_inputs
 
 
 class EagleDrafts:
@@ -38,6 +39,8 @@ class EagleDrafts:
         self.states: Sequence[str] = head.spec.states
         self._guessed: dict[int, Tensor] = {}
         """By row with drafts under way: the head's guess at the hidden state before the next token."""
+        self._node_guesses: dict[tuple[int, int], Tensor] = {}
+        """By row and node of its tree: the same, after that node."""
         progress = DraftProgress(table.tables[group], table.block_size, group, num_blocks, num_host_blocks)
         self._progress = progress
         self.copied, self.moved = progress.copied, progress.moved
@@ -60,6 +63,15 @@ class EagleDrafts:
             if one.sample:
                 self._guessed[one.row] = last[i]
         return self._head.logits(last)
+
+    def node_logits(self, nodes: Sequence[Node]) -> Tensor:
+        ids, ctx = node_inputs(self._table, nodes, [self._group])
+        before = [self._guessed[node.row] if len(node.path) == 1 else self._node_guesses[node.row, node.path[-2]]
+                  for node in nodes]
+        rows = self._head.forward(ids, torch.stack(before), ctx, self._cache)
+        for i, node in enumerate(nodes):
+            self._node_guesses[node.row, node.path[-1]] = rows[i]
+        return self._head.logits(rows)
 
     def _features(self, passes: Sequence[PlanEntry], ctx: StepContext) -> Tensor:
         """Of the token before each: the target's hidden state, or after a draft the head's guess at it."""

@@ -187,7 +187,7 @@ def step_tokens_of(config: EngineConfig) -> int | None:
     speculation = config.speculation.options
     if (parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1 or config.transfer.kv_role is not None
             or cache.kv_disk is not None or cache.kv_pool is not None
-            or (speculation is not None and speculation.model is not None)):
+            or (speculation is not None and speculation.own_kv)):
         return None
     if not options.enable_chunked_prefill:
         return None

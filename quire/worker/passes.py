@@ -39,6 +39,7 @@ class Passes:
                 kept: Sequence[int] | None = None) -> ResidualStream:
         """The stream after this stage's layers, or after those of them that are `kept`."""
         place = self.place
+        self._decoder.reach(ctx)
         x = ids if place.is_first else self._take_over(_known(self._before), ids)
         if self.recorder is None:
             stream = self._run(x, ctx, caches, kept)
@@ -65,6 +66,7 @@ class Passes:
             stream, captured = self._decoder.forward_capturing(ids, ctx, caches, inner)
             return stream.settled(), *(captured[name] for name in inner)
 
+        self._decoder.reach(ctx)
         rows, *others = self.recorder.run_all(("capturing", *inner), ids, ctx, caches, forward)
         return self._decoder.resumed(rows), dict(zip(inner, others, strict=True))
 

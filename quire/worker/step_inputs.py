@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.types import NO_DETOUR, StepContext
+from quire.kernels.types import StepContext
 from quire.scheduler.plan import PlanEntry
-from quire.speculation.tree import ancestry, depths
-from quire.worker.request_table import Ints, RequestTable
+from quire.worker.request_table import RequestTable
+from quire.worker.tree_inputs import sequences, tree_detours
 
 
 def step_inputs(table: RequestTable, entries: Sequence[PlanEntry],
@@ -51,32 +51,3 @@ def step_inputs(table: RequestTable, entries: Sequence[PlanEntry],
                     for blocks in tables),
         detours=None if detours is None else torch.from_numpy(detours),
     )
-
-
-def sequences(entries: Sequence[PlanEntry]) -> list[tuple[int, int, int]]:
-    """(row, first place, tokens) of what attends as one sequence: a tree's nodes, and the token before them, one
-    each."""
-    found = []
-    for entry in entries:
-        if entry.parents:
-            found += [(entry.row, entry.start + i, 1) for i in range(entry.num_tokens)]
-        else:
-            found.append((entry.row, entry.start, entry.num_tokens))
-    return found
-
-
-def tree_detours(entries: Sequence[PlanEntry]) -> tuple[Ints, Ints]:
-    """Of each of `sequences`: the keys that its last token sees, and where those of a node's ancestors lie."""
-    deepest = max(max(depths(entry.parents)) for entry in entries if entry.parents)
-    lengths: list[int] = []
-    rows: list[list[int]] = []
-    for entry in entries:
-        if not entry.parents:
-            lengths.append(entry.start + entry.num_tokens)
-            rows.append([NO_DETOUR, *[0] * deepest])
-            continue
-        first = entry.start + 1
-        for path in ([], *ancestry(entry.parents)):
-            lengths.append(first + len(path))
-            rows.append([first, *(first + node for node in path), *[0] * (deepest - len(path))])
-    return np.array(lengths, np.int32), np.array(rows, np.int32)

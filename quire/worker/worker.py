@@ -17,14 +17,17 @@ from quire.models.build import build_decoder, dummy_weights, stored_parts
 from quire.models.decoder import Decoder
 from quire.models.heads.build import build_head, read_head
 from quire.models.heads.head import DraftHead
+from quire.models.heads.mtp import build_mtp, read_mtp
+from quire.models.heads.spec import HeadSpec
 from quire.models.loader.source import ModelSource, resolve_model
 from quire.models.registry import read_spec
 from quire.models.shard import Shard, shard_of
+from quire.models.spec import DecoderSpec
 from quire.ops.cpu import CpuOps
 from quire.parallel.collectives import Collectives
 from quire.parallel.place import Place
 from quire.scheduler.plan import StepPlan, StepResult
-from quire.speculation.options import EAGLE, REJECTION, SKIP_LAYERS, SpeculationOptions, refuse_with_eagle
+from quire.speculation.options import EAGLE, MTP, REJECTION, SKIP_LAYERS, SpeculationOptions, refuse_with_heads
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.draft_models import SkippedLayers, SmallerModel, check_same_vocabulary, reading_draft_model
 from quire.worker.drafter import Drafter, Proposer, ToldDrafter
@@ -42,6 +45,7 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
 from quire.worker.transfer import KVTransfer
+from quire.worker.tree_drafter import TreeDrafter
 
 
 class Worker:
@@ -64,10 +68,10 @@ class Worker:
         forget_file_pages()  # of libraries that have been imported: room for weights
         decoder = build_decoder(
             source.config, _weights(source, config.model.load_format, config, shard), ops,
-            max_model_len=self.pool.max_model_len, shard=shard,
-            ranks=None if collectives is None else collectives.group, dtype=None)
+            max_model_len=self.pool.max_model_len, asked_len=self.spec.asked_len(config.model.max_model_len),
+            shard=shard, ranks=None if collectives is None else collectives.group, dtype=None)
         self.weight_bytes = decoder.weight_bytes
-        draft = self._draft(config, ops, decoder)
+        draft = self._draft(source, config, ops, decoder)
         ops.library.quire_give_back()  # what the weights were read through
         groups = groups_with_draft(self.spec, self.pool.draft_bytes_per_token)
         self._cache = CacheEngine(decoder, ops, [self.pool.blocks_of(group.window) for group in groups],
@@ -83,26 +87,30 @@ class Worker:
         self._expert_load = decoder.expert_load
         self._runner = ModelRunner(decoder, self._cache, self._table, drafter, rejection, collectives)
 
-    def _draft(self, config: EngineConfig, ops: CpuOps, target: Decoder) -> Decoder | DraftHead | None:
-        """A draft model is whole, on the first tensor rank of every stage; an EAGLE head goes with one rank."""
+    def _draft(self, target_source: ModelSource, config: EngineConfig, ops: CpuOps, target: Decoder
+               ) -> Decoder | DraftHead | None:
+        """A draft model is whole, on the first tensor rank of every stage; a head goes with one rank."""
         speculation = config.speculation.options
-        if speculation is None or speculation.model is None or self.shard.place.tensor_rank != 0:
+        if speculation is None or not speculation.own_kv or self.shard.place.tensor_rank != 0:
             return None
+        if speculation.method == MTP:
+            return build_mtp(target_source, target, self.pool.max_model_len)
         with reading_draft_model(speculation.model):
             source = _draft_source(speculation, config)
             if speculation.method == EAGLE:
                 return build_head(source.config, source.weights(None), target, self.pool.max_model_len)
             spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
             return build_decoder(source.config, _weights(source, speculation.load_format, config), ops,
-                                 max_model_len=self.pool.max_model_len, shard=shard_of(spec, Place()), dtype=None)
+                                 max_model_len=self.pool.max_model_len, asked_len=target.asked_len,
+                                 shard=shard_of(spec, Place()), dtype=None)
 
     def _drafter(self, speculation: SpeculationOptions, rejection: bool, decoder: Decoder,
                  draft: Decoder | DraftHead | None, passes: Passes) -> Proposer | None:
         if speculation.method == SKIP_LAYERS:
             shared = None if passes.alone else passes
             skipped = SkippedLayers(decoder, self._cache.layers, self._table, speculation.skipped_layers, passes)
-            return Drafter(skipped, self._table, rejection, shared)
-        if speculation.model is None:
+            return self._with_trees(Drafter(skipped, self._table, rejection, shared), speculation)
+        if not speculation.own_kv:
             return None
         proposer: Drafter | None = None
         if draft is not None:
@@ -110,7 +118,14 @@ class Worker:
                     self.pool.num_host_blocks)
             model = EagleDrafts(draft, *kept) if isinstance(draft, DraftHead) else SmallerModel(draft, *kept)
             proposer = Drafter(model, self._table, rejection)
-        return proposer if self.shard.place.tensor_size == 1 else ToldDrafter(proposer, passes)
+        if proposer is None or self.shard.place.tensor_size > 1:
+            return ToldDrafter(proposer, passes)
+        return self._with_trees(proposer, speculation)
+
+    def _with_trees(self, drafter: Drafter, speculation: SpeculationOptions) -> Proposer:
+        if speculation.tree is None:
+            return drafter
+        return TreeDrafter(drafter, self._table, speculation.tree, speculation.verifier == REJECTION)
 
     def kv_memory(self) -> KVStore:
         """The model's caches, or this rank's share of them, for transfers to and from other engines."""
@@ -173,11 +188,10 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
     spec = shard.spec
     speculation = config.speculation.options
     draft_bytes = 0
-    if speculation is not None and speculation.method == EAGLE:
-        _check_eagle(config)
-        with reading_draft_model(speculation.model):
-            draft_bytes = read_head(_draft_source(speculation, config).config, spec).kv_bytes_per_token
-    elif speculation is not None and speculation.model is not None:
+    if speculation is not None and speculation.reads_states:
+        _check_head(speculation.method, config)
+        draft_bytes = _head_spec(speculation, config, spec).kv_bytes_per_token
+    elif speculation is not None and speculation.own_kv:
         with reading_draft_model(speculation.model):
             draft = read_spec(_draft_source(speculation, config).config).with_kv_dtype(config.cache.kv_cache_dtype)
         check_same_vocabulary(spec, draft)
@@ -191,9 +205,16 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
     return pool
 
 
-def _check_eagle(config: EngineConfig) -> None:
+def _head_spec(speculation: SpeculationOptions, config: EngineConfig, target: DecoderSpec) -> HeadSpec:
+    if speculation.method == MTP:
+        return read_mtp(target)
+    with reading_draft_model(speculation.model):
+        return read_head(_draft_source(speculation, config).config, target)
+
+
+def _check_head(method: str, config: EngineConfig) -> None:
     """Hidden states stay with the rank that computed them, and do not travel with KV that leaves the engine."""
-    refuse_with_eagle({
+    refuse_with_heads(method, {
         "tensor_parallel_size": config.parallel.tensor_parallel_size > 1,
         "pipeline_parallel_size": config.parallel.pipeline_parallel_size > 1,
         "kv_role": config.transfer.kv_role is not None,

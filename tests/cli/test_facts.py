@@ -84,6 +84,14 @@ def test_inspect_shows_a_latents_bytes(tmp_path: Path, inside: Callable[..., Don
     assert "heads 3-5 with the latents of all" in page
 
 
+def test_inspect_says_which_factors_a_longrope_turns_by(tmp_path: Path, inside: Callable[..., Done]) -> None:
+    make_checkpoint(tmp_path, "phi3", original_max_position_embeddings=64)
+    facts = facts_of(inside("inspect", str(tmp_path), "--json"))
+    assert facts["longrope"] == {"trained": 64, "long": True}
+    assert "long factors; max_model_len=64 takes the short ones" in inside("inspect", str(tmp_path)).out
+    assert "short factors, for no more than the 64" in inside("inspect", str(tmp_path), "--max-model-len", "64").out
+
+
 def test_inspect_of_a_pool_that_does_not_fit_says_so(tiny: Path, inside: Callable[..., Done]) -> None:
     done = inside("inspect", str(tiny), "--load-format", "dummy", "--kv-cache-memory", "9000000GiB")
     assert done.code == 0 and "does not fit" in done.out

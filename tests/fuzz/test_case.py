@@ -56,7 +56,12 @@ def test_some_cases_keep_latents() -> None:
     assert kinds["DeepseekV2ForCausalLM"] >= 8 and kinds["LlamaForCausalLM"] >= 30
 
 
-@pytest.mark.parametrize("seed", [167, 192, 202, 8])
+def test_some_cases_draft_by_heads() -> None:
+    drafts = [random_case(seed).options.get("speculative_config", {}) for seed in range(120)]
+    assert Counter(each["model"] for each in drafts if each.get("method") == "eagle").keys() == {"eagle", "eagle3"}
+
+
+@pytest.mark.parametrize("seed", [167, 192, 202, 8, 21])
 def test_the_engine_gives_the_tokens_of_the_plain_path(seed: int, tmp_path: Path) -> None:
     assert find_difference(random_case(seed), tmp_path) is None
 

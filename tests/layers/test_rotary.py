@@ -1,15 +1,19 @@
-"""Rotation tables against transformers' own rotary embeddings."""
+"""Rotation tables against transformers' own rotary embeddings, and computed as far as steps need them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from quire.layers.rotary import rope_table
+from quire import LLM, SamplingParams
+from quire.layers import rotary
+from quire.layers.rotary import RopeTable, rope_table
 from quire.models.registry import read_spec
-from tests.checkpoints import config_of, make_model
+from quire.ops.recording import StepRecorder
+from tests.checkpoints import config_of, make_checkpoint, make_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -75,3 +79,46 @@ def test_a_row_does_not_depend_on_how_long_the_table_is(variant: str) -> None:
     long = rope_table(spec, 5000)
     for length in (1, 37, 4096, 4099):
         assert torch.equal(rope_table(spec, length), long[:length])
+
+
+@pytest.mark.parametrize("variant", ["default", "dynamic"])
+def test_a_table_that_grows_has_the_rows_of_a_whole_one(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = read_spec(config_of(make_model("llama", rope_parameters=VARIANTS[variant]))).ropes[0]
+    whole = rope_table(spec, 150)
+    monkeypatch.setattr(rotary, "_ROWS_AT_ONCE", 7)
+    table = RopeTable(spec, 150)
+    for length, computed in ((0, 0), (1, 7), (7, 7), (30, 35), (149, 150), (10_000, 150)):
+        table.reach(length)
+        assert table.computed == computed and torch.equal(table.rows[:computed], whole[:computed])
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"speculative_config": {"method": "skip_layers", "skipped_layers": [1], "num_speculative_tokens": 2}},
+    {"pipeline_parallel_size": 2, "distributed_executor_backend": "threads"},
+])  # fmt: skip
+def test_an_engine_computes_rotations_before_steps_need_them(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that were not computed are not numbers here. Steps are recorded within the first 40 positions, and run from
+    the list past them."""
+    make_checkpoint(tmp_path, "llama", num_hidden_layers=2)
+    prompts, asked = [[5, 6, 7], [8] * 21], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
+
+    def answers() -> list[Any]:
+        with LLM(str(tmp_path), skip_tokenizer_init=True, num_threads=1, **options) as llm:
+            outputs = llm.generate(prompts, asked, use_tqdm=False)
+        return [(output.error, output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+    expected, make = answers(), RopeTable.__init__
+
+    def make_without_numbers(self: RopeTable, spec: Any, length: int) -> None:
+        make(self, spec, length)
+        self.rows.fill_(torch.nan)
+
+    replayed: list[int] = []
+    replay = StepRecorder._replay
+    monkeypatch.setattr(StepRecorder, "_replay", lambda *given: replayed.append(1) or replay(*given))
+    monkeypatch.setattr(rotary, "_ROWS_AT_ONCE", 20)
+    monkeypatch.setattr(RopeTable, "__init__", make_without_numbers)
+    assert answers() == expected
+    assert len(replayed) > 20

@@ -43,7 +43,7 @@ starts = st.builds(RowStart, small, tokens, small, params, st.integers(0, (1 << 
 entries = st.builds(
     PlanEntry, small, small, small, st.booleans(), tokens.map(tuple), st.none() | small, st.none() | small,
     tokens.map(tuple), small, small, st.binary(max_size=9)).map(
-        lambda entry: replace(entry, parents=tuple(range(-1, len(entry.drafts) - 1))))
+        lambda entry: replace(entry, parents=tuple(range(-1, len(entry.drafts) - 1)), draft_depth=entry.device_drafts))
 moves = st.lists(st.builds(BlockMove, small, small, small), max_size=4)
 number = st.integers(-(1 << 62), 1 << 62)
 plans = st.builds(

@@ -1,4 +1,4 @@
-"""Small engines to look at: a step for every stage keeps a pipeline busy, a single step does not."""
+"""Small engines to look at: a step for every stage keeps a pipeline busy; drafts that are right save steps."""
 
 from __future__ import annotations
 
@@ -26,3 +26,27 @@ def test_two_steps_in_flight_keep_two_stages_busy() -> None:
     assert set(busy) == {(engine, stage) for engine in range(2) for stage in range(2)}
     assert max(busy[0, 0], busy[0, 1]) < 0.55  # one waits while the other computes
     assert min(busy[1, 0], busy[1, 1]) > 0.8
+
+
+def test_drafts_are_shown_with_how_many_were_right_and_save_steps() -> None:
+    steps: dict[int, int] = {}
+    judged: list[tuple[int, int]] = []
+    ends: list[dict[str, object]] = []
+
+    async def watch() -> None:
+        async for frame in play(SCENARIOS["speculation"], 1000.0):
+            if isinstance(frame, dict):
+                ends.extend(frame["end"])
+                continue
+            told = json.loads(frame)
+            for step in told.get("steps", []):
+                engine = told.get("engine", 0)
+                steps[engine] = steps.get(engine, 0) + 1
+                judged.extend((drafts, accepted) for _, _, tokens, kind, drafts, accepted in step["entries"] if drafts)
+
+    asyncio.run(watch())
+    assert steps[1] < 0.7 * steps[0]
+    assert {drafts for drafts, _ in judged} <= {1, 2, 3, 4} and all(0 <= kept <= drafts for drafts, kept in judged)
+    share = sum(kept for _, kept in judged) / sum(drafts for drafts, _ in judged)
+    assert 0.3 < share < 0.75  # 0.75 at the first, 0.32 of those at the fourth
+    assert len(ends) == 2

@@ -15,6 +15,7 @@ from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.ngram import NgramSource
 from quire.speculation.speculator import DeviceSpeculator, LookupSpeculator, Speculator
+from quire.speculation.tree import path_along
 
 Cost = Callable[[int], float]
 
@@ -33,7 +34,8 @@ class Stream:
 
     def __init__(self, texts: list[list[int]], cost: Cost, speculator: Speculator | None, draft_cost: float = 0.0,
                  draft_hits: float = 0.0, depth: int = 1, host: float = 0.0, behind_cost: float = 0.0,
-                 prompt: int = 8) -> None:
+                 prompt: int = 8, tree_hits: float = 0.0) -> None:
+        self._tree_hits = tree_hits
         self._depth, self._host, self._behind_cost, self._prompt = depth, host, behind_cost, prompt
         self._read: dict[int, int] = {}
         self.now = 0.0
@@ -65,7 +67,8 @@ class Stream:
             for start in plan.starts:
                 rows[start.row] = self._texts[start.seed]
             self.now += self._cost(plan.num_tokens)
-            self.now += self._draft_cost * max((entry.device_drafts for entry in plan.entries), default=0)
+            self.now += self._draft_cost * max(
+                (entry.draft_depth or entry.device_drafts for entry in plan.entries), default=0)
             for entry in plan.entries:
                 if entry.device_drafts:
                     self.now += self._behind_cost * (entry.start - self._read.get(entry.row, 0))
@@ -85,11 +88,16 @@ class Stream:
             if not entry.sample:
                 results.append(EntryResult())
                 continue
-            kept = 0
-            while kept < entry.num_drafts and (
-                    entry.drafts[kept] == text[known + kept] if entry.drafts else self._rng.random() < self._hits):
-                kept += 1
-            results.append(EntryResult(text[known : known + kept + 1], num_drafts=entry.num_drafts))
+            kept, parents = 0, entry.parents
+            if entry.drafts:
+                kept = len(path_along(entry.drafts, parents, text[known : known + entry.num_drafts + 1]))
+            else:
+                depth = entry.draft_depth or entry.device_drafts
+                while kept < depth and self._rng.random() < (self._tree_hits if entry.draft_depth else self._hits):
+                    kept += 1
+                if entry.draft_depth:  # one branch, and all others at its first place
+                    parents = (*range(-1, depth - 1), *[-1] * (entry.num_drafts - depth))
+            results.append(EntryResult(text[known : known + kept + 1], num_drafts=entry.num_drafts, parents=parents))
         return results
 
 

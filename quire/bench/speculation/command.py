@@ -1,4 +1,4 @@
-"""`quire bench speculative`: one stream with drafts against the same stream without, on texts of two kinds.
+"""`quire bench speculative`: one stream with drafts against the same stream without, on texts of several kinds.
 
 Both engines live in one process and take turns on every prompt (on a CPU with every step), so that a busy machine is
 busy for both. The tokens are compared: a figure counts only if they are the same."""
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.gpu.cases import MODELS, qwen3
-from quire.bench.speculation.texts import FREE, REPEATING
+from quire.bench.speculation.texts import DRAWN, TEXTS
 from quire.cli.options import json_object
 from quire.errors import ConfigError, QuireError
 
@@ -42,6 +42,12 @@ _METHODS: dict[str, dict[str, Any]] = {
     "skip_layers_always": {"method": "skip_layers", "num_speculative_tokens": 3, "adaptive": False},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
     "draft_model_always": {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": False},
+    "eagle": {"method": "eagle"},
+    "eagle_always": {"method": "eagle", "adaptive": False},
+    "eagle_tree": {"method": "eagle", "tree": {"width": 4, "nodes": 12}},
+    "tree": {"method": "ngram", "tree": {"width": 4, "nodes": 12}},
+    "tree_always": {"method": "ngram", "tree": {"width": 4, "nodes": 12}, "adaptive": False},
+    "suffix_tree": {"method": "suffix", "tree": {"width": 4, "nodes": 12}},
     "known": {},
 }
 _OPTIONS_ON_GPU = {"kv_cache_memory": "4GiB"}
@@ -54,6 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         metavar="NAME", help=f"some of {', '.join(sorted(_METHODS))} (default: ngram suffix "
                         "skip_layers); known: drafts that are right as often as --acceptance says, with --shapes on "
                         "cuda")
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=["repeating", "free"], metavar="KIND",
+                        help=f"some of {', '.join(TEXTS)} (default: repeating free)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T",
+                        help="of all answers but those to free texts, which are drawn at 0.9 (default: 0)")
     parser.add_argument("--config", type=json_object, metavar="JSON", help="one speculative_config instead")
     parser.add_argument("--max-tokens", type=int, default=160, metavar="N", help="of each answer (default: 160)")
     parser.add_argument("--repeat", type=int, default=2, metavar="N", help="turns on each prompt (default: 2)")
@@ -98,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
                         "device": args.device}
                 try:
                     with LLM(model, speculative_config=config, **options) as drafting:
-                        for kind, batch in itertools.product(("repeating", "free"), args.batch):
+                        for kind, batch in itertools.product(args.texts, args.batch):
                             found = compare(plain, drafting, kind, batch, args)
                             same = same and found["same_tokens"]
                             print(json.dumps({**head, **found, **machine}), flush=True)
@@ -154,13 +164,13 @@ class _Turns:
 
 def compare(plain: LLM, drafting: LLM, kind: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """All prompts of one kind through both, turn by turn; the first turn of each warms up and is not counted."""
-    texts: Mapping[str, str | list[int]] = _ids(kind) if args.shapes else REPEATING if kind == "repeating" else FREE
+    texts: Mapping[str, str | list[int]] = _ids(kind) if args.shapes else TEXTS[kind]
     turns = {name: _Turns() for name in texts}
     tokens, plain_tokens, equal, same = 0, 0, 0, True
     before = drafting.metrics()
     for turn in range(args.repeat + 1):
         for number, (name, text) in enumerate(texts.items()):
-            params = _params(kind, args.max_tokens, number)
+            params = _params(kind, args, number)
             theirs, mine = _answers((plain, drafting), text, params, batch, by_step=args.device == "cpu")
             wanted, found = theirs.tokens, mine.tokens
             same = same and wanted == found
@@ -179,6 +189,7 @@ def compare(plain: LLM, drafting: LLM, kind: str, batch: int, args: argparse.Nam
     placement = statistics.mean(t.placement for t in turns.values())
     return {
         "text": kind,
+        "temperature": args.temperature if kind not in DRAWN else 0.9,
         "batch": batch,
         "same_tokens": same,
         "equal_tokens": round(equal / max(1, plain_tokens), 4),
@@ -209,13 +220,12 @@ def _control(plain: LLM, drafting: LLM, text: str | list[int], params: SamplingP
     return theirs.seconds / mine.seconds
 
 
-def _params(kind: str, max_tokens: int, number: int) -> SamplingParams:
-    """Greedy answers of a small model fall into loops; drawn ones are free text."""
+def _params(kind: str, args: argparse.Namespace, number: int) -> SamplingParams:
     from quire.sampling.params import SamplingParams
 
-    if kind == "repeating":
-        return SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    return SamplingParams(temperature=0.9, top_p=0.95, seed=number, max_tokens=max_tokens)
+    if kind in DRAWN:
+        return SamplingParams(temperature=0.9, top_p=0.95, seed=number, max_tokens=args.max_tokens)
+    return SamplingParams(temperature=args.temperature, seed=number, max_tokens=args.max_tokens)
 
 
 def _ids(kind: str) -> dict[str, list[int]]:

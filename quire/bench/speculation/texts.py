@@ -33,6 +33,12 @@ _REPORT = (
     "crossing would leave at 5:30 in the evening, and that tickets could be bought at the office or on board. "
     "The crossing takes about ninety minutes in good weather."
 )
+_BEES = (
+    "Honey bees live in colonies of up to sixty thousand. In spring the queen lays up to two thousand eggs a day, and "
+    "worker bees feed the larvae with pollen and nectar. A bee that has found flowers dances on the comb, and the "
+    "angle of its dance tells the others where to fly. In autumn the drones are driven out, and the workers that stay "
+    "keep the queen warm through the winter."
+)
 _TABLE = (
     "name,department,city,salary\nAnna Kovacs,Engineering,Budapest,5200\nBruno Silva,Marketing,Lisbon,4100\n"
     "Clara Schmidt,Engineering,Berlin,5900\nDavid Jensen,Finance,Copenhagen,6100\nElena Rossi,Marketing,Milan,4400\n"
@@ -52,3 +58,29 @@ FREE = {
     "letter": "Write a letter to a friend about moving to a new city.",
     "argument": "Should cities ban cars from their centres? Give your opinion.",
 }
+
+CHAT = {
+    "sleep": "I have trouble falling asleep at night. What could I try?",
+    "tea and coffee": "What is the difference between green tea and black tea?",
+    "first job": "How should I prepare for my first job interview at a bakery?",
+    "tides": "Why does the sea have tides?",
+    "weekend": "Give me five ideas for a rainy weekend with two children.",
+    "thanks": "Write a short thank-you note to a neighbour who watered my plants.",
+}
+CODE = {
+    "median": "Write a Python function that returns the median of a list of numbers.",
+    "vowels": "Write a JavaScript function that counts the vowels in a string, and explain it.",
+    "query": "Write an SQL query that lists the ten customers who spent most last year.",
+}
+SUMMARY = {
+    "ferry": f"Summarize this in two sentences.\n\n{_REPORT}",
+    "bees": f"Give me the main points of this text.\n\n{_BEES}",
+}
+TRANSLATION = {
+    "french": "Translate into French: The train leaves at nine, and we will be at the sea before noon.",
+    "spanish": "Translate into Spanish: My sister works in a hospital and comes home late every evening.",
+}
+TEXTS = {"repeating": REPEATING, "free": FREE, "chat": CHAT, "code": CODE, "summary": SUMMARY,
+         "translation": TRANSLATION}
+DRAWN = ("free",)
+"""Texts that are drawn whatever the temperature asked for: greedy answers of a small model fall into loops."""

@@ -70,7 +70,7 @@ def measure_step_times(speculator: Speculator, executor: Executor, config: Engin
         caught_up = min(read) - _fastest(executor, first)
         if speculator.own_kv:
             speculator.seconds_behind = max(0.0, caught_up) / length
-        for count in {1, most}:
+        for count in {1, speculator.most}:
             own = PlanEntry(0, length - 1, 1 + count, True, device_drafts=count)
             drafting = _fastest(executor, StepPlan(0, entries=[own])) - speculator.times.estimate(1 + count)
             speculator.drafting.observe(1, max(1e-9, drafting / count))

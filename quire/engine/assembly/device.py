@@ -10,7 +10,6 @@ from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.assembly.no_worker import NoWorker
 from quire.errors import ConfigError
 from quire.executor.base import Executor
-from quire.speculation.options import EAGLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,9 +149,9 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
     from quire.worker.gpu.worker import GpuWorker
 
     drafts = config.speculation.options
-    if drafts is not None and drafts.method == EAGLE:
-        raise ConfigError("speculative_config method 'eagle' runs on a CPU only so far: use device='cpu', or another "
-                          "method", field="device")
+    if drafts is not None and drafts.reads_states:
+        raise ConfigError(f"speculative_config method {drafts.method!r} runs on a CPU only so far: use device='cpu', "
+                          "or another method", field="device")
     options = device_options(config, read_spec(source.config).max_positions)
     weights = None if config.model.load_format == "dummy" else _device_weights(source, config)
     worker = GpuWorker(source.config, weights, config.cache, options, speculation=speculation_of(config))

@@ -14,7 +14,7 @@ from quire.engine.assembly.calibration import measure_move_cost, measure_step_ti
 from quire.engine.assembly.device import ModelWorker, build_worker, draft_rows, resolve
 from quire.engine.assembly.grammar_process import start_nursery
 from quire.engine.assembly.pool_tiers import build_pool_tiers, has_pool
-from quire.engine.assembly.source import open_source
+from quire.engine.assembly.source import open_source, with_shipped_head
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.kvcache.host_tier import HostTier
@@ -62,7 +62,7 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
     source = open_source(config, progress)
     if not config.model.skip_tokenizer_init:
         source.start_tokenizer()
-    config = resolve(config)
+    config = with_shipped_head(resolve(config), source)
     worker, executor = build_worker(source, config)
     try:
         return _connect_rooms(config, source, worker, executor, clock, options)

@@ -28,7 +28,7 @@ def connect_peers(config: EngineConfig, source: ModelSource, worker: ModelWorker
     store = worker.kv_memory()
     if store is None:
         raise ConfigError("kv_role needs a model: the dummy executor has no KV", field="kv_role")
-    who = _fingerprint(config, source, worker, store.layout.dtype)
+    who = _fingerprint(config, source, store.layout.dtype)
     host, port = options.listen
     mover = TensorMover(store, derived_secret(secret, "transfer"), who, options.transports, host,
                         receives=options.asks, convert=options.kv_convert_dtype, timeout=options.kv_lease)
@@ -50,5 +50,5 @@ def open_hub(config: EngineConfig, core: EngineCore, mover: KVMover, vocab_size:
     return hub
 
 
-def _fingerprint(config: EngineConfig, source: ModelSource, worker: ModelWorker, dtype: str) -> Fingerprint:
-    return fingerprint_of(source, worker.pool.max_model_len, dtype, config.model.seed, config.model.rounding)
+def _fingerprint(config: EngineConfig, source: ModelSource, dtype: str) -> Fingerprint:
+    return fingerprint_of(source, config.model.max_model_len, dtype, config.model.seed, config.model.rounding)

@@ -122,4 +122,4 @@ def _fingerprint(config: EngineConfig, source: ModelSource, worker: PoolWorker) 
     dtype = f"{model.dtype} {config.cache.kv_cache_dtype} {device} {model.executor}"
     weights = weights_used(source, model.seed, model.rounding)
     # Units are named by token ids, so it does not matter where those come from.
-    return fingerprint(worker.spec, worker.pool.max_model_len, weights, "", dtype).digest
+    return fingerprint(worker.spec, model.max_model_len, weights, "", dtype).digest

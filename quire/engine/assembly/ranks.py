@@ -18,7 +18,7 @@ from quire.ranks.executor import RankExecutor
 from quire.ranks.local import same_for_all, start_local
 from quire.ranks.shared_kv import SharedKV
 from quire.ranks.workers import DUMMY, MODEL
-from quire.speculation.options import DRAFT_MODEL, EAGLE
+from quire.speculation.options import DRAFT_MODEL
 from quire.worker.memory import PoolSize, size_pool, smallest_pool
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ def _check_gpu_ranks(config: EngineConfig) -> None:
     speculation = config.speculation.options
     if speculation is None or not speculation.on_device:
         return
-    if speculation.method == EAGLE or config.parallel.pipeline_parallel_size > 1:
+    if speculation.reads_states or config.parallel.pipeline_parallel_size > 1:
         raise ConfigError(f"drafts by method {speculation.method!r} are not made on GPUs of several stages so far, nor "
-                          "by 'eagle' on any: use method 'ngram' or 'suffix', pipeline_parallel_size=1, or "
+                          "by heads on any: use method 'ngram' or 'suffix', pipeline_parallel_size=1, or "
                           "device='cpu'", field="speculative_config")
     if speculation.method == DRAFT_MODEL and not config.model.deterministic:
         raise ConfigError("a draft model runs whole on every rank, and only deterministic mode makes sure that all "

@@ -48,6 +48,15 @@ class _Step:
     began: float
     preempted: list[f.PreemptionView]
     ended: float = 0.0
+    accepted: dict[int, int] = field(default_factory=dict)
+    """By row with drafts: how many of them were right."""
+
+    def judge(self) -> None:
+        """Its results are known: a sequence has gone on from its last token by those drafts that were right."""
+        for entry in self.plan.entries:
+            seq = self.rows.get(entry.row)
+            if entry.num_drafts and seq is not None:
+                self.accepted[entry.row] = max(0, min(entry.num_drafts, seq.num_computed - entry.start - 1))
 
 
 @dataclass(slots=True)
@@ -90,6 +99,7 @@ class _Timeline:
         self.num_done += 1
         if step is not None:
             step.ended = now
+            step.judge()
             self.done.append(step)
 
     def take(self) -> tuple[list[_Step], int]:
@@ -271,13 +281,14 @@ def _step_view(step: _Step, zero: float) -> f.StepView:
         kind = "d"
         if entry.shares is not None:
             kind = "f"
-        elif entry.num_tokens > 1 + len(entry.drafts) or (seq is not None and entry.start < seq.num_prompt_tokens):
+        elif entry.num_tokens > 1 + entry.num_drafts or (seq is not None and entry.start < seq.num_prompt_tokens):
             kind = "p"
             prompt += entry.num_tokens
         else:
             decode += entry.num_tokens
         if len(entries) < _MAX_ENTRIES:
-            entries.append(f.EntryView("?" if seq is None else label(seq), entry.start, entry.num_tokens, kind))
+            entries.append(f.EntryView("?" if seq is None else label(seq), entry.start, entry.num_tokens, kind,
+                                       entry.num_drafts, step.accepted.get(entry.row, 0)))
     return f.StepView(
         plan.step, round(step.began - zero, 5), round(step.ended - zero, 5), prompt, decode, entries,
         others=len(plan.entries) - len(entries), preempted=step.preempted,

@@ -38,6 +38,10 @@ class EntryView(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_tokens: int
     kind: str
     """p: prompt (or what a preempted request computes again), d: decode, f: forked, draws from another's logits."""
+    drafts: int = 0
+    """Of its tokens, those that were guessed."""
+    accepted: int = 0
+    """Of these, those that turned out right."""
 
 
 class PreemptionView(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -24,6 +24,12 @@
 #define PAIR 1
 #endif
 #define WIDE (PAIR * 2)
+/* Rows that a narrow weight is widened for in registers: with drafts a decoding step has some more than one. */
+#if defined(__AVX512F__)
+#define NARROW_ROWS 6
+#else
+#define NARROW_ROWS FEW
+#endif
 #define SUMS (TILE_ROWS * PAIR * NV) /* 24 of 32 registers, or 12 of 16 */
 
 /* A piece of PAIR panels and the partial sums of a task's rows stay in the first-level cache together; a task's panels
@@ -183,7 +189,7 @@ INLINE void narrow_tile(int rows, int panels, int32_t format, const linear_job *
                         float *sums) {
     const int size = rows * panels * NV;
     int64_t k = job->k, ldw = panel_bytes(format, k), k0 = 0;
-    vf acc[FEW * PAIR * NV];
+    vf acc[NARROW_ROWS * PAIR * NV];
     for (const slice *s = job->slices; s < job->slices + job->num_slices; k0 = s->end, s++, sums += size * VL) {
         UNROLL for (int i = 0; i < size; i++) acc[i] = set_v(0.0f);
         narrow_steps(rows, panels, format, x, k, k0, s->end, w + panel_bytes(format, k0), ldw, acc);
@@ -199,14 +205,18 @@ INLINE void narrow_tile(int rows, int panels, int32_t format, const linear_job *
     case ((r) * 8 + (p)) * 4 + (f):                                                                                 \
         narrow_tile(r, p, f, job, x, w, sums);                                                                      \
         break;
-#define NARROW_ROWS(p, f) NARROW(1, p, f) NARROW(2, p, f) NARROW(3, p, f)
+#define NARROW_FEW(p, f) NARROW(1, p, f) NARROW(2, p, f) NARROW(3, p, f)
+#define NARROW_MORE(p, f) NARROW(4, p, f) NARROW(5, p, f) NARROW(6, p, f)
 
 static void run_narrow_tile(const linear_job *job, int64_t rows, int64_t panels, const float *x, const uint8_t *w,
                             float *sums) {
     switch ((rows * 8 + panels) * 4 + job->format) {
-        NARROW_ROWS(1, BFLOAT16) NARROW_ROWS(1, SCALED8) NARROW_ROWS(1, SCALED4)
+        NARROW_FEW(1, BFLOAT16) NARROW_FEW(1, SCALED8) NARROW_FEW(1, SCALED4)
 #if PAIR == 2
-        NARROW_ROWS(2, BFLOAT16) NARROW_ROWS(2, SCALED8) NARROW_ROWS(2, SCALED4)
+        NARROW_FEW(2, BFLOAT16) NARROW_FEW(2, SCALED8) NARROW_FEW(2, SCALED4)
+#endif
+#if defined(__AVX512F__)
+        NARROW_MORE(1, BFLOAT16) NARROW_MORE(1, SCALED8) NARROW_MORE(1, SCALED4) NARROW_MORE(2, BFLOAT16)
 #endif
     }
 }
@@ -354,7 +364,7 @@ static void product(const linear_job *job, const area *of) {
 }
 
 static void narrow_product(const linear_job *job, const area *of) {
-    float stack[MAX_STACK * FEW * PAIR * NR] __attribute__((aligned(64)));
+    float stack[MAX_STACK * NARROW_ROWS * PAIR * NR] __attribute__((aligned(64)));
     const uint8_t *w = job->w + of->panel * panel_bytes(job->format, job->k);
     run_narrow_tile(job, of->rows, of->panels, job->x + of->row * job->k, w, stack);
     finish(job, of, stack);
@@ -376,8 +386,9 @@ static void linear_task(void *arg, int64_t task) {
     }
 #endif
     for (int64_t step; panel < end; panel += step) {
-        int narrow = rows <= FEW && job->format != FLOAT32;
+        int narrow = rows <= NARROW_ROWS && job->format != FLOAT32;
         step = rows <= FEW && !narrow && panel + WIDE <= end ? WIDE : panel + PAIR <= end ? PAIR : 1;
+        if (narrow && rows > FEW && job->format != BFLOAT16) step = 1; /* scales take the registers of a second panel */
         area of = {row, rows, panel, step, rows};
         if (narrow) narrow_product(job, &of);
         else product(job, &of);

@@ -26,14 +26,16 @@ def cohere_like(
     *,
     qk_norm: bool,
     positions: int,
+    theta: float,
 ) -> DecoderSpec:
-    """`windows` has one entry per layer; `turns` says of a layer's window whether that layer rotates."""
+    """`windows` has one entry per layer; `turns` says of a layer's window whether that layer rotates. `theta` is
+    what a config that does not say means."""
     hidden = c.size("hidden_size", most=MAX_HIDDEN)
     heads, kv_heads, dim = c.heads(hidden)
     bias = c.flag("attention_bias", False)
     norm = NormSpec("layer", c.number("layer_norm_eps", 1e-5))
     mlp = MlpSpec(c.size("intermediate_size"), c.activation("hidden_act", "silu", gated=True))
-    rope: RopeSpec = rope_of(c, dim, default_theta=500_000.0, interleaved=True)
+    rope: RopeSpec = rope_of(c, dim, default_theta=theta, interleaved=True)
     layers = tuple(
         LayerSpec(
             AttentionSpec(
@@ -76,6 +78,7 @@ def read(c: ConfigReader) -> DecoderSpec:
         qk_norm=c.flag("use_qk_norm", False),
         # The first Command R says 8192 positions and was trained at the 131072 of this field.
         positions=c.size("model_max_length", trained, most=MAX_POSITIONS),
+        theta=500_000.0,
     )
 
 

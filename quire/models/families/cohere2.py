@@ -27,6 +27,7 @@ def read(c: ConfigReader) -> DecoderSpec:
         lambda window: window is not None,
         qk_norm=False,
         positions=c.size("max_position_embeddings", most=MAX_POSITIONS),
+        theta=10_000.0,
     )
 
 

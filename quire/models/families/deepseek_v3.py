@@ -37,9 +37,8 @@ def latent_decoder(
     c: ConfigReader, mlp_of: Callable[[int], MlpSpec | MoeSpec], interleaved: bool, default_q_rank: int
 ) -> DecoderSpec:
     """Llama's frame around latent attention. Norms of latents have an epsilon of 1e-6, whatever the others have."""
-    rank, q_rank = c.size("kv_lora_rank", 512, most=MAX_HIDDEN), None
-    if c.optional_number("q_lora_rank", default_q_rank) is not None:
-        q_rank = c.size("q_lora_rank", default_q_rank, most=MAX_HIDDEN)
+    rank = c.size("kv_lora_rank", 512, most=MAX_HIDDEN)
+    q_rank = c.optional_size("q_lora_rank", default_q_rank, most=MAX_HIDDEN)
     nope, turned, value = (
         c.size(field, default, most=MAX_HEADS)
         for field, default in (("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128))
@@ -67,7 +66,7 @@ def read(c: ConfigReader) -> DecoderSpec:
     dense = first_dense(c, 3)
     found = latent_decoder(
         c,
-        moe.mlp_of(c, deepseek_experts(c, groups=8, chosen_groups=4), lambda index: index < dense),
+        moe.mlp_of(c, deepseek_experts(c, groups=8, chosen_groups=4, scale=2.5), lambda index: index < dense),
         interleaved=c.flag("rope_interleave", True),
         default_q_rank=1536,
     )

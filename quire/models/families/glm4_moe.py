@@ -33,19 +33,20 @@ def extra_layers(c: ConfigReader) -> int:
     return c.size("num_nextn_predict_layers", most=MAX_LAYERS) if c.get("num_nextn_predict_layers") else 0
 
 
-def deepseek_experts(c: ConfigReader, groups: int = 1, chosen_groups: int = 1) -> MoeSpec:
-    """Sigmoid scores, a bias for the choice, groups of experts, a shared MLP as wide as so many experts."""
+def deepseek_experts(c: ConfigReader, groups: int = 1, chosen_groups: int = 1, scale: float = 1.0) -> MoeSpec:
+    """Sigmoid scores, a bias for the choice, groups of experts, a shared MLP as wide as so many experts. The numbers
+    are what a config that does not say means."""
     activation = c.activation("hidden_act", "silu", gated=True)
     count = moe.count_of_experts(c, "n_routed_experts", "num_local_experts")
     groups, chosen = expert_groups(c, count, groups, chosen_groups)
-    width, shared = c.size("moe_intermediate_size"), c.get("n_shared_experts")
+    width = c.size("moe_intermediate_size")
+    shared = None if c.get("n_shared_experts") == 0 else c.optional_size("n_shared_experts", 1, most=4096)
     router = RouterSpec(
         count, c.size("num_experts_per_tok"), "sigmoid", c.flag("norm_topk_prob", True),
-        c.number("routed_scaling_factor", 1.0), choice_bias=True, groups=groups, chosen_groups=chosen,
+        c.number("routed_scaling_factor", scale), choice_bias=True, groups=groups, chosen_groups=chosen,
         group_score="best two",
     )
-    beside = MlpSpec(width * c.size("n_shared_experts", most=4096), activation) if shared else None
-    return MoeSpec(router, width, activation, shared=beside)
+    return MoeSpec(router, width, activation, shared=None if shared is None else MlpSpec(width * shared, activation))
 
 
 def first_dense(c: ConfigReader, default: int) -> int:

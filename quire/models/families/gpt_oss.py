@@ -6,9 +6,15 @@ from quire.layers.spec import Clamp, MoeSpec, RouterSpec
 from quire.models.config_reader import MAX_LAYERS, MAX_POSITIONS, ConfigReader
 from quire.models.families import llama, moe
 from quire.models.family import Family
+from quire.models.rope_config import rope_of
 from quire.models.spec import DecoderSpec
 from quire.models.weight_names import Merged, WeightNames
 
+_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+"""The rotation of a config that says nothing of it."""
 _GATE_UP = ("mlp.experts.{}.gate", "mlp.experts.{}.up")
 _DOWN = ("mlp.experts.{}.down",)
 NAMES = WeightNames(
@@ -44,6 +50,7 @@ def read(c: ConfigReader) -> DecoderSpec:
     )
     return llama.llama_like(
         c, qkv_bias=bias, out_bias=bias, head_dim=64, sinks=True, eps=1e-5, mlp_of=lambda index: experts,
+        ropes_of=lambda dim: (rope_of(c, dim, default_theta=150_000.0, unless_said=_YARN),),
         windows=c.layer_windows(count, window, [index % 2 == 0 for index in range(count)]),
     )
 

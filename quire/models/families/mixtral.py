@@ -7,6 +7,7 @@ from quire.models.config_reader import ConfigReader
 from quire.models.families import llama, moe
 from quire.models.families.mistral import every_window
 from quire.models.family import Family
+from quire.models.rope_config import rope_of
 from quire.models.spec import DecoderSpec
 
 NAMES = moe.names({
@@ -21,7 +22,8 @@ def read(c: ConfigReader) -> DecoderSpec:
     router = RouterSpec(moe.count_of_experts(c, "num_local_experts", "num_experts"), c.size("num_experts_per_tok"))
     experts = MoeSpec(router, c.size("intermediate_size"), c.activation("hidden_act", "silu", gated=True))
     return llama.llama_like(
-        c, qkv_bias=False, out_bias=False, windows=every_window(c), eps=1e-5, mlp_of=lambda index: experts
+        c, qkv_bias=False, out_bias=False, windows=every_window(c), eps=1e-5, mlp_of=lambda index: experts,
+        ropes_of=lambda dim: (rope_of(c, dim, default_theta=1_000_000.0),),
     )
 
 

@@ -6,7 +6,7 @@ from quire.layers.spec import MlpSpec, MoeSpec, RouterSpec
 from quire.models.config_reader import ConfigReader
 from quire.models.families import moe
 from quire.models.families.llama import llama_like
-from quire.models.families.qwen2 import upper_windows
+from quire.models.families.qwen2 import some_windows
 from quire.models.family import Family
 from quire.models.spec import DecoderSpec
 
@@ -16,6 +16,11 @@ NAMES = moe.names({
     "mlp.shared_expert.down_proj": "mlp.shared.down",
     "mlp.shared_expert_gate": "mlp.shared_gate",
 })
+
+
+def _lower_even(index: int, first: int) -> bool:
+    """Which layers have the window where no `layer_types` says so: every other one before max_window_layers."""
+    return index % 2 == 0 and index < first
 
 
 def read(c: ConfigReader) -> DecoderSpec:
@@ -32,7 +37,7 @@ def read(c: ConfigReader) -> DecoderSpec:
         shared_gate=True,
     )
     return llama_like(
-        c, qkv_bias=c.flag("qkv_bias", True), out_bias=False, windows=upper_windows(c),
+        c, qkv_bias=c.flag("qkv_bias", True), out_bias=False, windows=some_windows(c, _lower_even),
         mlp_of=moe.mlp_of(c, experts, moe.sparse_steps(c)),
     )
 

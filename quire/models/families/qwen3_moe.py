@@ -22,7 +22,7 @@ def read(c: ConfigReader) -> DecoderSpec:
         c.size("moe_intermediate_size"),
         c.activation("hidden_act", "silu", gated=True),
     )
-    windows = every_window(c) if c.flag("use_sliding_window", False) else None
+    windows = every_window(c, absent=4096) if c.flag("use_sliding_window", False) else None
     return llama_like(
         c, qkv_bias=bias, out_bias=bias, qk_norm="head", head_dim=128, windows=windows,
         mlp_of=moe.mlp_of(c, experts, moe.sparse_steps(c)),

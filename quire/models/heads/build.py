@@ -14,12 +14,12 @@ from quire.models.decoder import Decoder
 from quire.models.heads import eagle, eagle3
 from quire.models.heads.format import HeadFormat
 from quire.models.heads.head import DraftHead
+from quire.models.heads.same import same_rows
+from quire.models.heads.shipped import check_target
 from quire.models.heads.spec import HeadSpec
 from quire.models.spec import DecoderSpec
 
 FORMATS: dict[str, HeadFormat] = {name: file.FORMAT for file in (eagle, eagle3) for name in file.FORMAT.architectures}
-_COMPARED = 4096
-"""Rows of embeddings that are compared at once."""
 
 
 def format_of(config: Mapping[str, Any]) -> HeadFormat:
@@ -48,6 +48,7 @@ def build_head(config: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]],
                max_model_len: int) -> DraftHead:
     """A ready head. Embeddings that are the target's, row for row, are not kept twice."""
     spec, form = read_head(config, target.spec), format_of(config)
+    check_target(config, target)
     wanted, optional = spec.parameters(), spec.optional()
     found: dict[str, Tensor] = {}
     for stored, tensor in weights:
@@ -57,7 +58,9 @@ def build_head(config: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]],
             raise ModelLoadError(f"tensor {stored!r} is not one that {spec.architecture} has")
         if tuple(tensor.shape) != shape:
             raise ModelLoadError(f"tensor {stored!r} has shape {tuple(tensor.shape)}, but the config asks for {shape}")
-        if name != "embed.weight" or not _same_rows(tensor, target):
+        if config.get("quantization_config") is not None and tensor.dim() == 2:
+            tensor = tensor.to(torch.bfloat16)  # integers come as float32: wider than they are worth
+        if name != "embed.weight" or not same_rows(tensor, target, target.embed):
             found[name] = tensor
     missing = [form.stored_name(name) for name in wanted if name not in found]
     if missing:
@@ -78,11 +81,3 @@ def _guessed(spec: HeadSpec, found: Mapping[str, Tensor]) -> Tensor | None:
     if int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size or len(ids.unique()) != len(ids):
         raise ModelLoadError(f"tensor 'd2t' names tokens outside 0..{spec.vocab_size - 1}, or some twice")
     return ids
-
-
-def _same_rows(stored: Tensor, target: Decoder) -> bool:
-    for start in range(0, len(stored), _COMPARED):
-        ids = torch.arange(start, min(start + _COMPARED, len(stored)))
-        if not torch.equal(target.embed.rows(ids), stored[ids].to(torch.float32)):
-            return False
-    return True

@@ -10,11 +10,13 @@ from torch import Tensor
 from quire.kernels.quantized import WeightUse
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
+from quire.layers.experts import Moe
+from quire.layers.latent import LatentAttention
 from quire.layers.linear import Embedding, Linear
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
 from quire.layers.rotary import rope_table
-from quire.layers.spec import MlpSpec
+from quire.layers.spec import MoeSpec
 from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
 from quire.models.heads.spec import HeadSpec
@@ -32,7 +34,6 @@ class DraftHead:
     def __init__(self, spec: HeadSpec, target: Decoder, max_model_len: int, optional: Sequence[str] = ()) -> None:
         """`optional`: which of `spec.optional` its checkpoint has."""
         ops, layer, hidden = target.ops, spec.layer, spec.hidden_size
-        assert isinstance(layer.mlp, MlpSpec)
         self.spec = spec
         self._target = target
         self._ops = ops
@@ -42,10 +43,13 @@ class DraftHead:
         self.head = Linear(ops, ("",), False, None, use=WeightUse.VOCABULARY) if own_head else target.head
         self._has_head = own_head
         self.fuse = Linear(ops, ("",), "fuse.bias" in optional, None)
-        self.attn = Attention(ops, layer.attention, rope_table(spec.rope, max_model_len), 0, None)
-        self.mlp = Mlp(ops, layer.mlp, None)
+        rope, latent = rope_table(spec.rope, max_model_len, target.asked_len), layer.attention.latent
+        self.attn = (Attention(ops, layer.attention, rope, 0, None) if latent is None
+                     else LatentAttention(ops, layer.attention, latent, rope, 0, None))
+        self.mlp = Moe(ops, layer.mlp, None) if isinstance(layer.mlp, MoeSpec) else Mlp(ops, layer.mlp, None)
         self.attn_norm = Norm(ops, layer.norm, hidden)
         self.token_norm = Norm(ops, layer.norm, hidden)
+        self.state_norm = Norm(ops, layer.norm, hidden)
         self.mlp_norm = Norm(ops, layer.norm, hidden)
         self.norm = None if spec.norm is None else Norm(ops, spec.norm, hidden)
         self._guessed: Tensor | None = None
@@ -91,6 +95,10 @@ class DraftHead:
             normed = self.attn_norm(features)
             stream = ResidualStream(self._ops, normed if self.spec.norm_first else features, fusable=False)
             self.attn.add_to(stream, torch.cat((self.token_norm(tokens), normed), 1), ctx, cache)
+        elif self.spec.input_norms:
+            fused = self.fuse(torch.cat((self.token_norm(tokens), self.state_norm(features)), 1), ctx)
+            stream = ResidualStream(self._ops, fused, fusable=False)
+            self.attn.add_to(stream, stream.normed(self.attn_norm), ctx, cache)
         else:
             fused = self.fuse(torch.cat((tokens, features), 1), ctx)
             stream = ResidualStream(self._ops, fused, fusable=False)

@@ -37,6 +37,9 @@ class HeadSpec:
     """The residual of two streams is the normed one."""
     draft_vocab: int = 0
     """Tokens that it can guess; 0: all."""
+    input_norms: bool = False
+    """One stream whose token and hidden state are normed before the projection, and a layer as the target's are (a
+    layer that was trained with the model)."""
 
     @property
     def kv(self) -> tuple[KVSpec, KVSpec]:
@@ -54,9 +57,11 @@ class HeadSpec:
         """Name and shape of the tensors that every such head has, in our own names."""
         hidden, fused = self.hidden_size, self.hidden_size * (len(self.states) if self.two_streams else 2)
         inside = layer_parameters(self.layer, hidden, 2 * hidden if self.two_streams else hidden)
-        if not self.two_streams:
+        if self.input_norms:
+            inside |= norm_parameters("state_norm", self.layer.norm, hidden)
+        elif not self.two_streams:
             inside = {name: shape for name, shape in inside.items() if not name.startswith("attn_norm.")}
-        else:
+        if self.input_norms or self.two_streams:
             inside |= norm_parameters("token_norm", self.layer.norm, hidden)
         shapes: dict[str, Shape] = {"fuse.weight": (hidden, fused), **inside}
         return shapes if self.norm is None else shapes | norm_parameters("norm", self.norm, hidden)

@@ -101,7 +101,10 @@ def qwen2moe_config(file: GgufFile, arch: str, config: Config) -> None:
     qwen2_config(file, arch, config)
     experts_config(file, arch, config)
     shared = tensor_named(file, "blk.0.ffn_up_shexp.weight")
-    config.setdefault("moe_intermediate_size", tensor_named(file, "blk.0.ffn_up_exps.weight").shape[-2])
+    routed = tensor_named(file, "blk.0.ffn_up_exps.weight")
+    if len(routed.shape) != 3:
+        raise ModelLoadError(f"{file.path}: tensor {routed.name!r} has shape {routed.shape}, not three sizes")
+    config.setdefault("moe_intermediate_size", routed.shape[-2])
     config.update(shared_expert_intermediate_size=shared.shape[0], norm_topk_prob=False)
 
 
@@ -148,6 +151,9 @@ def glm4moe_config(file: GgufFile, arch: str, config: Config) -> None:
 
 _SIGMOID = 2
 """Of `expert_gating_func`."""
+_GROUPS = {256: (8, 4), 160: (8, 3)}
+"""Groups, and chosen ones, of DeepSeek-V3 and V2 by their number of experts: the format had no keys for them when most
+files were made. Kimi-K2 and V2-Lite have one group."""
 
 
 def deepseek2_config(file: GgufFile, arch: str, config: Config) -> None:
@@ -178,10 +184,13 @@ def deepseek2_config(file: GgufFile, arch: str, config: Config) -> None:
         sharper = round(10 * float_value(file.metadata, f"{arch}.rope.scaling.yarn_log_multiplier", 0.0), 6)
         config["rope_scaling"] = {**scaling, **({"mscale": sharper, "mscale_all_dim": sharper} if sharper else {})}
     routed_config(file, arch, config)
+    groups, chosen = _GROUPS.get(config["n_routed_experts"], (1, 1))
+    config.setdefault("n_group", groups)
+    config.setdefault("topk_group", chosen if config["n_group"] == groups else config["n_group"])
     if int_value(file.metadata, f"{arch}.expert_gating_func", 1) == _SIGMOID:
         config.update(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3")
     else:
-        config["topk_method"] = "group_limited_greedy" if config.get("n_group", 1) > 1 else "greedy"
+        config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
 
 
 def gpt_oss_config(file: GgufFile, arch: str, config: Config) -> None:
@@ -192,6 +201,8 @@ def gpt_oss_config(file: GgufFile, arch: str, config: Config) -> None:
     config["sliding_window"] = positive_value(file, f"{arch}.attention.sliding_window", 128)
     if "rope_scaling" in config:
         config["rope_scaling"]["truncate"] = False  # of the architecture: the format has no key for it
+    else:
+        config["rope_scaling"] = {"rope_type": "default"}  # a config that says nothing would mean yarn
 
 
 def gemma3_config(file: GgufFile, arch: str, config: Config) -> None:

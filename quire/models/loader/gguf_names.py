@@ -205,6 +205,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
 }
 
+ARCHITECTURE = "gguf_architecture"
+"""The field of a config that was made of GGUF metadata."""
 _BLOCK_NUMBER = re.compile(r"blk\.(\d{1,4})\.")
 _BLOCK_NAME = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
 
@@ -228,7 +230,7 @@ def hf_config(file: GgufFile) -> Config:
     config = configs.shared_config(file, arch)
     config.update(architectures=[known.hf_architecture], model_type=known.model_type)
     known.config(file, arch, config)
-    config["torch_dtype"] = "float32"
+    config.update({"torch_dtype": "float32", ARCHITECTURE: arch})
     for ours, theirs in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
         key = f"tokenizer.ggml.{theirs}_token_id"
         config[ours] = int_value(file.metadata, key, 0) if key in file.metadata else None
@@ -247,6 +249,27 @@ def hf_name(gguf_name: str, known: GgufArchitecture, layers: int) -> str:
     raise UnsupportedModelError(
         f"the GGUF tensor {gguf_name!r} has no place in a {known.hf_architecture} of {layers} layers"
     )
+
+
+def gguf_name(name: str, arch: str) -> str | None:
+    """The GGUF tensor that has this Hugging Face name; None where the architecture has none."""
+    known = ARCHITECTURES[arch]
+    for gguf, hf in known.top.items():
+        if name == hf:
+            return gguf
+    match = re.fullmatch(rf"{re.escape(known.block_prefix)}\.(\d+)\.(.+)", name)
+    if match is None:
+        return None
+    for gguf, hf in known.alone.items():
+        if match[2] == hf:
+            return f"blk.{match[1]}.{gguf}"
+    module, _, kind = match[2].rpartition(".")
+    for gguf, hf in known.block.items():
+        if module == hf:
+            return f"blk.{match[1]}.{gguf}.{kind}"
+        if match[2] == hf:  # merged experts, whose names need not end so
+            return f"blk.{match[1]}.{gguf}.weight"
+    return None
 
 
 def is_extra(gguf_name: str, config: Config) -> bool:

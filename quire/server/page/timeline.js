@@ -154,10 +154,14 @@ export class Timeline {
   #entries(context, step, x, lanes, paint) {
     context.font = "9px sans-serif";
     context.textAlign = "center";
-    for (const [owner, , tokens, kind] of step.entries) {
+    for (const [owner, , tokens, kind, drafts, accepted] of step.entries) {
       const lane = lanes.indexOf(owner);
       if (lane < 0) continue;
       const y = BARS + lane * LANE;
+      if (kind === "d" && drafts) {
+        this.#drafts(context, x, y, drafts, accepted, paint);
+        continue;
+      }
       context.fillStyle = kind === "p" ? paint.prompt : paint.decode;
       if (kind === "p") {
         context.fillRect(x, y + 1, COLUMN - 2, LANE - 2);
@@ -177,6 +181,17 @@ export class Timeline {
       context.fillStyle = paint.bad;
       context.font = "bold 14px sans-serif";
       context.fillText("✕", x + COLUMN / 2 - 1, BARS + lane * LANE + LANE / 2 + 1);
+    }
+  }
+
+  // The sequence's own token and its drafts, side by side: those that were right are full, the others low and red.
+  #drafts(context, x, y, drafts, accepted, paint) {
+    const width = (COLUMN - 2) / (1 + drafts);
+    for (let place = 0; place <= drafts; place++) {
+      const right = place <= accepted;
+      context.fillStyle = right ? paint.decode : paint.bad;
+      const height = right ? LANE - 8 : 3;
+      context.fillRect(x + place * width, y + LANE - 4 - height, Math.max(1, width - 1), height);
     }
   }
 
@@ -205,7 +220,12 @@ function about(step) {
   for (const [owner, start, tokens, kind] of step.entries.filter((entry) => entry[3] === "p").slice(0, 6)) {
     parts.push(`Request ${owner} computed ${tokens} prompt tokens, ${start} to ${start + tokens - 1}.`);
   }
-  const decoding = step.entries.filter((entry) => entry[3] === "d").map(([owner]) => owner);
+  const drafting = step.entries.filter((entry) => entry[3] === "d" && entry[4]);
+  if (drafting.length) {
+    parts.push(`Drafts that were right: ${drafting.slice(0, 12)
+      .map(([owner, , , , drafts, accepted]) => `${owner} ${accepted} of ${drafts}`).join(", ")}.`);
+  }
+  const decoding = step.entries.filter((entry) => entry[3] === "d" && !entry[4]).map(([owner]) => owner);
   if (decoding.length) parts.push(`One token each: ${decoding.slice(0, 24).join(", ")}${decoding.length > 24 ? " …" : ""}.`);
   const forked = step.entries.filter((entry) => entry[3] === "f").map(([owner]) => owner);
   if (forked.length) parts.push(`Forked, drawing from the same logits: ${forked.join(", ")}.`);

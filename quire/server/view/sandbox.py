@@ -24,12 +24,17 @@ from quire.scheduler.policy import BATCHING_POLICIES
 from quire.scheduler.preemption import Preemption, PreemptionMode
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
+from quire.server.view.sandbox_drafts import ForeseenSource
+from quire.speculation.speculator import LookupSpeculator
 from quire.worker.memory import PoolSize
 
 BLOCK_SIZE = 16
 _STEP_SECONDS = 0.05
 _TOKEN_SECONDS = 0.0015
 _COPY_SECONDS = 0.002
+_FIRST_OWN = 100_000
+"""Tokens of prompts that only one visitor has begin here."""
+_VOCABULARY = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,10 @@ class Layout:
     num_stages: int = 1
     """Of a pipeline."""
     steps_in_flight: int = 1
+    drafts: int = 0
+    """Tokens guessed ahead in every step, of one sequence."""
+    right: float = 0.0
+    """Chance of each guess to be right, if those before it are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,7 @@ class Visitor:
 
     def prompt(self, number: int) -> list[int]:
         common = [1000 * (self.family + 1) + i for i in range(self.shared_tokens)]
-        return common + [100_000 + 1000 * number + i for i in range(self.own_tokens)]
+        return common + [_FIRST_OWN + 1000 * number + i for i in range(self.own_tokens)]
 
     def request(self, number: int) -> Request:
         params = SamplingParams(max_tokens=self.max_tokens, n=self.n, temperature=1.0, ignore_eos=True)
@@ -71,6 +80,12 @@ class Visitor:
 def step_seconds(plan: StepPlan) -> float:
     """How long a step pretends to take."""
     return _STEP_SECONDS + _TOKEN_SECONDS * plan.num_tokens + _COPY_SECONDS * len(plan.copies)
+
+
+def _speculator(layout: Layout) -> LookupSpeculator | None:
+    if not layout.drafts:
+        return None
+    return LookupSpeculator(ForeseenSource(_FIRST_OWN, _VOCABULARY, layout.right), layout.drafts, adaptive=False)
 
 
 class Pipeline:
@@ -112,8 +127,8 @@ class Sandbox:
             Limits(layout.max_num_seqs, layout.max_num_batched_tokens, layout.num_blocks * BLOCK_SIZE,
                    layout.chunked_prefill, num_stages=min(layout.num_stages, layout.steps_in_flight)),
             cache, policy=BATCHING_POLICIES[layout.batching_policy](), clock=clock,
-            preemption=Preemption(cache, mode))
-        self.executor = DummyExecutor(1 << 20)
+            preemption=Preemption(cache, mode), speculator=_speculator(layout))
+        self.executor = DummyExecutor(_VOCABULARY)
         self._pipeline = Pipeline(layout.num_stages)
         self._in_flight: deque[tuple[StepResult, float]] = deque()
         """Results, and when they come."""

@@ -80,6 +80,13 @@ SCENARIOS: dict[str, Scenario] = {each.name: each for each in (
         (Layout("n = 4, a prompt of 72 tokens"),),
         (Visitor(at=0.0, shared_tokens=72, own_tokens=0, max_tokens=40, n=4),), live=True),
     Scenario(
+        "speculation", "Tokens guessed ahead",
+        "In each step of the second engine four guesses ride along with every sequence's own token: those that are "
+        "right (high) are kept, and the first wrong one ends them (low, red). The answers are the same, in half of the "
+        "steps.",
+        (Layout("one token a step"), Layout("four drafts, each right in 3 of 4 cases", drafts=4, right=0.75)),
+        _many(4, 0.2, shared_tokens=0, own_tokens=24, max_tokens=48)),
+    Scenario(
         "two-stages", "Two stages",
         "Half of the layers in each of two stages: with one step at a time one stage always waits for the other (the "
         "gaps); with two, each half of the requests is in another stage, and both compute nearly all the time.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,18 +12,33 @@ from typing import Any
 
 import pytest
 
+from quire.config import default_cache_dir
 from quire.kernels.triton import linear_prefetch
 
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 
 
+MOST_KERNELS = 3000
+"""Compiled kernels that are kept: some twenty versions of all of them."""
+
+
+def _kept_kernels() -> Path:
+    """Where Triton keeps what it has compiled, each kernel under a hash of its source, its constants and the compiler:
+    a run of the tests compiles what has changed since the last one."""
+    folder = default_cache_dir() / "tests" / "hopper"
+    folder.mkdir(parents=True, exist_ok=True)
+    if len(list(folder.iterdir())) > MOST_KERNELS:
+        shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def compiled() -> dict[str, Any]:
     """Compiled in a process of its own, since in this one the interpreter runs kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
+    environment["TRITON_CACHE_DIR"] = str(_kept_kernels())
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=300, check=False
+        [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

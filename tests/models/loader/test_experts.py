@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def _write_routed(writer: gguf.GGUFWriter, family: str, config: Any) -> None:
     writer.add_expert_weights_norm(config.norm_topk_prob and family != "deepseek_v2")
     gating = gguf.ExpertGatingFuncType
     writer.add_expert_gating_func(gating.SOFTMAX if family == "deepseek_v2" else gating.SIGMOID)
-    if family != "deepseek_v2":
+    if family != "deepseek_v2" and config.n_group is not None:
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
 
@@ -121,7 +122,10 @@ def _write_latent(writer: gguf.GGUFWriter, config: Any, halves: bool) -> None:
         writer.add_value_length_mla(config.v_head_dim)
 
 
-def _write(path: Path, family: str, model: Any, halves: bool = False, mxfp4: bool = False, extra: int = 0) -> None:
+def _write(
+    path: Path, family: str, model: Any, tensors: list[tuple[str, torch.Tensor]] | None = None, *,
+    halves: bool = False, mxfp4: bool = False, extra: int = 0,
+) -> None:
     config, writer = model.config, gguf.GGUFWriter(path, ARCHS[family])
     latent = family.startswith("deepseek")
     writer.add_block_count(config.num_hidden_layers + extra)
@@ -157,7 +161,7 @@ def _write(path: Path, family: str, model: Any, halves: bool = False, mxfp4: boo
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     write_vocabulary(writer, config.vocab_size)
-    for name, tensor in _tensors(family, model, halves):
+    for name, tensor in _tensors(family, model, halves) if tensors is None else tensors:
         values, kind = tensor.float().contiguous().numpy(), None
         if mxfp4 and name.endswith("_exps.weight"):
             kind = gguf.GGMLQuantizationType.MXFP4
@@ -177,6 +181,40 @@ def test_a_gguf_of_experts_gives_the_models_logits(family: str, tmp_path: Path) 
     decoder = build_decoder(source.config, source.weights(), CpuOps(), max_model_len=64)
     got = PagedDriver(decoder).run(0, TOKENS, [len(TOKENS)])
     assert (got - oracle_logits(model, TOKENS)).abs().max() < 1e-4
+
+
+DAMAGES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "missing": lambda tensor: None,
+    "one fewer": lambda tensor: tensor[:-1],
+    "one more": lambda tensor: torch.cat([tensor, tensor[:1]]),
+    "narrower": lambda tensor: tensor[..., :-1],
+    "flat": lambda tensor: tensor.reshape(-1),
+}
+
+
+@pytest.mark.parametrize("family", ARCHS)
+def test_a_gguf_with_other_experts_is_refused_by_the_tensors_name_in_the_file(family: str, tmp_path: Path) -> None:
+    model = make_model(family)
+    stored = _tensors(family, model)
+    for ending in ("ffn_gate_inp.weight", "ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight"):
+        damaged = next(name for name, _ in stored if name.endswith(ending))
+        for how, damage in DAMAGES.items():
+            tensors = [(name, damage(tensor) if name == damaged else tensor) for name, tensor in stored]
+            _write(tmp_path / "m.gguf", family, model, [item for item in tensors if item[1] is not None])
+            with pytest.raises(ModelLoadError, match=damaged):
+                source = resolve_model(str(tmp_path / "m.gguf"))
+                build_decoder(source.config, source.weights(), CpuOps(), max_model_len=64)
+                pytest.fail(f"{damaged} {how}")
+
+
+@pytest.mark.parametrize("experts, groups", [(256, (8, 4)), (160, (8, 3)), (384, (1, 1)), (64, (1, 1))])
+def test_a_deepseek_gguf_without_keys_for_groups_has_those_of_the_published_model(
+    experts: int, groups: tuple[int, int], tmp_path: Path
+) -> None:
+    model = make_model("deepseek_v3", n_routed_experts=experts, n_group=None, topk_group=None, num_hidden_layers=2)
+    _write(tmp_path / "m.gguf", "deepseek_v3", model)
+    config = resolve_model(str(tmp_path / "m.gguf")).config
+    assert (config["n_group"], config["topk_group"]) == groups
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])

@@ -1,0 +1,21 @@
+"""Whether a head's table of rows is the target's, row for row: then it is not kept twice."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.layers.linear import Linear
+from quire.models.decoder import Decoder
+
+_COMPARED = 4096
+"""Rows that are compared at once."""
+
+
+def same_rows(stored: Tensor, target: Decoder, table: Linear) -> bool:
+    """`table`: the target's embeddings or its head."""
+    for start in range(0, len(stored), _COMPARED):
+        ids = torch.arange(start, min(start + _COMPARED, len(stored)))
+        if not torch.equal(target.ops.embed(ids, table.packed), stored[ids].to(torch.float32)):
+            return False
+    return True

@@ -1,0 +1,102 @@
+"""Makes the texts that a head is trained on, in this process or in several, each with an engine of its own.
+
+An engine of a small model on a GPU waits for Python: several of them on one GPU make more tokens. A process is told all
+it needs as JSON, and leaves its texts in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from quire.child import child_environment, explain_exit, module_command
+from quire.errors import EngineError
+from quire.llm import LLM
+from quire.training.texts import Generator, Texts, read_questions
+
+Say = Callable[[str], None]
+_SEQUENCES = 2048
+_MOST_SEQUENCES = 1024
+"""Answers at once on a GPU, over all processes, and of one."""
+_KV_MEMORY = 32
+"""GiB of it for their KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """Where questions come from (a file, or the model itself until its answers have so many tokens); who answers."""
+
+    model: str
+    device: str
+    seed: int
+    max_length: int
+    max_answer: int
+    data: str | None = None
+    tokens: int = 0
+    seconds: float | None = None
+    """Begin no new questions after so long."""
+    num_threads: int | None = None
+    processes: int = 1
+    share: int = 1
+    """Processes that share the device with this one, itself included."""
+
+
+def make_texts(options: GenerationOptions, folder: Path, say: Say) -> Texts:
+    if options.processes > 1:
+        return _in_processes(options, folder, say)
+    questions = None if options.data is None else read_questions(Path(options.data).expanduser())
+    many = min(_MOST_SEQUENCES, max(1, _SEQUENCES // options.share))
+    more = {"num_threads": options.num_threads} if options.device == "cpu" else {
+        "max_num_seqs": many, "kv_cache_memory": f"{_KV_MEMORY / options.share:.3f}GiB"}
+    with LLM(options.model, device=options.device, max_model_len=options.max_length, **more) as llm:
+        began = time.monotonic()
+        deadline = float("inf") if options.seconds is None else began + options.seconds
+        generator = Generator(llm, options.seed, options.max_answer, deadline)
+        pairs = [] if questions is None else generator.answer(questions)
+        for some in generator.converse(options.tokens) if questions is None else ():
+            pairs += some
+            made = sum(len(answer) for _, answer in pairs)
+            say(f"{made} tokens of {options.tokens} after {time.monotonic() - began:.0f} s")
+    return Texts.of(pairs)
+
+
+def _in_processes(options: GenerationOptions, folder: Path, say: Say) -> Texts:
+    """The questions that a model makes up, shared out: each process has a seed of its own."""
+    count = options.processes
+    files = [folder / f"texts-{number}.part" for number in range(count)]
+    running = []
+    for number, path in enumerate(files):
+        one = replace(options, seed=options.seed * 1000 + number, tokens=-(-options.tokens // count), processes=1,
+                      share=count)
+        command = module_command("quire.training.generate", json.dumps(asdict(one)), str(path))
+        running.append(subprocess.Popen(command, env=child_environment()))
+    try:
+        codes = [process.wait() for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    failed = [code for code in codes if code]
+    if len(failed) == count:
+        raise EngineError(f"no process made any texts: {explain_exit(failed[0])}")
+    if failed:
+        say(f"{len(failed)} of {count} processes failed: {explain_exit(failed[0])}; their texts are missing")
+    found = Texts.joined([Texts.load(path) for path, code in zip(files, codes, strict=True) if not code])
+    for path in files:
+        path.unlink(missing_ok=True)
+    return found
+
+
+def _main() -> None:
+    given, path = sys.argv[1:]
+    options = GenerationOptions(**json.loads(given))
+    texts = make_texts(options, Path(path).parent, lambda text: print(f"seed {options.seed}: {text}", flush=True))
+    texts.save(Path(path))
+
+
+if __name__ == "__main__":
+    _main()
