@@ -27,11 +27,13 @@ class ModelConfig:
     dtype: str = option("auto", "type of weights and activations; auto is float32 on a CPU, bfloat16 on a GPU",
                         ("auto", "float32", "bfloat16", "float16"))
     quantization: str | None = option(
-        None, "on a CPU: multiply weights as integers. int8 and int4 round weights that the file stores as floats to "
-              "so many bits (embedding and head to 8) and keep the bits of others; file keeps all as they are stored",
-        ("int8", "int4", "file"))
-    quantization_group_size: int = option(32, "with quantization int8 or int4: columns of a weight that share a scale, "
-                                              "32, 64 or 128; 0: one scale per output channel")
+        None, "multiply weights as integers or in fp8. On a CPU int8 and int4 round weights that the file stores as "
+              "floats to so many bits (embedding and head to 8), on a GPU fp8 and int4 do (not embedding and head); "
+              "weights that the file stores quantized keep their bits. file rounds nothing",
+        ("int8", "int4", "fp8", "file"))
+    quantization_group_size: int | None = option(
+        None, "with quantization int8 or int4: columns of a weight that share a scale, 32, 64 or 128; 0: one scale per "
+              "output channel (default: 32 on a CPU, 128 on a GPU)")
     quantization_zero_points: bool | None = option(
         None, "with quantization int8 or int4: codes count from the least weight of a group instead of lying around "
               "zero (default: with int4)")
@@ -61,18 +63,20 @@ class ModelConfig:
     @property
     def rounding(self) -> Rounding | None:
         """Which weights are multiplied as integers; None: none."""
-        if self.quantization_group_size not in (0, 32, 64, 128):
+        if self.quantization_group_size not in (None, 0, 32, 64, 128):
             raise ConfigError(f"quantization_group_size must be 32, 64, 128 or 0, not {self.quantization_group_size}",
                               field="quantization_group_size")
-        if self.quantization in (None, "file"):
-            for name, default in (("quantization_group_size", 32), ("quantization_zero_points", None)):
-                if getattr(self, name) != default:
+        if self.quantization in (None, "file", "fp8"):
+            for name in ("quantization_group_size", "quantization_zero_points"):
+                if getattr(self, name) is not None:
                     raise ConfigError(f"{name} says how weights are rounded: set quantization to int8 or int4",
                                       field=name)
-            return None if self.quantization is None else Rounding(None)
+            return None if self.quantization is None else Rounding(None, fp8=self.quantization == "fp8")
         bits = 8 if self.quantization == "int8" else 4
         zero_points = bits == 4 if self.quantization_zero_points is None else self.quantization_zero_points
-        return Rounding(bits, self.quantization_group_size, zero_points)
+        usual = 128 if self.device == "cuda" else 32
+        group = usual if self.quantization_group_size is None else self.quantization_group_size
+        return Rounding(bits, group, zero_points)
 
 
 @dataclass(frozen=True, slots=True)

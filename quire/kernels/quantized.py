@@ -1,7 +1,9 @@
-"""A weight of integer codes and scales, as readers hand it over and packers take it: no format of a file or a CPU."""
+"""A weight of codes (integers, or fp8) and scales, as readers hand it over and packers take it: no format of a file or
+a device."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -10,12 +12,13 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 from quire.errors import ModelLoadError
 
 if TYPE_CHECKING:  # saying what a weight is must not cost the import of torch
+    import torch
     from torch import Tensor
 
 UNIT = 32
 """Columns that are multiplied as integers before a scale is applied; activations share a scale over as many."""
 BITS = (4, 5, 6, 8)
-StoredWeight: TypeAlias = Union["Tensor", "QuantizedWeight"]
+StoredWeight: TypeAlias = Union["Tensor", "CodedWeight"]
 """What a reader hands over for one parameter."""
 
 
@@ -26,6 +29,8 @@ class WeightUse(Enum):
     """A projection inside a layer: rounded to as many bits as the user asked for."""
     VOCABULARY = "vocabulary"
     """An embedding or a head: rounded to 8 bits, whatever was asked for."""
+    EXPERT = "expert"
+    """As LAYER, of one of several experts, which a device may multiply as a group."""
     SHARED = "shared"
     """Keys and values that many query heads read: few weights, whose error is in all of those. Rounded to 8 bits."""
     EXACT = "exact"
@@ -42,10 +47,49 @@ class Rounding:
     """Columns that share a scale; 0: one scale per row."""
     zero_points: bool = False
     """Codes count from the least weight of a group instead of lying around zero."""
+    fp8: bool = False
+    """Weights stored as floats become fp8 with a scale per row (a GPU)."""
+
+
+class CodedWeight(ABC):
+    """A weight [N, K] of codes with scales, whatever the codes are."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]: ...
+
+    def dim(self) -> int:
+        return 2
+
+    @abstractmethod
+    def rows(self, index: Tensor | Sequence[int] | slice) -> CodedWeight:
+        """These rows, in this order."""
+
+    @abstractmethod
+    def columns(self, start: int, stop: int) -> CodedWeight:
+        """Columns [start, stop)."""
+
+    @abstractmethod
+    def dequantized(self) -> Tensor:
+        """float32 [N, K]."""
+
+    @abstractmethod
+    def to(self, device: torch.device) -> CodedWeight:
+        """The same on a device."""
+
+    def split(self, rows: Sequence[int]) -> list[CodedWeight]:
+        """Runs of so many rows, one after the other."""
+        found, start = [], 0
+        for count in rows:
+            found.append(self.rows(slice(start, start + count)))
+            start += count
+        return found
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedWeight:
+class QuantizedWeight(CodedWeight):
     """A weight [N, K]: w[n, k] = scales[n, g] * (codes[n, k] - zero) (+ offsets[n, g]), where g = k // group.
 
     The product rounds first, then the sum. So the usual formats are held without loss:
@@ -90,8 +134,9 @@ class QuantizedWeight:
         n, k = self.codes.shape
         return n, k
 
-    def dim(self) -> int:
-        return 2
+    def to(self, device: torch.device) -> QuantizedWeight:
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets)
 
     def rows(self, index: Tensor | Sequence[int] | slice) -> QuantizedWeight:
         """These rows, in this order."""
@@ -130,14 +175,6 @@ class QuantizedWeight:
             group=group,
         )
 
-    def split(self, rows: Sequence[int]) -> list[QuantizedWeight]:
-        """Runs of so many rows, one after the other."""
-        found, start = [], 0
-        for count in rows:
-            found.append(self.rows(slice(start, start + count)))
-            start += count
-        return found
-
     @property
     def nbytes(self) -> int:
         held = (self.codes, self.scales, self.offsets)
@@ -150,6 +187,57 @@ class QuantizedWeight:
         if self.offsets is not None:
             grouped += self.offsets.unsqueeze(-1)
         return grouped.view(n, k)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight(CodedWeight):
+    """A weight [N, K] in fp8 (e4m3): w[n, k] = codes[n, k] * scales[n, k // group]."""
+
+    codes: Tensor
+    """float8_e4m3fn [N, K]."""
+    scales: Tensor
+    """float32 [N, K / group, rounded up]."""
+    group: int
+    """Columns that share a scale: all of them, or 128 where the file has a scale for each block of 128 x 128."""
+    input_scale: float | None = None
+    """Of the activations, where calibration fixed it; None: each row finds its own."""
+
+    def __post_init__(self) -> None:
+        n, k = self.shape
+        if tuple(self.scales.shape) != (n, -(-k // self.group)):
+            raise ModelLoadError(f"a weight of shape {(n, k)} in groups of {self.group} columns does not have "
+                                 f"{tuple(self.scales.shape)} scales")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.codes.shape
+        return n, k
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def to(self, device: torch.device) -> Fp8Weight:
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
+
+    def rows(self, index: Tensor | Sequence[int] | slice) -> Fp8Weight:
+        # torch cannot index fp8 by a list on every device: by its bytes it can.
+        import torch
+
+        codes = self.codes.view(torch.uint8)[index].view(torch.float8_e4m3fn)
+        return replace(self, codes=codes, scales=self.scales[index])
+
+    def columns(self, start: int, stop: int) -> Fp8Weight:
+        if self.scales.shape[1] == 1:
+            return replace(self, codes=self.codes[:, start:stop], group=max(1, stop - start))
+        if start % self.group or (stop % self.group and stop != self.shape[1]):
+            raise ModelLoadError(f"columns {start} to {stop} cut a block of {self.group} of an fp8 weight")
+        part = slice(start // self.group, -(-stop // self.group))
+        return replace(self, codes=self.codes[:, start:stop], scales=self.scales[:, part])
+
+    def dequantized(self) -> Tensor:
+        wide = self.scales.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+        return self.codes.float() * wide
 
 
 def joined(parts: Sequence[QuantizedWeight], dim: int) -> QuantizedWeight:

@@ -15,7 +15,7 @@ from quire.layers.norm import Norm
 from quire.layers.share import HeadShare, LayerShare
 from quire.layers.spec import AttentionSpec
 from quire.layers.stream import ResidualStream, Rows
-from quire.ops.interface import Ops
+from quire.ops.interface import Ops, PackedLinear
 from quire.parallel.collectives import TensorGroup
 
 _MANY_QUERIES = 4
@@ -77,6 +77,11 @@ class Attention:
         if self.q_norm is None or self.k_norm is None or not self._same_for_all:
             return HeadTurn(self._rope, sinks=self._sinks)
         return HeadTurn(self._rope, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self._sinks)
+
+    @property
+    def reader(self) -> PackedLinear | None:
+        """The one weight that is multiplied by what this part reads."""
+        return self.qkv.packed
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -42,6 +42,10 @@ class ExpertLoad:
         return [LayerLoad(layer, tuple(row)) for layer, row in zip(self.layers, rows, strict=True)]
 
 
+def _linears(ops: Ops, parts: tuple[str, ...], bias: bool, dtype: torch.dtype | None, count: int) -> list[Linear]:
+    return [Linear(ops, parts, bias, dtype, use=WeightUse.EXPERT) for _ in range(count)]
+
+
 class Experts:
     """The gated MLPs of a run of experts. None is ever cut: a rank has it whole or not at all."""
 
@@ -50,8 +54,8 @@ class Experts:
         self._spec = spec
         self._ranges = ranges
         count = ranges.last - ranges.first
-        self._up = LinearGroup(ops, [Linear(ops, ("gate", "up"), spec.bias, dtype) for _ in range(count)])
-        self._down = LinearGroup(ops, [Linear(ops, ("down",), spec.bias, dtype) for _ in range(count)])
+        self._up = LinearGroup(ops, _linears(ops, ("gate", "up"), spec.bias, dtype, count))
+        self._down = LinearGroup(ops, _linears(ops, ("down",), spec.bias, dtype, count))
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -119,6 +123,11 @@ class Moe:
     def num_experts(self) -> int:
         """Of all ranks."""
         return self._spec.router.num_experts
+
+    @property
+    def reader(self) -> None:
+        """Router and experts read the rows themselves."""
+        return None
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
+from quire.kernels.quantized import CodedWeight, StoredWeight, WeightUse
 from quire.kernels.slices import Slices
 from quire.kernels.types import LatentShape, LayerCache, StepContext
 from quire.layers.linear import Linear, LinearGroup, SharedLinear
@@ -38,7 +38,7 @@ class HeadProjections:
 
     def receive(self, stored: StoredWeight) -> None:
         """`kv_b`: for each head the rows of its keys, then those of its values, all over the latent."""
-        weight = stored.dequantized() if isinstance(stored, QuantizedWeight) else stored
+        weight = stored.dequantized() if isinstance(stored, CodedWeight) else stored
         for index, head in enumerate(weight.chunk(len(self.keys.linears))):
             self.keys.receive(index, "", "weight", head[: self._spec.nope_dim].T)
             self.values.receive(index, "", "weight", head[self._spec.nope_dim :])
@@ -84,6 +84,11 @@ class LatentAttention:
         self.kv_a = Linear(ops, ("kv_a",), spec.qkv_bias, dtype)
         self.kv_a_norm = Norm(ops, latent.norm, latent.rank)
         self.kv_b = HeadProjections(ops, latent, heads, dtype)
+
+    @property
+    def reader(self) -> None:
+        """Several projections read the rows."""
+        return None
 
     @property
     def linears(self) -> tuple[Linear, ...]:

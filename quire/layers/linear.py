@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvariantError
-from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
+from quire.kernels.quantized import CodedWeight, StoredWeight, WeightUse
 from quire.kernels.slices import RankTree, Slices
 from quire.kernels.types import StepContext
 from quire.layers.stream import ResidualStream, Rows, Unnormed
@@ -60,7 +60,7 @@ class Linear:
         """Take one stored tensor, of the shape the spec declared."""
         if kind == "weight":
             kept: StoredWeight | None = self._ops.quantized(tensor, self._slices, self._uses.get(part, self._use))
-            if kept is None and isinstance(tensor, QuantizedWeight):  # a slice's border would cut a group
+            if kept is None and isinstance(tensor, CodedWeight):  # a slice's border would cut a group
                 kept = tensor.dequantized()
             tensor = tensor if kept is None else kept
         self._waiting[part, kind] = tensor
@@ -70,7 +70,7 @@ class Linear:
     def _pack(self, bias: Tensor | None) -> None:
         """The weight is of integers where the device multiplies with those of every part."""
         held = [self._waiting[part, "weight"] for part in self._parts]
-        quantized = [part for part in held if isinstance(part, QuantizedWeight)]
+        quantized = [part for part in held if isinstance(part, CodedWeight)]
         if len(quantized) < len(held):
             self._packed = self._ops.pack_linear(self._joined("weight"), bias, self._slices)
             return
@@ -84,7 +84,7 @@ class Linear:
 
     def _joined(self, kind: str) -> Tensor:
         held = [self._waiting.pop((part, kind)) for part in self._parts]
-        parts = [part.dequantized() if isinstance(part, QuantizedWeight) else part for part in held]
+        parts = [part.dequantized() if isinstance(part, CodedWeight) else part for part in held]
         stored = {part.dtype for part in parts}
         dtype = self._dtype or (stored.pop() if len(stored) == 1 else torch.float32)
         if len(parts) == 1:
@@ -102,11 +102,11 @@ class Linear:
             return self._ops.norm_linear(x.rows, x.norm.gain, x.norm.eps, self.packed, None, out)
         return self._ops.linear(x, self.packed, None, out)
 
-    def gated(self, x: Rows, ctx: StepContext | None, activation: str) -> Tensor:
-        """act(first half of x W^T) * second half."""
+    def gated(self, x: Rows, ctx: StepContext | None, activation: str, reader: PackedLinear | None = None) -> Tensor:
+        """act(first half of x W^T) * second half; `reader`: the one weight that will be multiplied by it."""
         if isinstance(x, Unnormed):
             return self._ops.norm_linear(x.rows, x.norm.gain, x.norm.eps, self.packed, activation)
-        return self._ops.act_mul(self._ops.linear(x, self.packed), activation)
+        return self._ops.gate(self._ops.linear(x, self.packed), activation, reader)
 
     def add_to(self, stream: ResidualStream, x: Tensor, ctx: StepContext | None) -> None:
         """stream += x W^T (+ bias)."""
@@ -176,7 +176,7 @@ class SharedLinear(Linear):
         found = self._summed(x.normed() if isinstance(x, Unnormed) else x, None)
         return found if out is None else out.copy_(found)
 
-    def gated(self, x: Rows, ctx: StepContext | None, activation: str) -> Tensor:
+    def gated(self, x: Rows, ctx: StepContext | None, activation: str, reader: PackedLinear | None = None) -> Tensor:
         return self._ops.act_mul(self(x, ctx), activation)
 
     def add_to(self, stream: ResidualStream, x: Tensor, ctx: StepContext | None) -> None:

@@ -11,7 +11,7 @@ from quire.layers.linear import Linear, SharedLinear
 from quire.layers.share import LayerShare
 from quire.layers.spec import MlpSpec
 from quire.layers.stream import ResidualStream, Rows
-from quire.ops.interface import Ops
+from quire.ops.interface import Ops, PackedLinear
 from quire.parallel.collectives import TensorGroup
 
 
@@ -35,6 +35,11 @@ class Mlp:
             self.down = SharedLinear(ops, "down", spec.bias, dtype, share.mlp_slices, share.mlp_tree, ranks)
 
     @property
+    def reader(self) -> PackedLinear | None:
+        """The one weight that is multiplied by what this part reads."""
+        return self.up.packed
+
+    @property
     def linears(self) -> tuple[Linear, ...]:
         """What every row goes through."""
         return self.up, self.down
@@ -55,5 +60,5 @@ class Mlp:
 
     def _inner(self, x: Rows, ctx: StepContext) -> Tensor:
         if self._gated:
-            return self.up.gated(x, ctx, self._activation)
+            return self.up.gated(x, ctx, self._activation, self.down.packed)
         return self._ops.act(self.up(x, ctx), self._activation)

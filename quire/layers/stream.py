@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.layers.norm import Norm
-from quire.ops.interface import Fusion, Ops
+from quire.ops.interface import Fusion, Ops, PackedLinear
 
 
 class Unnormed:
@@ -28,6 +28,7 @@ class Unnormed:
 
 
 Rows = Tensor | Unnormed
+"""What a layer's part reads. Where a reader was named it may be a form of rows that only its GEMM takes."""
 
 
 class ResidualStream:
@@ -55,12 +56,12 @@ class ResidualStream:
         owed = None if self._owed is None else self._owed[index]
         return ResidualStream(self._ops, self.rows[index], self._fusable, owed)
 
-    def normed(self, norm: Norm) -> Rows:
-        """The rows through a norm, with the sum that was owed."""
+    def normed(self, norm: Norm, reader: PackedLinear | None = None) -> Rows:
+        """The rows through a norm, with the sum that was owed; for one GEMM alone if a reader is named."""
         owed = self._owed
         if owed is not None:
             self._owed = None
-            return self._ops.add_rms_norm(owed, self.rows, norm.weight, norm.eps)
+            return self._ops.add_rms_norm(owed, self.rows, norm.weight, norm.eps, reader)
         if self._fuses:
             return Unnormed(self.rows, norm)
         return norm(self.rows)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.layers.spec import Activation
+from quire.models.loader.fp8_config import fp8_scheme
 from quire.models.loader.quantization_config import FIELD as QUANTIZATION
 from quire.models.loader.quantization_config import integer_scheme
 
@@ -55,7 +56,8 @@ class ConfigReader:
             if field not in handled:
                 self.allow(field, *allowed)
         stored = self.get(QUANTIZATION)
-        if QUANTIZATION not in handled and integer_scheme(self._config) is None and stored is not None:
+        known = integer_scheme(self._config) is not None or fp8_scheme(self._config) is not None
+        if QUANTIZATION not in handled and not known and stored is not None:
             self.refuse(QUANTIZATION, stored)
 
     def fail(self, field: str, why: str) -> NoReturn:

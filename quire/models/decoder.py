@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError
-from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
+from quire.kernels.quantized import CodedWeight, StoredWeight, WeightUse
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
 from quire.layers.experts import ExpertLoad, Moe
@@ -65,8 +65,8 @@ class DecoderLayer:
 
     def __call__(self, stream: ResidualStream, ctx: StepContext, cache: LayerCache) -> None:
         if self._placement == "pre":
-            self.attn.add_to(stream, stream.normed(self.attn_norm), ctx, cache)
-            self.mlp.add_to(stream, stream.normed(self.mlp_norm), ctx)
+            self.attn.add_to(stream, stream.normed(self.attn_norm, self.attn.reader), ctx, cache)
+            self.mlp.add_to(stream, stream.normed(self.mlp_norm, self.mlp.reader), ctx)
         elif self._placement == "sandwich":
             stream.add(self.attn_post_norm(self.attn(stream.normed(self.attn_norm), ctx, cache)))
             stream.add(self.mlp_post_norm(self.mlp(stream.normed(self.mlp_norm), ctx)))
@@ -183,7 +183,7 @@ class Decoder:
                 f"tensor {shown!r} has shape {tuple(tensor.shape)}, but the config asks for "
                 f"{self._shapes[name]}: config.json and the weights are not of the same model"
             )
-        if not isinstance(tensor, QuantizedWeight) and not tensor.is_floating_point():
+        if not isinstance(tensor, CodedWeight) and not tensor.is_floating_point():
             raise ModelLoadError(f"tensor {shown!r} has type {tensor.dtype}, but weights are floating point")
         self._missing.discard(name)
         *path, kind = name.split(".")

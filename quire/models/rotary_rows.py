@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from quire.kernels.quantized import QuantizedWeight, StoredWeight
+from quire.kernels.quantized import CodedWeight, StoredWeight
 from quire.models.spec import DecoderSpec
 
 _TURNED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm", "attn.q_b", "attn.kv_a")
@@ -33,7 +33,7 @@ def half_split(name: str, tensor: StoredWeight, spec: DecoderSpec) -> StoredWeig
     order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, dim)]
     if attention.latent is not None:  # whose heads turn at their end
         order = [*range(dim - turned), *range(dim - turned, dim, 2), *range(dim - turned + 1, dim, 2)]
-    if isinstance(tensor, QuantizedWeight):
+    if isinstance(tensor, CodedWeight):
         return tensor.rows([start + feature for start in range(0, tensor.shape[0], dim) for feature in order])
     heads = tensor.reshape(-1, dim, *width)
     return heads[:, order].reshape(tensor.shape)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.errors import ModelLoadError
-from quire.kernels.quantized import QuantizedWeight, StoredWeight
+from quire.kernels.quantized import CodedWeight, StoredWeight
 from quire.layers.spec import MoeSpec
 from quire.models.spec import DecoderSpec, Shape
 
@@ -115,12 +115,12 @@ class WeightNames:
         of merged experts may have these alone."""
         merged = self.merged_in(name)
         if merged is not None:
-            floats = tensor.dequantized() if isinstance(tensor, QuantizedWeight) else tensor
+            floats = tensor.dequantized() if isinstance(tensor, CodedWeight) else tensor
             yield from self._split_experts(name, floats, spec_shapes, held, *merged)
             return
         targets = self.targets(name)
         if targets and self.is_transposed(targets[0]) and tensor.dim() == 2:
-            tensor = (tensor.dequantized() if isinstance(tensor, QuantizedWeight) else tensor).t()
+            tensor = (tensor.dequantized() if isinstance(tensor, CodedWeight) else tensor).t()
         if len(targets) <= 1:
             yield from ((target, tensor) for target in targets)
             return

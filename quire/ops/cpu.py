@@ -19,7 +19,7 @@ from quire.kernels.cpu.build import SOURCE_DIR
 from quire.kernels.cpu.library import load
 from quire.kernels.expert_rows import ExpertRanges, ExpertRows
 from quire.kernels.kv_spec import KVSpec
-from quire.kernels.quantized import QuantizedWeight, Rounding, StoredWeight, WeightUse
+from quire.kernels.quantized import CodedWeight, QuantizedWeight, Rounding, StoredWeight, WeightUse
 from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 from quire.ops import cpu_integer
@@ -134,16 +134,19 @@ class CpuOps(Ops):
             return None
         if isinstance(weight, QuantizedWeight):
             return weight if cpu_integer.fits(weight.shape[1], slices) else None
+        if isinstance(weight, CodedWeight):  # fp8, which no CPU multiplies
+            weight = weight.dequantized()
         return cpu_integer.round_to_codes(self._library, weight, slices, self._rounding, use)
 
     def pack_quantized(
-        self, parts: Sequence[QuantizedWeight], bias: Tensor | None = None, slices: Slices | None = None
+        self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None
     ) -> PanelLinear:
-        n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        codes = [part for part in parts if isinstance(part, QuantizedWeight)]  # all of them: `quantized` gave them
+        n, k = sum(part.shape[0] for part in codes), codes[0].shape[1]
         if (bias is not None and bias.shape != (n,)) or not cpu_integer.fits(k, slices):
             raise EngineError(f"integer weights of [{n}, {k}] do not suit their bias or slices")
-        name = " + ".join(dict.fromkeys(f"int{part.bits}" for part in parts))
-        return described(cpu_integer.pack(self._library, parts), name, _INTEGER, (n, k), bias, slices)
+        name = " + ".join(dict.fromkeys(f"int{part.bits}" for part in codes))
+        return described(cpu_integer.pack(self._library, codes), name, _INTEGER, (n, k), bias, slices)
 
     def use_integer_kernel(self, name: str | None = None) -> str | None:
         """Take this kernel for integer GEMMs, in the whole process; None: the best that this processor runs. Returns

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.errors import EngineError
 from quire.kernels.expert_rows import ExpertRanges, ExpertRows
-from quire.kernels.quantized import QuantizedWeight, StoredWeight, WeightUse
+from quire.kernels.quantized import CodedWeight, StoredWeight, WeightUse
 from quire.kernels.routing import Clamp, RoutedRows
 from quire.kernels.slices import RankTree, Slices
 from quire.kernels.types import HeadShape, LayerCache, StepContext
@@ -99,19 +99,20 @@ class Ops(AttentionBackend):
 
     def quantized(
         self, weight: StoredWeight, slices: Slices | None = None, use: WeightUse = WeightUse.LAYER
-    ) -> QuantizedWeight | None:
-        """The integers that this device multiplies with in place of a weight; None: it multiplies floats."""
+    ) -> CodedWeight | None:
+        """The codes that this device multiplies with in place of a weight; None: it multiplies floats."""
         return None
 
     def pack_quantized(
-        self, parts: Sequence[QuantizedWeight], bias: Tensor | None = None, slices: Slices | None = None
+        self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None
     ) -> PackedLinear:
         """As `pack_linear`, of parts one below the other that `quantized` gave."""
-        raise EngineError("this device multiplies no integers")
+        raise EngineError("this device multiplies no codes")
 
     @abstractmethod
     def linear(self, x: Tensor, w: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """[M, N] = x W^T (+ bias) (+ residual), in that order; into `out` if given."""
+        """[M, N] = x W^T (+ bias) (+ residual), in that order; into `out` if given. x may also be what `add_rms_norm`
+        or `gate` made for this weight."""
 
     @abstractmethod
     def linear_nodes(self, x: Tensor, w: Any, out: Tensor | None = None) -> Tensor:
@@ -244,9 +245,14 @@ class Ops(AttentionBackend):
         the device, which a step must not."""
         return weight
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x in place; the norm of the sum."""
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reader: Any = None) -> Any:
+        """residual += x in place; the norm of the sum. `reader`: the packed weight that alone will be multiplied by it,
+        so that it may be handed over in a form that only `linear` of that weight takes (quantized rows)."""
         return self.rms_norm(residual.add_(x), weight, eps)
+
+    def gate(self, gate_up: Tensor, kind: str, reader: Any = None) -> Any:
+        """`act_mul` for a `reader`, as in `add_rms_norm`."""
+        return self.act_mul(gate_up, kind)
 
     def linear_over_ranks(
         self, x: Tensor, w: Any, ranks: TensorGroup, tree: RankTree, bias: Tensor | None, residual: Tensor | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from quire.attention.triton import TritonAttention
 from quire.errors import EngineError, UnsupportedModelError
 from quire.kernels import cublas
 from quire.kernels.kv_spec import KVSpec
+from quire.kernels.quantized import CodedWeight, Rounding, StoredWeight, WeightUse
 from quire.kernels.routing import Clamp, RoutedRows
 from quire.kernels.slices import RankTree, Slices
 from quire.kernels.triton import (
@@ -33,7 +35,8 @@ from quire.kernels.triton import (
 from quire.kernels.triton.gemm_table import GemmChoice
 from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
-from quire.ops.interface import Fusion, Ops
+from quire.ops.device_formats import CodesLinear, DeviceFormats, Fp8Linear
+from quire.ops.interface import Fusion, Ops, PackedLinear
 from quire.parallel.collectives import TensorGroup
 
 _EARLY_ROWS = 512
@@ -92,6 +95,7 @@ class TritonOps(Ops):
         prompt_rows: bool = True,
         pdl: bool = False,
         named_algorithms: bool = True,
+        rounding: Rounding | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
@@ -105,6 +109,9 @@ class TritonOps(Ops):
         self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
         prefetch = linear_prefetch.available(self.device) and dtype != torch.float32 and not deterministic
         self._parts = linear_prefetch.PrefetchScratch.allocate(self.device) if prefetch else None
+        self._formats = DeviceFormats(
+            self.device, dtype, rounding, deterministic=deterministic, pdl=pdl, scratch=self._parts
+        )
         self._copy_engine = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
         # fp8 keys lie in the cache only, so a fresh prompt must be read back from there as later steps will.
         self.attention = TritonAttention(
@@ -132,8 +139,24 @@ class TritonOps(Ops):
             slices,
         )
 
-    def linear(self, x: Tensor, w: DeviceLinear, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def quantized(
+        self, weight: StoredWeight, slices: Slices | None = None, use: WeightUse = WeightUse.LAYER
+    ) -> CodedWeight | None:
+        return self._formats.quantized(weight, use)
+
+    def pack_quantized(
+        self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PackedLinear:
+        """Parts of different formats are multiplied as floats."""
+        packed = self._formats.pack(parts, bias)
+        if packed is None:
+            return self.pack_linear(torch.cat([part.dequantized().to(self.dtype) for part in parts]), bias, slices)
+        return packed
+
+    def linear(self, x: Any, w: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias + residual; `out`, if given, receives it (a graph's buffer of logits)."""
+        if isinstance(w, Fp8Linear | CodesLinear):
+            return self._formats.linear(x, w, residual, out)
         found = self._linear(x, w, residual, out)
         return found if out is None or found is out else out.copy_(found)
 
@@ -280,6 +303,10 @@ class TritonOps(Ops):
     def norm_all_heads(self, qkv: Tensor, shape: HeadShape, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
         all_head_norm.norm_all_heads(qkv, shape, q_norm, k_norm, eps)
 
+    def gate(self, gate_up: Tensor, kind: str, reader: Any = None) -> Any:
+        rows = self._formats.gate_for(gate_up, kind, reader)
+        return rows if rows is not None else self.act_mul(gate_up, kind)
+
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         return activation.act_mul(gate_up, kind, pdl=self._early(gate_up.shape[0]))
 
@@ -394,9 +421,10 @@ class TritonOps(Ops):
         found = self.rope_attend(rows, layer, ctx, group, even, turn, scale, window, softcap)
         return found[:, mine].contiguous()
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x in place; the norm of the sum."""
-        return norm.add_rms_norm(x, residual, weight, eps, pdl=self._early(x.shape[0]))
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reader: Any = None) -> Any:
+        """residual += x in place; the norm of the sum, in fp8 for a reader that multiplies fp8."""
+        rows = self._formats.norm_for(x, residual, weight, eps, reader)
+        return rows if rows is not None else norm.add_rms_norm(x, residual, weight, eps, pdl=self._early(x.shape[0]))
 
     def fusion(self, rows: int, width: int) -> Fusion:
         few = linear_few.fusion_wins(rows, width) and not self.deterministic
@@ -413,11 +441,13 @@ class TritonOps(Ops):
         x: Tensor,
         gain: Tensor,
         eps: float,
-        w: DeviceLinear,
+        w: Any,
         gated: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """In one launch where that is fastest."""
+        if isinstance(w, Fp8Linear | CodesLinear):
+            return self._formats.norm_linear(x, gain, eps, w, gated, out)
         if x.shape[0] > 1:
             return linear_few.linear_vector(
                 x, w.weight, w.bias, None, norm=gain, eps=eps, gated=gated, out=out, pdl=self.pdl

@@ -85,6 +85,8 @@ RIVALS = {
     ("d", "30b-a3b"): 62625.0,
 }
 """What vLLM 0.26.0 reached on an H200 with the same cases, in the unit of the case."""
+FP8_RIVALS = {("a", "8b"): 10982.0, ("b", "8b"): 3.73, ("c", "8b"): 4048.0, ("d", "8b"): 59147.0}
+"""The same with `quantization="fp8"`."""
 
 
 def requests_of(case: str, round_: int = 0, max_tokens: int | None = None) -> list[Request]:
@@ -120,7 +122,7 @@ class Limits:
     kv_bytes: int
     """Of one token."""
     flops: int
-    """Of one token through all matrices, head excluded."""
+    """Of one token through all matrices, head excluded; in fp8 two count as one, which take as long."""
     head_flops: int
     attention_flops: int
     """Of one query over one key, all layers."""
@@ -139,7 +141,11 @@ def distinct_experts(experts: int, chosen: int, rows: int) -> float:
     return experts * (1 - (1 - chosen / experts) ** rows) if experts else 0.0
 
 
-def limits_of(config: dict[str, Any], element: int = 2) -> Limits:
+_LAYER_BYTES = {"fp8": 1.0, "int4": 0.5 + 4 / 128}
+"""Of a weight of the layers, int4 with a scale and an offset for 128 of them; the head keeps its type."""
+
+
+def limits_of(config: dict[str, Any], element: int = 2, quantization: str | None = None) -> Limits:
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     q, kv = (
         config["num_attention_heads"] * config["head_dim"],
@@ -149,10 +155,11 @@ def limits_of(config: dict[str, Any], element: int = 2) -> Limits:
     attention, head = hidden * (q + 2 * kv) + q * hidden, hidden * config["vocab_size"]
     one = 3 * hidden * config["moe_intermediate_size"] if experts else 0
     mlp = hidden * experts if experts else 3 * hidden * config["intermediate_size"]
+    each = element if quantization is None else _LAYER_BYTES[quantization]
     return Limits(
-        (layers * (attention + mlp) + head) * element,
+        int(layers * (attention + mlp) * each + head * element),
         2 * layers * kv * element,
-        2 * layers * (attention + mlp + chosen * one),
+        (1 if quantization == "fp8" else 2) * layers * (attention + mlp + chosen * one),
         2 * head,
         4 * layers * q,
         layers * one * element,
@@ -161,9 +168,11 @@ def limits_of(config: dict[str, Any], element: int = 2) -> Limits:
     )
 
 
-def least_seconds(case: str, config: dict[str, Any], requests: list[Request], element: int = 2) -> float:
+def least_seconds(
+    case: str, config: dict[str, Any], requests: list[Request], element: int = 2, quantization: str | None = None
+) -> float:
     """Each step's larger of bytes over bandwidth and operations over rate, if all requests start together."""
-    limits = limits_of(config, element)
+    limits = limits_of(config, element, quantization)
     prompts = [len(r.prompt_token_ids) for r in requests]
     outs = [r.params.max_tokens or 1 for r in requests]
     work = sum(n * limits.flops + limits.head_flops + limits.attention_flops * n * n // 2 for n in prompts)
@@ -188,7 +197,7 @@ def kind_of(kernel: str) -> str:
     if "_mixed_kernel" in name or "sdpa" in name or "flash" in name:
         return PREFILL
     gemms = ("gemm", "nvjet", "_expert_kernel", "_few_up_kernel", "_few_down_kernel", "_row_kernel",
-             "_vector_kernel", "prefetch_kernel", "_fixed_kernel", "splitk")
+             "_vector_kernel", "prefetch_kernel", "codes_kernel", "_fp8_kernel", "_fixed_kernel", "splitk")
     return GEMM if any(part in name for part in gemms) else OTHER
 
 
@@ -204,9 +213,11 @@ def shares(spans: list[tuple[str, float, float]]) -> dict[str, tuple[float, int]
     return found
 
 
-def least_by_kind(config: dict[str, Any], requests: list[Request], element: int = 2) -> dict[str, tuple[float, str]]:
+def least_by_kind(
+    config: dict[str, Any], requests: list[Request], element: int = 2, quantization: str | None = None
+) -> dict[str, tuple[float, str]]:
     """Of each kind, the seconds that the hardware needs at least, and what of it: FLOPs or bandwidth."""
-    limits = limits_of(config, element)
+    limits = limits_of(config, element, quantization)
     prompts = [len(r.prompt_token_ids) for r in requests]
     outs = [r.params.max_tokens or 1 for r in requests]
     gemms = sum(n * limits.flops + limits.head_flops for n in prompts) / FLOPS

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.bench.gpu.cases import (
     CASES,
+    FP8_RIVALS,
     MAX_MODEL_LEN,
     MODELS,
     RIVALS,
@@ -33,6 +34,7 @@ from quire.bench.gpu.cases import (
 from quire.bench.gpu.timeline import draw, middle
 from quire.child import child_environment, module_command
 from quire.errors import QuireError
+from quire.kernels.quantized import Rounding
 from quire.machine import describe_machine
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of weights and activations (default: bfloat16)")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"),
                         help="of keys and values (default: as --dtype)")
+    parser.add_argument("--quantization", choices=("fp8", "int4"),
+                        help="of the layers' weights, made at load; int4 in groups of 128 (default: none)")
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
     parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
@@ -95,6 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              "this file")
     parser.add_argument("--tune-library", metavar="FILE",
                         help="instead: time cuBLASLt's algorithms, add those that win to the table in this file")
+    parser.add_argument("--gemm", nargs="+", choices=("fp8", "int4"),
+                        help="instead: GEMMs of quantized weights of the models' shapes, every kernel and its limit")
     parser.add_argument("--mixed", action="store_true",
                         help="instead: small steps of a short prompt beside eight decoding sequences")
     parser.add_argument("--sampling", action="store_true",
@@ -119,6 +125,11 @@ def run(args: argparse.Namespace) -> int:
     _show(args, {"bench": "gpu", "case": "machine", **machine}, " ".join(f"{k}={v}" for k, v in machine.items()))
     if args.tune or args.tune_library or args.tune_prefetch:
         _tune(args)
+        return 0
+    if args.gemm:
+        from quire.bench.gpu import gemm
+
+        gemm.measure(args.models, args.gemm, lambda line: _show(args, line, gemm.text(line)))
         return 0
     if args.serve:
         from quire.bench.gpu import serve as gpu_serve
@@ -177,6 +188,7 @@ def _model(model: str, cases: list[str], args: argparse.Namespace) -> None:
         prompt_rows=args.prompt_rows,
         pad_mixed=args.pad_mixed,
         named_algorithms=args.named_algorithms,
+        rounding=_rounding(args),
     )
     began = time.perf_counter()
     worker = build_worker(MODELS[model], options, args.block_size)
@@ -214,7 +226,7 @@ def _case(case: str, model: str, worker: GpuWorker, options: DeviceOptions, args
     if "num_experts" in MODELS[model]:
         _experts(case, model, worker, limits, args)
     if args.profile:
-        kernels, kinds, busy = _profile(core, case, MODELS[model], _element(args))
+        kernels, kinds, busy = _profile(core, case, MODELS[model], _element(args), args.quantization)
         _show(args, {"bench": "gpu", "case": case, "model": model, "kernels": kernels, "kinds": kinds,
                      "kernel_busy_share": busy}, _table(kernels, kinds, busy))
 
@@ -240,10 +252,10 @@ def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.N
     figures = [figure_of(case, run) for run, _ in runs]
     middle = statistics.median(figures)
     run, busy = runs[figures.index(min(figures, key=lambda found: abs(found - middle)))]
-    least = least_seconds(case, MODELS[model], requests_of(case), _element(args))
+    least = least_seconds(case, MODELS[model], requests_of(case), _element(args), args.quantization)
     tokens = run.prompt_tokens if case == "d" else run.output_tokens
     limit = 1e3 * least / tokens if case == "b" else tokens / least
-    rival = RIVALS.get((case, model))
+    rival = {None: RIVALS, "fp8": FP8_RIVALS}.get(args.quantization, {}).get((case, model))
     better = (lambda mine, other: other / mine) if case == "b" else (lambda mine, other: mine / other)
     inside = figure_of(case, dataclasses.replace(run, seconds=run.core_seconds,
                                                  first_token=run.first_token - run.before_core))
@@ -258,6 +270,7 @@ def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.N
         "exposed_ms_per_step": round(1e3 * max(0.0, run.seconds - busy) / run.steps, 3),
         "gpu_busy_share": round(min(1.0, busy / run.seconds), 3),
         "options": {name: getattr(args, name) for name in ("depth", "block_size", "dtype", "kv_cache_dtype",
+                                                           "quantization",
                                                            "enforce_eager", "deterministic", "launch_early",
                                                            "named_algorithms", "max_num_batched_tokens",
                                                            "fuse_rope", "prompt_rows", "pad_mixed")},
@@ -279,12 +292,17 @@ def _text(line: dict[str, Any]) -> str:
     )
 
 
+def _rounding(args: argparse.Namespace) -> Rounding | None:
+    """Of the weights, as the option `quantization` makes it on a GPU."""
+    return {None: None, "fp8": Rounding(None, fp8=True), "int4": Rounding(4, 128, True)}[args.quantization]
+
+
 def _element(args: argparse.Namespace) -> int:
     return 4 if args.dtype == "float32" else 2
 
 
 def _profile(
-    core: Any, case: str, config: dict[str, Any], element: int
+    core: Any, case: str, config: dict[str, Any], element: int, quantization: str | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any], float]:
     """Kernels of a shortened run by the time they take, the kinds of work they are with the share of the hardware's
     limit each reaches, and the share of the wall clock that they fill together."""
@@ -301,7 +319,7 @@ def _profile(
         if str(event.device_type).endswith("CUDA") and event.device_time_total > 0
     ])  # fmt: skip
     everything = sum(seconds for seconds, _ in totals.values()) or 1.0
-    kinds = _kinds(totals, everything, least_by_kind(config, requests, element))
+    kinds = _kinds(totals, everything, least_by_kind(config, requests, element, quantization))
     first = sorted(totals.items(), key=lambda item: -item[1][0])[:_TOP_KERNELS]
     kernels = [{"kernel": name[:70], "share": round(seconds / everything, 3), "calls": count,
                 "us_per_call": round(1e6 * seconds / count, 2), "kind": kind_of(name),

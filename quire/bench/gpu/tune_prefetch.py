@@ -27,21 +27,21 @@ cannot prefetch, a cost that this bench does not measure."""
 _KEPT = ("rows", "features", "width", "form", "kernel", "sizes", "TB/s", "us")
 
 
-def rings_of(features: int, width: int, rows: int) -> Iterator[tuple[int, ...]]:
+def rings_of(features: int, width: int, rows: int, element: int = 2) -> Iterator[tuple[int, ...]]:
     """What `PrefetchShape` may be: a program for each group of tiles, or equal shares of all tiles. Few, so that GEMMs
     share compiled kernels: how many slabs a turn should have was measured (8 rows of 6,144 x 4,096: 15.8 us with 4
     slabs, 16.9 with 2; 64 rows: 18.0 and 17.5)."""
-    from quire.kernels.triton.linear_prefetch import COLUMNS, FEATURES, MOST_SUMS, padded
+    from quire.kernels.triton.linear_prefetch import FEATURES, MOST_SUMS, SLAB, padded
 
     tiles = math.ceil(features / FEATURES)
     group = math.ceil(tiles / _MULTIPROCESSORS)
     for held, programs in ((group, 0), (1, 1)):
-        slab = (held * FEATURES + padded(rows)) * COLUMNS * 2
+        slab = (held * FEATURES + padded(rows)) * SLAB
         most = _TURN if held == 1 else _SHARED // 3
         slabs = max(count for count in (1, 2, 4) if count == 1 or count * slab <= most)
         stages = min(_MOST_STAGES, _SHARED // (slab * slabs))
         few = programs == 0 and math.ceil(tiles / held) < _LEAST_GROUPS
-        if not few and held * padded(rows) <= MOST_SUMS and stages >= 3 and width % (slabs * COLUMNS) == 0:
+        if not few and held * padded(rows) <= MOST_SUMS and stages >= 3 and width * element % (slabs * SLAB) == 0:
             yield held, stages, slabs, programs
 
 

@@ -12,6 +12,9 @@ from quire.errors import ConfigError
 from quire.executor.base import Executor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from quire.kernels.quantized import StoredWeight
     from quire.kvtransfer.memory import KVMemory
     from quire.models.loader.source import ModelSource
     from quire.models.spec import DecoderSpec
@@ -42,14 +45,29 @@ def resolve(config: EngineConfig) -> EngineConfig:
         raise ConfigError(f"device 'cuda' cannot be used: {missing}; use device='cpu' or 'auto'", field="device")
     gpu = device != "cpu" and missing is None
     _check_kv_dtype(config.cache.kv_cache_dtype, gpu)
-    if gpu and config.model.quantization is not None:
-        raise ConfigError("quantization multiplies integers on a CPU only so far: use device='cpu', or no quantization",
-                          field="quantization")
+    _check_quantization(config, gpu)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu"),
         scheduler=_with_a_step_for_every_stage(config).resolved(gpu),
     )
+
+
+def _check_quantization(config: EngineConfig, gpu: bool) -> None:
+    """Which formats a device makes of weights."""
+    wanted = config.model.quantization
+    if not gpu and wanted == "fp8":
+        raise ConfigError("quantization 'fp8' needs a GPU: use int8 or int4 on a CPU", field="quantization")
+    if not gpu or wanted is None:
+        return
+    if wanted == "int8":
+        raise ConfigError("quantization 'int8' runs on a CPU only so far: use fp8 or int4", field="quantization")
+    if config.parallel.distributed:
+        raise ConfigError("quantized weights cannot be shared by ranks on GPUs yet: use tensor_parallel_size=1 and "
+                          "pipeline_parallel_size=1, or no quantization", field="quantization")
+    if config.model.dtype == "float32":
+        raise ConfigError(f"quantization {wanted!r} multiplies rows in 16 bits or fp8: use dtype='bfloat16'",
+                          field="quantization")
 
 
 def _check_kv_dtype(kv_cache_dtype: str, gpu: bool) -> None:
@@ -135,6 +153,11 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
         raise ConfigError(f"speculative_config method {drafts.method!r} runs on a CPU only so far: use device='cpu', "
                           "or another method", field="device")
     options = device_options(config, read_spec(source.config).max_positions)
-    weights = None if config.model.load_format == "dummy" else source.weights(None)
+    weights = None if config.model.load_format == "dummy" else _device_weights(source, config)
     worker = GpuWorker(source.config, weights, config.cache, options, speculation=speculation_of(config))
     return worker, DeviceExecutor(worker, worker.expert_load)
+
+
+def _device_weights(source: ModelSource, config: EngineConfig) -> Iterator[tuple[str, StoredWeight]]:
+    """Weights that the file stores quantized keep their bits if that is asked for."""
+    return source.weights(None) if config.model.quantization is None else source.stored_weights()

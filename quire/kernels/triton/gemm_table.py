@@ -19,6 +19,8 @@ import torch
 
 PLAIN, NORM, GATED = "plain", "norm", "gated"
 """What is fused with a GEMM: nothing but a residual, the norm before it, that norm and the gate after it."""
+FP8, INT4 = "fp8 ", "int4 "
+"""Put before the form of a GEMM whose weight is stored in that format."""
 LIBRARY = "library"
 
 @dataclass(frozen=True, slots=True)

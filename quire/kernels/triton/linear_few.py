@@ -83,7 +83,9 @@ def _vector_kernel(
         acc += values[:, None, :] * w.to(tl.float32)[None, :, :]
         if GATED:
             other += values[:, None, :] * w2.to(tl.float32)[None, :, :]
-    result = finish(acc, other, square, bias, feature, real, num_features, eps, WIDTH, NORM, BIAS, GATED, KIND)
+    result = finish(
+        acc, other, square, bias, bias, feature, real, num_features, eps, WIDTH, NORM, False, BIAS, GATED, KIND
+    )
     stores = used[:, None] & real[None, :]
     target = row[:, None].to(tl.int64) * num_features + feature[None, :]
     if RESIDUAL:

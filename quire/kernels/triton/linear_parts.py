@@ -26,12 +26,12 @@ def load_early(start_row, column, real, WIDTH: tl.constexpr):
 
 @triton.jit
 def finish(
-    acc, other, square, bias, feature, real, num_features, eps, WIDTH: tl.constexpr, NORM: tl.constexpr,
-    BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    acc, other, square, w_scale, bias, feature, real, num_features, eps, WIDTH: tl.constexpr, NORM: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """The outputs [features] or [rows, features] of `acc` [..., features, columns]: summed over columns, times the
-    norm's scale, with the bias and the gate. `other`: as `acc`, of the second half of the weight; `square` [rows,
-    columns]."""
+    norm's scale and the scales of an fp8 weight's features, with the bias and the gate. `other`: as `acc`, of the
+    second half of the weight; `square` [rows, columns]."""
     AXIS: tl.constexpr = len(acc.shape) - 1
     result = tl.sum(acc, axis=AXIS)
     if NORM:
@@ -40,21 +40,26 @@ def finish(
         else:
             scale = tl.rsqrt(tl.sum(square, axis=1) / WIDTH + eps)[:, None]
         result = result * scale
+    if SCALED:
+        result = result * _by_feature(w_scale + feature, real, AXIS)
     if BIAS:
-        result += _bias_of(bias + feature, real, AXIS)
+        result += _by_feature(bias + feature, real, AXIS)
     if GATED:
         up = tl.sum(other, axis=AXIS)
         if NORM:
             up = up * scale
+        if SCALED:
+            up = up * _by_feature(w_scale + num_features + feature, real, AXIS)
         if BIAS:
-            up += _bias_of(bias + num_features + feature, real, AXIS)
+            up += _by_feature(bias + num_features + feature, real, AXIS)
         result = activate(result, KIND) * up
     return result
 
 
 @triton.jit
-def _bias_of(bias, real, AXIS: tl.constexpr):
-    value = tl.load(bias, mask=real, other=0.0).to(tl.float32)
+def _by_feature(values, real, AXIS: tl.constexpr):
+    """One value for each feature, in the shape of the outputs."""
+    value = tl.load(values, mask=real, other=0.0).to(tl.float32)
     if AXIS == 1:
         return value
     else:

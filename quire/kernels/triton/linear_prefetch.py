@@ -36,8 +36,10 @@ MOST_SUMS = 384
 _SHARED = 226 << 10
 """Shared memory of a program in bytes, less a KiB for barriers: the ring, and the buffer that a tile is stored
 through."""
-FEATURES, COLUMNS = 64, 64
-"""Size of a tile: the features that one warp group multiplies at once; 128 bytes, the widest row that TMA swizzles."""
+FEATURES, SLAB = 64, 128
+"""Features of a tile: those that one warp group multiplies at once. Bytes of a slab's row: the widest that TMA
+swizzles."""
+_KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m3fn: "float8e4nv"}
 _LEAST_BOX = 8
 _PARTIALS, _TILES = 5 << 20, 4096
 """Scratch for parts of tiles (two of 64 x 256 for each of 132 multiprocessors), and how many tiles may have parts."""
@@ -55,8 +57,8 @@ class PrefetchShape:
     programs: int = 0
 
     def bytes_of(self, rows: int) -> int:
-        """Shared memory of the ring in a 16-bit type."""
-        return self.stages * self.slabs * (self.tiles * FEATURES + padded(rows)) * COLUMNS * 2
+        """Shared memory of the ring."""
+        return self.stages * self.slabs * (self.tiles * FEATURES + padded(rows)) * SLAB
 
     def shared(self, rows: int) -> int:
         """The ring, and the buffer for the sums of a tile (64 rows at a time) when a bias or residual is added."""
@@ -82,6 +84,11 @@ class PrefetchScratch:
         )
 
 
+def columns(dtype: torch.dtype) -> int:
+    """Of a slab."""
+    return SLAB // dtype.itemsize
+
+
 def padded(rows: int) -> int:
     return max(_LEAST_BOX, triton.next_power_of_2(rows))
 
@@ -99,32 +106,34 @@ def available(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _programs(weight: Tensor, sizes: PrefetchShape) -> int:
     """Never more than there are turns: a program without a turn would write a part without sums."""
     groups = sizes.groups(weight.shape[0])
-    turns = groups * (weight.shape[1] // COLUMNS // sizes.slabs)
-    return min(sizes.programs * _multiprocessors(weight.device) if sizes.programs else groups, turns)
+    turns = groups * (weight.shape[1] // columns(weight.dtype) // sizes.slabs)
+    return min(sizes.programs * multiprocessors(weight.device) if sizes.programs else groups, turns)
 
 
 def fits(x: Tensor, weight: Tensor, sizes: PrefetchShape, scratch: PrefetchScratch) -> bool:
     """Whether the kernel can run this GEMM: whole turns, a ring that fits, and scratch for every part."""
     rows, width = x.shape
+    slab = columns(x.dtype)
     groups, programs = sizes.groups(weight.shape[0]), _programs(weight, sizes)
     parts = 0 if groups == programs else 2 * programs * FEATURES * padded(rows)
     return (
         rows <= MOST_ROWS
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and width % (COLUMNS * sizes.slabs) == 0
+        and x.dtype == weight.dtype
+        and x.dtype in _KINDS
+        and width % (slab * sizes.slabs) == 0
         and sizes.shared(rows) <= _SHARED
         and sizes.tiles * padded(rows) <= MOST_SUMS
         and (parts == 0 or sizes.tiles == 1)
         and parts <= scratch.partial.numel()
         and groups <= scratch.arrived.numel()
-        and programs * groups * (width // COLUMNS // sizes.slabs) < 1 << 31
+        and programs * groups * (width // slab // sizes.slabs) < 1 << 31
         and x.is_contiguous()
         and weight.is_contiguous()
         and x.data_ptr() % 16 == 0
@@ -140,35 +149,40 @@ def linear_prefetch(
     *,
     sizes: PrefetchShape,
     scratch: PrefetchScratch,
+    scales: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """[rows, features] of up to `MOST_ROWS` rows: x W^T + bias + residual."""
+    """[rows, features] of up to `MOST_ROWS` rows: x W^T + bias + residual. With `scales` (of features, of rows;
+    float32) x W^T is multiplied by both: a GEMM of fp8, whose `out` has another type and must be given."""
     rows, width = x.shape
-    features = weight.shape[0]
+    features, slab = weight.shape[0], columns(x.dtype)
     if out is None:
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
-    kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
+    kind = getattr(gl, _KINDS[x.dtype])
     pad = padded(rows)
     # The tallest TMA box (a power of two) that divides the rows.
-    tile, box = [FEATURES, COLUMNS], [max(rows & -rows, _LEAST_BOX), COLUMNS]
-    sums, stored = _layouts(pad)
+    tile, box = [FEATURES, slab], [max(rows & -rows, _LEAST_BOX), slab]
+    sums, stored = _layouts(pad, 32 // x.dtype.itemsize)
     prefetch_kernel[(_programs(weight, sizes),)](
         TensorDescriptor.from_tensor(weight, tile, gl.NVMMASharedLayout.get_default_for(tile, kind)),
         TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, kind)),
-        weight if bias is None else bias,
-        x if residual is None else residual,
+        out if scales is None else scales[0],
+        out if scales is None else scales[1],
+        out if bias is None else bias,
+        out if residual is None else residual,
         out,
         scratch.partial,
         scratch.arrived,
         rows,
         features,
-        width // COLUMNS // sizes.slabs,
+        width // slab // sizes.slabs,
         sizes.stages,
         sizes.tiles,
         sizes.slabs,
         pad,
         triton.cdiv(rows, box[0]),
+        scales is not None,
         bias is not None,
         residual is not None,
         pdl,
@@ -188,8 +202,9 @@ def _registers(sums: int) -> int:
     return max((wanted + _LOADING) // 2 // 8 * 8, min(168, (sums // 2 + 40) // 8 * 8))
 
 
-@lru_cache(maxsize=8)
-def _layouts(rows: int) -> tuple[Any, Any]:
-    """How the sums of a tile [features, rows] lie in registers, and how they are stored: by runs of features."""
-    sums = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, rows, 16])
+@lru_cache(maxsize=16)
+def _layouts(rows: int, depth: int) -> tuple[Any, Any]:
+    """How the sums of a tile [features, rows] lie in registers, and how they are stored: by runs of features. `depth`
+    columns are multiplied by one instruction."""
+    sums = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, rows, depth])
     return sums, gl.BlockedLayout([8, 1], [8, 4], [1, _WARPS], [0, 1])

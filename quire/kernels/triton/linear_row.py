@@ -32,6 +32,7 @@ class RowShape:
 def _row_kernel(
     x,
     weight,
+    w_scale,
     bias,
     residual,
     gain,
@@ -41,6 +42,7 @@ def _row_kernel(
     WIDTH: tl.constexpr,
     FEATURES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
@@ -75,7 +77,9 @@ def _row_kernel(
         acc += values * w.to(tl.float32)
         if GATED:
             other += values * w2.to(tl.float32)
-    result = finish(acc, other, square, bias, feature, real, NUM_FEATURES, eps, WIDTH, NORM, BIAS, GATED, KIND)
+    result = finish(
+        acc, other, square, w_scale, bias, feature, real, NUM_FEATURES, eps, WIDTH, NORM, SCALED, BIAS, GATED, KIND
+    )
     if RESIDUAL:
         result += tl.load(residual + feature, mask=real, other=0.0).to(tl.float32)
     tl.store(out + feature, result.to(out.dtype.element_ty), mask=real)
@@ -87,6 +91,7 @@ def linear_row(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
+    scales: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
     gated: str | None = None,
@@ -94,7 +99,8 @@ def linear_row(
     sizes: RowShape = RowShape(),  # noqa: B008 (frozen)
     pdl: bool = False,
 ) -> Tensor:
-    """[1, features]: norm(x) W^T + bias, or act(first half) * second half of it, + residual.
+    """[1, features]: norm(x) W^T + bias, or act(first half) * second half of it, + residual. `scales`: those of the
+    features of an fp8 weight (float32), whose row stays in its own type.
 
     Its reference is `linear_few.linear_reference`.
     """
@@ -107,7 +113,8 @@ def linear_row(
     _row_kernel[(triton.cdiv(features, sizes.features),)](
         x,
         weight,
-        weight if bias is None else bias,
+        x if scales is None else scales,
+        x if bias is None else bias,
         x if residual is None else residual,
         x if norm is None else norm,
         out,
@@ -116,6 +123,7 @@ def linear_row(
         width,
         sizes.features,
         columns,
+        scales is not None,
         bias is not None,
         residual is not None,
         norm is not None,

@@ -1,9 +1,10 @@
 """The kernel of `linear_prefetch`, in Gluon, Triton's lower layer: Triton itself cannot say when a copy begins.
 
-A slab is 64 columns, of a tile of the weight (64 output features) or of all rows. A turn is some slabs of a group of
-tiles and the same of the rows: a stage of the ring. Turns are numbered through all groups of the weight, and every
-program has an equal share of them, of at least one. One warp loads turns, the others multiply them; barrier `full`
-counts the bytes that arrived in a stage, barrier `free` says that the stage was read.
+A slab is 128 bytes of every row (64 columns in a 16-bit type, 128 in fp8), of a tile of the weight (64 output features)
+or of all rows. A turn is some slabs of a group of tiles and the same of the rows: a stage of the ring. Turns are
+numbered through all groups of the weight, and every program has an equal share of them, of at least one. One warp loads
+turns, the others multiply them; barrier `full` counts the bytes that arrived in a stage, barrier `free` says that the
+stage was read.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _load_rows(x, full, ring, turn, stage, turns, SLABS: gl.constexpr, BOXES: gl
 
 
 @gluon.jit
-def _load(
+def load_turns(
     weight, x, w_ring, x_ring, full, free, begin, end, turns,
     STAGES: gl.constexpr, TILES: gl.constexpr, SLABS: gl.constexpr, BOXES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -95,9 +96,10 @@ def _waited(sums, left: gl.constexpr, TILES: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    w_ring, x_ring, full, free, bias, residual, out, partial, arrived, num_rows, num_features, begin, end, turns, total,
-    STAGES: gl.constexpr, TILES: gl.constexpr, SLABS: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    PDL: gl.constexpr, SUMS: gl.constexpr, STORED: gl.constexpr,
+    w_ring, x_ring, full, free, w_scale, x_scale, bias, residual, out, partial, arrived, num_rows, num_features, begin,
+    end, turns, total,
+    STAGES: gl.constexpr, TILES: gl.constexpr, SLABS: gl.constexpr, SCALED: gl.constexpr, BIAS: gl.constexpr,
+    RESIDUAL: gl.constexpr, PDL: gl.constexpr, SUMS: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: one group of tiles after another, each turn as soon as it is loaded."""
     FEATURES: gl.constexpr = w_ring.shape[1]
@@ -118,17 +120,23 @@ def _multiply(
         sums = _waited(sums, 0, TILES)
         mbarrier.arrive(free.index((last - 1 - begin) % STAGES))
         if TILES == 1:
-            acc, complete = _whole_tile(sums[0], group, first, last, total, gl.num_programs(0), partial, arrived, turns)
+            acc, complete = whole_tile(sums[0], group, first, last, total, gl.num_programs(0), partial, arrived, turns)
             if complete:
-                _store_tile(acc, group, bias, residual, out, num_rows, num_features, BIAS, RESIDUAL, STORED)
+                store_tile(
+                    acc, group, w_scale, x_scale, bias, residual, out, num_rows, num_features, SCALED, BIAS, RESIDUAL,
+                    STORED,
+                )  # fmt: skip
         else:
             for tile in gl.static_range(TILES):
                 place = group * TILES + tile
-                _store_tile(sums[tile], place, bias, residual, out, num_rows, num_features, BIAS, RESIDUAL, STORED)
+                store_tile(
+                    sums[tile], place, w_scale, x_scale, bias, residual, out, num_rows, num_features, SCALED, BIAS,
+                    RESIDUAL, STORED,
+                )  # fmt: skip
 
 
 @gluon.jit
-def _whole_tile(acc, tile, first, last, total, programs, partial, arrived, turns):
+def whole_tile(acc, tile, first, last, total, programs, partial, arrived, turns):
     """(the tile's sum, whether this program has it): at once if it saw all columns, else if it is the last one."""
     FEATURES: gl.constexpr = acc.shape[0]
     ROWS: gl.constexpr = acc.shape[1]
@@ -157,9 +165,9 @@ def _whole_tile(acc, tile, first, last, total, programs, partial, arrived, turns
 
 
 @gluon.jit
-def _store_tile(
-    acc, tile, bias, residual, out, num_rows, num_features,
-    BIAS: gl.constexpr, RESIDUAL: gl.constexpr, STORED: gl.constexpr,
+def store_tile(
+    acc, tile, w_scale, x_scale, bias, residual, out, num_rows, num_features,
+    SCALED: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     FEATURES: gl.constexpr = acc.shape[0]
     ROWS: gl.constexpr = acc.shape[1]
@@ -168,8 +176,11 @@ def _store_tile(
     target = row[None, :] * num_features + feature[:, None]
     real = feature < num_features
     stores = real[:, None] & (row < num_rows)[None, :]
-    # Without a bias or residual, sums are exchanged between threads in the narrow output type.
-    result = gl.convert_layout(acc if BIAS or RESIDUAL else acc.to(out.dtype.element_ty), STORED)
+    # Sums that nothing is added to or multiplied with are exchanged between threads in the narrow output type.
+    result = gl.convert_layout(acc if SCALED or BIAS or RESIDUAL else acc.to(out.dtype.element_ty), STORED)
+    if SCALED:
+        result = result * gl.load(w_scale + feature, mask=real, other=0.0)[:, None]
+        result = result * gl.load(x_scale + row, mask=row < num_rows, other=0.0)[None, :]
     if BIAS:
         result += gl.load(bias + feature, mask=real, other=0.0).to(gl.float32)[:, None]
     if RESIDUAL:
@@ -181,6 +192,8 @@ def _store_tile(
 def prefetch_kernel(
     weight,
     x,
+    w_scale,
+    x_scale,
     bias,
     residual,
     out,
@@ -194,6 +207,7 @@ def prefetch_kernel(
     SLABS: gl.constexpr,
     ROWS: gl.constexpr,
     BOXES: gl.constexpr,
+    SCALED: gl.constexpr,
     BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr,
     PDL: gl.constexpr,
@@ -219,10 +233,11 @@ def prefetch_kernel(
         [
             (
                 _multiply,
-                (w_ring, x_ring, full, free, bias, residual, out, partial, arrived, num_rows, num_features, begin, end,
-                 turns, total, STAGES, TILES, SLABS, BIAS, RESIDUAL, PDL, SUMS, STORED),
+                (w_ring, x_ring, full, free, w_scale, x_scale, bias, residual, out, partial, arrived, num_rows,
+                 num_features, begin, end, turns, total, STAGES, TILES, SLABS, SCALED, BIAS, RESIDUAL, PDL, SUMS,
+                 STORED),
             ),
-            (_load, (weight, x, w_ring, x_ring, full, free, begin, end, turns, STAGES, TILES, SLABS, BOXES, PDL)),
+            (load_turns, (weight, x, w_ring, x_ring, full, free, begin, end, turns, STAGES, TILES, SLABS, BOXES, PDL)),
         ],
         [1],
         [24],

@@ -11,7 +11,7 @@ w numbers of `bits` bits fill a word of 32, lowest bits first. A weight is scale
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,16 +19,17 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.kernels.quantized import UNIT, QuantizedWeight
+from quire.kernels.quantized import UNIT, QuantizedWeight, StoredWeight
 from quire.kernels.quantized import joined as joined_weights
 from quire.models.loader import safetensors
 from quire.models.loader.quantization_config import IntegerScheme
 from quire.models.spec import Shape
 from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
 
-StoredWeight = Tensor | QuantizedWeight
 Members = Mapping[str, Tensor]
 """The tensors of one weight, by the last part of their names."""
+Make = Callable[[str, Members], StoredWeight]
+"""Makes the weight of a module of its members."""
 
 _SCALES = {"awq": "scales", "gptq": "scales", "compressed-tensors": "weight_scale"}
 """The member that every integer weight of a layout has, and no other weight."""
@@ -46,18 +47,25 @@ _AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 def read(folder: Path, scheme: IntegerScheme, parts: StoredParts | None) -> Iterator[tuple[str, StoredWeight]]:
     """(name, weight) of a checkpoint, floats in the type they are stored in; with `parts` those parts of them."""
     members = members_of(safetensors.tensor_names(folder), scheme)
+    return read_members(folder, members, lambda module, have: _Reader(module, have, scheme).weight(), parts)
+
+
+def read_members(
+    folder: Path, members: Mapping[str, frozenset[str]], make: Make, parts: StoredParts | None, fp8: bool = False
+) -> Iterator[tuple[str, StoredWeight]]:
+    """The tensors of a checkpoint, where `make` makes a weight of the members of each module named in `members`."""
     if parts is None:
-        yield from joined(safetensors.iterate_weights(folder, None), members, scheme)
+        yield from joined(safetensors.iterate_weights(folder, None, fp8=fp8), members, make)
         return
 
     def ranges_of(name: str, shape: Shape) -> Ranges | None:
-        """An integer weight is cut once it is put together: its members are packed each in another way."""
+        """A weight of several members is cut once it is put together: they are packed each in another way."""
         module, _, member = name.rpartition(".")
         if member not in members.get(module, ()):
             return parts.ranges(name, shape)
         return None if parts.wants(f"{module}.weight") else NOTHING
 
-    for name, weight in joined(safetensors.iterate_weights(folder, None, ranges_of), members, scheme):
+    for name, weight in joined(safetensors.iterate_weights(folder, None, ranges_of, fp8), members, make):
         if name.removesuffix(".weight") not in members:
             yield name, weight
         elif (ranges := parts.ranges(name, tuple(weight.shape))) != NOTHING:
@@ -66,8 +74,8 @@ def read(folder: Path, scheme: IntegerScheme, parts: StoredParts | None) -> Iter
 
 def _taken(weight: StoredWeight, ranges: Ranges) -> StoredWeight:
     dim, runs = ranges
-    if isinstance(weight, Tensor):
-        return take(weight, ranges)
+    if not isinstance(weight, QuantizedWeight):
+        return take(weight if isinstance(weight, Tensor) else weight.dequantized(), ranges)
     if dim == 1 and any(edge % min(UNIT, weight.group) for run in runs for edge in run):
         return take(weight.dequantized(), ranges)
     pieces = [weight.rows(slice(*run)) if dim == 0 else weight.columns(*run) for run in runs]
@@ -86,9 +94,9 @@ def members_of(names: Iterable[str], scheme: IntegerScheme) -> dict[str, frozens
 
 
 def joined(
-    stored: Iterable[tuple[str, Tensor]], members: Mapping[str, frozenset[str]], scheme: IntegerScheme
+    stored: Iterable[tuple[str, Tensor]], members: Mapping[str, frozenset[str]], make: Make
 ) -> Iterator[tuple[str, StoredWeight]]:
-    """The same tensors; those of an integer weight as the one `NAME.weight` that they make."""
+    """The same tensors; those of a weight of several members as the one `NAME.weight` that they make."""
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored:
         module, _, member = name.rpartition(".")
@@ -98,7 +106,7 @@ def joined(
         have = waiting.setdefault(module, {})
         have[member] = tensor
         if len(have) == len(members[module]):
-            yield f"{module}.weight", _Reader(module, waiting.pop(module), scheme).weight()
+            yield f"{module}.weight", make(module, waiting.pop(module))
 
 
 class _Reader:

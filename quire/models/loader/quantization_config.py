@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from quire.errors import UnsupportedModelError
+from quire.models.loader.fp8_config import fp8_scheme
 
 Layout = Literal["awq", "gptq", "compressed-tensors"]
 FIELD = "quantization_config"
-METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4")
+METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4", "fp8", "modelopt")
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 _STRATEGIES = ("group", "channel", "tensor")
@@ -42,7 +43,7 @@ def integer_scheme(config: Mapping[str, Any]) -> IntegerScheme | None:
     if not isinstance(stored, Mapping):
         _refuse("", stored)
     method = stored.get("quant_method")
-    if method == "mxfp4":
+    if method == "mxfp4" or fp8_scheme(config) is not None:
         return None
     if method == "awq":
         return _awq(stored)

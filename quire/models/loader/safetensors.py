@@ -87,22 +87,23 @@ def tensor_names(folder: Path) -> list[str]:
 
 
 def iterate_weights(
-    folder: Path, dtype: torch.dtype | None, ranges_of: RangesOf | None = None
+    folder: Path, dtype: torch.dtype | None, ranges_of: RangesOf | None = None, fp8: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) pairs, one in memory at a time, cast to `dtype` (None keeps the stored type); with `ranges_of`
-    only those parts of them are read."""
+    only those parts of them are read. `fp8`: tensors in fp8 are handed over too, as they are."""
     from safetensors import SafetensorError
 
     wanted = _names_by_file(folder)
     for path in weight_files(folder):
         try:
-            yield from _read_file(path, None if wanted is None else wanted[path.name], dtype, ranges_of)
+            for name, tensor in _read_file(path, None if wanted is None else wanted[path.name], ranges_of):
+                yield name, tensor if fp8 and tensor.dtype.itemsize == 1 else _cast(name, tensor, dtype, path)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise ModelLoadError(f"{path} is truncated or corrupted ({error}); download it again") from error
 
 
 def _read_file(
-    path: Path, wanted: set[str] | None, dtype: torch.dtype | None, ranges_of: RangesOf | None
+    path: Path, wanted: set[str] | None, ranges_of: RangesOf | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
@@ -123,7 +124,7 @@ def _read_file(
                     continue
                 tensor = shard.get_tensor(name) if ranges is None else _read_ranges(path, name, stored, ranges)
                 read += tensor.nbytes
-                yield name, _cast(name, tensor, dtype, path)
+                yield name, tensor
 
 
 def _read_ranges(path: Path, name: str, stored: Any, ranges: Ranges) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from quire.errors import ConfigError, ModelLoadError
 from quire.models.loader import mxfp4, safetensors
 from quire.models.loader.catalog import CATALOG
+from quire.models.loader.fp8_config import fp8_scheme
 from quire.models.loader.gguf import GgufFile, GgufTensor
 from quire.models.loader.gguf_names import architecture_of, hf_config, hf_name, is_extra
 from quire.models.loader.gguf_rope import CONFIG_TENSORS
@@ -23,7 +24,7 @@ from quire.models.loader.hub import fetch_from_hub, looks_like_hub_id
 from quire.models.loader.json_file import read_json_object
 from quire.models.loader.latent_halves import join, joined, whole_of
 from quire.models.loader.pull import pull
-from quire.models.loader.quantization_config import IntegerScheme, integer_scheme
+from quire.models.loader.quantization_config import integer_scheme
 from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
 from quire.tokenizer.from_folder import has_tokenizer, tokenizer_from_folder
 from quire.tokenizer.from_gguf import tokenizer_from_gguf
@@ -32,7 +33,7 @@ from quire.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:  # saying what a model is must not cost the import of torch
     import torch
 
-    from quire.kernels.quantized import QuantizedWeight
+    from quire.kernels.quantized import CodedWeight, QuantizedWeight
 
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 # Tensors being dequantized ahead of the one that is handed out, and threads that do it. Numpy lets go of the
@@ -99,7 +100,7 @@ class ModelSource(ABC):
     @abstractmethod
     def _stored_weights(
         self, parts: StoredParts | None
-    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]: ...
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]: ...
 
     @abstractmethod
     def _make_tokenizer(self) -> Tokenizer:
@@ -119,8 +120,8 @@ class ModelSource(ABC):
 
     def stored_weights(
         self, parts: StoredParts | None = None
-    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-        """As `weights(None)`, but matrices that the file keeps as integers and scales come as these."""
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
+        """As `weights(None)`, but matrices that the file keeps as codes and scales come as these."""
         self._check_readable()
         return self._stored_weights(parts)
 
@@ -255,7 +256,7 @@ class GgufSource(ModelSource):
 
     def _stored_weights(
         self, parts: StoredParts | None
-    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
         return joined(self._read_ahead(self._read_stored, parts), lambda name, keys, values: _cut(
             join(_floats(keys), _floats(values), name), name, parts))  # fmt: skip
 
@@ -278,10 +279,10 @@ class GgufSource(ModelSource):
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _floats(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
-    from quire.kernels.quantized import QuantizedWeight
+def _floats(weight: torch.Tensor | CodedWeight) -> torch.Tensor:
+    from quire.kernels.quantized import CodedWeight
 
-    return weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+    return weight.dequantized() if isinstance(weight, CodedWeight) else weight
 
 
 def _cut(tensor: torch.Tensor, name: str, parts: StoredParts | None) -> torch.Tensor:
@@ -330,35 +331,43 @@ class FolderSource(ModelSource):
     def _weights(
         self, dtype: torch.dtype | None, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        scheme = integer_scheme(self._config)
-        if scheme is not None:
-            return self._dequantized(scheme, dtype, parts)
+        coded = self._coded_weights(parts)
+        if coded is not None:
+            return _dequantized(coded, dtype)
         stored = safetensors.iterate_weights(self.path, dtype, None if parts is None else parts.ranges)
         quantization = self._config.get("quantization_config")
         packed = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
         return mxfp4.joined(stored) if packed else stored
 
-    def _dequantized(
-        self, scheme: IntegerScheme, dtype: torch.dtype | None, parts: StoredParts | None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        from quire.kernels.quantized import QuantizedWeight
-
-        for name, weight in self._integer_weights(scheme, parts):
-            values = weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
-            yield name, values if dtype is None else values.to(dtype)
-
     def _stored_weights(
         self, parts: StoredParts | None
-    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-        scheme = integer_scheme(self._config)
-        return self._weights(None, parts) if scheme is None else self._integer_weights(scheme, parts)
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
+        return self._coded_weights(parts) or self._weights(None, parts)
 
-    def _integer_weights(
-        self, scheme: IntegerScheme, parts: StoredParts | None
-    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-        from quire.models.loader.integer_weights import read
+    def _coded_weights(
+        self, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]] | None:
+        """Where the checkpoint stores its weights as codes and scales; None: as floats, or MXFP4."""
+        integers, fp8 = integer_scheme(self._config), fp8_scheme(self._config)
+        if integers is not None:
+            from quire.models.loader.integer_weights import read
 
-        return read(self.path, scheme, parts)
+            return read(self.path, integers, parts)
+        if fp8 is not None:
+            from quire.models.loader.fp8_weights import read as read_fp8
+
+            return read_fp8(self.path, fp8, parts)
+        return None
+
+
+def _dequantized(
+    coded: Iterator[tuple[str, torch.Tensor | CodedWeight]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    from quire.kernels.quantized import CodedWeight
+
+    for name, weight in coded:
+        values = weight.dequantized() if isinstance(weight, CodedWeight) else weight
+        yield name, values if dtype is None else values.to(dtype)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -8,6 +8,7 @@ import torch
 
 from quire.config import GPU_DEFAULTS, EngineConfig
 from quire.errors import ConfigError
+from quire.kernels.quantized import Rounding
 
 MOST_DRAFT_ROWS = 512
 """64 sequences with 7 drafts each: 512 rows with the sequences' own. With more sequences each gets fewer drafts."""
@@ -45,6 +46,8 @@ class DeviceOptions:
     """Prompts without context read K and V from their step's rows, by TMA, and not from the cache."""
     pad_mixed: bool = True
     """Small mixed steps are padded to fixed shapes and replayed as graphs, like decode steps."""
+    rounding: Rounding | None = None
+    """What becomes of weights that the file stores as floats; None: they stay as they are."""
     seed: int = 0
     draft_rows: int = 0
     """Drafts that a step may hold beside one token of every sequence: each is a row of the decode graphs."""
@@ -56,6 +59,9 @@ def supported(options: DeviceOptions, capability: tuple[int, int]) -> DeviceOpti
         raise ConfigError(
             f"kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more, and this one has "
             f"{'.'.join(map(str, capability))}: use kv_cache_dtype='auto'", field="kv_cache_dtype")
+    if options.rounding is not None and options.rounding.fp8 and capability < _FP8_CAPABILITY:
+        raise ConfigError(f"quantization 'fp8' needs a GPU of compute capability 8.9 or more, and this one has "
+                          f"{'.'.join(map(str, capability))}: use int4, or no quantization", field="quantization")
     return options if capability >= (9, 0) else replace(options, launch_early=False, prompt_rows=False)
 
 
@@ -84,6 +90,7 @@ def device_options(config: EngineConfig, max_positions: int, device: str = "cuda
         enforce_eager=model.enforce_eager,
         deterministic=model.deterministic,
         kv_cache_dtype=config.cache.kv_cache_dtype,
+        rounding=model.rounding,
         seed=model.seed,
         draft_rows=draft_rows(config),
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.kernels.quantized import StoredWeight
 from quire.models.build import build_decoder, random_bound
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of, read_spec
@@ -48,7 +49,7 @@ def _all_random(
             yield name, torch.ones(shape, dtype=torch.float32, device=device) + offset
 
 
-def moved(weights: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def moved(weights: Iterable[tuple[str, StoredWeight]], device: torch.device) -> Iterator[tuple[str, StoredWeight]]:
     """Each tensor on the device. Its source makes what it makes where it always does, whatever the default
     here."""
     source = iter(weights)
@@ -62,7 +63,7 @@ def moved(weights: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterat
 
 def build_on_device(
     config: Mapping[str, Any],
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Iterable[tuple[str, StoredWeight]],
     ops: Ops,
     device: torch.device,
     dtype: torch.dtype,

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quire.config import CacheConfig
 from quire.errors import ConfigError, QuireError
+from quire.kernels.quantized import StoredWeight
 from quire.kernels.routing import LayerLoad
 from quire.kvtransfer.store import KVStore
 from quire.models.build import stored_parts
@@ -67,7 +67,7 @@ class GpuWorker:
     def __init__(
         self,
         config: Mapping[str, Any],
-        weights: Iterable[tuple[str, Tensor]] | None,
+        weights: Iterable[tuple[str, StoredWeight]] | None,
         cache: CacheConfig,
         options: DeviceOptions,
         ops: Ops | None = None,
@@ -110,7 +110,7 @@ class GpuWorker:
     def _build(
         self,
         config: Mapping[str, Any],
-        weights: Iterable[tuple[str, Tensor]] | None,
+        weights: Iterable[tuple[str, StoredWeight]] | None,
         cache: CacheConfig,
         ops: Ops | None,
     ) -> None:
@@ -418,4 +418,5 @@ def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype
         prompt_rows=options.prompt_rows,
         pdl=options.launch_early,
         named_algorithms=options.named_algorithms,
+        rounding=options.rounding,
     )

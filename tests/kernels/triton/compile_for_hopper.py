@@ -92,7 +92,7 @@ def machine_copies(operations: list[str]) -> str:
 def prefetch(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     """GEMMs of few rows, of groups of tiles, of shares of tiles, and of as many sums as fit in registers."""
     scratch = linear_prefetch.PrefetchScratch.allocate("cpu", 1)
-    linear_prefetch._multiprocessors = lambda device: 132
+    linear_prefetch.multiprocessors = lambda device: 132
     features, width = 6144, 4096
     weight, bias = torch.empty(features, width, dtype=dtype), torch.empty(features, dtype=dtype)
     for name, rows, sizes, biased, more in (

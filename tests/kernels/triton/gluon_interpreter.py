@@ -9,7 +9,7 @@ before still writes or meets another program's numbers other than by atomics get
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -180,8 +180,11 @@ class Program:
         return done[0] if len(done) == 1 else tuple(done)
 
     def load_shared(self, view: View) -> Value:
-        me = self.baton.step()
-        view.one.may_be_read(me.knows, me)
+        """Shared memory to registers, which may be its only reading."""
+        me, slot = self.baton.step(), view.one
+        slot.may_be_read(me.knows, me)
+        slot.unread.clear()
+        slot.read[me] = me.knows.now
         assert view.data is not None
         return Value(view.data.clone())
 
@@ -247,6 +250,9 @@ def _language(program: Program) -> Any:
         demand(all(isinstance(each, int) for each in bounds), "a static range of what is known at run time only")
         return range(*bounds)
 
+    def stacked(a: Value, b: Value) -> Tensor:
+        return torch.stack([a.data, b.data], -1)
+
     def extreme(function: Callable[..., Tensor]) -> Callable[..., Value]:
         return lambda a, b: Value(function(torch.as_tensor(plain(a)), torch.as_tensor(plain(b))))
 
@@ -258,12 +264,14 @@ def _language(program: Program) -> Any:
 
     return SimpleNamespace(
         int32=torch.int32, int64=torch.int64, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
+        float8e4nv=torch.float8_e4m3fn, int16=torch.int16,
         arange=arange, zeros=zeros, full=full, where=where, static_range=static_range,
         zeros_like=lambda value: Value(torch.zeros_like(value.data)), exp2=lambda value: Value(torch.exp2(value.data)),
         max=lambda value, axis: Value(value.data.amax(axis)), sum=lambda value, axis: Value(value.data.sum(axis)),
         maximum=extreme(torch.maximum), minimum=extreme(torch.minimum),
         SliceLayout=lambda dim, parent: None, DotOperandLayout=lambda operand, parent, width: None,
-        convert_layout=lambda value, layout: value,
+        convert_layout=lambda value, layout, assert_trivial=False: value, join=lambda a, b: Value(stacked(a, b)),
+        broadcast=lambda a, b: (Value(a.data.expand(b.data.shape)), b),
         program_id=lambda axis: scalar(program.number), num_programs=lambda axis: scalar(program.run.programs),
         allocate_shared_memory=program.allocate, thread_barrier=program.barrier,
         warp_specialize=program.specialize, load=program.load, store=program.store, atomic_add=program.atomic_add,
@@ -290,12 +298,17 @@ def _stand_ins(program: Program) -> list[tuple[Any, Any]]:
     ]
 
 
-def _python(kernel: GluonJITFunction, program: Program) -> FunctionType:
-    """The kernel's text, in a copy of its module where stand-ins and texts of its helpers are."""
+def _python(kernel: GluonJITFunction, program: Program, assembly: Mapping[str, Any]) -> FunctionType:
+    """The kernel's text, in a copy of its module and those of its helpers, where stand-ins and helpers' texts are."""
     stand_ins = _stand_ins(program)
-    module = dict(kernel.fn.__globals__, range=lambda *bounds: map(scalar, range(*map(int, bounds))))
+    module: dict[str, Any] = {}
+    for known in kernel.fn.__globals__.values():
+        module |= known.fn.__globals__ if isinstance(known, GluonJITFunction) else {}
+    module |= dict(kernel.fn.__globals__, range=lambda *bounds: map(scalar, range(*map(int, bounds))))
     for name, known in list(module.items()):
-        if isinstance(known, GluonJITFunction):
+        if name in assembly:
+            module[name] = assembly[name]
+        elif isinstance(known, GluonJITFunction):
             module[name] = FunctionType(known.fn.__code__, module, name, known.fn.__defaults__)
         else:
             module[name] = next((ours for theirs, ours in stand_ins if known is theirs), known)
@@ -316,10 +329,12 @@ def interpreting(
     order: Callable[[int], Iterable[int]] = range,
     seed: int | None = None,
     constant: Collection[str] = ("weight",),
+    assembly: Mapping[str, Any] | None = None,
 ) -> Iterator[list[Run]]:
     """Launches of Gluon kernels run here, their programs in this order, their partitions in an order of this seed
     (None: each as far as it can).
 
+    `assembly`: what takes the place of helpers that are assembler.
     `constant`: parameters that no kernel writes. All others are forbidden before gdc_wait if a launch sets launch_pdl.
     """
     runs: list[Run] = []
@@ -334,7 +349,7 @@ def interpreting(
         runs.append(Run(grid[0]))
         for number in order(grid[0]):
             program = Program(number, runs[-1], named, seed)
-            _python(self, program)(**values)
+            _python(self, program, assembly or {})(**values)
             program.end()
 
     GluonJITFunction.run = run

@@ -50,8 +50,18 @@ class Value:
     def type(self) -> Any:
         return SimpleNamespace(layout=None)
 
-    def to(self, dtype: torch.dtype) -> Value:
-        return Value(self.data.to(dtype))
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.held.dtype
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        return Value(self.data.view(dtype) if bitcast else self.data.to(dtype))
+
+    def reshape(self, shape: list[int]) -> Value:
+        return Value(self.data.reshape(shape))
+
+    def permute(self, order: list[int]) -> Value:
+        return Value(self.data.permute(order))
 
     def __getitem__(self, place: Any) -> Value:
         return Value(self.data[place])
@@ -70,7 +80,8 @@ def _operators() -> None:
 
     functions = {name: getattr(operator, name) for name in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne")}
     functions["truediv"] = operator.truediv
-    functions |= {"and": operator.and_, "or": operator.or_, "floordiv": truncated, "mod": torch.fmod}
+    functions |= {"and": operator.and_, "or": operator.or_, "floordiv": truncated, "mod": torch.fmod,
+                  "rshift": operator.rshift}
     for name, function in functions.items():
         setattr(Value, f"__{name}__", lambda a, b, f=function: Value(f(a.data, plain(b))))
     for name in ("add", "sub", "mul"):
@@ -216,7 +227,7 @@ class Slot:
     def asked_for(self, part: Part, barrier: Barrier) -> None:
         """The first copy after an MMA poisons all: what no copy fills this time is of no use."""
         if not self.landing and not self.unread:
-            self.data.fill_(float("nan"))
+            self.data.fill_(float("nan") if self.data.dtype.is_floating_point else -1)
             self.filled.clear()
         self.landing.append(part)
         self.filled.append((barrier, barrier.phase))
@@ -317,6 +328,9 @@ class View:
         sides, pattern = self.part[dim], WIDTH // self.data.element_size() if dim else SWIZZLED
         what = f"{'columns' if dim else 'rows'} {start} + {length}"
         demand(start >= 0 and start + length <= len(sides), f"{what} of {len(sides)}")
+        step = pattern // 4  # an MMA may read 32 bytes of a row, a copy fills whole patterns
+        if dim and not (start % step or length % step) and (start % pattern or length % pattern):
+            return View(self.slots, self.data.narrow(dim, start, length))
         demand(start % pattern == length % pattern == 0, f"a slice of {what} cuts the pattern")
         part = tuple(sides[start : start + length] if at == dim else each for at, each in enumerate(self.part))
         return View(self.slots, self.data.narrow(dim, start, length), part)

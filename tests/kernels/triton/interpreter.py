@@ -16,7 +16,28 @@ def prepare() -> bool:
         os.environ["TRITON_INTERPRET"] = "1"
         _mend_loop_bounds()
         _mend_dots()
+        _mend_fp8()
     return True
+
+
+def _mend_fp8() -> None:
+    """Triton 3.6 loses the carry where rounding up to fp8 reaches a power of two: 127 becomes 64."""
+    import torch
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if getattr(interpreter, "_quire_fp8", False):
+        return
+    original = interpreter._convert_float
+
+    def patched(values, input_dtype, output_dtype, rounding_mode):  # type: ignore[no-untyped-def]
+        if output_dtype != tl.float8e4nv or input_dtype != tl.float32:
+            return original(values, input_dtype, output_dtype, rounding_mode)
+        wide = torch.from_numpy(values.view("float32").copy())
+        return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = patched
+    interpreter._quire_fp8 = True
 
 
 def _mend_loop_bounds() -> None:

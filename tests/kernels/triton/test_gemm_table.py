@@ -18,10 +18,12 @@ from quire.kernels.triton.gemm_table import (
     lookup,
     table,
 )
+from quire.kernels.triton.linear_codes import CodesShape
 from quire.kernels.triton.linear_prefetch import PrefetchShape
 from quire.kernels.triton.linear_row import RowShape
 
-KERNELS = {"row": RowShape, "norm_then_row": RowShape, "prefetch": PrefetchShape, "vector": tuple, "library": tuple}
+KERNELS = {"row": RowShape, "norm_then_row": RowShape, "prefetch": PrefetchShape, "codes": CodesShape, "vector": tuple,
+           "library": tuple}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
@@ -124,7 +126,7 @@ def test_every_prefetching_gemm_fits_the_chip(monkeypatch: pytest.MonkeyPatch) -
     from quire.bench.gpu import tune_prefetch as gpu_tune_prefetch
     from quire.kernels.triton import linear_prefetch
 
-    monkeypatch.setattr(linear_prefetch, "_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(linear_prefetch, "multiprocessors", lambda _: 132)
     scratch = linear_prefetch.PrefetchScratch.allocate("cpu")
     named = [entry for entry in table() if entry.choice.kernel == "prefetch"]
     assert len(named) > 50

@@ -127,7 +127,7 @@ def _group(**changes: Any) -> dict[str, Any]:
     ("config", "field"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method"),
-        ({"quant_method": "fp8"}, "quant_method"),
+        ({"quant_method": "bitnet"}, "quant_method"),
         ({"bits": 4}, "quant_method"),
         ("awq", "quantization_config"),
         (AWQ | {"version": "gemv"}, "version"),
@@ -146,7 +146,7 @@ def _group(**changes: Any) -> dict[str, Any]:
         (COMPRESSED | {"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
         (COMPRESSED | {"quantization_status": "frozen"}, "quantization_status"),
         (COMPRESSED | {"config_groups": {}}, "config_groups"),
-        (_group(weights={"type": "float"}), "config_groups.group_0.weights.type"),
+        (_group(weights={"type": "float"}), "format"),
         (_group(weights={"num_bits": 2}), "config_groups.group_0.weights.num_bits"),
         (_group(weights={"strategy": "block"}), "config_groups.group_0.weights.strategy"),
         (_group(input_activations={"num_bits": 8, "dynamic": False}), "group_0.input_activations.dynamic"),

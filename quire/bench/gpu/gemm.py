@@ -1,0 +1,279 @@
+"""`quire bench gpu --gemm fp8 int4`: GEMMs of quantized weights by every kernel that computes them, and their limits.
+
+First what the matrix units reach in fp8. Then, for the weights of a layer and 1 to 2,048 rows, the time of each kernel
+in a captured graph over weights too large for the cache, behind the norm that quantizes its rows, and the share of the
+limit: bytes of the weight over bandwidth, or operations over rate. A wrong result is left out and said so. Kernels are
+compiled beforehand by one process for each weight.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from quire.bench.gpu.cases import FLOPS, READ_BANDWIDTH
+from quire.bench.gpu.tune import graph_seconds, weights_of
+from quire.bench.gpu.tune_prefetch import rings_of
+from quire.child import child_environment, module_command
+
+ROWS = (1, 16, 64, 256, 2048)
+_ROW_SIZES = ((1, 2048, 4), (1, 4096, 8), (2, 1024, 4), (2, 2048, 4), (4, 1024, 4))
+_CODES_SIZES = ((6, 4, 1), (8, 4, 1), (12, 2, 1), (6, 4, 0))
+_TILES = ((64, 128, 128, 4, 4), (128, 128, 128, 8, 4), (128, 256, 128, 8, 3))
+_LEAST_BYTES = 2e8
+_MOST_ERROR = 0.03
+_GROUP = 128
+Ways = dict[str, Callable[[Any], Any]]
+
+
+def measure(models: list[str], formats: list[str], note: Callable[[dict[str, Any]], None]) -> None:
+    here = module_command("quire.bench.gpu.gemm")
+    jobs = [(model, index) for model in models for index in range(4)]
+    compiling = [subprocess.Popen([*here, model, str(index), *formats], env=child_environment())
+                 for model, index in jobs]
+    rate = FLOPS
+    if "fp8" in formats:
+        rates = _ceilings()
+        note({"bench": "gpu", "case": "gemm ceiling",
+              "TFLOP/s": {name: round(value / 1e12) for name, value in rates.items()}})
+        rate = max(rates.values())
+    for process in compiling:
+        process.wait()
+    for form in formats:
+        for model, index in jobs:
+            for line in _weight(model, index, form, rate, dry=False):
+                note(line)
+
+
+def text(line: dict[str, Any]) -> str:
+    if line["case"] == "gemm ceiling":
+        return "fp8 ceiling, TFLOP/s: " + ", ".join(f"{name} {value}" for name, value in line["TFLOP/s"].items())
+    ways = ", ".join(f"{name} {us}" for name, us in line["us"].items())
+    return (f"{line['format']} {line['model']:>4} {line['features']:>6} x {line['width']:<5} {line['form']:<5} "
+            f"{line['rows']:>5} rows, limit {line['limit_us']:g} us ({line['by']}): best {line['best']} "
+            f"{line['share']:.0%}; us: {ways}")
+
+
+def _ceilings() -> dict[str, float]:
+    """FLOP/s of the library's fp8 GEMM with one scale for all, and with scales of rows and features."""
+    import torch
+
+    found = {}
+    for rows, features, width in ((8192, 8192, 8192), (16384, 24576, 4096), (2048, 24576, 4096), (256, 24576, 4096)):
+        x = torch.randn(rows, width, device="cuda").to(torch.float8_e4m3fn)
+        w = torch.randn(features, width, device="cuda").to(torch.float8_e4m3fn)
+        one, rows_of, features_of = (torch.ones(size, device="cuda") for size in ((), (rows, 1), (1, features)))
+        for name, scales in (("one scale", (one, one)), ("rows", (rows_of, features_of))):
+            for fast in (True, False):
+                call = partial(torch._scaled_mm, x, w.t(), scale_a=scales[0], scale_b=scales[1],
+                               out_dtype=torch.bfloat16, use_fast_accum=fast)
+                key = f"{rows} x {features} x {width}, {name}{'' if fast else ', exact sums'}"
+                try:
+                    found[key] = 2 * rows * features * width / graph_seconds([call] * 4)
+                except Exception as error:
+                    print(f"{key}: {error!r}"[:300], file=sys.stderr)
+    return found
+
+
+def _weight(model: str, index: int, format_: str, rate: float, dry: bool) -> Iterator[dict[str, Any]]:
+    form, features, width = weights_of(model)[index]
+    make = {"fp8": _Fp8, "int4": _Int4}[format_]
+    around = make(form, features, width, 1 if dry else max(2, math.ceil(_LEAST_BYTES / (features * width / 2))))
+    for rows in ROWS:
+        seconds: dict[str, float] = {}
+        around.begin(rows)
+        for name, way in around.ways(rows).items():
+            try:
+                if not dry and not around.right(way):
+                    raise ArithmeticError("the result is wrong")
+                seconds[name] = graph_seconds([partial(way, w) for w in around.weights], dry)
+            except Exception as error:
+                print(f"{format_} {name} on {features} x {width}, {rows} rows: {error!r}"[:400], file=sys.stderr)
+        if not dry and seconds:
+            read = around.nbytes / READ_BANDWIDTH
+            done = 2 * rows * features * width / (rate if format_ == "fp8" else FLOPS)
+            best = min(seconds, key=lambda name: seconds[name])
+            yield {"bench": "gpu", "case": "gemm", "format": format_, "model": model, "features": features,
+                   "width": width, "form": form if rows == 1 else "plain", "rows": rows,
+                   "limit_us": round(1e6 * max(read, done), 2), "by": "bytes" if read > done else "FLOPs",
+                   "best": best, "share": round(max(read, done) / seconds[best], 3),
+                   "us": {name: round(1e6 * value, 2) for name, value in sorted(seconds.items(), key=lambda i: i[1])}}
+
+
+class _Around(ABC):
+    """A weight with what is next to its GEMM in a step: the norm before it; at one row also gate or residual."""
+
+    def __init__(self, form: str, features: int, width: int, copies: int) -> None:
+        import torch
+
+        from quire.kernels.triton.linear_prefetch import PrefetchScratch
+
+        self.form, self.features, self.width = form, features, width
+        self.scratch = PrefetchScratch.allocate("cuda")
+        self.gain = torch.ones(width, device="cuda", dtype=torch.bfloat16)
+        self.weights: list[Any] = []
+        self.floats: Any = None
+        self.nbytes = 0
+        for _ in range(copies):
+            self.weights.append(self.packed(torch.randn(features, width, device="cuda", dtype=torch.bfloat16) / 64))
+
+    @abstractmethod
+    def packed(self, floats: Any) -> Any:
+        """A weight in the format."""
+
+    @abstractmethod
+    def ways(self, rows: int) -> Ways:
+        """Every kernel for so many rows, by name."""
+
+    def begin(self, rows: int) -> None:
+        import torch
+
+        self.x = torch.randn(rows, self.width, device="cuda", dtype=torch.bfloat16)
+        self.residual = torch.randn(rows, self.features, device="cuda", dtype=torch.bfloat16)
+        self.one = rows == 1
+
+    def right(self, way: Callable[[Any], Any]) -> bool:
+        """Against the weight in floats; a gate or a residual comes along at one row."""
+        import torch
+
+        from quire.kernels.triton.activation import act_mul_reference
+        from quire.kernels.triton.norm import rms_norm_reference
+
+        first = self.x if self.one and self.form == "plain" else rms_norm_reference(self.x, self.gain.float(), 1e-6)
+        want = torch.mm(first.float(), self.floats.float().t())
+        if self.one:
+            want = want + self.residual if self.form == "plain" else want
+            want = act_mul_reference(want, "silu") if self.form == "gated" else want
+        got = way(self.weights[0]).float()
+        return bool(((got - want).norm() <= _MOST_ERROR * want.norm()).item())
+
+    def ended(self, found: Any) -> Any:
+        """What follows at one row: the gate."""
+        from quire.kernels.triton.activation import act_mul
+
+        return act_mul(found, "silu", pdl=True) if self.one and self.form == "gated" else found
+
+
+class _Fp8(_Around):
+    def packed(self, floats: Any) -> Any:
+        import torch
+
+        scales = floats.float().abs().amax(1) / 448.0
+        codes = (floats.float() / scales[:, None]).to(torch.float8_e4m3fn)
+        if self.floats is None:
+            self.floats, self.nbytes = codes.float() * scales[:, None], codes.nbytes
+        return codes, scales
+
+    def rows(self, pdl: bool = True) -> Any:
+        from quire.kernels.triton import fp8_rows
+
+        if self.one and self.form == "plain":
+            return fp8_rows.quantize_rows(self.x, pdl=pdl)
+        return fp8_rows.norm_rows(self.x, None, self.gain, 1e-6, pdl=pdl)
+
+    def ways(self, rows: int) -> Ways:
+        from quire.kernels.triton.linear_fp8 import Fp8Shape
+        from quire.kernels.triton.linear_prefetch import PrefetchShape
+
+        found: Ways = {"library": self._library}
+        if rows == 1:
+            for size in _ROW_SIZES:
+                found["row " + " ".join(map(str, size))] = partial(self._row, size)
+        if rows <= 256:
+            for shape in rings_of(self.features, self.width, rows, 1):
+                found["prefetch " + " ".join(map(str, shape))] = partial(self._prefetch, PrefetchShape(*shape))
+        for tile in _TILES[:1] if rows <= 64 else _TILES[1:]:
+            found["tiles " + " ".join(map(str, tile))] = partial(self._tiles, Fp8Shape(*tile))
+        return found
+
+    def _added(self) -> Any:
+        return self.residual if self.one and self.form == "plain" else None
+
+    def _library(self, weight: Any) -> Any:
+        import torch
+
+        rows = self.rows()
+        found = torch._scaled_mm(rows.codes, weight[0].t(), scale_a=rows.scales[:, None], scale_b=weight[1][None],
+                                 out_dtype=torch.bfloat16, use_fast_accum=True)
+        added = self._added()
+        return self.ended(found if added is None else found.add_(added))
+
+    def _row(self, shape: tuple[int, ...], weight: Any) -> Any:
+        from quire.kernels.triton.linear_row import RowShape, linear_row
+
+        normed = {"norm": self.gain, "eps": 1e-6}
+        fused: dict[str, Any] = {"residual": self.residual} if self.form == "plain" else normed
+        gated = "silu" if self.form == "gated" else None
+        return linear_row(self.x, weight[0], scales=weight[1], gated=gated, sizes=RowShape(*shape), pdl=True, **fused)
+
+    def _prefetch(self, sizes: Any, weight: Any) -> Any:
+        from quire.kernels.triton.linear_prefetch import linear_prefetch
+
+        rows, out = self.rows(), self.x.new_empty(len(self.x), self.features)
+        return self.ended(linear_prefetch(rows.codes, weight[0], None, self._added(), sizes=sizes, scratch=self.scratch,
+                                       scales=(weight[1], rows.scales), out=out, pdl=True))
+
+    def _tiles(self, sizes: Any, weight: Any) -> Any:
+        from quire.kernels.triton.linear_fp8 import linear_fp8
+
+        rows = self.rows(pdl=False)
+        return self.ended(linear_fp8(rows.codes, weight[0], (weight[1], rows.scales), None, self._added(),
+                                     out=self.x.new_empty(len(self.x), self.features), sizes=sizes))
+
+
+class _Int4(_Around):
+    def packed(self, floats: Any) -> Any:
+        import torch
+
+        from quire.kernels.quantized import QuantizedWeight
+        from quire.kernels.triton import linear_codes
+
+        groups = floats.float().view(self.features, -1, _GROUP)
+        scales = groups.abs().amax(-1) / 7.5
+        codes = (groups / scales[:, :, None] + 8).round().clamp(0, 15).to(torch.uint8).view(self.features, self.width)
+        weight = linear_codes.pack(QuantizedWeight(codes, scales, None, 8, 4, _GROUP), torch.bfloat16)
+        if self.floats is None:
+            self.floats, self.nbytes = linear_codes.unpacked(weight), weight.words.nbytes + weight.scales.nbytes
+        return weight
+
+    def rows(self) -> Any:
+        from quire.kernels.triton.norm import rms_norm
+
+        return self.x if self.one and self.form == "plain" else rms_norm(self.x, self.gain, 1e-6, pdl=True)
+
+    def ways(self, rows: int) -> Ways:
+        from quire.kernels.triton.linear_codes import CodesShape, fits
+
+        found: Ways = {}
+        for shape in _CODES_SIZES if rows <= 256 else ():
+            if fits(rows, self.weights[0], CodesShape(*shape), self.scratch):
+                found["codes " + " ".join(map(str, shape))] = partial(self._codes, CodesShape(*shape))
+        if rows <= 256:
+            found["codes 4 2 1"] = partial(self._codes, CodesShape(4, 2, 1))
+        if rows >= 256:
+            found["unpacked"] = self._unpacked
+        return found
+
+    def _codes(self, sizes: Any, weight: Any) -> Any:
+        from quire.kernels.triton.linear_codes import linear_codes
+
+        added = self.residual if self.one and self.form == "plain" else None
+        return self.ended(linear_codes(self.rows(), weight, None, added, sizes=sizes, scratch=self.scratch, pdl=True))
+
+    def _unpacked(self, weight: Any) -> Any:
+        import torch
+
+        from quire.kernels.triton.linear_codes import unpack
+
+        floats = self.x.new_empty(self.features, self.width)
+        return self.ended(torch.mm(self.rows(), unpack(weight, floats).t()))
+
+
+if __name__ == "__main__":
+    for each in sys.argv[3:]:
+        list(_weight(sys.argv[1], int(sys.argv[2]), each, FLOPS, dry=True))

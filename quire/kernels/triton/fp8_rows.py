@@ -1,0 +1,160 @@
+"""Rows of activations in fp8 (e4m3) for GEMMs of fp8 weights: one scale for each row, or one for all from calibration.
+
+The norm or the gate before such a GEMM writes them itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.activation import KINDS, act_mul_reference, activate
+from quire.kernels.triton.norm import add_rms_norm_reference, rms_norm_reference
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+_LEAST = 1e-12
+"""The largest number of a row counts as no less: a row of zeros has a scale too."""
+_BLOCK = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """Rows x[m, k] = codes[m, k] * scales[m]."""
+
+    codes: Tensor
+    scales: Tensor
+    """float32 [rows]."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+
+@triton.jit
+def _scale_of(most, given, STATIC: tl.constexpr):
+    """The scale of a row whose largest number is `most`, or the one that is given."""
+    if STATIC:
+        return tl.load(given)
+    else:
+        return tl.maximum(most, 1e-12) / 448.0
+
+
+@triton.jit
+def _code(values, scale):
+    """e4m3 has no infinity: what is larger becomes the largest."""
+    return tl.minimum(tl.maximum(values / scale, -448.0), 448.0).to(tl.float8e4nv)
+
+
+@triton.jit
+def _quantize_kernel(
+    x, given, codes, scales, WIDTH: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, STATIC: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row, or the gated activation of one; read twice, the second time out of the first cache."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    start = x + row * (2 * WIDTH if GATED else WIDTH)
+    most = tl.zeros([BLOCK], tl.float32)
+    if not STATIC:
+        for first in range(0, WIDTH, BLOCK):
+            most = tl.maximum(most, tl.abs(_values(start, first, WIDTH, GATED, KIND, BLOCK)))
+    scale = _scale_of(tl.max(most, axis=0), given, STATIC)
+    for first in range(0, WIDTH, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        values = _values(start, first, WIDTH, GATED, KIND, BLOCK)
+        tl.store(codes + row * WIDTH + place, _code(values, scale), mask=place < WIDTH)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _values(start, first, WIDTH: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """float32 [BLOCK] of a row from column `first` on, rounded as they would be stored."""
+    place = first + tl.arange(0, BLOCK)
+    inside = place < WIDTH
+    values = tl.load(start + place, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(start + WIDTH + place, mask=inside, other=0.0).to(tl.float32)
+        values = (activate(values, KIND) * up).to(start.dtype.element_ty).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _norm_kernel(
+    x, residual, weight, given, codes, scales, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    STATIC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As the kernel of `norm.add_rms_norm`; the normed row becomes codes."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    values = tl.load(x + row * HIDDEN + columns, mask=inside, other=0.0)
+    if ADD:
+        values = (
+            values.to(tl.float32) + tl.load(residual + row * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
+        ).to(residual.dtype.element_ty)
+        tl.store(residual + row * HIDDEN + columns, values, mask=inside)
+    values = values.to(tl.float32)
+    norm = tl.rsqrt(tl.sum(values * values, axis=0) / HIDDEN + eps)
+    normed = (values * norm * gain).to(x.dtype.element_ty).to(tl.float32)
+    scale = _scale_of(tl.max(tl.abs(normed), axis=0), given, STATIC)
+    tl.store(codes + row * HIDDEN + columns, _code(normed, scale), mask=inside)
+    tl.store(scales + row, scale)
+
+
+def _empty(rows: int, width: int, device: torch.device) -> Fp8Rows:
+    codes = torch.empty(rows, width, dtype=FP8, device=device)
+    return Fp8Rows(codes, torch.empty(rows, dtype=torch.float32, device=device))
+
+
+def quantize_rows(x: Tensor, scale: Tensor | None = None, *, gated: str | None = None, pdl: bool = False) -> Fp8Rows:
+    """Of contiguous x [rows, width], or of act(first half) * second half of it; `scale`: one for all (float32 [1])."""
+    rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
+    found = _empty(rows, width, x.device)
+    if rows:
+        block = min(_BLOCK, triton.next_power_of_2(width))
+        _quantize_kernel[(rows,)](
+            x, found.scales if scale is None else scale, found.codes, found.scales, width, gated is not None,
+            KINDS[gated or "silu"], scale is not None, block, pdl, num_warps=max(1, block // 256),
+            **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip
+    return found
+
+
+def norm_rows(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scale: Tensor | None = None, *, pdl: bool = False
+) -> Fp8Rows:
+    """The RMS norm of x, or of residual += x (in place), as codes."""
+    rows, width = x.shape
+    found = _empty(rows, width, x.device)
+    block = triton.next_power_of_2(width)
+    if rows:
+        _norm_kernel[(rows,)](
+            x, x if residual is None else residual, weight, found.scales if scale is None else scale, found.codes,
+            found.scales, eps, width, block, residual is not None, scale is not None, pdl,
+            num_warps=max(1, min(16, block // 512)), **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip
+    return found
+
+
+def quantize_reference(x: Tensor, scale: Tensor | None = None, gated: str | None = None) -> Fp8Rows:
+    wide = (x if gated is None else act_mul_reference(x, gated)).float()
+    scales = wide.abs().amax(1).clamp(min=_LEAST) / LARGEST if scale is None else scale.expand(x.shape[0]).contiguous()
+    return Fp8Rows((wide / scales[:, None]).clamp(-LARGEST, LARGEST).to(FP8), scales)
+
+
+def norm_reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scale: Tensor | None = None
+) -> Fp8Rows:
+    if residual is not None:
+        return quantize_reference(add_rms_norm_reference(x, residual, weight, eps), scale)
+    return quantize_reference(rms_norm_reference(x, weight, eps), scale)

@@ -1,0 +1,89 @@
+"""fp8 weights of a safetensors checkpoint (compressed-tensors, ModelOpt, blocks): codes and scales make one weight.
+
+| layout | codes | scales | of activations |
+|---|---|---|---|
+| blocks (Qwen3-FP8, DeepSeek) | weight [N, K] | weight_scale_inv [N/128, K/128] | none |
+| compressed-tensors | weight | weight_scale: one number, [N, 1], or of blocks | input_scale, if static |
+| ModelOpt | weight | weight_scale: one number | input_scale |
+
+A weight is code * scale. What has no scales beside it is stored as floats, whatever the config leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelLoadError
+from quire.kernels.quantized import Fp8Weight, StoredWeight
+from quire.models.loader import safetensors
+from quire.models.loader.fp8_config import Fp8Scheme
+from quire.models.loader.integer_weights import Members, read_members
+from quire.models.stored_parts import StoredParts
+
+
+def read(folder: Path, scheme: Fp8Scheme, parts: StoredParts | None) -> Iterator[tuple[str, StoredWeight]]:
+    """(name, weight) of a checkpoint, floats in the type they are stored in; with `parts` those parts of them."""
+    known = ("weight", scheme.scale, "input_scale")
+    found: dict[str, set[str]] = {}
+    for name in safetensors.tensor_names(folder):
+        module, _, member = name.rpartition(".")
+        if member in known:
+            found.setdefault(module, set()).add(member)
+    members = {module: frozenset(held) for module, held in found.items() if {"weight", scheme.scale} <= held}
+    return read_members(folder, members, lambda module, have: _Reader(module, have, scheme).weight(), parts, fp8=True)
+
+
+class _Reader:
+    """Makes one weight of its members; a shape that cannot be is refused with the tensor's name."""
+
+    def __init__(self, module: str, members: Members, scheme: Fp8Scheme) -> None:
+        self._module = module
+        self._members = members
+        self._scheme = scheme
+
+    def weight(self) -> Fp8Weight:
+        codes = self._members["weight"]
+        if codes.dtype is not torch.float8_e4m3fn or codes.dim() != 2:
+            self._refuse("weight", "fp8 (e4m3) of two dimensions")
+        rows, columns = codes.shape
+        block = self._scheme.block
+        return Fp8Weight(codes, self._scales(rows, columns), block or columns, self._input_scale())
+
+    def _scales(self, rows: int, columns: int) -> Tensor:
+        """float32 [rows, 1], or [rows, columns / block]."""
+        name, block = self._scheme.scale, self._scheme.block
+        scales = self._members[name]
+        if not scales.is_floating_point() or scales.dtype.itemsize < 2:
+            self._refuse(name, "floats")
+        scales = scales.to(torch.float32)
+        if block is not None:
+            if tuple(scales.shape) != (-(-rows // block), -(-columns // block)):
+                self._refuse(name, f"a weight of {rows} x {columns} in blocks of {block} x {block}")
+            return scales.repeat_interleave(block, 0)[:rows].contiguous()
+        if scales.numel() not in (1, rows):
+            self._refuse(name, f"a weight of {rows} rows")
+        return scales.reshape(-1, 1).expand(rows, 1).contiguous()
+
+    def _input_scale(self) -> float | None:
+        held = self._members.get("input_scale")
+        if not self._scheme.fixed_inputs:
+            if held is not None:
+                self._refuse("input_scale", "activations that find their own scales")
+            return None
+        if held is None:
+            self._refuse("weight", "an input_scale beside it")
+        if held.numel() != 1 or not held.is_floating_point():
+            self._refuse("input_scale", "one number")
+        return float(held)
+
+    def _refuse(self, member: str, wanted: str) -> NoReturn:
+        tensor = self._members[member]
+        raise ModelLoadError(
+            f"tensor {self._module + '.' + member!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, which does not "
+            f"go with {wanted}: quantization_config and the weights are not of the same model"
+        )

@@ -1,0 +1,117 @@
+"""Kernels of quantized weights compiled, on a real GPU: every one against the floats that its weight stands for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+if torch.cuda.is_available():
+    from quire.kernels.triton import fp8_rows, linear_codes, linear_fp8, linear_prefetch
+    from quire.ops.device_formats import to_codes, to_fp8
+    from quire.ops.triton import TritonOps
+
+ROWS = (1, 2, 8, 16, 48, 64, 128, 300)
+SHAPES = ((6144, 4096), (4096, 12288), (2048, 1024), (1152, 640))
+
+
+def numbers(*size: int) -> torch.Tensor:
+    return torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, most: float, what: object) -> None:
+    assert (got.float() - want.float()).norm() <= most * want.float().norm(), what
+
+
+@pytest.mark.parametrize(("features", "width"), SHAPES)
+def test_gemms_of_fp8_weights_for_every_number_of_rows(features: int, width: int) -> None:
+    weight = to_fp8(numbers(features, width))
+    floats = weight.dequantized()
+    for deterministic in (False, True):
+        ops = TritonOps("cuda", torch.bfloat16, deterministic=deterministic, pdl=True)
+        packed = ops.pack_quantized([weight])
+        for rows in ROWS:
+            x, residual = numbers(rows, width), numbers(rows, features)
+            want = x.float() @ floats.t() + residual.float()
+            close(ops.linear(x, packed, residual), want, 0.05, (rows, deterministic))
+        ops.close()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(("features", "width"), SHAPES)
+def test_gemms_of_4_bit_weights_for_every_number_of_rows(features: int, width: int, group: int) -> None:
+    weight = to_codes(numbers(features, width), group, True)
+    floats = weight.dequantized()
+    for deterministic in (False, True):
+        ops = TritonOps("cuda", torch.bfloat16, deterministic=deterministic, pdl=True)
+        packed = ops.pack_quantized([weight])
+        for rows in ROWS:
+            x, residual = numbers(rows, width), numbers(rows, features)
+            want = x.float() @ floats.t() + residual.float()
+            close(ops.linear(x, packed, residual), want, 0.01, (rows, deterministic))
+        ops.close()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 64, 128])
+def test_the_kernel_of_codes_itself(rows: int) -> None:
+    """Shares that cut tiles, and a program for each tile."""
+    if not linear_prefetch.available(torch.device("cuda")):
+        pytest.skip("needs Hopper and Triton 3.6")
+    scratch = linear_prefetch.PrefetchScratch.allocate("cuda")
+    for features, width, group in ((6144, 4096, 128), (1100, 1024, 32)):
+        packed = linear_codes.pack(to_codes(numbers(features, width), group, True), torch.bfloat16)
+        x, want = numbers(rows, width), linear_codes.unpacked(packed)
+        for sizes in ((4, 2, 1), (4, 2, 0), (6, 1, 1)):
+            shape = linear_codes.CodesShape(*sizes)
+            if linear_codes.fits(rows, packed, shape, scratch):
+                got = linear_codes.linear_codes(x, packed, sizes=shape, scratch=scratch, pdl=True)
+                close(got, x.float() @ want.float().t(), 0.005, (sizes, features))
+
+
+def test_blocks_of_128_and_rows_are_exact() -> None:
+    x = fp8_rows.quantize_rows(numbers(200, 1024))
+    weight = numbers(640, 1024).to(fp8_rows.FP8)
+    scales = torch.rand(640, 8, device="cuda") + 0.5
+    out = torch.empty(200, 640, device="cuda", dtype=torch.bfloat16)
+    got = linear_fp8.linear_fp8(x.codes, weight, (scales, x.scales), out=out)
+    want = linear_fp8.linear_reference(x.codes, weight, (scales, x.scales), None, None, torch.float32)
+    close(got, want, 0.01, "blocks")
+
+
+@pytest.mark.parametrize("gated", [None, "silu"])
+def test_rows_and_norms_in_fp8_are_their_references(gated: str | None) -> None:
+    x = numbers(5, 8192 if gated else 4096)
+    got, want = fp8_rows.quantize_rows(x, gated=gated, pdl=True), fp8_rows.quantize_reference(x, gated=gated)
+    assert torch.allclose(got.scales, want.scales, rtol=1e-2)
+    close(got.codes.float() * got.scales[:, None], want.codes.float() * want.scales[:, None], 0.04, gated)
+    gain = torch.rand(4096, device="cuda")
+    sums = [numbers(5, 4096)] * 2
+    normed = fp8_rows.norm_rows(x[:, :4096].contiguous(), sums[0].clone(), gain, 1e-6, pdl=True)
+    reference = fp8_rows.norm_reference(x[:, :4096].contiguous(), sums[1].clone(), gain, 1e-6)
+    floats = [rows.codes.float() * rows.scales[:, None] for rows in (normed, reference)]
+    close(floats[0], floats[1], 0.04, "norm")
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_an_engine_with_weights_rounded_at_load_answers_the_same_with_and_without_graphs(
+    quantization: str, tmp_path: Path
+) -> None:
+    from quire import LLM, SamplingParams
+    from tests.worker.gpu.engines import QWEN3
+
+    config = {**QWEN3, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    prompts = [[(7 * i + 3 * j) % 131 for j in range(n)] for i, n in enumerate((3, 40, 90, 17))]
+    answers = []
+    for more in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 32}):
+        llm = LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, device="cuda", max_model_len=160,
+                  quantization=quantization, deterministic=True, num_kv_blocks=64, **more)
+        answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+        llm.close()
+    assert answers[0] == answers[1] == answers[2]
+    assert all(len(answer) == 12 for answer in answers[0])

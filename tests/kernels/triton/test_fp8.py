@@ -1,0 +1,73 @@
+"""Kernels of fp8 rows and weights, in the interpreter, against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.kernels.triton import fp8_rows, linear_fp8
+from quire.kernels.triton.linear_row import RowShape, linear_row
+
+
+def same(got: fp8_rows.Fp8Rows, want: fp8_rows.Fp8Rows) -> None:
+    """Numbers may be neighbours: a gated activation is rounded on the way."""
+    assert torch.allclose(got.scales, want.scales, rtol=1e-2)
+    ours, theirs = (rows.codes.float() * rows.scales[:, None] for rows in (got, want))
+    assert (ours - theirs).norm() <= 0.04 * theirs.norm()
+
+
+@pytest.mark.parametrize("gated", [None, "silu"])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("width", [64, 2500])
+def test_rows_become_codes_of_their_own_scale_or_of_the_one_given(gated: str | None, static: bool, width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(3, width * (2 if gated else 1), generator=generator).bfloat16()
+    x[1] = 0
+    scale = torch.tensor([0.001]) if static else None  # so small that some numbers are larger than codes can say
+    got = fp8_rows.quantize_rows(x, scale, gated=gated)
+    same(got, fp8_rows.quantize_reference(x, scale, gated))
+    assert not got.codes.float().isnan().any()
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_norm_writes_codes_of_what_it_would_have_stored(added: bool, static: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, gain = torch.randn(3, 96, generator=generator).bfloat16(), torch.rand(96, generator=generator)
+    residuals = [torch.ones(3, 96).bfloat16() if added else None for _ in range(2)]
+    scale = torch.tensor([0.01]) if static else None
+    same(
+        fp8_rows.norm_rows(x, residuals[0], gain, 1e-6, scale),
+        fp8_rows.norm_reference(x, residuals[1], gain, 1e-6, scale),
+    )
+    if residuals[0] is not None and residuals[1] is not None:
+        assert torch.allclose(residuals[0].float(), residuals[1].float(), rtol=1e-2)
+        assert not torch.equal(residuals[0].float(), torch.ones(3, 96))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_gemms_of_fp8_have_the_scales_of_rows_and_of_features_or_blocks(blocks: bool, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    features, width = 200, 320
+    x = torch.randint(-4, 5, (rows, width), generator=generator).to(fp8_rows.FP8)
+    weight = torch.randint(-4, 5, (features, width), generator=generator).to(fp8_rows.FP8)
+    of_weight = torch.rand((features, 3) if blocks else (features,), generator=generator)
+    scales = of_weight, torch.rand(rows, generator=generator)
+    bias, residual = torch.randn(features).bfloat16(), torch.randn(rows, features).bfloat16()
+    out = torch.empty(rows, features, dtype=torch.bfloat16)
+    got = linear_fp8.linear_fp8(x, weight, scales, bias, residual, out=out)
+    want = linear_fp8.linear_reference(x, weight, scales, bias, residual, torch.bfloat16)
+    assert got is out and torch.allclose(got.float(), want.float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("gated", [None, "silu"])
+def test_one_row_in_its_own_type_by_an_fp8_weight(gated: str | None) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, gain = torch.randn(1, 96, generator=generator).bfloat16(), torch.rand(96, generator=generator)
+    weight = torch.randn(128, 96, generator=generator).to(fp8_rows.FP8)
+    scales = torch.rand(128, generator=generator)
+    got = linear_row(x, weight, scales=scales, norm=gain, eps=1e-6, gated=gated, sizes=RowShape(2, 64, 1))
+    floats = weight.float() * scales[:, None]
+    want = linear_row(x, floats, norm=gain, eps=1e-6, gated=gated, sizes=RowShape(2, 64, 1))
+    assert torch.allclose(got.float(), want.float(), rtol=1e-2, atol=1e-2)
