@@ -62,8 +62,10 @@ def test_fp32_logits_are_within_a_thousandth_of_the_cpu_path(family: str) -> Non
             tokens = {s: [rng.randrange(VOCAB)] for s in tokens}
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize("padded", [False, True], ids=["", "mixed steps padded"])
+@pytest.mark.parametrize(("family", "padded"), [
+    (family, padded) for place, family in enumerate(FAMILY_NAMES) for padded in (False, True)
+    if padded == bool(place % 2) or family in FAMILIES
+])
 def test_fp32_tokens_are_those_of_the_cpu_path_unless_two_were_as_likely(family: str, padded: bool) -> None:
     config = config_of(family)
     want = tokens_of(host_engine(config), greedy(12))
@@ -108,9 +110,10 @@ def test_fp8_keys_and_values_stay_near_those_of_the_model() -> None:
 # ---- the same bits
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-@pytest.mark.parametrize("padded", [False, True], ids=["", "mixed steps padded"])
+@pytest.mark.parametrize(("family", "dtype", "padded"), [
+    ("llama", "float32", True), ("llama", "bfloat16", False), ("gemma3", "float32", False),
+    ("gemma3", "bfloat16", True), ("gpt2", "float32", True), ("gpt2", "bfloat16", False),
+])
 def test_graphs_change_no_bit(family: str, dtype: str, padded: bool) -> None:
     config = config_of(family)
     found = [
@@ -159,8 +162,7 @@ def test_rotation_inside_the_attention_changes_no_token_and_graphs_no_bit_of_it(
     assert same >= len(apart) - (1 if dtype == "float32" else 4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("gemma3", "float32")])
 def test_overlap_changes_no_bit(family: str, dtype: str) -> None:
     config, count = config_of(family), engines.SEQS
     alone = tokens_of(device_engine(config, depth=1, dtype=dtype), greedy(count))
@@ -176,8 +178,9 @@ def test_early_launch_changes_no_bit() -> None:
         assert early == late
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), [
+    *((family, "bfloat16") for family in FAMILIES), *((family, "float32") for family in ("llama", "gemma3", "gpt2")),
+])
 def test_deterministic_means_the_same_bits_whatever_the_batch(family: str, dtype: str) -> None:
     """Tokens, log-probabilities, and those of prompts; `tests/gpu/test_bits.py` says which operation is at fault."""
     config = config_of(family)
