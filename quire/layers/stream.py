@@ -82,8 +82,8 @@ class ResidualStream:
 
     def kept(self) -> Tensor:
         """As `settled`; what is added to the stream later does not change it. On a CPU every sum goes into new memory,
-        so these are the rows themselves."""
-        return self.settled() if self._ops.attention is None else self.copied()
+        so these are the rows themselves; rows that are owed sums are added to in place."""
+        return self.settled() if self._ops.attention is None and not self.owes else self.copied()
 
     def copied(self) -> Tensor:
         """As `settled`, in memory of its own."""

@@ -75,6 +75,7 @@ def shared_files() -> set[str]:
 
 
 def mapped_arenas() -> int:
+    gc.unfreeze()  # a command that ran in this process may have frozen what was garbage then
     gc.collect()
     return Path("/proc/self/maps").read_text().count("memfd:quire-kv")
 

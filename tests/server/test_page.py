@@ -348,6 +348,7 @@ SIGHTS: dict[str, dict[str, int]] = {
     "samples": {"shared": 4, "copies": 3},
     "two-stages": {"used": 12},
     "prefill-apart": {"used": 40},
+    "speculation": {"used": 4, "steps": 10},
 }
 
 

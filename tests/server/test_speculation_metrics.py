@@ -8,9 +8,9 @@ from quire.speculation.stats import SpeculationStats
 
 def test_drafts_and_what_was_accepted_are_counted_by_position() -> None:
     stats = SpeculationStats()
-    stats.count(num_drafts=3, num_accepted=1, num_tokens=2)
-    stats.count(num_drafts=2, num_accepted=2, num_tokens=3)
-    stats.count(num_drafts=0, num_accepted=0, num_tokens=1)
+    stats.count([1, 1, 1], num_accepted=1, num_tokens=2)
+    stats.count([1, 1], num_accepted=2, num_tokens=3)
+    stats.count([], num_accepted=0, num_tokens=1)
     figures = stats.flat()
     assert figures["spec_tokens_per_step"] == 2.0
     assert [figures[f"spec_acceptance_rate_at_{place}"] for place in (1, 2, 3)] == [1.0, 0.5, 0.0]
