@@ -99,7 +99,7 @@ def named_segments() -> set[str]:
 
 
 def test_a_receiver_that_stops_or_dies_is_given_up_and_leaves_nothing(name: str, start: Start) -> None:
-    segments = named_segments()
+    segments, files, arenas = named_segments(), shared_files(), mapped_arenas()
     store = make_store(MODEL, 16, 16, tokens_last=True)
     child = start("receive")
     given = said(child)
@@ -126,10 +126,11 @@ def test_a_receiver_that_stops_or_dies_is_given_up_and_leaves_nothing(name: str,
         assert given["address"]["transports"]["shm"]["socket"] not in Path("/proc/net/unix").read_text()
         assert named_segments() <= segments
         del sender
-        until(lambda: shared_files() == set() and mapped_arenas() == 0)
+        until(lambda: shared_files() <= files and mapped_arenas() <= arenas)
 
 
 def test_a_sender_that_wakes_up_late_or_dies_does_no_harm(name: str, start: Start) -> None:
+    arenas = mapped_arenas()  # other tests' engines, where one keeps its memory
     reader = make_store(MODEL, 16, 16, tokens_last=True)
     wanted = make_store(MODEL, 16, 16, tokens_last=True)
     fill(wanted, MODEL, [TABLE], TOKENS)
@@ -163,7 +164,7 @@ def test_a_sender_that_wakes_up_late_or_dies_does_no_harm(name: str, start: Star
         receiver.close(1)
         assert all(torch.equal(here, there) for here, there in zip(reader.raw, wanted.raw, strict=True))
         if name == "shm":
-            until(lambda: mapped_arenas() == 0)
+            until(lambda: mapped_arenas() <= arenas)
         third = receiver.open(2, 4, [TABLE], [0], TOKENS, lambda start, end: None)
         sender = KVSender(wanted, [receiver.address()], SECRET, transports=[name], timeout=60.0)
         sender.send(third, [TABLE], 0, TOKENS)
