@@ -53,6 +53,23 @@ def gather_inputs(
         lengths.copy_(torch.where(real, positions + 1, 0))
 
 
+def keep_features(features: Tensor, kept: Tensor, table: Tensor, block_size: int, rows: Tensor, positions: Tensor
+                  ) -> None:
+    """Hidden states [T, width] of tokens given by table row (negative: padding) and position, to their slots of `kept`
+    [slots, width]."""
+    real = rows >= 0
+    row, position = rows[real].long(), positions[real].long()
+    kept[table[row, position // block_size].long() * block_size + position % block_size] = features[real]
+
+
+def fetch_features(kept: Tensor, table: Tensor, block_size: int, rows: Tensor, positions: Tensor, out: Tensor) -> None:
+    """Into `out` [T, width]: what is kept of the token before each. Zeros for padding and before the first token."""
+    known = (rows >= 0) & (positions > 0)
+    row, before = torch.where(known, rows, 0).long(), torch.where(known, positions - 1, 0).long()
+    slots = table[row, before // block_size].long() * block_size + before % block_size
+    out.copy_(torch.where(known[:, None], kept[slots], 0))
+
+
 def draw(
     logits: Tensor,
     state: Tensor,

@@ -197,6 +197,11 @@ class Decoder:
         return [name for name in self._shapes if name in self._missing]
 
     @property
+    def weights_dtype(self) -> torch.dtype | None:
+        """What weights are packed as; None: as they are stored."""
+        return self._dtype
+
+    @property
     def weight_bytes(self) -> int:
         """Of the packed weights; norms and tables of rotations are small beside them."""
         ends = {id(each): each for each in (self.embed, self.head, self.positions, self.embed_in, self.embed_out)

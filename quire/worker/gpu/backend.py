@@ -22,6 +22,8 @@ class StepKernels:
     gather_inputs: Callable[..., None]
     draw: Callable[..., None]
     draw_scratch: Callable[[int, int], Any]
+    keep_features: Callable[..., None]
+    fetch_features: Callable[..., None]
     sampling: ModuleType | None = None
     """`kernels.triton.sample`; None: the full sampler does all that `draw` does not."""
 
@@ -39,7 +41,7 @@ def host_sampling(device: torch.device) -> SamplingKernels | None:
 def step_kernels(device: torch.device) -> StepKernels:
     """Triton's on a GPU. On a CPU the references, written in `host_kernels` so that Triton need not be there."""
     if device.type == "cuda":
-        from quire.kernels.triton import draw, inputs, sample, weights
+        from quire.kernels.triton import draw, features, inputs, sample, weights
 
         use_kernel("cuda", weights.row_weights)
         return StepKernels(
@@ -47,10 +49,13 @@ def step_kernels(device: torch.device) -> StepKernels:
             inputs.gather_inputs,
             draw.draw,
             lambda rows, vocab: draw.DrawScratch.allocate(rows, vocab, device),
+            features.keep_features,
+            features.fetch_features,
             sample,
         )
     from quire.kernels import step_reference
 
     return StepKernels(
-        step_reference.scatter, step_reference.gather_inputs, step_reference.draw, lambda rows, vocab: None
+        step_reference.scatter, step_reference.gather_inputs, step_reference.draw, lambda rows, vocab: None,
+        step_reference.keep_features, step_reference.fetch_features,
     )

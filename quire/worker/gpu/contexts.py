@@ -17,6 +17,7 @@ from quire.attention.prefill_libraries import Verdicts
 from quire.config import default_cache_dir
 from quire.kernels.types import HeadShape, LatentShape, LayerCache, StepContext
 from quire.models.decoder import Decoder
+from quire.models.heads.head import DraftHead
 from quire.ops.interface import Ops
 from quire.worker.gpu.batches import FreshRuns, MixedBatch
 from quire.worker.gpu.padded import MixedRung, MixedRungs
@@ -32,7 +33,7 @@ class StepContexts:
     """Builds the contexts of all kinds of steps. `attention` None: operations of a CPU, which know no padding."""
 
     def __init__(
-        self, decoder: Decoder, ops: Ops, table: DeviceTable, windows: tuple[int | None, ...] | None, fuse_rope: bool
+        self, decoder: Decoder | DraftHead, ops: Ops, table: DeviceTable, windows: tuple[int | None, ...] | None, fuse_rope: bool
     ) -> None:
         """`windows`: of the table's cache groups; None: they were made for this decoder's layers. `fuse_rope`: decode
         steps without drafts rotate inside their attention."""
@@ -54,8 +55,10 @@ class StepContexts:
         """The heads that the split of decode keys is made for: the same in all layers."""
         return min(self._shapes, key=lambda shape: _as_heads(shape).num_kv_heads)
 
-    def mixed_rungs(self, decoder: Decoder, max_num_seqs: int, max_tokens: int) -> MixedRungs | None:
+    def mixed_rungs(self, decoder: Decoder | DraftHead, max_num_seqs: int, max_tokens: int) -> MixedRungs | None:
         """The shapes that small mixed steps are padded to; None: they are not."""
+        if isinstance(decoder, DraftHead):
+            return None
         return MixedRungs.of(self.attention, decoder, max_num_seqs, max_tokens)
 
     def reserve(self, counts: set[int]) -> None:

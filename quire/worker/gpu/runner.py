@@ -12,8 +12,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from quire.errors import InvariantError
 from quire.kernels.types import LayerCache
 from quire.models.decoder import Decoder
+from quire.models.heads.head import DraftHead
 from quire.ops.interface import Ops
 from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.worker.gpu.batches import (
@@ -43,7 +45,7 @@ class DeviceRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | DraftHead,
         ops: Ops,
         table: DeviceTable,
         device: torch.device,
@@ -56,15 +58,21 @@ class DeviceRunner:
         rejection: bool = False,
         advance: bool = False,
         ranks: DeviceRanks | None = None,
+        passes: DevicePasses | None = None,
     ) -> None:
         """`fuse_rope`: decode steps without drafts rotate inside their attention. `windows`: of the table's cache
         groups, where the decoder's layers are not all that these were made for. `mixed_tokens`: mixed steps of up to
         so many tokens (of prompts) are padded to fixed shapes; 0: none are. `rejection`: see `SpecialDraws`.
-        `advance`: see `StepLaunches`. `ranks`: the others that share the model."""
+        `advance`: see `StepLaunches`. `ranks`: the others that share the model. `passes`: other than the decoder's
+        own."""
         self._device = device
         self._table = table
         self.contexts = StepContexts(decoder, ops, table, windows, fuse_rope)
-        self.launches = StepLaunches(DevicePasses(decoder, ranks), table, self.contexts, max_num_seqs, advance)
+        if passes is None:
+            if isinstance(decoder, DraftHead):
+                raise InvariantError("a draft head has passes of its own")
+            passes = DevicePasses(decoder, ranks)
+        self.launches = StepLaunches(passes, table, self.contexts, max_num_seqs, advance)
         self.rungs = ladder(max_num_seqs)
         # Steps with drafts are never padded to these, so rows that are there for drafts need no shapes.
         mixed = self.contexts.mixed_rungs(decoder, min(max_num_seqs, table.num_rows), mixed_tokens)
