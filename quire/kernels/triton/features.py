@@ -1,4 +1,4 @@
-"""Hidden states that a draft head reads, in slots of the paged cache: kept after a step, fetched before the next (torch:
+"""Hidden states that a draft head reads, in slots of the paged cache: kept by a step, fetched by the next (torch:
 `step_reference`)."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _slot_kernel_part(table, row, position, table_stride, PAGE: tl.constexpr):
+def _slot_of(table, row, position, table_stride, PAGE: tl.constexpr):
     block = tl.load(table + row.to(tl.int64) * table_stride + position // PAGE).to(tl.int64)
     return block * PAGE + position % PAGE
 
@@ -23,7 +23,7 @@ def _keep_kernel(
     token = tl.program_id(0)
     row = tl.load(rows + token)
     if row >= 0:
-        slot = _slot_kernel_part(table, row, tl.load(positions + token), table_stride, PAGE)
+        slot = _slot_of(table, row, tl.load(positions + token), table_stride, PAGE)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < WIDTH
         value = tl.load(features + token.to(tl.int64) * WIDTH + column, mask=inside)
@@ -40,7 +40,7 @@ def _fetch_kernel(
     target = out + token.to(tl.int64) * WIDTH + column
     inside = column < WIDTH
     if (row >= 0) & (position > 0):
-        slot = _slot_kernel_part(table, row, position - 1, table_stride, PAGE)
+        slot = _slot_of(table, row, position - 1, table_stride, PAGE)
         tl.store(target, tl.load(kept + slot * WIDTH + column, mask=inside), mask=inside)
     else:
         tl.store(target, tl.zeros([BLOCK], out.dtype.element_ty), mask=inside)

@@ -33,8 +33,9 @@ class StepContexts:
     """Builds the contexts of all kinds of steps. `attention` None: operations of a CPU, which know no padding."""
 
     def __init__(
-        self, decoder: Decoder | DraftHead, ops: Ops, table: DeviceTable, windows: tuple[int | None, ...] | None, fuse_rope: bool
-    ) -> None:
+        self, decoder: Decoder | DraftHead, ops: Ops, table: DeviceTable, windows: tuple[int | None, ...] | None,
+        fuse_rope: bool,
+    ) -> None:  # fmt: skip
         """`windows`: of the table's cache groups; None: they were made for this decoder's layers. `fuse_rope`: decode
         steps without drafts rotate inside their attention."""
         self.attention = ops.attention
