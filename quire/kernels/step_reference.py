@@ -70,6 +70,28 @@ def fetch_features(kept: Tensor, table: Tensor, block_size: int, rows: Tensor, p
     out.copy_(torch.where(known[:, None], kept[slots], 0))
 
 
+def walk_trees(trees: Tensor, parents: Tensor, ids: Tensor, drawn: Tensor, ring: Tensor, tokens: Tensor, path: Tensor,
+               ok: int, nodes: int) -> None:
+    """Which branch of each tree was drawn, and its tokens in the rows of the table: as `kernels.triton.branch`."""
+    results = drawn[int(ring[0])].tolist()
+    for tree, (row, position, first, count) in enumerate(trees.tolist()):
+        if row < 0:
+            continue
+        path[tree] = -1
+        node = -1
+        for depth in range(path.shape[1] + 1):
+            token, status = results[first + 1 + node]
+            if status != ok:
+                break
+            if position + depth < tokens.shape[1]:
+                tokens[row, position + depth] = token
+            children = [i for i in range(count)
+                        if int(parents[first + 1 + i]) == node and int(ids[first + 1 + i]) == token]
+            if not children or depth == path.shape[1]:
+                break
+            node = path[tree, depth] = children[0]
+
+
 def draw(
     logits: Tensor,
     state: Tensor,

@@ -24,6 +24,7 @@ class StepKernels:
     draw_scratch: Callable[[int, int], Any]
     keep_features: Callable[..., None]
     fetch_features: Callable[..., None]
+    walk_trees: Callable[..., None]
     sampling: ModuleType | None = None
     """`kernels.triton.sample`; None: the full sampler does all that `draw` does not."""
 
@@ -41,7 +42,7 @@ def host_sampling(device: torch.device) -> SamplingKernels | None:
 def step_kernels(device: torch.device) -> StepKernels:
     """Triton's on a GPU. On a CPU the references, written in `host_kernels` so that Triton need not be there."""
     if device.type == "cuda":
-        from quire.kernels.triton import draw, features, inputs, sample, weights
+        from quire.kernels.triton import branch, draw, features, inputs, sample, weights
 
         use_kernel("cuda", weights.row_weights)
         return StepKernels(
@@ -51,11 +52,12 @@ def step_kernels(device: torch.device) -> StepKernels:
             lambda rows, vocab: draw.DrawScratch.allocate(rows, vocab, device),
             features.keep_features,
             features.fetch_features,
+            branch.walk_trees,
             sample,
         )
     from quire.kernels import step_reference
 
     return StepKernels(
         step_reference.scatter, step_reference.gather_inputs, step_reference.draw, lambda rows, vocab: None,
-        step_reference.keep_features, step_reference.fetch_features,
+        step_reference.keep_features, step_reference.fetch_features, step_reference.walk_trees,
     )

@@ -93,15 +93,22 @@ class StepContexts:
         slots: tuple[Tensor, ...],
         separate_rope: bool,
         caches: Sequence[LayerCache],
+        detours: Tensor | None = None,
     ) -> StepContext:
-        """One token of every sequence. `separate_rope`: see `StepLaunches.decode`."""
+        """One token of every sequence. `separate_rope`: see `StepLaunches.decode`. `detours`: of nodes of trees."""
         if self.attention is None:
-            return self._on_host(positions, query_start, lengths, rows, slots, caches)
+            ctx = self._on_host(positions, query_start, lengths, rows, slots, caches)
+            if detours is not None:
+                # Nodes may lie behind the last position of any of them.
+                ctx.block_tables = tuple(table[rows.clamp(min=0).long()].clamp(min=0) for table in self.tables)
+                ctx.detours = detours
+            return ctx
         from quire.attention.triton import DeviceContext
 
         rung = rows.shape[0]
         ctx = DeviceContext(positions, query_start, lengths, (), slots, rows=rows, tables=self.tables, num_decodes=rung,
-                            splits=self._splits.get(rung, ()), fuse_rope=self.fuse_rope and not separate_rope)
+                            splits=self._splits.get(rung, ()), fuse_rope=self.fuse_rope and not separate_rope,
+                            detours=detours)
         if self.attention.deterministic:
             # One tile per sequence; padding has no keys and gives zeros.
             ctx.tile_seq = query_start[:rung]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.kernels.types import LayerCache
 from quire.layers.stream import ResidualStream
+from quire.sampling.sampler import OK
 from quire.worker.gpu.backend import StepKernels, step_kernels
 from quire.worker.gpu.batches import FreshRuns, MixedBatch, aligned
 from quire.worker.gpu.contexts import StepContexts, View
@@ -103,6 +104,28 @@ class StepLaunches:
         b.positions[:rung].copy_(places[last]).add_(1)
         self.draw(self.passes.logits(hidden[last], None, b.logits[:rung]), b.rows[:rung], b.lengths[:rung], b.ring)
         self.passes.settle()
+
+    def trees(self, rung: int, view: View) -> None:
+        """A decode step of `rung` rows, some of them nodes of trees: each lies at a place of its own in its row of the
+        table, and has the position of its depth. What is drawn after nodes is put into the rows by `walk_trees`."""
+        b = self.buffers
+        rows, places, positions = view("rows")[:rung], view("places")[:rung], view("positions")[:rung]
+        ids, wide, lengths = b.ids[:rung], b.wide_positions[:rung], b.lengths[:rung]
+        slots = tuple(slot[:rung] for slot in b.slots)
+        self._gather(rows, places, ids, wide, slots, lengths)
+        wide.copy_(positions)
+        lengths.copy_((positions + 1) * (rows >= 0))
+        detours = view("detours").view(b.rows.shape[0], -1)[:rung]
+        ctx = self._contexts.decode(rows, wide, b.query_start[: rung + 1], lengths, slots, True, self.caches, detours)
+        hidden = self.passes.forward(ids, ctx, self.caches, rows, places)
+        self.draw(self.passes.logits(hidden, ctx, b.logits[:rung]), rows, lengths, view("ring"))
+        self.passes.settle()
+
+    def walk_trees(self, count: int, view: View, path: Tensor, nodes: int) -> None:
+        """Of up to `count` trees of the step: the branch that was drawn."""
+        trees = view("trees").view(-1, 4)[:count]
+        self._kernels.walk_trees(trees, view("parents"), self.buffers.ids, self.drawn, view("ring"),
+                                 self._table.tokens, path[:count], OK, nodes)
 
     def padded(self, rung: MixedRung, view: View, draws: int) -> None:
         """A mixed step of a fixed shape, all of it on fixed addresses."""

@@ -41,6 +41,7 @@ from quire.worker.gpu.results import PendingStep, ResultCopier, failed
 from quire.worker.gpu.runner import DeviceRunner
 from quire.worker.gpu.speculation import Speculation
 from quire.worker.gpu.table import DeviceTable, DraftView
+from quire.worker.gpu.trees import TreeSteps
 from quire.worker.gpu.weights import build_on_device, random_weights
 from quire.worker.memory import PoolSize, available_memory, draft_group, groups_with_draft, size_host_tier
 from quire.worker.transfer import KVTransfer
@@ -149,6 +150,7 @@ class GpuWorker:
             ranks=ranks,
             passes=self._watched_passes(draft, ranks),
         )
+        self._runner.trees = self._tree_steps()
         drafting = self._build_draft_runner(draft)
         self.pool = self._size_pool(cache, length)
         if self._share is not None:
@@ -223,6 +225,17 @@ class GpuWorker:
             return None
         self._states = KeptStates(self.table, draft_group(self.spec))
         return WatchedPasses(self.decoder, ranks, draft, self._states)
+
+    def _tree_steps(self) -> TreeSteps | None:
+        """For trees that come with plans, judged by what the target draws; latents are attended to along chains."""
+        asked = self._speculation
+        if asked is None or asked.options.tree is None or asked.options.on_device or asked.rejection:
+            return None
+        if self._share is not None or any(layer.attention.latent is not None for layer in self.spec.layers):
+            return None
+        graphs = self._runner.graphs
+        return TreeSteps(self._runner.launches, self.ops, self.table, asked.options.tree, self._runner.rungs,
+                         self.spec.group_of_layer(), None if graphs is None else graphs.pool)
 
     def _build_head_runner(self, head: DraftHead, asked: Speculation) -> HeadRunner:
         options = self._options

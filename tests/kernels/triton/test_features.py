@@ -6,8 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from quire.kernels import step_reference  # noqa: E402
-from quire.kernels.triton import features  # noqa: E402
+from quire.kernels import step_reference
+from quire.kernels.triton import features
 
 
 def check_features(device: str, dtype: torch.dtype) -> None:

@@ -129,7 +129,7 @@ def make_engine(
     cache = KVCacheManager(num_blocks, block_size, groups=groups, prefix_caching=prefix_caching)
     if drafts:
         speculation = SpeculationOptions("ngram", drafts, adaptive=False)
-    rows = 0 if speculation is None else speculation.num_speculative_tokens * SEQS
+    rows = 0 if speculation is None else speculation.most_drafts * SEQS
     speculator = build_speculator(speculation, rows if device else 0)
     scheduler = Scheduler(Limits(SEQS, budget, MAX_LEN), cache, clock=lambda: 0.0, speculator=speculator)
     if not device:

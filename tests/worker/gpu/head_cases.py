@@ -41,7 +41,7 @@ def random_head(kind: str) -> Any:
                 shapes |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": spec.vocab_size // 2 + 1,
                            "eagle_aux_hidden_state_layer_ids": [0, 1, spec.num_layers]}
                 guessed = torch.arange(0, spec.vocab_size, 2, device=device)
-            head_spec = read_head({**QWEN3, **shapes}, spec)
+            head_spec = read_head({**QWEN3, **shapes, "vocab_size": spec.vocab_size}, spec)
         generator = torch.Generator(device="cpu").manual_seed(7)
         weights = {}
         for name, size in head_spec.parameters().items():
