@@ -209,11 +209,11 @@ def test_a_head_on_the_kernels_gives_the_cpu_engines_tokens() -> None:
     from tests.worker.gpu.drafting import accepted
     from tests.worker.gpu.head_cases import asked
 
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     found = []
     for ops in (None, TritonOps("cpu", torch.float32)):
-        core = engines.make_engine(engines.QWEN3, device=True, ops=ops, **asked("eagle3", 2))
-        told = engines.run(core, [Request("r", [3, 8, 6], params, seed=0, arrival_time=0.0)])
+        core = engines.make_engine(CONFIG, device=True, ops=ops, **asked("eagle3", 1))
+        told = engines.run(core, [Request("r", [3, 6], params, seed=0, arrival_time=0.0)])
         found.append((told["r"][0], told["r"][3], accepted(core)))
     assert found[0] == found[1]
     assert found[0][2][0] > 0
