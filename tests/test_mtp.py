@@ -37,9 +37,12 @@ def tensors(hidden: int = 48) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    return request.param, make_target(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def make_target(family: str, folder: Path) -> Path:
     """A model of four layers whose last is stored behind the third, as public checkpoints have it."""
-    folder = tmp_path_factory.mktemp(request.param)
-    make_model(request.param, num_hidden_layers=LAYERS + 1).save_pretrained(folder, max_shard_size="1GB")
+    make_model(family, num_hidden_layers=LAYERS + 1).save_pretrained(folder, max_shard_size="1GB")
     weights = load_file(folder / "model.safetensors")
     prefix = f"model.layers.{LAYERS}."
     weights |= {f"{prefix}{name}.weight": tensor for name, tensor in tensors().items()}
@@ -49,7 +52,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     config = json.loads((folder / "config.json").read_text())
     config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
-    return request.param, folder
+    return folder
 
 
 class PlainLayer:

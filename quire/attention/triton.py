@@ -239,7 +239,7 @@ class TritonAttention:
             "out": out,
         }
         if turn is None:
-            options["sinks"] = sinks
+            options["sinks"], options["detours"] = sinks, ctx.detours
         if ctx.num_decodes and ctx.splits:
             split = ctx.splits[group]
             self._decode(qkv, cache, table, ctx, split, shape, scale, turn, options)

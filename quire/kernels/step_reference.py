@@ -53,6 +53,45 @@ def gather_inputs(
         lengths.copy_(torch.where(real, positions + 1, 0))
 
 
+def keep_features(features: Tensor, kept: Tensor, table: Tensor, block_size: int, rows: Tensor, positions: Tensor
+                  ) -> None:
+    """Hidden states [T, width] of tokens given by table row (negative: padding) and position, to their slots of `kept`
+    [slots, width]."""
+    real = rows >= 0
+    row, position = rows[real].long(), positions[real].long()
+    kept[table[row, position // block_size].long() * block_size + position % block_size] = features[real]
+
+
+def fetch_features(kept: Tensor, table: Tensor, block_size: int, rows: Tensor, positions: Tensor, out: Tensor) -> None:
+    """Into `out` [T, width]: what is kept of the token before each. Zeros for padding and before the first token."""
+    known = (rows >= 0) & (positions > 0)
+    row, before = torch.where(known, rows, 0).long(), torch.where(known, positions - 1, 0).long()
+    slots = table[row, before // block_size].long() * block_size + before % block_size
+    out.copy_(torch.where(known[:, None], kept[slots], 0))
+
+
+def walk_trees(trees: Tensor, parents: Tensor, ids: Tensor, drawn: Tensor, ring: Tensor, tokens: Tensor, path: Tensor,
+               ok: int, nodes: int) -> None:
+    """Which branch of each tree was drawn, and its tokens in the rows of the table: as `kernels.triton.branch`."""
+    results = drawn[int(ring[0])].tolist()
+    for tree, (row, position, first, count) in enumerate(trees.tolist()):
+        if row < 0:
+            continue
+        path[tree] = -1
+        node = -1
+        for depth in range(path.shape[1] + 1):
+            token, status = results[first + 1 + node]
+            if status != ok:
+                break
+            if position + depth < tokens.shape[1]:
+                tokens[row, position + depth] = token
+            children = [i for i in range(count)
+                        if int(parents[first + 1 + i]) == node and int(ids[first + 1 + i]) == token]
+            if not children or depth == path.shape[1]:
+                break
+            node = path[tree, depth] = children[0]
+
+
 def draw(
     logits: Tensor,
     state: Tensor,

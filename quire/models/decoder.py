@@ -110,7 +110,7 @@ class Decoder:
         self.ops = ops
         self.max_model_len = _checked_length(spec, max_model_len)
         self.first_layer, self.last_layer = shard.first_layer, shard.last_layer
-        self._dtype = dtype
+        self.weights_dtype = dtype
         self._ranks = ranks
         self._shapes = shard.parameters
         self._of_other_stages = spec.parameters().keys() - self._shapes.keys()
@@ -146,7 +146,7 @@ class Decoder:
         return ExpertLoad(tuple(with_experts), counts)
 
     def _build_ends(self) -> None:
-        spec, ops, dtype, ranks = self.spec, self.ops, self._dtype, self._ranks
+        spec, ops, dtype, ranks = self.spec, self.ops, self.weights_dtype, self._ranks
         projected = spec.embed_dim != spec.hidden_size
         runs = self.shard.vocabulary
         self.embed = Embedding(ops, dtype) if ranks is None else SharedEmbedding(ops, dtype, runs, ranks)
@@ -166,7 +166,7 @@ class Decoder:
         factors = None if growth is None else self._growths[growth]
         share = None if self._ranks is None else self.shard.layer(index)
         return DecoderLayer(
-            self.ops, layer, self.spec.hidden_size, rope, group, self._dtype, factors, share, self._ranks
+            self.ops, layer, self.spec.hidden_size, rope, group, self.weights_dtype, factors, share, self._ranks
         )
 
     def load(self, name: str, tensor: StoredWeight, source: str | None = None) -> None:

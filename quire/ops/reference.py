@@ -199,9 +199,9 @@ class TorchOps(Ops):
         return out.view(q.shape[0], -1)
 
     def allocate_cache(self, kv: KVSpec, num_blocks: int, block_size: int) -> LayerCache:
-        if kv.kind == "latent":
+        if kv.kind in ("latent", "feature"):
             (part,) = kv.parts
-            return LayerCache(kv, block_size, {"latent": torch.zeros(num_blocks, 1, block_size, part.width)})
+            return LayerCache(kv, block_size, {part.name: torch.zeros(num_blocks, 1, block_size, part.width)})
         if kv.coded_dim is not None:
             raise EngineError("plain torch keeps keys and values as floats, not as int8 codes")
         heads, dim = kv.heads_of_pair()

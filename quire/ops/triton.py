@@ -366,6 +366,9 @@ class TritonOps(Ops):
         """k, v [num_blocks, num_kv_heads, block_size, head_dim]: a head's keys of one block lie together."""
         if kv.kind == "latent":
             return self._latents(kv, num_blocks, block_size)
+        if kv.kind == "feature":
+            size = (num_blocks, 1, block_size, kv.parts[0].width)
+            return LayerCache(kv, block_size, {"feature": torch.zeros(size, dtype=self.dtype, device=self.device)})
         heads, dim = kv.heads_of_pair()
         size = (num_blocks, heads, block_size, dim)
         tensors = {part.name: torch.zeros(size, dtype=self.kv_dtype, device=self.device) for part in kv.parts}

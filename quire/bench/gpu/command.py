@@ -48,7 +48,8 @@ EXAMPLES = (
     "  quire bench gpu --cases a b --models 0.6b\n"
     "  quire bench gpu --no-profile --repeat 1 --models 8b\n"
     "  quire bench gpu --cases b --deterministic\n"
-    "  quire bench gpu --sampling --models 0.6b"
+    "  quire bench gpu --sampling --models 0.6b\n"
+    "  quire bench gpu --heads --models 8b"
 )
 _PROFILED_TOKENS = 24
 _TOP_KERNELS = 14
@@ -103,6 +104,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="instead: GEMMs of quantized weights of the models' shapes, every kernel and its limit")
     parser.add_argument("--mixed", action="store_true",
                         help="instead: small steps of a short prompt beside eight decoding sequences")
+    parser.add_argument("--heads", action="store_true",
+                        help="instead: drafts of a head of EAGLE-3's size that are right with chances 0.8, 0.7, 0.6, "
+                             "0.5, against the same without drafts")
+    parser.add_argument("--batch", type=int, nargs="+", metavar="N", help="with --heads: streams (default: 1 8 64)")
+    parser.add_argument("--max-tokens", type=int, default=160, metavar="N",
+                        help="with --heads: tokens of each stream (default: 160)")
     parser.add_argument("--sampling", action="store_true",
                         help="instead: what sampling settings cost, at 256 sequences and for one stream")
     parser.add_argument("--serve", action="store_true",
@@ -137,6 +144,13 @@ def run(args: argparse.Namespace) -> int:
         for model in args.models:
             line = gpu_serve.measure(MODELS[model], model, {"device": "cuda", "dtype": args.dtype})
             _show(args, line, gpu_serve.text(line))
+        return 0
+    if args.heads:
+        from quire.bench.gpu import heads as gpu_heads
+
+        for model in args.models:
+            for line in gpu_heads.measure(MODELS[model], model, args):
+                _show(args, line, gpu_heads.text(line))
         return 0
     if args.sampling:
         from quire.bench.gpu import sampling as gpu_sampling

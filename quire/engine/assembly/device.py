@@ -148,13 +148,9 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
     from quire.worker.gpu.speculation import speculation_of
     from quire.worker.gpu.worker import GpuWorker
 
-    drafts = config.speculation.options
-    if drafts is not None and drafts.reads_states:
-        raise ConfigError(f"speculative_config method {drafts.method!r} runs on a CPU only so far: use device='cpu', "
-                          "or another method", field="device")
     options = device_options(config, read_spec(source.config).max_positions)
     weights = None if config.model.load_format == "dummy" else _device_weights(source, config)
-    worker = GpuWorker(source.config, weights, config.cache, options, speculation=speculation_of(config))
+    worker = GpuWorker(source.config, weights, config.cache, options, speculation=speculation_of(config, source))
     return worker, DeviceExecutor(worker, worker.expert_load)
 
 

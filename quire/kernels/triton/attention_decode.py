@@ -66,6 +66,8 @@ def _decode_kernel(
     sinks,
     q_stride,
     table_stride,
+    detours,
+    detour_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -84,6 +86,7 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     SINKS: tl.constexpr,
+    DETOUR: tl.constexpr,
 ):
     head = tl.program_id(0)
     # An earlier kernel than the previous one wrote the split, so it is read while the previous one still runs.
@@ -104,10 +107,19 @@ def _decode_kernel(
         q_high = q
         if HALVES:
             q_high = tl.load(heads + WIDTH, mask=used, other=0.0)
+        detour = detours + seq.to(tl.int64) * detour_stride
         attend_piece(
-            q, q_high, out, seq, head, task, span, (table, k_cache, v_cache), (partial, summary, arrived, num_parts),
-            (scale, softcap, kv_scale, sinks), NUM_HEADS, NUM_KV, GROUP, GROUP_PAD, GROUP_POW, DIM, BLOCK_DIM, PAGE,
-            KEYS, JOIN, SOFTCAP, HALVES, CARRIED, PRECISION, SINKS)
+            q, q_high, out, seq, head, task, span, (table, k_cache, v_cache, detour),
+            (partial, summary, arrived, num_parts), (scale, softcap, kv_scale, sinks), NUM_HEADS, NUM_KV, GROUP,
+            GROUP_PAD, GROUP_POW, DIM, BLOCK_DIM, PAGE, KEYS, JOIN, SOFTCAP, HALVES, CARRIED, PRECISION, SINKS, DETOUR)
+
+
+@triton.jit
+def along(detour, position, seen):
+    """Where the keys at these positions of a sequence lie along its block table: `StepContext.detours`."""
+    first = tl.load(detour)
+    later = seen & (position >= first)
+    return tl.where(later, tl.load(detour + 1 + (position - first), mask=later, other=0), position)
 
 
 @triton.jit
@@ -140,14 +152,14 @@ def attend_piece(
     q, q_high, out, seq, head, task, span, cache, scratch, scores_of, NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, GROUP_POW: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, JOIN: tl.constexpr, SOFTCAP: tl.constexpr, HALVES: tl.constexpr,
-    CARRIED: tl.constexpr, PRECISION: tl.constexpr, SINKS: tl.constexpr,
+    CARRIED: tl.constexpr, PRECISION: tl.constexpr, SINKS: tl.constexpr, DETOUR: tl.constexpr,
 ):  # fmt: skip
     """The keys [begin, end) of one sequence and KV head under the first GROUP rows of q [GROUP_PAD, BLOCK_DIM]; the
     program that is done last joins the sequence's pieces.
 
     `task`: (its number, its piece, how many the sequence has). `span`: (first visible key, begin, end). `cache`: (block
-    table, keys, values). `scratch`: (partial, summary, arrived, size of partial). `scores_of`: (scale, soft cap, scale
-    of values, sinks).
+    table, keys, values, detour of the sequence: it counts with DETOUR, which does not go with CARRIED). `scratch`:
+    (partial, summary, arrived, size of partial). `scores_of`: (scale, soft cap, scale of values, sinks).
 
     With HALVES, q and q_high are the two halves of the features, as a rotation leaves them, and keys, values and
     sums come in halves too; every sum has the order it has without. With SINKS the first piece's softmax begins with
@@ -155,7 +167,7 @@ def attend_piece(
     """
     number, piece, pieces = task
     visible, begin, end = span
-    table, k_cache, v_cache = cache
+    table, k_cache, v_cache, detour = cache
     partial, summary, arrived, num_parts = scratch
     scale, softcap, kv_scale, sinks = scores_of
     WIDTH: tl.constexpr = DIM // 2 if HALVES else BLOCK_DIM
@@ -176,9 +188,12 @@ def attend_piece(
     for start in range(begin, end, KEYS):
         position = start + key
         seen = (position >= visible) & (position < end)
+        place = position
+        if DETOUR:
+            place = along(detour, position, seen)
         if not CARRIED:
-            block = tl.load(table + position // PAGE, mask=seen, other=0)
-        base = ((block.to(tl.int64) * NUM_KV + head) * PAGE + position % PAGE) * DIM
+            block = tl.load(table + place // PAGE, mask=seen, other=0)
+        base = ((block.to(tl.int64) * NUM_KV + head) * PAGE + place % PAGE) * DIM
         if CARRIED:
             # Block numbers are loaded one iteration early: the loads of keys then wait for no other load and can be
             # pipelined.
@@ -308,15 +323,18 @@ def decode_attention(
     carried: bool = False,
     pdl: bool = False,
     sinks: Tensor | None = None,
+    detours: Tensor | None = None,
 ) -> Tensor:
     """[S, Hq*hd] for the S sequences of `split`, whose queries are the first S rows of qkv.
 
     Sequence s has its block table in row `rows[s]` (s itself without `rows`) of int32 `tables`. Nothing is written
     for a sequence of no length. `halves` takes the features in two halves, for fewer addresses; with `carried` the
     places of the next keys are known a turn early, so that `num_stages` tiles can be on their way. Bits stay the same.
-    `sinks` float32 [Hq] are scores without a value, which take part in each head's softmax.
+    `sinks` float32 [Hq] are scores without a value, which take part in each head's softmax. `detours`: as in
+    `StepContext`; then nothing is carried.
     """
     group = shape.num_heads // shape.num_kv_heads
+    carried = carried and detours is None
     if out is None:
         out = torch.empty(context_len.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     ieee = qkv.dtype == torch.float32
@@ -331,11 +349,10 @@ def decode_attention(
         kv_scale,
         scratch.partial.shape[0],
         context_len if sinks is None else sinks,
-        qkv.stride(0),
-        tables.stride(0),
-        shape.num_heads,
-        shape.num_kv_heads,
-        group,
+        qkv.stride(0), tables.stride(0),
+        tables if detours is None else detours,
+        0 if detours is None else detours.stride(0),
+        shape.num_heads, shape.num_kv_heads, group,
         max(16, triton.next_power_of_2(group)),
         triton.next_power_of_2(group),
         shape.head_dim,
@@ -349,8 +366,7 @@ def decode_attention(
         halves and shape.head_dim >= 32 and shape.head_dim & (shape.head_dim - 1) == 0,
         carried,
         "ieee" if ieee else "tf32",
-        pdl,
-        sinks is not None,
+        pdl, sinks is not None, detours is not None,
         **launch,
     )  # fmt: skip
     return out

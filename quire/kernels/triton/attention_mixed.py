@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.torch_attention import softmax_attention
-from quire.kernels.triton.attention_decode import LOG2_E
+from quire.kernels.triton.attention_decode import LOG2_E, along
 from quire.kernels.types import HeadShape, LayerCache
 
 
@@ -39,43 +39,46 @@ class MixedShape:
 
 @triton.jit
 def _fold_keys(
-    first, last, q, softmax, cache, reaches, scores_of, branches, NUM_KV: tl.constexpr, DIM: tl.constexpr,
+    first, last, q, softmax, cache, reaches, scores_of, NUM_KV: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, DETOUR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The running softmax of a tile with the keys [first, last) folded in, KEYS at a time.
 
-    `softmax`: (sum of weighted values, maximum, sum of weights). `cache`: (block table, keys, values, KV head).
+    `softmax`: (sum of weighted values, maximum, sum of weights). `cache`: (block table, keys, values, KV head, detour
+    of the sequence, which counts with DETOUR).
     `reaches`: (first and last + 1 key of the tile, last key of each row, window). `scores_of`: (scale, soft cap).
-    `branches`: the mask of a tree of drafts (see `mixed_attention`).
     """
     acc, maximum, total = softmax
     for start in range(first, last, KEYS):
         acc, maximum, total = _fold(
-            start, q, acc, maximum, total, cache, reaches, scores_of, branches, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS,
-            MASKED, WINDOW, SOFTCAP, TREE, PRECISION)
+            start, q, acc, maximum, total, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS, MASKED,
+            WINDOW, SOFTCAP, DETOUR, PRECISION)
     return acc, maximum, total
 
 
 @triton.jit
 def _fold(
-    start, q, acc, maximum, total, cache, reaches, scores_of, branches, NUM_KV: tl.constexpr, DIM: tl.constexpr,
+    start, q, acc, maximum, total, cache, reaches, scores_of, NUM_KV: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, DETOUR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One iteration of `_fold_keys`: the keys [start, start + KEYS)."""
-    table, k_cache, v_cache, head = cache
+    table, k_cache, v_cache, head, detour = cache
     begin, limit, reach, window = reaches
     scale, softcap = scores_of
-    tree, tree_row, tree_stride, tree_start, row_limit = branches
     dim = tl.arange(0, BLOCK_DIM)
     position = start + tl.arange(0, KEYS)
     if MASKED:
         present = (position >= begin) & (position < limit)
-        block = tl.load(table + position // PAGE, mask=present, other=0).to(tl.int64)
+    place = position
+    if DETOUR:
+        place = along(detour, position, position < limit)
+    if MASKED:
+        block = tl.load(table + place // PAGE, mask=present, other=0).to(tl.int64)
     else:
-        block = tl.load(table + position // PAGE).to(tl.int64)
-    base = ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
+        block = tl.load(table + place // PAGE).to(tl.int64)
+    base = ((block * NUM_KV + head) * PAGE + place % PAGE) * DIM
     places = base[:, None] + dim[None, :]
     if MASKED:
         loads = present[:, None] & (dim < DIM)[None, :]
@@ -92,14 +95,6 @@ def _fold(
         seen = (position[None, :] <= reach[:, None]) & present[None, :]
         if WINDOW:
             seen = seen & (position[None, :] > reach[:, None] - window)
-        if TREE:
-            own = position - tree_start
-            branch = tl.load(
-                tree + tree_row[:, None] * tree_stride + own[None, :],
-                mask=(own >= 0)[None, :] & (position < limit)[None, :] & row_limit[:, None],
-                other=1,
-            )
-            seen = seen & (branch != 0)
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(maximum, tl.max(scores, axis=1))
     # A row that has seen no key yet stays at -inf; 0 instead keeps it from becoming NaN.
@@ -129,7 +124,7 @@ def _mixed_kernel(
     context_len,
     tile_seq,
     tile_first,
-    tree,
+    detours,
     scale,
     softcap,
     window,
@@ -137,7 +132,7 @@ def _mixed_kernel(
     sinks,
     q_stride,
     table_stride,
-    tree_stride,
+    detour_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -148,7 +143,7 @@ def _mixed_kernel(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    TREE: tl.constexpr,
+    DETOUR: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
     SINKS: tl.constexpr,
@@ -188,27 +183,24 @@ def _mixed_kernel(
             maximum = tl.load(sinks + head * GROUP + index % GROUP) * 1.4426950408889634
             total += 1.0
         softmax = (acc, maximum, total)
-        cache = (table, k_cache, v_cache, head)
+        cache = (table, k_cache, v_cache, head, detours + seq.to(tl.int64) * detour_stride)
         reaches = (begin, limit, reach, window)
         scores_of = (scale, softcap)
-        branches = (tree, place, tree_stride, length - queries, real)
         # Keys that every row sees need no mask; a window's edge and the diagonal do.
         open_end = (length - queries + first + 1) // KEYS * KEYS
         open_begin = 0
-        if TREE:
-            open_end = tl.minimum(open_end, (length - queries) // KEYS * KEYS)
         if WINDOW:
             edge = tl.maximum(length - queries + last - window, 0)
             open_begin = tl.minimum((edge + KEYS - 1) // KEYS * KEYS, open_end)
             softmax = _fold_keys(
-                begin // KEYS * KEYS, open_begin, q, softmax, cache, reaches, scores_of, branches, NUM_KV, DIM,
-                BLOCK_DIM, PAGE, KEYS, True, WINDOW, SOFTCAP, TREE, PRECISION)
+                begin // KEYS * KEYS, open_begin, q, softmax, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM, PAGE,
+                KEYS, True, WINDOW, SOFTCAP, DETOUR, PRECISION)
         softmax = _fold_keys(
-            open_begin, open_end, q, softmax, cache, reaches, scores_of, branches, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS,
-            False, WINDOW, SOFTCAP, TREE, PRECISION)
+            open_begin, open_end, q, softmax, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS, False,
+            WINDOW, SOFTCAP, DETOUR, PRECISION)
         acc, _maximum, total = _fold_keys(
-            open_end, limit, q, softmax, cache, reaches, scores_of, branches, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS,
-            True, WINDOW, SOFTCAP, TREE, PRECISION)
+            open_end, limit, q, softmax, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS, True, WINDOW,
+            SOFTCAP, DETOUR, PRECISION)
         # One division a row, not one a feature.
         result = acc * (kv_scale / tl.where(total > 0, total, 1.0))[:, None]
         tl.store(out + place[:, None] * (NUM_HEADS * DIM) + column, result.to(out.dtype.element_ty), mask=used)
@@ -241,7 +233,7 @@ def mixed_attention(
     window: int | None = None,
     softcap: float | None = None,
     kv_scale: float = 1.0,
-    tree: Tensor | None = None,
+    detours: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     sizes: MixedShape = MixedShape(),  # noqa: B008 (frozen)
@@ -249,8 +241,7 @@ def mixed_attention(
 ) -> Tensor:
     """[T, Hq*hd]: causal attention of the queries in the tiles; a tile whose sequence is -1 does nothing.
 
-    `tree` uint8 [T, most queries of a sequence] narrows what a token sees of its own step: entry j for the j-th new
-    token of its sequence (its ancestors and itself, for a tree of drafts); the keys before the step are seen by all.
+    `detours`: as in `StepContext`, of sequences of one query.
     `sinks` float32 [Hq] are scores without a value, which take part in each head's softmax.
 
     `exact` forbids fused multiply-adds: the compiler uses them in the loop without a mask and not in the one with, so a
@@ -263,7 +254,7 @@ def mixed_attention(
     _mixed_kernel[(shape.num_kv_heads, tile_seq.shape[0])](
         qkv, cache.k, cache.v, out, tables, tables if rows is None else rows, query_start, context_len,
         tile_seq, tile_first,
-        tables if tree is None else tree,
+        tables if detours is None else detours,
         scale * kv_scale * LOG2_E,
         0.0 if softcap is None else softcap,
         0 if window is None else window,
@@ -271,7 +262,7 @@ def mixed_attention(
         context_len if sinks is None else sinks,
         qkv.stride(0),
         tables.stride(0),
-        0 if tree is None else tree.stride(0),
+        0 if detours is None else detours.stride(0),
         shape.num_heads,
         shape.num_kv_heads,
         group,
@@ -282,7 +273,7 @@ def mixed_attention(
         sizes.keys,
         window is not None,
         softcap is not None,
-        tree is not None,
+        detours is not None,
         rows is not None,
         "ieee" if ieee else "tf32",
         sinks is not None,
@@ -305,7 +296,7 @@ def attention_reference(
     window: int | None = None,
     softcap: float | None = None,
     kv_scale: float = 1.0,
-    tree: Tensor | None = None,
+    detours: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """What both attention kernels compute, in float32, one sequence at a time."""
@@ -316,15 +307,17 @@ def attention_reference(
         lo, hi = starts[s], starts[s + 1]
         if lo == hi or length == 0:
             continue
-        blocks = tables[s, : -(-length // cache.block_size)].long()
-        k = cache.k[blocks].float().transpose(0, 1).flatten(1, 2)[:, :length] * kv_scale
-        v = cache.v[blocks].float().transpose(0, 1).flatten(1, 2)[:, :length] * kv_scale
+        places = torch.arange(length, device=q.device)
+        if detours is not None and int(detours[s, 0]) < length:
+            first = int(detours[s, 0])
+            places[first:] = detours[s, 1 : 1 + length - first].long()
+        blocks, offsets = tables[s, places // cache.block_size].long(), places % cache.block_size
+        k = cache.k[blocks, :, offsets].float().transpose(0, 1) * kv_scale
+        v = cache.v[blocks, :, offsets].float().transpose(0, 1) * kv_scale
         reach = torch.arange(length - (hi - lo), length, device=q.device)
         keys = torch.arange(length, device=q.device)
         seen = keys[None, :] <= reach[:, None]
         if window is not None:
             seen &= keys[None, :] > reach[:, None] - window
-        if tree is not None:
-            seen[:, length - (hi - lo) :] &= tree[lo:hi, : hi - lo] != 0
         out[lo:hi] = softmax_attention(q[lo:hi], k, v, seen, scale, softcap, sinks)
     return out.reshape(qkv.shape[0], -1).to(qkv.dtype)

@@ -137,9 +137,9 @@ def _rope_decode_kernel(
             tl.debug_barrier()
         # Two dots over half the features each: with the halves joined, K was no longer loaded by wide instructions.
         attend_piece(
-            low, high, out, seq, head, task, span, (table, k_cache, v_cache), (partial, summary, arrived, num_parts),
-            (scale, softcap, kv_scale, sinks), NUM_HEADS, NUM_KV, GROUP, GROUP_PAD, GROUP_POW, DIM, DIM, PAGE, KEYS,
-            JOIN, SOFTCAP, True, CARRIED, PRECISION, SINKS)
+            low, high, out, seq, head, task, span, (table, k_cache, v_cache, table),
+            (partial, summary, arrived, num_parts), (scale, softcap, kv_scale, sinks), NUM_HEADS, NUM_KV, GROUP,
+            GROUP_PAD, GROUP_POW, DIM, DIM, PAGE, KEYS, JOIN, SOFTCAP, True, CARRIED, PRECISION, SINKS, False)
 
 
 @triton.jit

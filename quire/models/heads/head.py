@@ -19,10 +19,11 @@ from quire.layers.rotary import rope_table
 from quire.layers.spec import MoeSpec
 from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
-from quire.models.heads.spec import HeadSpec
+from quire.models.heads.spec import FINAL, HeadSpec
 
 NO_GUESS = -1.0e9
-"""Logit of a token outside the draft vocabulary: too small for any temperature, and finite as logits must be."""
+"""Logit of a token outside the draft vocabulary: too small for any temperature, and finite as logits must be; in
+float16, the least that there is."""
 
 
 class DraftHead:
@@ -33,20 +34,21 @@ class DraftHead:
 
     def __init__(self, spec: HeadSpec, target: Decoder, max_model_len: int, optional: Sequence[str] = ()) -> None:
         """`optional`: which of `spec.optional` its checkpoint has."""
-        ops, layer, hidden = target.ops, spec.layer, spec.hidden_size
+        ops, layer, hidden, dtype = target.ops, spec.layer, spec.hidden_size, target.weights_dtype
         self.spec = spec
         self._target = target
         self._ops = ops
+        self._dtype = dtype
         self._vocab = spec.vocab_size
-        self.embed = Embedding(ops, None) if "embed.weight" in optional else target.embed
+        self.embed = Embedding(ops, dtype) if "embed.weight" in optional else target.embed
         own_head = "head.weight" in optional
-        self.head = Linear(ops, ("",), False, None, use=WeightUse.VOCABULARY) if own_head else target.head
+        self.head = Linear(ops, ("",), False, dtype, use=WeightUse.VOCABULARY) if own_head else target.head
         self._has_head = own_head
-        self.fuse = Linear(ops, ("",), "fuse.bias" in optional, None)
+        self.fuse = Linear(ops, ("",), "fuse.bias" in optional, dtype)
         rope, latent = rope_table(spec.rope, max_model_len, target.asked_len), layer.attention.latent
-        self.attn = (Attention(ops, layer.attention, rope, 0, None) if latent is None
-                     else LatentAttention(ops, layer.attention, latent, rope, 0, None))
-        self.mlp = Moe(ops, layer.mlp, None) if isinstance(layer.mlp, MoeSpec) else Mlp(ops, layer.mlp, None)
+        self.attn = (Attention(ops, layer.attention, rope, 0, dtype) if latent is None
+                     else LatentAttention(ops, layer.attention, latent, rope, 0, dtype))
+        self.mlp = Moe(ops, layer.mlp, dtype) if isinstance(layer.mlp, MoeSpec) else Mlp(ops, layer.mlp, dtype)
         self.attn_norm = Norm(ops, layer.norm, hidden)
         self.token_norm = Norm(ops, layer.norm, hidden)
         self.state_norm = Norm(ops, layer.norm, hidden)
@@ -64,9 +66,24 @@ class DraftHead:
                 getattr(self, path[0]).receive(".".join(path[1:]), kind, tensor)
         if guessed is not None and not self._has_head:
             # Of the target's head only these rows, narrow: they are read once for every draft.
-            rows = self._ops.embed(guessed, self._target.head.packed).to(torch.bfloat16)
-            self.head = Linear(self._ops, ("",), False, None, use=WeightUse.VOCABULARY)
+            rows = self._ops.embed(guessed, self._target.head.packed)
+            rows = rows if rows.element_size() == 2 else rows.to(torch.bfloat16)
+            self.head = Linear(self._ops, ("",), False, self._dtype, use=WeightUse.VOCABULARY)
             self.head.receive("", "weight", rows)
+
+    @property
+    def layers(self) -> tuple[DraftHead]:
+        """It is its one layer: for whoever asks a decoder's layers for the shape of their attention."""
+        return (self,)
+
+    @property
+    def captured_states(self) -> list[str]:
+        """Hidden states of layers before the last that it reads."""
+        return [name for name in self.spec.states if name != FINAL]
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return self._ops.dtype
 
     def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:
         """For keys and values, and for the target's hidden states."""
@@ -106,12 +123,14 @@ class DraftHead:
         self.mlp.add_to(stream, stream.normed(self.mlp_norm), ctx)
         return stream.settled()
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """[R, vocabulary] of rows that came out of `forward`."""
+    def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """[R, vocabulary] of rows that came out of `forward`; into `out` if given."""
         rows = rows if self.norm is None else self.norm(rows)
-        found = self.head(rows, None)
         if self._guessed is None:
-            return found
-        everywhere = torch.full((len(found), self._vocab), NO_GUESS, dtype=found.dtype)
-        everywhere[:, self._guessed] = found
-        return everywhere
+            return self.head(rows, None, out)
+        found = self.head(rows, None)
+        if out is None:
+            out = torch.empty(len(found), self._vocab, dtype=found.dtype, device=found.device)
+        out.fill_(max(NO_GUESS, torch.finfo(found.dtype).min))
+        out[:, self._guessed] = found
+        return out

@@ -6,7 +6,7 @@ norms, one projection of token and hidden state, the layer, a norm before the pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -27,6 +27,7 @@ from quire.parallel.place import Place
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
 
+Moved = Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
 _AROUND = {
     "enorm.weight": "token_norm.weight",
     "hnorm.weight": "state_norm.weight",
@@ -66,15 +67,16 @@ class _Behind(StoredParts):
         return name.startswith(self.prefix)
 
 
-def build_mtp(source: ModelSource, target: Decoder, max_model_len: int) -> DraftHead:
-    """The layer of a checkpoint as a head. Embeddings and projection that are the target's are not kept twice."""
+def build_mtp(source: ModelSource, target: Decoder, max_model_len: int, moved: Moved = iter) -> DraftHead:
+    """The layer of a checkpoint as a head, its tensors `moved` to where the target's are. Embeddings and projection
+    that are the target's are not kept twice."""
     if source.path.suffix == ".gguf":
         raise ConfigError("speculative_config method 'mtp' reads the layer from a Hugging Face folder, not from GGUF: "
                           "use another method", field="speculative_config")
     spec = read_mtp(target.spec)
     wanted, optional = spec.parameters(), spec.optional()
     found: dict[str, Tensor] = {}
-    for name, tensor in _named(source, target.spec):
+    for name, tensor in moved(_named(source, target.spec)):
         shape = wanted.get(name) or optional.get(name)
         if shape is None:
             raise ModelLoadError(f"{name!r} is not a part of a layer of {spec.architecture} that predicts more tokens")

@@ -16,6 +16,7 @@ def same_rows(stored: Tensor, target: Decoder, table: Linear) -> bool:
     """`table`: the target's embeddings or its head."""
     for start in range(0, len(stored), _COMPARED):
         ids = torch.arange(start, min(start + _COMPARED, len(stored)))
-        if not torch.equal(target.ops.embed(ids, table.packed), stored[ids].to(torch.float32)):
+        own = target.ops.embed(ids, table.packed)
+        if not torch.equal(own, stored[ids].to(own.dtype)):
             return False
     return True

@@ -47,8 +47,15 @@ class HeadSpec:
         return self.layer.kv, KVSpec.feature(self.hidden_size)
 
     @property
+    def layers(self) -> tuple[LayerSpec]:
+        return (self.layer,)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         return sum(each.bytes_per_token() for each in self.kv)
+
+    def kv_bytes_per_block(self, block_size: int, element_size: int = 4) -> int:
+        return sum(each.bytes_per_block(block_size, element_size) for each in self.kv)
 
     def cache_groups(self) -> list[CacheGroup]:
         return [CacheGroup("full", None, (0, 1), self.kv_bytes_per_token)]

@@ -22,6 +22,9 @@ class StepKernels:
     gather_inputs: Callable[..., None]
     draw: Callable[..., None]
     draw_scratch: Callable[[int, int], Any]
+    keep_features: Callable[..., None]
+    fetch_features: Callable[..., None]
+    walk_trees: Callable[..., None]
     sampling: ModuleType | None = None
     """`kernels.triton.sample`; None: the full sampler does all that `draw` does not."""
 
@@ -39,7 +42,7 @@ def host_sampling(device: torch.device) -> SamplingKernels | None:
 def step_kernels(device: torch.device) -> StepKernels:
     """Triton's on a GPU. On a CPU the references, written in `host_kernels` so that Triton need not be there."""
     if device.type == "cuda":
-        from quire.kernels.triton import draw, inputs, sample, weights
+        from quire.kernels.triton import branch, draw, features, inputs, sample, weights
 
         use_kernel("cuda", weights.row_weights)
         return StepKernels(
@@ -47,10 +50,14 @@ def step_kernels(device: torch.device) -> StepKernels:
             inputs.gather_inputs,
             draw.draw,
             lambda rows, vocab: draw.DrawScratch.allocate(rows, vocab, device),
+            features.keep_features,
+            features.fetch_features,
+            branch.walk_trees,
             sample,
         )
     from quire.kernels import step_reference
 
     return StepKernels(
-        step_reference.scatter, step_reference.gather_inputs, step_reference.draw, lambda rows, vocab: None
+        step_reference.scatter, step_reference.gather_inputs, step_reference.draw, lambda rows, vocab: None,
+        step_reference.keep_features, step_reference.fetch_features, step_reference.walk_trees,
     )

@@ -17,6 +17,7 @@ from quire.attention.prefill_libraries import Verdicts
 from quire.config import default_cache_dir
 from quire.kernels.types import HeadShape, LatentShape, LayerCache, StepContext
 from quire.models.decoder import Decoder
+from quire.models.heads.head import DraftHead
 from quire.ops.interface import Ops
 from quire.worker.gpu.batches import FreshRuns, MixedBatch
 from quire.worker.gpu.padded import MixedRung, MixedRungs
@@ -32,8 +33,9 @@ class StepContexts:
     """Builds the contexts of all kinds of steps. `attention` None: operations of a CPU, which know no padding."""
 
     def __init__(
-        self, decoder: Decoder, ops: Ops, table: DeviceTable, windows: tuple[int | None, ...] | None, fuse_rope: bool
-    ) -> None:
+        self, decoder: Decoder | DraftHead, ops: Ops, table: DeviceTable, windows: tuple[int | None, ...] | None,
+        fuse_rope: bool,
+    ) -> None:  # fmt: skip
         """`windows`: of the table's cache groups; None: they were made for this decoder's layers. `fuse_rope`: decode
         steps without drafts rotate inside their attention."""
         self.attention = ops.attention
@@ -54,8 +56,10 @@ class StepContexts:
         """The heads that the split of decode keys is made for: the same in all layers."""
         return min(self._shapes, key=lambda shape: _as_heads(shape).num_kv_heads)
 
-    def mixed_rungs(self, decoder: Decoder, max_num_seqs: int, max_tokens: int) -> MixedRungs | None:
+    def mixed_rungs(self, decoder: Decoder | DraftHead, max_num_seqs: int, max_tokens: int) -> MixedRungs | None:
         """The shapes that small mixed steps are padded to; None: they are not."""
+        if isinstance(decoder, DraftHead):
+            return None
         return MixedRungs.of(self.attention, decoder, max_num_seqs, max_tokens)
 
     def reserve(self, counts: set[int]) -> None:
@@ -89,15 +93,22 @@ class StepContexts:
         slots: tuple[Tensor, ...],
         separate_rope: bool,
         caches: Sequence[LayerCache],
+        detours: Tensor | None = None,
     ) -> StepContext:
-        """One token of every sequence. `separate_rope`: see `StepLaunches.decode`."""
+        """One token of every sequence. `separate_rope`: see `StepLaunches.decode`. `detours`: of nodes of trees."""
         if self.attention is None:
-            return self._on_host(positions, query_start, lengths, rows, slots, caches)
+            ctx = self._on_host(positions, query_start, lengths, rows, slots, caches)
+            if detours is not None:
+                # Nodes may lie behind the last position of any of them.
+                ctx.block_tables = tuple(table[rows.clamp(min=0).long()].clamp(min=0) for table in self.tables)
+                ctx.detours = detours
+            return ctx
         from quire.attention.triton import DeviceContext
 
         rung = rows.shape[0]
         ctx = DeviceContext(positions, query_start, lengths, (), slots, rows=rows, tables=self.tables, num_decodes=rung,
-                            splits=self._splits.get(rung, ()), fuse_rope=self.fuse_rope and not separate_rope)
+                            splits=self._splits.get(rung, ()), fuse_rope=self.fuse_rope and not separate_rope,
+                            detours=detours)
         if self.attention.deterministic:
             # One tile per sequence; padding has no keys and gives zeros.
             ctx.tile_seq = query_start[:rung]

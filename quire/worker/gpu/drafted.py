@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.sampling.sending import send, send_tensor
 from quire.scheduler.plan import PlanEntry, StepPlan
+from quire.speculation.tree import Parents
 from quire.worker.gpu.table import DeviceTable
 
 
@@ -34,12 +35,16 @@ class Drafted:
     """int32: all drafts, in the order of the entries."""
     passes: list[DraftPass] = field(default_factory=list)
     """Under rejection, for drafts of a model: how the first, second, ... were drawn."""
+    parents: list[Parents] = field(default_factory=list)
+    """Of the drafts of every entry, where some are trees."""
 
     @classmethod
     def known(cls, entries: Sequence[PlanEntry]) -> Drafted:
         """Drafts that came with the plan; they stay on the host until the device needs them."""
         values = [token for entry in entries for token in entry.drafts]
-        return cls([len(entry.drafts) for entry in entries], _starts(entries), torch.tensor(values, dtype=torch.int32))
+        parents = [entry.parents for entry in entries] if any(entry.parents for entry in entries) else []
+        return cls([len(entry.drafts) for entry in entries], _starts(entries), torch.tensor(values, dtype=torch.int32),
+                   parents=parents)
 
     @classmethod
     def read(cls, entries: Sequence[PlanEntry], counts: list[int], table: DeviceTable) -> Drafted:

@@ -103,11 +103,15 @@ def _state_at(table: DeviceTable, row: SampledRow):  # type: ignore[no-untyped-d
 class DeviceDrafter:
     """Draws up to k drafts for every row that asks for some; how far the model is behind is tracked on the host."""
 
-    def __init__(self, runner: DraftRunner, progress: DraftProgress | None, most_tokens: int) -> None:
+    def __init__(self, runner: DraftRunner, progress: DraftProgress | None, most_tokens: int,
+                 keeps_drafts: bool = True) -> None:
+        """`keeps_drafts`: what it computed for drafts holds if they are accepted. Not so for a head, which computes
+        them from its own guesses at hidden states."""
         self.runner = runner
         self._progress = progress
         """Of a model with KV of its own; None: it reads the target's."""
         self._most_tokens = most_tokens
+        self._keeps_drafts = keeps_drafts
 
     def follow(self, plan: StepPlan) -> None:
         """Take note of what a plan does to the rows and blocks, before it runs."""
@@ -140,19 +144,19 @@ class DeviceDrafter:
                 first.append(PlanEntry(entry.row, start, count, sample=count == wanted))
                 counts[i] = entry.device_drafts if count == wanted else 0
         self.runner.begin()
-        self._pass(first)
+        self._pass(first, keeps=True)
         for place in range(1, max(counts)):
             self._pass([PlanEntry(entry.row, entry.start + place, 1, sample=True)
-                        for entry, count in zip(entries, counts, strict=True) if count > place])
+                        for entry, count in zip(entries, counts, strict=True) if count > place], self._keeps_drafts)
         filled = [replace(entry, device_drafts=count, num_tokens=1 + count) if entry.device_drafts else entry
                   for entry, count in zip(entries, counts, strict=True)]
         drafted = Drafted.read(entries, counts, table)
         drafted.passes = self.runner.passes
         return filled, drafted
 
-    def _pass(self, entries: list[PlanEntry]) -> None:
+    def _pass(self, entries: list[PlanEntry], keeps: bool) -> None:
         if entries:
             self.runner.launch(entries)
-        if self._progress is not None:
+        if self._progress is not None and keeps:
             for entry in entries:
                 self._progress.computed(entry)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.kernels.types import LayerCache
 from quire.layers.stream import ResidualStream
+from quire.sampling.sampler import OK
 from quire.worker.gpu.backend import StepKernels, step_kernels
 from quire.worker.gpu.batches import FreshRuns, MixedBatch, aligned
 from quire.worker.gpu.contexts import StepContexts, View
@@ -79,18 +80,59 @@ class StepLaunches:
         self._gather(rows, b.positions[:rung], ids, positions, slots, lengths)
         starts = b.query_start[: rung + 1]
         ctx = self._contexts.decode(rows, positions, starts, lengths, slots, separate_rope, self.caches)
-        hidden = self.passes.forward(ids, ctx, self.caches)
+        hidden = self.passes.forward(ids, ctx, self.caches, rows, b.positions[:rung])
         if self.draws:
             self.draw(self.passes.logits(hidden, ctx, b.logits[:rung]), rows, lengths, b.ring)
         self.passes.settle()
         if self._advance:
             b.positions[:rung].add_(1)
 
+    def decode_last(self, wide: DecodeBuffers, rung: int, span: int) -> None:
+        """Up to `span` tokens of each of `rung` sequences, every one a row of a decode step, staged in `wide`. Draws
+        after the last of each, whose row is the last of its sequence's `span`, and leaves the buffers of decode steps
+        ready for the token that was drawn."""
+        b, count, last = self.buffers, rung * span, slice(span - 1, rung * span, span)
+        rows, places, lengths = wide.rows[:count], wide.positions[:count], wide.lengths[:count]
+        slots = tuple(slot[:count] for slot in wide.slots)
+        ids, positions = wide.ids[:count], wide.wide_positions[:count]
+        self._gather(rows, places, ids, positions, slots, lengths)
+        starts = wide.query_start[: count + 1]
+        ctx = self._contexts.decode(rows, positions, starts, lengths, slots, True, self.caches)
+        hidden = self.passes.forward(ids, ctx, self.caches, rows, places)
+        b.rows[:rung].copy_(rows[last])
+        b.lengths[:rung].copy_(lengths[last])
+        b.positions[:rung].copy_(places[last]).add_(1)
+        self.draw(self.passes.logits(hidden[last], None, b.logits[:rung]), b.rows[:rung], b.lengths[:rung], b.ring)
+        self.passes.settle()
+
+    def trees(self, rung: int, view: View) -> None:
+        """A decode step of `rung` rows, some of them nodes of trees: each lies at a place of its own in its row of the
+        table, and has the position of its depth. What is drawn after nodes is put into the rows by `walk_trees`."""
+        b = self.buffers
+        rows, places, positions = view("rows")[:rung], view("places")[:rung], view("positions")[:rung]
+        ids, wide, lengths = b.ids[:rung], b.wide_positions[:rung], b.lengths[:rung]
+        slots = tuple(slot[:rung] for slot in b.slots)
+        self._gather(rows, places, ids, wide, slots, lengths)
+        wide.copy_(positions)
+        lengths.copy_((positions + 1) * (rows >= 0))
+        detours = view("detours").view(b.rows.shape[0], -1)[:rung]
+        ctx = self._contexts.decode(rows, wide, b.query_start[: rung + 1], lengths, slots, True, self.caches, detours)
+        hidden = self.passes.forward(ids, ctx, self.caches, rows, places)
+        self.draw(self.passes.logits(hidden, ctx, b.logits[:rung]), rows, lengths, view("ring"))
+        self.passes.settle()
+
+    def walk_trees(self, count: int, view: View, path: Tensor, nodes: int) -> None:
+        """Of up to `count` trees of the step: the branch that was drawn."""
+        trees = view("trees").view(-1, 4)[:count]
+        self._kernels.walk_trees(trees, view("parents"), self.buffers.ids, self.drawn, view("ring"),
+                                 self._table.tokens, path[:count], OK, nodes)
+
     def padded(self, rung: MixedRung, view: View, draws: int) -> None:
         """A mixed step of a fixed shape, all of it on fixed addresses."""
-        ids, positions, slots = self._gathered(view("token_rows"), view("positions"))
+        rows, places = view("token_rows"), view("positions")
+        ids, positions, slots = self._gathered(rows, places)
         ctx = self._contexts.padded(rung, view, positions, slots)
-        hidden = self.passes.forward(ids, ctx, self.caches)
+        hidden = self.passes.forward(ids, ctx, self.caches, rows, places)
         if self.draws:
             logits = self.passes.logits(hidden[view("last")], ctx, self.buffers.logits[:draws])
             self.draw(logits, view("draw_rows"), view("draw_positions"), view("ring"))
@@ -98,14 +140,15 @@ class StepLaunches:
 
     def mixed(self, view: View, batch: MixedBatch, fresh: FreshRuns) -> ResidualStream:
         """A step of any shape, up to its last layer."""
-        ids, positions, slots = self._gathered(view("token_rows"), view("positions"))
+        rows, places = view("token_rows"), view("positions")
+        ids, positions, slots = self._gathered(rows, places)
         ctx = self._contexts.mixed(view, batch, fresh, positions, slots, self.caches)
         if not fresh.dense:
-            return self.passes.forward(ids, ctx, self.caches)
+            return self.passes.forward(ids, ctx, self.caches, rows, places)
         from quire.attention.triton import dense_attention
 
         with dense_attention():
-            return self.passes.forward(ids, ctx, self.caches)
+            return self.passes.forward(ids, ctx, self.caches, rows, places)
 
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, ring: Tensor) -> None:
         """The drawing kernel: what temperature and min_p ask for."""

@@ -11,6 +11,7 @@ import torch
 
 from quire.config import CacheConfig
 from quire.errors import ConfigError, OutOfMemoryError
+from quire.models.heads.spec import HeadSpec
 from quire.models.shard import Shard
 from quire.models.spec import DecoderSpec
 from quire.options import parse_bytes
@@ -49,7 +50,7 @@ def size_device_pool(
     utilization: float,
     step_bytes: int,
     given_len: bool = True,
-    draft: DecoderSpec | None = None,
+    draft: DecoderSpec | HeadSpec | None = None,
     sharing: int = 1,
 ) -> PoolSize:
     """Blocks from num_kv_blocks, kv_cache_memory (which is that of all ranks together) or what `utilization` leaves;

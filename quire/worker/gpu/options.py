@@ -70,7 +70,7 @@ def draft_rows(config: EngineConfig) -> int:
     options = config.speculation.options
     if options is None or config.model.device != "cuda":
         return 0
-    return min(options.num_speculative_tokens * config.scheduler.num_seqs(gpu=True), MOST_DRAFT_ROWS)
+    return min(options.most_drafts * config.scheduler.num_seqs(gpu=True), MOST_DRAFT_ROWS)
 
 
 def device_options(config: EngineConfig, max_positions: int, device: str = "cuda") -> DeviceOptions:

@@ -15,6 +15,7 @@ from quire.errors import InvariantError
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
+from quire.models.heads.head import DraftHead
 from quire.parallel.collectives import TensorGroup
 from quire.parallel.peers import RowsLink
 
@@ -45,24 +46,28 @@ class DevicePasses:
     """This rank's part of each pass; with one rank it is the decoder's own."""
 
     def __init__(self, decoder: Decoder, ranks: DeviceRanks | None) -> None:
-        self.decoder = decoder
+        self.decoder: Decoder | DraftHead = decoder
+        self._decoder = decoder
         self._ranks = DeviceRanks() if ranks is None else ranks
         self.place = decoder.shard.place
 
-    def forward(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> ResidualStream:
-        """The stream after this stage's layers."""
+    def forward(
+        self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], rows: Tensor, places: Tensor
+    ) -> ResidualStream:
+        """The stream after this stage's layers. `rows`, `places`: of every token, int32: its row of the request table
+        (-1: padding) and its position."""
         before, after = self._ranks.before, self._ranks.after
         x = ids
         if not self.place.is_first:
-            x = _known(before).receive(ids.shape[0], self.decoder.spec.hidden_size)
-        stream = self.decoder.forward(x, ctx, caches)
+            x = _known(before).receive(ids.shape[0], self._decoder.spec.hidden_size)
+        stream = self._decoder.forward(x, ctx, caches)
         if not self.place.is_last:
             _known(after).send(stream.settled())
         return stream
 
     def logits(self, hidden: ResidualStream, ctx: StepContext | None = None, out: Tensor | None = None) -> Tensor:
         """On every tensor rank of the last stage, which all have to ask."""
-        found = self.decoder.gathered_logits(hidden, ctx, out)
+        found = self._decoder.gathered_logits(hidden, ctx, out)
         if found is None:
             raise InvariantError("a rank of a GPU has no logits: its group was made for a CPU")
         return found

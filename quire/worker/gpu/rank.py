@@ -60,4 +60,5 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
     parts = None if shard.is_whole else stored_parts(source.config, shard)
     weights = None if model.load_format == "dummy" else source.weights(None, parts)
     options = device_options(config, spec.max_positions, str(device))
-    return GpuWorker(source.config, weights, config.cache, options, speculation=speculation_of(config), share=share)
+    return GpuWorker(source.config, weights, config.cache, options, speculation=speculation_of(config, source),
+                     share=share)

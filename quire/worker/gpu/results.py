@@ -145,7 +145,7 @@ def _assemble(pending: PendingStep) -> StepResult:
     for entry, message in pending.errors.items():
         results[entry] = EntryResult(error=message)
     if pending.drafts is not None:
-        results = _judged(pending.drafts.by_entry(), results)
+        results = _judged(pending.drafts, results)
     return StepResult(pending.step, results)
 
 
@@ -159,11 +159,12 @@ def _drawn(pending: PendingStep) -> list[EntryResult]:
     return results
 
 
-def _judged(drafts: list[tuple[int, ...]], places: list[EntryResult]) -> list[EntryResult]:
+def _judged(drafted: Drafted, places: list[EntryResult]) -> list[EntryResult]:
     """The plan's entries, of which each is as many places here as it has drafts, and one more."""
     results, first = [], 0
-    for mine in drafts:
-        results.append(along_drafts(mine, places[first : first + 1 + len(mine)]))
+    for index, mine in enumerate(drafted.by_entry()):
+        parents = drafted.parents[index] if drafted.parents else ()
+        results.append(along_drafts(mine, places[first : first + 1 + len(mine)], parents))
         first += 1 + len(mine)
     return results
 

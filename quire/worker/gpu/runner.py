@@ -12,8 +12,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from quire.errors import InvariantError
 from quire.kernels.types import LayerCache
 from quire.models.decoder import Decoder
+from quire.models.heads.head import DraftHead
 from quire.ops.interface import Ops
 from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.worker.gpu.batches import (
@@ -36,6 +38,7 @@ from quire.worker.gpu.prompt_logprobs import add_prompt_logprobs
 from quire.worker.gpu.results import PendingStep
 from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import NOTHING, DeviceTable
+from quire.worker.gpu.trees import TreeSteps, first_branch, nodes_as_decodes
 
 
 class DeviceRunner:
@@ -43,7 +46,7 @@ class DeviceRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | DraftHead,
         ops: Ops,
         table: DeviceTable,
         device: torch.device,
@@ -56,15 +59,21 @@ class DeviceRunner:
         rejection: bool = False,
         advance: bool = False,
         ranks: DeviceRanks | None = None,
+        passes: DevicePasses | None = None,
     ) -> None:
         """`fuse_rope`: decode steps without drafts rotate inside their attention. `windows`: of the table's cache
         groups, where the decoder's layers are not all that these were made for. `mixed_tokens`: mixed steps of up to
         so many tokens (of prompts) are padded to fixed shapes; 0: none are. `rejection`: see `SpecialDraws`.
-        `advance`: see `StepLaunches`. `ranks`: the others that share the model."""
+        `advance`: see `StepLaunches`. `ranks`: the others that share the model. `passes`: other than the decoder's
+        own."""
         self._device = device
         self._table = table
         self.contexts = StepContexts(decoder, ops, table, windows, fuse_rope)
-        self.launches = StepLaunches(DevicePasses(decoder, ranks), table, self.contexts, max_num_seqs, advance)
+        if passes is None:
+            if isinstance(decoder, DraftHead):
+                raise InvariantError("a draft head has passes of its own")
+            passes = DevicePasses(decoder, ranks)
+        self.launches = StepLaunches(passes, table, self.contexts, max_num_seqs, advance)
         self.rungs = ladder(max_num_seqs)
         # Steps with drafts are never padded to these, so rows that are there for drafts need no shapes.
         mixed = self.contexts.mixed_rungs(decoder, min(max_num_seqs, table.num_rows), mixed_tokens)
@@ -76,6 +85,7 @@ class DeviceRunner:
         self.padded = None if mixed is None else PaddedSteps(
             mixed, self.launches.padded, device, None if self.graphs is None else self.graphs.pool)
         self.drafter: DraftSource | None = None
+        self.trees: TreeSteps | None = None
 
     @property
     def caches(self) -> list[LayerCache]:
@@ -87,10 +97,10 @@ class DeviceRunner:
 
     def close(self) -> None:
         """Let go of graphs and caches: the graphs' launches hold all the memory."""
-        for graphs in (self.graphs, self.padded, self.sampled):
+        for graphs in (self.graphs, self.padded, self.sampled, self.trees):
             if graphs is not None:
                 graphs.close()
-        self.graphs = self.padded = None
+        self.graphs = self.padded = self.trees = None
         self.caches = []
 
     def capture(self, max_num_seqs: int) -> None:
@@ -99,6 +109,8 @@ class DeviceRunner:
         self._replays = True
         if self.padded is not None:
             self.padded.capture()
+        if self.trees is not None:
+            self.trees.capture()
         if self.graphs is None:
             return
         fuse_rope = self.contexts.fuse_rope
@@ -110,6 +122,7 @@ class DeviceRunner:
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch everything; the tokens will be in the returned tensors once the device gets there."""
         self.launches.scatter(*self._table.take_learned())
+        plan = _with_chains(plan) if self.trees is None else self.trees.chains(plan)
         places, values = self._table.apply(plan)
         if self.drafter is not None:
             self.drafter.follow(plan)
@@ -118,6 +131,8 @@ class DeviceRunner:
             return self._nothing_drawn(plan.step)
         if not any(entry.num_drafts for entry in plan.entries):
             return self._run(plan, places, values)
+        if self.trees is not None and any(entry.parents for entry in plan.entries):
+            return self._run_trees(self.trees, plan, places, values)
         entries: Sequence[PlanEntry] = plan.entries
         if self.drafter is not None and any(entry.device_drafts for entry in entries):
             self.launches.scatter(places, values)
@@ -128,6 +143,18 @@ class DeviceRunner:
         pending = self._run(replace(plan, entries=drafts_as_decodes(entries)), places, values, drafted)
         if self.launches.draws:
             pending.drafts = drafted
+        return pending
+
+    def _run_trees(self, trees: TreeSteps, plan: StepPlan, places: np.ndarray, values: np.ndarray) -> PendingStep:
+        self.launches.scatter(places, values)
+        slot, rows = plan.step % RING, nodes_as_decodes(plan.entries)
+        trees.launch(plan.entries, slot)
+        count, drawn = len(rows), self.launches.drawn[slot]
+        pending = PendingStep(plan.step, count, range(count), drawn[:count])
+        drafted = Drafted.known(plan.entries)
+        self.draws.draw(DrawnStep(pending, rows, range(count), self.launches.buffers.logits, drawn, slot, drafted))
+        trees.settle(plan.entries)
+        pending.drafts = drafted
         return pending
 
     def _nothing_drawn(self, step: int) -> PendingStep:
@@ -215,6 +242,13 @@ class DeviceRunner:
         if logits is not None and reads.ranking:
             self.draws.rank(pending, entries, reads, logits)
         return pending
+
+
+def _with_chains(plan: StepPlan) -> StepPlan:
+    """The plan with a chain in the place of every tree."""
+    if not any(entry.parents for entry in plan.entries):
+        return plan
+    return replace(plan, entries=[first_branch(entry) if entry.parents else entry for entry in plan.entries])
 
 
 def _staged(

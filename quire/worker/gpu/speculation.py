@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.models.loader.source import resolve_model
-from quire.speculation.options import REJECTION, SpeculationOptions
+from quire.models.decoder import Decoder
+from quire.models.heads.build import build_head
+from quire.models.heads.head import DraftHead
+from quire.models.heads.mtp import build_mtp
+from quire.models.loader.source import ModelSource, resolve_model
+from quire.speculation.options import MTP, REJECTION, SpeculationOptions, refuse_with_heads
 from quire.worker.draft_models import reading_draft_model
+from quire.worker.gpu.weights import moved
+
+BuildHead = Callable[[Decoder, torch.device, int], DraftHead]
+"""Of a target that lies on a device, for sequences of at most so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +31,43 @@ class Speculation:
     options: SpeculationOptions
     config: Mapping[str, Any] | None = None
     weights: Iterable[tuple[str, Tensor]] | None = None
+    head: BuildHead | None = None
+    """Of a head that reads the target's hidden states."""
 
     @property
     def rejection(self) -> bool:
         return self.options.verifier == REJECTION
 
 
-def speculation_of(config: EngineConfig) -> Speculation | None:
+def speculation_of(config: EngineConfig, source: ModelSource) -> Speculation | None:
+    """`source`: of the target."""
     options = config.speculation.options
+    if options is not None and options.reads_states:
+        _check_head(options.method, config)
+    if options is not None and options.method == MTP:
+        return Speculation(options, head=partial(_mtp, source))
     if options is None or options.model is None:
         return None if options is None else Speculation(options)
     with reading_draft_model(options.model):
         draft = resolve_model(options.model, load_format=options.load_format, cache_dir=config.model.cache_dir)
+    if options.reads_states:
+        return Speculation(options, head=partial(_eagle, draft))
     return Speculation(options, draft.config, None if options.load_format == "dummy" else draft.weights(None))
+
+
+def _check_head(method: str, config: EngineConfig) -> None:
+    """Hidden states do not travel with KV that leaves the engine, and are kept in the activations' type."""
+    refuse_with_heads(method, {
+        "kv_role": config.transfer.kv_role is not None,
+        "kv_disk": config.cache.kv_disk is not None,
+        "kv_pool": config.cache.kv_pool is not None,
+        "kv_cache_dtype": config.cache.kv_cache_dtype == "fp8",
+    })
+
+
+def _eagle(source: ModelSource, target: Decoder, device: torch.device, max_model_len: int) -> DraftHead:
+    return build_head(source.config, moved(source.weights(None), device), target, max_model_len)
+
+
+def _mtp(source: ModelSource, target: Decoder, device: torch.device, max_model_len: int) -> DraftHead:
+    return build_mtp(source, target, max_model_len, lambda weights: moved(weights, device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,7 +49,10 @@ def _all_random(
             yield name, torch.ones(shape, dtype=torch.float32, device=device) + offset
 
 
-def moved(weights: Iterable[tuple[str, StoredWeight]], device: torch.device) -> Iterator[tuple[str, StoredWeight]]:
+Weight = TypeVar("Weight", Tensor, StoredWeight)
+
+
+def moved(weights: Iterable[tuple[str, Weight]], device: torch.device) -> Iterator[tuple[str, Weight]]:
     """Each tensor on the device. Its source makes what it makes where it always does, whatever the default
     here."""
     source = iter(weights)

@@ -19,8 +19,11 @@ from quire.kernels.routing import LayerLoad
 from quire.kvtransfer.store import KVStore
 from quire.models.build import stored_parts
 from quire.models.decoder import Decoder
+from quire.models.heads.head import DraftHead
+from quire.models.heads.spec import HeadSpec
 from quire.models.registry import read_spec
 from quire.models.shard import Shard, shard_of
+from quire.models.spec import DecoderSpec
 from quire.ops.interface import Ops
 from quire.parallel.place import Place
 from quire.sampling.params import SamplingParams
@@ -30,13 +33,15 @@ from quire.worker.draft_models import DraftProgress, check_same_vocabulary, read
 from quire.worker.gpu.copies import CopyStream
 from quire.worker.gpu.drafter import DeviceDrafter, DraftRunner, without_layers
 from quire.worker.gpu.expert_meter import ExpertMeter
+from quire.worker.gpu.heads import HeadRunner, KeptStates, WatchedPasses
 from quire.worker.gpu.memory import explain, explain_start, measure_step, ran_out, size_device_pool
 from quire.worker.gpu.options import DTYPES, DeviceOptions, supported
-from quire.worker.gpu.passes import DeviceRanks
+from quire.worker.gpu.passes import DevicePasses, DeviceRanks
 from quire.worker.gpu.results import PendingStep, ResultCopier, failed
 from quire.worker.gpu.runner import DeviceRunner
 from quire.worker.gpu.speculation import Speculation
 from quire.worker.gpu.table import DeviceTable, DraftView
+from quire.worker.gpu.trees import TreeSteps
 from quire.worker.gpu.weights import build_on_device, random_weights
 from quire.worker.memory import PoolSize, available_memory, draft_group, groups_with_draft, size_host_tier
 from quire.worker.transfer import KVTransfer
@@ -80,9 +85,10 @@ class GpuWorker:
         self._speculation = speculation
         model = None if speculation is None else speculation.config
         with reading_draft_model(None if speculation is None else speculation.options.model):
-            self._draft_spec = None if model is None else read_spec(model)
-        if self._draft_spec is not None:
-            check_same_vocabulary(self.spec, self._draft_spec)
+            small = None if model is None else read_spec(model)
+        if small is not None:
+            check_same_vocabulary(self.spec, small)
+        self._draft_spec: DecoderSpec | HeadSpec | None = small
         self.device = torch.device(options.device)
         if self.device.type == "cuda":
             options = supported(options, torch.cuda.get_device_capability(self.device))
@@ -125,6 +131,8 @@ class GpuWorker:
                                        None if ranks is None else ranks.group)
         self._expert_meter = ExpertMeter(self.decoder.expert_load, self.device)
         draft = self._build_draft_model(length, dtype)
+        if isinstance(draft, DraftHead):
+            self._draft_spec = draft.spec
         self._mark("weights", started)
         groups = len(groups_with_draft(self.spec, 0 if draft is None else draft.spec.kv_bytes_per_token))
         seqs = options.max_num_seqs
@@ -140,7 +148,9 @@ class GpuWorker:
             mixed_tokens=options.max_num_batched_tokens if options.pad_mixed else 0,
             rejection=self._speculation is not None and self._speculation.rejection,
             ranks=ranks,
+            passes=self._watched_passes(draft, ranks),
         )
+        self._runner.trees = self._tree_steps()
         drafting = self._build_draft_runner(draft)
         self.pool = self._size_pool(cache, length)
         if self._share is not None:
@@ -196,8 +206,11 @@ class GpuWorker:
 
     # ---- a model that proposes
 
-    def _build_draft_model(self, length: int, dtype: torch.dtype) -> Decoder | None:
+    def _build_draft_model(self, length: int, dtype: torch.dtype) -> Decoder | DraftHead | None:
         asked = self._speculation
+        if asked is not None and asked.head is not None:
+            with reading_draft_model(asked.options.model), torch.device(self.device):
+                return asked.head(self.decoder, self.device, length)
         if asked is None or asked.config is None:
             return None
         weights = asked.weights
@@ -206,11 +219,47 @@ class GpuWorker:
         with reading_draft_model(asked.options.model):
             return build_on_device(asked.config, weights, self.ops, self.device, dtype, length)
 
-    def _build_draft_runner(self, draft: Decoder | None) -> DraftRunner | None:
+    def _watched_passes(self, draft: Decoder | DraftHead | None, ranks: DeviceRanks | None) -> DevicePasses | None:
+        """Of a target with a head, which reads its hidden states."""
+        if not isinstance(draft, DraftHead):
+            return None
+        self._states = KeptStates(self.table, draft_group(self.spec))
+        return WatchedPasses(self.decoder, ranks, draft, self._states)
+
+    def _tree_steps(self) -> TreeSteps | None:
+        """For trees that come with plans, judged by what the target draws; latents are attended to along chains."""
+        asked = self._speculation
+        if asked is None or asked.options.tree is None or asked.options.on_device or asked.rejection:
+            return None
+        if self._share is not None or any(layer.attention.latent is not None for layer in self.spec.layers):
+            return None
+        graphs = self._runner.graphs
+        return TreeSteps(self._runner.launches, self.ops, self.table, asked.options.tree, self._runner.rungs,
+                         self.spec.group_of_layer(), None if graphs is None else graphs.pool)
+
+    def _build_head_runner(self, head: DraftHead, asked: Speculation) -> HeadRunner:
+        options = self._options
+        return HeadRunner(
+            head,
+            self.ops,
+            DraftView(self.table, [draft_group(self.spec)]),
+            self.device,
+            span=asked.options.num_speculative_tokens + 1,
+            most_rows=options.max_num_seqs + options.draft_rows,
+            states=self._states,
+            max_num_seqs=options.max_num_seqs,
+            use_graphs=not options.enforce_eager,
+            fuse_rope=options.fuse_rope,
+            rejection=asked.rejection,
+        )
+
+    def _build_draft_runner(self, draft: Decoder | DraftHead | None) -> DraftRunner | None:
         """Of the draft model, or of the target without some layers, over the same table."""
         asked, options = self._speculation, self._options
         if asked is None or not asked.options.on_device:
             return None
+        if isinstance(draft, DraftHead):
+            return self._build_head_runner(draft, asked)
         windows: tuple[int | None, ...] | None = None
         ranks: DeviceRanks | None = None
         if draft is None:
@@ -239,11 +288,15 @@ class GpuWorker:
         if self._cache.draft_layers:
             group = draft_group(self.spec)
             drafting.caches = self._cache.draft_layers
+            if isinstance(drafting, HeadRunner):
+                drafting.caches, kept = self._cache.draft_layers[:1], self._cache.draft_layers[1]
+                self._states.connect(kept)
             progress = DraftProgress(self.table.host_tables[group], cache.block_size, group, self.pool.num_blocks,
                                      self.pool.num_host_blocks)
         else:
             drafting.caches = [self._cache.layers[index] for index in self._kept_layers]
-        self._runner.drafter = DeviceDrafter(drafting, progress, self._options.max_num_batched_tokens)
+        self._runner.drafter = DeviceDrafter(drafting, progress, self._options.max_num_batched_tokens,
+                                             keeps_drafts=not isinstance(drafting, HeadRunner))
 
     def _mark(self, name: str, started: float) -> None:
         if self.device.type == "cuda":

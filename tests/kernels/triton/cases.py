@@ -37,7 +37,7 @@ from quire.kernels.triton import (
     rope_cache,
     route,
 )
-from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, pair_cache
+from quire.kernels.types import NO_DETOUR, HeadShape, HeadTurn, LatentShape, LayerCache, pair_cache
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative error that rounding of inputs and outputs explains; a wrong index is far beyond it."""
@@ -159,9 +159,11 @@ def check_decode(
     carried: bool = False,
     pdl: bool = False,
     sinks: bool = False,
+    tree: bool = False,
     repeat: int = 1,
 ) -> float:
     qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, [1] * len(lengths), lengths)
+    detours = make_detours(lengths, device) if tree else None
     split = attention_split.DecodeSplit.allocate(len(lengths), extra, device)
     attention_split.split_decode(split, length, window)
     scratch = attention_decode.DecodeScratch.allocate(split.tasks, len(lengths), shape, device)
@@ -174,7 +176,7 @@ def check_decode(
         where = order.to(torch.int32)
     scores = make_sinks(device, shape) if sinks else None
     want = attention_mixed.attention_reference(
-        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap, sinks=scores
+        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap, sinks=scores, detours=detours
     )
     worst, first = 0.0, None
     for _ in range(repeat):
@@ -197,6 +199,7 @@ def check_decode(
             carried=carried,
             pdl=pdl,
             sinks=scores,
+            detours=detours,
         )
         real = length > 0
         worst = max(worst, close(out[real], want[real], 2.0))
@@ -206,6 +209,16 @@ def check_decode(
     if int(scratch.arrived.abs().sum()):
         raise AssertionError("a counter of arrived pieces was not set back")
     return worst
+
+
+def make_detours(lengths: list[int], device: str) -> Tensor:
+    """The last keys of every sequence but the last lie in another order than that of their positions."""
+    rows = []
+    for s, length in enumerate(lengths):
+        first = length - min(length, 5)
+        last = s == len(lengths) - 1
+        rows.append([NO_DETOUR, *[-1] * 5] if last else [first, *range(length - 1, first - 1, -1), *[-1] * 5][:6])
+    return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 def check_rope_decode(
@@ -335,15 +348,10 @@ def check_mixed(
     seqs, firsts = (
         torch.from_numpy(a).to(device) for a in attention_mixed.query_tiles(np.array(queries), sizes.tokens_of(group))
     )
-    branches = None
-    if tree:
-        branches = (torch.rand(qkv.shape[0], max(queries), device=device) < 0.5).to(torch.uint8)
-        for s, count in enumerate(queries):
-            for i in range(count):
-                branches[int(start[s]) + i, i] = 1
+    detours = make_detours(lengths, device) if tree else None
     scores = make_sinks(device, shape) if sinks else None
     want = attention_mixed.attention_reference(
-        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap, tree=branches, sinks=scores
+        qkv, cache, table, start, length, shape, 0.2, window=window, softcap=softcap, detours=detours, sinks=scores
     )
     out = torch.full_like(want, math.nan)
     attention_mixed.mixed_attention(
@@ -359,7 +367,7 @@ def check_mixed(
         0.2,
         window=window,
         softcap=softcap,
-        tree=branches,
+        detours=detours,
         sinks=scores,
         out=out,
         sizes=sizes,

@@ -26,6 +26,7 @@ sys.modules.setdefault("tests", _tests)
 import torch  # noqa: E402
 import triton  # noqa: E402
 
+from quire.kernels.kv_spec import KVSpec  # noqa: E402
 from quire.kernels.routing import Clamp, RoutedRows, RouterSpec  # noqa: E402
 from quire.kernels.sampled_row import Wants  # noqa: E402
 from quire.kernels.slices import Slices  # noqa: E402
@@ -35,8 +36,10 @@ from quire.kernels.triton import (  # noqa: E402
     attention_mixed,
     attention_rope,
     attention_split,
+    branch,
     expert_few,
     expert_linear,
+    features,
     latent_attention,
     latent_hopper,
     linear_fixed,
@@ -200,6 +203,32 @@ def sinks(heads: HeadShape) -> None:
     )  # fmt: skip
 
 
+def drafts(heads: HeadShape, hidden: int = 4096) -> None:
+    """What heads and trees of drafts need: hidden states by slot, attention along detours, branches."""
+    half, ints = partial(torch.empty, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
+    table, kept = torch.zeros(4, 8, dtype=torch.int32), half(64, hidden)
+    features.keep_features(half(4, hidden), kept, table, 16, ints, ints)
+    features.fetch_features(kept, table, 16, ints, ints, half(4, hidden))
+    zeros = partial(torch.zeros, dtype=torch.int32)
+    trees, path = zeros(4, 4), zeros(4, 8)
+    branch.walk_trees(trees, zeros(64), zeros(64).long(), zeros(32, 64, 2), ints[:1], zeros(4, 128), path, 0, 16)
+    cache = pair_cache(*(half(4, heads.num_kv_heads, 16, heads.head_dim) for _ in range(2)), 16)
+    branch.move_branches(cache, table, trees, path)
+    states = LayerCache(KVSpec.feature(hidden), 16, {"feature": half(4, 1, 16, hidden)})
+    branch.move_branches(states, table, trees, path)
+    split = attention_split.DecodeSplit.allocate(4, 8, "cpu")
+    scratch = attention_decode.DecodeScratch.allocate(split.tasks, 4, heads, "cpu")
+    qkv = half(4, heads.width)
+    attention_decode.decode_attention(
+        qkv, cache, table, ints, ints, split, scratch, heads, 0.1, keys=64, num_stages=3, halves=True, pdl=True,
+        detours=path,
+    )  # fmt: skip
+    attention_mixed.mixed_attention(
+        qkv, cache, table, ints, ints, ints, ints, ints, heads, 0.1, detours=path, exact=True,
+        sizes=attention_mixed.MixedShape(64, 64, 4, 3),
+    )  # fmt: skip
+
+
 def latents(shape: LatentShape, sequences: int = 4) -> None:
     """Decode and prefill attention over latents."""
     ints = torch.zeros(sequences + 1, dtype=torch.int32)
@@ -221,6 +250,7 @@ def families() -> dict[str, str]:
         *((f"experts of {tokens}", partial(experts, tokens, RouterSpec(128, 8), 2048, 768, None))
           for tokens in (1, 256, 8192)),
         ("sinks", partial(sinks, HeadShape(64, 8, 64))),
+        ("drafts", partial(drafts, HeadShape(32, 8, 128))),
         ("clamped experts", partial(experts, 256, RouterSpec(32, 4), 2880, 2880, clamp)),
         *((f"latents of {heads} heads", partial(latents, LatentShape(heads, 512, 64))) for heads in (16, 128)),
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from quire.worker.cache_engine import CacheEngine
 from quire.worker.draft_models import SkippedLayers, SmallerModel
 from quire.worker.drafter import Drafter, DraftModel
 from quire.worker.gpu.options import DeviceOptions
-from quire.worker.gpu.speculation import Speculation
+from quire.worker.gpu.speculation import BuildHead, Speculation
 from quire.worker.gpu.worker import GpuWorker
 from quire.worker.memory import draft_group, groups_with_draft
 from quire.worker.model_runner import ModelRunner
@@ -118,14 +119,17 @@ def make_engine(
     drafts: int = 0,
     speculation: SpeculationOptions | None = None,
     draft: dict[str, Any] | None = None,
+    head: BuildHead | None = None,
+    weights: Callable[[dict[str, Any]], Iterable[tuple[str, torch.Tensor]]] = dummy_weights,
     prefix_caching: bool = True,
 ) -> EngineCore:
-    """`drafts`: so many from n-grams; or whatever `speculation` says, with a draft model of the shapes `draft`."""
+    """`drafts`: so many from n-grams; or whatever `speculation` says, with a draft model of the shapes `draft`, or a
+    `head` (on the device only). `weights`: of the target, from its config."""
     groups = tuple(GroupWindow(group.window) for group in _groups(config, draft))
     cache = KVCacheManager(num_blocks, block_size, groups=groups, prefix_caching=prefix_caching)
     if drafts:
         speculation = SpeculationOptions("ngram", drafts, adaptive=False)
-    rows = 0 if speculation is None else speculation.num_speculative_tokens * SEQS
+    rows = 0 if speculation is None else speculation.most_drafts * SEQS
     speculator = build_speculator(speculation, rows if device else 0)
     scheduler = Scheduler(Limits(SEQS, budget, MAX_LEN), cache, clock=lambda: 0.0, speculator=speculator)
     if not device:
@@ -136,12 +140,12 @@ def make_engine(
     )
     launcher = GpuWorker(
         config,
-        dummy_weights(config),
+        weights(config),
         CacheConfig(block_size=block_size, num_kv_blocks=num_blocks),
         replace(options, draft_rows=rows),
         ops=CpuOps(num_threads=1) if ops is None and options.device == "cpu" else ops,
         speculation=None if speculation is None else Speculation(
-            speculation, draft, None if draft is None else dummy_weights(draft)),
+            speculation, draft, None if draft is None else dummy_weights(draft), head),
     )
     return EngineCore(scheduler, DeviceExecutor(launcher), depth)
 

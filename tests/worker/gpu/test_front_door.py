@@ -33,7 +33,7 @@ def on_device(source: Any, config: Any) -> tuple[GpuWorker, DeviceExecutor]:
                             draft_rows=0 if asked is None else asked.num_speculative_tokens * seqs)
     weights = dummy_weights(source.config, seed=config.model.seed)
     worker = GpuWorker(source.config, weights, config.cache, options, ops=CpuOps(num_threads=1),
-                       speculation=speculation_of(config))
+                       speculation=speculation_of(config, source))
     return worker, DeviceExecutor(worker)
 
 

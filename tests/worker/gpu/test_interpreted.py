@@ -199,3 +199,21 @@ def test_the_warm_up_compiles_the_kernels_of_steps_that_no_graph_holds(monkeypat
         worker._warm_up(1)
     assert (padded, eager) == ([], [1])
     assert runner.padded is not None
+
+
+def test_a_head_on_the_kernels_gives_the_cpu_engines_tokens() -> None:
+    """The target's steps keep its hidden states, the head's read them; two rows of a sequence in one of its passes."""
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    from quire.ops.triton import TritonOps
+    from tests.worker.gpu.drafting import accepted
+    from tests.worker.gpu.head_cases import asked
+
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    found = []
+    for ops in (None, TritonOps("cpu", torch.float32)):
+        core = engines.make_engine(CONFIG, device=True, ops=ops, **asked("eagle3", 1))
+        told = engines.run(core, [Request("r", [3, 6], params, seed=0, arrival_time=0.0)])
+        found.append((told["r"][0], told["r"][3], accepted(core)))
+    assert found[0] == found[1]
+    assert found[0][2][0] > 0

@@ -1,0 +1,215 @@
+"""`quire bench gpu --heads`: a head of EAGLE-3's size that drafts on a GPU, right as often as it is told to be.
+
+The target has random weights of a Qwen3 shape and says a text that is known beforehand (`known_text`). The head has
+random weights too, and makes every pass that a real one makes; then its drafts are replaced by tokens of that text,
+each right with the chance that its place has, given that those before it were. `always`: four drafts in every step;
+`as it pays`: the engine decides. The drafter's share is of the GPU's time, between events around its launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quire.bench.speculation.known_text import KnownText
+from quire.bench.speculation.shapes import Bench, Method
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire.models.decoder import Decoder
+    from quire.models.heads.head import DraftHead
+    from quire.ops.interface import Ops
+    from quire.scheduler.plan import PlanEntry, StepPlan
+    from quire.speculation.speculator import Speculator
+    from quire.worker.gpu.drafted import Drafted, DraftSource
+    from quire.worker.gpu.speculation import Speculation
+    from quire.worker.gpu.table import DeviceTable
+    from quire.worker.gpu.worker import GpuWorker
+
+CHANCES = (0.8, 0.7, 0.6, 0.5)
+BATCHES = (1, 8, 64)
+_DRAFT_VOCABULARY = 32_000
+_TEXT = "free"
+
+
+def random_head(target: Decoder, device: torch.device, max_model_len: int) -> DraftHead:
+    """Of EAGLE-3's size: a layer like the target's that reads two streams, and a vocabulary of its own."""
+    import torch
+
+    from quire.models.heads.build import read_head
+    from quire.models.heads.head import DraftHead
+
+    spec, layer = target.spec, target.spec.layers[0]
+    guessed = min(_DRAFT_VOCABULARY, spec.vocab_size)
+    shape = layer.attention
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "vocab_size": spec.vocab_size, "hidden_size": spec.hidden_size,
+        "intermediate_size": layer.mlp.intermediate, "num_hidden_layers": 1,
+        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim, "max_position_embeddings": spec.max_positions, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "hidden_act": "silu", "draft_vocab_size": guessed,
+        "eagle_aux_hidden_state_layer_ids": [1, spec.num_layers // 2, spec.num_layers],
+    }  # fmt: skip
+    head_spec = read_head(config, spec)
+    head = DraftHead(head_spec, target, max_model_len, ["head.weight"])
+    generator = torch.Generator(device).manual_seed(0)
+    weights = {}
+    for name, size in {**head_spec.parameters(), "head.weight": (guessed, spec.hidden_size)}.items():
+        if len(size) == 1:
+            weights[name] = torch.ones(size, device=device)
+        else:
+            bound = size[-1] ** -0.5
+            weights[name] = torch.empty(size, dtype=target.ops.dtype, device=device).uniform_(
+                -bound, bound, generator=generator)
+    head.load(weights, torch.arange(guessed, device=device))
+    return head
+
+
+class Replaced:
+    """A drafter whose every draft is replaced by one that is right with the chance of its place."""
+
+    def __init__(self, inner: DraftSource, text: KnownText, chances: Sequence[float]) -> None:
+        self.inner = inner
+        self._text = text
+        self._chances = chances
+        self._rng = random.Random(0)
+        self._known: dict[int, tuple[int, int]] = {}
+        """By row: a position and its token."""
+        self._spans: list[tuple[Any, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def follow(self, plan: StepPlan) -> None:
+        for start in plan.starts:
+            self._known[start.row] = len(start.token_ids) - 1, start.token_ids[-1]
+        self.inner.follow(plan)
+
+    def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]:
+        with self._timed(table.arena.is_cuda):
+            filled, drafted = self.inner.propose(entries, table)
+        self._replace(entries, drafted, table)
+        return filled, drafted
+
+    def _timed(self, on_gpu: bool) -> _Span:
+        span = _Span(on_gpu)
+        if on_gpu:
+            self._spans.append((span.begin, span.end))
+        return span
+
+    def _replace(self, entries: Sequence[PlanEntry], drafted: Drafted, table: DeviceTable) -> None:
+        import torch
+
+        from quire.sampling.sending import send
+
+        places, values, size = [], [], self._text.vocab_size
+        for entry, count in zip(entries, drafted.counts, strict=True):
+            if not count:
+                continue
+            at, token = self._known[entry.row]
+            now = self._text.following(token, entry.start - at)[-1] if entry.start > at else token
+            self._known[entry.row] = entry.start, now
+            for j, right in enumerate(self._text.following(now, count)):
+                hit = self._rng.random() < self._chances[min(j, len(self._chances) - 1)]
+                values.append(right if hit else (right + size // 3) % size)
+                places.append(entry.row * table.max_model_len + entry.start + 1 + j)
+        if values:
+            sent = send([places, values], torch.int64, table.arena.device)
+            drafted.tokens = sent[1].to(torch.int32)
+            table.arena[sent[0]] = drafted.tokens
+
+    def seconds(self) -> float:
+        """Of the GPU in all proposals since the last call, which have to be over."""
+        spans, self._spans = self._spans, []
+        return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
+
+
+class _Span:
+    """Events of a GPU at both ends of a block; nothing elsewhere."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        import torch
+
+        self.begin: Any = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        self.end: Any = torch.cuda.Event(enable_timing=True) if on_gpu else None
+
+    def __enter__(self) -> _Span:
+        if self.begin is not None:
+            self.begin.record()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.end is not None:
+            self.end.record()
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMethod(Method):
+    chances: tuple[float, ...] = field(default=CHANCES)
+
+    def speculation(self, config: dict[str, Any]) -> Speculation:
+        from quire.speculation.options import SpeculationOptions
+        from quire.worker.gpu.speculation import Speculation
+
+        # Whether drafts have to pay is not the worker's business: both methods share one.
+        options = SpeculationOptions.parse({**self.config, "model": "random", "adaptive": False})
+        return Speculation(options, head=random_head)
+
+    def speculator(self, text: KnownText, worker: GpuWorker, seqs: int) -> Speculator:
+        drafter: Any = worker._runner.drafter
+        if not isinstance(drafter, Replaced):
+            worker._runner.drafter = Replaced(drafter, text, self.chances)
+        return Method(self.name, {**self.config, "model": "random"}).speculator(text, worker, seqs)
+
+
+class HeadBench(Bench):
+    """Counts, beside all else, what part of the GPU's time the head takes."""
+
+    def close(self) -> None:
+        if self.drafting is not None and isinstance(self.drafting._runner.drafter, Replaced):
+            self.drafting._runner.drafter = self.drafting._runner.drafter.inner
+        super().close()
+
+    def measured(self, method: HeadMethod, batch: int) -> dict[str, Any]:
+        from quire.bench.gpu.engine import GpuClock
+
+        line = self.case(method, _TEXT, batch)
+        worker = self.drafting_worker(method)
+        drafter: Any = worker._runner.drafter
+        line["head_replays"] = drafter.runner.replays
+        if self.args.device != "cuda":
+            return line
+        drafter.seconds()
+        with GpuClock(worker) as clock:
+            self.run(worker, method.speculator(self.text, worker, self.seqs), _TEXT, batch)
+            whole = clock.seconds()
+        drafting = drafter.seconds()
+        return {**line, "gpu_seconds": round(whole, 4), "drafter_share": round(drafting / whole, 3)}
+
+
+def measure(config: dict[str, Any], name: str, args: argparse.Namespace, ops: Ops | None = None
+            ) -> Iterator[dict[str, Any]]:
+    """A line for each batch size, with drafts always and with drafts as they pay."""
+    given = argparse.Namespace(batch=list(args.batch or BATCHES), repeat=args.repeat, max_tokens=args.max_tokens,
+                               device=getattr(args, "device", "cuda"))
+    bench = HeadBench(config, given, ops)
+    try:
+        for adaptive in (False, True):
+            method = HeadMethod("head, as it pays" if adaptive else "head, always",
+                                {"method": "eagle", "num_speculative_tokens": len(CHANCES), "adaptive": adaptive})
+            for batch in given.batch:
+                yield {"bench": "gpu", "case": "heads", "model": name, "method": method.name,
+                       **bench.measured(method, batch)}
+    finally:
+        bench.close()
+
+
+def text(line: dict[str, Any]) -> str:
+    share = f", head {line['drafter_share']:.0%} of the GPU's time" if "drafter_share" in line else ""
+    return (f"{line['model']} {line['method']}, {line['batch']} streams: {line['ratio']:.2f} x, "
+            f"{line['plain_ms_per_token']:.2f} ms a token without, {line['ms_per_token']:.2f} with, "
+            f"{line['tokens_per_step']:.2f} tokens a step{share}")

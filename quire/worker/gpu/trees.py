@@ -1,0 +1,178 @@
+"""Steps with draft trees that came with the plan: all nodes are rows of a decode step, and the branch that the target
+draws is moved to the slots of its positions before anybody can read them.
+
+A node's slot is its number, its position is its depth; attention reads the keys of its ancestors where they lie
+(`StepContext.detours`). Two captured graphs: the step itself, and, once all its tokens are drawn, the walk along the
+trees and the moves. A step with prompts, and sequences whose draws look at their text, take a tree's first branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.types import NO_DETOUR, LayerCache
+from quire.ops.interface import Ops
+from quire.scheduler.plan import PlanEntry, StepPlan
+from quire.speculation.tree import ROOT, TreeShape, ancestry, depths
+from quire.worker.gpu.batches import ladder, rung_for
+from quire.worker.gpu.graphs import GraphCache
+from quire.worker.gpu.launches import StepLaunches
+from quire.worker.gpu.staging import Stage
+from quire.worker.gpu.table import DeviceTable
+
+
+def first_branch(entry: PlanEntry) -> PlanEntry:
+    """The entry with the first child of each node only: a chain."""
+    chain: list[int] = []
+    for node, parent in enumerate(entry.parents):
+        if parent == (chain[-1] if chain else ROOT):
+            chain.append(node)
+    return replace(entry, drafts=tuple(entry.drafts[node] for node in chain), parents=(), num_tokens=1 + len(chain))
+
+
+def nodes_as_decodes(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
+    """Every token of a step an entry of its own, at its position: as `drafts_as_decodes`, of trees too."""
+    found: list[PlanEntry] = []
+    for entry in entries:
+        ahead = [0, *(depths(entry.parents) if entry.parents else range(1, entry.num_tokens))]
+        size = len(entry.masks) // entry.num_tokens
+        found += [PlanEntry(entry.row, entry.start + depth, 1, True, masks=entry.masks[i * size : (i + 1) * size])
+                  for i, depth in enumerate(ahead)]
+    return found
+
+
+class TreeSteps:
+    """Stages and launches such steps of one target."""
+
+    def __init__(self, launches: StepLaunches, ops: Ops, table: DeviceTable, shape: TreeShape, rungs: Sequence[int],
+                 groups: Sequence[int], pool: Any) -> None:
+        """`groups`: the cache group of every layer. `pool`: of the runner's graphs; None: there are none."""
+        self._launches = launches
+        self._ops = ops
+        self._table = table
+        self._shape = shape
+        self._rungs = rungs
+        self._groups = groups
+        self._device = table.arena.device
+        self._empty = self._staged([])
+        self._stage = torch.zeros(self._empty.size, dtype=torch.int32, device=self._device)
+        self._empty.send(self._device, self._stage)
+        self._most_trees = table.num_rows
+        self._tree_rungs = ladder(self._most_trees)
+        self._path = torch.full((self._most_trees, shape.depth), -1, dtype=torch.int32, device=self._device)
+        self._graphs = None if pool is None else GraphCache(self._device, self._launch, pool)
+        self._settling = None if pool is None else GraphCache(self._device, self._settle, pool)
+        self._replays = False
+
+    def chains(self, plan: StepPlan) -> StepPlan:
+        """The plan with its trees, or with chains in the place of those that this step or sequence cannot have."""
+        if not any(entry.parents for entry in plan.entries):
+            return plan
+        started = {start.row for start in plan.starts}
+        decoding = all(entry.sample and entry.num_tokens == 1 + entry.num_drafts and not entry.device_drafts
+                       and not entry.candidates and entry.prompt_logprobs_from is None for entry in plan.entries)
+
+        def fits(entry: PlanEntry) -> bool:
+            known = decoding and entry.row not in started and not self._table.info(entry.row).reads_history
+            return known and max(depths(entry.parents)) <= self._shape.depth and not entry.masks
+
+        return replace(plan, entries=[first_branch(entry) if entry.parents and not fits(entry) else entry
+                                      for entry in plan.entries])
+
+    def capture(self) -> None:
+        self._replays = True
+        if self._graphs is not None and self._settling is not None:
+            self._graphs.capture(self._rungs)
+            self._settling.capture(self._tree_rungs)
+
+    def close(self) -> None:
+        for graphs in (self._graphs, self._settling):
+            if graphs is not None:
+                graphs.close()
+        self._graphs = self._settling = None
+
+    @property
+    def replays(self) -> int:
+        return 0 if self._graphs is None else self._graphs.replays
+
+    def launch(self, entries: Sequence[PlanEntry], slot: int) -> None:
+        """The step up to the draws of the drawing kernel."""
+        self._staged(entries, slot).send(self._device, self._stage)
+        rung = rung_for(self._rungs, sum(entry.num_tokens for entry in entries))
+        if self._graphs is not None and self._replays:
+            self._graphs.run(rung)
+        else:
+            self._launch(rung)
+
+    def settle(self, entries: Sequence[PlanEntry]) -> None:
+        """Once all tokens are drawn: the branches that were kept, where they belong."""
+        rung = rung_for(self._tree_rungs, sum(bool(entry.parents) for entry in entries))
+        if self._settling is not None and self._replays:
+            self._settling.run(rung)
+        else:
+            self._settle(rung)
+
+    def _view(self, name: str) -> Tensor:
+        return self._empty.view(self._stage, name)
+
+    def _launch(self, rung: int, separate_rope: bool = True) -> None:
+        self._launches.trees(rung, self._view)
+
+    def _settle(self, count: int, separate_rope: bool = True) -> None:
+        self._launches.walk_trees(count, self._view, self._path, self._shape.nodes)
+        trees, path = self._view("trees").view(-1, 4)[:count], self._path[:count]
+        for cache, group in zip(self._launches.caches, self._groups, strict=True):
+            self._move(cache, self._table.tables[group], trees, path)
+
+    def _move(self, cache: LayerCache, table: Tensor, trees: Tensor, path: Tensor) -> None:
+        if self._ops.attention is not None:
+            from quire.kernels.triton.branch import move_branches
+
+            move_branches(cache, table, trees, path)
+            return
+        # Operations of a CPU, whose tensors may be looked at.
+        sources: list[int] = []
+        targets: list[int] = []
+        size = cache.block_size
+        for (row, position, _, _), nodes in zip(trees.tolist(), path.tolist(), strict=True):
+            for depth, node in enumerate(nodes):
+                if row >= 0 and node > depth:
+                    for places, place in ((sources, position + node), (targets, position + depth)):
+                        places.append(int(table[row, place // size]) * size + place % size)
+        if sources:
+            self._ops.copy_slots(cache, torch.tensor(sources), torch.tensor(targets))
+
+    def _staged(self, entries: Sequence[PlanEntry], slot: int = 0) -> Stage:
+        most, width = self._rungs[-1], 1 + self._shape.depth
+        rows, places, positions = np.full(most, -1, np.int32), np.zeros(most, np.int32), np.zeros(most, np.int32)
+        parents, trees = np.full(most, -2, np.int32), np.full((self._table.num_rows, 4), -1, np.int32)
+        detours = np.zeros((most, width), np.int32)
+        detours[:, 0] = NO_DETOUR
+        first = num_trees = 0
+        for entry in entries:
+            count, start = entry.num_tokens, entry.start
+            here = slice(first, first + count)
+            rows[here] = entry.row
+            places[here] = range(start, start + count)
+            positions[here] = places[here]
+            if entry.parents:
+                positions[first + 1 : first + count] = [start + depth for depth in depths(entry.parents)]
+                parents[first + 1 : first + count] = entry.parents
+                trees[num_trees] = entry.row, start + 1, first, count - 1
+                num_trees += 1
+                detours[first, 0] = start + 1
+                for node, path in enumerate(ancestry(entry.parents)):
+                    detours[first + 1 + node, : 1 + len(path)] = [start + 1, *(start + 1 + each for each in path)]
+            first += count
+        stage = Stage()
+        for name, part in (("ring", np.array([slot], np.int32)), ("rows", rows), ("places", places),
+                           ("positions", positions), ("parents", parents), ("trees", trees.reshape(-1)),
+                           ("detours", detours.reshape(-1))):
+            stage.add(name, part)
+        return stage

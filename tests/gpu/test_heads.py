@@ -1,0 +1,107 @@
+"""Draft heads on a real GPU: tokens and log-probabilities without drafts, passes replayed from graphs, nobody waits."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+if torch.cuda.is_available():
+    from quire.ops.reference import TorchOps
+    from quire.worker.gpu.options import DeviceOptions
+    from tests.kernels.triton.test_features import check_features
+    from tests.worker.gpu.drafting import accepted, looping, remembering
+    from tests.worker.gpu.engines import MAX_LEN, SEQS, make_engine, run
+    from tests.worker.gpu.head_cases import TARGETS, asked, faint
+
+KINDS = ("eagle", "eagle3", "mtp")
+
+
+def engine(kind: str, *, depth: int = 2, budget: int = 120, deterministic: bool = True, dtype: str = "float32",
+           **more: Any) -> Any:
+    length = min(MAX_LEN, more.get("num_blocks", 60) * more.get("block_size", 8))
+    options = DeviceOptions(device="cuda", dtype=dtype, max_num_seqs=SEQS, max_num_batched_tokens=budget,
+                            max_model_len=length, deterministic=deterministic)
+    return make_engine(TARGETS[kind], device=True, depth=depth, budget=budget, options=options, **more)
+
+
+def told(core: Any, requests: list[Any]) -> dict[str, Any]:
+    found = run(core, requests)
+    assert [one[3] for one in found.values() if one[3]] == []
+    return {name: (one[0], one[1]) for name, one in found.items()}
+
+
+@functools.cache
+def plain(kind: str, requests: Any, count: int) -> dict[str, Any]:
+    """What the same engine says without drafts."""
+    core = engine(kind, weights=faint)
+    found = told(core, requests(count))
+    core.close()
+    return found
+
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_kept_and_fetched(dtype: torch.dtype) -> None:
+    check_features("cuda", dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_change_no_bit_and_are_made_by_replayed_graphs(kind: str) -> None:
+    core = engine(kind, **asked(kind))
+    assert told(core, looping(12)) == plain(kind, looping, 12)
+    kept, offered = accepted(core)
+    runner = core.executor._worker._runner.drafter.runner
+    assert 0 < kept < offered
+    assert runner.replays > 20 and runner._wide_graphs.replays > 5
+    core.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_those_of_cpu_tensors(kind: str) -> None:
+    """As many kept, of as many, as by plain torch on a CPU."""
+    core = engine(kind, depth=1, budget=400, **asked(kind))
+    host = make_engine(TARGETS[kind], device=True, budget=400, ops=TorchOps(), **asked(kind))
+    found, want = told(core, looping(8)), told(host, looping(8))
+    assert sum(found[name][0] == want[name][0] for name in want) >= len(want) - 1
+    (kept, offered), (wanted, of) = accepted(core), accepted(host)
+    assert abs(kept / offered - wanted / of) < 0.05
+    core.close()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_short_memory_and_chunks_change_no_bit(kind: str) -> None:
+    core = engine(kind, budget=40, num_blocks=16, **asked(kind))
+    assert told(core, looping(14)) == plain(kind, looping, 14)
+    assert core.scheduler.stats.preemptions > 0
+    core.close()
+
+
+@pytest.mark.parametrize(("kind", "verifier"), [("eagle", "coupled"), ("eagle3", "rejection"), ("mtp", "coupled")])
+def test_no_step_with_drafts_makes_the_host_wait(kind: str, verifier: str) -> None:
+    core = engine(kind, deterministic=False, dtype="bfloat16", **asked(kind, 3, verifier))
+    runner = core.executor._worker._runner
+    inner, caught = runner.run, []
+
+    def watched(plan: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return inner(plan)
+        except RuntimeError:
+            caught.append(traceback.format_exc(limit=-6))
+            raise
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    runner.run = watched
+    for requests in (looping(), remembering()):
+        found = run(core, requests)
+        assert caught == []
+        assert [one[3] for one in found.values() if one[3]] == []
+    assert accepted(core)[0] > 0
+    core.close()

@@ -1,0 +1,66 @@
+"""Random draft heads for the small engines, on CPU tensors and on a GPU, and targets whose text they can guess."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.models.build import dummy_weights
+from quire.models.decoder import Decoder
+from quire.models.heads.build import read_head
+from quire.models.heads.head import DraftHead
+from quire.models.heads.mtp import read_mtp
+from quire.speculation.options import SpeculationOptions
+from tests.checkpoints import _BASE
+from tests.worker.gpu.engines import QWEN3
+
+LATENT: dict[str, Any] = {**_BASE["deepseek_v3"][2], "architectures": ["DeepseekV3ForCausalLM"],
+                          "num_nextn_predict_layers": 1, "max_position_embeddings": 256}
+TARGETS: dict[str, dict[str, Any]] = {"eagle": QWEN3, "eagle3": QWEN3, "mtp": LATENT}
+
+
+def faint(config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Layers that say little: after a token comes what its embedding says, so that a head can guess it."""
+    for name, tensor in dummy_weights(config):
+        yield name, tensor * 0.05 if name.endswith(("o_proj.weight", "down_proj.weight")) else tensor
+
+
+def random_head(kind: str) -> Any:
+    """Builds a head on the device of its target. It mostly hands on what it reads."""
+
+    def build(target: Decoder, device: torch.device, max_model_len: int) -> DraftHead:
+        spec, hidden, guessed = target.spec, target.spec.hidden_size, None
+        if kind == "mtp":
+            head_spec = read_mtp(spec)
+        else:
+            shapes = {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+            if kind == "eagle3":
+                shapes |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": spec.vocab_size // 2 + 1,
+                           "eagle_aux_hidden_state_layer_ids": [0, 1, spec.num_layers]}
+                guessed = torch.arange(0, spec.vocab_size, 2, device=device)
+            head_spec = read_head({**QWEN3, **shapes, "vocab_size": spec.vocab_size}, spec)
+        generator = torch.Generator(device="cpu").manual_seed(7)
+        weights = {}
+        for name, size in head_spec.parameters().items():
+            noise = torch.randn(size, generator=generator, device="cpu") * (0.2 if len(size) == 1 else 0.03)
+            weights[name] = (1.0 + noise if name.endswith("norm.weight") else noise).to(device)
+        fuse = weights["fuse.weight"]
+        # A token, or the state of the last layer: both say what comes next, if the layers say little.
+        first = fuse.shape[1] - hidden if kind == "eagle3" else 0
+        fuse[:, first : first + hidden] += torch.eye(hidden, device=device)
+        head = DraftHead(head_spec, target, max_model_len)
+        head.load(weights, guessed)
+        return head
+
+    return build
+
+
+def asked(kind: str, drafts: int = 3, verifier: str = "coupled") -> dict[str, Any]:
+    """Keywords of `make_engine`."""
+    method = {"method": kind} if kind == "mtp" else {"method": "eagle", "model": "given"}
+    options = SpeculationOptions.parse({**method, "num_speculative_tokens": drafts, "adaptive": False,
+                                        "verifier": verifier})
+    return {"speculation": options, "head": random_head(kind), "weights": faint}

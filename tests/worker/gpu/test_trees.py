@@ -1,0 +1,86 @@
+"""Draft trees of lookups over the device worker on CPU tensors: the tokens of the plain worker without drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.speculation.options import SpeculationOptions
+from quire.worker.gpu.trees import TreeSteps, first_branch
+from tests.worker.gpu.drafting import WINDOWS_ONLY, accepted, looping, remembering
+from tests.worker.gpu.engines import GEMMA3, QWEN3, make_engine, run
+from tests.worker.gpu.head_cases import faint
+from tests.worker.gpu.test_drafts import same
+
+CONFIGS = {"full": QWEN3, "windows": GEMMA3, "windows only": WINDOWS_ONLY}
+
+
+def trees() -> dict[str, Any]:
+    """Keywords of `make_engine`."""
+    return {"speculation": SpeculationOptions.parse({
+        "method": "ngram", "num_speculative_tokens": 4, "adaptive": False,
+        "tree": {"width": 3, "depth": 4, "nodes": 9}})}
+
+
+def forking(count: int = 8, again: bool = False) -> list[Any]:
+    """Requests whose prompts go on in several ways after the same tokens. `again`: after some token, repeated, came
+    itself, and then something else: of who repeats tokens, the first branch is wrong and the second right."""
+    requests = looping(count)
+    for i, request in enumerate(requests):
+        request.prompt_token_ids = [7, 8, 9, 7, 8, 30 + i, 7, 8, 40, 8, 9, 9, 8, 7, 7, 8] * 2
+        if again:
+            request.prompt_token_ids = [20 + i] * 5 + [3, 20 + i, 8, 2, 20 + i]
+        request.sequences.clear()
+        request.__post_init__()
+    return requests
+
+
+@pytest.mark.parametrize(("config", "options"), [
+    ("full", {"depth": 2}), ("windows", {"depth": 1}), ("windows only", {"depth": 2, "num_blocks": 40}),
+    ("full", {"depth": 2, "num_blocks": 16, "budget": 60}),
+], ids=["full", "windows", "windows only", "short memory"])
+def test_tokens_and_logprobs_are_those_without_drafts(monkeypatch: pytest.MonkeyPatch, config: str,
+                                                      options: dict[str, Any]) -> None:
+    plain = run(make_engine(CONFIGS[config], device=False), forking())
+    steps: list[int] = []
+    launch = TreeSteps.launch
+    monkeypatch.setattr(TreeSteps, "launch", lambda self, entries, slot: steps.append(
+        sum(bool(entry.parents) for entry in entries)) or launch(self, entries, slot))
+    core = make_engine(CONFIGS[config], device=True, **options, **trees())
+    same(run(core, forking()), plain)
+    core.scheduler.check()
+    kept, offered = accepted(core)
+    assert 0 < kept < offered
+    assert sum(steps) > 2
+
+
+def test_a_branch_that_is_not_the_first_is_moved_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that repeats itself: what follows reads the KV that was moved."""
+    moved: list[int] = []
+    from quire.ops.cpu import CpuOps
+
+    copy = CpuOps.copy_slots
+    monkeypatch.setattr(CpuOps, "copy_slots", lambda self, layer, source, target: moved.append(len(source)) or copy(
+        self, layer, source, target))
+    found = []
+    for more in ({}, trees()):
+        core = make_engine(QWEN3, device=True, weights=faint, **more)
+        found.append(run(core, forking(6, again=True)))
+    same(*found)
+    assert sum(moved) > 6
+
+
+def test_sequences_whose_draws_read_their_text_take_the_first_branch() -> None:
+    plain = run(make_engine(QWEN3, device=False), remembering())
+    core = make_engine(QWEN3, device=True, depth=2, **trees())
+    same(run(core, remembering()), plain)
+    assert accepted(core)[1] > 0
+
+
+def test_the_first_branch_of_a_tree() -> None:
+    from quire.scheduler.plan import PlanEntry
+
+    entry = PlanEntry(0, 5, 6, True, drafts=(10, 11, 12, 13, 14), parents=(-1, -1, 0, 0, 2))
+    cut = first_branch(entry)
+    assert (cut.drafts, cut.parents, cut.num_tokens) == ((10, 12, 14), (), 4)
