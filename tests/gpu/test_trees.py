@@ -13,10 +13,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     from quire.worker.gpu.options import DeviceOptions
     from tests.kernels.triton.test_branch import check_branches
-    from tests.worker.gpu.drafting import accepted, remembering
+    from tests.worker.gpu.drafting import accepted, forking, remembering, trees
     from tests.worker.gpu.engines import GEMMA3, MAX_LEN, QWEN3, SEQS, make_engine, run
     from tests.worker.gpu.head_cases import faint
-    from tests.worker.gpu.test_trees import forking, trees
 
     CONFIGS = {"full": QWEN3, "windows": GEMMA3}
 

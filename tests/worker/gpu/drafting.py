@@ -45,6 +45,26 @@ def looping(count: int = 12, max_tokens: int | None = None, vocab: int = 131) ->
     return requests
 
 
+def trees() -> dict[str, Any]:
+    """Keywords of `make_engine`."""
+    return {"speculation": SpeculationOptions.parse({
+        "method": "ngram", "num_speculative_tokens": 4, "adaptive": False,
+        "tree": {"width": 3, "depth": 4, "nodes": 9}})}
+
+
+def forking(count: int = 8, again: bool = False) -> list[Any]:
+    """Requests whose prompts go on in several ways after the same tokens. `again`: after some token, repeated, came
+    itself, and then something else: of who repeats tokens, the first branch is wrong and the second right."""
+    requests = looping(count)
+    for i, request in enumerate(requests):
+        request.prompt_token_ids = [7, 8, 9, 7, 8, 30 + i, 7, 8, 40, 8, 9, 9, 8, 7, 7, 8] * 2
+        if again:
+            request.prompt_token_ids = [20 + i] * 5 + [3, 20 + i, 8, 2, 20 + i]
+        request.sequences.clear()
+        request.__post_init__()
+    return requests
+
+
 def remembering(count: int = 6) -> list[Request]:
     """Requests whose draws depend on all of their text so far."""
     rng = random.Random(5)

@@ -18,7 +18,7 @@ from tests.checkpoints import _BASE
 from tests.worker.gpu.engines import QWEN3
 
 LATENT: dict[str, Any] = {**_BASE["deepseek_v3"][2], "architectures": ["DeepseekV3ForCausalLM"],
-                          "num_nextn_predict_layers": 1, "max_position_embeddings": 256}
+                          "num_nextn_predict_layers": 1, "max_position_embeddings": 256, "vocab_size": 131}
 TARGETS: dict[str, dict[str, Any]] = {"eagle": QWEN3, "eagle3": QWEN3, "mtp": LATENT}
 
 

@@ -6,34 +6,13 @@ from typing import Any
 
 import pytest
 
-from quire.speculation.options import SpeculationOptions
 from quire.worker.gpu.trees import TreeSteps, first_branch
-from tests.worker.gpu.drafting import WINDOWS_ONLY, accepted, looping, remembering
+from tests.worker.gpu.drafting import WINDOWS_ONLY, accepted, forking, remembering, trees
 from tests.worker.gpu.engines import GEMMA3, QWEN3, make_engine, run
 from tests.worker.gpu.head_cases import faint
 from tests.worker.gpu.test_drafts import same
 
 CONFIGS = {"full": QWEN3, "windows": GEMMA3, "windows only": WINDOWS_ONLY}
-
-
-def trees() -> dict[str, Any]:
-    """Keywords of `make_engine`."""
-    return {"speculation": SpeculationOptions.parse({
-        "method": "ngram", "num_speculative_tokens": 4, "adaptive": False,
-        "tree": {"width": 3, "depth": 4, "nodes": 9}})}
-
-
-def forking(count: int = 8, again: bool = False) -> list[Any]:
-    """Requests whose prompts go on in several ways after the same tokens. `again`: after some token, repeated, came
-    itself, and then something else: of who repeats tokens, the first branch is wrong and the second right."""
-    requests = looping(count)
-    for i, request in enumerate(requests):
-        request.prompt_token_ids = [7, 8, 9, 7, 8, 30 + i, 7, 8, 40, 8, 9, 9, 8, 7, 7, 8] * 2
-        if again:
-            request.prompt_token_ids = [20 + i] * 5 + [3, 20 + i, 8, 2, 20 + i]
-        request.sequences.clear()
-        request.__post_init__()
-    return requests
 
 
 @pytest.mark.parametrize(("config", "options"), [
