@@ -107,7 +107,12 @@ class RayLauncher:
 
     def start(self) -> list[RankHandle]:
         actors = self._actors = self._place()
-        found = self._ray.get([actor.whereabouts.remote() for actor in actors], timeout=_CONNECT_SECONDS)
+        asked = [actor.whereabouts.remote() for actor in actors]
+        _, late = self._ray.wait(asked, num_returns=len(asked), timeout=_CONNECT_SECONDS)
+        if late:
+            raise EngineError(f"Ray has not started {len(late)} of {len(asked)} ranks within {_CONNECT_SECONDS:.0f} "
+                              "seconds: its nodes are busy (it runs workers at low priority), or cannot start workers")
+        found = self._ray.get(asked)
         mine = self._ray.get_runtime_context().get_node_id() if self._use_ring else ""
         many = len({each["node"] for each in found}) > 1 or found[0]["node"] != mine
         links, serving = self._connect(actors, many)
