@@ -282,6 +282,10 @@ class ParallelConfig:
         "auto", "who runs the ranks: processes of this machine, actors of a Ray cluster, or (for tests) threads of "
                 "the engine's process; auto is processes, or Ray where ray_address is given",
         ("auto", "mp", "ray", "threads"))
+    rank_exchange: str = option(
+        "ipc", "how ranks on GPUs add up large sums: ipc reads each other's memory (CUDA IPC); nccl, for ranks with a "
+               "GPU each and without deterministic, has never run on a chip",
+        ("ipc", "nccl"))
     ray_address: str | None = option(
         None, "a running Ray cluster for the ranks, as `ray start` names it (default: the one that this process is "
               "connected to, else one that runs on this machine, else a new one)")

@@ -11,7 +11,7 @@ of the same losses refuse the same entries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 
 from quire.scheduler.plan import EntryResult, PlanEntry, StepPlan, StepResult
@@ -19,7 +19,7 @@ from quire.scheduler.plan import EntryResult, PlanEntry, StepPlan, StepResult
 REFUSED = "an earlier step of this request was lost"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SoundPlan:
     """What may be run of a plan, and which of its entries may not."""
 
@@ -55,7 +55,7 @@ class LostRows:
             self._started[start.row] = plan.step
             self._rows.discard(start.row)
         refused = tuple(self._refuses(entry) for entry in plan.entries) if self._rows else ()
-        if not any(refused):
+        if True not in refused:
             return SoundPlan(plan)
         entries = [entry for entry, lost in zip(plan.entries, refused, strict=True) if not lost]
         diffs = [diff for diff in plan.diffs if diff.row not in self._rows]
@@ -75,11 +75,21 @@ class LostRows:
         self._over = []
 
     def _look_for_losses(self) -> None:
+        under_way = []
         for plan, future in self._watched:
-            if future.done() and not future.cancelled() and future.exception() is not None:
+            if not future.done():
+                under_way.append((plan, future))
+            elif _failed(future):
                 self.lost(plan)
-        self._over = self._watched
-        self._watched = [each for each in self._over if not each[1].done()]
+        self._over, self._watched = self._watched, under_way
+
+
+def _failed(future: Future[StepResult]) -> bool:
+    """Of one that is done; whoever cancelled one has not lost it."""
+    try:
+        return future.exception() is not None
+    except CancelledError:
+        return False
 
 
 def launch_sound(guard: LostRows, plan: StepPlan,

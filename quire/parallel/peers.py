@@ -23,6 +23,8 @@ HEAD_BYTES = 4096
 """Of a rank's memory, for what it is told by others; its slots, or its rows for the next stage, come behind."""
 GROUP_SLOT_BYTES = 32 << 20
 LINK_SLOT_BYTES = 32 << 20
+ONE_SHOT_BYTES = 512 << 10
+"""Of a sum that every rank makes for itself, at most, where there is another way: nobody has measured the border."""
 
 
 def group_bytes(slot_bytes: int = GROUP_SLOT_BYTES) -> int:
@@ -34,10 +36,13 @@ class PeerGroup(TensorGroup):
 
     on_device = True
 
-    def __init__(self, rank: int, memories: Sequence[Tensor], meet: Callable[[int], None]) -> None:
+    def __init__(self, rank: int, memories: Sequence[Tensor], meet: Callable[[int], None],
+                 large_sum: Callable[[Tensor], Tensor] | None = None) -> None:
         """`memories`: of every rank all bytes, of `group_bytes`; `meet` launches a wait for all the others, and is told
-        which slot the exchange is through."""
+        which slot the exchange is through. `large_sum` adds up, in place, what is too much for everybody to read from
+        everybody."""
         super().__init__(rank, len(memories))
+        self._large_sum = large_sum
         self._meet = meet
         self._slot_bytes = (memories[0].numel() - HEAD_BYTES) // 2
         self._slots = [[memory[HEAD_BYTES + turn * self._slot_bytes :][: self._slot_bytes] for memory in memories]
@@ -95,6 +100,8 @@ class PeerGroup(TensorGroup):
         return _added(finish_tree(tree.total, values), bias, residual)
 
     def sum_parts(self, part: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        if self._large_sum is not None and part.nbytes > ONE_SHOT_BYTES:
+            return _added(self._large_sum(part).float(), bias, residual).to(part.dtype)
         parts = self._exchanged(part, [part.numel()] * self.size)
         total = parts[0].float()
         for other in parts[1:]:

@@ -142,11 +142,11 @@ class RankExecutor(Executor):
     # ---- plans
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
+        if self._ring is not None:
+            self._ring.wake()
         return launch_sound(self._guard, plan, self._launch)
 
     def _launch(self, plan: StepPlan) -> Future[StepResult]:
-        if self._ring is not None:
-            self._ring.wake()
         future: Future[StepResult] = Future()
         self._submitted += 1
         step = _Step(self._submitted, plan, future)

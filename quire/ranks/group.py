@@ -31,12 +31,15 @@ from quire.scheduler.plan import TransferReport
 log = logging.getLogger("quire.ranks")
 
 _LOOK_SECONDS = 0.25
+# How long a rank may say nothing, beyond the half second in which pulses come.
 _SILENT_SECONDS = 1.5
-"""A rank that says nothing for so long and was stopped, or whose process nobody can look at, is lost."""
+"""Whose process has ended or was stopped."""
+_SILENT_UNSEEN_SECONDS = 2.0
+"""On another machine, where nobody can look at its process: stopped, lost and starved look the same from here."""
 _SILENT_BUSY_SECONDS = 20.0
-"""A rank that says nothing for so long is lost even if its process runs: its machine is busy, not stopped."""
+"""Whose process runs: its machine is starved, or it does something that keeps all its threads waiting."""
 _START_SILENT_SECONDS = 120.0
-"""The same while it starts: loading libraries may hold up its pulse."""
+"""That starts, wherever it is: loading libraries may hold up its pulse."""
 _LAST_WORDS_SECONDS = 0.5
 _CLOSE_SECONDS = 3.0
 _STEPS_KEPT = 512
@@ -247,10 +250,13 @@ class RankGroup(threading.Thread):
             ended = handle.ended(0.0)
             if ended is not None:
                 self.lose(rank, ended)
-            elif handle.stopped() and (state.ready or handle.local):
-                self.lose(rank, f"it was stopped and has given no sign of life for {now - state.heard:.1f} seconds")
-            elif state.silence > (_SILENT_BUSY_SECONDS if state.ready else _START_SILENT_SECONDS):
-                self.lose(rank, f"it has given no sign of life for {now - state.heard:.1f} seconds")
+                return
+            silent = f"has given no sign of life for {now - state.heard:.1f} seconds"
+            stopped = handle.stopped()
+            if stopped:
+                self.lose(rank, f"it was stopped and {silent}")
+            elif state.silence >= _patience(state.ready, seen=stopped is not None):
+                self.lose(rank, f"it {silent}")
 
     def _kill(self) -> None:
         for fd in self._by_fd:
@@ -270,6 +276,13 @@ class RankGroup(threading.Thread):
             handle.kill()
         self._poll.close()
         self._launcher.close()
+
+
+def _patience(ready: bool, seen: bool) -> float:
+    """How long a rank that was not found stopped may say nothing; `seen`: somebody could look."""
+    if not ready:
+        return _START_SILENT_SECONDS
+    return _SILENT_BUSY_SECONDS if seen else _SILENT_UNSEEN_SECONDS
 
 
 def _as_error(told: dict[str, Any]) -> QuireError:

@@ -17,6 +17,15 @@ _REAP_SECONDS = 20.0
 """What SIGKILL does not end within so long hangs in the kernel."""
 
 
+def is_stopped(pid: int) -> bool:
+    """Was a process of this machine stopped, or has it ended? One that waits for a processor was not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[0] in "TtZX"
+
+
 class RankHandle(Protocol):
     """A rank as the engine sees it, wherever it runs."""
 
@@ -28,8 +37,8 @@ class RankHandle(Protocol):
     def ended(self, seconds: float) -> str | None:
         """What ended it, if that has happened or happens within so long."""
 
-    def stopped(self) -> bool:
-        """Was it stopped (SIGSTOP)? True also where that cannot be found out."""
+    def stopped(self) -> bool | None:
+        """Was it stopped (SIGSTOP), or is it gone? None where that cannot be found out."""
 
     def end(self) -> None:
         """Tell it that it is not needed any more."""
@@ -69,11 +78,7 @@ class RankProcess:
         return None if code is None else explain_exit(code)
 
     def stopped(self) -> bool:
-        try:
-            status = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return True
-        return status.rpartition(")")[2].split()[0] in "TtZX"
+        return is_stopped(self.pid)
 
     def end(self) -> None:
         self.link.close()

@@ -86,9 +86,12 @@ class PlanEncoder:
             _write_start(out, start, before)
             before = start.token_ids
         if plan.diffs:
-            out.column(INT, [number for diff in plan.diffs
-                             for number in (diff.row, diff.group, diff.start, len(diff.blocks))])
-            out.column(INT, [block for diff in plan.diffs for block in diff.blocks])
+            numbers: list[int] = []
+            for diff in plan.diffs:
+                numbers += diff.row, diff.group, diff.start, len(diff.blocks)
+            for diff in plan.diffs:
+                numbers += diff.blocks
+            out.column(INT, numbers)
         for copy in plan.copies:
             out.data += _COPY.pack(copy.group, copy.source, copy.target)
         for transfer in plan.transfers:
@@ -197,9 +200,12 @@ class PlanDecoder:
 
 def _read_diffs(source: FieldReader, count: int) -> list[TableDiff]:
     heads = source.column(INT, 4 * count)
-    blocks = source.column(INT, sum(heads[3::4]))
+    rows, groups, starts, sizes = (heads[part::4] for part in range(4))
+    blocks = source.column(INT, sum(sizes))
+    if sizes.count(1) == count:  # sequences that decode get a block now and then
+        return list(map(TableDiff, rows, groups, starts, [[block] for block in blocks]))
     found, at = [], 0
-    for row, group, start, size in zip(*(heads[part::4] for part in range(4)), strict=True):
+    for row, group, start, size in zip(rows, groups, starts, sizes, strict=True):
         found.append(TableDiff(row, group, start, blocks[at : at + size]))
         at += size
     return found

@@ -7,6 +7,7 @@ go through memory and sockets of our own: a call of an actor takes three times a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,8 +23,9 @@ from quire.parallel.place import Place
 from quire.ranks.executor import RankExecutor
 from quire.ranks.frames import FrameSocket, Kind
 from quire.ranks.group import RankGroup
-from quire.ranks.launch import SEND_SECONDS, RankHandle
+from quire.ranks.launch import SEND_SECONDS, RankHandle, is_stopped
 from quire.ranks.local import SPIN_SECONDS, Agree
+from quire.ranks.ray_rank import RayRank, machine_name
 from quire.ranks.ring import RingWriter, ring_bytes
 from quire.ranks.secret import WrongSecret, welcome
 from quire.ranks.shared_memory import SharedMemory
@@ -47,12 +49,14 @@ def import_ray() -> Any:
 
 
 class RayHandle:
-    """An actor. `here`: it runs on the driver's own node; `found` is what it said of its whereabouts."""
+    """An actor. `here`: it runs on the driver's own node; `found` is what it said of its whereabouts. Nodes may share a
+    machine with the driver's: there its process can be looked at."""
 
     def __init__(self, ray: Any, actor: Any, serving: Any, link: FrameSocket, found: dict[str, Any], here: bool
                  ) -> None:
         self._ray, self._actor, self._serving = ray, actor, serving
         self.link, self.pid, self.local = link, found["pid"], here
+        self._visible = found["machine"] == machine_name()
         self.gpus: list[int] = found["gpus"]
         """Those that Ray gave it."""
 
@@ -66,14 +70,8 @@ class RayHandle:
             return f"its actor ended: {str(error).strip().splitlines()[0]}"
         return "its connection to the engine was lost"
 
-    def stopped(self) -> bool:
-        if not self.local:
-            return True  # a process of another machine cannot be looked at: a silent rank there is lost
-        try:
-            status = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return True
-        return status.rpartition(")")[2].split()[0] in "TtZX"
+    def stopped(self) -> bool | None:
+        return is_stopped(self.pid) if self._visible else None
 
     def end(self) -> None:
         # In this order: an actor that ends by itself is an accident to Ray, which says so at length.
@@ -82,11 +80,9 @@ class RayHandle:
     def kill(self) -> None:
         self._ray.kill(self._actor, no_restart=True)
         self.link.close()
-        if self.local:  # Ray asks a process to end; one that is stopped does not hear that
-            try:
+        if self._visible:  # Ray asks a process to end; one that is stopped does not hear that
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
                 os.kill(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 class RayLauncher:
@@ -111,7 +107,12 @@ class RayLauncher:
 
     def start(self) -> list[RankHandle]:
         actors = self._actors = self._place()
-        found = self._ray.get([actor.whereabouts.remote() for actor in actors], timeout=_CONNECT_SECONDS)
+        asked = [actor.whereabouts.remote() for actor in actors]
+        _, late = self._ray.wait(asked, num_returns=len(asked), timeout=_CONNECT_SECONDS)
+        if late:
+            raise EngineError(f"Ray has not started {len(late)} of {len(asked)} ranks within {_CONNECT_SECONDS:.0f} "
+                              "seconds: its nodes are busy (it runs workers at low priority), or cannot start workers")
+        found = self._ray.get(asked)
         mine = self._ray.get_runtime_context().get_node_id() if self._use_ring else ""
         many = len({each["node"] for each in found}) > 1 or found[0]["node"] != mine
         links, serving = self._connect(actors, many)
@@ -160,8 +161,6 @@ class RayLauncher:
         return {**found, "GPU": self._gpus * ranks} if self._gpus else found
 
     def _actor(self, place: Place, bundle: int) -> Any:
-        from quire.ranks.ray_rank import RayRank
-
         ray = self._ray
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=bundle)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 from quire.config import gpu_index
@@ -13,6 +14,12 @@ from quire.ranks.rank import Rank
 from quire.ranks.secret import greet
 
 _CONNECT_SECONDS = 30.0
+
+
+def machine_name() -> str:
+    """The same for processes that can look at each other in /proc: of one machine, and of one container there."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 class RayRank:
@@ -32,7 +39,7 @@ class RayRank:
         context = ray.get_runtime_context()
         gpus = [gpu_index(str(gpu)) for gpu in context.get_accelerator_ids().get("GPU", [])]
         return {"pid": os.getpid(), "node": context.get_node_id(), "address": ray.util.get_node_ip_address(),
-                "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
+                "machine": machine_name(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
 
     def echo(self, data: bytes) -> bytes:
         """What a call of an actor costs."""

@@ -1,8 +1,8 @@
 """Messages from one process to all ranks of a machine: one write into shared memory, whatever the number of readers.
 
 The writer appends messages to a ring of bytes and publishes how far it has come. Every reader copies each message and
-notes how far it has read; the writer overwrites nothing that somebody has still to read. A message that is larger than
-a quarter of the ring goes in pieces.
+notes how far it has read when it waits for the next; the writer overwrites nothing that somebody has still to read. A
+message that is larger than a quarter of the ring goes in pieces.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from quire.ranks.shared_memory import SharedMemory
 RING_BYTES = 8 << 20
 _LINE = 64
 """Bytes of a cache line: what different processes write lies in lines of its own."""
+_SLEEPERS = 12
+"""Where the number of readers that sleep is (`Signal` in `kernels/cpu/ring.c`)."""
 _LENGTH = struct.Struct("=I")
 _SKIP = 0xFFFFFFFF
 """Stands in place of a length where the rest of the ring is too short for the next piece."""
@@ -40,10 +42,12 @@ class RingWriter:
         self._written = 0
         self._library = load()
         self._append = self._library.quire_ring_write
+        self._sleepers = memoryview(memory.map)[_SLEEPERS : _SLEEPERS + 4].cast("I")
 
     def wake(self) -> None:
         """A message follows: readers that sleep get up while it is made."""
-        self._library.quire_ring_wake(self._memory.address)
+        if self._sleepers[0]:
+            self._library.quire_ring_wake(self._memory.address)
 
     def write(self, message: bytes | bytearray, check: Callable[[], None]) -> None:
         """Append a message. While the ring is full, `check` is called now and then; it raises to give up."""
@@ -76,15 +80,15 @@ class RingReader:
         self._capacity = memory.size - self._first
         self._seen = self._written = 0
         self._spin_ns = int(spin_seconds * 1e9)
-        self._library = load()
+        self._wait = load().quire_ring_wait
         self._pieces: list[bytes] = []
 
     def read(self, seconds: float) -> bytes | None:
         """The next message, or None when none has come for so long."""
         while True:
             if self._written == self._seen:
-                self._written = self._library.quire_ring_wait(self._memory.address, self._seen, self._spin_ns,
-                                                              int(seconds * 1e9))
+                self._written = self._wait(self._memory.address, self._mine, self._seen, self._spin_ns,
+                                           int(seconds * 1e9))
                 if self._written == self._seen:
                     return None
             piece, more = self._take()
@@ -107,5 +111,4 @@ class RingReader:
         size = length & ~_MORE
         piece = self._memory.map[at + _LENGTH.size : at + _LENGTH.size + size]
         self._seen += -(-(_LENGTH.size + size) // 8) * 8
-        self._library.quire_ring_store(self._mine, self._seen)
         return piece, bool(length & _MORE)

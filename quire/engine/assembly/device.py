@@ -46,6 +46,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
     gpu = device != "cpu" and missing is None
     _check_kv_dtype(config.cache.kv_cache_dtype, gpu)
     _check_quantization(config, gpu)
+    _check_rank_exchange(config, gpu)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu"),
@@ -68,6 +69,17 @@ def _check_quantization(config: EngineConfig, gpu: bool) -> None:
     if config.model.dtype == "float32":
         raise ConfigError(f"quantization {wanted!r} multiplies rows in 16 bits or fp8: use dtype='bfloat16'",
                           field="quantization")
+
+
+def _check_rank_exchange(config: EngineConfig, gpu: bool) -> None:
+    if config.parallel.rank_exchange != "nccl":
+        return
+    if not gpu or config.parallel.tensor_parallel_size == 1:
+        raise ConfigError("rank_exchange 'nccl' adds up what tensor ranks on GPUs have: it needs device 'cuda' and "
+                          "tensor_parallel_size above 1", field="rank_exchange")
+    if config.model.deterministic:
+        raise ConfigError("rank_exchange 'nccl' adds in an order of its own, which deterministic rules out: use 'ipc'",
+                          field="rank_exchange")
 
 
 def _check_kv_dtype(kv_cache_dtype: str, gpu: bool) -> None:

@@ -44,7 +44,7 @@ static void wake(Signal *signal) {
         syscall(SYS_futex, &signal->bell, FUTEX_WAKE, INT_MAX, (void *)0, (void *)0, 0);
 }
 
-/* What a reader has taken: stored after it has copied it, read by the writer before it writes there again. */
+/* What a reader has taken: stored when it waits for more, read by the writer before it writes there again. */
 static uint64_t taken_by(char *address, int64_t reader) { return atomic_load((_Atomic uint64_t *)(address + LINE * (1 + reader))); }
 
 /* Append a piece to a ring of `capacity` bytes that begins after the lines of the signal and of the readers: its length,
@@ -76,11 +76,13 @@ EXPORT void quire_ring_yield(void) { sched_yield(); }
 /* Something is about to be published: readers that sleep get up and spin. */
 EXPORT void quire_ring_wake(void *address) { wake(address); }
 
-/* Bytes published, once they are more than `seen`, or the same when `timeout_ns` have passed. While a reader spins it
- * offers its core to others, of whom the writer may be one. */
-EXPORT uint64_t quire_ring_wait(void *address, uint64_t seen, int64_t spin_ns, int64_t timeout_ns) {
+/* Bytes published, once they are more than `seen`, or the same when `timeout_ns` have passed. What was seen is noted in
+ * the reader's own line: the writer may write there again. While a reader spins it offers its core to others, of whom
+ * the writer may be one. */
+EXPORT uint64_t quire_ring_wait(void *address, void *mine, uint64_t seen, int64_t spin_ns, int64_t timeout_ns) {
     Signal *signal = address;
     int64_t until = now_ns() + timeout_ns;
+    atomic_store((_Atomic uint64_t *)mine, seen);
     for (;;) {
         int64_t began = now_ns();
         uint64_t written = atomic_load(&signal->written);
@@ -102,5 +104,3 @@ EXPORT uint64_t quire_ring_wait(void *address, uint64_t seen, int64_t spin_ns, i
         atomic_fetch_sub(&signal->sleepers, 1);
     }
 }
-
-EXPORT void quire_ring_store(void *address, uint64_t value) { atomic_store((_Atomic uint64_t *)address, value); }

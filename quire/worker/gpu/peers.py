@@ -11,6 +11,7 @@ import torch
 from quire.parallel.collectives import Collectives, Link, TensorGroup
 from quire.parallel.cuda_memory import HANDLE_BYTES, SharedDeviceMemory
 from quire.parallel.device_waits import DeviceWaits, KernelWaits, StreamWaits
+from quire.parallel.nccl import LargeSum, connect_sum, nccl_backend
 from quire.parallel.peers import HEAD_BYTES, LINK_SLOT_BYTES, PeerGroup, PeerLink, group_bytes
 from quire.parallel.place import Place
 from quire.worker.gpu.passes import DeviceRanks
@@ -41,19 +42,21 @@ class PeerRanks(DeviceRanks):
             self.memory.pop().close()
 
 
-def connect_peers(host: Collectives, place: Place, device: torch.device, dtype: torch.dtype, *, shared: bool
-                  ) -> PeerRanks:
-    """Handles go round through the memory that ranks share on the host. `shared`: some ranks are on one GPU."""
+def connect_peers(host: Collectives, place: Place, device: torch.device, dtype: torch.dtype, *, shared: bool,
+                  nccl: bool = False) -> PeerRanks:
+    """Handles go round through the memory that ranks share on the host. `shared`: some ranks are on one GPU. `nccl`:
+    large sums are its."""
     waits = StreamWaits(device) if shared else KernelWaits(device)
     found = PeerRanks(waits=waits)
     if host.group is not None:
-        found.group = _group(host.group, waits, found)
+        large_sum = connect_sum(host.group, device, nccl_backend) if nccl else None
+        found.group = _group(host.group, waits, found, large_sum)
     if host.after is not None and host.before is not None:
         _connect_stages(host.before, host.after, place, dtype, waits, found)
     return found
 
 
-def _group(host: TensorGroup, waits: DeviceWaits, ranks: PeerRanks) -> PeerGroup:
+def _group(host: TensorGroup, waits: DeviceWaits, ranks: PeerRanks, large_sum: LargeSum | None) -> PeerGroup:
     mine = SharedDeviceMemory.create(group_bytes(), waits.device)
     ranks.memory.append(mine)
     handles = host.exchange(torch.frombuffer(bytearray(mine.handle), dtype=torch.uint8))
@@ -64,7 +67,7 @@ def _group(host: TensorGroup, waits: DeviceWaits, ranks: PeerRanks) -> PeerGroup
             theirs = SharedDeviceMemory.open(handle.numpy().tobytes(), group_bytes(), waits.device)
             ranks.memory.append(theirs)
         memories.append(theirs)
-    return PeerGroup(host.rank, [each.bytes for each in memories], waits.meeting(host.rank, memories))
+    return PeerGroup(host.rank, [each.bytes for each in memories], waits.meeting(host.rank, memories), large_sum)
 
 
 def _connect_stages(before: Link, after: Link, place: Place, dtype: torch.dtype, waits: DeviceWaits,

@@ -15,6 +15,7 @@ from quire.models.loader.source import resolve_model
 from quire.models.registry import read_spec
 from quire.models.shard import shard_of
 from quire.parallel.collectives import Collectives
+from quire.parallel.nccl import check_nccl
 from quire.parallel.place import Place
 from quire.worker.gpu.options import DTYPES, device_options
 from quire.worker.gpu.passes import DeviceRanks
@@ -53,7 +54,10 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
     ranks: DeviceRanks = DeviceRanks()
     if collectives is not None:
         shared = gpu is None and count < place.num_ranks
-        ranks = connect_peers(collectives, place, device, DTYPES[model.dtype], shared=shared)
+        nccl = config.parallel.rank_exchange == "nccl"
+        if nccl:
+            check_nccl(shared)
+        ranks = connect_peers(collectives, place, device, DTYPES[model.dtype], shared=shared, nccl=nccl)
         collectives.device_waited_ns = lambda: ranks.waited_ns
     share = RankShare(shard, ranks, lambda pool: PoolSize(**agree(dataclasses.asdict(pool))),
                       sharing(place, count) if gpu is None else 1)
