@@ -147,7 +147,7 @@ def write_checkpoint(
     stored: Stored = {}
     expected: dict[str, Tensor] = {}
     for name, tensor in weights_of(model):
-        if name.endswith("_proj.weight"):
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             tensors, expected[name] = pack(tensor)
             stored.update({f"{name.removesuffix('.weight')}.{member}": each for member, each in tensors.items()})
         else:

@@ -214,7 +214,7 @@ def _longrope(
 ) -> RopeSpec:
     """Divisors of every pair, one list within the trained length and one past it (Phi-3)."""
     limit = reader.size("max_position_embeddings", most=MAX_POSITIONS)
-    trained = trained_length(reader, fields, limit)
+    trained = trained_length(reader, fields)
     factor = positive(reader, "rope_parameters.factor", fields.get("factor"), limit / trained)
     plain = 1.0 if factor <= 1 or trained < 2 else math.sqrt(1 + math.log(factor) / math.log(trained))
     return RopeSpec(

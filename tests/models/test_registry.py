@@ -169,7 +169,7 @@ def test_an_unsupported_feature_is_refused_by_its_name(family: str, field: str, 
 
 ROPES: list[tuple[dict[str, Any], str]] = [
     ({"rope_type": "proportional", "factor": 2.0}, "rope_type"),
-    ({"rope_type": "longrope", "factor": 2.0}, "short_factor"),
+    ({"rope_type": "longrope", "original_max_position_embeddings": 64}, "short_factor"),
     ({"rope_type": ["yarn"]}, "rope_type"),
     ({"rope_type": "linear"}, "factor"),
     ({"rope_type": "linear", "factor": 0}, "factor"),
@@ -184,6 +184,7 @@ ROPES: list[tuple[dict[str, Any], str]] = [
     ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "64"}, "original_max"),
     ({"rope_type": "yarn", "original_max_position_embeddings": 0.5}, "original_max"),
     ({**LONGROPE, "original_max_position_embeddings": 0.5}, "original_max"),
+    (LONGROPE, "original_max"),
     ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 1e30}, "original_max"),
     ({"full_attention": {}, "sliding_attention": {}}, "rope_parameters"),
     ({"full_attention": 3}, "rope_parameters"),
@@ -199,7 +200,8 @@ def test_a_rotation_that_cannot_be_is_refused(rope: dict[str, Any], named: str, 
 
 def test_longrope_by_its_first_name_is_longrope() -> None:
     kinds = ("su", "longrope")
-    specs = [read_spec({**BASES["phi3"], "rope_scaling": {**LONGROPE, "rope_type": kind}}) for kind in kinds]
+    base = {**BASES["phi3"], "original_max_position_embeddings": 64}
+    specs = [read_spec({**base, "rope_scaling": {**LONGROPE, "rope_type": kind}}) for kind in kinds]
     assert specs[0] == specs[1]
     assert specs[0].ropes[0].long_factors == (2.0,) * 4
 

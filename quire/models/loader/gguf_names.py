@@ -86,6 +86,7 @@ _EXPERTS_BLOCK = _LLAMA_BLOCK | {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
@@ -106,7 +107,8 @@ _DEEPSEEK2_BLOCK = _EXPERTS_BLOCK | _SHARED_EXPERTS | {
     "attn_v_b": "self_attn.v_b_proj",
 }
 _CHOICE_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
-_GPT_OSS_BLOCK = {name: hf for name, hf in _EXPERTS_BLOCK.items() if name.endswith("_exps") or name[:5] == "attn_"} | {
+_GPT_OSS_BLOCK = {name: hf for name, hf in _EXPERTS_BLOCK.items() if name[:5] == "attn_"} | {
+    **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
 }

@@ -173,6 +173,29 @@ def _write(
     writer.close()
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_gate_and_up_of_all_experts_may_be_one_tensor(family: str, tmp_path: Path) -> None:
+    """As llama.cpp's converter writes them with `--fuse-gate-up-exps`."""
+    model = make_model(family, norm_topk_prob=True)
+    apart = dict(_tensors(family, model))
+    fused = {name.replace("_gate_", "_gate_up_") if "_gate_exps" in name else name: tensor
+             for name, tensor in apart.items() if "_up_exps" not in name}
+    for name in fused:
+        if "_gate_up_exps" in name:
+            gate, up = (apart[name.replace("_gate_up_", part)] for part in ("_gate_", "_up_"))
+            fused[name] = torch.cat([gate, up], 1)
+    _write(tmp_path / "m.gguf", family, model, list(fused.items()))
+    source = resolve_model(str(tmp_path / "m.gguf"))
+    decoder = build_decoder(source.config, source.weights(), CpuOps(), max_model_len=64)
+    got = PagedDriver(decoder).run(0, TOKENS, [len(TOKENS)])
+    assert (got - oracle_logits(model, TOKENS)).abs().max() < 1e-4
+    damaged = next(name for name in fused if "_gate_up_exps" in name)
+    _write(tmp_path / "m.gguf", family, model, [item for item in fused.items() if item[0] != damaged])
+    with pytest.raises(ModelLoadError, match=damaged):
+        source = resolve_model(str(tmp_path / "m.gguf"))
+        build_decoder(source.config, source.weights(), CpuOps(), max_model_len=64)
+
+
 @pytest.mark.parametrize("family", ARCHS)
 def test_a_gguf_of_experts_gives_the_models_logits(family: str, tmp_path: Path) -> None:
     model = make_model(family, **({"norm_topk_prob": True} if family == "qwen3_moe" else {}))

@@ -18,6 +18,7 @@ from quire.models.loader.source import resolve_model
 from quire.ops.reference import TorchOps
 from tests.fp8_checkpoints import BLOCKS, KINDS, MODELOPT, compressed_fp8, fp8
 from tests.integer_checkpoints import write_checkpoint
+from tests.paged_driver import PagedDriver
 
 PROJECTION = "model.layers.1.mlp.down_proj"
 
@@ -44,6 +45,20 @@ def test_a_decoder_takes_them(kind: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, pack, config)
     source = resolve_model(str(tmp_path))
     build_decoder(source.config, source.stored_weights(), TorchOps())
+
+
+def test_experts_and_latents_as_deepseek_v3_publishes_them(tmp_path: Path) -> None:
+    """Blocks that the width of a latent, of a head or of an expert does not fill; rows of q and k that change places."""
+    sizes = {"hidden_size": 160, "moe_intermediate_size": 136, "kv_lora_rank": 130, "q_lora_rank": 140}
+    expected = write_checkpoint(tmp_path, *KINDS["blocks"], family="deepseek_v3", num_key_value_heads=4, **sizes)
+    source = resolve_model(str(tmp_path))
+    tokens = list(range(20))
+    want, *found = (
+        PagedDriver(build_decoder(source.config, weights, TorchOps())).run(0, tokens, [20])
+        for weights in (((name, each.clone()) for name, each in expected.items()), source.weights(),
+                        source.stored_weights())
+    )  # fmt: skip
+    assert all(torch.equal(each, want) for each in found)
 
 
 CHANGED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
