@@ -41,6 +41,11 @@ _FIXED_FLOAT32 = MixedShape(32, 32, 4, 2)
 _WIDE = MixedShape(128, 64, 4, 3)
 """H200, 2026-11-15, prompts of 4,096: 401 to 413 TFLOP/s, with 8 warps 318, 64 rows 349."""
 _LARGE_HEADS = MixedShape(64, 32, 4, 2)
+_LATENTS_FLOAT32, _LATENTS = MixedShape(16, 16, 4, 2), MixedShape(32, 32, 4, 2)
+"""Of heads past 256 (latents) on chips with 99 KiB of shared memory for a program (sm_89, sm_120): compiled for them,
+never run."""
+_LITTLE_SHARED = 112 << 10
+"""`_LARGE_HEADS` needs so much for latents of 512."""
 _ROWS = MixedShape(64, 32, 4, 3)
 """The tile of prefill attention that reads keys from the step's rows. H200, TFLOP/s of 8,192 tokens of prompts of 100
 to 1,024, 32 heads: 304, by the tiles above 232; of 1,024 each, 16 heads: 334 and 280."""
@@ -112,6 +117,8 @@ class TritonAttention:
 
     def tile(self, shape: HeadShape) -> MixedShape:
         """One size for a model's layers: what fits a multiprocessor's shared memory with such heads."""
+        if shape.head_dim > 256 and self.shared_memory < _LITTLE_SHARED:
+            return _LATENTS_FLOAT32 if self._dtype == torch.float32 else _LATENTS
         if self._dtype == torch.float32:
             return _FIXED_FLOAT32
         if shape.head_dim > 128:

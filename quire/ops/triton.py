@@ -470,8 +470,10 @@ class TritonOps(Ops):
 
 
 def _named_library(device: torch.device, dtype: torch.dtype) -> cublas.CublasLt | None:
-    """The library, if it is the version whose algorithms the table names."""
+    """The library, if it is the version whose algorithms the table names, on a chip of the kind that they are for."""
     known = gemm_table.library_version()
     if device.type != "cuda" or dtype != torch.bfloat16 or not known or cublas.version() != known:
+        return None
+    if torch.cuda.get_device_capability(device)[0] != 9:
         return None
     return cublas.CublasLt(device, dtype)

@@ -42,15 +42,20 @@ def _words(digits: str, contraction: str = f"{_CONTRACTION}|") -> str:
     return rf"{contraction}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
 
 
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
-def _cased_words(contraction: str, digits: str) -> str:
-    """GPT-4o's: as above, and a change from lower to upper case starts a new word."""
+def _cased_words(contraction: str, digits: str, after_marks: str = r"\r\n/", but: str = "") -> str:
+    """GPT-4o's: as above, and a change from lower to upper case starts a new word. `but` are no letters of words."""
+    upper, lower = f"[{_UPPER}{but}]", f"[{_LOWER}{but}]"
     return (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{contraction}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{contraction}"
-        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
+        rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{contraction}|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{contraction}"
+        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[{after_marks}]*|{_TAIL}"
     )
+
+
+_KIMI = r"\p{Han}+|" + _cased_words(f"{_CONTRACTION}?", r"\p{N}{1,3}", r"\r\n", r"&&[^\p{Han}]")
+"""GPT-4o's, with Chinese characters by themselves."""
 
 
 _CJK = "[一-龥぀-ゟ゠-ヿ]+"
@@ -105,6 +110,7 @@ RULES: dict[str, PreTokenizerRule] = {
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
     "viking": replace(_BLOOM, patterns=(*_BLOOM.patterns, r"\p{N}")),
+    "kimi-k2": PreTokenizerRule((_KIMI,), ignore_merges=True),
     "tekken": PreTokenizerRule((_cased_words("", r"\p{N}"),), ignore_merges=True, add_bos=True),
     "qwen35": PreTokenizerRule(
         (

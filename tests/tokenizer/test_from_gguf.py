@@ -18,6 +18,7 @@ from quire.models.loader.pull import cached_file
 from quire.models.loader.source import load_tokenizer, resolve_model
 from quire.tokenizer import Tokenizer
 from quire.tokenizer.from_gguf import tokenizer_from_gguf
+from quire.tokenizer.pretokenize import rule_named
 from tests.tokenizer.texts import TEXTS
 
 WITH_PAIRS = [
@@ -210,6 +211,12 @@ def small(**changes: Any) -> dict[str, Any]:
     }
     values.update({f"tokenizer.ggml.{key}": value for key, value in changes.items()})
     return values
+
+
+def test_kimi_k2_keeps_chinese_by_itself() -> None:
+    text = " 读书ab读 I'VE 12345/\n"
+    cut = rule_named("kimi-k2").build(byte_level=True).pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in cut] == [" ", "读书", "ab", "读", " I'VE", " ", "123", "45", "/\n"]
 
 
 def test_a_small_vocabulary_merges() -> None:

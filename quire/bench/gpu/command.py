@@ -1,10 +1,11 @@
-"""`quire bench gpu`: cases a to d on a GPU with random weights of Qwen3 shapes, against what the hardware allows.
+"""`quire bench gpu`: cases a to e on a GPU with random weights of Qwen3 shapes, against what the hardware allows.
 
 a: 256 sequences of 100 to 1,024 tokens in and out; b: one stream of 128 in, 512 out; c: 32 of 1,024 in, 256
-out; d: 16 prompts of 4,096; start: from `python` to the first token. Kernels are warm before a clock starts, and the
-clock is around `LLM.generate`. Per case: the figure (median, lowest, highest run), the same by the core's own time (its
-first step to its last), its share of the physical limit (an H200's 4.27 TB/s and 768 TFLOP/s, measured), the host's
-time a step and what of it the GPU waited for, the share of time the GPU was busy.
+out; d: 16 prompts of 4,096; e: one prompt of 128,000, and eight of 32,000, 256 out; start: from `python` to the first
+token. Kernels are warm before a clock starts, and the clock is around `LLM.generate`. Per case: the figure (median,
+lowest, highest run), the same by the core's own time (its first step to its last), its share of the physical limit (an
+H200's 4.27 TB/s and 768 TFLOP/s, measured), the host's time a step and what of it the GPU waited for, the share of time
+the GPU was busy.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ _TOP_KERNELS = 14
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = [*CASES, "start"]
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=names, help="which (default: a b c d)")
+    names = [*CASES, "e", "start"]
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=names,
+                        help="which (default: a b c d); e runs on 8b, or on the one model that --models names")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS,
                         help="default: all three; 14b takes part in a and b, in others if --cases asks for them")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of a case; the median counts (default: 3)")
@@ -170,6 +172,8 @@ def run(args: argparse.Namespace) -> int:
     for model in args.models:
         if "start" in args.cases:
             _start(model, args)
+        if "e" in args.cases and (model == "8b" or len(args.models) == 1):
+            _long_prompts(model, args)
         cases = [case for case in args.cases if case in CASES and (model in CASES[case].models or len(args.cases) < 4)]
         if cases:
             _model(model, cases, args)
@@ -184,16 +188,14 @@ def _accuracy(args: argparse.Namespace, emulated: bool) -> None:
         _show(args, line, " ".join(f"{key}={value}" for key, value in line.items() if key not in ("bench", "case")))
 
 
-def _model(model: str, cases: list[str], args: argparse.Namespace) -> None:
-    """One worker for all cases of a model; a fresh scheduler and cache for each."""
-    from quire.bench.gpu.engine import build_worker
+def _options(args: argparse.Namespace, max_num_seqs: int, max_model_len: int) -> DeviceOptions:
     from quire.worker.gpu.options import DeviceOptions
 
-    options = DeviceOptions(
+    return DeviceOptions(
         dtype=args.dtype,
-        max_num_seqs=max(CASES[case].max_num_seqs for case in cases),
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens or 16384,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         enforce_eager=args.enforce_eager,
         deterministic=args.deterministic,
         kv_cache_dtype=args.kv_cache_dtype,
@@ -204,6 +206,22 @@ def _model(model: str, cases: list[str], args: argparse.Namespace) -> None:
         named_algorithms=args.named_algorithms,
         rounding=_rounding(args),
     )
+
+
+def _long_prompts(model: str, args: argparse.Namespace) -> None:
+    from quire.bench.gpu import long_prompts
+
+    options = _options(args, long_prompts.MAX_SEQS, long_prompts.MAX_MODEL_LEN)
+    for line in long_prompts.measure(model, options, block_size=args.block_size, depth=args.depth, repeat=args.repeat,
+                                     quantization=args.quantization):  # fmt: skip
+        _show(args, line, long_prompts.text(line))
+
+
+def _model(model: str, cases: list[str], args: argparse.Namespace) -> None:
+    """One worker for all cases of a model; a fresh scheduler and cache for each."""
+    from quire.bench.gpu.engine import build_worker
+
+    options = _options(args, max(CASES[case].max_num_seqs for case in cases), MAX_MODEL_LEN)
     began = time.perf_counter()
     worker = build_worker(MODELS[model], options, args.block_size)
     built = time.perf_counter() - began

@@ -110,6 +110,8 @@ def _missing_for_gpu() -> str | None:
     """Why no GPU can be used here, or None."""
     import torch
 
+    if torch.version.hip is not None:  # whose torch calls its GPUs cuda too
+        return "this torch is built for ROCm (AMD GPUs), and Quire's kernels are for NVIDIA's"
     if not torch.cuda.is_available():
         return "torch finds no CUDA GPU here"
     if importlib.util.find_spec("triton") is None:

@@ -12,6 +12,7 @@ from quire.kernels.quantized import Rounding
 
 MOST_DRAFT_ROWS = 512
 """64 sequences with 7 drafts each: 512 rows with the sequences' own. With more sequences each gets fewer drafts."""
+_LEAST_CAPABILITY = (8, 0)
 _FP8_CAPABILITY = (8, 9)
 DTYPES = {
     "auto": torch.bfloat16,
@@ -54,7 +55,11 @@ class DeviceOptions:
 
 
 def supported(options: DeviceOptions, capability: tuple[int, int]) -> DeviceOptions:
-    """Without what a GPU of that compute capability lacks: dependent launches and the copy engine came with Hopper."""
+    """Without what a GPU of that compute capability lacks: dependent launches and the copy engine came with Hopper.
+    Before 8.0 there is no bfloat16, and no kernel has been compiled for such chips."""
+    if capability < _LEAST_CAPABILITY:
+        raise ConfigError(f"this GPU has compute capability {'.'.join(map(str, capability))}, and Quire's kernels need "
+                          "8.0 or more: use device='cpu'", field="device")
     if options.kv_cache_dtype == "fp8" and capability < _FP8_CAPABILITY:
         raise ConfigError(
             f"kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or more, and this one has "

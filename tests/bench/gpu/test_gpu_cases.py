@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire.bench.gpu import command as gpu
+from quire.bench.gpu import long_prompts
 from quire.bench.gpu import tune as gpu_tune
 from quire.bench.gpu.accuracy import Reading, compare, texts
 from quire.bench.gpu.cases import (
@@ -23,6 +24,7 @@ from quire.bench.gpu.cases import (
     requests_of,
     shares,
 )
+from quire.bench.gpu.engine import Run
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -32,6 +34,19 @@ def test_kinds_of_work_add_up_to_the_limit_of_a_case(case: str) -> None:
     together = sum(seconds for seconds, _ in kinds.values())
     # Apart they may take a little longer: in one step GEMMs may wait for FLOPs while attention reads.
     assert 0.999 < together / least_seconds(case, MODELS["8b"], requests) < 1.1
+
+
+@pytest.mark.parametrize(("count", "length", "rate", "time"), [(1, 128_000, 14_872, 7.97), (8, 32_000, 32_921, 12.42)])
+def test_long_prompts_and_their_limits(count: int, length: int, rate: float, time: float) -> None:
+    """An H200 cannot read Qwen3-8B's prompts faster than that, nor its weights and keys for a token."""
+    requests = long_prompts.requests_of(count, length)
+    assert [len(each.prompt_token_ids) for each in requests] == [length] * count
+    assert long_prompts.limits("8b", count, length) == pytest.approx((rate, time), rel=0.005)
+    assert length + long_prompts.TOKENS <= min(long_prompts.MAX_MODEL_LEN,
+                                               long_prompts.config_of("8b")["max_position_embeddings"])
+    first, tokens = 2.0, long_prompts.TOKENS
+    run = Run(first + 0.01 * (tokens - 1), first, count * length, count * tokens, 300, 0.0)
+    assert long_prompts.figures(run) == pytest.approx((count * length / 2, 10.0))
 
 
 def test_kernels_are_told_apart_by_name() -> None:

@@ -1,9 +1,7 @@
-"""Compiles kernels for a Hopper GPU on a machine that has none, and says what the assembler made of them.
+"""Compiles kernels for a GPU on a machine that has none, and says what the assembler made of them.
 
-`with compiling() as kernels:` turns every launch into a compilation for sm_90; tensors may lie on the CPU
-or nowhere
-(`torch.device("meta")` has no addresses, so CPU). Run as a script, it prints registers, spills and shared
-memory.
+`with compiling() as kernels:` turns every launch into a compilation, for sm_90 where nothing else is said; tensors lie
+on the CPU.
 """
 
 from __future__ import annotations
@@ -19,10 +17,13 @@ from typing import Any
 class _NoDevice:
     """As much of a driver as compilation asks for."""
 
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -35,7 +36,7 @@ class _NoDevice:
 
 
 @contextmanager
-def compiling() -> Iterator[list[Any]]:
+def compiling(capability: int = 90) -> Iterator[list[Any]]:
     """Launches inside compile only; the compiled kernels are collected in the list."""
     import triton
     from triton.runtime.jit import JITFunction
@@ -47,7 +48,7 @@ def compiling() -> Iterator[list[Any]]:
         compiled.append(original(self, *args, grid=grid, warmup=True, **options))
         return compiled[-1]
 
-    triton.runtime.driver.set_active(_NoDevice())
+    triton.runtime.driver.set_active(_NoDevice(capability))
     JITFunction.run = run
     try:
         yield compiled

@@ -22,7 +22,7 @@ MOST_KERNELS = 3000
 """Compiled kernels that are kept: some twenty versions of all of them."""
 
 
-def _kept_kernels() -> Path:
+def kept_kernels() -> Path:
     """Where Triton keeps what it has compiled, each kernel under a hash of its source, its constants and the compiler:
     a run of the tests compiles what has changed since the last one."""
     folder = default_cache_dir() / "tests" / "hopper"
@@ -36,7 +36,7 @@ def _kept_kernels() -> Path:
 def compiled() -> dict[str, Any]:
     """Compiled in a process of its own, since in this one the interpreter runs kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(_kept_kernels())
+    environment["TRITON_CACHE_DIR"] = str(kept_kernels())
     done = subprocess.run(
         [sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=900, check=False
     )

@@ -48,7 +48,7 @@ def test_a_decoder_takes_them(kind: str, tmp_path: Path) -> None:
 
 
 def test_experts_and_latents_as_deepseek_v3_publishes_them(tmp_path: Path) -> None:
-    """Blocks that the width of a latent, of a head or of an expert does not fill; rows of q and k that change places."""
+    """Blocks that latents, heads and experts do not fill; rows of q and k that change places."""
     sizes = {"hidden_size": 160, "moe_intermediate_size": 136, "kv_lora_rank": 130, "q_lora_rank": 140}
     expected = write_checkpoint(tmp_path, *KINDS["blocks"], family="deepseek_v3", num_key_value_heads=4, **sizes)
     source = resolve_model(str(tmp_path))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from quire.config import EngineConfig
+from quire.engine.assembly.device import resolve
 from quire.errors import ConfigError
 from quire.worker.gpu.options import DeviceOptions, supported
 from quire.worker.gpu.worker import GpuWorker
@@ -55,6 +58,16 @@ def test_a_gpu_before_hopper_is_spared_what_only_hopper_has() -> None:
     assert supported(options, (9, 0)) is options and supported(options, (10, 0)) is options
     older = supported(options, (8, 9))
     assert (older.launch_early, older.prompt_rows, older.max_num_seqs) == (False, False, 7)
+    with pytest.raises(ConfigError, match=r"compute capability 7\.5.*need 8\.0"):
+        supported(options, (7, 5))
+
+
+def test_rocm_is_refused_by_name_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"device 'cuda' cannot be used: .*ROCm"):
+        resolve(EngineConfig.create(model="m", device="cuda"))
+    assert resolve(EngineConfig.create(model="m", device="auto")).model.device == "cpu"
 
 
 def test_fp8_keys_are_refused_on_a_gpu_that_has_no_such_type() -> None:

@@ -1,0 +1,166 @@
+"""Compiles the kernels that run on a GPU of one compute capability, without such a GPU, and prints the shared memory
+that each needs as JSON; run as a script (`compile_for_chips.py 89`), not in pytest's own process.
+
+Models of one layer with heads of real sizes run steps on tensors of the CPU, where every launch becomes a compilation:
+so the kernels and their tiles are those that the engine chooses on that chip. Results are garbage.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import compile_for_hopper
+import torch
+
+from quire.attention import triton as attention
+from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.slices import Slices
+from quire.kernels.triton import (
+    activation,
+    all_head_norm,
+    attention_decode,
+    attention_rope,
+    attention_split,
+    branch,
+    features,
+    fp8_rows,
+    inputs,
+    latent_attention,
+    linear_codes,
+    linear_fixed,
+    linear_fp8,
+    meeting,
+    norm,
+    weights,
+)
+from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache
+from quire.models.build import build_decoder, dummy_weights
+from quire.ops.triton import TritonOps
+from tests.kernels.triton import cases
+from tests.kernels.triton.hopper import compiling
+from tests.paged_driver import PagedDriver
+
+SHARED = {80: 163 << 10, 89: 99 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Bytes of shared memory that a program may have, by compute capability."""
+HALF = torch.bfloat16
+DENSE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 97, "hidden_size": 256, "intermediate_size": 256,
+    "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+LARGE_HEADS = DENSE | {"architectures": ["Gemma2ForCausalLM"], "head_dim": 256, "query_pre_attn_scalar": 256}
+LATENTS = DENSE | {
+    "architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 16, "num_key_value_heads": 16,
+    "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "first_k_dense_replace": 0,
+}  # fmt: skip
+
+
+def steps(capability: int, config: dict[str, Any], prompt: int, deterministic: bool = False) -> None:
+    """A prompt, then one token."""
+    ops = TritonOps("cpu", HALF, deterministic=deterministic, pdl=capability >= 90)
+    ops._copy_engine = capability >= 90
+    ops.attention.shared_memory = SHARED[capability]
+    driver = PagedDriver(build_decoder(config, dummy_weights(config), ops, dtype=HALF), num_blocks=40)
+    with torch.inference_mode():
+        driver.step({0: [5] * prompt})
+        driver.step({0: [5]})
+
+
+def decode(capability: int) -> None:
+    """Decode attention with the rotation inside it and without, and over latents."""
+    heads, early, shared = HeadShape(16, 8, 128), capability >= 90, SHARED[capability]
+    ints, table = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 8, dtype=torch.int32)
+    cache = cases.make_cache("cpu", HALF, heads, 4, 16)
+    split = attention_split.DecodeSplit.allocate(4, 8, "cpu")
+    attention_split.split_decode(split, ints, None)
+    scratch = attention_decode.DecodeScratch.allocate(split.tasks, 4, heads, "cpu")
+    qkv = torch.empty(2, heads.width, dtype=HALF)
+    sizes = attention_split.decode_shape(1, 128, 2, shared)
+    given = qkv, cache, table, ints, ints, split, scratch, heads, 0.1
+    options: dict[str, Any] = {"keys": sizes.keys, "num_warps": sizes.warps, "num_stages": sizes.stages,
+                               "carried": sizes.carried, "pdl": early}  # fmt: skip
+    attention_decode.decode_attention(*given, halves=sizes.carried, **options)
+    turn = HeadTurn(torch.empty(64, 128), torch.empty(128), torch.empty(128), 1e-6)
+    attention_rope.rope_decode_attention(*given, turn, prefetch=True, **options)
+    shape = LatentShape(16, 512, 64)
+    latents = LayerCache(shape.kv, 16, {"latent": torch.empty(4, 1, 16, shape.width, dtype=HALF)})
+    room = attention_decode.DecodeScratch.allocate(split.tasks, 4, shape.blocks, "cpu")
+    queries = torch.empty(4, shape.num_heads * shape.width, dtype=HALF)
+    latent_attention.latent_decode(queries, latents, table, None, ints, split, room, shape, 0.1,
+                                   sizes=latent_attention.decode_sizes(shape, 2, shared), pdl=early)  # fmt: skip
+
+
+def others(capability: int) -> None:
+    """Kernels of formats, of ranks, of drawing, of the engine's tables; those without matrices need no real sizes."""
+    heads, flags = HeadShape(4, 2, 64), torch.zeros(3, dtype=torch.int32)
+    state = torch.zeros(meeting.STATE_WORDS, dtype=torch.int64)
+    qkv = torch.empty(2, heads.width, dtype=HALF)
+    all_head_norm.norm_all_heads(qkv, heads, torch.empty(256), torch.empty(128), 1e-6)
+    activation.act(torch.empty(2, 64, dtype=HALF), "gelu")
+    norm.layer_norm(torch.empty(2, 64, dtype=HALF), torch.empty(64), None, 1e-5)
+    weights.row_weights(torch.empty(2, 64), torch.empty(2), torch.empty(2))
+    meeting.meet(torch.zeros(3, dtype=torch.int64), flags, flags, state, 0, 1.0)
+    meeting.wait_for(flags, flags, 1, state, 1.0)
+    meeting.post(flags, flags)
+    inputs.scatter(flags, flags, flags)
+    longs = torch.zeros(3, dtype=torch.int64)
+    inputs.gather_inputs(flags.view(3, 1), (flags.view(3, 1),), 16, flags, flags, longs, longs, (longs,), flags)
+    kept, table = torch.empty(64, 256, dtype=HALF), flags.view(3, 1)
+    features.keep_features(kept[:3], kept, table, 16, flags, flags)
+    features.fetch_features(kept, table, 16, flags, flags, kept[:3])
+    trees, drawn = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(1, 3, 2, dtype=torch.int32)
+    branch.walk_trees(trees, flags, longs, drawn, flags, table, trees, 0, 16)
+    branch.move_branches(cases.make_cache("cpu", HALF, heads, 4, 16), table, trees, trees)
+    wide, weight = torch.empty(2, 4096, dtype=HALF), torch.empty(256, 4096, dtype=HALF)
+    for parts in (1, 8):
+        linear_fixed.linear_fixed(wide, weight, slices=Slices.of_width(4096), parts=parts)
+    codes = torch.zeros(256, 128, dtype=torch.uint8)
+    packed = linear_codes.pack(QuantizedWeight(codes, torch.ones(256, 1), torch.ones(256, 1), 0.0, 4, 128), HALF)
+    linear_codes.unpack(packed, torch.empty(256, 128, dtype=HALF))
+    if capability >= 89:
+        rows = fp8_rows.quantize_rows(wide)
+        fp8_rows.norm_rows(wide, None, torch.empty(4096), 1e-6)
+        out = torch.empty(2, 256, dtype=HALF)
+        linear_fp8.linear_fp8(rows.codes, weight.to(fp8_rows.FP8), (torch.empty(256), rows.scales), out=out)
+    for check in (partial(cases.check_copies, "cpu", HALF, heads, 16), partial(cases.check_draw, "cpu", HALF, 2, 300),
+                  partial(cases.check_linear_few, "cpu", HALF, 1, 64, 128)):
+        with suppress(AssertionError):
+            check()
+    if capability >= 90:
+        with suppress(AssertionError):
+            cases.check_fresh("cpu", HALF, HeadShape(4, 2, 128), [40, 3], attention._ROWS)
+
+
+def main(capability: int) -> None:
+    cases.close = lambda *given: 0.0
+    everything = [(name, launch) for name, launch in compile_for_hopper.sampling() if name.endswith("everything")]
+    parts: list[tuple[str, Callable[[], Any]]] = [
+        ("heads of 128", partial(steps, capability, DENSE, 40)),
+        ("deterministic", partial(steps, capability, DENSE, 40, True)),
+        ("heads of 256", partial(steps, capability, LARGE_HEADS, 40)),
+        ("latents and experts", partial(steps, capability, LATENTS, 40)),
+        ("decode", partial(decode, capability)),
+        ("others", partial(others, capability)),
+        *everything,
+    ]  # fmt: skip
+    found: dict[str, dict[str, int]] = {}
+    for name, launch in parts:
+        with compiling(capability) as kernels:
+            launch()
+        for kernel in kernels:
+            place = f"{kernel.src.fn.module.rpartition('.')[2]}.{kernel.metadata.name}"
+            needed = found.setdefault(name, {})
+            needed[place] = max(needed.get(place, 0), kernel.metadata.shared)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
