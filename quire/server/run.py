@@ -53,8 +53,8 @@ def run(config: ServerConfig, start_engine: StartEngine, *, build: BuildApp = bu
 
 
 def _give_memory_back() -> None:
-    """Keep malloc from growing over days. By itself glibc gives every thread a heap of its own, and raises the size from
-    which a freed block goes back to the system to the largest it has seen: long prompts would then leave holes."""
+    """Keep malloc from growing over days. By itself glibc gives every thread a heap of its own, and raises the size
+    from which a freed block goes back to the system to the largest it has seen: long prompts leave holes then."""
     with contextlib.suppress(OSError, AttributeError, ValueError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_ARENA_MAX, 2)

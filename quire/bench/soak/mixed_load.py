@@ -1,4 +1,4 @@
-"""Mixed requests for a soak: whole answers, streams, groups, beams, bad input, clients that hang up; and what fits them."""
+"""Mixed requests of a soak (streams, groups, beams, bad input, clients that hang up), and which answers fit them."""
 
 from __future__ import annotations
 
