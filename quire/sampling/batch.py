@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.sampling.kernels import SamplingKernels
 from quire.sampling.masks import TokenMasks
 from quire.sampling.params import SamplingParams
 from quire.sampling.penalties import Penalties, TokenHistory, gather_penalties
@@ -114,9 +115,9 @@ class Edits:
     banned: tuple[Tensor, Tensor] | None
     penalties: Penalties | None
 
-    def apply_(self, logits: Tensor) -> None:
+    def apply_(self, logits: Tensor, kernels: SamplingKernels | None = None) -> None:
         if self.masks is not None:
-            self.masks.apply_(logits)
+            self.masks.apply_(logits, kernels)
         for row, ids in self.allowed:
             kept = logits[row, ids]
             logits[row] = -math.inf

@@ -1,4 +1,4 @@
-"""What a device may do faster than torch: draw tokens, and find the likeliest ones."""
+"""What a device may do faster than torch: draw tokens, apply masks, and find the likeliest ones."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ class SamplingKernels(Protocol):
 
     def draw(self, logits: Tensor, rows: Tensor, peak: Tensor, temperature: Tensor, floor: Tensor, top_k: Tensor,
              top_p: Tensor, noise: Tensor) -> Tensor: ...
+
+    def mask_(self, logits: Tensor, rows: Tensor, words: Tensor) -> None: ...
 
     def rank(self, logits: Tensor, token_ids: Tensor, peak: Tensor, count: int
              ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...

@@ -63,7 +63,7 @@ def sample(logits: Tensor, batch: SamplingBatch, kernels: SamplingKernels | None
     edited = logits
     if batch.edits is not None:
         edited = logits.clone()
-        batch.edits.apply_(edited)
+        batch.edits.apply_(edited, kernels)
     if batch.any_greedy:
         tokens = argmax_rows(edited)
         peak = edited.gather(1, tokens[:, None]).squeeze(1)

@@ -27,7 +27,11 @@ def random_row(rng: random.Random, vocab: int, index: int) -> SamplingRow:
         "repetition_penalty": rng.choice([1.0, 1.0, 1.3]),
         "logprobs": rng.choice([None, 0, 1, 5, 20]),
     }
-    return SamplingRow(SamplingParams(**options), rng.getrandbits(64), index % 3, list(range(9)), 4)
+    row = SamplingRow(SamplingParams(**options), rng.getrandbits(64), index % 3, list(range(9)), 4)
+    if rng.random() < 0.3:  # a grammar's: words with all tokens, with none, and with some
+        words = [rng.choice([0xFFFFFFFF, 0, rng.getrandbits(32)]) for _ in range(-(-vocab // 32))]
+        row.mask = b"".join(word.to_bytes(4, "little") for word in words)
+    return row
 
 
 def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 from quire.child import child_environment, module_command
 from quire.errors import QuireError
@@ -69,7 +69,7 @@ def serving_process(options: dict[str, Any], flags: Sequence[str] = (), *, comma
         if not address:
             raise QuireError(f"quire {command} did not start: {said.decode(errors='replace').strip()}")
         reader = asyncio.new_event_loop()
-        drained = reader.run_in_executor(None, process.stderr.read)
+        drained = reader.run_in_executor(None, _discard, process.stderr)
         yield address, process.pid
         process.terminate()
         reader.run_until_complete(drained)
@@ -77,3 +77,8 @@ def serving_process(options: dict[str, Any], flags: Sequence[str] = (), *, comma
     finally:
         process.kill()
         process.wait()
+
+
+def _discard(stream: IO[bytes]) -> None:
+    while stream.read(1 << 16):
+        pass

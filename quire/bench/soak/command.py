@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import collections
 import contextlib
 import gc
 import json
@@ -15,12 +14,11 @@ import os
 import random
 import signal
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.bench.serving.http_client import Reply, ask
-from quire.bench.soak.memory_watch import MemoryCurve, watch_memory
+from quire.bench.serving.http_client import ask
+from quire.bench.soak.mixed_load import SLOWEST, Findings, mixed_request
 from quire.bench.soak.rank_processes import alive, ranks_of
 from quire.cli.options import add_engine_options, engine_options, integer
 from quire.errors import QuireError
@@ -31,33 +29,8 @@ EXAMPLES = ("examples:\n  quire bench soak --executor dummy\n"
             "  quire bench soak --hostile --seconds 600 --executor dummy\n"
             "  quire bench soak --memory --seconds 3600 --executor dummy\n"
             "  quire bench soak --router --requests 20000 --kills 200")
-_SLOWEST = 180.0
 _ALLOWED_GROWTH = 48 << 20
 """Bytes by which the server's memory may differ between the first half and the end: allocators keep some."""
-_WARM_UP, _MOST_GROWTH, _SAMPLES = 0.25, 0.01, 200
-"""Of --memory: the share of the time that is warming up, the growth that is allowed after it, how often to look."""
-_GOOD = {200}
-_ALWAYS = {429, 500}
-"""A full queue, an engine that died meanwhile."""
-_NO_ENGINE = ("metrics", "tokenize")
-
-
-@dataclass(slots=True)
-class Findings:
-    """What the soak saw, and what was wrong."""
-
-    statuses: collections.Counter[str] = field(default_factory=collections.Counter)
-    wrong: list[str] = field(default_factory=list)
-    hung_up: int = 0
-    retries: int = 0
-    kill_ranks: bool = False
-    """Ranks are killed instead of the engine."""
-    killed: set[int] = field(default_factory=set)
-    """Processes that must be gone in the end: engines that died, and their ranks."""
-    kills: int = 0
-    seconds: float = 0.0
-    memory_half: int = 0
-    memory_end: int = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
         return run_hostile(args.seconds, args.kills, args.soak_seed, engine_options(args))
     if args.memory:
-        return _run_memory(args)
+        from quire.bench.soak.memory import run_memory
+
+        return run_memory(args.seconds, args.at_once, args.soak_seed, engine_options(args))
     if args.router:
         from quire.bench.soak.router import soak_router
 
@@ -111,45 +86,6 @@ def run(args: argparse.Namespace) -> int:
         "memory_mb": [round(found.memory_half / 1e6, 1), round(found.memory_end / 1e6, 1)],
         "wrong": found.wrong[:20]}))
     return 1 if found.wrong else 0
-
-
-def _run_memory(args: argparse.Namespace) -> int:
-    found, curves = asyncio.run(soak_memory(args.seconds, args.at_once, args.soak_seed, engine_options(args)))
-    growth = {name: curve.growth(_WARM_UP) for name, curve in curves.items()}
-    for name, share in growth.items():
-        if share is None or share > _MOST_GROWTH:
-            found.wrong.append(f"too few samples of the {name}" if share is None else
-                               f"the memory of the {name} grew by {share:.2%} after warm-up")
-    print(json.dumps({"bench": "soak-memory", "seconds": round(found.seconds, 1),
-                      "statuses": dict(sorted(found.statuses.items())),
-                      **{name: curve.summary(_WARM_UP) for name, curve in curves.items()}, "wrong": found.wrong[:20]}))
-    return 1 if found.wrong else 0
-
-
-async def soak_memory(seconds: float, at_once: int, seed: int,
-                      options: dict[str, Any]) -> tuple[Findings, dict[str, MemoryCurve]]:
-    """Mixed requests, `at_once` at any time, for so long; memory is sampled two hundred times."""
-    from quire.bench.serving.served import served
-
-    found, curves = Findings(), dict[str, MemoryCurve]()
-    async with served({"request_timeout": 60.0, "drain_timeout": 5.0}, options) as (address, app, engine):
-        await ask(address, "/v1/completions", {"prompt": "warm", "max_tokens": 2})
-        settled = len(asyncio.all_tasks())
-        started = time.perf_counter()
-        watch = asyncio.create_task(watch_memory(
-            {"server": os.getpid, "engine": lambda: engine.engine_pid}, curves, seconds / _SAMPLES))
-
-        async def client(number: int) -> None:
-            dice = random.Random(f"{seed}:{number}")
-            while time.perf_counter() - started < seconds:
-                await _request(address, dice, found)
-
-        await asyncio.gather(*[client(number) for number in range(at_once)])
-        watch.cancel()
-        found.seconds = time.perf_counter() - started
-        await _rest(address, engine)
-        await _look_for_damage(app, engine, settled, found)
-    return found, curves
 
 
 async def soak(requests: int, kills: int, at_once: int, seed: int, options: dict[str, Any],
@@ -188,7 +124,7 @@ async def _wave(address: str, engine: Any, count: int, at_once: int, dice: rando
         async with gate:
             if number in killings:
                 await _kill(engine, found)
-            await _request(address, random.Random(f"{number}:{dice_seed}"), found)
+            await mixed_request(address, random.Random(f"{number}:{dice_seed}"), found)
 
     dice_seed = dice.random()
     await asyncio.gather(*[one(number) for number in range(count)])
@@ -196,7 +132,7 @@ async def _wave(address: str, engine: Any, count: int, at_once: int, dice: rando
 
 async def _kill(engine: Any, found: Findings) -> None:
     """kill -9, while requests are in flight; one that is down from the last time is let come up first."""
-    deadline = time.monotonic() + _SLOWEST
+    deadline = time.monotonic() + SLOWEST
     while time.monotonic() < deadline:
         await asyncio.sleep(0.2)
         with contextlib.suppress(QuireError, ProcessLookupError):
@@ -214,86 +150,9 @@ async def _kill(engine: Any, found: Findings) -> None:
             return
 
 
-async def _request(address: str, dice: random.Random, found: Findings) -> None:
-    """One request of a random kind; its answer must fit it."""
-    kind, path, body, expected = _mixed(dice)
-    hang_up = dice.choice([0, 200, 600]) if dice.random() < 0.15 else None
-    try:
-        async with asyncio.timeout(_SLOWEST):
-            reply = await ask(address, path, body, hang_up_after=hang_up)
-            while reply.status == 503 and kind not in _NO_ENGINE and not _quarantined(reply):
-                # As clients do: come back later.
-                found.retries += 1
-                await asyncio.sleep(0.5)
-                reply = await ask(address, path, body, hang_up_after=hang_up)
-    except TimeoutError:
-        found.wrong.append(f"{kind}: no answer within {_SLOWEST:g} seconds")
-        return
-    except (OSError, asyncio.IncompleteReadError) as error:
-        found.wrong.append(f"{kind}: the connection broke: {error!r}")
-        return
-    found.hung_up += reply.hung_up
-    if reply.hung_up:
-        return
-    found.statuses[f"{kind} {reply.status}"] += 1
-    complaint = _complaint(kind, reply, expected)
-    if complaint is not None:
-        found.wrong.append(complaint)
-
-
-def _mixed(dice: random.Random) -> tuple[str, str, Any, set[int]]:
-    """(kind, path, body, statuses that are right)."""
-    prompt = dice.choice(["Hello", "x " * dice.randrange(1, 200), "The same start of a prompt. " * 12])
-    tokens = dice.randrange(1, 40)
-    base: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "seed": dice.randrange(1000)}
-    chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": tokens}
-    wrong: list[dict[str, Any]] = [
-        {"n": 0}, {"foo": 1}, {"max_tokens": -1}, {"prompt": []}, {"temperature": "hot"}, {"prompt": [1 << 30]},
-        {"logit_bias": {"99999999": 1}}, {"stop": [""]}, {"prompt": "y" * 200_000},
-    ]
-    spoiled: dict[str, Any] = {**base, **dice.choice(wrong)}
-    bad: Any = dice.choice([b"{", b"\xff", {}, spoiled, spoiled])
-    several: list[Any] = dice.choice([[prompt, "b"], [[1, 2], [3]]])
-    kinds: list[tuple[str, str, Any, set[int]]] = [
-        ("whole", "/v1/completions", base, _GOOD),
-        ("stream", "/v1/completions", {**base, "stream": True, "stream_options": {"include_usage": True}}, _GOOD),
-        ("stream", "/v1/completions", {**base, "stream": True, "ignore_eos": True}, _GOOD),
-        ("chat", "/v1/chat/completions", chat, _GOOD | {400}),
-        ("chat stream", "/v1/chat/completions", {**chat, "stream": True, "n": 2}, _GOOD | {400}),
-        ("group", "/v1/completions", {**base, "n": 3, "best_of": 4, "logprobs": 2}, _GOOD),
-        ("beams", "/v1/completions", {**base, "seed": None, "n": 2, "use_beam_search": True}, _GOOD),
-        ("batch", "/v1/completions", {**base, "prompt": several, "echo": True}, _GOOD),
-        ("bad", "/v1/completions", bad, {400}),
-        ("metrics", "/metrics", None, _GOOD),
-        ("tokenize", "/tokenize", {"prompt": prompt}, _GOOD),
-        ("priority", "/v1/completions", {**base, "priority": dice.randrange(-5, 5), "cache_salt": "s"}, _GOOD),
-        ("impatient", "/v1/completions", {**base, "timeout": 0.02, "max_tokens": 200}, _GOOD | {504}),
-    ]
-    return dice.choice(kinds)
-
-
-def _quarantined(reply: Reply) -> bool:
-    """Two engines died while it ran, as this soak wants it; an engine does not try a third time soon."""
-    return reply.status == 503 and b"request_quarantined" in reply.body
-
-
-def _complaint(kind: str, reply: Reply, expected: set[int]) -> str | None:
-    if _quarantined(reply):
-        return None
-    if reply.status not in expected | (set() if kind in _NO_ENGINE else _ALWAYS):
-        return f"{kind}: status {reply.status}: {reply.body[:200]!r}"
-    if reply.status == 500 and reply.json()["error"]["code"] == "internal_error":
-        return f"{kind}: an internal error: {reply.body[:200]!r}"
-    if reply.status == 200 and "stream" in kind and not reply.complete:
-        last = reply.events()[-1] if reply.events() else {}
-        if last.get("error", {}).get("code") not in ("engine_dead", "engine_error"):
-            return f"{kind}: a stream without an end: {reply.body[-200:]!r}"
-    return None
-
-
 async def _rest(address: str, engine: Any) -> None:
     """Until the engine is up and has nothing to do."""
-    deadline = time.monotonic() + _SLOWEST
+    deadline = time.monotonic() + SLOWEST
     while time.monotonic() < deadline:
         with contextlib.suppress(Exception):
             await engine.check_health()

@@ -17,12 +17,13 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from quire.bench.serving.http_client import Reply, ask
 from quire.bench.serving.served import serving_process
 from quire.bench.soak.hostile_clients import HostileClients
+from quire.bench.soak.memory_watch import resident
+from quire.bench.soak.rank_processes import engines_of
 
 _ORDINARY, _HOSTILE = "ordinary-client-key", "hostile-client-key"
 _EXCUSED = ("engine_dead", "engine_restarting")
@@ -71,7 +72,7 @@ async def _attack(address: str, pid: int, seconds: float, kills: int, seed: int)
     await _warm(address)
     alone, none = Ordinary(), Killings()
     await _load(address, alone, none, min(30.0, max(5.0, seconds / 5)))
-    before = _memory(pid)
+    before = resident(pid)
     attacked, killings = Ordinary(), Killings()
     ends = time.monotonic() + seconds
     clients = HostileClients(address, _HOSTILE, seed)
@@ -80,7 +81,7 @@ async def _attack(address: str, pid: int, seconds: float, kills: int, seed: int)
     await killing
     await asyncio.sleep(5.0)
     recovered = (await _health(address))[0] == 200
-    return _report(alone, attacked, killings, clients.done, (before, _memory(pid)), recovered)
+    return _report(alone, attacked, killings, clients.done, (before, resident(pid)), recovered)
 
 
 def _report(alone: Ordinary, attacked: Ordinary, killings: Killings, done: dict[str, int], memory: tuple[int, int],
@@ -193,7 +194,7 @@ async def _kill(address: str, pid: int, kills: int, seconds: float, killings: Ki
         span = [time.monotonic(), float("inf")]
         killings.spans.append(span)
         with contextlib.suppress(ProcessLookupError):
-            for engine in _engines(pid):
+            for engine in engines_of(pid):
                 os.kill(engine, signal.SIGKILL)
                 killings.count += 1
         await asyncio.sleep(1.0)
@@ -201,18 +202,6 @@ async def _kill(address: str, pid: int, kills: int, seconds: float, killings: Ki
             await asyncio.sleep(0.1)
         await _warm(address)  # the new engine starts its processes, too
         span[1] = time.monotonic() + 2.0  # requests that came while it was away are served late
-
-
-def _engines(pid: int) -> list[int]:
-    """The engine among the server's processes."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children
-            if b"quire.engine.process.main" in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
-def _memory(pid: int) -> int:
-    """Resident bytes of the server's process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def run_hostile(seconds: float, kills: int, seed: int, options: dict[str, Any]) -> int:

@@ -50,7 +50,9 @@ class MemoryCurve:
         kept = self.samples[int(len(self.samples) * warm_up) :] or [0]
         growth = self.growth(warm_up)
         return {"samples": len(self.samples), "warm_mb": round(kept[0] / 1e6, 1), "end_mb": round(kept[-1] / 1e6, 1),
-                "most_mb": round(max(kept) / 1e6, 1), "growth": None if growth is None else round(growth, 5)}
+                "most_mb": round(max(kept) / 1e6, 1),
+                "series_mb": [round(size / 1e6, 1) for size in self.samples[:: max(1, len(self.samples) // 20)]],
+                "growth": None if growth is None else round(growth, 5)}
 
 
 async def watch_memory(pids: Mapping[str, Callable[[], int | None]], curves: dict[str, MemoryCurve],

@@ -1,4 +1,4 @@
-"""The processes of an engine's ranks, found from outside: for those who kill them, and see that none is left."""
+"""The processes of a server's engines and of their ranks, found from outside: for those who kill or measure them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,21 @@ def children(pid: int) -> list[int]:
 
 def ranks_of(pid: int) -> list[int]:
     """Its children that are ranks, in the order of their start."""
+    return _running(pid, b"quire.ranks.process")
+
+
+def engines_of(pid: int) -> list[int]:
+    """The engines among a server's processes."""
+    return _running(pid, b"quire.engine.process.main")
+
+
+def _running(pid: int, module: bytes) -> list[int]:
     found = []
     for child in children(pid):
         try:
             command = Path(f"/proc/{child}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"quire.ranks.process" in command:
+        if module in command:
             found.append(child)
     return sorted(found)

@@ -337,3 +337,29 @@ EXPORT void quire_rank(const float *logits, const int64_t *tokens, const float *
     rank_job job = {logits, tokens, width, count, total, rank, ids, peak, values};
     quire_parallel(rank_task, &job, rows);
 }
+
+typedef struct {
+    float *logits;
+    const int64_t *rows;
+    const uint32_t *words;
+    int64_t width, mask_words;
+} mask_job;
+
+static void mask_task(void *arg, int64_t task) {
+    const mask_job *job = arg;
+    float *x = job->logits + job->rows[task] * job->width;
+    const uint32_t *words = job->words + task * job->mask_words;
+    for (int64_t at = 0; at < job->width; at += 32) {
+        uint32_t word = words[at / 32];
+        int64_t n = job->width - at < 32 ? job->width - at : 32;
+        if (word == UINT32_MAX) continue;
+        for (int64_t i = 0; i < n; i++) x[at + i] = word >> i & 1 ? x[at + i] : -INFINITY;
+    }
+}
+
+/* Row rows[i] of the logits without the tokens whose bit of mask i is not set. */
+EXPORT void quire_mask(float *logits, const int64_t *rows, const uint32_t *words, int64_t count, int64_t width,
+                       int64_t mask_words) {
+    mask_job job = {logits, rows, words, width, mask_words};
+    quire_parallel(mask_task, &job, count);
+}

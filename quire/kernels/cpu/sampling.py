@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.errors import OutOfMemoryError
+from quire.errors import InvariantError, OutOfMemoryError
 from quire.kernels.cpu.library import load
 
 
@@ -26,6 +26,14 @@ class CpuSampling:
         if bool((out < 0).any()):
             raise OutOfMemoryError("no memory to draw a token: lower max_num_seqs, or stop what else runs here")
         return out
+
+    def mask_(self, logits: Tensor, rows: Tensor, words: Tensor) -> None:
+        """Take from the `rows` of contiguous float32 logits what their masks (int32 [rows, words]) do not allow."""
+        width, mask_words = logits.shape[1], words.shape[1]
+        if not logits.is_contiguous() or mask_words * 32 < width:
+            raise InvariantError(f"masks of {mask_words} words do not fit logits of {width} tokens in a row")
+        given = (logits, rows.contiguous(), words.contiguous())
+        self._library.quire_mask(*(tensor.data_ptr() for tensor in given), len(rows), width, mask_words)
 
     def rank(self, logits: Tensor, token_ids: Tensor, peak: Tensor, count: int
              ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

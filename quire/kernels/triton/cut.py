@@ -187,13 +187,13 @@ def guess_kernel(
             count = tl.load(me + _TOP_K)
         blocks = tl.arange(0, BLOCKS_POW)
         peaks = tl.load(peak + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=float("-inf"))
-        peak_measure = _measured(peaks, top, temperature, floor, count)
+        peak_measure = measured(peaks, top, temperature, floor, count)
         place = tl.arange(0, BLOCKS_POW * each)
         block = place // each
         token = block * BLOCK + (BLOCK - each) // 2 + place % each
         values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
         largest = tl.load(peak + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
-        measure = _measured(values, top, temperature, floor, count) * (BLOCK / each)
+        measure = measured(values, top, temperature, floor, count) * (BLOCK / each)
         measure = tl.where((values < largest) & (values > float("-inf")), measure, 0.0)
         wanted = count.to(tl.float32)
         if count <= 0:
@@ -208,7 +208,7 @@ def guess_kernel(
 
 
 @triton.jit
-def _measured(values, top, temperature, floor, count):
+def measured(values, top, temperature, floor, count):
     """What tokens add to the sums above pivots: one each where a number is wanted, else roughly their weight."""
     weights = tl.where(values >= floor, tl.exp2((values - top) * (_LOG2_E / temperature)), 0.0)
     return tl.where(count > 0, tl.where(values > float("-inf"), 1.0, 0.0), weights)
@@ -246,7 +246,7 @@ def narrow_kernel(
             values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
             if LEVEL == 0:
                 tl.atomic_add(sums + row * SUMS + TOTAL, tl.sum(integer_weights(values, top, temperature, floor)))
-            measure = _measured(values, top, temperature, floor, by_count.to(tl.int32))
+            measure = measured(values, top, temperature, floor, by_count.to(tl.int32))
             found = tl.zeros([_LEVEL], tl.float32)
             pivot = tl.zeros([_LEVEL], tl.float32)
             for index in tl.static_range(_PIVOTS):

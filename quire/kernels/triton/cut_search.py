@@ -112,11 +112,11 @@ def _quarter(under, over, first, second, third, less1, less2, less3):
 
 
 @triton.jit
-def _top_k(
+def _kth_key(
     most, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
     CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """(Smallest key that fewer than `most` tokens exceed, how many tokens with it are kept, the weight of all kept.)"""
+    """The smallest key that fewer than `most` tokens exceed."""
     under, over = low.to(tl.int64), high.to(tl.int64)
     while under < over:
         # Three probes at once, independent of each other.
@@ -129,7 +129,68 @@ def _top_k(
         _w3, number3 = _above(
             third.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
         under, over = _quarter(under, over, first, second, third, number1 < most, number2 < most, number3 < most)
-    key = under.to(tl.int32)
+    return under.to(tl.int32)
+
+
+@triton.jit
+def _sums_above(
+    pivots, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr,
+):  # fmt: skip
+    """[8]: the weight, or the number, of the tokens in question with a larger key than each pivot."""
+    if HELD:
+        sums = _over_pivots(held[0], held[1], pivots, BY_COUNT)
+    else:
+        sums = tl.zeros([8], tl.int64)
+        for start in range(0, settings[0], CHUNK):
+            keys, weights, _token = _tokens(
+                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
+            sums += _over_pivots(keys, weights, pivots, BY_COUNT)
+    return sums
+
+
+@triton.jit
+def _over_pivots(keys, weights, pivots, BY_COUNT: tl.constexpr):
+    over = keys[None, :] > pivots[:, None]
+    if BY_COUNT:
+        sums = tl.sum(over.to(tl.int32), axis=1).to(tl.int64)
+    else:
+        sums = tl.sum(tl.where(over, weights[None, :], 0), axis=1)
+    return sums
+
+
+@triton.jit
+def _smallest_key(
+    base, wanted, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr,
+):  # fmt: skip
+    """The smallest key above which less than `wanted` lies, `base` included; eight pivots a look."""
+    under, over = low.to(tl.int64), high.to(tl.int64)
+    eighths = (tl.arange(0, 8) + 1).to(tl.int64)
+    while under < over:
+        pivots = under + (((over - under) * eighths) >> 3)
+        sums = base + _sums_above(
+            pivots.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD,
+            BY_COUNT)
+        less = sums.to(tl.float64) < wanted
+        under = tl.max(tl.where(less, under, pivots + 1))
+        over = tl.min(tl.where(less, pivots, over))
+    return under.to(tl.int32)
+
+
+@triton.jit
+def _top_k(
+    most, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
+    EIGHT: tl.constexpr,
+):  # fmt: skip
+    """(Smallest key that fewer than `most` tokens exceed, how many tokens with it are kept, the weight of all kept.)"""
+    if EIGHT:
+        key = _smallest_key(0, most.to(tl.float64), low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY,
+                            CHUNK, SOURCE, HELD, True)
+    else:
+        key = _kth_key(
+            most, low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
     weight, before = _above(key, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
     sharing = _equal_up_to(
         key, VOCAB, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
@@ -189,10 +250,10 @@ def _last_id(
 
 
 @triton.jit
-def _search(
+def search(
     me, row, total, base, settings, source, weight, BLOCK: tl.constexpr, VOCAB: tl.constexpr,
     MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
-    HELD: tl.constexpr,
+    HELD: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """(Key of the last kept token, last id among those that share it); the blocks get the weights of the kept ones."""
     held = _tokens(0, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
@@ -201,11 +262,15 @@ def _search(
     most = tl.load(me + _TOP_K)
     if most > 0:
         kth, equals, total = _top_k(
-            most, low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+            most, low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD, EIGHT)
         low = kth
     wanted = top_p_of(me) * total.to(tl.float64)
-    key = _top_p(
-        base, wanted, low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+    if EIGHT:
+        key = _smallest_key(base, wanted, low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK,
+                            SOURCE, HELD, False)
+    else:
+        key = _top_p(
+            base, wanted, low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
     last_id = _last_id(
         base, wanted, key, kth, equals, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
     if HELD:
@@ -244,14 +309,14 @@ def resolve_kernel(
         base = tl.sum(tl.load(weight + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0))
         total = tl.load(sums + row * SUMS + TOTAL)
         if count <= FEW:
-            key, last_id = _search(me, row, total, base, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS,
-                                   CAPACITY, FEW, SOURCE, True)
+            key, last_id = search(me, row, total, base, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS,
+                                  CAPACITY, FEW, SOURCE, True, False)
         elif count <= MANY:
-            key, last_id = _search(me, row, total, base, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS,
-                                   CAPACITY, MANY, SOURCE, True)
+            key, last_id = search(me, row, total, base, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS,
+                                  CAPACITY, MANY, SOURCE, True, False)
         else:
-            key, last_id = _search(me, row, total, base, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS,
-                                   CAPACITY, FEW, SOURCE, False)
+            key, last_id = search(me, row, total, base, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS,
+                                  CAPACITY, FEW, SOURCE, False, False)
         limit = key_value(key)
     tl.store(cut + row, limit)
     tl.store(cut_id + row, last_id)

@@ -30,6 +30,8 @@ _CHANGE_WORDS = tl.constexpr(sampled_row.CHANGE_WORDS)
 _COUNT_BLOCK = 256
 _CHANGE_BLOCK = 128
 _CHANGE_PROGRAMS = 64
+Peaks = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""The largest entries of raw blocks and of edited ones, where the latter lie, and those of groups within blocks."""
 
 
 @triton.jit
@@ -88,19 +90,24 @@ def _penalised(values, me, slot, counts, token, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _store_peak(values, peak, place, row, block, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+def _store_peak(values, peak, place, sub, row, block, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+                SUBS: tl.constexpr):  # fmt: skip
+    """SUBS: also the largest of each of so many groups of the block."""
     # A NaN must not hide: as +inf it makes the row's maximum infinite, which is reported.
     values = tl.where(values == values, values, float("inf"))
     best, where = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(peak + row * BLOCKS + block, best)
     tl.store(place + row * BLOCKS + block, block * BLOCK + where)
+    if SUBS:
+        groups = tl.max(tl.reshape(values, [SUBS, BLOCK // SUBS]), axis=1)
+        tl.store(sub + (row * BLOCKS + block) * SUBS + tl.arange(0, SUBS), groups)
 
 
 @triton.jit
 def _edit_kernel(
-    logits, edited, stage, counts, raw_peak, peak, place, stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    logits, edited, stage, counts, raw_peak, peak, place, sub, stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, MASKS: tl.constexpr,
-    PENALTIES: tl.constexpr, STORE: tl.constexpr,
+    PENALTIES: tl.constexpr, STORE: tl.constexpr, SUBS: tl.constexpr,
 ):  # fmt: skip
     """A block of a row. FIRST: read it and apply masks; LAST: apply penalties and find its largest entry."""
     block, row = tl.program_id(0), tl.program_id(1)
@@ -121,22 +128,22 @@ def _edit_kernel(
                 slot = tl.load(me + _SLOT)
                 if slot >= 0:
                     values = _penalised(values, me, slot, counts, token, VOCAB)
-            _store_peak(values, peak, place, row, block, BLOCKS, BLOCK)
+            _store_peak(values, peak, place, sub, row, block, BLOCKS, BLOCK, SUBS)
         if STORE:
             tl.store(edited + row.to(tl.int64) * VOCAB + token, values, mask=token < VOCAB)
 
 
 @triton.jit
 def _masked_peak_kernel(
-    logits, stage, peak, place, stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr, SOURCE: tl.constexpr,
+    logits, stage, peak, place, sub, stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, SOURCE: tl.constexpr, SUBS: tl.constexpr,
 ):  # fmt: skip
     """The largest entry of a block among what the row's grammar allows, before any other change."""
     block, row = tl.program_id(0), tl.program_id(1)
     if tl.load(stage + HEAD + row * WORDS + _OWNER) >= 0:
         token = block * BLOCK + tl.arange(0, BLOCK)
         values = read_logits(logits, logits, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
-        _store_peak(values, peak, place, row, block, BLOCKS, BLOCK)
+        _store_peak(values, peak, place, sub, row, block, BLOCKS, BLOCK, SUBS)
 
 
 def count_tokens(stage: Tensor, rows: int, tokens: Tensor, counts: Tensor) -> None:
@@ -151,22 +158,30 @@ def change_logits(stage: Tensor, tokens: Tensor, edited: Tensor) -> None:
 
 
 def edit_logits(
-    stage: Tensor, rows: int, logits: Tensor, edited: Tensor, counts: Tensor, peaks: tuple[Tensor, Tensor, Tensor],
+    stage: Tensor, rows: int, logits: Tensor, edited: Tensor, counts: Tensor, peaks: Peaks,
     mask_words: int, block: int, *, first: bool = True, last: bool = True, masks: bool, penalties: bool, store: bool,
 ) -> None:  # fmt: skip
-    """`peaks`: of the raw blocks, of the edited ones, and where the latter lie. `store`: `edited` gets the rows."""
+    """`store`: `edited` gets the rows."""
+    raw_peak, peak, place, sub = peaks
     vocab = logits.shape[1]
     blocks = triton.cdiv(vocab, block)
     # Rounded after every operation, as torch does it.
     _edit_kernel[(blocks, rows)](
-        logits, edited, stage, counts, *peaks, logits.stride(0), vocab, mask_words, blocks, block, first, last, masks,
-        penalties, store, num_warps=4 if store else 1, enable_fp_fusion=False)
+        logits, edited, stage, counts, raw_peak, peak, place, peak if sub is None else sub, logits.stride(0), vocab,
+        mask_words, blocks, block, first, last, masks, penalties, store, _groups(sub),
+        num_warps=4 if store else 1, enable_fp_fusion=False)
 
 
 def masked_peaks(
-    stage: Tensor, rows: int, logits: Tensor, peak: Tensor, place: Tensor, mask_words: int, block: int, source: int
-) -> None:
+    stage: Tensor, rows: int, logits: Tensor, peak: Tensor, place: Tensor, sub: Tensor | None, mask_words: int,
+    block: int, source: int,
+) -> None:  # fmt: skip
     vocab = logits.shape[1]
     blocks = triton.cdiv(vocab, block)
     _masked_peak_kernel[(blocks, rows)](
-        logits, stage, peak, place, logits.stride(0), vocab, mask_words, blocks, block, source, num_warps=1)
+        logits, stage, peak, place, peak if sub is None else sub, logits.stride(0), vocab, mask_words, blocks, block,
+        source, _groups(sub), num_warps=1)
+
+
+def _groups(sub: Tensor | None) -> int:
+    return 0 if sub is None else sub.shape[2]

@@ -17,7 +17,7 @@ _REPORT_WORDS = tl.constexpr(sampled_row.REPORT_WORDS)
 
 
 @triton.jit
-def _drawn(stage, out, me, out_stride):
+def drawn_token(stage, out, me, out_stride):
     """The token that was drawn for a row."""
     return tl.load(out + tl.load(stage + _RING).to(tl.int64) * out_stride + tl.load(me + _PLACE) * 2)
 
@@ -36,7 +36,7 @@ def rank_kernel(
     if is_cut(me, True) & is_finite(top):
         token = block * BLOCK + tl.arange(0, BLOCK)
         values = read_logits(logits, logits, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
-        drawn = _drawn(stage, out, me, out_stride)
+        drawn = drawn_token(stage, out, me, out_stride)
         one = drawn + tl.zeros([1], tl.int32)
         mine = tl.max(read_logits(logits, logits, stage, row, one, stride, VOCAB, MASK_WORDS, SOURCE))
         better = (values > mine) | ((values == mine) & (token < drawn))
@@ -69,25 +69,33 @@ def _logprob(values, top, log_total):
 
 @triton.jit
 def report_kernel(
-    logits, stage, peak, sums, bracket, found, ids, out, report, stride, out_stride, report_stride,
-    VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
+    logits, stage, peak, sums, whole, better, cursor, bracket, found, ids, out, report, stride, out_stride,
+    report_stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, BANDED: tl.constexpr,
 ):  # fmt: skip
-    """What is reported of a row: see `sampled_row.REPORT_WORDS`."""
+    """What is reported of a row: see `sampled_row.REPORT_WORDS`. BANDED: the sums of its blocks are in `whole` and
+    `better`, and `cursor` says how many were collected; else they are all in `sums`."""
     row = tl.program_id(0)
     me = stage + HEAD + row * WORDS
     top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
     if is_cut(me, True) & is_finite(top):
-        drawn = _drawn(stage, out, me, out_stride)
+        drawn = drawn_token(stage, out, me, out_stride)
         mine = report + tl.load(stage + _RING).to(tl.int64) * report_stride + tl.load(me + _PLACE) * _REPORT_WORDS
-        total = tl.load(sums + row * SUMS + TOTAL).to(tl.float64) * (1.0 / 1099511627776.0)
-        log_total = tl.log(total)
+        if BANDED:
+            blocks = tl.arange(0, BLOCKS_POW)
+            weight = tl.sum(tl.load(whole + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0))
+            rank = tl.sum(tl.load(better + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0)) + 1
+            collected = tl.load(cursor + row)
+        else:
+            weight = tl.load(sums + row * SUMS + TOTAL)
+            rank = (tl.load(sums + row * SUMS + BETTER) + 1).to(tl.int32)
+            collected = tl.load(sums + row * SUMS + CURSOR).to(tl.int32)
+        log_total = tl.log(weight.to(tl.float64) * (1.0 / 1099511627776.0))
         one = drawn + tl.zeros([1], tl.int32)
         value = tl.max(read_logits(logits, logits, stage, row, one, stride, VOCAB, MASK_WORDS, SOURCE))
         tl.store(mine, drawn)
         tl.store(mine + 1, _logprob(value, top, log_total).to(tl.int32, bitcast=True))
-        tl.store(mine + 2, (tl.load(sums + row * SUMS + BETTER) + 1).to(tl.int32))
-        collected = tl.load(sums + row * SUMS + CURSOR).to(tl.int32)
+        tl.store(mine + 2, rank)
         fits = (collected <= CAPACITY).to(tl.int32)
         low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
         settings = (tl.where(fits != 0, collected, VOCAB), fits, low, high, top, 1.0, float("-inf"))

@@ -11,32 +11,15 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from quire.kernels import sampled_row
 from quire.kernels.sampled_row import Wants
-from quire.kernels.triton import cut, cut_search, edit, report
-from quire.kernels.triton.sampling_parts import (
-    EDITED,
-    HEAD,
-    MASKED,
-    RAW,
-    WORDS,
-    integer_weights,
-    is_finite,
-    load_float,
-    read_logits,
-    row_peak,
-    uniform,
-)
+from quire.kernels.triton import band, band_search, cut, cut_search, edit, pick, report
+from quire.kernels.triton.sampling_parts import EDITED, MASKED, RAW
 
-_OWNER = tl.constexpr(sampled_row.OWNER)
-_PLACE = tl.constexpr(sampled_row.PLACE)
-_POSITION = tl.constexpr(sampled_row.POSITION)
-_TEMPERATURE = tl.constexpr(sampled_row.TEMPERATURE)
-_SEED_LOW = tl.constexpr(sampled_row.SEED_LOW)
-_RING = tl.constexpr(sampled_row.RING)
+BANDED = False
+"""Which kernels find cuts and the likeliest tokens: those of `band.py`, or those of `cut.py`, which were measured on a
+chip. `quire bench gpu --sampling --sampling-kernels both` times both."""
 
 
 @dataclass(slots=True)
@@ -60,15 +43,28 @@ class SampleScratch:
     ids: Tensor
     cut: Tensor
     cut_id: Tensor
+    banded: bool
+    """Whether the kernels of `band.py` are used, which need what follows."""
+    near: int
+    far: int
+    sub: Tensor
+    tops: Tensor
+    cursor: Tensor
+    upper: Tensor
+    whole: Tensor
+    better: Tensor
 
     @classmethod
     def allocate(
         cls, rows: int, vocab_size: int, device: torch.device | str, *, block: int = 1024, capacity: int = 16384,
-        few: int = 512, many: int = 4096,
+        few: int = 512, many: int = 4096, banded: bool | None = None, near: int = band.NEAR,
+        far: int = band.FAR,
     ) -> SampleScratch:  # fmt: skip
         """`capacity`: tokens that can be in question at a row's cut; where there are more the row is read again and
-        again instead. `few`, `many`: sizes of the tile that a program holds in registers."""
+        again instead. `few`, `many`: sizes of the tile that a program holds in registers. `banded`: as BANDED if it is
+        None."""
         blocks = triton.cdiv(vocab_size, block)
+        banded = BANDED if banded is None else banded
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
@@ -88,6 +84,13 @@ class SampleScratch:
             ids=empty(rows, capacity, dtype=torch.int32),
             cut=empty(rows, dtype=torch.float32),
             cut_id=empty(rows, dtype=torch.int32),
+            banded=banded, near=near, far=far,
+            sub=empty(rows, blocks, band.SUBS, dtype=torch.float32),
+            tops=empty(rows, dtype=torch.float32),
+            cursor=empty(rows, dtype=torch.int32),
+            upper=empty(rows, blocks, dtype=torch.int64),
+            whole=empty(rows, blocks, dtype=torch.int64),
+            better=empty(rows, blocks, dtype=torch.int32),
         )  # fmt: skip
 
 
@@ -109,50 +112,6 @@ class SampledStep:
     """int32 [slots, vocabulary], for steps with penalties."""
 
 
-@triton.jit
-def _pick_kernel(
-    logits, edited, stage, raw_peak, peak, place, weight, cut, cut_id, tokens, out, stride, tokens_stride, max_len,
-    out_stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr,
-    BLOCK: tl.constexpr, CUT: tl.constexpr, SOURCE: tl.constexpr,
-):  # fmt: skip
-    """Find the token of one row; write it where the host reads it and where the next step does."""
-    row = tl.program_id(0)
-    me = stage + HEAD + row * WORDS
-    owner = tl.load(me + _OWNER)
-    if owner >= 0:
-        position = tl.load(me + _POSITION)
-        blocks = tl.arange(0, BLOCKS_POW)
-        inside = blocks < BLOCKS
-        peaks = tl.load(peak + row * BLOCKS + blocks, mask=inside, other=float("-inf"))
-        top = tl.max(peaks)
-        temperature = load_float(me + _TEMPERATURE)
-        if (temperature > 0) & is_finite(top):
-            sums = tl.load(weight + row * BLOCKS + blocks, mask=inside, other=0)
-            total = tl.sum(sums)
-            target = (uniform(position, me + _SEED_LOW) * total.to(tl.float64)).to(tl.int64)
-            target = tl.minimum(target, total - 1)
-            block = tl.minimum(tl.sum((tl.cumsum(sums, axis=0) <= target).to(tl.int32)), BLOCKS - 1)
-            target -= tl.sum(tl.where(blocks < block, sums, 0))
-            token = block * BLOCK + tl.arange(0, BLOCK)
-            values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
-            floor = top + temperature * load_float(me + _TEMPERATURE + 1)
-            weights = integer_weights(values, top, temperature, floor)
-            if CUT:
-                limit, last = tl.load(cut + row), tl.load(cut_id + row)
-                weights = tl.where((values > limit) | ((values == limit) & (token <= last)), weights, 0)
-            chosen = block * BLOCK + tl.sum((tl.cumsum(weights, axis=0) <= target).to(tl.int32))
-        else:
-            places = tl.load(place + row * BLOCKS + blocks, mask=inside, other=VOCAB)
-            chosen = tl.min(tl.where(peaks == top, places, VOCAB))
-        sound = is_finite(row_peak(raw_peak, row, BLOCKS, BLOCKS_POW))
-        status = tl.where(sound & (top == float("-inf")), 2, tl.where(sound & is_finite(top), 0, 1))
-        chosen = tl.where(status == 0, tl.minimum(chosen, VOCAB - 1), 0)
-        slot = out + tl.load(stage + _RING).to(tl.int64) * out_stride + tl.load(me + _PLACE) * 2
-        tl.store(slot, chosen)
-        tl.store(slot + 1, status)
-        tl.store(tokens + owner.to(tl.int64) * tokens_stride + position, chosen, mask=position < max_len)
-
-
 def sample_rows(step: SampledStep, rows: int, wants: Wants, scratch: SampleScratch) -> None:
     """Draw for the `rows` that are staged. What they ask for is among `wants`; without DRAW their tokens are drawn."""
     if wants & Wants.DRAW:
@@ -168,7 +127,7 @@ def _mask_words(step: SampledStep) -> int:
 
 def _edit(step: SampledStep, rows: int, wants: Wants, scratch: SampleScratch) -> int:
     """All changes, and the largest entry of every block; returns where the logits are to be read now."""
-    peaks = (scratch.raw_peak, scratch.peak, scratch.place)
+    peaks = (scratch.raw_peak, scratch.peak, scratch.place, _sub_peaks(scratch))
     penalties, changes = bool(wants & Wants.PENALTIES), bool(wants & Wants.CHANGES)
     if penalties:
         edit.count_tokens(step.stage, rows, step.tokens, step.counts)
@@ -185,6 +144,11 @@ def _edit(step: SampledStep, rows: int, wants: Wants, scratch: SampleScratch) ->
     else:
         run(first=True, last=True)
     return EDITED.value if wants.edits else RAW.value
+
+
+def _sub_peaks(scratch: SampleScratch) -> Tensor | None:
+    """Where the peaks of groups go that only the kernels of `band.py` read."""
+    return scratch.sub if scratch.banded else None
 
 
 def _narrow(step: SampledStep, rows: int, source: int, ranked: bool, scratch: SampleScratch) -> None:
@@ -204,6 +168,9 @@ def _draw(step: SampledStep, rows: int, is_cut: bool, source: int, scratch: Samp
     s, vocab, stride = scratch, step.logits.shape[1], step.logits.stride(0)
     blocks = s.peak.shape[1]
     pow2 = triton.next_power_of_2(blocks)
+    if is_cut and s.banded:
+        _draw_banded(step, rows, source, scratch)
+        return
     if is_cut:
         _narrow(step, rows, source, False, scratch)
     cut.weigh_kernel[(blocks, rows)](
@@ -215,10 +182,33 @@ def _draw(step: SampledStep, rows: int, is_cut: bool, source: int, scratch: Samp
             step.logits, step.edited, step.stage, s.peak, s.weight, s.sums, s.bracket, s.found, s.ids, s.cut,
             s.cut_id, stride, vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, s.few, s.many, source,
             num_warps=8)
-    _pick_kernel[(rows,)](
+    pick.pick_kernel[(rows,)](
         step.logits, step.edited, step.stage, s.raw_peak, s.peak, s.place, s.weight, s.cut, s.cut_id, step.tokens,
         step.out, stride, step.tokens.stride(0), step.tokens.shape[1], step.out.stride(0), vocab, _mask_words(step),
         blocks, pow2, s.block, is_cut, source, num_warps=8)
+
+
+def _guess_band(step: SampledStep, rows: int, source: int, ranked: bool, scratch: SampleScratch) -> None:
+    s, vocab = scratch, step.logits.shape[1]
+    blocks = s.peak.shape[1]
+    band.guess_band_kernel[(rows,)](
+        step.logits, step.edited, step.stage, s.peak, s.sub, s.tops, s.cursor, s.bracket, step.logits.stride(0), vocab,
+        _mask_words(step), blocks, triton.next_power_of_2(blocks), s.block, band.SUBS, source, ranked, s.near, s.far,
+        num_warps=8)
+
+
+def _draw_banded(step: SampledStep, rows: int, source: int, scratch: SampleScratch) -> None:
+    s, vocab, stride = scratch, step.logits.shape[1], step.logits.stride(0)
+    blocks = s.peak.shape[1]
+    _guess_band(step, rows, source, False, scratch)
+    band.weigh_band_kernel[(blocks, rows)](
+        step.logits, step.edited, step.stage, s.tops, s.cursor, s.bracket, s.weight, s.upper, s.whole, s.found, s.ids,
+        stride, vocab, _mask_words(step), blocks, s.block, s.capacity, source, num_warps=2)
+    band_search.finish_kernel[(rows,)](
+        step.logits, step.edited, step.stage, s.raw_peak, s.peak, s.place, s.tops, s.cursor, s.bracket, s.weight,
+        s.upper, s.whole, s.found, s.ids, step.tokens, step.out, stride, step.tokens.stride(0), step.tokens.shape[1],
+        step.out.stride(0), vocab, _mask_words(step), blocks, triton.next_power_of_2(blocks), s.block, s.capacity,
+        s.few, s.many, source, num_warps=8)
 
 
 def _report(step: SampledStep, rows: int, wants: Wants, scratch: SampleScratch) -> None:
@@ -227,12 +217,19 @@ def _report(step: SampledStep, rows: int, wants: Wants, scratch: SampleScratch) 
     blocks = s.peak.shape[1]
     pow2 = triton.next_power_of_2(blocks)
     if wants.edits or not wants & Wants.DRAW:  # else the draw has found these peaks
-        edit.masked_peaks(step.stage, rows, step.logits, s.peak, s.place, _mask_words(step), s.block, source)
-    _narrow(step, rows, source, True, scratch)
-    report.rank_kernel[(blocks, rows)](
-        step.logits, step.stage, s.peak, s.sums, s.above, s.pivots, s.bracket, s.found, s.ids, step.out, stride,
-        step.out.stride(0), vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, source, num_warps=2)
+        edit.masked_peaks(step.stage, rows, step.logits, s.peak, s.place, _sub_peaks(s), _mask_words(step), s.block,
+                          source)
+    if s.banded:
+        _guess_band(step, rows, source, True, scratch)
+        band.rank_band_kernel[(blocks, rows)](
+            step.logits, step.stage, s.tops, s.cursor, s.bracket, s.whole, s.better, s.found, s.ids, step.out, stride,
+            step.out.stride(0), vocab, _mask_words(step), blocks, s.block, s.capacity, source, num_warps=2)
+    else:
+        _narrow(step, rows, source, True, scratch)
+        report.rank_kernel[(blocks, rows)](
+            step.logits, step.stage, s.peak, s.sums, s.above, s.pivots, s.bracket, s.found, s.ids, step.out, stride,
+            step.out.stride(0), vocab, _mask_words(step), blocks, pow2, s.block, s.capacity, source, num_warps=2)
     report.report_kernel[(rows,)](
-        step.logits, step.stage, s.peak, s.sums, s.bracket, s.found, s.ids, step.out, step.report, stride,
-        step.out.stride(0), step.report.stride(0), vocab, _mask_words(step), blocks, pow2, s.capacity, s.few, source,
-        num_warps=4)
+        step.logits, step.stage, s.peak, s.sums, s.whole, s.better, s.cursor, s.bracket, s.found, s.ids, step.out,
+        step.report, stride, step.out.stride(0), step.report.stride(0), vocab, _mask_words(step), blocks, pow2,
+        s.capacity, s.few, source, s.banded, num_warps=4)

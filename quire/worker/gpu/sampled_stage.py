@@ -18,7 +18,7 @@ _NO_CUT = 2.0
 _NOTHING = np.zeros(0, np.int32)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RowSettings:
     """How one sequence draws, as the kernels read it; made once, when it takes its row."""
 
@@ -155,12 +155,7 @@ class SampledStage:
         if self._rows:
             mine = rows[: len(self._rows)]
             np.concatenate([one.words for one in self._settings], out=mine.reshape(-1))
-            mine[:, at.PLACE] = [row.place for row in self._rows]
-            mine[:, at.OWNER] = [row.row for row in self._rows]
-            mine[:, at.POSITION] = [row.position for row in self._rows]
-            if self.wants & Wants.PENALTIES:
-                mine[:, at.SLOT] = [row.slot for row in self._rows]
-                mine[:, at.COUNTED] = [row.counted for row in self._rows]
+            _number(mine, self._rows, bool(self.wants & Wants.PENALTIES))
         if self.wants & Wants.CHANGES:
             self._add_biases()
         if self.wants & (Wants.MASKS | Wants.CHANGES):
@@ -217,6 +212,44 @@ class SampledStage:
                 found[place, 1], found[place, 3], found[place, 4] = token, len(self._prefixes), len(prefix)
                 self._prefixes += prefix
             self._changes.append(found)
+
+
+class RepeatedStage:
+    """The buffer of a step out of that of the step before, where the same rows draw again: only numbers change."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._settings: list[RowSettings] | None = None
+        self._words = _NOTHING
+        self._num_rows = 0
+        self._wants = Wants(0)
+
+    def words(self, rows: Sequence[SampledRow], settings: Sequence[RowSettings], num_rows: int,
+              ring: int) -> tuple[np.ndarray, Wants]:
+        """As `SampledStage.words`, and what the rows ask for."""
+        if num_rows == self._num_rows and settings == self._settings and not any(row.mask for row in rows):
+            words = self._words.copy()
+            mine = words[at.HEAD : at.HEAD + len(rows) * at.WORDS].reshape(-1, at.WORDS)
+            words[at.RING] = ring
+            _number(mine, rows, bool(self._wants & Wants.PENALTIES))
+            return words, self._wants
+        stage = SampledStage(rows, settings, self._vocab_size)
+        words = stage.words(num_rows, ring)
+        # Masks of grammars and bans change from token to token.
+        changing = any(row.mask for row in rows) or any(one.stop_ids or one.bad_words for one in settings)
+        self._settings = None if changing else list(settings)
+        self._words, self._num_rows, self._wants = words, num_rows, stage.wants
+        return words, stage.wants
+
+
+def _number(words: np.ndarray, rows: Sequence[SampledRow], penalties: bool) -> None:
+    """The numbers of rows that change from step to step."""
+    words[:, at.PLACE] = [row.place for row in rows]
+    words[:, at.OWNER] = [row.row for row in rows]
+    words[:, at.POSITION] = [row.position for row in rows]
+    if penalties:
+        words[:, at.SLOT] = [row.slot for row in rows]
+        words[:, at.COUNTED] = [row.counted for row in rows]
 
 
 _BAN = int(np.array(-math.inf, np.float32).view(np.int32))

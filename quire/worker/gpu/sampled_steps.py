@@ -21,7 +21,7 @@ from quire.sampling.logprobs import PackedLogprobs
 from quire.sampling.sending import send
 from quire.worker.gpu.batches import aligned, ladder, rung_for
 from quire.worker.gpu.graphs import GraphCache
-from quire.worker.gpu.sampled_stage import RowSettings, SampledRow, SampledStage
+from quire.worker.gpu.sampled_stage import RepeatedStage, RowSettings, SampledRow, SampledStage
 from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import DeviceTable, RowInfo
 
@@ -84,6 +84,7 @@ class SampledSteps:
         self._graphs: GraphCache | None = None
         self._scratch: Any = None
         self._counts = TokenCounts()
+        self._stage = RepeatedStage(self._vocab)
         self._step: Any = None
 
     # ---- memory
@@ -159,10 +160,9 @@ class SampledSteps:
         fresh: Sequence[int],
     ) -> None:  # fmt: skip
         rung = rung_for(self._rungs, len(rows))
-        stage = SampledStage(rows, settings, self._vocab)
-        words = stage.words(rung, slot)
-        self._make_room(aligned(len(words)), rung, stage.wants, fresh)
-        key = (rung, int(stage.wants))
+        words, wants = self._stage.words(rows, settings, rung, slot)
+        self._make_room(aligned(len(words)), rung, wants, fresh)
+        key = (rung, int(wants))
         if self._graphs is None or logits.data_ptr() != self._logits.data_ptr():
             self._send(words)
             self._step.logits = logits

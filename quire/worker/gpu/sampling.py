@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.sampling.batch import Edits, SamplingBatch
+from quire.sampling.kernels import SamplingKernels
 from quire.sampling.penalties import penalised
 from quire.sampling.sampler import SamplerOutput, sample
 from quire.sampling.sending import send, send_tensor
@@ -32,9 +33,9 @@ class DeviceEdits:
     rows: Sequence[SampledRow]
     infos: Sequence[RowInfo]
 
-    def apply_(self, logits: Tensor) -> None:
+    def apply_(self, logits: Tensor, kernels: SamplingKernels | None = None) -> None:
         if self.base is not None:
-            self.base.apply_(logits)
+            self.base.apply_(logits, kernels)
         for index, (row, info) in enumerate(zip(self.rows, self.infos, strict=True)):
             if info.bad_words:
                 _ban_words(logits[index], self.table, row, info)

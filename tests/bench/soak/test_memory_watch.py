@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
+from quire.bench.soak.memory import _gauges
 from quire.bench.soak.memory_watch import MemoryCurve, resident, watch_memory
 
 
@@ -46,3 +47,8 @@ def test_processes_are_sampled_while_they_live() -> None:
     assert set(curves) == {"this"}
     assert curves["this"].summary(0.0)["end_mb"] > 1.0
     assert resident(2**30) == 0
+
+
+def test_gauges_are_read_by_name() -> None:
+    assert _gauges('# HELP quire:a of it\nquire:kv_blocks_used{model_name="m x"} 3.0\nup 1\n') == {
+        "kv_blocks_used": 3.0, "up": 1.0}

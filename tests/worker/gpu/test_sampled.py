@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from quire.sampling.params import SamplingParams
+from quire.scheduler.plan import RowStart
 from quire.scheduler.request import Request
+from quire.worker.gpu.sampled_stage import RepeatedStage, RowSettings, SampledRow, SampledStage
 from tests.worker.gpu import engines
 from tests.worker.gpu.test_grammars import Grammars
 
@@ -98,3 +100,24 @@ def test_counts_of_a_row_start_again_with_the_next_sequence() -> None:
     assert counts.size == 3
     counts.forget([SampledRow(0, 3, 11)])
     assert step((3, 12), (1, 5)) == ([0], [(0, 0), (1, 4)])
+
+
+def test_a_step_of_the_same_rows_is_staged_as_if_it_were_new() -> None:
+    def settings(**chosen: Any) -> RowSettings:
+        return RowSettings.of(RowStart(0, [1, 2], 2, SamplingParams(max_tokens=9, **chosen), 5, 0, stop_ids=[0],
+                                       bad_words=[]), 61)
+
+    rows = [SampledRow(0, 4, 2), SampledRow(2, 1, 7, slot=0, counted=6)]
+    later = [SampledRow(1, 4, 3), SampledRow(3, 1, 8, slot=0, counted=7)]
+    masked = [SampledRow(1, 4, 4, mask=b"\xff" * 8), later[1]]
+    plain = [settings(top_p=0.5), settings(presence_penalty=1.0, logit_bias={3: 1.0}, allowed_token_ids=[3, 4])]
+    banned = [plain[0], settings(min_tokens=2, logit_bias={3: 1.0})]
+    repeated = RepeatedStage(61)
+    for step, (mine, chosen, size) in enumerate([
+        (rows, plain, 2), (later, plain, 2), (later, plain, 4), (masked, plain, 4), (rows, plain, 4),
+        (rows, banned, 4), (later, banned, 4), (rows, list(reversed(plain)), 4),
+    ]):
+        stage = SampledStage(mine, chosen, 61)
+        expected = stage.words(size, step)
+        words, wants = repeated.words(mine, list(chosen), size, step)
+        assert words.tolist() == expected.tolist() and wants == stage.wants
