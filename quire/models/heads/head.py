@@ -18,7 +18,7 @@ from quire.layers.norm import Norm
 from quire.layers.rotary import rope_table
 from quire.layers.spec import MoeSpec
 from quire.layers.stream import ResidualStream
-from quire.models.decoder import Decoder
+from quire.models.heads.ends import HeadTarget
 from quire.models.heads.spec import HeadSpec
 
 NO_GUESS = -1.0e9
@@ -31,7 +31,7 @@ class DraftHead:
     What it knows of the target is `kept` in one row for each token, and `features` of such rows are what it reads.
     """
 
-    def __init__(self, spec: HeadSpec, target: Decoder, max_model_len: int, optional: Sequence[str] = ()) -> None:
+    def __init__(self, spec: HeadSpec, target: HeadTarget, max_model_len: int, optional: Sequence[str] = ()) -> None:
         """`optional`: which of `spec.optional` its checkpoint has."""
         ops, layer, hidden = target.ops, spec.layer, spec.hidden_size
         self.spec = spec
