@@ -124,8 +124,8 @@ def test_a_stopped_run_goes_on_to_the_same_weights(texts: Texts, target: Target,
     first = Trainer(target, texts, short)
     save = first.save
 
-    def killed(folder: Path) -> None:
-        save(folder)
+    def killed(folder: Path, seconds: float = 0.0) -> None:
+        save(folder, seconds)
         raise Killed
 
     first.save = killed  # type: ignore[method-assign]

@@ -63,10 +63,14 @@ class DraftHead:
                 *path, kind = name.split(".")
                 getattr(self, path[0]).receive(".".join(path[1:]), kind, tensor)
         if guessed is not None and not self._has_head:
-            # Of the target's head only these rows, narrow: they are read once for every draft.
-            rows = self._ops.embed(guessed, self._target.head.packed).to(torch.bfloat16)
-            self.head = Linear(self._ops, ("",), False, None, use=WeightUse.VOCABULARY)
-            self.head.receive("", "weight", rows)
+            # Of the target's head only these rows, narrow: they are read once for every draft. They keep the target's
+            # own format where that is narrower than bfloat16.
+            rows = self._ops.embed(guessed, self._target.head.packed)
+            for part in (rows, rows.to(torch.bfloat16)):
+                self.head = Linear(self._ops, ("",), False, None, use=WeightUse.VOCABULARY)
+                self.head.receive("", "weight", part)
+                if self.head.packed.nbytes <= 2 * rows.numel():
+                    break
 
     def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:
         """For keys and values, and for the target's hidden states."""
