@@ -2,7 +2,7 @@
 itself goes on from.
 
 A head guesses best on what it was trained on. Questions that a small model makes up alone are often odd, and so are the
-answers to them; so most are put together from kinds of requests and subjects, and some ask about an answer given before.
+answers to them; so most are put together from kinds of requests and subjects, and some ask about an earlier answer.
 None of them is one of the prompts of `quire bench speculative`.
 """
 
@@ -35,8 +35,8 @@ _REQUESTS = (
 )
 _SUBJECTS = (
     "photosynthesis", "the water cycle", "climate change", "renewable energy", "solar panels", "electric cars",
-    "gardening", "growing tomatoes", "house plants", "cooking pasta", "baking bread", "healthy breakfasts", "vegetarian "
-    "meals", "making coffee", "running", "yoga", "swimming", "hiking", "cycling to work",
+    "gardening", "growing tomatoes", "house plants", "cooking pasta", "baking bread", "healthy breakfasts",
+    "vegetarian meals", "making coffee", "running", "yoga", "swimming", "hiking", "cycling to work",
     "meditation", "stress", "time management", "public speaking", "writing a resume", "saving money",
     "budgeting", "taxes", "inflation", "the stock market", "buying a house", "renting a flat", "moving to a new city",
     "learning a language", "playing the guitar", "the piano", "painting with watercolours", "photography", "chess",
@@ -44,7 +44,7 @@ _SUBJECTS = (
     "dinosaurs", "the moon", "black holes", "gravity", "the solar system", "space travel", "atoms", "electricity",
     "magnets", "vaccines", "the human heart", "the immune system", "vitamins", "bacteria and viruses", "DNA",
     "evolution", "earthquakes", "volcanoes", "the weather", "rainbows", "deserts", "rivers", "the ocean", "coral reefs",
-    "recycling", "plastic waste", "city parks", "public transport", "trains", "airplanes", "bridges", "the Roman Empire",
+    "recycling", "plastic waste", "city parks", "public transport", "trains", "airplanes", "bridges", "ancient Rome",
     "ancient Egypt", "the Middle Ages", "the French Revolution", "the Second World War", "the Silk Road", "democracy",
     "elections", "human rights", "the United Nations", "Shakespeare", "jazz", "opera", "classical music", "film making",
     "museums", "Paris", "Tokyo", "New York", "the Alps", "a trip to Italy", "camping with children", "a birthday party",
@@ -56,13 +56,14 @@ _SUBJECTS = (
 )
 _CODE = (
     "Write a Python function that {}.", "Write a JavaScript function that {}.", "Write a function in C that {}.",
-    "Show me Python code that {}, and explain it.", "How do I write a program that {}?", "Write a class in Python that {}.",
+    "Show me Python code that {}, and explain it.", "How do I write a program that {}?",
+    "Write a Python class that {}.",
     "Write a Java method that {}.", "Write a unit test for a function that {}.", "Write a bash script that {}.",
 )
 _TASKS = (
     "returns the sum of a list of numbers", "finds the largest number in a list", "reverses a string",
     "checks whether a word is a palindrome", "counts the words in a text", "removes duplicates from a list",
-    "sorts a list of names", "computes the factorial of a number", "prints the Fibonacci numbers", "finds prime numbers",
+    "sorts a list of names", "computes the factorial of a number", "prints Fibonacci numbers", "finds prime numbers",
     "converts Celsius to Fahrenheit", "reads a file line by line", "merges two dictionaries",
     "computes the average of a list", "finds the longest word in a sentence", "checks a password", "parses a date",
     "reads a CSV file", "makes a request to a web page", "flattens a nested list", "searches a sorted list",

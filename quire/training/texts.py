@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.errors import ConfigError
 from quire.engine.outputs.output import RequestOutput
+from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.sampling.params import SamplingParams
 from quire.training.questions import question
@@ -82,7 +82,7 @@ class Texts:
         texts = [question + answer for question, answer in pairs]
         ends = torch.tensor([0, *(len(text) for text in texts)]).cumsum(0)
         flat = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
-        return cls(flat, ends, torch.tensor([len(question) for question, _ in pairs]))
+        return cls(flat, ends, torch.tensor([len(question) for question, _ in pairs], dtype=torch.int64))
 
 
     @classmethod

@@ -1,7 +1,7 @@
 """The target's tables of tokens, whole, on the one rank that has a head where ranks share the target.
 
-A head reads embeddings and projects to the vocabulary for every draft: with the tables that ranks share it would have to
-talk to all of them each time. So its rank reads both tables once more, all their rows.
+A head reads embeddings and projects to the vocabulary for every draft: with the tables that ranks share it would have
+to talk to all of them each time. So its rank reads both tables once more, all their rows.
 """
 
 from __future__ import annotations
