@@ -85,8 +85,8 @@ def test_beside_a_drawn_child_others_may_be_chosen(name: str) -> None:
     assert_distributed(first_tokens(drafts, (-1, -1, -1), found), p)
 
 
-@pytest.mark.parametrize("name", PROCESSING)
-@pytest.mark.parametrize("allowed", [None, [0, 2, 4, 5, 9, 11]], ids=["", "grammar"])
+@pytest.mark.parametrize("name, allowed", [
+    ("top_p", None), ("min_p", None), ("penalties", None), ("logit_bias", [0, 2, 4, 5, 9, 11]), ("all", [1, 2, 3, 9])])
 def test_drawn_children_leave_what_is_asked_of_the_target_as_it_is(name: str, allowed: list[int] | None) -> None:
     """Three children drawn from a q that knows nothing of the processing, nor of a grammar."""
     params, width = SamplingParams(**PROCESSING[name]), 12
