@@ -516,9 +516,9 @@ def _check_tree(config: EngineConfig) -> None:
     if config.parallel.pipeline_parallel_size > 1:
         raise ConfigError("speculative_config tree does not go with pipeline_parallel_size > 1: leave one of them out",
                           field="speculative_config")
-    if options.on_device and config.parallel.tensor_parallel_size > 1:
-        raise ConfigError(f"speculative_config tree of method {options.method!r} does not go with tensor_parallel_size "
-                          "> 1: leave one of them out, or use method 'ngram' or 'suffix'", field="speculative_config")
+    if options.method == "skip_layers" and config.parallel.tensor_parallel_size > 1:
+        raise ConfigError("speculative_config tree of method 'skip_layers' does not go with tensor_parallel_size > 1: "
+                          "leave one of them out, or use another method", field="speculative_config")
 
 
 def _check_slo(options: SchedulerConfig) -> None:

@@ -218,10 +218,10 @@ class LLM:
         if params.structured_outputs is not None and isinstance(self._core.grammars, GrammarCompiler):
             self._core.grammars.check(params.structured_outputs)
 
-    def step(self) -> list[RequestOutput]:
-        """Run one engine step; outputs of the requests that have news."""
+    def step(self, *, until_done: Container[str] = ()) -> list[RequestOutput]:
+        """Run one engine step; outputs of the requests that have news. Of those in `until_done` only the end is."""
         held_back, self._held_back = self._held_back, []
-        return held_back + [news.output() for news in self._step() if news.presentable]
+        return held_back + [news.output() for news in self._step(until_done) if news.presentable]
 
     def _step(self, until_done: Container[str] = ()) -> list[News]:
         found = self._streams.process(self._core.step(), until_done)

@@ -40,7 +40,7 @@ def make_head(folder: Path, target: Path, kind: str, seed: int = 5) -> Path:
     if kind == "eagle3":
         config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(GUESSED),
                    "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(CAPTURED)}}
-        theirs = load_file(target / "model.safetensors")
+        theirs = {name: part for file in target.glob("*.safetensors") for name, part in load_file(file).items()}
         weights |= {
             f"{prefix}input_layernorm.weight": 1 + noise(hidden), f"{prefix}hidden_norm.weight": 1 + noise(hidden),
             "fc.weight": noise(hidden, 3 * hidden, scale=1.0), "norm.weight": 1 + noise(hidden),

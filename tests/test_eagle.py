@@ -219,7 +219,18 @@ def test_what_is_wrong_with_a_head_is_said_of_it(target: Path, tmp_path: Path, f
         LLM(str(target), skip_tokenizer_init=True, num_threads=1, speculative_config=asked)
 
 
-@pytest.mark.parametrize("field, value", [("tensor_parallel_size", 2), ("pipeline_parallel_size", 2)])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_ranks_draft_what_one_rank_drafts(target: Path, plain: Any, kind: str) -> None:
+    """Tokens and log-probabilities are those without drafts, and as many drafts are right as on one rank."""
+    alone = run(target, **eagle(target / kind))[2]
+    _, found, metrics = run(target, tensor_parallel_size=2, pipeline_parallel_size=2,
+                            distributed_executor_backend="threads", **eagle(target / kind))
+    assert found == plain[1]
+    for name in ("spec_draft_tokens", "spec_accepted_tokens"):
+        assert metrics[name] == alone[name]
+
+
+@pytest.mark.parametrize("field, value", [("kv_cache_dtype", "int8")])
 def test_what_heads_do_not_run_with_yet_is_refused_by_name(target: Path, field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field) as error:
         LLM(str(target), skip_tokenizer_init=True, num_threads=1, **{field: value}, **eagle(target / "eagle"))

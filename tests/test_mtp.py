@@ -118,6 +118,8 @@ def test_tokens_and_bits_are_those_without_drafts(target: tuple[str, Path]) -> N
     found = run(folder, block_size=4, num_kv_blocks=60, **MTP)
     assert found[0] == plain[0] and found[1] == plain[1]
     assert found[2]["spec_accepted_tokens"] > 0
+    ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "distributed_executor_backend": "threads"}
+    assert run(folder, block_size=4, num_kv_blocks=60, **MTP, **ranks)[1] == plain[1]
 
 
 def test_a_model_without_such_a_layer_is_refused(tmp_path: Path, target: tuple[str, Path]) -> None:
@@ -127,4 +129,4 @@ def test_a_model_without_such_a_layer_is_refused(tmp_path: Path, target: tuple[s
 
     make_checkpoint(tmp_path / "llama", "llama")
     refused(tmp_path / "llama", "num_nextn_predict_layers")
-    refused(target[1], "tensor_parallel_size", tensor_parallel_size=2)
+    refused(target[1], "kv_cache_dtype", kv_cache_dtype="int8")

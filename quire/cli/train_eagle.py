@@ -8,6 +8,7 @@ it guessed. Where it was stopped it goes on. The head is used with speculative_c
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ EXAMPLES = (
     "  quire train eagle --model smollm2-135m --out head --data questions.jsonl --steps 500"
 )
 _DEFAULTS = TrainingOptions()
+_UNLIMITED_STEPS = 1_000_000
+_ENDING, _EXIT_SECONDS = 0.06, 2.0
+"""Of a limited time what is left for the last look at held-out text and for what is written."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generate-seconds", type=float, default=float("inf"), metavar="S",
                         help="begin no new questions after so long")
     parser.add_argument("--train-seconds", type=float, default=float("inf"), metavar="S", help="stop training then")
-    for name, meaning in (("steps", "batches to train on"), ("batch_tokens", "tokens of a batch"),
+    parser.add_argument("--time-limit", type=float, metavar="S",
+                        help="end in time, whatever is done by then: a share of it goes into texts, the rest into as "
+                             "many steps as it takes; a usable head is there from the first checkpoint on")
+    parser.add_argument("--generate-share", type=float, default=0.35, metavar="X",
+                        help="of --time-limit, for making texts (default: 0.35)")
+    parser.add_argument("--steps", type=int, metavar="N",
+                        help=f"batches to train on (default: {_DEFAULTS.steps}; with --time-limit: as it allows)")
+    for name, meaning in (("batch_tokens", "tokens of a batch"),
                           ("max_length", "longest text"), ("depth", "drafted steps that are unrolled"),
                           ("draft_vocab", "tokens that the head can guess"), ("intermediate", "width of its MLP"),
                           ("eval_every", "steps between two looks at held-out text"),
@@ -59,21 +70,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    started = time.monotonic()
     from quire.models.loader.source import resolve_model
     from quire.training.card import write_card
     from quire.training.eagle import Trainer
     from quire.training.target import Target
 
+    if args.steps is None:
+        args.steps = _DEFAULTS.steps if args.time_limit is None else _UNLIMITED_STEPS
     options = _options(args)
     folder = Path(args.out).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    texts = _texts(args, folder)
+    texts = _texts(args, folder, None if args.time_limit is None else started + args.generate_share * args.time_limit)
     _say(f"{len(texts)} texts of {len(texts.tokens)} tokens")
     source = resolve_model(args.model)
     trainer = Trainer(Target(source, args.device, args.num_threads), texts, options)
     if trainer.resume(folder):
         _say(f"goes on after step {trainer.step}")
     began = time.monotonic()
+    if args.time_limit is not None:
+        left = started + args.time_limit - began - _ENDING * args.time_limit - _EXIT_SECONDS
+        trainer.options = dataclasses.replace(options, max_seconds=max(1.0, min(options.max_seconds, left)))
     found = trainer.train(folder, _say)
     write_card(folder, args.model, vars(args), found, trainer.step, time.monotonic() - began, len(texts.tokens))
     _say(f"held-out text: {found}; the head is in {folder}")
@@ -81,6 +98,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> TrainingOptions:
+    if args.time_limit is not None and args.time_limit <= 0.0:
+        raise UsageError("--time-limit must be above 0")
+    if not 0.0 < args.generate_share < 1.0:
+        raise UsageError("--generate-share must be above 0 and below 1")
     for name in ("steps", "batch_tokens", "max_length", "depth", "draft_vocab", "intermediate", "eval_every",
                  "save_every", "max_answer", "generators"):
         if getattr(args, name) < 1:
@@ -96,8 +117,8 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
                            args.train_seconds, args.teacher_temperature, args.weights)
 
 
-def _texts(args: argparse.Namespace, folder: Path) -> Any:
-    """Those that the folder holds, else new ones."""
+def _texts(args: argparse.Namespace, folder: Path, until: float | None) -> Any:
+    """Those that the folder holds, else new ones, made until then."""
     from quire.training.generate import GenerationOptions, make_texts
     from quire.training.texts import Texts
 
@@ -106,7 +127,7 @@ def _texts(args: argparse.Namespace, folder: Path) -> Any:
         return Texts.load(path)
     seconds = None if args.generate_seconds == float("inf") else args.generate_seconds
     options = GenerationOptions(args.model, args.device, args.seed, args.max_length, args.max_answer, args.data,
-                                args.own or 0, seconds, args.num_threads, args.generators)
+                                args.own or 0, seconds, until, args.num_threads, args.generators)
     texts = make_texts(options, folder, _say)
     texts.save(path)
     return texts

@@ -128,6 +128,7 @@ class DummyExecutor(Executor):
         known = entry.start + entry.num_tokens - entry.num_drafts
         true = [dummy_token(seed, index, known + i, self.vocab_size) for i in range(entry.num_drafts + 1)]
         drafts = entry.drafts or [token + (i % 3 == 2) for i, token in enumerate(true[:-1])]
-        accepted = len(path_along(drafts, entry.parents, true))
-        self._computed[entry.row] = known + accepted
-        return EntryResult(true[: accepted + 1], num_drafts=entry.num_drafts, parents=entry.parents)
+        path = path_along(drafts, entry.parents, true)
+        self._computed[entry.row] = known + len(path)
+        return EntryResult(true[: len(path) + 1], num_drafts=entry.num_drafts, parents=entry.parents,
+                           kept=tuple(path) if entry.parents else ())

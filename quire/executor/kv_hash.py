@@ -124,6 +124,10 @@ class BlockStore:
         self._slots[block][offset] = value
         self._sums[block] = None
 
+    def at(self, block: int, offset: int, position: int) -> int:
+        """A slot, weighed as if it were read at that position."""
+        return self._slots[block][offset] * _power(position) % _PRIME
+
     def read(self, block: int) -> list[int]:
         return list(self._slots[block])
 

@@ -6,7 +6,7 @@ It does what plans say, right or wrong, as a real worker does: whatever is wrong
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from quire.errors import InvariantError
@@ -18,10 +18,12 @@ from quire.executor.kv_hash import (
     drawn_token,
     log_likelihood,
     ranked_candidates,
+    total,
     visible_from,
 )
 from quire.sampling.token_logprobs import LogprobRecord, TokenLogprobs
 from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan
+from quire.speculation.tree import ROOT, child_with, depths
 
 
 class KVPart(Protocol):
@@ -114,12 +116,16 @@ class KVHashWorker:
         known = entry.drafts or entry.given
         if known:
             _put(row.tokens, end - len(known), known)
-        for position in range(entry.start, end - entry.device_drafts):
-            self._write_slot(row, position)
+        for place in range(entry.start, end - entry.num_drafts if entry.parents else end - entry.device_drafts):
+            self._write_slot(row, place)
+        for node, depth in enumerate(depths(entry.parents)):
+            self._write_slot(row, entry.drawn_at + node, entry.start + depth)
 
-    def _write_slot(self, row: _Row, position: int) -> None:
-        index, offset = divmod(position, self._block_size)
-        value = self._part.content(row.tokens[position] if position < len(row.tokens) else 0, position)
+    def _write_slot(self, row: _Row, place: int, position: int | None = None) -> None:
+        """The token at a place; a node of a tree has a position that is not its place."""
+        index, offset = divmod(place, self._block_size)
+        value = self._part.content(row.tokens[place] if place < len(row.tokens) else 0,
+                                   place if position is None else position)
         for store, table in zip(self.device, row.tables, strict=True):
             store.write(table[index] if index < len(table) else 0, offset, value)
 
@@ -130,7 +136,7 @@ class KVHashWorker:
         row, end = self._row(entry.row), entry.start + entry.num_tokens
         if row.start is None:
             raise InvariantError(f"row {entry.row} of the request table is empty")
-        if entry.device_drafts:
+        if entry.device_drafts or entry.parents:
             return []
         if entry.drafts:
             return [(entry.row, end - place) for place in range(len(entry.drafts) + 1)]
@@ -159,6 +165,8 @@ class KVHashWorker:
         row, end = self._row(entry.row), entry.start + entry.num_tokens
         if row.start is None:
             raise InvariantError(f"row {entry.row} of the request table is empty")
+        if entry.parents or entry.draft_depth:
+            return self._judge_tree(self._grown(entry, row, row.start), row, row.start)
         if entry.num_drafts:
             return self._judge(entry, row, row.start)
         state = self._state(entry.row if entry.shares is None else entry.shares, end)
@@ -212,6 +220,73 @@ class KVHashWorker:
                 self._write_slot(row, known + place)
         _put(row.tokens, known, kept.tokens)
         return kept
+
+    # ---- trees
+
+    def _read_after(self, row: _Row, first: int, path: Sequence[int]) -> int:
+        """What the query of a tree's node reads: the text before `first`, and the nodes from there to itself."""
+        end, sums = first + len(path), []
+        for store, table, window in zip(self.device, row.tables, self._windows, strict=True):
+            low = visible_from(window, end)
+            blocks = [*table, *[0] * (-(-(first + max(path, default=0) + 1) // self._block_size) - len(table))]
+            known = store.sum(blocks, low, first) if low < first else 0
+            for position, node in enumerate(path, start=first):
+                if position >= low:
+                    index, offset = divmod(first + node, self._block_size)
+                    known += store.at(blocks[index], offset, position)
+            sums.append(total([known]))
+        return combined(self._part.total(sums))
+
+    def _drawn_after(self, row: _Row, start: RowStart, first: int, path: Sequence[int]) -> EntryResult:
+        return self._drawn(self._read_after(row, first, path), start, first + len(path), b"")
+
+    def _grown(self, entry: PlanEntry, row: _Row, start: RowStart) -> PlanEntry:
+        """The entry with a tree of its own, if it asks for one: two guesses at a place, of which the second is right,
+        or the first, or none; the right branch grows on, else the first."""
+        if entry.parents:
+            return entry
+        first, drafts, parents, path = entry.drawn_at, list[int](), list[int](), list[int]()
+        for depth in range(entry.draft_depth):
+            right = self._drawn_after(row, start, first, path).tokens[0]
+            guesses = [(right + step) % self.vocab_size for step in ((1, 0), (0, 1), (1, 2))[(first + depth) % 3]]
+            parent, grows = path[-1] if path else ROOT, len(drafts)
+            for guess in guesses[: entry.device_drafts - len(drafts)]:
+                grows = len(drafts) if guess == right else grows
+                parents.append(parent)
+                _put(row.tokens, first + len(drafts), [guess])
+                self._write_slot(row, first + len(drafts), first + depth)
+                drafts.append(guess)
+            path.append(grows)
+            if len(drafts) == entry.device_drafts:
+                break
+        return replace(entry, drafts=tuple(drafts), parents=tuple(parents), num_tokens=1 + len(drafts),
+                       device_drafts=0, draft_depth=0)
+
+    def _judge_tree(self, entry: PlanEntry, row: _Row, start: RowStart) -> EntryResult:
+        """Walk from the text to the node that is what was drawn, as far as there is one; what was kept goes to where
+        its positions are."""
+        first, path = entry.drawn_at, list[int]()
+        kept = EntryResult(num_drafts=len(entry.drafts), parents=entry.parents,
+                           logprobs=None if start.params.logprobs is None else [])
+        node: int | None = ROOT
+        while node is not None:
+            drawn = self._drawn_after(row, start, first, path)
+            kept.tokens += drawn.tokens
+            if kept.logprobs is not None:
+                kept.logprobs += drawn.logprobs or []
+            node = child_with(entry.drafts, entry.parents, node, drawn.tokens[0])
+            if node is not None:
+                path.append(node)
+        kept.kept = tuple(path)
+        for place, node in enumerate(path):
+            self._move_slot(row, first + node, first + place)
+        _put(row.tokens, first, kept.tokens)
+        return kept
+
+    def _move_slot(self, row: _Row, source: int, target: int) -> None:
+        for store, table in zip(self.device, row.tables, strict=True):
+            found = store.read(table[source // self._block_size])[source % self._block_size]
+            store.write(table[target // self._block_size], target % self._block_size, found)
 
 
 def _put(tokens: list[int], at: int, values: Sequence[int]) -> None:

@@ -119,9 +119,7 @@ def model_on_ranks(case: FuzzCase, tensor_size: int, num_stages: int) -> FuzzCas
     options = case.options | {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": num_stages,
                               "distributed_executor_backend": "threads", "num_threads": 1}
     drafts = dict(options.get("speculative_config", {}))
-    if drafts.get("method") == "eagle":  # refused, by name
-        drafts = {k: v for k, v in drafts.items() if k != "model"} | {"method": "ngram"}
-    if num_stages > 1 or drafts.get("method") in ("draft_model", "skip_layers"):  # their trees are refused too
+    if num_stages > 1 or drafts.get("method") == "skip_layers":  # whose trees are refused, by name
         drafts.pop("tree", None)
     if drafts:
         options["speculative_config"] = drafts
@@ -137,6 +135,8 @@ def _draft_by_a_head(rng: random.Random, case: FuzzCase) -> None:
         "method": "eagle", "model": rng.choice(HEADS), "num_speculative_tokens": rng.choice([1, 2, 4, 7]),
         "adaptive": given["adaptive"], "verifier": given.get("verifier", "coupled"),
     }
+    if "tree" in given:
+        case.options["speculative_config"]["tree"] = given["tree"]
 
 
 def _judge_by_rejection(rng: random.Random, case: FuzzCase) -> None:

@@ -107,6 +107,10 @@ def random_fault_case(seed: int) -> FaultCase:
     apart = random.Random(f"units {seed}")
     if case.options["caching"] and apart.random() < 0.25:
         case.options["units"] = random_unit_tier(apart)
+    apart = random.Random(f"trees {seed}")
+    if case.options["drafts"] and apart.random() < 0.5:
+        depth = apart.choice([1, 2, 3, 5])
+        case.options["tree"] = {"width": apart.choice([2, 3]), "depth": depth, "nodes": depth + apart.choice([1, 2, 6])}
     return case
 
 
@@ -115,6 +119,7 @@ def on_ranks(case: FaultCase, tensor_size: int, num_stages: int) -> FaultCase:
     options = {**case.options, "ranks": [tensor_size, num_stages]}
     options.pop("far", None)
     options.pop("units", None)  # a tier that one worker plays
+    options.pop("tree", None)  # so are nodes that move
     if num_stages > 1:  # drafts that the worker makes itself are known to the last stage only
         options["drafts_on_device"] = False
     return dataclasses.replace(case, options=options, lost_steps=[], transfers=[])

@@ -31,6 +31,7 @@ from quire.scheduler.request import FinishReason, Request
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.assembly import build_speculator
 from quire.speculation.options import NGRAM, SKIP_LAYERS, SpeculationOptions
+from quire.speculation.tree import TreeShape
 
 _STEPS_BOUND = 5_000
 _LENGTH = 128
@@ -242,7 +243,8 @@ def faulty_scheduler(options: dict[str, Any], clock: Any) -> Scheduler:
     speculator = None
     if options["drafts"]:
         method = SKIP_LAYERS if options["drafts_on_device"] else NGRAM
-        speculator = build_speculator(SpeculationOptions(method, options["drafts"], adaptive=False))
+        tree = None if options.get("tree") is None else TreeShape(**options["tree"])
+        speculator = build_speculator(SpeculationOptions(method, options["drafts"], adaptive=False, tree=tree))
     return Scheduler(limits, cache, QUEUES[options["queue"]](), BATCHING_POLICIES[options["policy"]](), clock=clock,
                      preemption=Preemption(cache, PreemptionMode(options["mode"])), speculator=speculator)
 

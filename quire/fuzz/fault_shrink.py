@@ -21,6 +21,7 @@ _PLAIN_OPTIONS = {
     "mode": "recompute",
     "fetch_timeout": 10_000,
     "drafts": 0,
+    "tree": None,
 }
 _PLAIN_REQUEST = {"temperature": 0.0, "n": 1, "beam": None, "ignore_eos": True, "prompt_logprobs": False, "priority": 0,
                   "salt": "", "tenant": "", "abort_at": None, "at_step": 0}
@@ -46,7 +47,7 @@ def _changed(case: FaultCase) -> Iterator[FaultCase]:
                     del getattr(smaller, field)[at : at + size]
                     yield smaller
     for name, value in _PLAIN_OPTIONS.items():
-        if case.options[name] != value:
+        if case.options.get(name) != value:
             plainer = copy.deepcopy(case)
             plainer.options[name] = value
             if name in ("caching", "host_blocks"):

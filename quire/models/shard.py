@@ -66,6 +66,14 @@ class Shard:
         runs = [rank_run(units, rank, size) for rank in range(size)]
         return tuple((first * unit, min(last * unit, self.spec.vocab_size)) for first, last in runs)
 
+    def stage_of(self, state: str) -> int:
+        """Which stage computes a hidden state: "embed", or "layers.i" for what layer i puts out."""
+        if state == "embed":
+            return 0
+        layer = int(state.removeprefix("layers."))
+        runs = stage_layers(self.spec, self.place.num_stages)
+        return next(stage for stage, (_, last) in enumerate(runs) if layer < last)
+
     # ---- parameters
 
     def owns(self, name: str) -> bool:

@@ -98,6 +98,7 @@ def _write_entry(out: FieldWriter, entry: EntryResult) -> None:
         out.text(entry.error)
     if entry.parents:
         out.numbers("i", entry.parents)
+        out.numbers("i", entry.kept)
 
 
 def _read_entry(source: FieldReader) -> EntryResult:
@@ -114,6 +115,7 @@ def _read_entry(source: FieldReader) -> EntryResult:
         entry.error = source.text()
     if has & _TREE:
         entry.parents = tuple(source.numbers("i"))
+        entry.kept = tuple(source.numbers("i"))
     return entry
 
 

@@ -123,6 +123,8 @@ class PlanEntry:
     is its number, its position that of its parent and one. Empty: each follows the one before it."""
     draft_depth: int = 0
     """`device_drafts` are to be a tree, at most so deep; 0: a chain."""
+    judged: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Of a tree, once its result is known: the parents and the nodes that were accepted, for whoever watches."""
 
     @property
     def num_drafts(self) -> int:
@@ -179,6 +181,8 @@ class EntryResult:
     """Drafts that were judged: fewer than asked for where the worker had fewer to propose."""
     parents: tuple[int, ...] = ()
     """Of those, where they were a tree."""
+    kept: tuple[int, ...] = ()
+    """Nodes of that tree that were accepted, from the text on."""
 
 
 @dataclass(slots=True)

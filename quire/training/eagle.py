@@ -29,6 +29,14 @@ _FADING = 0.8
 """Weight of a drafted step against the one before it."""
 _WARM_UP = 100
 """Steps over which the rate of learning rises, at most."""
+_WARM_TIME = 0.03
+"""Share of the time after which it has risen in any case."""
+_LOOKING = 0.04
+"""Share of a limited time that may go into looking at held-out text, and again at the end."""
+_LOOKED_AT_ONCE = 4
+"""Held-out texts that are looked at together where time is short."""
+_SAVE_SECONDS = 30.0
+"""Between two checkpoints where time is limited."""
 _HELD_OUT = 0.02
 """Share of the texts that is not trained on."""
 _CHECKED_TOKENS = 60_000
@@ -89,6 +97,8 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self.head.parameters(), options.learning_rate, (0.9, 0.95),
                                             weight_decay=0.01, fused=fused)
         self.step = 0
+        self._seconds_before = 0.0
+        """Of training, by runs before this one."""
 
     def _new_head(self) -> TrainedHead:
         spec = self.target.decoder.spec
@@ -177,12 +187,14 @@ class Trainer:
         return total
 
     def _rate(self, seconds: float) -> float:
-        """Of learning: rises over the first steps, then falls along a cosine of the steps, or of the time where that
-        will be up first."""
+        """Of learning: rises over the first steps, or the first moments of a short time, then falls along a cosine of
+        the steps, or of the time where that will be up first. A run that goes on has the time of both."""
         warm, steps = min(_WARM_UP, max(1, self.options.steps // 20)), self.options.steps
-        if self.step < warm:
-            return self.options.learning_rate * (self.step + 1) / warm
-        share = min(1.0, max((self.step - warm) / max(1, steps - warm), seconds / self.options.max_seconds))
+        in_time = (self._seconds_before + seconds) / (self._seconds_before + self.options.max_seconds)
+        risen = max((self.step + 1) / warm, in_time / _WARM_TIME)
+        if risen < 1.0:
+            return self.options.learning_rate * risen
+        share = min(1.0, max((self.step - warm) / max(1, steps - warm), in_time))
         return self.options.learning_rate * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * share)))
 
     # ---- the loop
@@ -190,31 +202,44 @@ class Trainer:
     def train(self, folder: Path, say: Callable[[str], None]) -> Acceptance:
         """Until all steps are done or the time is up; progress is kept in `folder` as it goes."""
         options, began = self.options, time.monotonic()
-        batches = self._batches()
-        while self.step < options.steps and time.monotonic() - began < options.max_seconds:
-            for group in self._optimizer.param_groups:
-                group["lr"] = self._rate(time.monotonic() - began)
-            batch = self._batch(next(batches))
-            loss = self._loss(batch, self.target.see(batch.rows))
-            self._optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
-            self._optimizer.step()
-            self.step += 1
-            if self.step % options.eval_every == 0 or self.step == options.steps:
+        limited = options.max_seconds < float("inf")
+        batches, longest, looked, saved, spent = self._batches(), 0.0, 0.0, 0.0, 0.0
+        while self.step < options.steps and spent + longest < options.max_seconds:
+            loss = self._learn(next(batches), spent)
+            before, spent = spent, time.monotonic() - began
+            longest = 0.0 if self.step == 1 else max(0.9 * longest, spent - before)  # the first one also starts things
+            looks = self.step % options.eval_every == 0 and (not limited or looked <= _LOOKING * spent)
+            if looks or self.step == options.steps:
                 found = self.evaluate()
-                say(f"step {self.step} of {options.steps}, {time.monotonic() - began:.0f} s: "
-                    f"loss {float(loss.detach()):.3f}, held out {found.loss:.3f}, {found}")
-            if self.step % options.save_every == 0:
-                self.save(folder)
+                say(f"step {self.step}, {spent:.0f} s: loss {float(loss):.3f}, held out {found.loss:.3f}, {found}")
+                looked += time.monotonic() - began - spent
+            if self.step % options.save_every == 0 or (limited and spent - saved > _SAVE_SECONDS):
+                self.save(folder, self._seconds_before + spent)
                 self.export(folder)
-        self.save(folder)
+                saved = spent
+            spent = time.monotonic() - began
+        self.save(folder, self._seconds_before + spent)
         self.export(folder)
-        return self.evaluate()
+        return self.evaluate(time.monotonic() + _LOOKING * options.max_seconds)
+
+    def _learn(self, indices: list[int], seconds: float) -> Tensor:
+        """One step; its loss."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate(seconds)
+        batch = self._batch(indices)
+        loss = self._loss(batch, self.target.see(batch.rows))
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        self._optimizer.step()
+        self.step += 1
+        return loss.detach()
 
     @torch.no_grad()
-    def evaluate(self) -> Acceptance:
+    def evaluate(self, until: float = float("inf")) -> Acceptance:
+        """Of as many held-out texts as there is time for, by `time.monotonic`."""
         depth, size = self.options.depth, max(1, self.options.batch_tokens // self.options.max_length)
+        size = size if until == float("inf") else min(size, _LOOKED_AT_ONCE)
         right, places_seen, loss, looked_at = [0] * depth, 0, 0.0, 0
         for at in range(0, len(self._held), size):
             indices = self._held[at : at + size]
@@ -231,14 +256,14 @@ class Trainer:
                 chain = hit if j == 0 else hit & torch.cat((chain.new_zeros(1), chain[:-1]))
                 right[j] += int(chain.sum())
                 places_seen += len(places) if j == 0 else 0
-            if places_seen > _CHECKED_TOKENS:
+            if places_seen > _CHECKED_TOKENS or time.monotonic() > until:
                 break
         return Acceptance(tuple(hits / max(1, places_seen) for hits in right), loss / max(1, looked_at))
 
     # ---- what is kept
 
-    def save(self, folder: Path) -> None:
-        """All that a resumed run needs; a kill while it is written leaves the one before."""
+    def save(self, folder: Path, seconds: float = 0.0) -> None:
+        """All that a resumed run needs; a kill while it is written leaves the one before. `seconds`: of training."""
         tensors = {f"head.{name}": part.detach().cpu() for name, part in self.head.named_parameters()}
         for index, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(part).cpu() for name, part in state.items()}
@@ -246,13 +271,15 @@ class Trainer:
         part = folder / f"{_STATE}.part"
         save_file(tensors, part)
         part.replace(folder / _STATE)
-        (folder / _PROGRESS).write_text(json.dumps({"step": self.step, "options": _plain(self.options)}))
+        (folder / _PROGRESS).write_text(json.dumps(
+            {"step": self.step, "seconds": seconds, "options": _plain(self.options)}))
 
     def resume(self, folder: Path) -> bool:
         """Go on from what `folder` holds, if it holds anything."""
         if not (folder / _STATE).is_file():
             return False
-        kept = json.loads((folder / _PROGRESS).read_text())["options"]
+        progress = json.loads((folder / _PROGRESS).read_text())
+        kept, self._seconds_before = progress["options"], float(progress.get("seconds", 0.0))
         differing = [name for name, value in _plain(self.options).items()
                      if kept.get(name) != value and name not in ("max_seconds", "eval_every", "save_every")]
         if differing:

@@ -17,12 +17,15 @@ from pathlib import Path
 from quire.child import child_environment, explain_exit, module_command
 from quire.errors import EngineError
 from quire.llm import LLM
-from quire.training.texts import Generator, Texts, read_questions
+from quire.training.texts import Generator, Pair, Texts, read_questions
 
 Say = Callable[[str], None]
 _SEQUENCES = 2048
 _MOST_SEQUENCES = 1024
 """Answers at once on a GPU, over all processes, and of one."""
+_CPU_SEQUENCES = 32
+_TELL_EVERY = 5.0
+"""Seconds."""
 _KV_MEMORY = 32
 """GiB of it for their KV."""
 
@@ -39,7 +42,9 @@ class GenerationOptions:
     data: str | None = None
     tokens: int = 0
     seconds: float | None = None
-    """Begin no new questions after so long."""
+    """Answers end where they are after so long."""
+    until: float | None = None
+    """The same, by the clock that all processes of a machine share (`time.monotonic`)."""
     num_threads: int | None = None
     processes: int = 1
     share: int = 1
@@ -50,18 +55,21 @@ def make_texts(options: GenerationOptions, folder: Path, say: Say) -> Texts:
     if options.processes > 1:
         return _in_processes(options, folder, say)
     questions = None if options.data is None else read_questions(Path(options.data).expanduser())
-    many = min(_MOST_SEQUENCES, max(1, _SEQUENCES // options.share))
+    many = min(_MOST_SEQUENCES, max(1, _SEQUENCES // options.share)) if options.device == "cuda" else _CPU_SEQUENCES
     more = {"num_threads": options.num_threads} if options.device == "cpu" else {
         "max_num_seqs": many, "kv_cache_memory": f"{_KV_MEMORY / options.share:.3f}GiB"}
     with LLM(options.model, device=options.device, max_model_len=options.max_length, **more) as llm:
         began = time.monotonic()
-        deadline = float("inf") if options.seconds is None else began + options.seconds
-        generator = Generator(llm, options.seed, options.max_answer, deadline)
-        pairs = [] if questions is None else generator.answer(questions)
-        for some in generator.converse(options.tokens) if questions is None else ():
-            pairs += some
-            made = sum(len(answer) for _, answer in pairs)
-            say(f"{made} tokens of {options.tokens} after {time.monotonic() - began:.0f} s")
+        deadline = min(float("inf") if options.seconds is None else began + options.seconds,
+                       float("inf") if options.until is None else options.until)
+        generator = Generator(llm, options.seed, options.max_answer, deadline, many + many // 8)
+        pairs, made, told = list[Pair](), 0, began
+        for pair in generator.converse(options.tokens) if questions is None else generator.answer(questions):
+            pairs.append(pair)
+            made += len(pair[1])
+            if time.monotonic() - told > _TELL_EVERY:
+                told = time.monotonic()
+                say(f"{made} tokens in {len(pairs)} answers after {told - began:.0f} s")
     return Texts.of(pairs)
 
 

@@ -6,18 +6,22 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quire.engine.outputs.output import RequestOutput
 from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.sampling.params import SamplingParams
+from quire.training.questions import question
 
 _MARK = "\u2063the question\u2063"
 _TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 0.7, 1.0)
@@ -25,23 +29,14 @@ _TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 0.7, 1.0)
 _QUESTION_TOKENS = 96
 _LOOP = 12
 """Tokens of a run that is looked for again."""
-_FIRST_ROUND = 512
-_LARGEST_ROUND = 2048
-"""Conversations that are generated before it is looked whether there are enough."""
-OPENINGS = (
-    "", "", "", "", "", "", "What is", "What are", "How do I", "How does", "Why", "Explain", "Describe",
-    "Tell me about", "Write a short story about", "Write a poem about", "Write a letter to", "Write an email",
-    "Give me a list of", "Write a Python function that", "Write a program in JavaScript", "Write a SQL query",
-    "Fix this code:\n```python\ndef ", "Translate the following sentence into French:", "Translate into Spanish:",
-    "Translate into English:", "Summarize the following text:\n\n", "Solve this problem step by step:", "Compare",
-    "Rewrite this paragraph in simple words:\n\n", "Can you help me", "I am", "Create a JSON object", "What happens if",
-    "Who was", "Suggest", "How can I", "What is the difference between", "Give me tips for", "List three",
-    "What are the benefits of", "Explain to a child", "Plan a", "Recommend", "Define", "Is it", "Should I", "My",
-    "When did", "Where is", "Who is", "Correct the grammar:", "Answer the question:", "Write a function in C that",
-    "Write a bash command", "Calculate", "If", "Convert", "Write a product description for", "Write an essay about",
-    "Outline", "Hello", "I need", "Please", "Write a conversation between", "Here is a text:\n\n",
-)
-"""How questions begin, where the model makes them up: much of what people ask begins so."""
+_PASSAGES = 64
+"""Answers whose text is kept to ask about."""
+_TOLD = 8
+"""Of so many answers one is read as text."""
+_SHORTEST = 24
+"""Tokens of an answer that was cut off and is worth keeping."""
+Pair = tuple[list[int], list[int]]
+"""A question and its answer, as ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +82,7 @@ class Texts:
         texts = [question + answer for question, answer in pairs]
         ends = torch.tensor([0, *(len(text) for text in texts)]).cumsum(0)
         flat = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
-        return cls(flat, ends, torch.tensor([len(question) for question, _ in pairs]))
+        return cls(flat, ends, torch.tensor([len(question) for question, _ in pairs], dtype=torch.int64))
 
 
     @classmethod
@@ -140,50 +135,100 @@ def read_questions(path: Path) -> list[list[dict[str, str]]]:
     return found
 
 
-class Generator:
-    """Lets the engine answer; everything it draws is a function of the seed."""
+@dataclass(frozen=True, slots=True)
+class _Job:
+    prompt: Any
+    params: SamplingParams
+    begins: str | None = None
+    """Of a question that the model makes up: its first words. None: an answer."""
 
-    def __init__(self, llm: LLM, seed: int, max_tokens: int, deadline: float = float("inf")) -> None:
+
+class Generator:
+    """Lets the engine answer; everything it draws is a function of the seed. A place in the batch that gets free goes
+    to the next at once. When the time is up answers end where they are."""
+
+    def __init__(self, llm: LLM, seed: int, max_tokens: int, deadline: float = float("inf"), at_once: int = 64) -> None:
+        """`at_once`: requests that the engine has at a time."""
         self._llm = llm
         self._random = random.Random(seed)
         self._max_tokens = max_tokens
         self._deadline = deadline
+        self._at_once = at_once
+        self._asked: deque[_Job] = deque()
+        """Questions that are made, and wait for their answer to begin."""
+        self._passages: deque[str] = deque(maxlen=_PASSAGES)
+        """Of answers: texts to ask about."""
+        self._count = self._done = self._made = 0
 
-    def answer(self, conversations: Sequence[list[dict[str, str]]]) -> list[tuple[list[int], list[int]]]:
+    def answer(self, conversations: Sequence[list[dict[str, str]]]) -> Iterator[Pair]:
         """(question, answer) as ids, of those that got any; questions that take over half of the length get none."""
-        prompts = [ids for ids in map(self._prompt_ids, conversations) if 2 * len(ids) <= self._llm.max_model_len]
-        params = [self._params(self._random.choice(_TEMPERATURES), self._max_tokens, text=False) for _ in prompts]
-        return [(list(output.prompt_token_ids), without_loop(list(output.outputs[0].token_ids)))
-                for output in self._llm.generate(prompts, params, use_tqdm=False) if output.outputs[0].token_ids]
+        jobs = (job for job in map(self._to_answer, conversations) if job is not None)
+        return self._pairs(lambda: next(jobs, None))
 
-    def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+    def _to_answer(self, messages: list[dict[str, str]]) -> _Job | None:
         text = self._llm.render_chat(messages, add_generation_prompt=True)
         assert self._llm.tokenizer is not None  # `render_chat` needs it too
-        return self._llm.tokenizer.encode(text, add_special_tokens=False)
+        ids = self._llm.tokenizer.encode(text, add_special_tokens=False)
+        if 2 * len(ids) > self._llm.max_model_len:
+            return None
+        told = self._count % _TOLD == 0
+        return _Job(ids, self._params(self._random.choice(_TEMPERATURES), self._max_tokens, text=told))
 
-    def converse(self, num_tokens: int) -> Iterator[list[tuple[list[int], list[int]]]]:
+    def converse(self, num_tokens: int) -> Iterator[Pair]:
         """Questions that the model makes up, and their answers, until there are so many tokens of answers."""
         opening = self._user_turn()
-        made, done, began = 0, 0, time.monotonic()
-        while made < num_tokens and time.monotonic() < self._deadline:
-            wanted = -(-(num_tokens - made) // max(1, self._max_tokens // 2))
-            count = min(wanted, self._in_time(done, began))
-            done += count
-            starts = [self._random.choice(OPENINGS) for _ in range(count)]
-            prompts = [{"prompt": opening + start, "add_special_tokens": False} for start in starts]
-            params = [self._params(1.0, _QUESTION_TOKENS, top_p=0.95) for _ in prompts]
-            asked = self._llm.generate(prompts, params, use_tqdm=False)
-            questions = [(start + output.outputs[0].text).strip() for start, output in zip(starts, asked, strict=True)]
-            pairs = self.answer([[{"role": "user", "content": question}] for question in questions if question])
-            made += sum(len(answer) for _, answer in pairs)
-            yield pairs
+        return self._pairs(lambda: self._question(opening, num_tokens))
 
-    def _in_time(self, done: int, began: float) -> int:
-        """Conversations that the time left allows, by the pace so far."""
-        if done == 0 or self._deadline == float("inf"):
-            return _FIRST_ROUND if self._deadline < float("inf") else _LARGEST_ROUND
-        now = time.monotonic()
-        return max(1, min(_LARGEST_ROUND, int(done * (self._deadline - now) / max(1e-9, now - began))))
+    def _question(self, opening: str, num_tokens: int) -> _Job | None:
+        """The next one; None where what is under way will do."""
+        under_way = self._count - self._done + len(self._asked)
+        if self._made + under_way * self._max_tokens // 2 >= num_tokens:
+            return None
+        said = question(self._random, self._passages)
+        if said.whole:
+            job = self._to_answer([{"role": "user", "content": said.text}])
+            if job is not None:
+                return job
+        prompt = {"prompt": opening + said.begins, "add_special_tokens": False}
+        return _Job(prompt, self._params(1.0, _QUESTION_TOKENS, top_p=0.95), said.begins)
+
+    def _pairs(self, fresh: Callable[[], _Job | None]) -> Iterator[Pair]:
+        for job, output in self._finished(fresh):
+            found = output.outputs[0]
+            if job.begins is not None:
+                asked = (job.begins + found.text).strip()
+                answering = self._to_answer([{"role": "user", "content": asked}]) if asked else None
+                if answering is not None and time.monotonic() < self._deadline:
+                    self._asked.append(answering)
+                continue
+            tokens = without_loop(list(found.token_ids))
+            if len(tokens) < _SHORTEST and found.finish_reason != "stop":
+                continue  # hardly begun when the time was up
+            if found.text:
+                self._passages.append(found.text)
+            self._made += len(tokens)
+            yield list(output.prompt_token_ids), tokens
+
+    def _finished(self, fresh: Callable[[], _Job | None]) -> Iterator[tuple[_Job, RequestOutput]]:
+        """Runs them, questions that wait for an answer first."""
+        running: dict[str, _Job] = {}
+        while True:
+            late = time.monotonic() >= self._deadline
+            while len(running) < self._at_once and not late:
+                job = self._asked.popleft() if self._asked else fresh()
+                if job is None:
+                    break
+                name, self._count = str(self._count), self._count + 1
+                self._llm.add_request(name, job.prompt, job.params)
+                running[name] = job
+            if not running:
+                return
+            if late:
+                self._llm.abort(list(running))
+            for output in self._llm.step(until_done=running):
+                if output.finished:
+                    self._done += 1
+                    yield running.pop(output.request_id), output
 
     def _params(self, temperature: float, max_tokens: int, top_p: float = 1.0, text: bool = True) -> SamplingParams:
         seed = self._random.randrange(1 << 31)

@@ -142,6 +142,7 @@ class SkippedLayers(NoKV):
     def __init__(self, decoder: Decoder, caches: list[LayerCache], table: RequestTable,
                  skipped: Sequence[int] | None, passes: Passes | None = None) -> None:
         """`passes`: those of a decoder that ranks share, who all run them."""
+        super().__init__()
         self._passes = Passes(decoder) if passes is None else passes
         self._caches = caches
         self._table = table

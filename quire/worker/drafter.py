@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from quire.sampling.philox import Purpose
 from quire.sampling.sampler import OK, draw_weights, sample
 from quire.scheduler.plan import BlockCopy, PlanEntry, TransferStart
 from quire.speculation.verify import NoiseKeys, pick
-from quire.worker.passes import Passes
+from quire.worker.passes import Lists, Passes
 from quire.worker.request_table import RequestTable
 from quire.worker.tree_inputs import Node
 
@@ -160,28 +160,34 @@ class Drafter:
 
 
 class ToldDrafter:
-    """Drafts that the first tensor rank of a stage has a model for: it proposes, the others are told."""
+    """Drafts that only some ranks have a model for: the first tensor rank of every stage, or, where the model reads the
+    target's hidden states, that of the last stage alone. It proposes, the others are told."""
 
-    def __init__(self, proposer: Drafter | None, passes: Passes) -> None:
-        """`proposer`: on the rank that has the model."""
+    def __init__(self, proposer: Proposer | None, tell: Callable[[Lists | None], Lists],
+                 states: Sequence[str] = ()) -> None:
+        """`proposer`: on a rank that has the model; `tell` brings what it says to those that have not. `states`: of the
+        target, that this rank hands on to the one that reads them."""
         self._proposer = proposer
-        self._passes = passes
-        self.model: DraftModel = NoKV() if proposer is None else proposer.model
+        self._tell = tell
+        self.model: DraftModel = NoKV(states) if proposer is None else proposer.model
 
     def propose(self, entries: Sequence[PlanEntry]) -> tuple[list[PlanEntry], dict[int, Tensor]]:
         asking = [i for i, entry in enumerate(entries) if entry.device_drafts]
         if self._proposer is None:
-            found = self._passes.tell_group(None)
-            return with_drafts(entries, dict(zip(asking, found, strict=True))), {}
+            told = self._tell(None)
+            drafts, parents = told[: len(asking)], told[len(asking) :]
+            return with_drafts(entries, dict(zip(asking, drafts, strict=True)),
+                               dict(zip(asking, parents, strict=True))), {}
         filled, guesses = self._proposer.propose(entries)
-        self._passes.tell_group([filled[i].drafts for i in asking])
+        self._tell([filled[i].drafts for i in asking] + [filled[i].parents for i in asking])
         return filled, guesses
 
 
 class NoKV:
     """The bookkeeping of a draft model that keeps nothing of its own: there is none."""
 
-    states: Sequence[str] = ()
+    def __init__(self, states: Sequence[str] = ()) -> None:
+        self.states: Sequence[str] = states
 
     def watched(self, ctx: StepContext, stream: ResidualStream, captured: Mapping[str, Tensor]) -> None:
         pass
@@ -211,11 +217,13 @@ class NoKV:
         raise EngineError("this rank drafts no trees")
 
 
-def with_drafts(entries: Sequence[PlanEntry], drafts: Mapping[int, Sequence[int]]) -> list[PlanEntry]:
-    """The entries with the drafts of some of them, by place."""
+def with_drafts(entries: Sequence[PlanEntry], drafts: Mapping[int, Sequence[int]],
+                parents: Mapping[int, Sequence[int]] | None = None) -> list[PlanEntry]:
+    """The entries with the drafts of some of them, by place; `parents`: of those that are trees."""
     filled = list(entries)
     for i, tokens in drafts.items():
-        filled[i] = replace(entries[i], drafts=tuple(tokens), num_tokens=1 + len(tokens), device_drafts=0)
+        filled[i] = replace(entries[i], drafts=tuple(tokens), num_tokens=1 + len(tokens), device_drafts=0,
+                            parents=tuple((parents or {}).get(i, ())), draft_depth=0)
     return filled
 
 

@@ -169,7 +169,7 @@ class ModelRunner:
             kept = along_drafts(drafts, places[first : first + 1 + len(drafts)], entries[i].parents, judged.get(first))
             # Into the result that is there already: it may have prompt log-probabilities.
             results[i].tokens, results[i].logprobs, results[i].error = kept.tokens, kept.logprobs, kept.error
-            results[i].num_drafts, results[i].parents = kept.num_drafts, kept.parents
+            results[i].num_drafts, results[i].parents, results[i].kept = kept.num_drafts, kept.parents, kept.kept
 
     def _rank_candidates(self, entries: Sequence[PlanEntry], part: list[int], results: list[EntryResult],
                          logits: Tensor) -> None:

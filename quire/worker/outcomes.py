@@ -32,6 +32,8 @@ def along_drafts(drafts: Sequence[int], places: Sequence[EntryResult], parents: 
         if node is None or node >= len(others) or others[node].error is not None:
             break
         place = others[node]
+        if parents:
+            result.kept += (node,)
         result.tokens += place.tokens
         if result.logprobs is not None and place.logprobs is not None:
             result.logprobs += place.logprobs

@@ -38,37 +38,55 @@ class Passes:
     def forward(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
                 kept: Sequence[int] | None = None) -> ResidualStream:
         """The stream after this stage's layers, or after those of them that are `kept`."""
-        place = self.place
         self._decoder.reach(ctx)
-        x = ids if place.is_first else self._take_over(_known(self._before), ids)
+        x = ids if self.place.is_first else self._take_over(_known(self._before), ids)
         if self.recorder is None:
             stream = self._run(x, ctx, caches, kept)
         else:
             stream = self._decoder.resumed(self.recorder.run(
                 None if kept is None else tuple(kept), x, ctx, caches,
                 lambda: self._run(x, ctx, caches, kept).settled()))
-        if not place.is_last:
-            after = _known(self._after)
-            send_tensor(after, torch.cat((torch.tensor([ids.numel()]), ids)))
-            send_tensor(after, stream.settled())
+        self._hand_on(ids, stream)
         return stream
 
     def forward_capturing(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], states: Sequence[str]
                           ) -> tuple[ResidualStream, dict[str, Tensor]]:
-        """As `forward`, on one rank, with hidden states of other layers than the last."""
-        inner = [name for name in states if name != FINAL]
+        """As `forward`, with hidden states of other layers than the last. Each stage hands on those of its own layers
+        and of the stages before it: the last has them all. Only one tensor rank of every stage asks for them."""
+        inner = [name for name in dict.fromkeys(states) if name != FINAL]
         if not inner:
             return self.forward(ids, ctx, caches), {}
+        self._decoder.reach(ctx)
+        x = ids if self.place.is_first else self._take_over(_known(self._before), ids)
+        stages = {name: self._decoder.shard.stage_of(name) for name in inner}
+        found = {name: receive_tensor(_known(self._before), (ids.numel(), self._decoder.spec.hidden_size))
+                 for name in inner if stages[name] < self.place.stage}
+        mine = [name for name in inner if stages[name] == self.place.stage]
+        stream, captured = self._run_capturing(x, ctx, caches, mine)
+        found |= captured
+        self._hand_on(ids, stream, list(found.values()))
+        return stream, found
+
+    def _run_capturing(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache], states: Sequence[str]
+                       ) -> tuple[ResidualStream, dict[str, Tensor]]:
         if self.recorder is None:
-            return self._decoder.forward_capturing(ids, ctx, caches, inner)
+            return self._decoder.forward_capturing(x, ctx, caches, states)
 
         def forward() -> tuple[Tensor, ...]:
-            stream, captured = self._decoder.forward_capturing(ids, ctx, caches, inner)
-            return stream.settled(), *(captured[name] for name in inner)
+            stream, captured = self._decoder.forward_capturing(x, ctx, caches, states)
+            return stream.settled(), *(captured[name] for name in states)
 
-        self._decoder.reach(ctx)
-        rows, *others = self.recorder.run_all(("capturing", *inner), ids, ctx, caches, forward)
-        return self._decoder.resumed(rows), dict(zip(inner, others, strict=True))
+        rows, *others = self.recorder.run_all(("capturing", *states), x, ctx, caches, forward)
+        return self._decoder.resumed(rows), dict(zip(states, others, strict=True))
+
+    def _hand_on(self, ids: Tensor, stream: ResidualStream, states: Sequence[Tensor] = ()) -> None:
+        """To the next stage, if there is one."""
+        if self.place.is_last:
+            return
+        after = _known(self._after)
+        send_tensor(after, torch.cat((torch.tensor([ids.numel()]), ids)))
+        for rows in (stream.settled(), *states):
+            send_tensor(after, rows)
 
     def _run(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
              kept: Sequence[int] | None) -> ResidualStream:

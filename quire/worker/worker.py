@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ from quire.kvtransfer.store import KVStore
 from quire.models.build import build_decoder, dummy_weights, stored_parts
 from quire.models.decoder import Decoder
 from quire.models.heads.build import build_head, read_head
+from quire.models.heads.ends import HeadTarget, end_parameters, whole_ends
 from quire.models.heads.head import DraftHead
 from quire.models.heads.mtp import build_mtp, read_mtp
 from quire.models.heads.spec import HeadSpec
@@ -23,6 +25,7 @@ from quire.models.loader.source import ModelSource, resolve_model
 from quire.models.registry import read_spec
 from quire.models.shard import Shard, shard_of
 from quire.models.spec import DecoderSpec
+from quire.models.stored_parts import StoredParts
 from quire.ops.cpu import CpuOps
 from quire.parallel.collectives import Collectives
 from quire.parallel.place import Place
@@ -65,9 +68,10 @@ class Worker:
         self.shard = shard = shard_of(self.spec, Place()) if shard is None else shard
         self.pool: PoolSize = size_shard_pool(source, config, shard) if pool is None else pool
         ops = CpuOps(num_threads=config.model.num_threads, rounding=config.model.rounding)
+        parts = None if shard.is_whole else stored_parts(source.config, shard)
         forget_file_pages()  # of libraries that have been imported: room for weights
         decoder = build_decoder(
-            source.config, _weights(source, config.model.load_format, config, shard), ops,
+            source.config, _weights(source, config.model.load_format, config, parts), ops,
             max_model_len=self.pool.max_model_len, asked_len=self.spec.asked_len(config.model.max_model_len),
             shard=shard, ranks=None if collectives is None else collectives.group, dtype=None)
         self.weight_bytes = decoder.weight_bytes
@@ -82,45 +86,55 @@ class Worker:
                                    config.cache.block_size, len(groups))
         speculation = config.speculation.options
         rejection = speculation is not None and speculation.verifier == REJECTION
+        states = _head_spec(speculation, config, self.spec).states if speculation and speculation.reads_states else ()
         drafter = None if speculation is None else self._drafter(
-            speculation, rejection, decoder, draft, Passes(decoder, collectives))
+            speculation, rejection, decoder, draft, Passes(decoder, collectives), states)
         self._expert_load = decoder.expert_load
         self._runner = ModelRunner(decoder, self._cache, self._table, drafter, rejection, collectives)
 
     def _draft(self, target_source: ModelSource, config: EngineConfig, ops: CpuOps, target: Decoder
                ) -> Decoder | DraftHead | None:
-        """A draft model is whole, on the first tensor rank of every stage; a head goes with one rank."""
-        speculation = config.speculation.options
-        if speculation is None or not speculation.own_kv or self.shard.place.tensor_rank != 0:
+        """A draft model is whole, on the first tensor rank of every stage; so is a head, of the last stage alone."""
+        speculation, place = config.speculation.options, self.shard.place
+        if speculation is None or not speculation.own_kv or place.tensor_rank != 0:
             return None
+        if speculation.reads_states and not place.is_last:
+            return None
+        ends: HeadTarget = target
+        if speculation.reads_states and place.num_ranks > 1:
+            ends = whole_ends(target_source.config, target,
+                              lambda parts: _weights(target_source, config.model.load_format, config, parts))
         if speculation.method == MTP:
-            return build_mtp(target_source, target, self.pool.max_model_len)
+            return build_mtp(target_source, ends, self.pool.max_model_len)
         with reading_draft_model(speculation.model):
             source = _draft_source(speculation, config)
             if speculation.method == EAGLE:
-                return build_head(source.config, source.weights(None), target, self.pool.max_model_len)
+                return build_head(source.config, source.weights(None), ends, self.pool.max_model_len)
             spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
             return build_decoder(source.config, _weights(source, speculation.load_format, config), ops,
                                  max_model_len=self.pool.max_model_len, asked_len=target.asked_len,
                                  shard=shard_of(spec, Place()), dtype=None)
 
     def _drafter(self, speculation: SpeculationOptions, rejection: bool, decoder: Decoder,
-                 draft: Decoder | DraftHead | None, passes: Passes) -> Proposer | None:
+                 draft: Decoder | DraftHead | None, passes: Passes, states: Sequence[str]) -> Proposer | None:
+        """`states`: hidden states of the target that a head reads."""
         if speculation.method == SKIP_LAYERS:
             shared = None if passes.alone else passes
             skipped = SkippedLayers(decoder, self._cache.layers, self._table, speculation.skipped_layers, passes)
             return self._with_trees(Drafter(skipped, self._table, rejection, shared), speculation)
         if not speculation.own_kv:
             return None
-        proposer: Drafter | None = None
+        proposer: Proposer | None = None
         if draft is not None:
             kept = (self._cache.draft_layers, self._table, draft_group(self.spec), self.pool.num_blocks,
                     self.pool.num_host_blocks)
             model = EagleDrafts(draft, *kept) if isinstance(draft, DraftHead) else SmallerModel(draft, *kept)
-            proposer = Drafter(model, self._table, rejection)
+            proposer = self._with_trees(Drafter(model, self._table, rejection), speculation)
+        if speculation.reads_states and not passes.alone:
+            return ToldDrafter(proposer, passes.tell_all, states if self.shard.place.tensor_rank == 0 else ())
         if proposer is None or self.shard.place.tensor_size > 1:
-            return ToldDrafter(proposer, passes)
-        return self._with_trees(proposer, speculation)
+            return ToldDrafter(proposer, passes.tell_group)
+        return proposer
 
     def _with_trees(self, drafter: Drafter, speculation: SpeculationOptions) -> Proposer:
         if speculation.tree is None:
@@ -201,8 +215,16 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
                      draft_bytes_per_token=draft_bytes, shard=shard, step_tokens=step_tokens_of(config))
     dummy = config.model.load_format == "dummy"
     packed = (source.path.suffix == ".gguf" and not dummy) or config.model.rounding is not None
-    check_weights_fit(shard.num_parameters, packed=packed, free=free)
+    check_weights_fit(shard.num_parameters + _tables_of_head(config, shard), packed=packed, free=free)
     return pool
+
+
+def _tables_of_head(config: EngineConfig, shard: Shard) -> int:
+    """Parameters of the target's tables that a rank has once more, whole, for its head."""
+    speculation = config.speculation.options
+    if speculation is None or not speculation.reads_states or shard.is_whole or not shard.place.is_sampler:
+        return 0
+    return sum(math.prod(shard.spec.parameters()[name]) for name in end_parameters(shard.spec))
 
 
 def _head_spec(speculation: SpeculationOptions, config: EngineConfig, target: DecoderSpec) -> HeadSpec:
@@ -213,10 +235,8 @@ def _head_spec(speculation: SpeculationOptions, config: EngineConfig, target: De
 
 
 def _check_head(method: str, config: EngineConfig) -> None:
-    """Hidden states stay with the rank that computed them, and do not travel with KV that leaves the engine."""
+    """Hidden states do not travel with KV that leaves the engine."""
     refuse_with_heads(method, {
-        "tensor_parallel_size": config.parallel.tensor_parallel_size > 1,
-        "pipeline_parallel_size": config.parallel.pipeline_parallel_size > 1,
         "kv_role": config.transfer.kv_role is not None,
         "kv_disk": config.cache.kv_disk is not None,
         "kv_pool": config.cache.kv_pool is not None,
@@ -229,8 +249,8 @@ def _draft_source(speculation: SpeculationOptions, config: EngineConfig) -> Mode
 
 
 def _weights(source: ModelSource, load_format: str, config: EngineConfig,
-             shard: Shard | None = None) -> Iterator[tuple[str, StoredWeight]]:
-    parts = None if shard is None or shard.is_whole else stored_parts(source.config, shard)
+             parts: StoredParts | None = None) -> Iterator[tuple[str, StoredWeight]]:
+    """All, or those that a rank wants."""
     if load_format == "dummy":
         return dummy_weights(source.config, config.model.seed, parts)
     if config.model.rounding is not None:

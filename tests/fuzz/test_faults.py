@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.executor.kv_hash_worker import KVHashWorker
 from quire.executor.lost_rows import LostRows, SoundPlan
 from quire.fuzz.fault_case import FaultCase, blocks_needed, random_fault_case
 from quire.fuzz.fault_run import find_fault
@@ -122,10 +123,15 @@ def a_failed_transfer_ends_its_whole_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "update", update)
 
 
+def kept_branches_stay_where_they_were_drafted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVHashWorker, "_move_slot", lambda self, row, source, target: None)
+
+
 BUGS: list[Callable[[pytest.MonkeyPatch], None]] = [
     orphaned_siblings, kv_is_trusted_before_it_arrives, kv_is_trusted_that_never_arrived,
     swapped_kv_is_trusted_that_never_left, stores_are_trusted_that_were_not_made, lost_rows_go_on,
-    a_failed_transfer_ends_its_whole_step, units_are_kept_of_which_a_block_was_not_copied]
+    a_failed_transfer_ends_its_whole_step, units_are_kept_of_which_a_block_was_not_copied,
+    kept_branches_stay_where_they_were_drafted]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)

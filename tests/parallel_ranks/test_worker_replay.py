@@ -18,6 +18,7 @@ from quire import LLM, BeamSearchParams, SamplingParams
 from quire.config import EngineConfig
 from quire.scheduler.plan import StepPlan, StepResult
 from tests.checkpoints import make_checkpoint
+from tests.eagle_heads import make_head
 from tests.parallel_ranks.rank_threads import RankWorkers
 
 PROMPTS = [random.Random(i).choices(range(3, 97), k=3 + 11 * i % 41) for i in range(6)]
@@ -37,6 +38,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "draft" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     save_file({name: tensor for name, tensor in weights.items() if ".layers." not in name or ".layers.0." in name},
               folder / "draft" / "model.safetensors")
+    for kind in ("eagle", "eagle3"):
+        make_head(folder / kind, folder, kind)
     return folder
 
 
@@ -105,10 +108,20 @@ def test_windows_whose_group_a_stage_may_not_have(tmp_path: Path) -> None:
     replayed(tmp_path, options, [(3, 1), (1, 3)])
 
 
-@pytest.mark.parametrize("method", ["ngram", "skip_layers", "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", "skip_layers", "draft_model", "eagle", "eagle3"])
 @pytest.mark.parametrize("verifier", ["coupled", "rejection"])
 def test_drafts_and_how_they_are_judged(llama: Path, method: str, verifier: str) -> None:
     said: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "adaptive": False, "verifier": verifier}
     if method == "draft_model":
         said["model"] = str(llama / "draft")
+    elif method.startswith("eagle"):
+        said |= {"method": "eagle", "model": str(llama / method)}
     replayed(llama, {"speculative_config": said, "block_size": 4}, [(2, 1), (1, 3), (2, 2)])
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_trees_of_a_model_on_tensor_ranks(llama: Path, method: str) -> None:
+    """One rank grows them, the others are told their shape, and each moves its share of the branch that was kept."""
+    said = {"method": method, "num_speculative_tokens": 3, "adaptive": False, "tree": {"width": 3, "nodes": 8},
+            "model": str(llama / ("draft" if method == "draft_model" else "eagle"))}
+    replayed(llama, {"speculative_config": said, "block_size": 4}, [(2, 1)])

@@ -55,12 +55,18 @@ learned = st.lists(st.builds(Learned, small, small, tokens), max_size=3)
 tops = st.lists(st.tuples(small, logprob), max_size=3)
 described = st.builds(lambda token, mine, rank, top: TokenLogprobs(
     token, mine, rank, [each for each, _ in top], [each for _, each in top]).pack(), small, logprob, small, tops)
+
+
+def _with_tree(entry: EntryResult, nodes: int) -> EntryResult:
+    return replace(entry, parents=(-1,) * nodes, kept=(nodes - 1,) if nodes > 1 else ())
+
+
 results = st.builds(
     StepResult, number,
     st.lists(st.builds(EntryResult, tokens, st.none() | st.lists(described, max_size=2),
                        st.none() | st.lists(described, max_size=2),
                        st.none() | st.lists(st.tuples(small, logprob), max_size=3), st.none() | text, small).map(
-                           lambda entry: replace(entry, parents=(-1,) * max(0, min(entry.num_drafts, 3)))),
+                           lambda entry: _with_tree(entry, max(0, min(entry.num_drafts, 3)))),
              max_size=4),
     st.lists(st.builds(TransferReport, number, number, st.booleans(), st.none() | text), max_size=3))
 

@@ -31,6 +31,7 @@ def test_two_steps_in_flight_keep_two_stages_busy() -> None:
 def test_drafts_are_shown_with_how_many_were_right_and_save_steps() -> None:
     steps: dict[int, int] = {}
     judged: list[tuple[int, int]] = []
+    trees: list[tuple[list[int], list[int]]] = []
     ends: list[dict[str, object]] = []
 
     async def watch() -> None:
@@ -42,11 +43,19 @@ def test_drafts_are_shown_with_how_many_were_right_and_save_steps() -> None:
             for step in told.get("steps", []):
                 engine = told.get("engine", 0)
                 steps[engine] = steps.get(engine, 0) + 1
-                judged.extend((drafts, accepted) for _, _, tokens, kind, drafts, accepted in step["entries"] if drafts)
+                for _, _, _, _, drafts, accepted, *tree in step["entries"]:
+                    if engine == 1 and drafts:
+                        judged.append((drafts, accepted))
+                    elif drafts and tree[0]:
+                        trees.append((tree[0], tree[1]))
+                        assert accepted == len(tree[1])
 
     asyncio.run(watch())
-    assert steps[1] < 0.7 * steps[0]
-    assert {drafts for drafts, _ in judged} <= {1, 2, 3, 4} and all(0 <= kept <= drafts for drafts, kept in judged)
+    assert steps[2] < steps[1] < 0.75 * steps[0]
+    assert {drafts for drafts, _ in judged} <= set(range(1, 7)) and all(0 <= kept <= drafts for drafts, kept in judged)
     share = sum(kept for _, kept in judged) / sum(drafts for drafts, _ in judged)
-    assert 0.3 < share < 0.75  # 0.75 at the first, 0.32 of those at the fourth
-    assert len(ends) == 2
+    assert 0.1 < share < 0.3  # a half at the first, 1 of 64 at the sixth
+    assert len(trees) > 20 and any(kept and kept[0] > 0 for _, kept in trees)
+    for parents, kept in trees:
+        assert [parents[node] for node in kept] == [-1, *kept][: len(kept)]  # a branch from the text on
+    assert len(ends) == 3

@@ -85,6 +85,25 @@ def test_beside_a_drawn_child_others_may_be_chosen(name: str) -> None:
     assert_distributed(first_tokens(drafts, (-1, -1, -1), found), p)
 
 
+@pytest.mark.parametrize("name, allowed", [
+    ("top_p", None), ("min_p", None), ("penalties", None), ("logit_bias", [0, 2, 4, 5, 9, 11]), ("all", [1, 2, 3, 9])])
+def test_drawn_children_leave_what_is_asked_of_the_target_as_it_is(name: str, allowed: list[int] | None) -> None:
+    """Three children drawn from a q that knows nothing of the processing, nor of a grammar."""
+    params, width = SamplingParams(**PROCESSING[name]), 12
+    generator = torch.Generator().manual_seed(len(name))
+    logits = torch.randn(1, width, generator=generator) * 2
+    mask = b"" if allowed is None else sum(1 << token for token in allowed).to_bytes(4, "little")
+    row = rows_along(SamplingRow(params, 0, 0, [1, 2, 3, 4, 4, 5], 3), [], mask)
+    p = draw_weights(logits, SamplingBatch.build(row, width))[0]
+    q = torch.randint(0, 50, (width,), generator=generator)
+    drafts, weights = drawn_children(q, 3, 3 * 10**6)
+    found = judged(drafts, (-1,) * 3, [p] * 4, weights, keys(3 * 10**6))
+    told = [value if allowed is None or token in allowed else -math.inf for token, value in
+            enumerate(logits[0].tolist())]
+    expected = probabilities(told, ReferenceRow(params, 0, 0, [1, 2, 3], [4, 4, 5]))
+    assert_distributed(first_tokens(drafts, (-1,) * 3, found), expected)
+
+
 def test_a_value_counted_as_drawn_shows() -> None:
     """The test above can fail: the likeliest token, judged as if it had been drawn from q, is kept too often."""
     p, q = PAIRS["close"]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
+from quire.bench.speculation.texts import TEXTS
 from quire.errors import ConfigError
 from quire.models.loader.source import resolve_model
+from quire.training import eagle as eagle_training
 from quire.training.eagle import Trainer
 from quire.training.options import TrainingOptions
+from quire.training.questions import question
 from quire.training.target import Target
-from quire.training.texts import Texts, read_questions
+from quire.training.texts import Generator, Texts, read_questions
 from tests.checkpoints import make_checkpoint
 from tests.eagle_heads import PlainHead, target_states
 from tests.test_eagle import drafts_of, eagle
@@ -124,8 +130,8 @@ def test_a_stopped_run_goes_on_to_the_same_weights(texts: Texts, target: Target,
     first = Trainer(target, texts, short)
     save = first.save
 
-    def killed(folder: Path) -> None:
-        save(folder)
+    def killed(folder: Path, seconds: float = 0.0) -> None:
+        save(folder, seconds)
         raise Killed
 
     first.save = killed  # type: ignore[method-assign]
@@ -154,3 +160,79 @@ def test_questions_are_read_or_refused_by_line(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ConfigError, match="no conversation"):
         read_questions(path)
+
+
+def test_a_limited_time_is_kept_and_goes_on_where_it_was(texts: Texts, target: Target, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def monotonic() -> float:
+        now[0] += 0.5
+        return now[0]
+
+    monkeypatch.setattr(eagle_training, "time", SimpleNamespace(monotonic=monotonic))
+    limited = replace(OPTIONS, steps=1_000_000, max_seconds=10.0, eval_every=5)
+    first = Trainer(target, texts, limited)
+    first.train(tmp_path, quiet)
+    assert 7.0 < now[0] < 13.0  # with the last look at held-out text
+    assert first.step > 4 and (tmp_path / "model.safetensors").is_file()
+    assert first._rate(10.0) == pytest.approx(0.03 * limited.learning_rate)
+    second = Trainer(target, texts, limited)
+    assert second.resume(tmp_path) and second.step == first.step
+    assert 0.4 < second._rate(0.0) / limited.learning_rate < 0.7  # half of the time of both runs is over
+
+
+class FakeEngine:
+    """Answers with one token a step, as text too, without an end."""
+
+    max_model_len = 500
+
+    def __init__(self) -> None:
+        self.tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [len(text) % 90])
+        self.running: dict[str, tuple[Any, SamplingParams, int]] = {}
+        self.aborted: set[str] = set()
+        self.seen: list[Any] = []
+
+    def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        return f"<{messages[0]['content']}>"
+
+    def add_request(self, name: str, prompt: Any, params: SamplingParams) -> None:
+        self.seen.append(prompt)
+        self.running[name] = (prompt, params, 0)
+
+    def abort(self, names: list[str]) -> None:
+        self.aborted |= set(names)
+
+    def step(self, until_done: Any) -> list[Any]:
+        found = []
+        for name, (prompt, params, made) in list(self.running.items()):
+            assert name in until_done
+            self.running[name] = prompt, params, made + 1
+            if made + 1 == params.max_tokens or name in self.aborted:
+                del self.running[name]
+                one = SimpleNamespace(text="so. it is. ", token_ids=list(range(made + 1)),
+                                      finish_reason="abort" if name in self.aborted else "length")
+                found.append(SimpleNamespace(request_id=name, finished=True, prompt_token_ids=prompt, outputs=[one]))
+        return found
+
+
+def test_answers_are_made_until_there_are_enough_or_the_time_is_up() -> None:
+    engine = FakeEngine()
+    pairs = list(Generator(engine, 3, 40, at_once=6).converse(1000))  # type: ignore[arg-type]
+    assert 1000 <= sum(len(answer) for _, answer in pairs) < 1400
+    assert any(isinstance(prompt, dict) for prompt in engine.seen)  # the model goes on from a few words
+    again = list(Generator(FakeEngine(), 3, 40, at_once=6).converse(1000))  # type: ignore[arg-type]
+    assert again == pairs
+    late = Generator(FakeEngine(), 3, 1 << 20, deadline=time.monotonic() + 0.3, at_once=6)  # type: ignore[arg-type]
+    began = time.monotonic()
+    cut = list(late.converse(1 << 40))
+    assert time.monotonic() - began < 2.0 and 0 < len(cut) <= 6
+    assert all(len(answer) > 24 for _, answer in cut)
+
+
+def test_questions_ask_about_answers_given_before_and_never_what_is_measured() -> None:
+    draw, asked = random.Random(1), set()
+    for _ in range(3000):
+        asked.add(question(draw, ["Bees dance. They fly."]).text)
+    assert any("Bees dance" in one for one in asked) and len(asked) > 1000
+    assert not asked & {text for kind in TEXTS.values() for text in kind.values()}

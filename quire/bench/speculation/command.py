@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of known drafts (default: 0 0.5 0.8 1)")
     parser.add_argument("--drafts", type=int, nargs="+", default=[4], metavar="N", help="known ones (default: 4)")
     parser.add_argument("--num-threads", type=int, metavar="N", help="threads of the CPU kernels (default: the cores)")
+    parser.add_argument("--quantization", metavar="NAME", help="of both engines, as of LLM: file, int8, int4")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where it runs (default: cpu)")
 
 
@@ -90,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
     if "known" in configs:
         raise ConfigError("method 'known' needs --shapes and --device cuda: nobody knows what a model says",
                           field="methods")
-    options: dict[str, Any] = {"num_threads": args.num_threads, "device": args.device, "max_model_len": 2048}
+    options: dict[str, Any] = {"num_threads": args.num_threads, "device": args.device, "max_model_len": 2048,
+                               "quantization": args.quantization}
     if args.device == "cuda":
         options |= {**_OPTIONS_ON_GPU, "max_num_seqs": max(64, *args.batch)}
     same, failed = True, False
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
             for name, config in configs.items():
                 shown = {key: value for key, value in config.items() if key != "model" or args.config}
                 head = {"bench": "speculative", "method": name, "config": shown, "model": args.shapes or model,
-                        "device": args.device}
+                        "device": args.device, "quantization": args.quantization}
                 try:
                     with LLM(model, speculative_config=config, **options) as drafting:
                         for kind, batch in itertools.product(args.texts, args.batch):

@@ -288,7 +288,7 @@ def _step_view(step: _Step, zero: float) -> f.StepView:
             decode += entry.num_tokens
         if len(entries) < _MAX_ENTRIES:
             entries.append(f.EntryView("?" if seq is None else label(seq), entry.start, entry.num_tokens, kind,
-                                       entry.num_drafts, step.accepted.get(entry.row, 0)))
+                                       entry.num_drafts, step.accepted.get(entry.row, 0), *(entry.judged or ())))
     return f.StepView(
         plan.step, round(step.began - zero, 5), round(step.ended - zero, 5), prompt, decode, entries,
         others=len(plan.entries) - len(entries), preempted=step.preempted,

@@ -42,6 +42,10 @@ class EntryView(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Of its tokens, those that were guessed."""
     accepted: int = 0
     """Of these, those that turned out right."""
+    parents: tuple[int, ...] = ()
+    """Where they were a tree: of each the draft that it follows, -1: the text."""
+    kept: tuple[int, ...] = ()
+    """Of a tree, those that turned out right."""
 
 
 class PreemptionView(msgspec.Struct, array_like=True, frozen=True, gc=False):

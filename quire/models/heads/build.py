@@ -10,8 +10,8 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.models.config_reader import ConfigReader
-from quire.models.decoder import Decoder
 from quire.models.heads import eagle, eagle3
+from quire.models.heads.ends import HeadTarget
 from quire.models.heads.format import HeadFormat
 from quire.models.heads.head import DraftHead
 from quire.models.heads.same import same_rows
@@ -44,7 +44,7 @@ def read_head(config: Mapping[str, Any], target: DecoderSpec) -> HeadSpec:
     return spec
 
 
-def build_head(config: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]], target: Decoder,
+def build_head(config: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]], target: HeadTarget,
                max_model_len: int) -> DraftHead:
     """A ready head. Embeddings that are the target's, row for row, are not kept twice."""
     spec, form = read_head(config, target.spec), format_of(config)

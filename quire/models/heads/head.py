@@ -18,7 +18,7 @@ from quire.layers.norm import Norm
 from quire.layers.rotary import rope_table
 from quire.layers.spec import MoeSpec
 from quire.layers.stream import ResidualStream
-from quire.models.decoder import Decoder
+from quire.models.heads.ends import HeadTarget
 from quire.models.heads.spec import FINAL, HeadSpec
 
 NO_GUESS = -1.0e9
@@ -32,7 +32,7 @@ class DraftHead:
     What it knows of the target is `kept` in one row for each token, and `features` of such rows are what it reads.
     """
 
-    def __init__(self, spec: HeadSpec, target: Decoder, max_model_len: int, optional: Sequence[str] = ()) -> None:
+    def __init__(self, spec: HeadSpec, target: HeadTarget, max_model_len: int, optional: Sequence[str] = ()) -> None:
         """`optional`: which of `spec.optional` its checkpoint has."""
         ops, layer, hidden, dtype = target.ops, spec.layer, spec.hidden_size, target.weights_dtype
         self.spec = spec
@@ -65,11 +65,15 @@ class DraftHead:
                 *path, kind = name.split(".")
                 getattr(self, path[0]).receive(".".join(path[1:]), kind, tensor)
         if guessed is not None and not self._has_head:
-            # Of the target's head only these rows, narrow: they are read once for every draft.
+            # Of the target's head only these rows, narrow: they are read once for every draft. They keep the target's
+            # own format where that is narrower than 16 bits.
             rows = self._ops.embed(guessed, self._target.head.packed)
-            rows = rows if rows.element_size() == 2 else rows.to(torch.bfloat16)
-            self.head = Linear(self._ops, ("",), False, self._dtype, use=WeightUse.VOCABULARY)
-            self.head.receive("", "weight", rows)
+            narrow = rows if rows.element_size() == 2 else rows.to(torch.bfloat16)
+            for part in (rows, narrow):
+                self.head = Linear(self._ops, ("",), False, self._dtype, use=WeightUse.VOCABULARY)
+                self.head.receive("", "weight", part)
+                if self.head.packed.nbytes <= 2 * rows.numel():
+                    break
 
     @property
     def layers(self) -> tuple[DraftHead]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError
-from quire.models.decoder import Decoder
+from quire.models.heads.ends import HeadTarget
 from quire.models.heads.head import DraftHead
 from quire.models.heads.same import same_rows
 from quire.models.heads.spec import FINAL, HeadSpec
@@ -67,7 +67,7 @@ class _Behind(StoredParts):
         return name.startswith(self.prefix)
 
 
-def build_mtp(source: ModelSource, target: Decoder, max_model_len: int, moved: Moved = iter) -> DraftHead:
+def build_mtp(source: ModelSource, target: HeadTarget, max_model_len: int, moved: Moved = iter) -> DraftHead:
     """The layer of a checkpoint as a head, its tensors `moved` to where the target's are. Embeddings and projection
     that are the target's are not kept twice."""
     if source.path.suffix == ".gguf":

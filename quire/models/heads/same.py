@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from quire.layers.linear import Linear
-from quire.models.decoder import Decoder
+from quire.models.heads.ends import HeadTarget
 
 _COMPARED = 4096
 """Rows that are compared at once."""
 
 
-def same_rows(stored: Tensor, target: Decoder, table: Linear) -> bool:
+def same_rows(stored: Tensor, target: HeadTarget, table: Linear) -> bool:
     """`table`: the target's embeddings or its head."""
     for start in range(0, len(stored), _COMPARED):
         ids = torch.arange(start, min(start + _COMPARED, len(stored)))

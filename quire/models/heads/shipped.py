@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.models.decoder import Decoder
+from quire.models.heads.ends import HeadTarget
 from quire.models.spec import DecoderSpec
 
 _FOLDER = Path(__file__).with_name("shipped")
@@ -39,7 +39,7 @@ def shipped_head(spec: DecoderSpec) -> Path:
     raise _none_for("this model", names)
 
 
-def check_target(config: Mapping[str, Any], decoder: Decoder) -> None:
+def check_target(config: Mapping[str, Any], decoder: HeadTarget) -> None:
     """Refuse a shipped head with a model that only has the shapes of the one it is for."""
     target = config.get("target")
     norm = decoder.final_norm

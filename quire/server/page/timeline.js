@@ -154,10 +154,14 @@ export class Timeline {
   #entries(context, step, x, lanes, paint) {
     context.font = "9px sans-serif";
     context.textAlign = "center";
-    for (const [owner, , tokens, kind, drafts, accepted] of step.entries) {
+    for (const [owner, , tokens, kind, drafts, accepted, parents, kept] of step.entries) {
       const lane = lanes.indexOf(owner);
       if (lane < 0) continue;
       const y = BARS + lane * LANE;
+      if (kind === "d" && parents?.length) {
+        drawTree(context, x, y, parents, kept, paint);
+        continue;
+      }
       if (kind === "d" && drafts) {
         this.#drafts(context, x, y, drafts, accepted, paint);
         continue;
@@ -214,6 +218,45 @@ export class Timeline {
   }
 }
 
+// Where the nodes of a draft tree lie in the unit square: by depth from left to right, leaves from top to bottom, the
+// sequence's own token first (node -1).
+export function treePlaces(parents) {
+  const depth = new Map([[-1, 0]]);
+  const row = new Map();
+  parents.forEach((parent, node) => depth.set(node, depth.get(parent) + 1));
+  const leaves = [...depth.keys()].filter((node) => !parents.includes(node)).sort((a, b) => a - b);
+  leaves.forEach((leaf, place) => row.set(leaf, leaves.length > 1 ? place / (leaves.length - 1) : 0.5));
+  for (let node = parents.length - 1; node >= -1; node--) {
+    if (row.has(node)) continue;
+    const children = parents.flatMap((parent, child) => (parent === node ? [row.get(child)] : []));
+    row.set(node, children.reduce((sum, each) => sum + each, 0) / children.length);
+  }
+  const deepest = Math.max(...depth.values());
+  return [...depth.keys()].map((node) => ({ node, parent: node < 0 ? null : parents[node],
+    x: depth.get(node) / deepest, y: row.get(node) }));
+}
+
+// A tree of drafts in a sequence's place of the step: the branch that was right in the colour of tokens, the rest red.
+function drawTree(context, x, y, parents, kept, paint) {
+  const places = new Map(treePlaces(parents).map((place) => [place.node,
+    { ...place, x: x + 2 + place.x * (COLUMN - 8), y: y + 4 + place.y * (LANE - 8) }]));
+  const fill = (node) => (node < 0 || kept.includes(node) ? paint.decode : paint.bad);
+  for (const { node, parent, x: toX, y: toY } of places.values()) {
+    if (parent === null) continue;
+    const from = places.get(parent);
+    context.strokeStyle = fill(node);
+    context.lineWidth = 1;
+    context.beginPath();
+    context.moveTo(from.x, from.y);
+    context.lineTo(toX, toY);
+    context.stroke();
+  }
+  for (const { node, x: atX, y: atY } of places.values()) {
+    context.fillStyle = fill(node);
+    context.fillRect(atX - 1.5, atY - 1.5, 3, 3);
+  }
+}
+
 function about(step) {
   const parts = [`Step ${step.step}: ${((step.ended - step.began) * 1000).toFixed(1)} ms, ${step.prompt_tokens} prompt and `
     + `${step.decode_tokens} decode tokens for ${step.entries.length + step.others} sequences.`];
@@ -223,7 +266,9 @@ function about(step) {
   const drafting = step.entries.filter((entry) => entry[3] === "d" && entry[4]);
   if (drafting.length) {
     parts.push(`Drafts that were right: ${drafting.slice(0, 12)
-      .map(([owner, , , , drafts, accepted]) => `${owner} ${accepted} of ${drafts}`).join(", ")}.`);
+      .map(([owner, , , , drafts, accepted, parents]) => `${owner} ${accepted} of ${drafts}`
+        + (parents?.length ? ` in ${parents.filter((_, node) => !parents.includes(node)).length} branches` : ""))
+      .join(", ")}.`);
   }
   const decoding = step.entries.filter((entry) => entry[3] === "d" && !entry[4]).map(([owner]) => owner);
   if (decoding.length) parts.push(`One token each: ${decoding.slice(0, 24).join(", ")}${decoding.length > 24 ? " …" : ""}.`);

@@ -26,6 +26,7 @@ from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.server.view.sandbox_drafts import ForeseenSource
 from quire.speculation.speculator import LookupSpeculator
+from quire.speculation.tree import TreeShape
 from quire.worker.memory import PoolSize
 
 BLOCK_SIZE = 16
@@ -55,6 +56,9 @@ class Layout:
     """Tokens guessed ahead in every step, of one sequence."""
     right: float = 0.0
     """Chance of each guess to be right, if those before it are."""
+    width: int = 1
+    """Guesses at one place; more than 1: drafts are trees, each guess after the first right as often as those before it
+    leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,11 @@ def step_seconds(plan: StepPlan) -> float:
 def _speculator(layout: Layout) -> LookupSpeculator | None:
     if not layout.drafts:
         return None
-    return LookupSpeculator(ForeseenSource(_FIRST_OWN, _VOCABULARY, layout.right), layout.drafts, adaptive=False)
+    source = ForeseenSource(_FIRST_OWN, _VOCABULARY, layout.right)
+    if layout.width == 1:
+        return LookupSpeculator(source, layout.drafts, adaptive=False)
+    depth = layout.drafts // layout.width
+    return LookupSpeculator(source, depth, adaptive=False, tree=TreeShape(layout.width, depth, layout.drafts))
 
 
 class Pipeline:

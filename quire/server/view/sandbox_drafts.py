@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import cast
 
 from quire.executor.dummy import dummy_token
 from quire.speculation.proposer import Proposal, Proposer, ProposerSource
@@ -23,6 +24,22 @@ class ForeseenProposer(Proposer):
         tokens = [dummy_token(self._seed, 0, self._position + i, self._vocab_size) for i in range(most)]
         return Proposal(tuple(token if self._random.random() < self._right else (token + 1) % self._vocab_size
                               for token in tokens), evidence=1)
+
+    # ---- trees: a cursor is a place, and None one after a wrong guess
+
+    def cursor(self) -> object:
+        return self._position, True
+
+    def followers(self, cursor: object, most: int) -> list[tuple[int, int]]:
+        """The token to come is the first of them, the second, ... or, after a wrong one always, none."""
+        place, true = cast(tuple[int, bool], cursor)
+        token, chance = dummy_token(self._seed, 0, place, self._vocab_size), random.Random(f"{self._seed} {place}")
+        rank = next((rank for rank in range(most) if chance.random() < self._right), most) if true else most
+        return [((token + rank - each) % self._vocab_size, 1) for each in range(most)]
+
+    def follow(self, cursor: object, token: int) -> object:
+        place, true = cast(tuple[int, bool], cursor)
+        return place + 1, true and token == dummy_token(self._seed, 0, place, self._vocab_size)
 
 
 class ForeseenSource(ProposerSource):

@@ -81,10 +81,12 @@ SCENARIOS: dict[str, Scenario] = {each.name: each for each in (
         (Visitor(at=0.0, shared_tokens=72, own_tokens=0, max_tokens=40, n=4),), live=True),
     Scenario(
         "speculation", "Tokens guessed ahead",
-        "In each step of the second engine four guesses ride along with every sequence's own token: those that are "
-        "right (high) are kept, and the first wrong one ends them (low, red). The answers are the same, in half of the "
-        "steps.",
-        (Layout("one token a step"), Layout("four drafts, each right in 3 of 4 cases", drafts=4, right=0.75)),
+        "In each step of the second engine six guesses ride along with every sequence's own token: those that are "
+        "right (high) are kept, and the first wrong one ends them (low, red). The answers are the same, in fewer "
+        "steps. The third engine guesses as many, as a tree: two at a place, so that a wrong first guess need not end "
+        "it; the branch that was right is kept, the others (red) go.",
+        (Layout("one token a step"), Layout("six drafts, each right in 1 of 2 cases", drafts=6, right=0.5),
+         Layout("six drafts as a tree, two at a place", drafts=6, right=0.5, width=2)),
         _many(4, 0.2, shared_tokens=0, own_tokens=24, max_tokens=48)),
     Scenario(
         "two-stages", "Two stages",
