@@ -11,8 +11,8 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
-    from quire.kernels.triton import fp8_rows, linear_codes, linear_fp8, linear_prefetch
-    from quire.ops.device_formats import to_codes, to_fp8
+    from quire.kernels.triton import coded_rows, linear_bytes, linear_codes, linear_prefetch
+    from quire.ops.device_weights import to_codes, to_fp8
     from quire.ops.triton import TritonOps
 
 ROWS = (1, 2, 8, 16, 48, 64, 128, 300)
@@ -73,25 +73,25 @@ def test_the_kernel_of_codes_itself(rows: int) -> None:
 
 
 def test_blocks_of_128_and_rows_are_exact() -> None:
-    x = fp8_rows.quantize_rows(numbers(200, 1024))
-    weight = numbers(640, 1024).to(fp8_rows.FP8)
+    x = coded_rows.quantize_rows(numbers(200, 1024))
+    weight = numbers(640, 1024).to(coded_rows.FP8)
     scales = torch.rand(640, 8, device="cuda") + 0.5
     out = torch.empty(200, 640, device="cuda", dtype=torch.bfloat16)
-    got = linear_fp8.linear_fp8(x.codes, weight, (scales, x.scales), out=out)
-    want = linear_fp8.linear_reference(x.codes, weight, (scales, x.scales), None, None, torch.float32)
+    got = linear_bytes.linear_bytes(x.codes, weight, (scales, x.scales), out=out)
+    want = linear_bytes.linear_reference(x.codes, weight, (scales, x.scales), None, None, torch.float32)
     close(got, want, 0.01, "blocks")
 
 
 @pytest.mark.parametrize("gated", [None, "silu"])
 def test_rows_and_norms_in_fp8_are_their_references(gated: str | None) -> None:
     x = numbers(5, 8192 if gated else 4096)
-    got, want = fp8_rows.quantize_rows(x, gated=gated, pdl=True), fp8_rows.quantize_reference(x, gated=gated)
+    got, want = coded_rows.quantize_rows(x, gated=gated, pdl=True), coded_rows.quantize_reference(x, gated=gated)
     assert torch.allclose(got.scales, want.scales, rtol=1e-2)
     close(got.codes.float() * got.scales[:, None], want.codes.float() * want.scales[:, None], 0.04, gated)
     gain = torch.rand(4096, device="cuda")
     sums = [numbers(5, 4096)] * 2
-    normed = fp8_rows.norm_rows(x[:, :4096].contiguous(), sums[0].clone(), gain, 1e-6, pdl=True)
-    reference = fp8_rows.norm_reference(x[:, :4096].contiguous(), sums[1].clone(), gain, 1e-6)
+    normed = coded_rows.norm_rows(x[:, :4096].contiguous(), sums[0].clone(), gain, 1e-6, pdl=True)
+    reference = coded_rows.norm_reference(x[:, :4096].contiguous(), sums[1].clone(), gain, 1e-6)
     floats = [rows.codes.float() * rows.scales[:, None] for rows in (normed, reference)]
     close(floats[0], floats[1], 0.04, "norm")
 

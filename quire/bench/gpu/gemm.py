@@ -170,14 +170,14 @@ class _Fp8(_Around):
         return codes, scales
 
     def rows(self, pdl: bool = True) -> Any:
-        from quire.kernels.triton import fp8_rows
+        from quire.kernels.triton import coded_rows
 
         if self.one and self.form == "plain":
-            return fp8_rows.quantize_rows(self.x, pdl=pdl)
-        return fp8_rows.norm_rows(self.x, None, self.gain, 1e-6, pdl=pdl)
+            return coded_rows.quantize_rows(self.x, pdl=pdl)
+        return coded_rows.norm_rows(self.x, None, self.gain, 1e-6, pdl=pdl)
 
     def ways(self, rows: int) -> Ways:
-        from quire.kernels.triton.linear_fp8 import Fp8Shape
+        from quire.kernels.triton.linear_bytes import BytesShape
         from quire.kernels.triton.linear_prefetch import PrefetchShape
 
         found: Ways = {"library": self._library}
@@ -188,7 +188,7 @@ class _Fp8(_Around):
             for shape in rings_of(self.features, self.width, rows, 1):
                 found["prefetch " + " ".join(map(str, shape))] = partial(self._prefetch, PrefetchShape(*shape))
         for tile in _TILES[:1] if rows <= 64 else _TILES[1:]:
-            found["tiles " + " ".join(map(str, tile))] = partial(self._tiles, Fp8Shape(*tile))
+            found["tiles " + " ".join(map(str, tile))] = partial(self._tiles, BytesShape(*tile))
         return found
 
     def _added(self) -> Any:
@@ -219,10 +219,10 @@ class _Fp8(_Around):
                                        scales=(weight[1], rows.scales), out=out, pdl=True))
 
     def _tiles(self, sizes: Any, weight: Any) -> Any:
-        from quire.kernels.triton.linear_fp8 import linear_fp8
+        from quire.kernels.triton.linear_bytes import linear_bytes
 
         rows = self.rows(pdl=False)
-        return self.ended(linear_fp8(rows.codes, weight[0], (weight[1], rows.scales), None, self._added(),
+        return self.ended(linear_bytes(rows.codes, weight[0], (weight[1], rows.scales), None, self._added(),
                                      out=self.x.new_empty(len(self.x), self.features), sizes=sizes))
 
 

@@ -33,6 +33,8 @@ class IntegerScheme:
     """Columns that may share a scale; None: a whole row."""
     zero_shift: int = 0
     """Added to stored zero points: GPTQ's first format stores them less one."""
+    int8_rows: bool = False
+    """Activations of 8-bit layers are quantized to int8 at run time, a scale for each token."""
 
 
 def integer_scheme(config: Mapping[str, Any]) -> IntegerScheme | None:
@@ -94,7 +96,9 @@ def _compressed(stored: Mapping[str, Any]) -> IntegerScheme:
     for name, group in groups.items():
         width, size = _compressed_group(f"config_groups.{name}", group, stored.get("format"))
         bits[width], sizes[size] = None, None
-    return IntegerScheme("compressed-tensors", tuple(bits), tuple(sizes))
+    dynamic = all(isinstance(group, Mapping) and group.get("input_activations") is not None
+                  for group in groups.values())
+    return IntegerScheme("compressed-tensors", tuple(bits), tuple(sizes), int8_rows=dynamic)
 
 
 def _compressed_group(place: str, group: object, whole_format: object) -> tuple[int, int | None]:
