@@ -33,7 +33,7 @@ from quire.ops.device_weights import BytesLinear, CodesLinear, QuantizedLinear, 
 _EARLY_ROWS = 512
 _UNIT = 16
 """Features and columns of a weight of bytes come in multiples of so many: what the library's GEMM takes."""
-_INT8_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (1 << 62, (128, 256, 128, 8, 3)))
+INT8_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (1 << 62, (128, 256, 128, 8, 3)))
 """Up to so many rows: the tile of an int8 GEMM. Not timed yet."""
 
 
@@ -204,7 +204,7 @@ class DeviceFormats:
             x = self._rows(x, w)
         rows, sizes = x.shape[0], linear_bytes.BytesShape()
         if w.weight.dtype == torch.int8 and not self._deterministic:
-            sizes = linear_bytes.BytesShape(*next(tile for most, tile in _INT8_TILES if rows <= most))
+            sizes = linear_bytes.BytesShape(*next(tile for most, tile in INT8_TILES if rows <= most))
         elif not self._deterministic and w.scales.dim() == 1:
             form = gemm_table.FP8 + gemm_table.PLAIN
             choice = gemm_table.lookup(rows, w.out_features, w.in_features, self._dtype, form)

@@ -91,7 +91,6 @@ class TritonOps(Ops):
         *,
         deterministic: bool = False,
         kv_dtype: torch.dtype | None = None,
-        kv_scale: float = 1.0,
         dense_prefill: bool = True,
         prompt_rows: bool = True,
         pdl: bool = False,
@@ -102,7 +101,6 @@ class TritonOps(Ops):
         self.dtype = dtype
         self.deterministic = deterministic
         self.kv_dtype = kv_dtype or dtype
-        self.kv_scale = kv_scale
         # Deterministic mode runs one compiled kernel in every step. Early launch would be another kernel, which might
         # round differently; so would another number of heads at once, whose squares are summed in another order.
         self.pdl = pdl = pdl and not deterministic
@@ -114,15 +112,13 @@ class TritonOps(Ops):
             self.device, dtype, rounding, deterministic=deterministic, pdl=pdl, scratch=self._parts
         )
         self._copy_engine = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
-        # fp8 keys lie in the cache only, so a fresh prompt must be read back from there as later steps will.
         self.attention = TritonAttention(
             self.device,
             dtype,
             deterministic=deterministic,
-            kv_scale=kv_scale,
             pdl=pdl,
-            dense_prefill=dense_prefill and kv_dtype is None,
-            prompt_rows=prompt_rows and kv_dtype is None,
+            dense_prefill=dense_prefill,
+            prompt_rows=prompt_rows,
         )
 
     def close(self) -> None:
@@ -342,7 +338,6 @@ class TritonOps(Ops):
             q_norm,
             k_norm,
             norm_eps,
-            kv_scale=self.kv_scale,
             pdl=self.pdl and ctx.num_decodes == qkv.shape[0],
             heads_at_once=self._heads_at_once,
         )

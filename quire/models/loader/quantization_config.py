@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from quire.errors import UnsupportedModelError
-from quire.models.loader.fp8_config import fp8_scheme
+from quire.models.loader.fp8_config import check_kv_scheme, fp8_scheme
 
 Layout = Literal["awq", "gptq", "compressed-tensors"]
 FIELD = "quantization_config"
@@ -79,9 +79,9 @@ def _gptq(stored: Mapping[str, Any]) -> IntegerScheme:
 
 
 def _compressed(stored: Mapping[str, Any]) -> IntegerScheme:
-    for field in ("kv_cache_scheme", "transform_config"):
-        if stored.get(field):
-            _refuse(field, stored[field])
+    check_kv_scheme(stored)
+    if stored.get("transform_config"):
+        _refuse("transform_config", stored["transform_config"])
     sparsity = stored.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in (None, "dense")):
         _refuse("sparsity_config", sparsity)

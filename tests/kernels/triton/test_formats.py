@@ -102,7 +102,8 @@ def test_norm_and_gate_hand_rows_in_fp8_to_a_reader_that_multiplies_fp8() -> Non
 
 
 @pytest.mark.parametrize(("rounding", "kind"), [
-    (FP8_AT_LOAD, BytesLinear), (INT4_AT_LOAD, CodesLinear), (INT8_AT_LOAD, BytesLinear), (Rounding(8, 64), CodesLinear),
+    (FP8_AT_LOAD, BytesLinear), (INT4_AT_LOAD, CodesLinear), (INT8_AT_LOAD, BytesLinear),
+    (Rounding(8, 64), CodesLinear),
 ])
 def test_weights_are_rounded_at_load_but_for_heads_and_routers(rounding: Rounding, kind: type) -> None:
     ops = TritonOps("cpu", BF16, rounding=rounding)
@@ -131,7 +132,8 @@ def test_parts_of_different_formats_are_multiplied_one_by_one_and_neighbours_of_
 
 
 @pytest.mark.parametrize(
-    ("rounding", "kind", "most"), [(FP8_AT_LOAD, BytesLinear, 0.1), (INT4_AT_LOAD, CodesLinear, 0.3), (INT8_AT_LOAD, BytesLinear, 0.1)]
+    ("rounding", "kind", "most"),
+    [(FP8_AT_LOAD, BytesLinear, 0.1), (INT4_AT_LOAD, CodesLinear, 0.3), (INT8_AT_LOAD, BytesLinear, 0.1)],
 )
 def test_a_decoder_with_rounded_weights_is_near_the_one_without(rounding: Rounding, kind: type, most: float) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}
