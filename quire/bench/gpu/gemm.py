@@ -1,4 +1,4 @@
-"""`quire bench gpu --gemm fp8 int8 int4`: GEMMs of quantized weights by every kernel that computes them, and their limits.
+"""`quire bench gpu --gemm fp8 int8 int4`: GEMMs of quantized weights by every kernel for them, and their limits.
 
 First what the matrix units reach in fp8. Then, for the weights of a layer and 1 to 2,048 rows, the time of each kernel
 in a captured graph over weights too large for the cache, behind the norm that quantizes its rows, and the share of the
