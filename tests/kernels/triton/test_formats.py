@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModelError
 from quire.kernels.quantized import Fp8Weight, QuantizedWeight, Rounding, WeightUse
+from quire.kernels.slices import Slices, finish_tree
 from quire.kernels.triton.coded_rows import FP8, CodedRows
 from quire.models.build import build_decoder
 from quire.ops.device_weights import BytesLinear, CodesLinear, SplitLinear, to_int8
@@ -81,8 +82,8 @@ def test_a_gemm_is_that_of_the_floats_the_weight_stands_for(kind: str, determini
 
 def test_rows_do_not_depend_on_each_other_in_deterministic_mode() -> None:
     ops = TritonOps("cpu", BF16, deterministic=True)
-    for weight, _ in WEIGHTS.values():
-        packed = ops.pack_quantized([weight])
+    for kind in ("fp8", "fp8 in blocks", "int4", "int8", "6 bits"):
+        packed = ops.pack_quantized([WEIGHTS[kind][0]])
         x = numbers(70, WIDTH)
         whole = ops.linear(x, packed)
         assert torch.equal(ops.linear(x[3:4].contiguous(), packed), whole[3:4])
@@ -144,3 +145,22 @@ def test_a_decoder_with_rounded_weights_is_near_the_one_without(rounding: Roundi
         logits.append(PagedDriver(decoder).run(0, [5, 3, 96, 41], [3, 1]))
     assert isinstance(decoder.layers[0].mlp.down.packed, kind)
     close(logits[1], logits[0], most)
+
+
+@pytest.mark.parametrize("weight", [codes(), wide(6, 32, 16)], ids=["4 bits", "6 bits"])
+def test_ranks_that_share_codes_get_the_bits_of_one_rank_in_deterministic_mode(weight: QuantizedWeight) -> None:
+    ops, slices, x = TritonOps("cpu", BF16, deterministic=True), Slices.of_heads(2, 64), numbers(3, WIDTH)
+    assert ops.quantized(weight, slices) is weight
+    values: dict[tuple[int, int], Tensor] = {}
+    for rank in range(2):
+        part, run = slices.part(rank, rank + 1), slice(64 * rank, 64 * rank + 64)
+        packed = ops.pack_quantized([weight.columns(run.start, run.stop)], None, part)
+        nodes = ops.linear_nodes(x[:, run].contiguous(), packed)
+        values.update(zip(part.nodes(), nodes, strict=True))
+    whole = ops.linear(x, ops.pack_quantized([weight], None, slices))
+    found = finish_tree(slices.total, values)
+    # Interpreted, a kernel that stores bf16 cuts off what does not fit.
+    assert torch.equal((found.view(torch.int32) & -65536).view(torch.float32), whole.float())
+    assert ops.quantized(codes(False, 32), Slices.of_width(WIDTH)) is None  # a slice would cut what lies together
+    with pytest.raises(UnsupportedModelError, match="deterministic"):
+        ops.quantized(blocks(), slices.part(0, 1))
