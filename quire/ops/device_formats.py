@@ -90,10 +90,10 @@ class DeviceFormats:
                 return None
             return to_fp8(weight) if rounding.fp8 else to_int8(weight)
         group = (rounding.group or width) if slices is None else group_of(width, slices, rounding)
-        unit = linear_codes.COLUMNS if rounding.bits == 4 else linear_planes.UNIT
-        if rounding.bits is None or width % group or group % linear_planes.UNIT or _cuts(slices, width, unit):
+        if rounding.bits is None or width % group or group % linear_planes.UNIT:
             return None
-        return to_codes(weight, group, rounding.zero_points, rounding.bits)
+        found = to_codes(weight, group, rounding.zero_points, rounding.bits)
+        return found if _packs(found, slices) else None
 
     def pack(
         self, parts: Sequence[CodedWeight], bias: Tensor | None, slices: Slices | None = None
