@@ -28,12 +28,12 @@ class ModelConfig:
                         ("auto", "float32", "bfloat16", "float16"))
     quantization: str | None = option(
         None, "multiply weights as integers or in fp8. On a CPU int8 and int4 round weights that the file stores as "
-              "floats to so many bits (embedding and head to 8), on a GPU fp8 and int4 do (not embedding and head); "
+              "floats to so many bits (embedding and head to 8), on a GPU fp8 too (not embedding and head); "
               "weights that the file stores quantized keep their bits. file rounds nothing",
         ("int8", "int4", "fp8", "file"))
     quantization_group_size: int | None = option(
         None, "with quantization int8 or int4: columns of a weight that share a scale, 32, 64 or 128; 0: one scale per "
-              "output channel (default: 32 on a CPU, 128 on a GPU)")
+              "output channel (default: 32 on a CPU; on a GPU 128 with int4, 0 with int8)")
     quantization_zero_points: bool | None = option(
         None, "with quantization int8 or int4: codes count from the least weight of a group instead of lying around "
               "zero (default: with int4)")
@@ -74,7 +74,7 @@ class ModelConfig:
             return None if self.quantization is None else Rounding(None, fp8=self.quantization == "fp8")
         bits = 8 if self.quantization == "int8" else 4
         zero_points = bits == 4 if self.quantization_zero_points is None else self.quantization_zero_points
-        usual = 128 if self.device == "cuda" else 32
+        usual = (0 if bits == 8 else 128) if self.device == "cuda" else 32
         group = usual if self.quantization_group_size is None else self.quantization_group_size
         return Rounding(bits, group, zero_points)
 

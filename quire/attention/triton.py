@@ -95,13 +95,11 @@ class TritonAttention:
         *,
         deterministic: bool = False,
         dense_prefill: bool = True,
-        kv_scale: float = 1.0,
         prompt_rows: bool = True,
         pdl: bool = False,
     ) -> None:
         self.device = device
         self.deterministic = deterministic
-        self.kv_scale = kv_scale
         self.pdl = pdl
         self._dtype = dtype
         self._dense = dense_prefill and not deterministic and dtype != torch.float32 and device.type == "cuda"
@@ -124,6 +122,11 @@ class TritonAttention:
         if shape.head_dim > 128:
             return _LARGE_HEADS
         return _FIXED if self.deterministic else _WIDE
+
+    def _tile_over(self, cache: LayerCache, shape: HeadShape) -> MixedShape:
+        """Keys in another type than the queries pass through registers: four warps have too few for 128 rows."""
+        tile = self.tile(shape)
+        return replace(tile, warps=8) if tile is _WIDE and cache.k.dtype != self._dtype else tile
 
     def tokens_per_tile(self, shape: HeadShape) -> int:
         return self.tile(shape).tokens_of(shape.num_heads // shape.num_kv_heads)
@@ -242,7 +245,6 @@ class TritonAttention:
         options: dict[str, Any] = {
             "window": window,
             "softcap": softcap,
-            "kv_scale": self.kv_scale,
             "out": out,
         }
         if turn is None:
@@ -272,7 +274,7 @@ class TritonAttention:
                 ctx.tile_first,
                 shape,
                 scale,
-                sizes=self.tile(shape),
+                sizes=self._tile_over(cache, shape),
                 exact=self.deterministic,
                 **options,
             )

@@ -42,7 +42,7 @@ def last_logits(decoder: Decoder, texts: Sequence[list[int]], kept: Sequence[int
     tokens = [token for text, begin in zip(texts, shared, strict=True) for token in text[begin:]]
     stream = decoder.forward(torch.tensor(tokens), ctx, caches)
     wanted = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, kept, strict=True)])
-    return list(decoder.logits(stream[wanted]).split(list(kept)))
+    return list(decoder.logits(stream[wanted]).float().split(list(kept)))
 
 
 def _common(one: list[int], other: list[int]) -> int:

@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.engine import fetch
+from quire.cli.inspect_gpu import gpu_facts, gpu_rows
 from quire.cli.inspect_ranks import rank_facts, rank_rows
 from quire.cli.options import add_engine_options, engine_options
 from quire.cli.terminal import size_text
@@ -47,8 +48,10 @@ def run(args: argparse.Namespace) -> int:
     from quire.models.registry import read_spec
 
     source = open_source(config)
-    spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
+    plain = read_spec(source.config)
+    spec = plain.with_kv_dtype(config.cache.kv_cache_dtype)
     facts = {**_identity(source), **_shape(spec), **_memory(spec, config)}
+    facts["on_gpu"] = gpu_facts(plain)
     facts["longrope"] = _longrope(spec, config.model.max_model_len)
     print(json.dumps(facts) if args.json else _page(facts))
     return 0
@@ -224,6 +227,7 @@ def _page(facts: dict[str, Any]) -> str:
             if len(facts["kv_groups"]) > 1 or group["window"]
         ],
         *_fit_rows(facts),
+        *gpu_rows(facts["on_gpu"]),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -116,6 +116,10 @@ class QuantizedWeight(CodedWeight):
     bits: int
     group: int
     """Columns that share a scale: 16, or a multiple of 32."""
+    order: Tensor | None = None
+    """int64 [K]: column k here is column order[k] of the weight, where groups are not neighbours there (act-order)."""
+    int8_rows: bool = False
+    """The file asks for activations in int8, with a scale for each token (W8A8)."""
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or not 0 <= self.zero < 1 << self.bits:
@@ -136,7 +140,8 @@ class QuantizedWeight(CodedWeight):
 
     def to(self, device: torch.device) -> QuantizedWeight:
         offsets = None if self.offsets is None else self.offsets.to(device)
-        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets)
+        order = None if self.order is None else self.order.to(device)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets, order=order)
 
     def rows(self, index: Tensor | Sequence[int] | slice) -> QuantizedWeight:
         """These rows, in this order."""
@@ -149,6 +154,8 @@ class QuantizedWeight(CodedWeight):
 
     def columns(self, start: int, stop: int) -> QuantizedWeight:
         """Columns [start, stop). A cut inside a group leaves smaller groups with the same scales: the same weight."""
+        if self.order is not None:
+            raise ModelLoadError("columns of a quantized weight in another order (act-order) cannot be cut")
         group = self.group
         while group > UNIT and (start % group or stop % group):
             group = UNIT if group % (2 * UNIT) else group // 2
@@ -186,7 +193,8 @@ class QuantizedWeight(CodedWeight):
         grouped = (self.codes.float() - self.zero).view(n, -1, self.group) * self.scales.unsqueeze(-1)
         if self.offsets is not None:
             grouped += self.offsets.unsqueeze(-1)
-        return grouped.view(n, k)
+        found = grouped.view(n, k)
+        return found if self.order is None else found[:, self.order.argsort()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +243,11 @@ class Fp8Weight(CodedWeight):
         part = slice(start // self.group, -(-stop // self.group))
         return replace(self, codes=self.codes[:, start:stop], scales=self.scales[:, part])
 
+    def cuts_blocks(self, runs: Sequence[tuple[int, int]]) -> bool:
+        """Whether these runs of columns begin or end inside a block that shares a scale."""
+        edges = [edge for run in runs for edge in run if edge != self.shape[1]]
+        return self.scales.shape[1] > 1 and any(edge % self.group for edge in edges)
+
     def dequantized(self) -> Tensor:
         wide = self.scales.repeat_interleave(self.group, 1)[:, : self.shape[1]]
         return self.codes.float() * wide
@@ -255,3 +268,16 @@ def joined(parts: Sequence[QuantizedWeight], dim: int) -> QuantizedWeight:
         scales=torch.cat([part.scales for part in finer], dim),
         offsets=torch.cat(offsets, dim) if offsets else None,
     )
+
+
+def joined_fp8(parts: Sequence[Fp8Weight], dim: int) -> Fp8Weight:
+    """Parts of one form, one below the other (dim 0) or, where they are whole blocks of one weight, side by side."""
+    import torch
+
+    if len(parts) == 1:
+        return parts[0]
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts], dim).view(torch.float8_e4m3fn)
+    one_scale = dim == 1 and all(torch.equal(part.scales, parts[0].scales) for part in parts)
+    scales = parts[0].scales if one_scale else torch.cat([part.scales for part in parts], dim)
+    group = codes.shape[1] if one_scale else parts[0].group
+    return replace(parts[0], codes=codes, scales=scales, group=group)

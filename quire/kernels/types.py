@@ -138,6 +138,9 @@ class LayerCache:
     """By the names of the spec's parts."""
     tokens_last: tuple[str, ...] = field(default=(), kw_only=True)
     """Parts whose tensor is [num_blocks, heads, width, block_size]; the others are [..., block_size, width]."""
+    scales: Tensor | None = field(default=None, kw_only=True)
+    """float32 [2, heads] of a pair in fp8: keys and values of each head are what is stored times these; None: as
+    stored."""
 
     @property
     def num_blocks(self) -> int:

@@ -36,6 +36,9 @@ class KVStore:
         GPU's must; None decides by their device."""
         if not layers:
             raise KVTransferError("a rank without layers has no KV to send")
+        if any(layer.scales is not None for layer in layers):
+            raise KVTransferError("keys and values in fp8 with scales of the checkpoint (k_scale) cannot be sent: "
+                                  "use kv_cache_dtype='auto'")
         first = next(iter(layers[0].tensors.values()))
         self.device = first.device
         self._staged = self.device.type != "cpu" if staged is None else staged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ from quire.ops.interface import Ops
 from quire.parallel.collectives import TensorGroup
 
 _NAMED_IN_MESSAGE = 4
+_KV_SCALE = re.compile(r"\blayers\.(\d+)\..*\b([kv])_scale$")
+"""Of an fp8 cache: self_attn.k_scale (compressed-tensors), self_attn.k_proj.k_scale (ModelOpt)."""
 _RANDOM_AT_ONCE = 1 << 22
 """Numbers of a random matrix that exist at once, beside those that are wanted."""
 
@@ -66,6 +69,10 @@ def _load_stored(
     decoder: Decoder, names: WeightNames, source: str, tensor: StoredWeight, shapes: Mapping[str, Shape]
 ) -> bool:
     """Hand one stored tensor to the decoder; False if the family has no such tensor."""
+    scale = _KV_SCALE.search(source)
+    if scale is not None and isinstance(tensor, Tensor):
+        decoder.kv_scales.receive(int(scale[1]), scale[2], tensor, source)
+        return True
     if names.is_extra(source, decoder.spec):
         return True
     try:

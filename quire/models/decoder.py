@@ -20,6 +20,7 @@ from quire.layers.rotary import RopeTable, growth_table
 from quire.layers.share import LayerShare
 from quire.layers.spec import MoeSpec, QueryGrowth
 from quire.layers.stream import ResidualStream, Rows, Unnormed
+from quire.models.kv_scales import KVScales
 from quire.models.shard import Shard, shard_of
 from quire.models.spec import DecoderSpec, LayerSpec
 from quire.ops.interface import Ops
@@ -115,6 +116,7 @@ class Decoder:
         self._shapes = shard.parameters
         self._of_other_stages = spec.parameters().keys() - self._shapes.keys()
         self._missing = set(self._shapes)
+        self.kv_scales = KVScales(shard)
         # Every norm reads the stream before a part of a layer, or before the head, and is one that kernels can fuse.
         self._fusable = all(layer.placement == "pre" and layer.norm.kind == "rms" for layer in spec.layers) and (
             spec.final_norm is None or spec.final_norm.kind == "rms"
@@ -206,11 +208,12 @@ class Decoder:
 
     def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:
         """One zeroed cache per layer, with `num_blocks[g]` blocks in those of cache group g."""
-        groups = self.spec.group_of_layer()
-        return [
-            self.ops.allocate_cache(self.shard.kv(index), num_blocks[groups[index]], block_size)
-            for index in range(self.first_layer, self.last_layer)
-        ]
+        groups, found = self.spec.group_of_layer(), []
+        for index in range(self.first_layer, self.last_layer):
+            cache = self.ops.allocate_cache(self.shard.kv(index), num_blocks[groups[index]], block_size)
+            self.kv_scales.give_to(cache, index)
+            found.append(cache)
+        return found
 
     def forward(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> ResidualStream:
         """Token ids [T] (first stage) or hidden rows [T, hidden], which are used up, to the stream after the last

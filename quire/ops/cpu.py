@@ -132,9 +132,9 @@ class CpuOps(Ops):
     ) -> QuantizedWeight | None:
         if self._rounding is None or weight.dim() != 2:
             return None
-        if isinstance(weight, QuantizedWeight):
+        if isinstance(weight, QuantizedWeight) and weight.order is None:
             return weight if cpu_integer.fits(weight.shape[1], slices) else None
-        if isinstance(weight, CodedWeight):  # fp8, which no CPU multiplies
+        if isinstance(weight, CodedWeight):  # fp8 or act-order, which no CPU multiplies
             weight = weight.dequantized()
         return cpu_integer.round_to_codes(self._library, weight, slices, self._rounding, use)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,67 +13,28 @@ from torch import Tensor
 from quire.errors import EngineError, UnsupportedModelError
 from quire.kernels.quantized import CodedWeight, Fp8Weight, QuantizedWeight, Rounding, WeightUse
 from quire.kernels.quantized import joined as joined_codes
+from quire.kernels.slices import Slices
 from quire.kernels.triton import (
     activation,
-    fp8_rows,
+    coded_rows,
     gemm_table,
+    linear_bytes,
     linear_codes,
     linear_fixed,
-    linear_fp8,
+    linear_planes,
     linear_prefetch,
     norm,
 )
-from quire.kernels.triton.fp8_rows import FP8, LARGEST, Fp8Rows
+from quire.kernels.triton.coded_rows import FP8, CodedRows
 from quire.kernels.triton.linear_row import RowShape, linear_row
+from quire.ops.cpu_integer import group_of
+from quire.ops.device_weights import BytesLinear, CodesLinear, QuantizedLinear, SplitLinear, to_codes, to_fp8, to_int8
 
 _EARLY_ROWS = 512
 _UNIT = 16
-"""Features and columns of an fp8 weight come in multiples of so many: what the library's GEMM takes."""
-
-
-@dataclass(slots=True)
-class Fp8Linear:
-    """An fp8 weight [out_features, in_features] on the device, multiplied by rows in fp8 (W8A8)."""
-
-    weight: Tensor
-    scales: Tensor
-    """float32 [out_features], or [out_features, in_features / 128]."""
-    bias: Tensor | None
-    input_scale: Tensor | None
-    """float32 [1]: the scale of all rows, where calibration fixed it."""
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-
-@dataclass(slots=True)
-class CodesLinear:
-    """A weight of 4-bit codes on the device, multiplied by rows in their own type (W4A16)."""
-
-    packed: linear_codes.PackedCodes
-    bias: Tensor | None
-
-    @property
-    def out_features(self) -> int:
-        return self.packed.features
-
-    @property
-    def in_features(self) -> int:
-        return self.packed.width
-
-    @property
-    def nbytes(self) -> int:
-        held = (self.packed.words, self.packed.scales, self.bias)
-        return sum(each.nbytes for each in held if each is not None)
+"""Features and columns of a weight of bytes come in multiples of so many: what the library's GEMM takes."""
+INT8_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (1 << 62, (128, 256, 128, 8, 3)))
+"""Up to so many rows: the tile of an int8 GEMM. Not timed yet."""
 
 
 class DeviceFormats:
@@ -93,7 +55,9 @@ class DeviceFormats:
 
     # ---- what is kept
 
-    def quantized(self, weight: Tensor | CodedWeight, use: WeightUse) -> CodedWeight | None:
+    def quantized(
+        self, weight: Tensor | CodedWeight, slices: Slices | None, use: WeightUse
+    ) -> CodedWeight | None:
         """The codes that are multiplied in place of a weight; None: floats are."""
         if self._dtype == torch.float32 or use in (WeightUse.VOCABULARY, WeightUse.EXACT):
             return None
@@ -101,99 +65,147 @@ class DeviceFormats:
             if self._rounding is not None and (self._rounding.fp8 or self._rounding.bits):
                 raise UnsupportedModelError("quantization of experts is not built for GPUs yet: leave it out")
             return None
+        slices = slices if self._deterministic else None
+        self._check_shared(weight, slices)
         if isinstance(weight, Fp8Weight):
             return weight if self._has_fp8 and _fits(weight) else None
         if isinstance(weight, QuantizedWeight):
-            return weight if linear_codes.packs(weight) else None
+            kept = not (slices is not None and weight.order is not None) and _packs(weight, slices)
+            return weight if kept else None
         if isinstance(weight, Tensor) and self._rounding is not None:
-            return self._rounded(weight, self._rounding)
+            return self._rounded(weight, slices, self._rounding)
         return None
 
-    def _rounded(self, weight: Tensor, rounding: Rounding) -> CodedWeight | None:
+    def _check_shared(self, weight: Tensor | CodedWeight, slices: Slices | None) -> None:
+        """Rows that ranks share would need one scale of all ranks for bits that do not depend on their number."""
+        int8 = isinstance(weight, QuantizedWeight) and _is_int8(weight)
+        if slices is not None and not slices.whole and (int8 or isinstance(weight, Fp8Weight)):
+            raise UnsupportedModelError("weights in fp8 or int8 with rows in the same type (W8A8) cannot be shared by "
+                                        "ranks with deterministic: use tensor_parallel_size=1")
+
+    def _rounded(self, weight: Tensor, slices: Slices | None, rounding: Rounding) -> CodedWeight | None:
         features, width = weight.shape
-        if rounding.fp8:
-            return None if features % _UNIT or width % _UNIT else to_fp8(weight)
-        group = rounding.group or width
-        if rounding.bits != 4 or width % group or width % linear_codes.COLUMNS:
+        if rounding.fp8 or (rounding.bits == 8 and not rounding.group and not rounding.zero_points):
+            if features % _UNIT or width % _UNIT or (not rounding.fp8 and width % linear_planes.UNIT):
+                return None
+            return to_fp8(weight) if rounding.fp8 else to_int8(weight)
+        group = (rounding.group or width) if slices is None else group_of(width, slices, rounding)
+        if rounding.bits is None or width % group or group % linear_planes.UNIT:
             return None
-        return to_codes(weight, group, rounding.zero_points)
+        found = to_codes(weight, group, rounding.zero_points, rounding.bits)
+        return found if _packs(found, slices) else None
 
-    def pack(self, parts: Sequence[CodedWeight], bias: Tensor | None) -> Fp8Linear | CodesLinear | None:
-        """The parts one below the other; None where they are of different formats, and are multiplied as floats."""
+    def pack(
+        self, parts: Sequence[CodedWeight], bias: Tensor | None, slices: Slices | None = None
+    ) -> QuantizedLinear:
+        """The parts one below the other; runs of neighbours that have one format are multiplied as one."""
         bias = None if bias is None else bias.to(self._device, self._dtype).contiguous()
-        fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
-        codes = [part for part in parts if isinstance(part, QuantizedWeight)]
-        if len(fp8) == len(parts) and len({part.scales.shape[1] == 1 for part in fp8}) == 1:
-            return self._pack_fp8(fp8, bias)
-        if len(codes) == len(parts) and len({(part.group, part.zero) for part in codes}) == 1:
-            # Parts with offsets and parts without are one where those without get offsets of zero.
-            if any(part.offsets is not None for part in codes):
-                codes = [part if part.offsets is not None else _with_offsets(part) for part in codes]
-            return CodesLinear(linear_codes.pack(joined_codes(codes, 0), self._dtype), bias)
-        return None
+        slices = slices if self._deterministic else None
+        found: list[BytesLinear | CodesLinear] = []
+        start = 0
+        for _, run in groupby(_by_format(parts), key=lambda pair: pair[0]):
+            some = [part for _, part in run]
+            end = start + sum(part.shape[0] for part in some)
+            found.append(self._pack_run(some, None if bias is None else bias[start:end], slices))
+            start = end
+        return found[0] if len(found) == 1 else SplitLinear(tuple(found))
 
-    def _pack_fp8(self, parts: list[Fp8Weight], bias: Tensor | None) -> Fp8Linear:
+    def _pack_run(
+        self, parts: list[CodedWeight], bias: Tensor | None, slices: Slices | None
+    ) -> BytesLinear | CodesLinear:
+        fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
+        if fp8:
+            return self._pack_fp8(fp8, bias)
+        codes = [part for part in parts if isinstance(part, QuantizedWeight)]
+        # Parts with offsets and parts without are one where those without get offsets of zero.
+        if any(part.offsets is not None for part in codes):
+            codes = [part if part.offsets is not None else _with_offsets(part) for part in codes]
+        whole = joined_codes(codes, 0)
+        if _is_int8(whole):
+            return BytesLinear((whole.codes ^ 128).view(torch.int8), whole.scales.squeeze(1).contiguous(), bias, None)
+        packed = linear_codes.pack(whole, self._dtype) if linear_codes.packs(whole) else linear_planes.pack(whole)
+        return CodesLinear(packed, bias, slices, whole.order)
+
+    def _pack_fp8(self, parts: list[Fp8Weight], bias: Tensor | None) -> BytesLinear:
         weight = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(FP8).to(self._device)
         scales = torch.cat([part.scales for part in parts]).to(self._device)
         # Rows are quantized once for all parts: by the largest scale nothing is cut off.
         given = [part.input_scale for part in parts if part.input_scale is not None]
         fixed = torch.tensor([max(given)], device=self._device) if len(given) == len(parts) else None
-        return Fp8Linear(weight, scales.squeeze(1).contiguous() if scales.shape[1] == 1 else scales, bias, fixed)
+        return BytesLinear(weight, scales.squeeze(1).contiguous() if scales.shape[1] == 1 else scales, bias, fixed)
 
     # ---- rows
 
     def _early(self, rows: int) -> bool:
         return self._pdl and rows <= _EARLY_ROWS
 
-    def norm_for(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reader: Any) -> Fp8Rows | None:
+    def norm_for(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reader: Any) -> CodedRows | None:
         """The norm of residual += x as the reader wants its rows; None: as they are."""
-        if not isinstance(reader, Fp8Linear):
+        if not isinstance(reader, BytesLinear):
             return None
-        return fp8_rows.norm_rows(x, residual, weight, eps, reader.input_scale, pdl=self._early(x.shape[0]))
+        return coded_rows.norm_rows(x, residual, weight, eps, reader.input_scale, dtype=reader.weight.dtype,
+                                    pdl=self._early(x.shape[0]))
 
-    def gate_for(self, gate_up: Tensor, kind: str, reader: Any) -> Fp8Rows | None:
-        if not isinstance(reader, Fp8Linear):
-            return None
-        return fp8_rows.quantize_rows(gate_up, reader.input_scale, gated=kind, pdl=self._early(gate_up.shape[0]))
+    def gate_for(self, gate_up: Tensor, kind: str, reader: Any) -> CodedRows | None:
+        return self._rows(gate_up, reader, kind) if isinstance(reader, BytesLinear) else None
+
+    def _rows(self, x: Tensor, reader: BytesLinear, gated: str | None = None) -> CodedRows:
+        return coded_rows.quantize_rows(x, reader.input_scale, gated=gated, dtype=reader.weight.dtype,
+                                        pdl=self._early(x.shape[0]))
 
     # ---- GEMMs
 
     def linear(
-        self, x: Tensor | Fp8Rows, w: Fp8Linear | CodesLinear, residual: Tensor | None, out: Tensor | None
+        self, x: Tensor | CodedRows, w: QuantizedLinear, residual: Tensor | None, out: Tensor | None
     ) -> Tensor:
+        if isinstance(w, BytesLinear):
+            return self._bytes(x, w, residual, out)
+        if isinstance(x, CodedRows):
+            raise EngineError("rows in fp8 or int8 for a weight of integer codes")
         if isinstance(w, CodesLinear):
-            if isinstance(x, Fp8Rows):
-                raise EngineError("rows in fp8 for a weight of integer codes")
             return self._codes(x, w, residual, out)
-        if isinstance(x, Tensor):
-            if x.shape[0] == 1 and not self._deterministic and w.scales.dim() == 1 and w.input_scale is None:
-                choice = gemm_table.lookup(1, w.out_features, w.in_features, x.dtype, gemm_table.FP8 + gemm_table.PLAIN)
-                if choice.kernel == "row":
-                    return linear_row(x, w.weight, w.bias, residual, scales=w.scales, out=out,
-                                      sizes=RowShape(*choice.sizes), pdl=self._pdl)
-            x = fp8_rows.quantize_rows(x, w.input_scale, pdl=self._early(x.shape[0]))
-        return self._fp8(x, w, residual, out)
+        found = torch.cat([self.linear(x, part, None, None) for part in w.parts], 1)
+        found = found if residual is None else found.add_(residual)
+        return found if out is None else out.copy_(found)
+
+    def linear_nodes(self, x: Tensor, w: CodesLinear, out: Tensor | None) -> Tensor:
+        """See `Ops.linear_nodes`: only in deterministic mode."""
+        if w.slices is None:
+            raise EngineError("a weight without slices has no tree of sums: use linear")
+        return linear_fixed.linear_fixed_nodes(x, self._floats(x, w), w.slices, out=out)
 
     def norm_linear(
-        self, x: Tensor, gain: Tensor, eps: float, w: Fp8Linear | CodesLinear, gated: str | None, out: Tensor | None
+        self, x: Tensor, gain: Tensor, eps: float, w: QuantizedLinear, gated: str | None, out: Tensor | None
     ) -> Tensor:
         """linear(rms_norm(x)), and the gated activation of it, of one row or two."""
-        if isinstance(w, CodesLinear):
-            found = self._codes(norm.rms_norm(x, gain, eps, pdl=self._pdl), w, None, None if gated else out)
+        if not isinstance(w, BytesLinear):
+            found = self.linear(norm.rms_norm(x, gain, eps, pdl=self._pdl), w, None, None if gated else out)
         else:
-            form = gemm_table.FP8 + (gemm_table.GATED if gated else gemm_table.NORM)
-            choice = gemm_table.lookup(1, w.out_features, w.in_features, x.dtype, form)
-            if choice.kernel == "row" and x.shape[0] == 1 and w.scales.dim() == 1 and w.input_scale is None:
+            choice = self._row_choice(x, w, gemm_table.GATED if gated else gemm_table.NORM)
+            if choice is not None:
                 return linear_row(x, w.weight, w.bias, None, scales=w.scales, norm=gain, eps=eps, gated=gated, out=out,
-                                  sizes=RowShape(*choice.sizes), pdl=self._pdl)
-            rows = fp8_rows.norm_rows(x, None, gain, eps, w.input_scale, pdl=self._pdl)
-            found = self._fp8(rows, w, None, None if gated else out)
+                                  sizes=choice, pdl=self._pdl)
+            rows = coded_rows.norm_rows(x, None, gain, eps, w.input_scale, dtype=w.weight.dtype, pdl=self._pdl)
+            found = self._bytes(rows, w, None, None if gated else out)
         return activation.act_mul(found, gated, pdl=self._pdl) if gated else found
 
-    def _fp8(self, x: Fp8Rows, w: Fp8Linear, residual: Tensor | None, out: Tensor | None) -> Tensor:
-        rows = x.shape[0]
-        blocks = w.scales.dim() == 2
-        if not self._deterministic and not blocks:
+    def _row_choice(self, x: Tensor, w: BytesLinear, form: str) -> RowShape | None:
+        """How the kernel of one row runs it, which keeps its own type; None: rows become codes."""
+        if x.shape[0] != 1 or self._deterministic or w.scales.dim() != 1 or w.input_scale is not None:
+            return None
+        choice = gemm_table.lookup(1, w.out_features, w.in_features, x.dtype, gemm_table.FP8 + form)
+        return RowShape(*choice.sizes) if choice.kernel == "row" else None
+
+    def _bytes(self, x: Tensor | CodedRows, w: BytesLinear, residual: Tensor | None, out: Tensor | None) -> Tensor:
+        if isinstance(x, Tensor):
+            choice = self._row_choice(x, w, gemm_table.PLAIN)
+            if choice is not None:
+                return linear_row(x, w.weight, w.bias, residual, scales=w.scales, out=out, sizes=choice, pdl=self._pdl)
+            x = self._rows(x, w)
+        rows, sizes = x.shape[0], linear_bytes.BytesShape()
+        if w.weight.dtype == torch.int8 and not self._deterministic:
+            sizes = linear_bytes.BytesShape(*next(tile for most, tile in INT8_TILES if rows <= most))
+        elif not self._deterministic and w.scales.dim() == 1:
             form = gemm_table.FP8 + gemm_table.PLAIN
             choice = gemm_table.lookup(rows, w.out_features, w.in_features, self._dtype, form)
             if choice.kernel == "prefetch":
@@ -203,10 +215,11 @@ class DeviceFormats:
             if self._device.type == "cuda" and choice.kernel != "tiles":
                 return self._library(x, w, residual, out)
         into = torch.empty(rows, w.out_features, dtype=self._dtype, device=x.codes.device) if out is None else out
-        return linear_fp8.linear_fp8(x.codes, w.weight, (w.scales, x.scales), w.bias, residual, out=into)
+        return linear_bytes.linear_bytes(x.codes, w.weight, (w.scales, x.scales), w.bias, residual, out=into,
+                                         sizes=sizes)
 
     def _prefetch(
-        self, choice: gemm_table.GemmChoice, x: Fp8Rows, w: Fp8Linear, residual: Tensor | None, out: Tensor | None
+        self, choice: gemm_table.GemmChoice, x: CodedRows, w: BytesLinear, residual: Tensor | None, out: Tensor | None
     ) -> Tensor | None:
         sizes = linear_prefetch.PrefetchShape(*choice.sizes)
         if self._scratch is None or not linear_prefetch.is_common(x.shape[0]):
@@ -220,7 +233,7 @@ class DeviceFormats:
             out=out, pdl=self._early(x.shape[0]),
         )  # fmt: skip
 
-    def _library(self, x: Fp8Rows, w: Fp8Linear, residual: Tensor | None, out: Tensor | None) -> Tensor:
+    def _library(self, x: CodedRows, w: BytesLinear, residual: Tensor | None, out: Tensor | None) -> Tensor:
         found = torch._scaled_mm(
             x.codes, w.weight.t(), scale_a=x.scales[:, None], scale_b=w.scales[None], bias=w.bias,
             out_dtype=self._dtype, use_fast_accum=True,
@@ -229,52 +242,96 @@ class DeviceFormats:
         return found if out is None else out.copy_(found)
 
     def _codes(self, x: Tensor, w: CodesLinear, residual: Tensor | None, out: Tensor | None) -> Tensor:
-        rows = x.shape[0]
-        if not self._deterministic and self._scratch is not None and linear_prefetch.is_common(rows):
-            choice = gemm_table.lookup(rows, w.out_features, w.in_features, x.dtype, gemm_table.INT4 + gemm_table.PLAIN)
-            sizes = linear_codes.CodesShape(*choice.sizes) if choice.kernel == "codes" else None
-            if sizes is not None and linear_codes.fits(rows, w.packed, sizes, self._scratch):
-                return linear_codes.linear_codes(
-                    x, w.packed, w.bias, residual, sizes=sizes, scratch=self._scratch, out=out, pdl=self._early(rows)
-                )
-        floats = torch.empty(w.out_features, w.in_features, dtype=x.dtype, device=x.device)
-        linear_codes.unpack(w.packed, floats)
+        x = x if w.order is None else x.index_select(1, w.order)
+        if not self._deterministic:
+            found = self._packed_gemm(x, w, residual, out)
+            if found is not None:
+                return found
+        floats = self._floats(x, w)
         if self._deterministic:
-            found = linear_fixed.linear_fixed(x, floats, w.bias, residual)
+            found = linear_fixed.linear_fixed(x, floats, w.bias, residual, w.slices)
         else:
             found = torch.nn.functional.linear(x, floats, w.bias)
             found = found if residual is None else found.add_(residual)
         return found if out is None else out.copy_(found)
 
+    def _packed_gemm(self, x: Tensor, w: CodesLinear, residual: Tensor | None, out: Tensor | None) -> Tensor | None:
+        """By a kernel that reads codes; None: so many rows are better multiplied by floats."""
+        rows, packed = x.shape[0], w.packed
+        if isinstance(packed, linear_planes.PackedPlanes):
+            if rows > linear_planes.MOST_ROWS:
+                return None
+            return linear_planes.linear_planes(x, packed, w.bias, residual, out=out, pdl=self._early(rows))
+        if self._scratch is None or not linear_prefetch.is_common(rows):
+            return None
+        choice = gemm_table.lookup(rows, w.out_features, w.in_features, x.dtype, gemm_table.INT4 + gemm_table.PLAIN)
+        sizes = linear_codes.CodesShape(*choice.sizes) if choice.kernel == "codes" else None
+        if sizes is None or not linear_codes.fits(rows, packed, sizes, self._scratch):
+            return None
+        return linear_codes.linear_codes(
+            x, packed, w.bias, residual, sizes=sizes, scratch=self._scratch, out=out, pdl=self._early(rows)
+        )
 
-def to_fp8(weight: Tensor) -> Fp8Weight:
-    """A weight of floats with a scale for each feature."""
-    wide = weight.float()
-    scales = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / LARGEST
-    return Fp8Weight((wide / scales).clamp(-LARGEST, LARGEST).to(FP8), scales, weight.shape[1])
-
-
-def to_codes(weight: Tensor, group: int, zero_points: bool) -> QuantizedWeight:
-    """A weight of floats as 4-bit codes with a scale for each group of columns, and an offset with `zero_points`."""
-    features, width = weight.shape
-    wide = weight.float().view(features, -1, group)
-    if zero_points:
-        least, most = wide.amin(-1), wide.amax(-1)
-        scales = ((most - least) / 15).clamp(min=1e-12)
-        codes = (wide - least[:, :, None]).div_(scales[:, :, None])
-    else:
-        least, scales = None, (wide.abs().amax(-1) / 7.5).clamp(min=1e-12)
-        codes = wide / scales[:, :, None] + 8
-    codes = codes.round_().clamp_(0, 15).to(torch.uint8).view(features, width)
-    return QuantizedWeight(codes, scales, least, 0 if zero_points else 8, 4, group)
+    def _floats(self, x: Tensor, w: CodesLinear) -> Tensor:
+        """The weight in the activations' type, in scratch memory."""
+        floats = torch.empty(w.out_features, w.in_features, dtype=x.dtype, device=x.device)
+        if isinstance(w.packed, linear_planes.PackedPlanes):
+            return linear_planes.unpack(w.packed, floats)
+        return linear_codes.unpack(w.packed, floats)
 
 
 def _fits(weight: Fp8Weight) -> bool:
     """Whether kernels multiply it: sizes in multiples of 16, one scale a feature or one for each 128 columns."""
     features, width = weight.shape
-    scaled = weight.scales.shape[1] == 1 or weight.group == linear_fp8.SCALE_BLOCK
+    scaled = weight.scales.shape[1] == 1 or weight.group == linear_bytes.SCALE_BLOCK
     return features % _UNIT == 0 and width % _UNIT == 0 and scaled
 
 
+def _packs(weight: QuantizedWeight, slices: Slices | None) -> bool:
+    """Whether a kernel has a form for it, and for each slice of it that a rank may have."""
+    if _is_int8(weight):
+        return weight.shape[0] % _UNIT == 0
+    if linear_codes.packs(weight):
+        return not _cuts(slices, weight.shape[1], linear_codes.COLUMNS)
+    return linear_planes.packs(weight) and not _cuts(slices, weight.shape[1], linear_planes.UNIT)
+
+
+def _is_int8(weight: QuantizedWeight) -> bool:
+    """Whether it is multiplied by rows in int8: one scale a feature, codes around zero."""
+    one = weight.group == weight.shape[1] and weight.offsets is None and weight.order is None
+    return weight.int8_rows and weight.bits == 8 and weight.zero == 128 and one
+
+
+def _cuts(slices: Slices | None, width: int, unit: int) -> bool:
+    """Whether units of columns do not fill a weight, or a border of the sum's slices lies inside one."""
+    borders = () if slices is None else (slices.border(index) for index in range(slices.total + 1))
+    return width % unit != 0 or any(border % unit for border in borders)
+
+
+def _by_format(parts: Sequence[CodedWeight]) -> list[tuple[object, CodedWeight]]:
+    """Each part with what must be equal for it to be joined with its neighbour."""
+    found: list[tuple[object, CodedWeight]] = []
+    for place, part in enumerate(parts):
+        kind: object = place
+        if isinstance(part, Fp8Weight):
+            kind = "fp8", part.scales.shape[1] == 1
+        elif isinstance(part, QuantizedWeight):
+            kind = part.group, part.zero, part.bits, part.int8_rows, _same_order(found, part, place)
+        found.append((kind, part))
+    return found
+
+
+def _same_order(before: list[tuple[object, CodedWeight]], part: QuantizedWeight, place: int) -> int:
+    """A number for the order of a part's columns: -1 for none, else the place of the first neighbour that has it."""
+    if part.order is None:
+        return -1
+    while place > 0:
+        other = before[place - 1][1]
+        if not isinstance(other, QuantizedWeight) or other.order is None or not torch.equal(other.order, part.order):
+            break
+        place -= 1
+    return place
+
+
 def _with_offsets(part: QuantizedWeight) -> QuantizedWeight:
-    return QuantizedWeight(part.codes, part.scales, torch.zeros_like(part.scales), part.zero, part.bits, part.group)
+    return replace(part, offsets=torch.zeros_like(part.scales))

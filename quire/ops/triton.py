@@ -35,7 +35,8 @@ from quire.kernels.triton import (
 from quire.kernels.triton.gemm_table import GemmChoice
 from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
-from quire.ops.device_formats import CodesLinear, DeviceFormats, Fp8Linear
+from quire.ops.device_formats import DeviceFormats
+from quire.ops.device_weights import CodesLinear, QuantizedLinear
 from quire.ops.interface import Fusion, Ops, PackedLinear
 from quire.parallel.collectives import TensorGroup
 
@@ -90,7 +91,6 @@ class TritonOps(Ops):
         *,
         deterministic: bool = False,
         kv_dtype: torch.dtype | None = None,
-        kv_scale: float = 1.0,
         dense_prefill: bool = True,
         prompt_rows: bool = True,
         pdl: bool = False,
@@ -101,7 +101,6 @@ class TritonOps(Ops):
         self.dtype = dtype
         self.deterministic = deterministic
         self.kv_dtype = kv_dtype or dtype
-        self.kv_scale = kv_scale
         # Deterministic mode runs one compiled kernel in every step. Early launch would be another kernel, which might
         # round differently; so would another number of heads at once, whose squares are summed in another order.
         self.pdl = pdl = pdl and not deterministic
@@ -113,15 +112,13 @@ class TritonOps(Ops):
             self.device, dtype, rounding, deterministic=deterministic, pdl=pdl, scratch=self._parts
         )
         self._copy_engine = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
-        # fp8 keys lie in the cache only, so a fresh prompt must be read back from there as later steps will.
         self.attention = TritonAttention(
             self.device,
             dtype,
             deterministic=deterministic,
-            kv_scale=kv_scale,
             pdl=pdl,
-            dense_prefill=dense_prefill and kv_dtype is None,
-            prompt_rows=prompt_rows and kv_dtype is None,
+            dense_prefill=dense_prefill,
+            prompt_rows=prompt_rows,
         )
 
     def close(self) -> None:
@@ -142,20 +139,16 @@ class TritonOps(Ops):
     def quantized(
         self, weight: StoredWeight, slices: Slices | None = None, use: WeightUse = WeightUse.LAYER
     ) -> CodedWeight | None:
-        return self._formats.quantized(weight, use)
+        return self._formats.quantized(weight, slices, use)
 
     def pack_quantized(
         self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None
     ) -> PackedLinear:
-        """Parts of different formats are multiplied as floats."""
-        packed = self._formats.pack(parts, bias)
-        if packed is None:
-            return self.pack_linear(torch.cat([part.dequantized().to(self.dtype) for part in parts]), bias, slices)
-        return packed
+        return self._formats.pack(parts, bias, slices)
 
     def linear(self, x: Any, w: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias + residual; `out`, if given, receives it (a graph's buffer of logits)."""
-        if isinstance(w, Fp8Linear | CodesLinear):
+        if isinstance(w, QuantizedLinear):
             return self._formats.linear(x, w, residual, out)
         found = self._linear(x, w, residual, out)
         return found if out is None or found is out else out.copy_(found)
@@ -165,19 +158,21 @@ class TritonOps(Ops):
             return linear_fixed.linear_fixed(x, w.weight, w.bias, residual, w.slices)
         return self._gemm(gemm_table.lookup(x.shape[0], w.out_features, w.in_features, x.dtype), x, w, residual, out)
 
-    def linear_nodes(self, x: Tensor, w: DeviceLinear, out: Tensor | None = None) -> Tensor:
+    def linear_nodes(self, x: Tensor, w: Any, out: Tensor | None = None) -> Tensor:
+        if isinstance(w, CodesLinear):
+            return self._formats.linear_nodes(x, w, out)
         if w.slices is None:
             raise EngineError("a weight without slices has no tree of sums: use linear")
         return linear_fixed.linear_fixed_nodes(x, w.weight, w.slices, out=out)
 
     def linear_over_ranks(
-        self, x: Tensor, w: DeviceLinear, ranks: TensorGroup, tree: RankTree, bias: Tensor | None,
+        self, x: Any, w: Any, ranks: TensorGroup, tree: RankTree, bias: Tensor | None,
         residual: Tensor | None,
     ) -> Tensor:
         """In deterministic mode the additions of one rank; else the fastest GEMM, and a sum over ranks."""
         if self.deterministic:
             return super().linear_over_ranks(x, w, ranks, tree, bias, residual).to(x.dtype)
-        room = ranks.room(x.shape[0], w.out_features, x.dtype)
+        room = ranks.room(x.shape[0], w.out_features, self.dtype)
         return ranks.sum_parts(self.linear(x, w, None, room), bias, residual)
 
     def _gemm(
@@ -343,7 +338,6 @@ class TritonOps(Ops):
             q_norm,
             k_norm,
             norm_eps,
-            kv_scale=self.kv_scale,
             pdl=self.pdl and ctx.num_decodes == qkv.shape[0],
             heads_at_once=self._heads_at_once,
         )
@@ -449,7 +443,7 @@ class TritonOps(Ops):
         out: Tensor | None = None,
     ) -> Tensor:
         """In one launch where that is fastest."""
-        if isinstance(w, Fp8Linear | CodesLinear):
+        if isinstance(w, QuantizedLinear):
             return self._formats.norm_linear(x, gain, eps, w, gated, out)
         if x.shape[0] > 1:
             return linear_few.linear_vector(

@@ -43,6 +43,10 @@ def test_inspect_counts_what_a_checkpoint_holds(tmp_path: Path, inside: Callable
     assert (facts["layers"], facts["heads"], facts["kv_heads"], facts["head_dim"]) == (3, 6, 2, 8)
     assert facts["kv_bytes_per_token"] == 3 * 2 * 2 * 8 * 4
     assert facts["context"] == 256 and facts["fits"] and not facts["chat_template"]
+    on_gpu = facts["on_gpu"]
+    assert on_gpu["weight_bytes"]["none"] == 2 * count > on_gpu["weight_bytes"]["fp8"] > on_gpu["weight_bytes"]["int4"]
+    assert on_gpu["kv_bytes_per_token"]["fp8"] == facts["kv_bytes_per_token"] // 4
+    assert on_gpu["tokens"]["24 GB"]["int4"] > on_gpu["tokens"]["24 GB"]["none"] > 0
     eight = facts_of(inside("inspect", str(tmp_path), "--kv-cache-dtype", "int8", "--json"))
     assert eight["kv_bytes_per_token"] == 3 * 2 * 2 * (16 + 4), "heads of 8 are padded to 16 codes, and have a scale"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
-    from quire.kernels.triton import fp8_rows, linear_codes, linear_fp8, linear_prefetch
-    from quire.ops.device_formats import to_codes, to_fp8
+    from quire.kernels.quantized import QuantizedWeight
+    from quire.kernels.triton import coded_rows, linear_bytes, linear_codes, linear_planes, linear_prefetch
+    from quire.ops.device_weights import to_codes, to_fp8, to_int8
     from quire.ops.triton import TritonOps
 
 ROWS = (1, 2, 8, 16, 48, 64, 128, 300)
@@ -56,6 +58,60 @@ def test_gemms_of_4_bit_weights_for_every_number_of_rows(features: int, width: i
         ops.close()
 
 
+def coded(features: int, width: int, bits: int, zero: int, group: int, offsets: bool) -> QuantizedWeight:
+    codes = torch.randint(0, 1 << bits, (features, width), dtype=torch.uint8, device="cuda")
+    scales = torch.rand(features, width // group, device="cuda").half().float()
+    return QuantizedWeight(codes, scales, -scales if offsets else None, zero, bits, group)
+
+
+WIDE = {"Q8_0": (8, 128, 32, False), "Q5_K": (5, 0, 32, True), "Q6_K": (6, 32, 16, False),
+        "GPTQ of 8 bits": (8, 0, 128, True)}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", WIDE)
+def test_gemms_of_wider_codes_for_every_number_of_rows(form: str) -> None:
+    """Of one shape, since every shape is compiled anew."""
+    features, width = 1152, 640
+    weight = coded(features, width, *WIDE[form])
+    floats = weight.dequantized()
+    for deterministic in (False, True):
+        ops = TritonOps("cuda", torch.bfloat16, deterministic=deterministic, pdl=True)
+        linear = ops.pack_quantized([weight])
+        assert torch.equal(linear_planes.unpacked(linear.packed), floats)
+        for rows in (1, 7, 48, 64, 300):
+            x, residual = numbers(rows, width), numbers(rows, features)
+            want = x.float() @ floats.t() + residual.float()
+            close(ops.linear(x, linear, residual), want, 0.01, (rows, deterministic))
+        ops.close()
+
+
+def test_gemms_of_int8_for_every_number_of_rows() -> None:
+    features, width = 1152, 640
+    weight = to_int8(numbers(features, width))
+    for deterministic in (False, True):
+        ops = TritonOps("cuda", torch.bfloat16, deterministic=deterministic, pdl=True)
+        packed = ops.pack_quantized([weight])
+        for rows in ROWS:
+            x, residual = numbers(rows, width), numbers(rows, features)
+            want = x.float() @ weight.dequantized().t() + residual.float()
+            close(ops.linear(x, packed, residual), want, 0.03, (rows, deterministic))
+        ops.close()
+    x = numbers(5, 4096)
+    got, want = (make(x, dtype=torch.int8) for make in (coded_rows.quantize_rows, coded_rows.quantize_reference))
+    assert (got.codes.int() - want.codes.int()).abs().max() <= 1
+
+
+def test_columns_in_another_order_and_parts_of_different_formats() -> None:
+    ops = TritonOps("cuda", torch.bfloat16, pdl=True)
+    order = torch.randperm(1024, device="cuda")
+    weights = [replace(to_codes(numbers(512, 1024), 128, True), order=order), coded(256, 1024, *WIDE["Q6_K"])]
+    packed, floats = ops.pack_quantized(weights), torch.cat([weight.dequantized() for weight in weights])
+    for rows in (1, 8, 300):
+        x = numbers(rows, 1024)
+        close(ops.linear(x, packed), x.float() @ floats.t(), 0.01, rows)
+    ops.close()
+
+
 @pytest.mark.parametrize("rows", [1, 8, 32, 64, 128])
 def test_the_kernel_of_codes_itself(rows: int) -> None:
     """Shares that cut tiles, and a program for each tile."""
@@ -73,30 +129,30 @@ def test_the_kernel_of_codes_itself(rows: int) -> None:
 
 
 def test_blocks_of_128_and_rows_are_exact() -> None:
-    x = fp8_rows.quantize_rows(numbers(200, 1024))
-    weight = numbers(640, 1024).to(fp8_rows.FP8)
+    x = coded_rows.quantize_rows(numbers(200, 1024))
+    weight = numbers(640, 1024).to(coded_rows.FP8)
     scales = torch.rand(640, 8, device="cuda") + 0.5
     out = torch.empty(200, 640, device="cuda", dtype=torch.bfloat16)
-    got = linear_fp8.linear_fp8(x.codes, weight, (scales, x.scales), out=out)
-    want = linear_fp8.linear_reference(x.codes, weight, (scales, x.scales), None, None, torch.float32)
+    got = linear_bytes.linear_bytes(x.codes, weight, (scales, x.scales), out=out)
+    want = linear_bytes.linear_reference(x.codes, weight, (scales, x.scales), None, None, torch.float32)
     close(got, want, 0.01, "blocks")
 
 
 @pytest.mark.parametrize("gated", [None, "silu"])
 def test_rows_and_norms_in_fp8_are_their_references(gated: str | None) -> None:
     x = numbers(5, 8192 if gated else 4096)
-    got, want = fp8_rows.quantize_rows(x, gated=gated, pdl=True), fp8_rows.quantize_reference(x, gated=gated)
+    got, want = coded_rows.quantize_rows(x, gated=gated, pdl=True), coded_rows.quantize_reference(x, gated=gated)
     assert torch.allclose(got.scales, want.scales, rtol=1e-2)
     close(got.codes.float() * got.scales[:, None], want.codes.float() * want.scales[:, None], 0.04, gated)
     gain = torch.rand(4096, device="cuda")
     sums = [numbers(5, 4096)] * 2
-    normed = fp8_rows.norm_rows(x[:, :4096].contiguous(), sums[0].clone(), gain, 1e-6, pdl=True)
-    reference = fp8_rows.norm_reference(x[:, :4096].contiguous(), sums[1].clone(), gain, 1e-6)
+    normed = coded_rows.norm_rows(x[:, :4096].contiguous(), sums[0].clone(), gain, 1e-6, pdl=True)
+    reference = coded_rows.norm_reference(x[:, :4096].contiguous(), sums[1].clone(), gain, 1e-6)
     floats = [rows.codes.float() * rows.scales[:, None] for rows in (normed, reference)]
     close(floats[0], floats[1], 0.04, "norm")
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+@pytest.mark.parametrize("quantization", ["fp8", "int4", "int8"])
 def test_an_engine_with_weights_rounded_at_load_answers_the_same_with_and_without_graphs(
     quantization: str, tmp_path: Path
 ) -> None:

@@ -8,6 +8,8 @@ float32's over whole passages of LAMBADA, with a standard error over passages.
 `file` multiplies the integers that the file stores. `int8` and `int4` are made at load from the same model in floats,
 which is written to a folder of its own first (an engine would keep a file's integers); `int4-symmetric` is without zero
 points. `int8-kv` multiplies floats, and keeps keys and values as int8.
+
+With `--device cuda` the formats of a GPU are compared with bf16 there (`quire.bench.gpu.format_accuracy`).
 """
 
 from __future__ import annotations
@@ -53,10 +55,12 @@ _TEXTS_AT_ONCE = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    others = [name for name in FORMATS if name != REFERENCE]
+    others = [name for name in (*FORMATS, "fp8", "fp8-kv") if name != REFERENCE]
     parser.add_argument("--model", default="smollm2-135m", help="an alias, a path or a hub id (default: %(default)s)")
-    parser.add_argument("--formats", nargs="+", choices=others, default=others,
-                        help="compared with float32 (default: all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                        help="cuda: the formats of a GPU, against bf16 there (default: %(default)s)")
+    parser.add_argument("--formats", nargs="+", choices=others, default=None,
+                        help="compared with float32, or bf16 on a GPU (default: all of the device)")
     parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS), help="what to ask (default: all)")
     parser.add_argument("--limit", type=int, default=1000, metavar="N",
                         help="ask the first N questions of each task (0: all; default: %(default)s)")
@@ -72,9 +76,22 @@ def run(args: argparse.Namespace) -> int:
     if args.limit < 0 or args.kl_texts < 0:
         raise QuireError("--limit and --kl-texts are 0 or more")
     asked = Asked(args.model, tuple(args.tasks), args.limit or None, args.num_threads, args.keep)
-    for line in measure(asked, args.formats, args.kl_texts):
+    for line in _lines(args, asked):
         print(json.dumps(line), flush=True)
     return 0
+
+
+def _lines(args: argparse.Namespace, asked: Asked) -> Iterator[dict[str, Any]]:
+    if args.device == "cpu":
+        wanted = args.formats or [name for name in FORMATS if name != REFERENCE]
+        if not set(wanted) <= FORMATS.keys():
+            raise QuireError("--formats fp8 and fp8-kv need --device cuda")
+        return measure(asked, wanted, args.kl_texts)
+    from quire.bench.gpu import format_accuracy
+
+    if asked.keep is not None:
+        raise QuireError("--keep is for a CPU: on a GPU all formats are asked within a run")
+    return format_accuracy.measure(asked, args.formats or list(format_accuracy.FORMATS), args.kl_texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +113,13 @@ def measure(asked: Asked, formats: Sequence[str], kl_texts: int) -> Iterator[dic
     with in_floats(asked.model) as floats:
         reference = [_answers(REFERENCE, asked.model, task, asked) for task in asked.tasks]
         for result in reference:
-            yield {**common, "format": REFERENCE, **_scores(result)}
+            yield {**common, "format": REFERENCE, **scores(result)}
         for name in formats:
             stored = asked.model if name in _AS_STORED else floats
             for task, other in zip(asked.tasks, reference, strict=True):
                 began = time.perf_counter()
                 mine = _answers(name, stored, task, asked)
-                yield {**common, "format": name, **_scores(mine), **compared(mine, other),
+                yield {**common, "format": name, **scores(mine), **compared(mine, other),
                        "seconds": round(time.perf_counter() - began, 1)}
             if kl_texts:
                 yield {**common, "format": name, **divergence(name, stored, asked.model, kl_texts, asked.threads)}
@@ -134,7 +151,7 @@ def compared(mine: Result, other: Result) -> dict[str, Any]:
     }
 
 
-def _scores(result: Result) -> dict[str, Any]:
+def scores(result: Result) -> dict[str, Any]:
     metrics = {name: round(value, 4) for name, value in result.metrics.items()}
     return {"task": result.task, "questions": len(result.answers), "shots": result.shots, **metrics}
 
@@ -196,15 +213,21 @@ def divergence(name: str, stored: str, model: str, count: int, threads: int | No
     """Mean KL against float32 at every position of the first passages."""
     import torch
 
+    texts = passages(model, count)
+    longest = max(map(len, texts))
+    with torch.inference_mode():
+        mine = decoder_of(name, stored, longest, threads)
+        return divergence_of(mine, decoder_of(REFERENCE, model, longest, threads), texts)
+
+
+def divergence_of(mine: Decoder, reference: Decoder, texts: Sequence[list[int]]) -> dict[str, Any]:
+    import torch
+
     from quire.bench.whole_pass import logits_of
     from quire.eval.paired import Mean, kl_by_position
 
-    texts = _passages(model, count)
-    longest = max(map(len, texts))
     means, positions, same = [], 0, 0
     with torch.inference_mode():
-        mine = decoder_of(name, stored, longest, threads)
-        reference = decoder_of(REFERENCE, model, longest, threads)
         for tokens in texts:
             own, other = logits_of(mine, tokens), logits_of(reference, tokens)
             means.append(float(kl_by_position(own, other).mean()))
@@ -215,7 +238,7 @@ def divergence(name: str, stored: str, model: str, count: int, threads: int | No
             "kl_error": round(mean.error, 6), "same_likeliest": round(same / positions, 4)}
 
 
-def _passages(model: str, count: int) -> list[list[int]]:
+def passages(model: str, count: int) -> list[list[int]]:
     from quire.eval.data import rows
     from quire.eval.tasks import first
     from quire.models.loader.source import resolve_model

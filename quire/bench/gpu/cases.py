@@ -122,7 +122,7 @@ class Limits:
     kv_bytes: int
     """Of one token."""
     flops: int
-    """Of one token through all matrices, head excluded; in fp8 two count as one, which take as long."""
+    """Of one token through all matrices, head excluded; in fp8 and int8 two count as one, which take as long."""
     head_flops: int
     attention_flops: int
     """Of one query over one key, all layers."""
@@ -141,7 +141,7 @@ def distinct_experts(experts: int, chosen: int, rows: int) -> float:
     return experts * (1 - (1 - chosen / experts) ** rows) if experts else 0.0
 
 
-_LAYER_BYTES = {"fp8": 1.0, "int4": 0.5 + 4 / 128}
+_LAYER_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
 """Of a weight of the layers, int4 with a scale and an offset for 128 of them; the head keeps its type."""
 
 
@@ -159,7 +159,7 @@ def limits_of(config: dict[str, Any], element: int = 2, quantization: str | None
     return Limits(
         int(layers * (attention + mlp) * each + head * element),
         2 * layers * kv * element,
-        (1 if quantization == "fp8" else 2) * layers * (attention + mlp + chosen * one),
+        (1 if quantization in ("fp8", "int8") else 2) * layers * (attention + mlp + chosen * one),
         2 * head,
         4 * layers * q,
         layers * one * element,
@@ -197,7 +197,8 @@ def kind_of(kernel: str) -> str:
     if "_mixed_kernel" in name or "sdpa" in name or "flash" in name:
         return PREFILL
     gemms = ("gemm", "nvjet", "_expert_kernel", "_few_up_kernel", "_few_down_kernel", "_row_kernel",
-             "_vector_kernel", "prefetch_kernel", "codes_kernel", "_fp8_kernel", "_fixed_kernel", "splitk")
+             "_vector_kernel", "prefetch_kernel", "codes_kernel", "_bytes_kernel", "_planes_kernel",
+             "_fixed_kernel", "splitk")
     return GEMM if any(part in name for part in gemms) else OTHER
 
 

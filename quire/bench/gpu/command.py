@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of weights and activations (default: bfloat16)")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"),
                         help="of keys and values (default: as --dtype)")
-    parser.add_argument("--quantization", choices=("fp8", "int4"),
+    parser.add_argument("--quantization", choices=("fp8", "int8", "int4"),
                         help="of the layers' weights, made at load; int4 in groups of 128 (default: none)")
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              "this file")
     parser.add_argument("--tune-library", metavar="FILE",
                         help="instead: time cuBLASLt's algorithms, add those that win to the table in this file")
-    parser.add_argument("--gemm", nargs="+", choices=("fp8", "int4"),
+    parser.add_argument("--gemm", nargs="+", choices=("fp8", "int8", "int4"),
                         help="instead: GEMMs of quantized weights of the models' shapes, every kernel and its limit")
     parser.add_argument("--mixed", action="store_true",
                         help="instead: small steps of a short prompt beside eight decoding sequences")
@@ -330,7 +330,8 @@ def _text(line: dict[str, Any]) -> str:
 
 def _rounding(args: argparse.Namespace) -> Rounding | None:
     """Of the weights, as the option `quantization` makes it on a GPU."""
-    return {None: None, "fp8": Rounding(None, fp8=True), "int4": Rounding(4, 128, True)}[args.quantization]
+    return {None: None, "fp8": Rounding(None, fp8=True), "int8": Rounding(8, 0),
+            "int4": Rounding(4, 128, True)}[args.quantization]
 
 
 def _element(args: argparse.Namespace) -> int:

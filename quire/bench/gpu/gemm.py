@@ -1,4 +1,4 @@
-"""`quire bench gpu --gemm fp8 int4`: GEMMs of quantized weights by every kernel that computes them, and their limits.
+"""`quire bench gpu --gemm fp8 int8 int4`: GEMMs of quantized weights by every kernel for them, and their limits.
 
 First what the matrix units reach in fp8. Then, for the weights of a layer and 1 to 2,048 rows, the time of each kernel
 in a captured graph over weights too large for the cache, behind the norm that quantizes its rows, and the share of the
@@ -25,6 +25,8 @@ ROWS = (1, 16, 64, 256, 2048)
 _ROW_SIZES = ((1, 2048, 4), (1, 4096, 8), (2, 1024, 4), (2, 2048, 4), (4, 1024, 4))
 _CODES_SIZES = ((6, 4, 1), (8, 4, 1), (12, 2, 1), (6, 4, 0))
 _TILES = ((64, 128, 128, 4, 4), (128, 128, 128, 8, 4), (128, 256, 128, 8, 3))
+_INT8_TILES = ((16, 32, 256, 4, 4), (16, 64, 256, 4, 4), (64, 64, 128, 4, 4), (128, 128, 128, 8, 4),
+               (128, 256, 128, 8, 3))
 _LEAST_BYTES = 2e8
 _MOST_ERROR = 0.03
 _GROUP = 128
@@ -82,7 +84,7 @@ def _ceilings() -> dict[str, float]:
 
 def _weight(model: str, index: int, format_: str, rate: float, dry: bool) -> Iterator[dict[str, Any]]:
     form, features, width = weights_of(model)[index]
-    make = {"fp8": _Fp8, "int4": _Int4}[format_]
+    make = {"fp8": _Fp8, "int8": _Int8, "int4": _Int4}[format_]
     around = make(form, features, width, 1 if dry else max(2, math.ceil(_LEAST_BYTES / (features * width / 2))))
     for rows in ROWS:
         seconds: dict[str, float] = {}
@@ -96,7 +98,7 @@ def _weight(model: str, index: int, format_: str, rate: float, dry: bool) -> Ite
                 print(f"{format_} {name} on {features} x {width}, {rows} rows: {error!r}"[:400], file=sys.stderr)
         if not dry and seconds:
             read = around.nbytes / READ_BANDWIDTH
-            done = 2 * rows * features * width / (rate if format_ == "fp8" else FLOPS)
+            done = 2 * rows * features * width / ({"fp8": rate, "int8": 2 * FLOPS}.get(format_, FLOPS))
             best = min(seconds, key=lambda name: seconds[name])
             yield {"bench": "gpu", "case": "gemm", "format": format_, "model": model, "features": features,
                    "width": width, "form": form if rows == 1 else "plain", "rows": rows,
@@ -160,6 +162,8 @@ class _Around(ABC):
 
 
 class _Fp8(_Around):
+    kind = "fp8"
+
     def packed(self, floats: Any) -> Any:
         import torch
 
@@ -170,14 +174,17 @@ class _Fp8(_Around):
         return codes, scales
 
     def rows(self, pdl: bool = True) -> Any:
-        from quire.kernels.triton import fp8_rows
+        import torch
 
+        from quire.kernels.triton import coded_rows
+
+        dtype = torch.int8 if self.kind == "int8" else coded_rows.FP8
         if self.one and self.form == "plain":
-            return fp8_rows.quantize_rows(self.x, pdl=pdl)
-        return fp8_rows.norm_rows(self.x, None, self.gain, 1e-6, pdl=pdl)
+            return coded_rows.quantize_rows(self.x, dtype=dtype, pdl=pdl)
+        return coded_rows.norm_rows(self.x, None, self.gain, 1e-6, dtype=dtype, pdl=pdl)
 
     def ways(self, rows: int) -> Ways:
-        from quire.kernels.triton.linear_fp8 import Fp8Shape
+        from quire.kernels.triton.linear_bytes import BytesShape
         from quire.kernels.triton.linear_prefetch import PrefetchShape
 
         found: Ways = {"library": self._library}
@@ -188,7 +195,7 @@ class _Fp8(_Around):
             for shape in rings_of(self.features, self.width, rows, 1):
                 found["prefetch " + " ".join(map(str, shape))] = partial(self._prefetch, PrefetchShape(*shape))
         for tile in _TILES[:1] if rows <= 64 else _TILES[1:]:
-            found["tiles " + " ".join(map(str, tile))] = partial(self._tiles, Fp8Shape(*tile))
+            found["tiles " + " ".join(map(str, tile))] = partial(self._tiles, BytesShape(*tile))
         return found
 
     def _added(self) -> Any:
@@ -219,11 +226,44 @@ class _Fp8(_Around):
                                        scales=(weight[1], rows.scales), out=out, pdl=True))
 
     def _tiles(self, sizes: Any, weight: Any) -> Any:
-        from quire.kernels.triton.linear_fp8 import linear_fp8
+        from quire.kernels.triton.linear_bytes import linear_bytes
 
         rows = self.rows(pdl=False)
-        return self.ended(linear_fp8(rows.codes, weight[0], (weight[1], rows.scales), None, self._added(),
+        return self.ended(linear_bytes(rows.codes, weight[0], (weight[1], rows.scales), None, self._added(),
                                      out=self.x.new_empty(len(self.x), self.features), sizes=sizes))
+
+
+class _Int8(_Fp8):
+    """Rows and weights in int8: the kernel of one row, and tiles."""
+
+    kind = "int8"
+
+    def packed(self, floats: Any) -> Any:
+        import torch
+
+        scales = floats.float().abs().amax(1) / 127.0
+        codes = (floats.float() / scales[:, None]).round().to(torch.int8)
+        if self.floats is None:
+            self.floats, self.nbytes = codes.float() * scales[:, None], codes.nbytes
+        return codes, scales
+
+    def ways(self, rows: int) -> Ways:
+        from quire.kernels.triton.linear_bytes import BytesShape
+
+        found: Ways = {} if rows <= 16 else {"library": self._library}
+        if rows == 1:
+            for size in _ROW_SIZES:
+                found["row " + " ".join(map(str, size))] = partial(self._row, size)
+        for tile in _INT8_TILES[:3] if rows <= 64 else _INT8_TILES[2:]:
+            found["tiles " + " ".join(map(str, tile))] = partial(self._tiles, BytesShape(*tile))
+        return found
+
+    def _library(self, weight: Any) -> Any:
+        import torch
+
+        rows = self.rows()
+        found = torch._int_mm(rows.codes, weight[0].t()) * rows.scales[:, None] * weight[1]
+        return found.to(torch.bfloat16)
 
 
 class _Int4(_Around):

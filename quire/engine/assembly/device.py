@@ -61,11 +61,9 @@ def _check_quantization(config: EngineConfig, gpu: bool) -> None:
         raise ConfigError("quantization 'fp8' needs a GPU: use int8 or int4 on a CPU", field="quantization")
     if not gpu or wanted is None:
         return
-    if wanted == "int8":
-        raise ConfigError("quantization 'int8' runs on a CPU only so far: use fp8 or int4", field="quantization")
-    if config.parallel.distributed:
-        raise ConfigError("quantized weights cannot be shared by ranks on GPUs yet: use tensor_parallel_size=1 and "
-                          "pipeline_parallel_size=1, or no quantization", field="quantization")
+    if config.parallel.tensor_parallel_size > 1 and config.model.deterministic and wanted in ("fp8", "int8"):
+        raise ConfigError(f"quantization {wanted!r} has one scale for a whole row, which ranks do not agree on: with "
+                          "deterministic use int4, or tensor_parallel_size=1", field="quantization")
     if config.model.dtype == "float32":
         raise ConfigError(f"quantization {wanted!r} multiplies rows in 16 bits or fp8: use dtype='bfloat16'",
                           field="quantization")

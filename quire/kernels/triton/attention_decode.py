@@ -61,7 +61,7 @@ def _decode_kernel(
     scale,
     softcap,
     window,
-    kv_scale,
+    kv_scales,
     num_parts,
     sinks,
     q_stride,
@@ -87,6 +87,7 @@ def _decode_kernel(
     PDL: tl.constexpr,
     SINKS: tl.constexpr,
     DETOUR: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     head = tl.program_id(0)
     # An earlier kernel than the previous one wrote the split, so it is read while the previous one still runs.
@@ -110,8 +111,9 @@ def _decode_kernel(
         detour = detours + seq.to(tl.int64) * detour_stride
         attend_piece(
             q, q_high, out, seq, head, task, span, (table, k_cache, v_cache, detour),
-            (partial, summary, arrived, num_parts), (scale, softcap, kv_scale, sinks), NUM_HEADS, NUM_KV, GROUP,
-            GROUP_PAD, GROUP_POW, DIM, BLOCK_DIM, PAGE, KEYS, JOIN, SOFTCAP, HALVES, CARRIED, PRECISION, SINKS, DETOUR)
+            (partial, summary, arrived, num_parts), (scale, softcap, kv_scales, sinks), NUM_HEADS, NUM_KV, GROUP,
+            GROUP_PAD, GROUP_POW, DIM, BLOCK_DIM, PAGE, KEYS, JOIN, SOFTCAP, HALVES, CARRIED, PRECISION, SINKS, DETOUR,
+            SCALED)
 
 
 @triton.jit
@@ -120,6 +122,34 @@ def along(detour, position, seen):
     first = tl.load(detour)
     later = seen & (position >= first)
     return tl.where(later, tl.load(detour + 1 + (position - first), mask=later, other=0), position)
+
+
+@triton.jit
+def head_scales(kv_scales, head, NUM_KV: tl.constexpr, SCALED: tl.constexpr):
+    """What the keys and the values of a KV head are multiplied by as they are read."""
+    if SCALED:
+        return tl.load(kv_scales + head), tl.load(kv_scales + NUM_KV + head)
+    else:
+        return 1.0, 1.0
+
+
+@triton.jit
+def query_for(q, scale, k_cache):
+    """The query as keys of the cache are multiplied by it. One instruction makes two fp16 numbers of two in fp8,
+    exactly; to bf16 it takes three. The scale of scores is in it then, so that it fits."""
+    if k_cache.dtype.element_ty == tl.float8e4nv and q.dtype != tl.float32:
+        return (q.to(tl.float32) * scale).to(tl.float16)
+    else:
+        return q
+
+
+@triton.jit
+def score_scale(q, scale, k_cache):
+    """What is left for scores to be multiplied by after `query_for`."""
+    if k_cache.dtype.element_ty == tl.float8e4nv and q.dtype != tl.float32:
+        return 1.0
+    else:
+        return scale
 
 
 @triton.jit
@@ -152,14 +182,14 @@ def attend_piece(
     q, q_high, out, seq, head, task, span, cache, scratch, scores_of, NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, GROUP_POW: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, JOIN: tl.constexpr, SOFTCAP: tl.constexpr, HALVES: tl.constexpr,
-    CARRIED: tl.constexpr, PRECISION: tl.constexpr, SINKS: tl.constexpr, DETOUR: tl.constexpr,
+    CARRIED: tl.constexpr, PRECISION: tl.constexpr, SINKS: tl.constexpr, DETOUR: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """The keys [begin, end) of one sequence and KV head under the first GROUP rows of q [GROUP_PAD, BLOCK_DIM]; the
     program that is done last joins the sequence's pieces.
 
     `task`: (its number, its piece, how many the sequence has). `span`: (first visible key, begin, end). `cache`: (block
     table, keys, values, detour of the sequence: it counts with DETOUR, which does not go with CARRIED). `scratch`:
-    (partial, summary, arrived, size of partial). `scores_of`: (scale, soft cap, scale of values, sinks).
+    (partial, summary, arrived, size of partial). `scores_of`: (scale, soft cap, scales of keys and values, sinks).
 
     With HALVES, q and q_high are the two halves of the features, as a rotation leaves them, and keys, values and
     sums come in halves too; every sum has the order it has without. With SINKS the first piece's softmax begins with
@@ -169,7 +199,12 @@ def attend_piece(
     visible, begin, end = span
     table, k_cache, v_cache, detour = cache
     partial, summary, arrived, num_parts = scratch
-    scale, softcap, kv_scale, sinks = scores_of
+    scale, softcap, kv_scales, sinks = scores_of
+    k_scale, v_scale = head_scales(kv_scales, head, NUM_KV, SCALED)
+    scale = scale * k_scale
+    left = score_scale(q, scale, k_cache)
+    q_high = query_for(q_high, scale, k_cache)
+    q = query_for(q, scale, k_cache)
     WIDTH: tl.constexpr = DIM // 2 if HALVES else BLOCK_DIM
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, WIDTH)
@@ -205,7 +240,7 @@ def attend_piece(
         if HALVES:
             k = tl.load(k_cache + base[:, None] + (dim + WIDTH)[None, :], mask=loads, other=0.0).to(q.dtype)
             scores = tl.dot(q_high, tl.trans(k), scores, input_precision=PRECISION)
-        scores = scores * scale
+        scores = scores * left
         if SOFTCAP:
             # scores come in units of log2: back to natural for the cap, which is a tanh
             z = scores * (0.6931471805599453 / softcap)
@@ -222,19 +257,19 @@ def attend_piece(
             v = tl.load(v_cache + base[:, None] + (dim + WIDTH)[None, :], mask=loads, other=0.0).to(q.dtype)
             acc_high = tl.dot(weights, v, acc_high * shrink[:, None], input_precision=PRECISION)
         maximum = higher
-    acc = acc * kv_scale
+    acc = acc * v_scale
     target = out + seq.to(tl.int64) * (NUM_HEADS * DIM) + (head * GROUP + member)[:, None] * DIM + dim[None, :]
     if pieces == 1:
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=used)
         if HALVES:
-            high = acc_high * kv_scale / total[:, None]
+            high = acc_high * v_scale / total[:, None]
             tl.store(target + WIDTH, high.to(out.dtype.element_ty), mask=used)
     else:
         mine = (number * NUM_KV + head) * GROUP
         part = partial + (mine + member)[:, None].to(tl.int64) * DIM + dim[None, :]
         tl.store(part, acc, mask=used)
         if HALVES:
-            tl.store(part + WIDTH, acc_high * kv_scale, mask=used)
+            tl.store(part + WIDTH, acc_high * v_scale, mask=used)
         tl.store(summary + mine + member, maximum, mask=member < GROUP)
         tl.store(summary + num_parts * GROUP + mine + member, total, mask=member < GROUP)
         # Every thread's stores come before the one thread's atomic that publishes them.
@@ -314,7 +349,6 @@ def decode_attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
-    kv_scale: float = 1.0,
     out: Tensor | None = None,
     keys: int = 128,
     num_warps: int = 4,
@@ -343,10 +377,10 @@ def decode_attention(
         qkv, cache.k, cache.v, out, tables, tables if rows is None else rows, context_len,
         split.sequence, split.piece, split.count, split.length,
         scratch.partial, scratch.summary, scratch.arrived,
-        scale * kv_scale * LOG2_E,
+        scale * LOG2_E,
         0.0 if softcap is None else softcap,
         1 << 30 if window is None else window,
-        kv_scale,
+        context_len if cache.scales is None else cache.scales,
         scratch.partial.shape[0],
         context_len if sinks is None else sinks,
         qkv.stride(0), tables.stride(0),
@@ -366,7 +400,7 @@ def decode_attention(
         halves and shape.head_dim >= 32 and shape.head_dim & (shape.head_dim - 1) == 0,
         carried,
         "ieee" if ieee else "tf32",
-        pdl, sinks is not None, detours is not None,
+        pdl, sinks is not None, detours is not None, cache.scales is not None,
         **launch,
     )  # fmt: skip
     return out

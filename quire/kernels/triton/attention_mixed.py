@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.torch_attention import softmax_attention
-from quire.kernels.triton.attention_decode import LOG2_E, along
+from quire.kernels.triton.attention_decode import LOG2_E, along, head_scales, query_for, score_scale
 from quire.kernels.types import HeadShape, LayerCache
 
 
@@ -128,7 +128,7 @@ def _mixed_kernel(
     scale,
     softcap,
     window,
-    kv_scale,
+    kv_scales,
     sinks,
     q_stride,
     table_stride,
@@ -147,6 +147,7 @@ def _mixed_kernel(
     HAS_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
     SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -169,6 +170,10 @@ def _mixed_kernel(
         place = (begin_q + token).to(tl.int64)
         column = (head * GROUP + index % GROUP)[:, None] * DIM + dim[None, :]
         q = tl.load(qkv + place[:, None] * q_stride + column, mask=used, other=0.0)
+        k_scale, v_scale = head_scales(kv_scales, head, NUM_KV, SCALED)
+        scale = scale * k_scale
+        left = score_scale(q, scale, k_cache)
+        q = query_for(q, scale, k_cache)
         reach = length - queries + token
         last = tl.minimum(first + TOKENS, queries)
         limit = length - queries + last
@@ -185,7 +190,7 @@ def _mixed_kernel(
         softmax = (acc, maximum, total)
         cache = (table, k_cache, v_cache, head, detours + seq.to(tl.int64) * detour_stride)
         reaches = (begin, limit, reach, window)
-        scores_of = (scale, softcap)
+        scores_of = (left, softcap)
         # Keys that every row sees need no mask; a window's edge and the diagonal do.
         open_end = (length - queries + first + 1) // KEYS * KEYS
         open_begin = 0
@@ -202,7 +207,7 @@ def _mixed_kernel(
             open_end, limit, q, softmax, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS, True, WINDOW,
             SOFTCAP, DETOUR, PRECISION)
         # One division a row, not one a feature.
-        result = acc * (kv_scale / tl.where(total > 0, total, 1.0))[:, None]
+        result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
         tl.store(out + place[:, None] * (NUM_HEADS * DIM) + column, result.to(out.dtype.element_ty), mask=used)
 
 
@@ -232,7 +237,6 @@ def mixed_attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
-    kv_scale: float = 1.0,
     detours: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
@@ -255,10 +259,10 @@ def mixed_attention(
         qkv, cache.k, cache.v, out, tables, tables if rows is None else rows, query_start, context_len,
         tile_seq, tile_first,
         tables if detours is None else detours,
-        scale * kv_scale * LOG2_E,
+        scale * LOG2_E,
         0.0 if softcap is None else softcap,
         0 if window is None else window,
-        kv_scale,
+        context_len if cache.scales is None else cache.scales,
         context_len if sinks is None else sinks,
         qkv.stride(0),
         tables.stride(0),
@@ -277,6 +281,7 @@ def mixed_attention(
         rows is not None,
         "ieee" if ieee else "tf32",
         sinks is not None,
+        cache.scales is not None,
         num_warps=sizes.warps,
         num_stages=sizes.stages,
         enable_fp_fusion=not exact,
@@ -295,7 +300,6 @@ def attention_reference(
     *,
     window: int | None = None,
     softcap: float | None = None,
-    kv_scale: float = 1.0,
     detours: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -312,8 +316,9 @@ def attention_reference(
             first = int(detours[s, 0])
             places[first:] = detours[s, 1 : 1 + length - first].long()
         blocks, offsets = tables[s, places // cache.block_size].long(), places % cache.block_size
-        k = cache.k[blocks, :, offsets].float().transpose(0, 1) * kv_scale
-        v = cache.v[blocks, :, offsets].float().transpose(0, 1) * kv_scale
+        k, v = (part[blocks, :, offsets].float().transpose(0, 1) for part in (cache.k, cache.v))
+        if cache.scales is not None:
+            k, v = k * cache.scales[0, :, None, None], v * cache.scales[1, :, None, None]
         reach = torch.arange(length - (hi - lo), length, device=q.device)
         keys = torch.arange(length, device=q.device)
         seen = keys[None, :] <= reach[:, None]

@@ -15,8 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.attention_decode import LOG2_E, DecodeScratch, attend_piece, load_task, piece_span
+from quire.kernels.triton.attention_decode import (
+    LOG2_E,
+    DecodeScratch,
+    attend_piece,
+    head_scales,
+    load_task,
+    piece_span,
+)
 from quire.kernels.triton.attention_split import PIECE_STEP, DecodeSplit
+from quire.kernels.triton.rope_cache import in_cache
 from quire.kernels.types import HeadShape, HeadTurn, LayerCache
 
 _LINE = 128
@@ -47,11 +55,10 @@ def _rope_decode_kernel(
     q_norm,
     k_norm,
     eps,
-    inverse_scale,
     scale,
     softcap,
     window,
-    kv_scale,
+    kv_scales,
     num_parts,
     sinks,
     q_stride,
@@ -75,6 +82,7 @@ def _rope_decode_kernel(
     CARRIED: tl.constexpr,
     PDL: tl.constexpr,
     SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     head = tl.program_id(0)
     # The previous kernel writes only qkv: everything else is read while it still runs.
@@ -127,8 +135,9 @@ def _rope_decode_kernel(
             place = ((block * NUM_KV + head) * PAGE + newest % PAGE) * DIM + pair + member * 0
             stored = k_cache.dtype.element_ty
             # Rounded to the activations' type first, as the kernel of steps with prompts does it.
-            near = (low.to(tl.float32) * inverse_scale).to(stored)
-            far = (high.to(tl.float32) * inverse_scale).to(stored)
+            k_scale, v_scale = head_scales(kv_scales, head, NUM_KV, SCALED)
+            near = in_cache(low, is_k, k_scale, v_scale, SCALED).to(stored)
+            far = in_cache(high, is_k, k_scale, v_scale, SCALED).to(stored)
             tl.store(k_cache + place, near, mask=is_k)
             tl.store(k_cache + place + HALF, far, mask=is_k)
             tl.store(v_cache + place, near, mask=is_v)
@@ -138,8 +147,8 @@ def _rope_decode_kernel(
         # Two dots over half the features each: with the halves joined, K was no longer loaded by wide instructions.
         attend_piece(
             low, high, out, seq, head, task, span, (table, k_cache, v_cache, table),
-            (partial, summary, arrived, num_parts), (scale, softcap, kv_scale, sinks), NUM_HEADS, NUM_KV, GROUP,
-            GROUP_PAD, GROUP_POW, DIM, DIM, PAGE, KEYS, JOIN, SOFTCAP, True, CARRIED, PRECISION, SINKS, False)
+            (partial, summary, arrived, num_parts), (scale, softcap, kv_scales, sinks), NUM_HEADS, NUM_KV, GROUP,
+            GROUP_PAD, GROUP_POW, DIM, DIM, PAGE, KEYS, JOIN, SOFTCAP, True, CARRIED, PRECISION, SINKS, False, SCALED)
 
 
 @triton.jit
@@ -190,7 +199,6 @@ def rope_decode_attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
-    kv_scale: float = 1.0,
     out: Tensor | None = None,
     keys: int = 128,
     num_warps: int = 4,
@@ -216,11 +224,11 @@ def rope_decode_attention(
         turn.rope,
         turn.rope if turn.q_norm is None else turn.q_norm,
         turn.rope if turn.k_norm is None else turn.k_norm,
-        turn.eps, 1.0 / kv_scale,
-        scale * kv_scale * LOG2_E,
+        turn.eps,
+        scale * LOG2_E,
         0.0 if softcap is None else softcap,
         1 << 30 if window is None else window,
-        kv_scale,
+        context_len if cache.scales is None else cache.scales,
         scratch.partial.shape[0], context_len if turn.sinks is None else turn.sinks, qkv.stride(0), tables.stride(0),
         NUM_HEADS=shape.num_heads,
         NUM_KV=shape.num_kv_heads,
@@ -241,6 +249,7 @@ def rope_decode_attention(
         CARRIED=carried,
         PDL=pdl,
         SINKS=turn.sinks is not None,
+        SCALED=cache.scales is not None,
         **launch,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

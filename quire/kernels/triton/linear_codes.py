@@ -69,6 +69,10 @@ class PackedCodes:
     dtype: torch.dtype
 
     @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.scales.nbytes
+
+    @property
     def depth(self) -> int:
         """Columns that share a scale in one instruction of the tensor cores."""
         return min(self.group, COLUMNS)

@@ -16,6 +16,15 @@ _FEW_HEADS, _HEADS = 4, 8
 
 
 @triton.jit
+def in_cache(values, is_k, k_scale, v_scale, SCALED: tl.constexpr):
+    """Keys or values as the cache holds them, before they are rounded to its type."""
+    if SCALED:
+        return values.to(tl.float32) / tl.where(is_k, k_scale, v_scale)
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
 def _rope_cache_kernel(
     qkv,
     k_cache,
@@ -26,7 +35,7 @@ def _rope_cache_kernel(
     q_norm,
     k_norm,
     eps,
-    inverse_scale,
+    kv_scales,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
     DIM: tl.constexpr,
@@ -40,6 +49,7 @@ def _rope_cache_kernel(
     NORM_K: tl.constexpr,
     HEADS: tl.constexpr,
     PDL: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """One token, HEADS heads of its q, k and v: features [0, HALF) and [HALF, 2 HALF) turn as pairs."""
     if PDL:
@@ -106,14 +116,18 @@ def _rope_cache_kernel(
         place = ((page + kv_head) * PAGE + offset).to(tl.int64)[:, None] * DIM
         stored = k_cache.dtype.element_ty
         # Rounded to the activations' type first, so that what a step attends to is what a later one reads.
-        low = (a.to(kind).to(tl.float32) * inverse_scale).to(stored)
-        high = (b.to(kind).to(tl.float32) * inverse_scale).to(stored)
+        k_scale, v_scale = 1.0, 1.0
+        if SCALED:
+            k_scale = tl.load(kv_scales + kv_head, mask=is_k, other=1.0)[:, None]
+            v_scale = tl.load(kv_scales + NUM_KV + kv_head, mask=is_v, other=1.0)[:, None]
+        low = in_cache(a.to(kind), is_k[:, None], k_scale, v_scale, SCALED).to(stored)
+        high = in_cache(b.to(kind), is_k[:, None], k_scale, v_scale, SCALED).to(stored)
         tl.store(k_cache + place + pair[None, :], low, mask=in_pair & is_k[:, None])
         tl.store(k_cache + place + HALF + pair[None, :], high, mask=in_pair & is_k[:, None])
         tl.store(v_cache + place + pair[None, :], low, mask=in_pair & is_v[:, None])
         tl.store(v_cache + place + HALF + pair[None, :], high, mask=in_pair & is_v[:, None])
         if REST > 0:
-            still = (c.to(kind).to(tl.float32) * inverse_scale).to(stored)
+            still = in_cache(c.to(kind), is_k[:, None], k_scale, v_scale, SCALED).to(stored)
             tl.store(k_cache + place + tail[None, :], still, mask=in_tail & is_k[:, None])
             tl.store(v_cache + place + tail[None, :], still, mask=in_tail & is_v[:, None])
 
@@ -129,13 +143,12 @@ def rope_and_cache(
     k_norm: Tensor | None,
     eps: float,
     *,
-    kv_scale: float = 1.0,
     pdl: bool = False,
     heads_at_once: int | None = None,
 ) -> None:
     """In place on qkv; tokens with a negative slot (padding) leave the cache alone.
 
-    The cache is k, v [num_blocks, num_kv_heads, block_size, head_dim], values divided by `kv_scale`.
+    The cache is k, v [num_blocks, num_kv_heads, block_size, head_dim], divided by the cache's scales if it has any.
     """
     tokens = qkv.shape[0]
     if tokens == 0:
@@ -155,7 +168,7 @@ def rope_and_cache(
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,
         eps,
-        1.0 / kv_scale,
+        positions if cache.scales is None else cache.scales,
         shape.num_heads,
         shape.num_kv_heads,
         shape.head_dim,
@@ -169,6 +182,7 @@ def rope_and_cache(
         k_norm is not None,
         at_once,
         pdl,
+        cache.scales is not None,
         **launch,
     )
 
@@ -183,8 +197,6 @@ def rope_and_cache_reference(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
-    *,
-    kv_scale: float = 1.0,
 ) -> None:
     heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
     turned = shape.num_heads + shape.num_kv_heads
@@ -202,6 +214,7 @@ def rope_and_cache_reference(
     heads[:, :turned] = wide.to(qkv.dtype)
     real = slots >= 0
     block, offset = slots[real] // cache.block_size, slots[real] % cache.block_size
-    scaled = (heads[real, shape.num_heads :].float() / kv_scale).to(cache.k.dtype)
+    scaled = heads[real, shape.num_heads :].float()
+    scaled = (scaled if cache.scales is None else scaled / cache.scales.view(1, -1, 1)).to(cache.k.dtype)
     cache.k[block, :, offset] = scaled[:, : shape.num_kv_heads]
     cache.v[block, :, offset] = scaled[:, shape.num_kv_heads :]

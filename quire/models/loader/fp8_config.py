@@ -61,8 +61,8 @@ def _modelopt(stored: Mapping[str, Any]) -> Fp8Scheme:
     if algorithm != "FP8":
         _refuse("quant_algo", algorithm, "; known: FP8")
     kv = stored.get("kv_cache_quant_algo")
-    if kv is not None:
-        _refuse("kv_cache_quant_algo", kv, "; scales of keys and values are not read yet")
+    if kv not in (None, "FP8"):
+        _refuse("kv_cache_quant_algo", kv, "; known: FP8")
     return Fp8Scheme("weight_scale", None, True)
 
 
@@ -76,9 +76,9 @@ def _is_float(stored: Mapping[str, Any]) -> bool:
 
 
 def _compressed(stored: Mapping[str, Any]) -> Fp8Scheme:
-    for field in ("kv_cache_scheme", "transform_config"):
-        if stored.get(field):
-            _refuse(field, stored[field])
+    check_kv_scheme(stored)
+    if stored.get("transform_config"):
+        _refuse("transform_config", stored["transform_config"])
     sparsity = stored.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in (None, "dense")):
         _refuse("sparsity_config", sparsity)
@@ -90,6 +90,20 @@ def _compressed(stored: Mapping[str, Any]) -> Fp8Scheme:
     if len(found) != 1:
         _refuse("config_groups", stored["config_groups"], "; layers in fp8 must all be of one scheme")
     return found.pop()
+
+
+def check_kv_scheme(stored: Mapping[str, Any]) -> None:
+    """Refuses a `kv_cache_scheme` of compressed-tensors other than fp8 with scales that the checkpoint brings. A cache
+    in 16 bits needs none of them: they count with kv_cache_dtype='fp8'."""
+    scheme = stored.get("kv_cache_scheme")
+    if scheme is None:
+        return
+    if not isinstance(scheme, Mapping):
+        _refuse("kv_cache_scheme", scheme)
+    for field, known in (("type", ("float",)), ("num_bits", (8,)), ("dynamic", (False, None)),
+                         ("symmetric", (True, None)), ("strategy", ("tensor", "attn_head", None))):
+        if scheme.get(field) not in known:
+            _refuse(f"kv_cache_scheme.{field}", scheme.get(field), f"; known: {', '.join(map(str, known))}")
 
 
 def _compressed_group(place: str, group: Mapping[str, Any], whole_format: object) -> Fp8Scheme:

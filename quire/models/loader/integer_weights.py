@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.kernels.quantized import UNIT, QuantizedWeight, StoredWeight
+from quire.kernels.quantized import UNIT, Fp8Weight, QuantizedWeight, StoredWeight, joined_fp8
 from quire.kernels.quantized import joined as joined_weights
 from quire.models.loader import safetensors
 from quire.models.loader.quantization_config import IntegerScheme
@@ -74,9 +74,12 @@ def read_members(
 
 def _taken(weight: StoredWeight, ranges: Ranges) -> StoredWeight:
     dim, runs = ranges
+    if isinstance(weight, Fp8Weight) and not (dim == 1 and weight.cuts_blocks(runs)):
+        return joined_fp8([weight.rows(slice(*run)) if dim == 0 else weight.columns(*run) for run in runs], dim)
     if not isinstance(weight, QuantizedWeight):
         return take(weight if isinstance(weight, Tensor) else weight.dequantized(), ranges)
-    if dim == 1 and any(edge % min(UNIT, weight.group) for run in runs for edge in run):
+    cut = any(edge % min(UNIT, weight.group) for run in runs for edge in run)
+    if dim == 1 and (cut or weight.order is not None):
         return take(weight.dequantized(), ranges)
     pieces = [weight.rows(slice(*run)) if dim == 0 else weight.columns(*run) for run in runs]
     return joined_weights(pieces, dim)
@@ -197,12 +200,18 @@ class _Reader:
             order = None
         elif order.shape != usual.shape or not 0 <= int(order.min()) <= int(order.max()) < count:
             self._refuse(order_name, f"{width} input columns in {count} groups")
-        if order is not None or width % group or (group % UNIT and group != UNIT // 2):
-            return _in_floats(codes, scales, zeros, usual if order is None else order.to(torch.int64))
+        places = None if order is None else order.to(torch.int64)
+        whole = places is None or bool((torch.bincount(places, minlength=count) == group).all())
+        if not whole or width % group or (group % UNIT and group != UNIT // 2):
+            return _in_floats(codes, scales, zeros, usual if places is None else places)
+        if places is not None:  # columns of a group side by side
+            places = places.argsort(stable=True)
+            codes = codes[:, places]
+        rows = self._scheme.int8_rows and bits == 8
         first = int(zeros[0, 0]) if zeros.numel() else 0
         if first < 1 << bits and bool((zeros == first).all()):
-            return QuantizedWeight(codes.contiguous(), scales, None, first, bits, group)
-        return QuantizedWeight(codes.contiguous(), scales, -scales * zeros, 0, bits, group)
+            return QuantizedWeight(codes.contiguous(), scales, None, first, bits, group, places, rows)
+        return QuantizedWeight(codes.contiguous(), scales, -scales * zeros, 0, bits, group, places)
 
     def _words(self, member: str) -> Tensor:
         tensor = self._members.get(member)
@@ -240,6 +249,6 @@ def _awq_order(numbers: Tensor) -> Tensor:
 
 
 def _in_floats(codes: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor) -> Tensor:
-    """float32: of columns whose groups do not lie side by side (act-order), or groups that no kernel has."""
+    """float32: of groups that no kernel has."""
     signed = codes.to(torch.float32) - zeros[:, group_of]
     return signed.mul_(scales[:, group_of])

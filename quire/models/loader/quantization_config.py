@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from quire.errors import UnsupportedModelError
-from quire.models.loader.fp8_config import fp8_scheme
+from quire.models.loader.fp8_config import check_kv_scheme, fp8_scheme
 
 Layout = Literal["awq", "gptq", "compressed-tensors"]
 FIELD = "quantization_config"
@@ -33,6 +33,8 @@ class IntegerScheme:
     """Columns that may share a scale; None: a whole row."""
     zero_shift: int = 0
     """Added to stored zero points: GPTQ's first format stores them less one."""
+    int8_rows: bool = False
+    """Activations of 8-bit layers are quantized to int8 at run time, a scale for each token."""
 
 
 def integer_scheme(config: Mapping[str, Any]) -> IntegerScheme | None:
@@ -77,9 +79,9 @@ def _gptq(stored: Mapping[str, Any]) -> IntegerScheme:
 
 
 def _compressed(stored: Mapping[str, Any]) -> IntegerScheme:
-    for field in ("kv_cache_scheme", "transform_config"):
-        if stored.get(field):
-            _refuse(field, stored[field])
+    check_kv_scheme(stored)
+    if stored.get("transform_config"):
+        _refuse("transform_config", stored["transform_config"])
     sparsity = stored.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in (None, "dense")):
         _refuse("sparsity_config", sparsity)
@@ -94,7 +96,9 @@ def _compressed(stored: Mapping[str, Any]) -> IntegerScheme:
     for name, group in groups.items():
         width, size = _compressed_group(f"config_groups.{name}", group, stored.get("format"))
         bits[width], sizes[size] = None, None
-    return IntegerScheme("compressed-tensors", tuple(bits), tuple(sizes))
+    dynamic = all(isinstance(group, Mapping) and group.get("input_activations") is not None
+                  for group in groups.values())
+    return IntegerScheme("compressed-tensors", tuple(bits), tuple(sizes), int8_rows=dynamic)
 
 
 def _compressed_group(place: str, group: object, whole_format: object) -> tuple[int, int | None]:

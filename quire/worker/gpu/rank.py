@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.kernels.quantized import StoredWeight
 from quire.models.build import stored_parts
 from quire.models.loader.source import resolve_model
 from quire.models.registry import read_spec
@@ -62,7 +63,9 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
     share = RankShare(shard, ranks, lambda pool: PoolSize(**agree(dataclasses.asdict(pool))),
                       sharing(place, count) if gpu is None else 1)
     parts = None if shard.is_whole else stored_parts(source.config, shard)
-    weights = None if model.load_format == "dummy" else source.weights(None, parts)
+    weights: Iterable[tuple[str, StoredWeight]] | None = None
+    if model.load_format != "dummy":
+        weights = source.weights(None, parts) if model.quantization is None else source.stored_weights(parts)
     options = device_options(config, spec.max_positions, str(device))
     return GpuWorker(source.config, weights, config.cache, options, speculation=speculation_of(config, source),
                      share=share)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -245,7 +246,14 @@ def check_rope_decode(
     """The fused kernel beside the references of both it stands for, and beside those two kernels."""
     stored = kv_dtype or dtype
     qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, [1] * len(lengths), lengths)
-    cache = pair_cache(cache.k.to(stored), cache.v.to(stored), block_size)
+    scales = None
+    if kv_scale != 1.0:  # of each head of keys and of values another one
+        scales = kv_scale * torch.linspace(1.0, 2.0, 2 * shape.num_kv_heads, device=device).view(2, -1)
+
+    def cache_of(k: Tensor, v: Tensor) -> LayerCache:
+        return replace(pair_cache(k, v, block_size), scales=scales)
+
+    cache = cache_of(cache.k.to(stored), cache.v.to(stored))
     angles = torch.rand(max(lengths) + 1, shape.head_dim // 2, device=device) * 6
     rope = torch.cat((angles.cos(), angles.sin()), 1)
     gains = [torch.rand(shape.head_dim, device=device) + 0.5 if norms else None for _ in range(2)]
@@ -261,19 +269,19 @@ def check_rope_decode(
         kernel_table = torch.empty_like(table)
         kernel_table[where.long()] = table
         where[length == 0] = -1
-    seen = {"window": window, "softcap": softcap, "kv_scale": kv_scale}
+    seen = {"window": window, "softcap": softcap}
 
     def copy_of(original: LayerCache) -> LayerCache:
-        return pair_cache(original.k.clone(), original.v.clone(), block_size)
+        return cache_of(original.k.clone(), original.v.clone())
 
-    want_cache, turned = pair_cache(cache.k.to(dtype, copy=True), cache.v.to(dtype, copy=True), block_size), qkv.clone()
+    want_cache, turned = cache_of(cache.k.to(dtype, copy=True), cache.v.to(dtype, copy=True)), qkv.clone()
     norm_and_turn = (slots, newest, shape, rope, *gains, 1e-6)
-    rope_cache.rope_and_cache_reference(turned, want_cache, *norm_and_turn, kv_scale=kv_scale)
+    rope_cache.rope_and_cache_reference(turned, want_cache, *norm_and_turn)
     apart, apart_cache = qkv.clone(), copy_of(cache)
-    rope_cache.rope_and_cache(apart, apart_cache, *norm_and_turn, kv_scale=kv_scale)
+    rope_cache.rope_and_cache(apart, apart_cache, *norm_and_turn)
     # The interpreter loses the carry of a mantissa that rounds up to the next power of two, so 0.499 becomes 0.25.
     narrow = apart_cache if kv_dtype is not None and device == "cpu" else want_cache
-    want_cache = pair_cache(narrow.k.to(stored).to(dtype), narrow.v.to(stored).to(dtype), block_size)
+    want_cache = cache_of(narrow.k.to(stored).to(dtype), narrow.v.to(stored).to(dtype))
     scores = make_sinks(device, shape) if sinks else None
     want = attention_mixed.attention_reference(
         turned, want_cache, table, start, length, shape, 0.2, sinks=scores, **seen
@@ -340,10 +348,14 @@ def check_mixed(
     softcap: float | None = None,
     tree: bool = False,
     sinks: bool = False,
+    fp8: bool = False,
     sizes: attention_mixed.MixedShape = attention_mixed.MixedShape(32, 32, 4, 2),  # noqa: B008
 ) -> float:
     lengths = [q + c for q, c in zip(queries, contexts, strict=True)]
     qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, queries, lengths)
+    if fp8:
+        cache = pair_cache(cache.k.to(torch.float8_e4m3fn), cache.v.to(torch.float8_e4m3fn), block_size)
+        cache.scales = torch.linspace(0.5, 1.5, 2 * shape.num_kv_heads, device=device).view(2, -1)
     group = shape.num_heads // shape.num_kv_heads
     seqs, firsts = (
         torch.from_numpy(a).to(device) for a in attention_mixed.query_tiles(np.array(queries), sizes.tokens_of(group))

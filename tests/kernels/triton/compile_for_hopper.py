@@ -27,6 +27,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 
 from quire.kernels.kv_spec import KVSpec  # noqa: E402
+from quire.kernels.quantized import QuantizedWeight  # noqa: E402
 from quire.kernels.routing import Clamp, RoutedRows, RouterSpec  # noqa: E402
 from quire.kernels.sampled_row import Wants  # noqa: E402
 from quire.kernels.slices import Slices  # noqa: E402
@@ -37,12 +38,15 @@ from quire.kernels.triton import (  # noqa: E402
     attention_rope,
     attention_split,
     branch,
+    coded_rows,
     expert_few,
     expert_linear,
     features,
     latent_attention,
     latent_hopper,
+    linear_bytes,
     linear_fixed,
+    linear_planes,
     linear_prefetch,
     linear_row,
     norm,
@@ -51,6 +55,7 @@ from quire.kernels.triton import (  # noqa: E402
     sample,
 )
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, pair_cache  # noqa: E402
+from quire.ops import device_formats  # noqa: E402
 from tests.kernels.triton import bits  # noqa: E402
 from tests.kernels.triton.hopper import compiling, resources  # noqa: E402
 
@@ -243,6 +248,34 @@ def latents(shape: LatentShape, sequences: int = 4) -> None:
     latent_attention.latent_tiles(q, cache, table, None, ints, ints[1:], ints, ints, shape, 0.1)
 
 
+def quantized() -> None:
+    """GEMMs of packed codes and of int8, and attention over keys and values in fp8."""
+    half, ints = partial(torch.empty, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
+    for width, zero, group in ((8, 128, 32), (6, 32, 16), (5, 16, 32)):
+        codes = torch.zeros(256, 1024, dtype=torch.uint8)
+        packed = linear_planes.pack(QuantizedWeight(codes, torch.ones(256, 1024 // group), None, zero, width, group))
+        linear_planes.linear_planes(half(64, 1024), packed, pdl=True)
+        linear_planes.unpack(packed, half(256, 1024))
+    byte = partial(torch.empty, dtype=torch.int8)
+    for rows in (1, 64, 512):
+        sizes = linear_bytes.BytesShape(*next(tile for most, tile in device_formats.INT8_TILES if rows <= most))
+        linear_bytes.linear_bytes(byte(rows, 1024), byte(512, 1024), (torch.ones(512), torch.ones(rows)),
+                                  out=half(rows, 512), sizes=sizes)
+    coded_rows.norm_rows(half(4, 1024), half(4, 1024), torch.ones(1024), 1e-6, dtype=torch.int8, pdl=True)
+    heads, table = HeadShape(16, 8, 128), torch.zeros(4, 8, dtype=torch.int32)
+    cache = pair_cache(*(torch.empty(4, 8, 16, 128, dtype=torch.float8_e4m3fn) for _ in range(2)), 16)
+    cache.scales = torch.ones(2, 8)
+    split = attention_split.DecodeSplit.allocate(4, 8, "cpu")
+    scratch = attention_decode.DecodeScratch.allocate(split.tasks, 4, heads, "cpu")
+    turn, qkv = HeadTurn(torch.empty(64, 128), torch.empty(128), torch.empty(128), 1e-6), half(2, heads.width)
+    attention_rope.rope_decode_attention(
+        qkv, cache, table, ints, ints, split, scratch, heads, 0.1, turn, keys=64, num_stages=3, carried=True,
+        prefetch=True, pdl=True,
+    )  # fmt: skip
+    attention_mixed.mixed_attention(qkv, cache, table, ints, ints, ints, ints, ints, heads, 0.1,
+                                    sizes=attention_mixed.MixedShape(128, 64, 8, 3))
+
+
 def families() -> dict[str, str]:
     """Kernels that only some requests and models need, at real sizes: what became of each, by name."""
     clamp = Clamp(7.0, 1.702)
@@ -252,6 +285,7 @@ def families() -> dict[str, str]:
           for tokens in (1, 256, 8192)),
         ("sinks", partial(sinks, HeadShape(64, 8, 64))),
         ("drafts", partial(drafts, HeadShape(32, 8, 128))),
+        ("quantized", quantized),
         ("clamped experts", partial(experts, 256, RouterSpec(32, 4), 2880, 2880, clamp)),
         *((f"latents of {heads} heads", partial(latents, LatentShape(heads, 512, 64))) for heads in (16, 128)),
     ]  # fmt: skip

@@ -131,6 +131,7 @@ def test_rotation_inside_the_decode_attention_is_rotation_before_it(
         (HeadShape(40, 1, 16), 16, [3, 2], [0, 50], {"sizes": MixedShape(32, 32, 4, 2)}),
         (HeadShape(6, 2, 16), 16, [30, 3, 1], [20, 90, 0], {"sinks": True, "window": 17}),
         (HeadShape(3, 1, 16), 8, [9], [60], {"sinks": True}),
+        (HeadShape(4, 2, 16), 8, [9, 3], [30, 0], {"fp8": True}),
     ],
 )
 def test_mixed_attention_agrees(

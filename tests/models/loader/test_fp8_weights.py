@@ -11,14 +11,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.kernels.quantized import Fp8Weight
+from quire.kernels.quantized import Fp8Weight, joined_fp8
+from quire.kernels.types import pair_cache
 from quire.models.build import build_decoder
+from quire.models.kv_scales import KVScales
 from quire.models.loader.fp8_config import fp8_scheme
 from quire.models.loader.source import resolve_model
+from quire.models.registry import read_spec
+from quire.models.shard import shard_of
 from quire.ops.reference import TorchOps
+from quire.parallel.place import Place
 from tests.fp8_checkpoints import BLOCKS, KINDS, MODELOPT, compressed_fp8, fp8
 from tests.integer_checkpoints import write_checkpoint
 from tests.paged_driver import PagedDriver
+
+pytest.importorskip("triton")
+from quire.ops.triton import TritonOps
 
 PROJECTION = "model.layers.1.mlp.down_proj"
 
@@ -61,13 +69,48 @@ def test_experts_and_latents_as_deepseek_v3_publishes_them(tmp_path: Path) -> No
     assert all(torch.equal(each, want) for each in found)
 
 
+KV_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True, "strategy": "tensor"}
+
+
+@pytest.mark.parametrize(("config", "part"), [
+    (compressed_fp8() | {"kv_cache_scheme": KV_SCHEME}, "{}_scale"),
+    (MODELOPT | {"kv_cache_quant_algo": "FP8"}, "{}_proj.{}_scale"),
+])  # fmt: skip
+def test_scales_of_keys_and_values_come_to_the_fp8_caches_of_their_layers_and_ranks(
+    config: dict[str, Any], part: str, tmp_path: Path
+) -> None:
+    pack = fp8("tensor", True) if config["quant_method"] == "modelopt" else fp8()
+    write_checkpoint(tmp_path, pack, config)
+    stored = load_file(tmp_path / "model.safetensors")
+    heads = json.loads((tmp_path / "config.json").read_text())["num_key_value_heads"]
+    for_layer = "model.layers.1.self_attn."
+    stored[for_layer + part.format("k", "k")] = torch.tensor(0.25)
+    stored[for_layer + part.format("v", "v")] = torch.arange(1.0, heads + 1).view(heads, 1, 1)
+    save_file(stored, tmp_path / "model.safetensors")
+    source = resolve_model(str(tmp_path))
+    for kv_dtype in (torch.float8_e4m3fn, None):
+        ops = TritonOps("cpu", torch.bfloat16, kv_dtype=kv_dtype)
+        caches = build_decoder(source.config, source.stored_weights(), ops).allocate_caches([2], 16)
+        assert caches[0].scales is None and (caches[1].scales is None) == (kv_dtype is None)
+        if caches[1].scales is not None:
+            assert caches[1].scales.tolist() == [[0.25] * heads, [float(head + 1) for head in range(heads)]]
+    scales = KVScales(shard_of(read_spec(source.config), Place.all(2, 1)[1]))
+    scales.receive(1, "v", torch.arange(1.0, heads + 1), "v_scale")
+    cache = pair_cache(*(torch.zeros(1, heads // 2, 16, 8, dtype=torch.float8_e4m3fn) for _ in range(2)), 16)
+    scales.give_to(cache, 1)
+    assert cache.scales is not None and cache.scales[1].tolist() == list(range(heads // 2 + 1, heads + 1))
+    with pytest.raises(ModelLoadError, match="'here' is no scale of"):
+        scales.receive(1, "k", torch.zeros(1), "here")
+
+
 CHANGED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (BLOCKS, {"weight_block_size": [64, 128]}, "weight_block_size"),
     (BLOCKS, {"activation_scheme": "static"}, "weight_block_size"),
     (BLOCKS, {"fmt": "e5m2"}, "fmt"),
     (MODELOPT, {"quant_algo": "NVFP4"}, "quant_algo"),
-    (MODELOPT, {"kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo"),
-    (compressed_fp8(), {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    (MODELOPT, {"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo"),
+    (compressed_fp8(), {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "kv_cache_scheme.type"),
+    (compressed_fp8(), {"kv_cache_scheme": KV_SCHEME | {"dynamic": True}}, "kv_cache_scheme.dynamic"),
     (compressed_fp8(), {"format": "pack-quantized"}, "format"),
 ]
 
@@ -114,6 +157,12 @@ def test_rows_columns_and_parts_of_an_fp8_weight_are_those_of_its_floats() -> No
     assert torch.equal(weight.rows([3, 1, 200]).dequantized(), floats[[3, 1, 200]])
     assert torch.equal(weight.columns(128, 384).dequantized(), floats[:, 128:384])
     assert torch.equal(torch.cat([part.dequantized() for part in weight.split([100, 156])]), floats)
+    assert weight.cuts_blocks([(0, 64)]) and not weight.cuts_blocks([(0, 128), (256, 384)])
+    assert torch.equal(joined_fp8([weight.columns(0, 128), weight.columns(256, 384)], 1).dequantized(),
+                       torch.cat([floats[:, :128], floats[:, 256:]], 1))
+    one = Fp8Weight(codes, torch.rand(256, 1), 384)
+    assert torch.equal(joined_fp8([one.columns(0, 64), one.columns(96, 384)], 1).dequantized(),
+                       torch.cat([one.dequantized()[:, :64], one.dequantized()[:, 96:]], 1))
     with pytest.raises(ModelLoadError, match="cut a block"):
         weight.columns(64, 384)
     with pytest.raises(ModelLoadError, match="scales"):

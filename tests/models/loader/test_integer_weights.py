@@ -42,11 +42,11 @@ KEPT: dict[str, tuple[Packer, dict[str, Any], int, int]] = {
     "compressed with zero points": (compressed(symmetric=False), compressed_config(symmetric=False), 4, 32),
     "w8a8": (compressed(8, -1, plain=True), W8A8, 8, 0),
     "w8a8 with zero points": (compressed(8, -1, False, plain=True), compressed_config(8, -1, False, plain=True), 8, 0),
+    "gptq with act-order": (gptq(act_order=True), GPTQ | {"desc_act": True}, 4, 32),
+    "gptq with act-order, 8 bits, zero points": (gptq(8, 32, False, True), GPTQ | {"bits": 8, "desc_act": True}, 8, 32),
+    "compressed with act-order": (compressed(act_order=True), COMPRESSED, 4, 32),
 }
 IN_FLOATS: dict[str, tuple[Packer, dict[str, Any]]] = {
-    "gptq with act-order": (gptq(act_order=True), GPTQ | {"desc_act": True}),
-    "gptq with act-order, 8 bits, zero points": (gptq(8, 32, False, True), GPTQ | {"bits": 8, "desc_act": True}),
-    "compressed with act-order": (compressed(act_order=True), COMPRESSED),
     "gptq in groups that no kernel has": (gptq(group=8), GPTQ | {"group_size": 8}),
 }
 
@@ -64,10 +64,12 @@ def test_a_weight_is_the_floats_of_its_format_and_stays_in_its_bits(kind: str, t
         if isinstance(weight, QuantizedWeight):
             assert (weight.bits, weight.group) == (bits, group or expected[name].shape[1])
             assert (weight.offsets is None) == ("zero points" not in kind and "awq" not in kind and "v2" not in kind)
+            assert (weight.order is not None) == ("act-order" in kind)
+            assert weight.int8_rows == (kind == "w8a8")
 
 
 @pytest.mark.parametrize("kind", IN_FLOATS)
-def test_an_order_of_columns_that_no_kernel_has_is_read_as_floats(kind: str, tmp_path: Path) -> None:
+def test_groups_that_no_kernel_has_are_read_as_floats(kind: str, tmp_path: Path) -> None:
     pack, config = IN_FLOATS[kind]
     expected = write_checkpoint(tmp_path, pack, config)
     found = dict(resolve_model(str(tmp_path)).stored_weights())
@@ -95,6 +97,9 @@ def test_ranks_read_their_parts(kind: str, tmp_path: Path) -> None:
     for place in Place.all(2, 2):
         parts = stored_parts(source.config, shard_of(spec, place))
         found = dict(source.weights(parts=parts))
+        kept = {name: weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+                for name, weight in source.stored_weights(parts=parts)}
+        assert all(torch.equal(kept[name], found[name]) for name in found)
         for name, tensor in expected.items():
             ranges = parts.ranges(name, tuple(tensor.shape))
             if ranges == NOTHING:

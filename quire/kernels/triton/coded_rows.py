@@ -1,4 +1,5 @@
-"""Rows of activations in fp8 (e4m3) for GEMMs of fp8 weights: one scale for each row, or one for all from calibration.
+"""Rows of activations in fp8 (e4m3) or int8 for GEMMs of such weights: one scale for each row, or one for all from
+calibration.
 
 The norm or the gate before such a GEMM writes them itself."""
 
@@ -16,13 +17,14 @@ from quire.kernels.triton.norm import add_rms_norm_reference, rms_norm_reference
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
+LARGEST_INT8 = 127.0
 _LEAST = 1e-12
 """The largest number of a row counts as no less: a row of zeros has a scale too."""
 _BLOCK = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Rows:
+class CodedRows:
     """Rows x[m, k] = codes[m, k] * scales[m]."""
 
     codes: Tensor
@@ -33,20 +35,30 @@ class Fp8Rows:
     def shape(self) -> torch.Size:
         return self.codes.shape
 
+    def __getitem__(self, some: slice) -> CodedRows:
+        return CodedRows(self.codes[some], self.scales[some])
+
 
 @triton.jit
-def _scale_of(most, given, STATIC: tl.constexpr):
+def _scale_of(most, given, STATIC: tl.constexpr, KIND: tl.constexpr):
     """The scale of a row whose largest number is `most`, or the one that is given."""
     if STATIC:
         return tl.load(given)
+    elif tl.int8 == KIND:
+        return tl.maximum(most, 1e-12) / 127.0
     else:
         return tl.maximum(most, 1e-12) / 448.0
 
 
 @triton.jit
-def _code(values, scale):
-    """e4m3 has no infinity: what is larger becomes the largest."""
-    return tl.minimum(tl.maximum(values / scale, -448.0), 448.0).to(tl.float8e4nv)
+def _code(values, scale, KIND: tl.constexpr):
+    """e4m3 has no infinity: what is larger becomes the largest. Integers are the nearest ones, ties to even ones, which
+    the sum with 1.5 * 2^23 leaves."""
+    if tl.int8 == KIND:
+        nearest = values / scale + 12582912.0
+        return tl.minimum(tl.maximum(nearest - 12582912.0, -127.0), 127.0).to(tl.int8)
+    else:
+        return tl.minimum(tl.maximum(values / scale, -448.0), 448.0).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -64,11 +76,11 @@ def _quantize_kernel(
     if not STATIC:
         for first in range(0, WIDTH, BLOCK):
             most = tl.maximum(most, tl.abs(_values(start, first, WIDTH, GATED, KIND, BLOCK)))
-    scale = _scale_of(tl.max(most, axis=0), given, STATIC)
+    scale = _scale_of(tl.max(most, axis=0), given, STATIC, codes.dtype.element_ty)
     for first in range(0, WIDTH, BLOCK):
         place = first + tl.arange(0, BLOCK)
         values = _values(start, first, WIDTH, GATED, KIND, BLOCK)
-        tl.store(codes + row * WIDTH + place, _code(values, scale), mask=place < WIDTH)
+        tl.store(codes + row * WIDTH + place, _code(values, scale, codes.dtype.element_ty), mask=place < WIDTH)
     tl.store(scales + row, scale)
 
 
@@ -106,20 +118,23 @@ def _norm_kernel(
     values = values.to(tl.float32)
     norm = tl.rsqrt(tl.sum(values * values, axis=0) / HIDDEN + eps)
     normed = (values * norm * gain).to(x.dtype.element_ty).to(tl.float32)
-    scale = _scale_of(tl.max(tl.abs(normed), axis=0), given, STATIC)
-    tl.store(codes + row * HIDDEN + columns, _code(normed, scale), mask=inside)
+    scale = _scale_of(tl.max(tl.abs(normed), axis=0), given, STATIC, codes.dtype.element_ty)
+    tl.store(codes + row * HIDDEN + columns, _code(normed, scale, codes.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
 
 
-def _empty(rows: int, width: int, device: torch.device) -> Fp8Rows:
-    codes = torch.empty(rows, width, dtype=FP8, device=device)
-    return Fp8Rows(codes, torch.empty(rows, dtype=torch.float32, device=device))
+def _empty(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> CodedRows:
+    codes = torch.empty(rows, width, dtype=dtype, device=device)
+    return CodedRows(codes, torch.empty(rows, dtype=torch.float32, device=device))
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None = None, *, gated: str | None = None, pdl: bool = False) -> Fp8Rows:
-    """Of contiguous x [rows, width], or of act(first half) * second half of it; `scale`: one for all (float32 [1])."""
+def quantize_rows(
+    x: Tensor, scale: Tensor | None = None, *, gated: str | None = None, dtype: torch.dtype = FP8, pdl: bool = False
+) -> CodedRows:
+    """Of contiguous x [rows, width], or of act(first half) * second half of it; `scale`: one for all (float32 [1]);
+    `dtype`: fp8 or int8."""
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
-    found = _empty(rows, width, x.device)
+    found = _empty(rows, width, x.device, dtype)
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(width))
         _quantize_kernel[(rows,)](
@@ -131,11 +146,12 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None, *, gated: str | None =
 
 
 def norm_rows(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scale: Tensor | None = None, *, pdl: bool = False
-) -> Fp8Rows:
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scale: Tensor | None = None, *,
+    dtype: torch.dtype = FP8, pdl: bool = False,
+) -> CodedRows:  # fmt: skip
     """The RMS norm of x, or of residual += x (in place), as codes."""
     rows, width = x.shape
-    found = _empty(rows, width, x.device)
+    found = _empty(rows, width, x.device, dtype)
     block = triton.next_power_of_2(width)
     if rows:
         _norm_kernel[(rows,)](
@@ -146,15 +162,20 @@ def norm_rows(
     return found
 
 
-def quantize_reference(x: Tensor, scale: Tensor | None = None, gated: str | None = None) -> Fp8Rows:
+def quantize_reference(
+    x: Tensor, scale: Tensor | None = None, gated: str | None = None, dtype: torch.dtype = FP8
+) -> CodedRows:
     wide = (x if gated is None else act_mul_reference(x, gated)).float()
-    scales = wide.abs().amax(1).clamp(min=_LEAST) / LARGEST if scale is None else scale.expand(x.shape[0]).contiguous()
-    return Fp8Rows((wide / scales[:, None]).clamp(-LARGEST, LARGEST).to(FP8), scales)
+    most = LARGEST_INT8 if dtype == torch.int8 else LARGEST
+    scales = wide.abs().amax(1).clamp(min=_LEAST) / most if scale is None else scale.expand(x.shape[0]).contiguous()
+    found = (wide / scales[:, None]).clamp(-most, most)
+    return CodedRows((found.round() if dtype == torch.int8 else found).to(dtype), scales)
 
 
 def norm_reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scale: Tensor | None = None
-) -> Fp8Rows:
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scale: Tensor | None = None,
+    dtype: torch.dtype = FP8,
+) -> CodedRows:  # fmt: skip
     if residual is not None:
-        return quantize_reference(add_rms_norm_reference(x, residual, weight, eps), scale)
-    return quantize_reference(rms_norm_reference(x, weight, eps), scale)
+        return quantize_reference(add_rms_norm_reference(x, residual, weight, eps), scale, dtype=dtype)
+    return quantize_reference(rms_norm_reference(x, weight, eps), scale, dtype=dtype)

@@ -1,6 +1,7 @@
-"""GEMMs of fp8 rows and an fp8 weight in one kernel for any number of rows: the deterministic and the general one.
+"""GEMMs of rows and a weight of one byte each, fp8 or int8, in one kernel for any number of rows.
 
-It runs in deterministic mode, for weights with a scale per block of 128 x 128, and where no faster kernel fits.
+It runs in deterministic mode, for int8, for fp8 weights with a scale per block of 128 x 128, and where no faster kernel
+fits.
 
 One program sums all columns of its tile in one order, so that a row's bits do not depend on the others.
 """
@@ -19,7 +20,7 @@ SCALE_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Shape:
+class BytesShape:
     """Rows, features and columns of a tile, warps, stages."""
 
     rows: int = 64
@@ -30,7 +31,7 @@ class Fp8Shape:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _fp8_kernel(
+def _bytes_kernel(
     x, weight, x_scale, w_scale, bias, residual, out, num_rows,
     NUM_FEATURES: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BAND: tl.constexpr,
@@ -47,7 +48,8 @@ def _fp8_kernel(
     used, real = row < num_rows, feature < NUM_FEATURES
     x_row = x + row.to(tl.int64)[:, None] * WIDTH
     w_row = weight + feature.to(tl.int64)[:, None] * WIDTH
-    acc = tl.zeros([ROWS, FEATURES], tl.float32)
+    INT8: tl.constexpr = x.dtype.element_ty == tl.int8
+    acc = tl.zeros([ROWS, FEATURES], tl.int32 if INT8 else tl.float32)
     for block in range(0, (WIDTH + COLUMNS - 1) // COLUMNS):
         place = block * COLUMNS + tl.arange(0, COLUMNS)
         inside = place < WIDTH
@@ -58,8 +60,8 @@ def _fp8_kernel(
             scale = tl.load(w_scale + feature * blocks + block, mask=real, other=0.0)
             acc += tl.dot(values, tl.trans(w)) * scale[None, :]
         else:
-            acc = tl.dot(values, tl.trans(w), acc)
-    acc = acc * tl.load(x_scale + row, mask=used, other=0.0)[:, None]
+            acc = tl.dot(values, tl.trans(w), acc, out_dtype=tl.int32 if INT8 else tl.float32)
+    acc = acc.to(tl.float32) * tl.load(x_scale + row, mask=used, other=0.0)[:, None]
     if not BLOCKS:
         acc = acc * tl.load(w_scale + feature, mask=real, other=0.0)[None, :]
     if BIAS:
@@ -71,9 +73,9 @@ def _fp8_kernel(
     tl.store(out + target, acc.to(out.dtype.element_ty), mask=stores)
 
 
-def linear_fp8(
+def linear_bytes(
     x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None = None,
-    residual: Tensor | None = None, *, out: Tensor, sizes: Fp8Shape = Fp8Shape(),  # noqa: B008 (frozen)
+    residual: Tensor | None = None, *, out: Tensor, sizes: BytesShape = BytesShape(),  # noqa: B008 (frozen)
 ) -> Tensor:  # fmt: skip
     """out = x W^T * scales + bias + residual of codes x [rows, width] and weight [features, width]; `scales` are those
     of the weight (float32 [features], or [features, width / 128]) and of the rows (float32 [rows])."""
@@ -81,7 +83,7 @@ def linear_fp8(
     if rows == 0:
         return out
     tiles = triton.cdiv(rows, sizes.rows) * triton.cdiv(features, sizes.features)
-    _fp8_kernel[(tiles,)](
+    _bytes_kernel[(tiles,)](
         x, weight, scales[1], scales[0], out if bias is None else bias, out if residual is None else residual, out,
         rows, features, width, sizes.rows, sizes.features, sizes.columns, scales[0].dim() == 2, bias is not None,
         residual is not None, 8, num_warps=sizes.warps, num_stages=sizes.stages,

@@ -1,0 +1,53 @@
+"""What a model takes on a GPU in each format of its weights, and how many tokens fit beside it, for `quire inspect`."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.terminal import size_text
+from quire.layers.spec import MoeSpec
+
+if TYPE_CHECKING:
+    from quire.models.spec import DecoderSpec
+
+_BITS = {"none": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4 + 32 / 128}
+"""Of a weight of a projection, scales of groups included; what is not a projection keeps its 16 bits."""
+_SCALED = ("fp8", "int8")
+"""With one float32 scale a row."""
+_PROJECTION = re.compile(r"layers\.\d+\.(attn\.(?!.*norm).*|mlp\.(shared\.)?(up|down|gate))\.weight")
+_GPUS = (24, 80, 141)
+"""Gigabytes of GPUs that are answered for."""
+_UTILIZATION = 0.9
+
+
+def gpu_facts(spec: DecoderSpec) -> dict[str, Any]:
+    """By `quantization`: bytes of all weights; then the KV of a token, and tokens that fit into GPUs of some sizes
+    beside weights, without what a step needs."""
+    rows = columns = others = 0
+    for name, shape in spec.parameters().items():
+        if len(shape) == 2 and _PROJECTION.fullmatch(name):
+            rows, columns = rows + shape[0], columns + math.prod(shape)
+        else:
+            others += math.prod(shape)
+    # Experts are not quantized on a GPU yet: there the other formats are refused.
+    bits_of = {"none": _BITS["none"]} if any(isinstance(each.mlp, MoeSpec) for each in spec.layers) else _BITS
+    weights = {name: int(columns * bits / 8) + 2 * others + (4 * rows if name in _SCALED else 0)
+               for name, bits in bits_of.items()}
+    elements = sum(layer.kv.elements_per_token for layer in spec.layers)
+    tokens = {f"{size} GB": {name: max(0, int((_UTILIZATION * size * 1e9 - taken) // (2 * elements)))
+                             for name, taken in weights.items()} for size in _GPUS}
+    return {"weight_bytes": weights, "kv_bytes_per_token": {"auto": 2 * elements, "fp8": elements}, "tokens": tokens}
+
+
+def gpu_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    taken = ", ".join(f"{'bf16' if name == 'none' else name} {size_text(size)}"
+                      for name, size in facts["weight_bytes"].items())
+    kv = facts["kv_bytes_per_token"]
+    rows = [("on a GPU", f"weights {taken}; KV per token {kv['auto']:,} bytes, in fp8 {kv['fp8']:,}")]
+    for size, tokens in facts["tokens"].items():
+        fit = ", ".join(f"{'bf16' if name == 'none' else name} {count:,}" if count else
+                        f"{'bf16' if name == 'none' else name} does not fit" for name, count in tokens.items())
+        rows.append(("", f"  tokens in 90% of {size}, less what a step needs: {fit}"))
+    return rows
