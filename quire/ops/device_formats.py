@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import EngineError, UnsupportedModelError
-from quire.kernels.quantized import CodedWeight, Fp8Weight, QuantizedWeight, Rounding, WeightUse
+from quire.kernels.quantized import CodedWeight, Fp8Weight, QuantizedWeight, Rounding, UnreadWeight, WeightUse
 from quire.kernels.quantized import joined as joined_codes
 from quire.kernels.triton import (
     activation,
@@ -101,6 +101,8 @@ class DeviceFormats:
             if self._rounding is not None and (self._rounding.fp8 or self._rounding.bits):
                 raise UnsupportedModelError("quantization of experts is not built for GPUs yet: leave it out")
             return None
+        if isinstance(weight, UnreadWeight):
+            weight = weight.whole()
         if isinstance(weight, Fp8Weight):
             return weight if self._has_fp8 and _fits(weight) else None
         if isinstance(weight, QuantizedWeight):
