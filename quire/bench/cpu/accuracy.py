@@ -225,18 +225,6 @@ def _passages(model: str, count: int) -> list[list[int]]:
 
 def decoder_of(name: str, stored: str, max_model_len: int, threads: int | None) -> Decoder:
     """The decoder that an engine with the format's options would run."""
-    from quire.config import EngineConfig
-    from quire.models.build import build_decoder
-    from quire.models.loader.source import resolve_model
-    from quire.models.registry import read_spec
-    from quire.models.shard import shard_of
-    from quire.ops.cpu import CpuOps
-    from quire.parallel.place import Place
+    from quire.bench.cpu.cpu_decoder import cpu_decoder
 
-    config = EngineConfig.create(model=stored, **FORMATS[name])
-    rounding, source = config.model.rounding, resolve_model(stored)
-    spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
-    weights = source.weights(None) if rounding is None else source.stored_weights()
-    ops = CpuOps(num_threads=threads, rounding=rounding)
-    shard = shard_of(spec, Place())
-    return build_decoder(source.config, weights, ops, max_model_len=max_model_len, shard=shard, dtype=None)
+    return cpu_decoder(stored, max_model_len, threads, **FORMATS[name])
