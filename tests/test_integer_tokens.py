@@ -63,7 +63,7 @@ def test_keys_and_values_that_many_query_heads_read_are_rounded_to_eight_bits(tm
         folder = tmp_path / str(kv_heads)
         make_checkpoint(folder, "llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=kv_heads)
         attention = decoder_of("int4", str(folder), 64, 1).layers[0].attn
-        assert (attention.qkv.packed.format, attention.out.packed.format) == (formats, "int5")
+        assert (attention.qkv.packed.format, attention.out.packed.format) == (formats, "int8")
 
 
 def test_integers_are_what_is_multiplied(checkpoint: Path) -> None:

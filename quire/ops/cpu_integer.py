@@ -23,7 +23,8 @@ PANEL = 16
 _LINE = 64
 _ROWS_AT_ONCE = 4096
 _NARROW = 1024
-"""Models with fewer features lose more in four bits than others: they get five."""
+"""Models with fewer features lose more in four bits than others, above all in what is added to hidden states: they get
+five bits, and eight for that."""
 
 
 def fits(width: int, slices: Slices | None) -> bool:
@@ -41,12 +42,14 @@ def group_of(width: int, slices: Slices | None, rounding: Rounding) -> int:
     return math.gcd(wanted if rounding.group else slices.sum_width, *borders)
 
 
-def bits_of(stream: int, asked: int, use: WeightUse) -> int:
-    """Bits that weights are rounded to. `stream`: width of the hidden states that the weight reads, or (where ranks may
-    share its sums) adds to. No rank has a part of those: every number of ranks decides alike."""
+def bits_of(shape: tuple[int, int], adds: bool, asked: int, use: WeightUse) -> int:
+    """Bits that a weight is rounded to. It reads hidden states or `adds` to them (its sums have slices then, which
+    ranks may share). Their width is what no rank has a part of: every number of ranks decides alike."""
     if use in (WeightUse.VOCABULARY, WeightUse.SHARED):
         return 8
-    return 5 if asked == 4 and stream < _NARROW and use is not WeightUse.EXPERT else asked
+    if asked != 4 or use is WeightUse.EXPERT or shape[0 if adds else 1] >= _NARROW:
+        return asked
+    return 8 if adds else 5
 
 
 def round_to_codes(
@@ -56,7 +59,7 @@ def round_to_codes(
     if use is WeightUse.EXACT or rounding.bits is None or not fits(weight.shape[1], slices):
         return None
     n, k = weight.shape
-    bits = bits_of(n if slices is not None else k, rounding.bits, use)
+    bits = bits_of((n, k), slices is not None, rounding.bits, use)
     group = group_of(k, slices, rounding)
     floats = weight.detach().to(torch.float32).contiguous()
     codes = torch.empty(n, k, dtype=torch.uint8)

@@ -181,6 +181,8 @@ def test_the_use_of_a_layer_decides_what_is_rounded(randn):
     narrow, expert = ops.quantized(randn(1024, 64)), ops.quantized(weight, None, WeightUse.EXPERT)
     assert wide is not None and back is not None and narrow is not None and expert is not None
     assert (wide.bits, back.bits, narrow.bits, expert.bits) == (4, 4, 5, 4)
+    added = ops.quantized(randn(64, 64), Slices.of_width(64))
+    assert added is not None and added.bits == 8
     assert CpuOps(num_threads=2).quantized(kept) is None, "without quantization floats are multiplied"
 
 
