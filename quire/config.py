@@ -28,7 +28,7 @@ class ModelConfig:
                         ("auto", "float32", "bfloat16", "float16"))
     quantization: str | None = option(
         None, "multiply weights as integers or in fp8. On a CPU int8 and int4 round weights that the file stores as "
-              "floats to so many bits (embedding and head to 8), on a GPU fp8 too (not embedding and head); "
+              "floats to so many bits (some to more, see docs), on a GPU fp8 too (not embedding and head); "
               "weights that the file stores quantized keep their bits. file rounds nothing",
         ("int8", "int4", "fp8", "file"))
     quantization_group_size: int | None = option(

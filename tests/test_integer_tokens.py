@@ -59,11 +59,11 @@ def test_ranks_and_stages_change_no_bit(checkpoint: Path, kind: dict[str, Any]) 
 
 
 def test_keys_and_values_that_many_query_heads_read_are_rounded_to_eight_bits(tmp_path: Path) -> None:
-    for kv_heads, formats in ((1, "int4 + int8"), (2, "int4")):
+    for kv_heads, formats in ((1, "int5 + int8"), (2, "int5")):
         folder = tmp_path / str(kv_heads)
         make_checkpoint(folder, "llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=kv_heads)
         attention = decoder_of("int4", str(folder), 64, 1).layers[0].attn
-        assert (attention.qkv.packed.format, attention.out.packed.format) == (formats, "int4")
+        assert (attention.qkv.packed.format, attention.out.packed.format) == (formats, "int8")
 
 
 def test_integers_are_what_is_multiplied(checkpoint: Path) -> None:

@@ -4,7 +4,7 @@ a device."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias, Union
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # saying what a weight is must not cost the import of torch
 UNIT = 32
 """Columns that are multiplied as integers before a scale is applied; activations share a scale over as many."""
 BITS = (4, 5, 6, 8)
+_ROWS_AT_ONCE = 4096
 StoredWeight: TypeAlias = Union["Tensor", "CodedWeight"]
 """What a reader hands over for one parameter."""
 
@@ -195,6 +196,58 @@ class QuantizedWeight(CodedWeight):
             grouped += self.offsets.unsqueeze(-1)
         found = grouped.view(n, k)
         return found if self.order is None else found[:, self.order.argsort()]
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadWeight(CodedWeight):
+    """A weight that is still in its file: so large that its codes are read and packed a few rows at a time."""
+
+    first: int
+    """Row of the file's tensor with which it begins."""
+    size: tuple[int, int]
+    bits: int
+    zero: int
+    group: int
+    offsets: bool
+    """Whether it has any."""
+    half: bool
+    """Half precision holds every scale and offset."""
+    read: Callable[[int, int], QuantizedWeight]
+    """Rows [start, stop) of the tensor."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.size
+
+    def rows(self, index: Tensor | Sequence[int] | slice) -> CodedWeight:
+        if not isinstance(index, slice) or index.step not in (None, 1):
+            return self.whole().rows(index)
+        start, stop, _ = index.indices(self.shape[0])
+        return replace(self, first=self.first + start, size=(max(0, stop - start), self.shape[1]))
+
+    def columns(self, start: int, stop: int) -> QuantizedWeight:
+        return self.whole().columns(start, stop)
+
+    def whole(self) -> QuantizedWeight:
+        return self.read(self.first, self.first + self.shape[0])
+
+    def pieces(self, count: int) -> Iterator[QuantizedWeight]:
+        """All of it, `count` rows at a time."""
+        end = self.first + self.shape[0]
+        for start in range(self.first, end, count):
+            yield self.read(start, min(end, start + count))
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        return self.whole().to(device)
+
+    def dequantized(self) -> Tensor:
+        import torch
+
+        found, at = torch.empty(self.shape), 0
+        for piece in self.pieces(_ROWS_AT_ONCE):
+            found[at : at + piece.shape[0]] = piece.dequantized()
+            at += piece.shape[0]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from quire.kernels.cpu.build import SOURCE_DIR
 from quire.kernels.cpu.library import load
 from quire.kernels.expert_rows import ExpertRanges, ExpertRows
 from quire.kernels.kv_spec import KVSpec
-from quire.kernels.quantized import CodedWeight, QuantizedWeight, Rounding, StoredWeight, WeightUse
+from quire.kernels.quantized import CodedWeight, QuantizedWeight, Rounding, StoredWeight, UnreadWeight, WeightUse
 from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 from quire.ops import cpu_integer
@@ -129,10 +129,10 @@ class CpuOps(Ops):
 
     def quantized(
         self, weight: StoredWeight, slices: Slices | None = None, use: WeightUse = WeightUse.LAYER
-    ) -> QuantizedWeight | None:
+    ) -> QuantizedWeight | UnreadWeight | None:
         if self._rounding is None or weight.dim() != 2:
             return None
-        if isinstance(weight, QuantizedWeight) and weight.order is None:
+        if isinstance(weight, UnreadWeight) or (isinstance(weight, QuantizedWeight) and weight.order is None):
             return weight if cpu_integer.fits(weight.shape[1], slices) else None
         if isinstance(weight, CodedWeight):  # fp8 or act-order, which no CPU multiplies
             weight = weight.dequantized()
@@ -141,7 +141,8 @@ class CpuOps(Ops):
     def pack_quantized(
         self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None
     ) -> PanelLinear:
-        codes = [part for part in parts if isinstance(part, QuantizedWeight)]  # all of them: `quantized` gave them
+        # All of them: `quantized` gave them.
+        codes = [part for part in parts if isinstance(part, QuantizedWeight | UnreadWeight)]
         n, k = sum(part.shape[0] for part in codes), codes[0].shape[1]
         if (bias is not None and bias.shape != (n,)) or not cpu_integer.fits(k, slices):
             raise EngineError(f"integer weights of [{n}, {k}] do not suit their bias or slices")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import EngineError, UnsupportedModelError
-from quire.kernels.quantized import CodedWeight, Fp8Weight, QuantizedWeight, Rounding, WeightUse
+from quire.kernels.quantized import CodedWeight, Fp8Weight, QuantizedWeight, Rounding, UnreadWeight, WeightUse
 from quire.kernels.quantized import joined as joined_codes
 from quire.kernels.slices import Slices
 from quire.kernels.triton import (
@@ -65,6 +65,8 @@ class DeviceFormats:
             if self._rounding is not None and (self._rounding.fp8 or self._rounding.bits):
                 raise UnsupportedModelError("quantization of experts is not built for GPUs yet: leave it out")
             return None
+        if isinstance(weight, UnreadWeight):
+            weight = weight.whole()
         slices = slices if self._deterministic else None
         self._check_shared(weight, slices)
         if isinstance(weight, Fp8Weight):

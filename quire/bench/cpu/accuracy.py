@@ -20,12 +20,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.bench.cpu.kept_scores import KeptScores
 from quire.errors import QuireError
-from quire.eval.tasks import Options, Result, Scored
+from quire.eval.tasks import Engine, Options, Result, Scored
 
 if TYPE_CHECKING:
     from quire.models.decoder import Decoder
@@ -68,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="passages over which KL is taken (default: %(default)s)")
     parser.add_argument("--keep", metavar="FOLDER", default=None,
                         help="keep every format's answers there, and take those that are there from it: a run that was "
-                        "stopped goes on, another format is compared without asking float32 again")
+                        "stopped goes on, with more questions or another format it asks what is new; empty it when "
+                        "kernels or roundings change")
     parser.add_argument("--num-threads", type=int, default=None, metavar="N", help="threads (default: the cores)")
 
 
@@ -157,28 +159,24 @@ def scores(result: Result) -> dict[str, Any]:
 
 
 def _answers(name: str, stored: str, task: str, asked: Asked) -> Result:
-    """Of one format to one task, from the folder of earlier runs where they are there."""
-    if asked.keep is None:
-        return _ask(name, stored, task, asked)
-    label = f"{Path(asked.model).name} {name} {task} {asked.limit or 'all'}"
-    file = Path(asked.keep) / f"{label.replace(' ', '-')}.json"
-    if file.exists():
-        return Result(**json.loads(file.read_text(encoding="utf-8")))
-    result = _ask(name, stored, task, asked)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(result)), encoding="utf-8")
-    return result
-
-
-def _ask(name: str, stored: str, task: str, asked: Asked) -> Result:
+    """Of one format to one task, from the folder of earlier runs as far as they are there."""
     from quire.eval.data import rows
     from quire.eval.tasks import TASKS as ALL
-    from quire.models.loader.source import resolve_model
 
-    decoder = decoder_of(name, stored, _LONGEST, asked.threads)
-    engine = DecoderScores(decoder, resolve_model(asked.model).tokenizer())
+    engine: Engine
+    if asked.keep is None:
+        engine = _engine(name, stored, asked)
+    else:
+        file = Path(asked.keep) / f"{Path(asked.model).name}-{name}-{task}.jsonl"
+        engine = KeptScores(file, lambda: _engine(name, stored, asked))
     (result,) = ALL[task](engine, rows, Options(asked.limit, shots=0))
     return result
+
+
+def _engine(name: str, stored: str, asked: Asked) -> DecoderScores:
+    from quire.models.loader.source import resolve_model
+
+    return DecoderScores(decoder_of(name, stored, _LONGEST, asked.threads), resolve_model(asked.model).tokenizer())
 
 
 class DecoderScores:
@@ -250,18 +248,6 @@ def passages(model: str, count: int) -> list[list[int]]:
 
 def decoder_of(name: str, stored: str, max_model_len: int, threads: int | None) -> Decoder:
     """The decoder that an engine with the format's options would run."""
-    from quire.config import EngineConfig
-    from quire.models.build import build_decoder
-    from quire.models.loader.source import resolve_model
-    from quire.models.registry import read_spec
-    from quire.models.shard import shard_of
-    from quire.ops.cpu import CpuOps
-    from quire.parallel.place import Place
+    from quire.bench.cpu.cpu_decoder import cpu_decoder
 
-    config = EngineConfig.create(model=stored, **FORMATS[name])
-    rounding, source = config.model.rounding, resolve_model(stored)
-    spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
-    weights = source.weights(None) if rounding is None else source.stored_weights()
-    ops = CpuOps(num_threads=threads, rounding=rounding)
-    shard = shard_of(spec, Place())
-    return build_decoder(source.config, weights, ops, max_model_len=max_model_len, shard=shard, dtype=None)
+    return cpu_decoder(stored, max_model_len, threads, **FORMATS[name])

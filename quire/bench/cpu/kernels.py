@@ -1,4 +1,4 @@
-"""The GEMMs and the attention of a decoder's layer one by one: time, rate and share of the machine's limit.
+"""The GEMMs and the attention of a model's first layer one by one: time, rate and share of the machine's limit.
 
 `quire bench cpu --kernels --quantization int4`. The best of many runs counts, so that a busy machine changes little.
 The limit of a GEMM is the larger of its bytes over the bandwidth of memory and its operations over the rate of the
@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 
-from quire.config import ModelConfig
+from quire.bench.cpu.cpu_decoder import cpu_decoder
 from quire.errors import ConfigError
-from quire.kernels.quantized import WeightUse
-from quire.kernels.slices import Slices
 from quire.kernels.types import HeadShape, StepContext
+from quire.layers.attention import Attention
+from quire.layers.mlp import Mlp
 from quire.machine import Ceilings
-from quire.models.loader.source import resolve_model
-from quire.models.registry import read_spec
-from quire.models.spec import DecoderSpec, MoeSpec
+from quire.models.decoder import Decoder
+from quire.models.spec import DecoderSpec
 from quire.ops.cpu import CpuOps
 from quire.ops.cpu_panels import PanelLinear
 
@@ -45,10 +44,10 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """One line for each GEMM and number of rows, then for attention of one token over each context, in a cache of
     floats and in one of int8."""
-    spec = read_spec(resolve_model(model).config)
-    ops = CpuOps(num_threads=threads, rounding=ModelConfig(quantization=quantization).rounding)
-    rate = ceilings.flops_per_s * (1 if quantization is None else int8_rate())
-    for name, weight in _weights(ops, spec).items():
+    decoder = cpu_decoder(model, max(CONTEXTS), threads, quantization=quantization)
+    spec, ops = decoder.spec, CpuOps(num_threads=threads)
+    for name, weight in _weights(decoder).items():
+        rate = ceilings.flops_per_s * (int8_rate() if weight.format.startswith("int") else 1)
         for rows in ROWS:
             x, out = torch.randn(rows, weight.in_features), torch.empty(rows, weight.out_features)
             seconds = _best(lambda x=x, weight=weight, out=out: ops.linear(x, weight, None, out))  # type: ignore[misc]
@@ -62,24 +61,15 @@ def measure(
             yield _attention(ops, spec.with_kv_dtype(kv_dtype), context, ceilings, KV_DTYPES[kv_dtype])
 
 
-def _weights(ops: CpuOps, spec: DecoderSpec) -> dict[str, PanelLinear]:
-    layer = spec.layers[0]
-    heads, kv_heads, dim = layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim
-    if isinstance(layer.mlp, MoeSpec):
-        raise ConfigError("this bench times a dense MLP: name a model without experts", field="model")
-    up, hidden = layer.mlp.intermediate * (2 if layer.mlp.gated else 1), spec.hidden_size
-    return {"qkv": _weight(ops, (heads + 2 * kv_heads) * dim, hidden),
-            "out": _weight(ops, hidden, heads * dim, slices=Slices.of_heads(heads, dim)),
-            "up": _weight(ops, up, hidden),
-            "down": _weight(ops, hidden, layer.mlp.intermediate, slices=Slices.of_width(layer.mlp.intermediate)),
-            "head": _weight(ops, spec.vocab_size, hidden, WeightUse.VOCABULARY)}
-
-
-def _weight(ops: CpuOps, n: int, k: int, use: WeightUse = WeightUse.LAYER, slices: Slices | None = None) -> PanelLinear:
-    """Of random weights, as the layers pack theirs."""
-    weight = torch.randn(n, k) / 20
-    codes = ops.quantized(weight, slices, use)
-    return ops.pack_linear(weight, None, slices) if codes is None else ops.pack_quantized([codes], None, slices)
+def _weights(decoder: Decoder) -> dict[str, PanelLinear]:
+    """Of the first layer, and the head, as they lie in memory."""
+    layer = decoder.layers[0]
+    if not isinstance(layer.mlp, Mlp) or not isinstance(layer.attn, Attention):
+        raise ConfigError("this bench times a dense MLP and plain attention: name a model without experts and latents",
+                          field="model")
+    linears = {"qkv": layer.attn.qkv, "out": layer.attn.out, "up": layer.mlp.up, "down": layer.mlp.down,
+               "head": decoder.head}
+    return {name: linear.packed for name, linear in linears.items()}  # type: ignore[misc]
 
 
 def _attention(ops: CpuOps, spec: DecoderSpec, context: int, ceilings: Ceilings, stored: str) -> dict[str, Any]:

@@ -203,9 +203,9 @@ static float squared_error(const float *x, int64_t count, line is, float top) {
     return sum_lanes(error);
 }
 
-/* A scale and an offset for codes 0 .. top. Four bits: of lines that take the group's range for 9 to 18 steps, each followed
- * by the line of least squares for its codes, the one that leaves the smallest error. Weights that lay on some grid of 16
- * steps before, of which the group uses a part, are found again so. */
+/* A scale and an offset for codes 0 .. top. Four and five bits: of lines that take the group's range for 3/5 to 6/5 of top
+ * steps, each followed by the line of least squares for its codes, the one that leaves the smallest error. Weights that
+ * lay on some grid of as many steps before, of which the group uses a part, are found again so. */
 static line offset_line(const float *x, int64_t count, int top) {
     vf low = load_v(x), high = low;
     for (int64_t i = VL; i < count; i += VL) low = min_v(low, load_v(x + i)), high = max_v(high, load_v(x + i));
@@ -214,7 +214,7 @@ static line offset_line(const float *x, int64_t count, int top) {
     best.d = to_half((most - best.m) / (float)top);
     if (top > 64 || !(best.d > 0.0f)) return best;
     float smallest = squared_error(x, count, best, (float)top);
-    for (int steps = 9; steps <= 18; steps++) {
+    for (int steps = top * 3 / 5; steps <= top * 6 / 5; steps++) {
         line found = fitted(x, count, (line){(most - least) / (float)steps, least}, (float)top);
         if (!(found.d > 0.0f)) continue;
         float error = squared_error(x, count, found, (float)top);

@@ -28,6 +28,7 @@ class Coding:
     zero: int
     group: int
     split: Splitter
+    offsets: bool = False
 
     def decode(self, blocks: np.ndarray, out: np.ndarray) -> None:
         codes = np.empty(out.shape, np.uint8)
@@ -165,12 +166,12 @@ QUANT_FORMATS: dict[int, QuantFormat] = {
     0: QuantFormat("F32", 1, 4, _f32),
     1: QuantFormat("F16", 1, 2, _f16),
     2: _coded("Q4_0", 32, 18, Coding(4, 8, 32, _q4_0)),
-    3: _coded("Q4_1", 32, 20, Coding(4, 0, 32, _q4_1)),
+    3: _coded("Q4_1", 32, 20, Coding(4, 0, 32, _q4_1, offsets=True)),
     6: _coded("Q5_0", 32, 22, Coding(5, 16, 32, _q5_0)),
-    7: _coded("Q5_1", 32, 24, Coding(5, 0, 32, _q5_1)),
+    7: _coded("Q5_1", 32, 24, Coding(5, 0, 32, _q5_1, offsets=True)),
     8: _coded("Q8_0", 32, 34, Coding(8, 128, 32, _q8_0)),
-    12: _coded("Q4_K", 256, 144, Coding(4, 0, 32, _q4_k)),
-    13: _coded("Q5_K", 256, 176, Coding(5, 0, 32, _q5_k)),
+    12: _coded("Q4_K", 256, 144, Coding(4, 0, 32, _q4_k, offsets=True)),
+    13: _coded("Q5_K", 256, 176, Coding(5, 0, 32, _q5_k, offsets=True)),
     14: _coded("Q6_K", 256, 210, Coding(6, 32, 16, _q6_k)),
     30: QuantFormat("BF16", 1, 2, _bf16),
     39: QuantFormat("MXFP4", 32, 17, _mxfp4),

@@ -19,6 +19,7 @@ from quire.models.loader.catalog import CATALOG
 from quire.models.loader.fp8_config import fp8_scheme
 from quire.models.loader.gguf import GgufFile, GgufTensor
 from quire.models.loader.gguf_names import architecture_of, hf_config, hf_name, is_extra
+from quire.models.loader.gguf_quants import Coding
 from quire.models.loader.gguf_rope import CONFIG_TENSORS
 from quire.models.loader.hub import fetch_from_hub, looks_like_hub_id
 from quire.models.loader.json_file import read_json_object
@@ -40,6 +41,8 @@ LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 # interpreter lock, so that two halve the time of a load; more tensors ahead would only cost memory.
 READ_AHEAD = 2
 READ_THREADS = 2
+LARGE_TABLE = 64 << 20
+"""Weights of so many numbers, a vocabulary's, are read when they are packed, a few rows at a time."""
 Read = TypeVar("Read")
 Made = TypeVar("Made")
 
@@ -207,29 +210,36 @@ class GgufSource(ModelSource):
 
     def _read_stored(
         self, tensor: GgufTensor, name: str, ranges: Ranges | None
-    ) -> torch.Tensor | QuantizedWeight:
+    ) -> torch.Tensor | CodedWeight:
         """As `_read`, in the file's own bits where it is a quantized matrix that is not cut inside a group."""
         import torch
 
-        from quire.kernels.quantized import QuantizedWeight, joined
+        from quire.kernels.quantized import UNIT, UnreadWeight, joined
 
         coding = tensor.format.coding
         dim, runs = ranges or (0, ((0, tensor.shape[0]),))
         cut = dim == 1 and coding is not None and any(edge % coding.group for run in runs for edge in run)
         if coding is None or cut or len(tensor.shape) != 2 or self._arch.is_transposed(name):
             return self._read(tensor, name, None, ranges)
-        pieces = []
-        for run in runs:
-            codes, scales, offsets = self._file.read_codes(tensor, dim, *run)
-            kept = None if offsets is None else torch.from_numpy(offsets)
-            pieces.append(QuantizedWeight(
-                torch.from_numpy(codes), torch.from_numpy(scales), kept, coding.zero, coding.bits, coding.group
-            ))
-        weight = joined(pieces, dim)
         # The converters' changes to matrices are orders of rows, so that row numbers show them.
-        rows = torch.arange(weight.shape[0]).unsqueeze(1)
+        rows = torch.arange(sum(stop - start for start, stop in runs) if dim == 0 else tensor.shape[0]).unsqueeze(1)
         order = self._arch.undo(name, rows, self._config)
+        if order is rows and dim == 0 and len(runs) == 1 and len(rows) * tensor.shape[1] >= LARGE_TABLE:
+            (first, last), half = runs[0], tensor.format.block_elements == UNIT  # these formats store half precision
+            return UnreadWeight(first, (last - first, tensor.shape[1]), coding.bits, coding.zero, coding.group,
+                                coding.offsets, half, lambda start, stop: self._codes(tensor, coding, 0, start, stop))
+        weight = joined([self._codes(tensor, coding, dim, *run) for run in runs], dim)
         return weight if order is rows else weight.rows(order.squeeze(1))
+
+    def _codes(self, tensor: GgufTensor, coding: Coding, dim: int, start: int, stop: int) -> QuantizedWeight:
+        import torch
+
+        from quire.kernels.quantized import QuantizedWeight
+
+        codes, scales, offsets = self._file.read_codes(tensor, dim, start, stop)
+        kept = None if offsets is None else torch.from_numpy(offsets)
+        return QuantizedWeight(
+            torch.from_numpy(codes), torch.from_numpy(scales), kept, coding.zero, coding.bits, coding.group)
 
     def _wanted(self, parts: StoredParts | None) -> Iterator[tuple[str, GgufTensor, Ranges | None]]:
         layers = int(self._config.get("num_hidden_layers") or self._config["n_layer"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 
 from quire.bench.cpu import accuracy
 from quire.bench.cpu.accuracy import Asked, decoder_of, in_floats
+from quire.bench.cpu.kept_scores import KeptScores
 from quire.bench.whole_pass import last_logits, logits_of
+from quire.errors import QuireError
+from quire.eval import data
 from quire.eval.paired import kl_by_position
-from quire.eval.tasks import Result
+from quire.eval.tasks import Scored
 from quire.models.loader.source import resolve_model
 from tests.integer_checkpoints import awq, write_checkpoint
 
@@ -44,19 +48,48 @@ def test_texts_with_one_beginning_have_the_logits_of_each_alone(tmp_path: Path) 
                 assert torch.equal(found, logits_of(decoder, text)[-count:]), name
 
 
-def test_answers_that_were_kept_are_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_for: list[str] = []
+class Examinee:
+    """Says of a continuation how long it is; remembers what it was asked."""
 
-    def ask(name: str, stored: str, task: str, asked: Asked) -> Result:
-        asked_for.append(name)
-        return Result(task, {"acc": 0.5, "perplexity": 2.0}, [True, False], 0, [True, name == "file"])
+    def __init__(self) -> None:
+        self.asked: list[str] = []
 
+    def score(self, pairs: Sequence[tuple[str, str]]) -> list[Scored]:
+        self.asked += [answer for _, answer in pairs]
+        return [Scored(-float(len(answer)), len(answer) > 1) for _, answer in pairs]
+
+    def complete(self, contexts: Sequence[str], stops: Sequence[str], max_tokens: int) -> list[str]:
+        raise AssertionError
+
+
+def test_answers_that_were_kept_are_not_asked_for_again(tmp_path: Path) -> None:
+    pairs = [("a b", " c"), ("d", " e"), ("f", "g")]
+    file, engine = tmp_path / "kept" / "answers.jsonl", Examinee()
+    first = KeptScores(file, lambda: engine).score(pairs[:2])
+    assert engine.asked == [" c", " e"]
+    with file.open("a", encoding="utf-8") as half:
+        half.write('["stopped in')
+    assert KeptScores(file, lambda: engine).score(pairs) == [*first, Scored(-1.0, False)]
+    assert engine.asked == [" c", " e", "g"]
+    assert KeptScores(file, lambda: engine).score(pairs[:1]) == first[:1]
+    with pytest.raises(QuireError, match="other questions"):
+        KeptScores(file, lambda: engine).score([("a b", " x")])
+
+
+def test_the_command_asks_what_was_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def engine(name: str, stored: str, asked: Asked) -> Examinee:
+        made.append(name)
+        return Examinee()
+
+    rows = [{"request": {"context": "a", "continuation": answer}} for answer in ("b", "cc")]
     write_checkpoint(tmp_path / "awq", awq(), AWQ)
-    monkeypatch.setattr(accuracy, "_ask", ask)
-    asked = Asked(str(tmp_path / "awq"), ("lambada",), 2, 1, str(tmp_path / "kept"))
-    first = list(accuracy.measure(asked, ["file"], 0))
-    assert asked_for == ["float32", "file"]
-    again = list(accuracy.measure(asked, ["file", "int8-kv"], 0))
-    assert asked_for == ["float32", "file", "int8-kv"]
-    points = [line["points"] for line in (first[1], again[1], again[2])]
-    assert points == [50.0, 50.0, 0.0]
+    monkeypatch.setattr(accuracy, "_engine", engine)
+    monkeypatch.setattr(data, "rows", lambda name: iter(rows))
+    asked = Asked(str(tmp_path / "awq"), ("lambada",), None, 1, str(tmp_path / "kept"))
+    for formats in (["file"], ["file", "int8-kv"]):
+        lines = list(accuracy.measure(asked, formats, 0))
+        assert [line["format"] for line in lines] == ["float32", *formats]
+        assert all((line["acc"], line.get("points", 0.0)) == (0.5, 0.0) for line in lines)
+    assert made == ["float32", "file", "int8-kv"]

@@ -16,7 +16,13 @@ def test_every_kernel_has_its_share_of_the_limit(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(kernels, "CONTEXTS", (40,))
     write_checkpoint(tmp_path, awq(), {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm",
                                        "zero_point": True})
-    lines = list(kernels.measure(str(tmp_path), "int4", Ceilings(1e10, 1e11), threads=1))
+    formats = {}
+    for quantization in (None, "file", "int8"):
+        lines = list(kernels.measure(str(tmp_path), quantization, Ceilings(1e8, 1e9), threads=1))
+        formats[quantization] = {line["kernel"]: line["format"] for line in lines}
+    assert (formats["file"]["up"], formats["int8"]["up"]) == ("int4", "int4"), "the file's own bits"
+    assert (formats["file"]["head"], formats["int8"]["head"]) == (formats[None]["head"], "int8")
+    assert "int" not in formats[None]["up"]
     products = [(line["kernel"], line["rows"]) for line in lines if line["kernel"] != "attention"]
     assert products == [(name, rows) for name in ("qkv", "out", "up", "down", "head") for rows in kernels.ROWS]
     floats, codes = [line for line in lines if line["kernel"] == "attention"]
