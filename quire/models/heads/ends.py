@@ -28,7 +28,8 @@ class WholeEnds:
 
     def __init__(self, decoder: Decoder) -> None:
         self.ops, self.spec = decoder.ops, decoder.spec
-        self.asked_len, self.final_norm, self.weights_dtype = decoder.asked_len, decoder.final_norm, decoder.weights_dtype
+        self.asked_len, self.final_norm = decoder.asked_len, decoder.final_norm
+        self.weights_dtype = decoder.weights_dtype
         self.embed = Embedding(self.ops, self.weights_dtype)
         self.head: Linear = self.embed
         if not self.spec.tied_head:
