@@ -24,8 +24,8 @@ class Command:
 
 BENCHES: dict[str, Command] = {
     "cpu": Command("quire.bench.cpu.command", "cases A to D on a CPU, in turns with other engines"),
-    "accuracy": Command("quire.bench.cpu.accuracy",
-                        "what integer arithmetic on a CPU costs in accuracy, against float32"),
+    "accuracy": Command("quire.bench.accuracy",
+                        "what formats of weights cost in accuracy, against float32 on a CPU, bf16 on a GPU"),
     "scheduler": Command("quire.bench.scheduling.scheduler", "time to plan a step of 16 to 1,024 sequences"),
     "prefix-cache": Command("quire.bench.kv.prefix_cache", "hit rates of the eviction policies on a trace"),
     "policies": Command("quire.bench.scheduling.policies",

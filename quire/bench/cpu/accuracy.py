@@ -8,8 +8,6 @@ float32's over whole passages of LAMBADA, with a standard error over passages.
 `file` multiplies the integers that the file stores. `int8` and `int4` are made at load from the same model in floats,
 which is written to a folder of its own first (an engine would keep a file's integers); `int4-symmetric` is without zero
 points. `int8-kv` multiplies floats, and keeps keys and values as int8.
-
-With `--device cuda` the formats of a GPU are compared with bf16 there (`quire.bench.gpu.format_accuracy`).
 """
 
 from __future__ import annotations
@@ -77,23 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.limit < 0 or args.kl_texts < 0:
         raise QuireError("--limit and --kl-texts are 0 or more")
+    wanted = args.formats or [name for name in FORMATS if name != REFERENCE]
+    if not set(wanted) <= FORMATS.keys():
+        raise QuireError("--formats fp8 and fp8-kv need --device cuda")
     asked = Asked(args.model, tuple(args.tasks), args.limit or None, args.num_threads, args.keep)
-    for line in _lines(args, asked):
+    for line in measure(asked, wanted, args.kl_texts):
         print(json.dumps(line), flush=True)
     return 0
-
-
-def _lines(args: argparse.Namespace, asked: Asked) -> Iterator[dict[str, Any]]:
-    if args.device == "cpu":
-        wanted = args.formats or [name for name in FORMATS if name != REFERENCE]
-        if not set(wanted) <= FORMATS.keys():
-            raise QuireError("--formats fp8 and fp8-kv need --device cuda")
-        return measure(asked, wanted, args.kl_texts)
-    from quire.bench.gpu import format_accuracy
-
-    if asked.keep is not None:
-        raise QuireError("--keep is for a CPU: on a GPU all formats are asked within a run")
-    return format_accuracy.measure(asked, args.formats or list(format_accuracy.FORMATS), args.kl_texts)
 
 
 @dataclass(frozen=True, slots=True)
