@@ -30,13 +30,14 @@ from quire.kernels.triton import (
     attention_rope,
     attention_split,
     branch,
+    coded_rows,
     features,
-    fp8_rows,
     inputs,
     latent_attention,
+    linear_bytes,
     linear_codes,
     linear_fixed,
-    linear_fp8,
+    linear_planes,
     meeting,
     norm,
     weights,
@@ -125,11 +126,13 @@ def others(capability: int) -> None:
     codes = torch.zeros(256, 128, dtype=torch.uint8)
     packed = linear_codes.pack(QuantizedWeight(codes, torch.ones(256, 1), torch.ones(256, 1), 0.0, 4, 128), HALF)
     linear_codes.unpack(packed, torch.empty(256, 128, dtype=HALF))
-    if capability >= 89:
-        rows = fp8_rows.quantize_rows(wide)
-        fp8_rows.norm_rows(wide, None, torch.empty(4096), 1e-6)
-        out = torch.empty(2, 256, dtype=HALF)
-        linear_fp8.linear_fp8(rows.codes, weight.to(fp8_rows.FP8), (torch.empty(256), rows.scales), out=out)
+    packed = linear_planes.pack(QuantizedWeight(codes, torch.ones(256, 4), None, 32, 6, 32))
+    linear_planes.linear_planes(wide[:, :128].contiguous(), packed)
+    linear_planes.unpack(packed, torch.empty(256, 128, dtype=HALF))
+    for dtype in (torch.int8, *((coded_rows.FP8,) if capability >= 89 else ())):
+        rows, out = coded_rows.quantize_rows(wide, dtype=dtype), torch.empty(2, 256, dtype=HALF)
+        coded_rows.norm_rows(wide, None, torch.empty(4096), 1e-6, dtype=dtype)
+        linear_bytes.linear_bytes(rows.codes, weight.to(dtype), (torch.empty(256), rows.scales), out=out)
     for check in (partial(cases.check_copies, "cpu", HALF, heads, 16), partial(cases.check_draw, "cpu", HALF, 2, 300),
                   partial(cases.check_linear_few, "cpu", HALF, 1, 64, 128)):
         with suppress(AssertionError):
@@ -141,7 +144,8 @@ def others(capability: int) -> None:
 
 def main(capability: int) -> None:
     cases.close = lambda *given: 0.0
-    everything = [(name, launch) for name, launch in compile_for_hopper.sampling() if name.endswith("everything")]
+    names = ("sampling everything", "sampling everything by a band")
+    everything = [(name, launch) for name, launch in compile_for_hopper.sampling() if name in names]
     parts: list[tuple[str, Callable[[], Any]]] = [
         ("heads of 128", partial(steps, capability, DENSE, 40)),
         ("deterministic", partial(steps, capability, DENSE, 40, True)),
