@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -69,7 +69,7 @@ def _weights(decoder: Decoder) -> dict[str, PanelLinear]:
                           field="model")
     linears = {"qkv": layer.attn.qkv, "out": layer.attn.out, "up": layer.mlp.up, "down": layer.mlp.down,
                "head": decoder.head}
-    return {name: linear.packed for name, linear in linears.items()}  # type: ignore[misc]
+    return {name: cast(PanelLinear, linear.packed) for name, linear in linears.items()}
 
 
 def _attention(ops: CpuOps, spec: DecoderSpec, context: int, ceilings: Ceilings, stored: str) -> dict[str, Any]:
