@@ -200,9 +200,9 @@ class DeviceFormats:
 
     def _bytes(self, x: Tensor | CodedRows, w: BytesLinear, residual: Tensor | None, out: Tensor | None) -> Tensor:
         if isinstance(x, Tensor):
-            choice = self._row_choice(x, w, gemm_table.PLAIN)
-            if choice is not None:
-                return linear_row(x, w.weight, w.bias, residual, scales=w.scales, out=out, sizes=choice, pdl=self._pdl)
+            row = self._row_choice(x, w, gemm_table.PLAIN)
+            if row is not None:
+                return linear_row(x, w.weight, w.bias, residual, scales=w.scales, out=out, sizes=row, pdl=self._pdl)
             x = self._rows(x, w)
         rows, sizes = x.shape[0], linear_bytes.BytesShape()
         if w.weight.dtype == torch.int8 and not self._deterministic:
