@@ -35,10 +35,15 @@ class Spelling:
 
     def _likely(self, target: str) -> str:
         spellings = self._names.spellings(target)
-        alike = [name for name in spellings if _LAYER.sub(".{}.", name, count=1) in self._seen]
+        alike = [name for name in spellings if self._seen_elsewhere(name)]
         if not alike and self._gguf is not None:  # which holds the experts of a layer in one tensor
             alike = [name for name in spellings if self.of(name) != name]
         return (alike or spellings)[0]
+
+    def _seen_elsewhere(self, name: str) -> bool:
+        """In another layer. Merged experts end in `.weight` in a GGUF and not in a folder."""
+        pattern = _LAYER.sub(".{}.", name, count=1)
+        return pattern in self._seen or f"{pattern}.weight" in self._seen
 
     def explained(self, error: ModelLoadError, name: str) -> ModelLoadError:
         """An error about a tensor, with the tensor's name in the file."""

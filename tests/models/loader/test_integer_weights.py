@@ -146,7 +146,7 @@ def _group(**changes: Any) -> dict[str, Any]:
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype"),
         (COMPRESSED | {"format": "float-quantized"}, "format"),
         (COMPRESSED | {"format": "marlin-24"}, "format"),
-        (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme.type"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (COMPRESSED | {"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
         (COMPRESSED | {"quantization_status": "frozen"}, "quantization_status"),
