@@ -19,7 +19,7 @@ from quire.kernels.cpu import build, library
 
 SOURCE = Path(__file__).parent / "fingerprint.c"
 INTEGER_SOURCE = SOURCE.with_name("fingerprint_integer.c")
-INTEGER_EXPECTED = "5aa2f7284e5a7f87c86a0de0bdf670237dc8db04acd18c63b9f7cacda3e00659"
+INTEGER_EXPECTED = "8b8956447025aa0c6ba552909e1732b986c329eab4ddeb236f8b2bb4acd34dfd"
 EXPECTED = "9f706d712d2b29a19f6389b912bb0b1d353e9be750c12cc75788bdfba7f1fda7"
 
 

@@ -162,10 +162,15 @@ def test_steps_say_who_computed_how_much_and_what_happened() -> None:
     steps = [step for frame in frames for step in frame["steps"]]
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
     # A prompt of 26 in chunks of 16: ten are left, and room for the other request's two.
-    assert steps[0]["entries"] == [["1", 0, 16, "p", 0, 0]]
-    assert steps[1]["entries"] == [["1", 16, 10, "p", 0, 0], ["2.1", 0, 2, "p", 0, 0], ["2.2", 2, 0, "f", 0, 0]]
+    no_drafts = [0, 0, [], []]
+    assert steps[0]["entries"] == [["1", 0, 16, "p", *no_drafts]]
+    assert steps[1]["entries"] == [
+        ["1", 16, 10, "p", *no_drafts],
+        ["2.1", 0, 2, "p", *no_drafts],
+        ["2.2", 2, 0, "f", *no_drafts],
+    ]
     assert (steps[1]["prompt_tokens"], steps[1]["decode_tokens"]) == (12, 0)
-    assert ["1", 26, 1, "d", 0, 0] in steps[2]["entries"]
+    assert ["1", 26, 1, "d", *no_drafts] in steps[2]["entries"]
     copied = [copy for step in steps for copy in step["copied"]]
     assert len(copied) == small.scheduler.cache.stats.copies_on_write > 0
     preempted = [each for step in steps for each in step["preempted"]]
