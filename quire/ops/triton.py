@@ -32,6 +32,7 @@ from quire.kernels.triton import (
     rope_cache,
     route,
 )
+from quire.kernels.triton.fixed_prefetch import linear_fixed_prefetch, units_for
 from quire.kernels.triton.gemm_table import GemmChoice
 from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
@@ -95,6 +96,7 @@ class TritonOps(Ops):
         prompt_rows: bool = True,
         pdl: bool = False,
         named_algorithms: bool = True,
+        fixed_prefetch: bool = False,
         rounding: Rounding | None = None,
     ) -> None:
         self.device = torch.device(device)
@@ -106,7 +108,9 @@ class TritonOps(Ops):
         self.pdl = pdl = pdl and not deterministic
         self._heads_at_once = _FIXED_HEADS if deterministic else None
         self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
-        prefetch = linear_prefetch.available(self.device) and dtype != torch.float32 and not deterministic
+        prefetch = linear_prefetch.available(self.device) and dtype != torch.float32
+        prefetch = prefetch and (fixed_prefetch or not deterministic)
+        self._fixed_prefetch = prefetch and deterministic
         self._parts = linear_prefetch.PrefetchScratch.allocate(self.device) if prefetch else None
         self._formats = DeviceFormats(
             self.device, dtype, rounding, deterministic=deterministic, pdl=pdl, scratch=self._parts
@@ -155,8 +159,16 @@ class TritonOps(Ops):
 
     def _linear(self, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None) -> Tensor:
         if self.deterministic:
-            return linear_fixed.linear_fixed(x, w.weight, w.bias, residual, w.slices)
+            return self._fixed_gemm(x, w, residual)
         return self._gemm(gemm_table.lookup(x.shape[0], w.out_features, w.in_features, x.dtype), x, w, residual, out)
+
+    def _fixed_gemm(self, x: Tensor, w: DeviceLinear, residual: Tensor | None) -> Tensor:
+        if self._fixed_prefetch and self._parts is not None and x.shape[0]:
+            units = units_for(x.shape[0], w.weight, w.slices)
+            if units is not None and units.fits(x, w.weight, self._parts):
+                return linear_fixed_prefetch(
+                    x, w.weight, w.bias, residual, units=units, scratch=self._parts, pdl=True)
+        return linear_fixed.linear_fixed(x, w.weight, w.bias, residual, w.slices)
 
     def linear_nodes(self, x: Tensor, w: Any, out: Tensor | None = None) -> Tensor:
         if isinstance(w, CodesLinear):
@@ -210,8 +222,9 @@ class TritonOps(Ops):
         )
 
     def _early(self, rows: int) -> bool:
-        """Whether a small kernel should start while the one before it ends: only where its launch shows."""
-        return self.pdl and rows <= _EARLY_ROWS
+        """Whether a small kernel should start while the one before it ends: only where its launch shows, but in
+        deterministic mode for every number of rows or none, since it is another compiled kernel."""
+        return self._fixed_prefetch or (self.pdl and rows <= _EARLY_ROWS)
 
     def group_linears(self, ws: Sequence[DeviceLinear]) -> DeviceGroup:
         """One tensor of all, which they then are views of."""

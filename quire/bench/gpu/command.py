@@ -80,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of the layers' weights, made at load; int4 in groups of 128 (default: none)")
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
+    parser.add_argument("--fixed-prefetch", action="store_true",
+                        help="with --deterministic: GEMMs of few rows by the kernel that prefetches, which is off else")
     parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
                         help="programmatic dependent launch in decode steps (default: on)")
     parser.add_argument("--pad-mixed", action=argparse.BooleanOptionalAction, default=True,
@@ -208,6 +210,7 @@ def _options(args: argparse.Namespace, max_num_seqs: int, max_model_len: int) ->
         prompt_rows=args.prompt_rows,
         pad_mixed=args.pad_mixed,
         named_algorithms=args.named_algorithms,
+        fixed_prefetch=args.fixed_prefetch,
         rounding=_rounding(args),
     )
 
@@ -307,7 +310,8 @@ def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.N
         "gpu_busy_share": round(min(1.0, busy / run.seconds), 3),
         "options": {name: getattr(args, name) for name in ("depth", "block_size", "dtype", "kv_cache_dtype",
                                                            "quantization",
-                                                           "enforce_eager", "deterministic", "launch_early",
+                                                           "enforce_eager", "deterministic", "fixed_prefetch",
+                                                           "launch_early",
                                                            "named_algorithms", "max_num_batched_tokens",
                                                            "fuse_rope", "prompt_rows", "pad_mixed")},
     }

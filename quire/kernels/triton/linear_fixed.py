@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.errors import EngineError
 from quire.kernels.slices import Node, Slices
+from quire.kernels.triton.slice_tree import count_slice, total_of
 
 _MAX_SLICES = 255
 """The binary counter has eight places."""
@@ -49,62 +50,6 @@ def _border(index, WIDTH: tl.constexpr, COUNT: tl.constexpr, UNIT: tl.constexpr)
         return index * (WIDTH // COUNT)
     else:
         return tl.minimum(((WIDTH + UNIT - 1) // UNIT * index) // COUNT * UNIT, WIDTH)
-
-
-@triton.jit
-def _count(value, index, LAST: tl.constexpr, c0, c1, c2, c3, c4, c5, c6, c7):
-    """Put the sum of slice `index` into a binary counter: place p holds a sum of 2**p slices, and a sum that finds its
-    place taken is added to it and goes on to the next. LAST is the highest place in use."""
-    if LAST == 0 or (index & 1) == 0:
-        c0 = value
-    else:
-        value = c0 + value
-        if LAST == 1 or (index & 2) == 0:
-            c1 = value
-        else:
-            value = c1 + value
-            if LAST == 2 or (index & 4) == 0:
-                c2 = value
-            else:
-                value = c2 + value
-                if LAST == 3 or (index & 8) == 0:
-                    c3 = value
-                else:
-                    value = c3 + value
-                    if LAST == 4 or (index & 16) == 0:
-                        c4 = value
-                    else:
-                        value = c4 + value
-                        if LAST == 5 or (index & 32) == 0:
-                            c5 = value
-                        else:
-                            value = c5 + value
-                            if LAST == 6 or (index & 64) == 0:
-                                c6 = value
-                            else:
-                                c7 = c6 + value
-    return c0, c1, c2, c3, c4, c5, c6, c7
-
-
-@triton.jit
-def _total(N: tl.constexpr, c0, c1, c2, c3, c4, c5, c6, c7):
-    """What a counter of N slices adds up to, the smallest sums first."""
-    value = c0
-    if N & 2:
-        value = c1 + value if N & 1 else c1
-    if N & 4:
-        value = c2 + value if N & 3 else c2
-    if N & 8:
-        value = c3 + value if N & 7 else c3
-    if N & 16:
-        value = c4 + value if N & 15 else c4
-    if N & 32:
-        value = c5 + value if N & 31 else c5
-    if N & 64:
-        value = c6 + value if N & 63 else c6
-    if N & 128:
-        value = c7 + value if N & 127 else c7
-    return value
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -165,8 +110,8 @@ def _fixed_kernel(
             values = tl.load(x_row + place[None, :], mask=used[:, None] & inside[None, :], other=0.0)
             w = tl.load(w_row + place[None, :], mask=real[:, None] & inside[None, :], other=0.0)
             acc = tl.dot(values, tl.trans(w), acc, input_precision=PRECISION)
-        c0, c1, c2, c3, c4, c5, c6, c7 = _count(acc, turn, LAST_PLACE, c0, c1, c2, c3, c4, c5, c6, c7)
-    acc = _total(N, c0, c1, c2, c3, c4, c5, c6, c7)
+        c0, c1, c2, c3, c4, c5, c6, c7 = count_slice(acc, turn, LAST_PLACE, c0, c1, c2, c3, c4, c5, c6, c7)
+    acc = total_of(N, c0, c1, c2, c3, c4, c5, c6, c7)
     if BIAS:
         acc += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)[None, :]
     target = row.to(tl.int64)[:, None] * NUM_FEATURES + feature[None, :]
@@ -198,8 +143,8 @@ def _tree_kernel(
     c0, c1, c2, c3, c4, c5, c6, c7 = zero, zero, zero, zero, zero, zero, zero, zero
     for part in tl.static_range(PARTS):
         value = tl.load(parts + part * num_rows.to(tl.int64) * NUM_FEATURES + target, mask=real, other=0.0)
-        c0, c1, c2, c3, c4, c5, c6, c7 = _count(value, part, LAST_PLACE, c0, c1, c2, c3, c4, c5, c6, c7)
-    total = _total(PARTS, c0, c1, c2, c3, c4, c5, c6, c7)
+        c0, c1, c2, c3, c4, c5, c6, c7 = count_slice(value, part, LAST_PLACE, c0, c1, c2, c3, c4, c5, c6, c7)
+    total = total_of(PARTS, c0, c1, c2, c3, c4, c5, c6, c7)
     if BIAS:
         total += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)
     if RESIDUAL:

@@ -43,7 +43,7 @@ _KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m
 _LEAST_BOX = 8
 _PARTIALS, _TILES = 5 << 20, 4096
 """Scratch for parts of tiles (two of 64 x 256 for each of 132 multiprocessors), and how many tiles may have parts."""
-_WARPS, _LOADING = 4, 24
+WARPS, _LOADING = 4, 24
 """Warps that multiply, and registers per thread of the warp that loads."""
 
 
@@ -159,14 +159,12 @@ def linear_prefetch(
     features, slab = weight.shape[0], columns(x.dtype)
     if out is None:
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
-    kind = getattr(gl, _KINDS[x.dtype])
     pad = padded(rows)
-    # The tallest TMA box (a power of two) that divides the rows.
-    tile, box = [FEATURES, slab], [max(rows & -rows, _LEAST_BOX), slab]
-    sums, stored = _layouts(pad, 32 // x.dtype.itemsize)
+    weight_rows, x_rows, boxes = descriptors(weight, x)
+    sums, stored = layouts(pad, 32 // x.dtype.itemsize)
     prefetch_kernel[(_programs(weight, sizes),)](
-        TensorDescriptor.from_tensor(weight, tile, gl.NVMMASharedLayout.get_default_for(tile, kind)),
-        TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, kind)),
+        weight_rows,
+        x_rows,
         out if scales is None else scales[0],
         out if scales is None else scales[1],
         out if bias is None else bias,
@@ -181,21 +179,33 @@ def linear_prefetch(
         sizes.tiles,
         sizes.slabs,
         pad,
-        triton.cdiv(rows, box[0]),
+        boxes,
         scales is not None,
         bias is not None,
         residual is not None,
         pdl,
         sums,
         stored,
-        num_warps=_WARPS,
-        maxnreg=_registers(sizes.tiles * pad),
+        num_warps=WARPS,
+        maxnreg=registers(sizes.tiles * pad),
         **({"launch_pdl": True} if pdl else {}),
     )
     return out
 
 
-def _registers(sums: int) -> int:
+def descriptors(weight: Tensor, x: Tensor) -> tuple[Any, Any, int]:
+    """What TMA copies: a slab of a tile of the weight, a slab of a box of rows; and the number of boxes."""
+    kind, slab, rows = getattr(gl, _KINDS[x.dtype]), columns(x.dtype), x.shape[0]
+    # The tallest box (a power of two) that divides the rows.
+    tile, box = [FEATURES, slab], [max(rows & -rows, _LEAST_BOX), slab]
+    return (
+        TensorDescriptor.from_tensor(weight, tile, gl.NVMMASharedLayout.get_default_for(tile, kind)),
+        TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, kind)),
+        triton.cdiv(rows, box[0]),
+    )
+
+
+def registers(sums: int) -> int:
     """Registers per thread at launch, before warp specialization moves some from the loading warp to the others. As few
     as possible: the next kernel can only start early if it fits beside this one."""
     wanted = min(232, (sums // 2 + 80 + 7) // 8 * 8)
@@ -203,8 +213,8 @@ def _registers(sums: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def _layouts(rows: int, depth: int) -> tuple[Any, Any]:
+def layouts(rows: int, depth: int) -> tuple[Any, Any]:
     """How the sums of a tile [features, rows] lie in registers, and how they are stored: by runs of features. `depth`
     columns are multiplied by one instruction."""
-    sums = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, rows, depth])
-    return sums, gl.BlockedLayout([8, 1], [8, 4], [1, _WARPS], [0, 1])
+    sums = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, rows, depth])
+    return sums, gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])

@@ -72,7 +72,7 @@ def load_turns(
 
 
 @gluon.jit
-def _multiply_turn(w_ring, x_ring, stage, sums, TILES: gl.constexpr, SLABS: gl.constexpr):
+def multiply_turn(w_ring, x_ring, stage, sums, TILES: gl.constexpr, SLABS: gl.constexpr):
     """Starts the multiply-adds of one more turn; those of the turn before are finished when this returns."""
     for slab in gl.static_range(SLABS):
         rows = x_ring.index(stage * SLABS + slab).permute((1, 0))
@@ -82,11 +82,11 @@ def _multiply_turn(w_ring, x_ring, stage, sums, TILES: gl.constexpr, SLABS: gl.c
             more = warpgroup_mma(w_ring.index(first + tile), rows, sums[tile], is_async=True)
             grown = grown + (more,)  # type: ignore[assignment]  # noqa: RUF005
         sums = grown
-    return _waited(sums, SLABS * TILES, TILES)
+    return waited(sums, SLABS * TILES, TILES)
 
 
 @gluon.jit
-def _waited(sums, left: gl.constexpr, TILES: gl.constexpr):
+def waited(sums, left: gl.constexpr, TILES: gl.constexpr):
     """The sums, once at most `left` asynchronous multiply-adds are still running."""
     if TILES == 1:
         return (warpgroup_mma_wait(left, deps=(sums[0],)),)
@@ -114,10 +114,10 @@ def _multiply(
             done = turn - begin
             stage = done % STAGES
             mbarrier.wait(full.index(stage), done // STAGES & 1)
-            sums = _multiply_turn(w_ring, x_ring, stage, sums, TILES, SLABS)
+            sums = multiply_turn(w_ring, x_ring, stage, sums, TILES, SLABS)
             # The turn before this one has been read: its stage may be filled again.
             mbarrier.arrive(free.index((done + STAGES - 1) % STAGES), pred=turn > first)
-        sums = _waited(sums, 0, TILES)
+        sums = waited(sums, 0, TILES)
         mbarrier.arrive(free.index((last - 1 - begin) % STAGES))
         if TILES == 1:
             acc, complete = whole_tile(sums[0], group, first, last, total, gl.num_programs(0), partial, arrived, turns)

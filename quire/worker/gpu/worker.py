@@ -471,5 +471,6 @@ def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype
         prompt_rows=options.prompt_rows,
         pdl=options.launch_early,
         named_algorithms=options.named_algorithms,
+        fixed_prefetch=options.fixed_prefetch,
         rounding=options.rounding,
     )

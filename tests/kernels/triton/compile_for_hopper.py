@@ -42,6 +42,7 @@ from quire.kernels.triton import (  # noqa: E402
     expert_few,
     expert_linear,
     features,
+    fixed_prefetch,
     latent_attention,
     latent_hopper,
     linear_bytes,
@@ -115,6 +116,23 @@ def prefetch(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield name, partial(linear_prefetch.linear_prefetch, *given, residual, sizes=shape, scratch=scratch, pdl=True)
 
 
+def fixed(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """GEMMs of few rows in deterministic mode: without slices, in runs of heads, and in ranges."""
+    scratch = linear_prefetch.PrefetchScratch.allocate("cpu", 1)
+    linear_prefetch.multiprocessors = fixed_prefetch.multiprocessors = lambda device: 132
+    for name, rows, height, width, slices in (
+        ("fixed whole", 128, 6144, 4096, None),
+        ("fixed heads", 32, 4096, 4096, Slices.of_heads(32, 128)),
+        ("fixed ranges", 1, 1024, 3072, Slices.of_width(3072)),
+    ):
+        x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(height, width, dtype=dtype)
+        residual = torch.empty(rows, height, dtype=dtype)
+        units = fixed_prefetch.units_for(rows, weight, slices)
+        assert units is not None, name
+        yield name, partial(fixed_prefetch.linear_fixed_prefetch, x, weight, None, residual,
+                            units=units, scratch=scratch, pdl=True)
+
+
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     x, gain, weight = torch.empty(1, 1024, dtype=dtype), torch.empty(1024), torch.empty(256, 1024, dtype=dtype)
     qkv = torch.empty(2, HEADS.width, dtype=dtype)
@@ -152,6 +170,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
                 linear_fixed.linear_fixed, wide_x, wide_weight, slices=slices, parts=parts)
     if not small:
         yield from prefetch(dtype)
+        yield from fixed(dtype)
 
 
 def sampling(vocab: int = 151936, rows: int = 4) -> Iterator[tuple[str, Callable[[], Any]]]:

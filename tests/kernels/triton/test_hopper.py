@@ -121,6 +121,19 @@ def test_a_prefetching_gemm_leaves_registers_to_the_next_kernel(compiled: dict[s
     assert int(found["REG"]) <= 168 and int(found["STACK"]) == 0
 
 
+@pytest.mark.parametrize("name", ["whole", "heads", "ranges"])
+def test_a_gemm_of_deterministic_mode_holds_its_slices_in_registers(compiled: dict[str, Any], name: str) -> None:
+    """And waits, before it says that a place is free, as the others do: after a turn and after a slice."""
+    kernel = compiled[f"fixed {name} bfloat16"]
+    found = dict(each.split(":") for each in kernel["resources"].split())
+    assert int(found["REG"]) <= 168 and int(found["STACK"]) == 0
+    steps = kernel["bulk_copies"]
+    arrivals = [place for place, step in enumerate(steps) if step == "mbarrier.arrive"]
+    waits = [place for place, step in enumerate(steps) if step == "wgmma.wait_group"]
+    assert len(arrivals) == len(waits) > 1
+    assert all("bar.sync" in steps[wait:arrival] for wait, arrival in zip(waits, arrivals))
+
+
 @pytest.mark.parametrize(("name", "rows", "shape"), [("shared", 48, (1, 6, 2, 1)), ("many", 112, (3, 4, 1, 0))])
 def test_a_gemm_that_adds_a_bias_or_residual_needs_the_shared_memory_that_is_asked_of_its_shape(
     compiled: dict[str, Any], name: str, rows: int, shape: tuple[int, ...]
