@@ -97,7 +97,8 @@ def _library(x: Any, weight: Any) -> Iterator[tuple[str, Way]]:
 
     yield "torch", lambda w: torch.mm(x, w.t())
     library = CublasLt(x.device, torch.bfloat16)
-    offered = library.candidates(x.shape[0], *weight.shape, most=_FIRST_ALGORITHMS)
+    features, width = weight.shape
+    offered = library.candidates(x.shape[0], features, width, _FIRST_ALGORITHMS)
     for number, candidate in enumerate(offered):
         yield f"algorithm {number}", partial(_named, library, x, candidate.code)
     library.close()
