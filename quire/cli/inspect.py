@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.engine import fetch
 from quire.cli.inspect_gpu import gpu_facts, gpu_rows
-from quire.cli.inspect_ranks import rank_facts, rank_rows
+from quire.cli.inspect_ranks import draft_text, rank_facts, rank_rows
 from quire.cli.options import add_engine_options, engine_options
 from quire.cli.terminal import size_text
 from quire.config import EngineConfig, option_fields
@@ -19,18 +19,21 @@ from quire.errors import ModelLoadError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
+    from quire.models.shard import Shard
     from quire.models.spec import DecoderSpec
-    from quire.worker.memory import PoolSize
+    from quire.worker.memory import DraftKV, PoolSize
 
 EXAMPLES = (
     "examples:\n"
     "  quire inspect smollm2-135m\n"
     "  quire inspect ./model.gguf --kv-cache-memory 4GiB\n"
     "  quire inspect ./folder --tensor-parallel-size 8 --pipeline-parallel-size 2\n"
+    "  quire inspect smollm2-135m --speculative eagle\n"
     "  quire inspect ./folder --load-format dummy --json"
 )
 _LENGTHS = (512, 2048, 8192, 32768)
-_SETTINGS = ("tokenizer", "load_format", "cache_dir", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size")
+_SETTINGS = ("tokenizer", "load_format", "cache_dir", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size",
+             "speculative", "speculative_config")
 """Options beside those of the cache that change what this command says."""
 
 
@@ -44,10 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = EngineConfig.create(model=args.model, **engine_options(args))
     fetch(config.model.model, config.model.cache_dir)
-    from quire.engine.assembly.source import open_source
+    from quire.engine.assembly.source import open_source, with_shipped_head
     from quire.models.registry import read_spec
 
     source = open_source(config)
+    config = with_shipped_head(config, source)
     plain = read_spec(source.config)
     spec = plain.with_kv_dtype(config.cache.kv_cache_dtype)
     facts = {**_identity(source), **_shape(spec), **_memory(spec, config)}
@@ -158,17 +162,22 @@ def _memory(spec: DecoderSpec, config: EngineConfig) -> dict[str, Any]:
     shards = [shard_of(spec, place) for place in Place.all(*sizes)]
     free = available_memory()
     facts: dict[str, Any] = {"available_memory": free, "fits": False, "pool": None, "sequences": {}, "ranks": []}
-    facts["ranks"] = [rank_facts(shard, config.cache.block_size, 0) for shard in shards]
+    draft, beside = _drafts(spec, config, shards)
+    block = config.cache.block_size
+
+    def ranks_with(num_blocks: int) -> list[dict[str, Any]]:
+        return [rank_facts(shard, block, num_blocks, draft, more) for shard, more in zip(shards, beside, strict=True)]
+
+    facts["ranks"] = ranks_with(0)
     try:
         pool = smallest_pool([
             size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False),
-                      free // len(shards), shard=shard, step_tokens=step_tokens_of(config))
+                      free // len(shards), draft=draft, shard=shard, step_tokens=step_tokens_of(config))
             for shard in shards
         ])
     except OutOfMemoryError as error:
         return {**facts, "reason": str(error)}
-    block = config.cache.block_size
-    facts["ranks"] = ranks = [rank_facts(shard, block, pool.num_blocks) for shard in shards]
+    facts["ranks"] = ranks = ranks_with(pool.num_blocks)
     if pool.window_blocks is not None:  # there is one rank
         ranks[0]["kv_bytes"] = pool.num_bytes
     facts["fits"] = sum(rank["weight_bytes"] + rank["kv_bytes"] for rank in ranks) <= free
@@ -184,6 +193,18 @@ def _memory(spec: DecoderSpec, config: EngineConfig) -> dict[str, Any]:
     lengths = sorted({length for length in _LENGTHS if length < pool.max_model_len} | {pool.max_model_len})
     facts["sequences"] = {str(length): _sequences(spec, pool, block, length) for length in lengths}
     return facts
+
+
+def _drafts(spec: DecoderSpec, config: EngineConfig, shards: list[Shard]) -> tuple[DraftKV, list[int]]:
+    """What a draft model or a head keeps of each token, and the parameters that each rank has for it."""
+    from quire.worker.memory import NO_DRAFT
+
+    options = config.speculation.options
+    if options is None or not options.own_kv:
+        return NO_DRAFT, [0] * len(shards)
+    from quire.worker.draft_memory import draft_kv, draft_parameters
+
+    return draft_kv(config, spec), [draft_parameters(config, shard) for shard in shards]
 
 
 def _sequences(spec: DecoderSpec, pool: PoolSize, block: int, length: int) -> int:
@@ -269,9 +290,12 @@ def _fit_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if pool is None:
         return [*ranks, ("this machine", f"{free}: does not fit, {facts['reason']}")]
     total = sum(rank["weight_bytes"] + rank["kv_bytes"] for rank in facts["ranks"])
+    alone = facts["ranks"][0]
+    drafts = [("for drafts", draft_text(alone))] if not ranks and alone["draft_parameters"] else []
     verdict = "fits" if facts["fits"] else "does NOT fit: take a smaller model or lower --kv-cache-memory"
     return [
         *ranks,
+        *drafts,
         ("this machine", f"{free}; weights and KV pool take {size_text(total)}: {verdict}"),
         (
             "KV pool",

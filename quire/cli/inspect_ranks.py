@@ -8,11 +8,13 @@ from quire.cli.terminal import size_text
 
 if TYPE_CHECKING:
     from quire.models.shard import Shard
+    from quire.worker.memory import DraftKV
 
 
-def rank_facts(shard: Shard, block_size: int, num_blocks: int) -> dict[str, Any]:
-    """One rank: its runs of everything, and the bytes that they take. MLP and experts are those of the first of its
-    layers that has such."""
+def rank_facts(shard: Shard, block_size: int, num_blocks: int, draft: DraftKV, draft_parameters: int
+               ) -> dict[str, Any]:
+    """One rank: its runs of everything, and the bytes that they take, those of whoever makes drafts included. MLP and
+    experts are those of the first of its layers that has such."""
     from quire.layers.share import dense_width, num_experts
 
     shares = [shard.layer(index) for index in range(shard.first_layer, shard.last_layer)]
@@ -33,9 +35,11 @@ def rank_facts(shard: Shard, block_size: int, num_blocks: int) -> dict[str, Any]
         "embedding": shard.place.is_first,
         "head": shard.place.is_last,
         "parameters": shard.num_parameters,
-        "weight_bytes": 4 * shard.num_parameters,
-        "kv_bytes_per_token": shard.kv_bytes_per_token,
-        "kv_bytes": num_blocks * shard.kv_bytes_per_block(block_size),
+        "draft_parameters": draft_parameters,
+        "weight_bytes": 4 * (shard.num_parameters + draft_parameters),
+        "kv_bytes_per_token": shard.kv_bytes_per_token + draft.on(shard.place),
+        "draft_kv_bytes_per_token": draft.on(shard.place),
+        "kv_bytes": num_blocks * (shard.kv_bytes_per_block(block_size) + block_size * draft.on(shard.place)),
     }
 
 
@@ -50,9 +54,15 @@ def _line(rank: dict[str, Any]) -> str:
     inner = [f"{name} {_run(rank[key])}" for name, key in (("MLP columns", "mlp_columns"), ("experts", "experts"))
              if rank[key] is not None]
     kept = "the latents of all" if rank["latent"] else f"kv heads {_run(rank['kv_heads'])}"
+    drafts = f", for drafts {draft_text(rank)}" if rank["draft_parameters"] else ""
     return (f"layers {_run(rank['layers'])}, heads {_run(rank['heads'])} with {kept}, "
-            f"{', '.join(inner)}{vocabulary}: weights {size_text(rank['weight_bytes'])}, "
+            f"{', '.join(inner)}{vocabulary}{drafts}: weights {size_text(rank['weight_bytes'])}, "
             f"KV {size_text(rank['kv_bytes'])} ({rank['kv_bytes_per_token']:,} bytes per token)")
+
+
+def draft_text(rank: dict[str, Any]) -> str:
+    """What a rank holds for drafts."""
+    return f"{rank['draft_parameters']:,} parameters and {rank['draft_kv_bytes_per_token']:,} bytes of KV per token"
 
 
 def _run(run: list[int]) -> str:

@@ -35,7 +35,7 @@ class PoolSize:
     num_host_blocks: int = 0
     """Blocks of the host tier."""
     draft_bytes_per_token: int = 0
-    """Of `bytes_per_block`, what a draft model takes for each token."""
+    """What a draft model, or a head, takes for each token on a rank that has it."""
     window_blocks: int | None = None
     """Blocks of a cache group with a sliding window; None: as many as of the others."""
     window_bytes_per_block: int = 0
@@ -102,19 +102,34 @@ class BlockBytes:
     all: int
 
 
-def block_bytes(shard: Shard, block_size: int, draft_bytes_per_token: int = 0, element_size: int = 4) -> BlockBytes:
-    """A draft model is on the first tensor rank of every stage."""
+@dataclass(frozen=True, slots=True)
+class DraftKV:
+    """What whoever makes drafts keeps of each token, and where: a draft model on the first tensor rank of every stage,
+    a head on the rank that draws alone."""
 
+    bytes_per_token: int = 0
+    is_head: bool = False
+
+    def on(self, place: Place) -> int:
+        """Bytes per token on this rank."""
+        has_it = place.is_sampler if self.is_head else place.tensor_rank == 0
+        return self.bytes_per_token if has_it else 0
+
+
+NO_DRAFT = DraftKV()
+
+
+def block_bytes(shard: Shard, block_size: int, draft: DraftKV = NO_DRAFT, element_size: int = 4) -> BlockBytes:
     def of(place: Place) -> int:
-        draft = draft_bytes_per_token * block_size if place.tensor_rank == 0 else 0
-        return shard_of(shard.spec, place).kv_bytes_per_block(block_size, element_size) + draft
+        own = shard_of(shard.spec, place).kv_bytes_per_block(block_size, element_size)
+        return own + draft.on(place) * block_size
 
     place = shard.place
     return BlockBytes(of(place), sum(of(each) for each in Place.all(place.tensor_size, place.num_stages)))
 
 
 def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, max_num_seqs: int,
-              free: int | None = None, draft_bytes_per_token: int = 0, shard: Shard | None = None,
+              free: int | None = None, draft: DraftKV = NO_DRAFT, shard: Shard | None = None,
               step_tokens: int | None = None) -> PoolSize:
     """Blocks from num_kv_blocks, kv_cache_memory or a share of free memory; the length they and the model allow.
 
@@ -126,7 +141,7 @@ def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, 
     """
     free = available_memory() if free is None else free
     shard = shard_of(spec, Place()) if shard is None else shard
-    block = block_bytes(shard, cache.block_size, draft_bytes_per_token)
+    block = block_bytes(shard, cache.block_size, draft)
     wanted_len = _model_length(spec, max_model_len)
     equal = _num_blocks(cache, block, free, wanted_len, max_num_seqs)
     if equal * block.own > free:
@@ -145,7 +160,7 @@ def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, 
             f"blocks of {cache.block_size}): lower max_model_len or raise num_kv_blocks or kv_cache_memory",
             field="max_model_len")
     num_host_blocks = size_host_tier(cache, block.all, free - equal * block.own, block.own)
-    return PoolSize(num_blocks, min(wanted_len, capacity), block.all, num_host_blocks, draft_bytes_per_token,
+    return PoolSize(num_blocks, min(wanted_len, capacity), block.all, num_host_blocks, draft.bytes_per_token,
                     sizes.window_blocks, _window_bytes(spec, cache.block_size))
 
 

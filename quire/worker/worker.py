@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,23 +15,22 @@ from quire.kernels.routing import LayerLoad
 from quire.kvtransfer.store import KVStore
 from quire.models.build import build_decoder, dummy_weights, stored_parts
 from quire.models.decoder import Decoder
-from quire.models.heads.build import build_head, read_head
-from quire.models.heads.ends import HeadTarget, end_parameters, whole_ends
+from quire.models.heads.build import build_head
+from quire.models.heads.ends import HeadTarget, whole_ends
 from quire.models.heads.head import DraftHead
-from quire.models.heads.mtp import build_mtp, read_mtp
-from quire.models.heads.spec import HeadSpec
-from quire.models.loader.source import ModelSource, resolve_model
+from quire.models.heads.mtp import build_mtp
+from quire.models.loader.source import ModelSource
 from quire.models.registry import read_spec
 from quire.models.shard import Shard, shard_of
-from quire.models.spec import DecoderSpec
 from quire.models.stored_parts import StoredParts
 from quire.ops.cpu import CpuOps
 from quire.parallel.collectives import Collectives
 from quire.parallel.place import Place
 from quire.scheduler.plan import StepPlan, StepResult
-from quire.speculation.options import EAGLE, MTP, REJECTION, SKIP_LAYERS, SpeculationOptions, refuse_with_heads
+from quire.speculation.options import EAGLE, MTP, REJECTION, SKIP_LAYERS, SpeculationOptions
 from quire.worker.cache_engine import CacheEngine
-from quire.worker.draft_models import SkippedLayers, SmallerModel, check_same_vocabulary, reading_draft_model
+from quire.worker.draft_memory import draft_kv, draft_parameters, draft_source, head_spec
+from quire.worker.draft_models import SkippedLayers, SmallerModel, reading_draft_model
 from quire.worker.drafter import Drafter, Proposer, ToldDrafter
 from quire.worker.eagle import EagleDrafts
 from quire.worker.memory import (
@@ -86,7 +84,7 @@ class Worker:
                                    config.cache.block_size, len(groups))
         speculation = config.speculation.options
         rejection = speculation is not None and speculation.verifier == REJECTION
-        states = _head_spec(speculation, config, self.spec).states if speculation and speculation.reads_states else ()
+        states = head_spec(speculation, config, self.spec).states if speculation and speculation.reads_states else ()
         drafter = None if speculation is None else self._drafter(
             speculation, rejection, decoder, draft, Passes(decoder, collectives), states)
         self._expert_load = decoder.expert_load
@@ -101,13 +99,13 @@ class Worker:
         if speculation.reads_states and not place.is_last:
             return None
         ends: HeadTarget = target
-        if speculation.reads_states and place.num_ranks > 1:
+        if speculation.reads_states:
             ends = whole_ends(target_source.config, target,
                               lambda parts: _weights(target_source, config.model.load_format, config, parts))
         if speculation.method == MTP:
             return build_mtp(target_source, ends, self.pool.max_model_len)
         with reading_draft_model(speculation.model):
-            source = _draft_source(speculation, config)
+            source = draft_source(speculation, config)
             if speculation.method == EAGLE:
                 return build_head(source.config, source.weights(None), ends, self.pool.max_model_len)
             spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
@@ -200,52 +198,13 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
     """The KV pool that the rank of this shard can hold; `ranks_here` ranks share this machine's memory. Refuses a share
     whose weights do not fit. Loads nothing."""
     spec = shard.spec
-    speculation = config.speculation.options
-    draft_bytes = 0
-    if speculation is not None and speculation.reads_states:
-        _check_head(speculation.method, config)
-        draft_bytes = _head_spec(speculation, config, spec).kv_bytes_per_token
-    elif speculation is not None and speculation.own_kv:
-        with reading_draft_model(speculation.model):
-            draft = read_spec(_draft_source(speculation, config).config).with_kv_dtype(config.cache.kv_cache_dtype)
-        check_same_vocabulary(spec, draft)
-        draft_bytes = draft.kv_bytes_per_token
     free = available_memory() // ranks_here
     pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False), free,
-                     draft_bytes_per_token=draft_bytes, shard=shard, step_tokens=step_tokens_of(config))
+                     draft=draft_kv(config, spec), shard=shard, step_tokens=step_tokens_of(config))
     dummy = config.model.load_format == "dummy"
     packed = (source.path.suffix == ".gguf" and not dummy) or config.model.rounding is not None
-    check_weights_fit(shard.num_parameters + _tables_of_head(config, shard), packed=packed, free=free)
+    check_weights_fit(shard.num_parameters + draft_parameters(config, shard), packed=packed, free=free)
     return pool
-
-
-def _tables_of_head(config: EngineConfig, shard: Shard) -> int:
-    """Parameters of the target's tables that a rank has once more, whole, for its head."""
-    speculation = config.speculation.options
-    if speculation is None or not speculation.reads_states or shard.is_whole or not shard.place.is_sampler:
-        return 0
-    return sum(math.prod(shard.spec.parameters()[name]) for name in end_parameters(shard.spec))
-
-
-def _head_spec(speculation: SpeculationOptions, config: EngineConfig, target: DecoderSpec) -> HeadSpec:
-    if speculation.method == MTP:
-        return read_mtp(target)
-    with reading_draft_model(speculation.model):
-        return read_head(_draft_source(speculation, config).config, target)
-
-
-def _check_head(method: str, config: EngineConfig) -> None:
-    """Hidden states do not travel with KV that leaves the engine."""
-    refuse_with_heads(method, {
-        "kv_role": config.transfer.kv_role is not None,
-        "kv_disk": config.cache.kv_disk is not None,
-        "kv_pool": config.cache.kv_pool is not None,
-        "kv_cache_dtype": config.cache.kv_cache_dtype == "int8",
-    })
-
-
-def _draft_source(speculation: SpeculationOptions, config: EngineConfig) -> ModelSource:
-    return resolve_model(speculation.model or "", load_format=speculation.load_format, cache_dir=config.model.cache_dir)
 
 
 def _weights(source: ModelSource, load_format: str, config: EngineConfig,

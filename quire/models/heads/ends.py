@@ -1,12 +1,12 @@
 """The target's tables of tokens, whole, on the one rank that has a head where ranks share the target.
 
-A head reads embeddings and projects to the vocabulary for every draft: with the tables that ranks share it would have
-to talk to all of them each time. So its rank reads both tables once more, all their rows.
+A head reads embeddings and projects to the vocabulary for every draft: with tables that ranks share it would have to
+talk to all of them each time. So its rank reads once more, all their rows, those tables that it has not whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import ModelLoadError
@@ -14,7 +14,7 @@ from quire.kernels.quantized import StoredWeight, WeightUse
 from quire.layers.linear import Embedding, Linear
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of
-from quire.models.shard import shard_of
+from quire.models.shard import Shard, shard_of
 from quire.models.spec import DecoderSpec, Shape
 from quire.models.stored_parts import NOTHING, Ranges, StoredParts
 from quire.models.weight_names import WeightNames
@@ -24,7 +24,7 @@ Weights = Iterable[tuple[str, StoredWeight]]
 
 
 class WholeEnds:
-    """What a head uses of a target that ranks share: its final norm, and tables of its own."""
+    """What a head uses of a target that ranks share: its final norm, and tables that are whole."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.ops, self.spec = decoder.ops, decoder.spec
@@ -32,7 +32,9 @@ class WholeEnds:
         self.weights_dtype = decoder.weights_dtype
         self.embed = Embedding(self.ops, self.weights_dtype)
         self.head: Linear = self.embed
-        if not self.spec.tied_head:
+        if decoder.shard.place.tensor_size == 1:
+            self.head = decoder.head
+        elif not self.spec.tied_head:
             self.head = Linear(self.ops, ("",), False, self.weights_dtype, use=WeightUse.VOCABULARY)
 
 
@@ -41,11 +43,11 @@ HeadTarget = Decoder | WholeEnds
 
 
 class _Ends(StoredParts):
-    """Of a checkpoint both tables."""
+    """Of a checkpoint these tables."""
 
-    def __init__(self, names: WeightNames, spec: DecoderSpec) -> None:
+    def __init__(self, names: WeightNames, spec: DecoderSpec, tables: Sequence[str]) -> None:
         super().__init__(names, shard_of(spec, Place()))
-        self._tables = end_parameters(spec)
+        self._tables = tables
 
     def ranges(self, name: str, shape: Shape) -> Ranges | None:
         return None if self.wants(name) else NOTHING
@@ -57,20 +59,24 @@ class _Ends(StoredParts):
             return False
 
 
-def end_parameters(spec: DecoderSpec) -> tuple[str, ...]:
-    """Names of the tables, in our own spelling."""
-    return ("embed.weight",) if spec.tied_head else ("embed.weight", "head.weight")
+def tables_to_read(shard: Shard) -> tuple[str, ...]:
+    """Names, in our own spelling, of the tables that a rank of the last stage has not whole."""
+    tables = ("embed.weight",) if shard.spec.tied_head else ("embed.weight", "head.weight")
+    return tuple(name for name in tables if not shard.owns(name) or shard.cut(name) is not None)
 
 
-def whole_ends(config: Mapping[str, Any], decoder: Decoder, weights: Callable[[StoredParts], Weights]) -> WholeEnds:
-    """`weights`: of the target's checkpoint, those that parts want."""
+def whole_ends(config: Mapping[str, Any], decoder: Decoder, weights: Callable[[StoredParts], Weights]) -> HeadTarget:
+    """The decoder itself, if its share has the tables whole. `weights`: of the target's checkpoint, those that parts
+    want."""
+    tables = tables_to_read(decoder.shard)
+    if not tables:
+        return decoder
     names, ends = family_of(config).names, WholeEnds(decoder)
-    tables = set(end_parameters(decoder.spec))
     shapes = decoder.spec.parameters()
-    for stored, tensor in weights(_Ends(names, decoder.spec)):
+    for stored, tensor in weights(_Ends(names, decoder.spec, tables)):
         for name, part in names.split(stored, tensor, shapes):
             if name in tables:
                 getattr(ends, name.partition(".")[0]).receive("", "weight", part)
     if not ends.embed.is_loaded or not ends.head.is_loaded:
-        raise ModelLoadError(f"the checkpoint lacks {' or '.join(sorted(tables))}, which a draft head reads")
+        raise ModelLoadError(f"the checkpoint lacks {' or '.join(tables)}, which a draft head reads")
     return ends

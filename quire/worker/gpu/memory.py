@@ -56,7 +56,7 @@ def size_device_pool(
     """Blocks from num_kv_blocks, kv_cache_memory (which is that of all ranks together) or what `utilization` leaves;
     the length that they allow. `sharing`: ranks of this engine on this GPU."""
     drafts = 0 if draft is None else draft.kv_bytes_per_block(cache.block_size, element_size)  # on every rank
-    block = block_bytes(shard, cache.block_size, 0, element_size)
+    block = block_bytes(shard, cache.block_size, element_size=element_size)
     per_block, of_all = block.own + drafts, block.all + drafts * shard.place.num_ranks
     if cache.num_kv_blocks is not None:
         blocks = cache.num_kv_blocks
