@@ -221,12 +221,14 @@ def test_what_is_wrong_with_a_head_is_said_of_it(target: Path, tmp_path: Path, f
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_ranks_draft_what_one_rank_drafts(target: Path, plain: Any, kind: str) -> None:
-    """Tokens and log-probabilities are those without drafts, and as many drafts are right as on one rank."""
-    alone = run(target, **eagle(target / kind))[2]
+    """Tokens and log-probabilities are those without drafts, as many drafts are right as on one rank, and the same
+    memory holds as many blocks: one rank keeps the head's KV."""
+    options = {"kv_cache_memory": "2MiB", **eagle(target / kind)}
+    alone = run(target, **options)[2]
     _, found, metrics = run(target, tensor_parallel_size=2, pipeline_parallel_size=2,
-                            distributed_executor_backend="threads", **eagle(target / kind))
+                            distributed_executor_backend="threads", **options)
     assert found == plain[1]
-    for name in ("spec_draft_tokens", "spec_accepted_tokens"):
+    for name in ("spec_draft_tokens", "spec_accepted_tokens", "kv_blocks_total"):
         assert metrics[name] == alone[name]
 
 

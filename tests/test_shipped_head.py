@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,17 +19,19 @@ QUESTIONS = ["What is the difference between a lake and a pond?", "How do I boil
 
 
 def test_smollm2_drafts_with_the_head_that_comes_with_it(smollm2: str) -> None:
-    """The tokens of plain decoding in fewer steps."""
+    """The tokens of plain decoding in fewer steps, on one rank and on two, whose drafts are as often right."""
     greedy = SamplingParams(temperature=0.0, max_tokens=40)
-    found = []
-    for more in ({}, {"speculative_config": {"method": "eagle", "adaptive": False}}):
+    found, counted = [], []
+    drafts: dict[str, Any] = {"speculative_config": {"method": "eagle", "adaptive": False}}
+    for more in ({}, drafts, {**drafts, "tensor_parallel_size": 2, "num_threads": 1}):
         with LLM(smollm2, max_model_len=256, num_kv_blocks=64, **more) as llm:
             outputs = llm.chat([[{"role": "user", "content": text}] for text in QUESTIONS], greedy, use_tqdm=False)
             found.append([output.outputs[0].token_ids for output in outputs])
-            metrics = llm.metrics()
-    assert found[0] == found[1]
-    assert metrics["spec_tokens_per_step"] > 1.5
-    assert metrics["spec_acceptance_rate_at_1"] > 0.35
+            counted.append({name: value for name, value in llm.metrics().items() if name.startswith("spec_")})
+    assert found[0] == found[1] == found[2]
+    assert counted[1] == counted[2]
+    assert counted[1]["spec_tokens_per_step"] > 1.5
+    assert counted[1]["spec_acceptance_rate_at_1"] > 0.35
 
 
 def test_a_method_by_its_name_is_short_for_its_config() -> None:

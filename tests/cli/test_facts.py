@@ -14,6 +14,7 @@ from quire.models.loader.catalog import CATALOG
 from quire.models.loader.pull import STAMP, model_folder
 from tests.checkpoints import make_checkpoint
 from tests.cli.conftest import Done
+from tests.eagle_heads import make_head
 
 
 def facts_of(done: Done) -> dict[str, Any]:
@@ -189,6 +190,26 @@ def test_inspect_says_what_each_rank_would_hold(tmp_path: Path, inside: Callable
     assert one["pool"]["blocks"] == facts["pool"]["blocks"] and len(one["ranks"]) == 1
     refused = inside("inspect", str(tmp_path), "--tensor-parallel-size", "7")
     assert refused.code != 0 and "use 1 to 6" in refused.err
+
+
+def test_inspect_counts_a_head_on_the_rank_that_has_it(tmp_path: Path, inside: Callable[..., Done]) -> None:
+    make_checkpoint(tmp_path, "llama", intermediate_size=272)
+    head = make_head(tmp_path / "head", tmp_path, "eagle")
+    config = json.dumps({"method": "eagle", "model": str(head)})
+    words = ("inspect", str(tmp_path), "--kv-cache-memory", "1MiB", "--speculative-config", config)
+    layer, table, per_token = 48 * (2 * 48 + 2 * 64 + 3 * 272 + 1), 97 * 48, 4 * (2 * 2 * 8 + 48)
+    blocks = set()
+    for sizes, tables in {(1, 1): 0, (2, 1): 2, (1, 3): 1, (2, 2): 2}.items():
+        ranks = ("--tensor-parallel-size", str(sizes[0]), "--pipeline-parallel-size", str(sizes[1]))
+        facts = facts_of(inside(*words, *ranks, "--json"))
+        for rank in facts["ranks"]:
+            has_it = rank["stage"] == sizes[1] - 1 and rank["tensor_rank"] == 0
+            assert rank["draft_parameters"] == (layer + tables * table if has_it else 0)
+            assert rank["draft_kv_bytes_per_token"] == (per_token if has_it else 0)
+        assert sum(rank["kv_bytes"] for rank in facts["ranks"]) == facts["pool"]["bytes"]
+        blocks.add(facts["pool"]["blocks"])
+        assert f"{per_token} bytes of KV per token" in inside(*words, *ranks).out
+    assert len(blocks) == 1
 
 
 def test_rdma_devices_are_named_with_the_state_of_their_ports(tmp_path: Path) -> None:

@@ -108,8 +108,9 @@ def test_windows_whose_group_a_stage_may_not_have(tmp_path: Path) -> None:
     replayed(tmp_path, options, [(3, 1), (1, 3)])
 
 
-@pytest.mark.parametrize("method", ["ngram", "skip_layers", "draft_model", "eagle", "eagle3"])
-@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
+@pytest.mark.parametrize(("method", "verifier"), [
+    ("ngram", "coupled"), ("skip_layers", "coupled"), ("draft_model", "coupled"),  # heads: test_heads.py
+    *((method, "rejection") for method in ("ngram", "skip_layers", "draft_model", "eagle", "eagle3"))])
 def test_drafts_and_how_they_are_judged(llama: Path, method: str, verifier: str) -> None:
     said: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "adaptive": False, "verifier": verifier}
     if method == "draft_model":
