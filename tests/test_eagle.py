@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.engine.assembly.ranks import check_parallel
 from quire.errors import ConfigError
 from quire.scheduler.plan import PlanEntry
 from tests.checkpoints import make_checkpoint
@@ -237,3 +239,12 @@ def test_what_heads_do_not_run_with_yet_is_refused_by_name(target: Path, field: 
     with pytest.raises(ConfigError, match=field) as error:
         LLM(str(target), skip_tokenizer_init=True, num_threads=1, **{field: value}, **eagle(target / "eagle"))
     assert error.value.field == field
+
+
+@pytest.mark.parametrize("asked", [{"method": "eagle", "model": "head"}, {"method": "mtp"}],
+                         ids=lambda asked: asked["method"])
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tensor", "stages"])
+def test_ranks_on_gpus_refuse_heads(asked: dict[str, Any], sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=f"'{asked['method']}' .* nor by heads on several ranks") as error:
+        check_parallel(EngineConfig.create(model="m", device="cuda", speculative_config=asked, **sizes))
+    assert error.value.field == "speculative_config"
