@@ -243,8 +243,8 @@ def test_what_heads_do_not_run_with_yet_is_refused_by_name(target: Path, field: 
 
 @pytest.mark.parametrize("asked", [{"method": "eagle", "model": "head"}, {"method": "mtp"}],
                          ids=lambda asked: asked["method"])
-@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tensor", "stages"])
-def test_ranks_on_gpus_refuse_heads(asked: dict[str, Any], sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_on_gpus_refuse_heads(asked: dict[str, Any], size: str) -> None:
     with pytest.raises(ConfigError, match=f"'{asked['method']}' .* nor by heads on several ranks") as error:
-        check_parallel(EngineConfig.create(model="m", device="cuda", speculative_config=asked, **sizes))
+        check_parallel(EngineConfig.create(model="m", device="cuda", speculative_config=asked, **{size: 2}))
     assert error.value.field == "speculative_config"
