@@ -17,8 +17,8 @@ GUESSED = tuple(range(0, 97, 2))
 
 
 def make_head(folder: Path, target: Path, kind: str, seed: int = 5) -> Path:
-    """A head for a tiny Llama with heads of 8, of its shape. EAGLE-1: it mostly repeats what the token alone would give,
-    so that some are right."""
+    """A head for a tiny Llama with heads of 8, of its shape. EAGLE-1: it mostly repeats what the token alone would
+    give, so that some are right."""
     config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1}
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
