@@ -24,12 +24,14 @@ class ModelConfig:
     tokenizer: str | None = option(
         None, "folder, tokenizer.json or .gguf to take the tokenizer from (default: the model)")
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids only")
-    dtype: str = option("auto", "type of weights and activations; auto is float32 on a CPU, bfloat16 on a GPU",
+    dtype: str = option("auto", "type of weights and activations; auto is float32 on a CPU, bfloat16 on a GPU. On a "
+                                "CPU float32 makes floats of weights that the file stores as integers, too",
                         ("auto", "float32", "bfloat16", "float16"))
     quantization: str | None = option(
         None, "multiply weights as integers or in fp8. On a CPU int8 and int4 round weights that the file stores as "
               "floats to so many bits (some to more, see docs), on a GPU fp8 too (not embedding and head); "
-              "weights that the file stores quantized keep their bits. file rounds nothing",
+              "weights that the file stores quantized keep their bits. file rounds nothing (default: file on a CPU, "
+              "unless dtype is float32)",
         ("int8", "int4", "fp8", "file"))
     quantization_group_size: int | None = option(
         None, "with quantization int8 or int4: columns of a weight that share a scale, 32, 64 or 128; 0: one scale per "

@@ -58,6 +58,10 @@ def usual_groups(width: int, group: int) -> Tensor:
     return torch.arange(width) // (width if group == -1 else group)
 
 
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+"""The `quantization_config` of what `awq()` writes."""
+
+
 def awq(group: int = 32, dtype: torch.dtype = torch.float16) -> Packer:
     def pack(weight: Tensor) -> tuple[Stored, Tensor]:
         group_of = usual_groups(weight.shape[1], group)

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm() -> Any:
     try:
-        engine = LLM(MODEL, max_model_len=1024)
+        engine = LLM(MODEL, max_model_len=1024, dtype="float32")
     except DownloadError as error:
         if "the package index cannot be reached" in str(error):
             pytest.skip(f"{MODEL} is not in the cache, and {error}")

@@ -11,6 +11,7 @@ from quire import LLM, SamplingParams
 from quire.bench.cpu.accuracy import decoder_of
 from quire.errors import ConfigError
 from tests.checkpoints import make_checkpoint
+from tests.integer_checkpoints import AWQ, awq, write_checkpoint
 from tests.test_same_tokens import PROMPTS, assert_same, run
 
 KINDS: list[dict[str, Any]] = [
@@ -73,6 +74,15 @@ def test_integers_are_what_is_multiplied(checkpoint: Path) -> None:
     )
     assert floats[0] != eight[0] != four[0] != floats[0]
     assert floats[0] == run(checkpoint, PROMPTS[:2], quantization="file")[0], "this file has no integers"
+
+
+def test_integers_of_the_file_are_multiplied_as_such_unless_floats_are_asked_for(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, awq(), AWQ)
+    by_default, as_stored, floats = (
+        run(tmp_path, PROMPTS[:2], **options) for options in ({}, {"quantization": "file"}, {"dtype": "float32"})
+    )
+    assert_same(by_default, as_stored)
+    assert floats[0] != by_default[0]
 
 
 def test_what_makes_no_sense_is_refused() -> None:

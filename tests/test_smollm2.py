@@ -39,7 +39,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def llm(smollm2: str) -> Any:
-    with LLM(smollm2, max_model_len=2048) as engine:
+    with LLM(smollm2, max_model_len=2048, dtype="float32") as engine:
         yield engine
 
 

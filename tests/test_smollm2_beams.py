@@ -39,7 +39,7 @@ def assert_exact(output: Any, network: Any, beams: int) -> None:
 def test_the_beams_of_smollm2_are_those_of_transformers(smollm2: str, network: Any, prompt: str, width: int,
                                                         penalty: float, early: bool) -> None:
     params = BeamSearchParams(beam_width=width, max_tokens=LENGTH, length_penalty=penalty, early_stopping=early)
-    with LLM(smollm2, max_model_len=256) as llm:
+    with LLM(smollm2, max_model_len=256, dtype="float32") as llm:
         network.config.eos_token_id = network.generation_config.eos_token_id = sorted(llm._inputs._eos_token_ids)
         output = llm.beam_search(prompt, params)[0]
     expected = oracle(network, output.prompt_token_ids, width, LENGTH, length_penalty=penalty, early_stopping=early)
@@ -49,7 +49,7 @@ def test_the_beams_of_smollm2_are_those_of_transformers(smollm2: str, network: A
 
 
 def test_scores_are_those_of_double_precision(smollm2: str, network: Any) -> None:
-    with LLM(smollm2, max_model_len=256) as llm:
+    with LLM(smollm2, max_model_len=256, dtype="float32") as llm:
         params = BeamSearchParams(beam_width=4, max_tokens=LENGTH, length_penalty=0.0)
         output = llm.beam_search("Photosynthesis is the process by which", params)[0]
     assert_exact(output, network, 2)

@@ -49,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     if args.limit < 0:
         raise QuireError(f"--limit must be 0 (all) or more, not {args.limit}")
     options = engine_options(args)
+    if args.check_against_transformers and options.get("quantization") is None:
+        options["dtype"] = "float32"  # as transformers computes
     own, tokenizer, seconds = _ask_quire(args, options)
     lines = [_line(options, result, seconds) for result in own]
     problems: list[str] = []

@@ -29,7 +29,7 @@ def engines(smollm2: str) -> Any:
     # One thread each: on a busy machine threads that wait for one another take ten times as long.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with LLM(smollm2, max_model_len=2048, num_threads=1) as llm:
+    with LLM(smollm2, max_model_len=2048, num_threads=1, dtype="float32") as llm:
         assert llm.tokenizer is not None
         yield QuireEngine(llm), TransformersEngine(load_in_transformers(smollm2)[0], llm.tokenizer)
     torch.set_num_threads(threads)

@@ -37,12 +37,12 @@ EXAMPLES = (
 )
 REFERENCE = "float32"
 FORMATS: dict[str, dict[str, Any]] = {
-    REFERENCE: {},
+    REFERENCE: {"dtype": "float32"},
     "file": {"quantization": "file"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "int4-symmetric": {"quantization": "int4", "quantization_zero_points": False},
-    "int8-kv": {"kv_cache_dtype": "int8"},
+    "int8-kv": {"dtype": "float32", "kv_cache_dtype": "int8"},
 }
 """Engine options of each."""
 _AS_STORED = ("file", "int8-kv")

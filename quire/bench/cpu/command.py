@@ -81,7 +81,7 @@ def _kernels(args: argparse.Namespace, ceilings: Ceilings, machine: dict[str, An
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """Of Quire's engine."""
-    return {} if args.quantization is None else {"quantization": args.quantization}
+    return {"dtype": "float32"} if args.quantization is None else {"quantization": args.quantization}
 
 
 def _sampling(repeat: int, machine: dict[str, Any]) -> int:

@@ -21,7 +21,7 @@ def speeds(case: str, model: str, load_format: str, sizes: list[str], rounds: in
     found: dict[str, list[float]] = {name: [] for name in options}
     for _ in range(rounds):
         for name, more in options.items():
-            done = contest("quire", case, model, runs, {"load_format": load_format, "device": "cpu",
+            done = contest("quire", case, model, runs, {"load_format": load_format, "device": "cpu", "dtype": "float32",
                                                         "skip_tokenizer_init": True, **more})
             found[name].append(min(done["seconds"]))
     base = statistics.median(found["one process"])

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 from typing import TYPE_CHECKING, Protocol
 
-from quire.config import EngineConfig, SchedulerConfig
+from quire.config import EngineConfig, ModelConfig, SchedulerConfig
 from quire.engine.assembly.no_worker import NoWorker
 from quire.errors import ConfigError
 from quire.executor.base import Executor
@@ -36,8 +36,8 @@ class ModelWorker(Protocol):
         ...
 
 
-def resolve(config: EngineConfig) -> EngineConfig:
-    """The same with device, and what the user left to the device, filled in."""
+def resolve(config: EngineConfig, stores_integers: bool = False) -> EngineConfig:
+    """The same with device, and what the user left to device and file, filled in. `stores_integers`: the file does."""
     # The dummy executor computes nothing: no need to look for a GPU, nor to import torch.
     device = "cpu" if config.model.executor == "dummy" else config.model.device
     missing = None if device == "cpu" else _missing_for_gpu()
@@ -49,9 +49,16 @@ def resolve(config: EngineConfig) -> EngineConfig:
     _check_rank_exchange(config, gpu)
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu"),
+        model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu",
+                                  quantization=_quantization(config.model, stores_integers and not gpu)),
         scheduler=_with_a_step_for_every_stage(config).resolved(gpu),
     )
+
+
+def _quantization(model: ModelConfig, integers_on_cpu: bool) -> str | None:
+    """A CPU multiplies a file's integers as they are, unless floats are asked for (docs/quantization.md says why)."""
+    left_open = model.quantization is None and model.dtype == "auto"
+    return "file" if left_open and integers_on_cpu else model.quantization
 
 
 def _check_quantization(config: EngineConfig, gpu: bool) -> None:

@@ -95,6 +95,11 @@ class ModelSource(ABC):
     def weight_files(self) -> list[Path]:
         """The files that hold its weights, in a fixed order."""
 
+    @property
+    @abstractmethod
+    def stores_integers(self) -> bool:
+        """Whether matrices of the file are integers with scales."""
+
     @abstractmethod
     def _weights(
         self, dtype: torch.dtype | None, parts: StoredParts | None
@@ -189,6 +194,10 @@ class GgufSource(ModelSource):
 
     def weight_files(self) -> list[Path]:
         return [self.path]
+
+    @property
+    def stores_integers(self) -> bool:
+        return not self.is_dummy and any(tensor.format.coding is not None for tensor in self._file.tensors.values())
 
     def _read(
         self, tensor: GgufTensor, name: str, dtype: torch.dtype | None, ranges: Ranges | None
@@ -337,6 +346,10 @@ class FolderSource(ModelSource):
 
     def weight_files(self) -> list[Path]:
         return safetensors.weight_files(self.path)
+
+    @property
+    def stores_integers(self) -> bool:
+        return not self.is_dummy and integer_scheme(self._config) is not None
 
     def _weights(
         self, dtype: torch.dtype | None, parts: StoredParts | None

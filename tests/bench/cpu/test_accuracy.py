@@ -17,9 +17,8 @@ from quire.eval import data
 from quire.eval.paired import kl_by_position
 from quire.eval.tasks import Scored
 from quire.models.loader.source import resolve_model
-from tests.integer_checkpoints import awq, write_checkpoint
+from tests.integer_checkpoints import AWQ, awq, write_checkpoint
 
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28]
 
 

@@ -10,9 +10,7 @@ import torch
 from quire.bench.cpu.accuracy import Asked, divergence_of
 from quire.bench.gpu import format_accuracy
 from quire.errors import QuireError
-from tests.integer_checkpoints import awq, write_checkpoint
-
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+from tests.integer_checkpoints import AWQ, awq, write_checkpoint
 
 
 def test_a_cache_in_fp8_is_near_one_in_bf16(tmp_path: Path) -> None:
