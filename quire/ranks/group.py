@@ -60,7 +60,7 @@ class RankState:
     waited_ns: int = 0
     memory: int = 0
     times: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
-    """Plan, begin and end of its latest steps, in seconds of the monotonic clock."""
+    """Plan, begin and end of its latest steps' work, in seconds of the monotonic clock."""
     experts: list[LayerLoad] = field(default_factory=list)
     """Of the first tensor rank of each stage: what the experts of its layers have done."""
 
