@@ -28,7 +28,7 @@ class RankFacts:
     waited_seconds: float
     """Of those: waiting for other ranks."""
     times: tuple[tuple[int, float, float], ...]
-    """Its latest steps: number of the plan, begin and end by the monotonic clock."""
+    """Its latest steps: number of the plan, begin and end by the monotonic clock, waits for other stages left out."""
 
 
 class Executor(ABC):

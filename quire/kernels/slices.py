@@ -113,8 +113,9 @@ class Slices:
             raise EngineError(f"slices of {self.width} columns do not fit a weight of {width}")
 
     def divisible_by(self, unit: int) -> bool:
-        """Whether a layout that keeps `unit` columns together can be cut at every border."""
-        return all(border % unit == 0 for border in self.borders)
+        """Whether a layout that keeps `unit` columns together can be cut at every border of the sum: the answer is the
+        same for every run, so that every number of ranks decides alike."""
+        return all(self.border(index) % unit == 0 for index in range(self.total + 1))
 
     def merges(self) -> list[int]:
         """For each slice, how many additions follow its own sum.

@@ -156,8 +156,14 @@ class Collectives:
 
     @property
     def waited_ns(self) -> int:
+        """Nanoseconds spent waiting for other ranks so far."""
+        return self.stages_waited_ns + (0 if self.group is None else self.group.waited_ns)
+
+    @property
+    def stages_waited_ns(self) -> int:
+        """Those spent waiting for other stages; a GPU counts no others apart from them."""
         on_device = 0 if self.device_waited_ns is None else self.device_waited_ns()
-        return on_device + sum(each.waited_ns for each in (self.group, self.before, self.after) if each is not None)
+        return on_device + sum(link.waited_ns for link in (self.before, self.after) if link is not None)
 
     def close(self) -> None:
         for each in (self.group, self.before, self.after):

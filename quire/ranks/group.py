@@ -31,9 +31,10 @@ from quire.scheduler.plan import TransferReport
 log = logging.getLogger("quire.ranks")
 
 _LOOK_SECONDS = 0.25
-# How long a rank may say nothing, beyond the half second in which pulses come.
-_SILENT_SECONDS = 1.5
-"""Whose process has ended or was stopped."""
+_SILENT_SECONDS = 1.75
+"""How long a rank may say nothing whose process has ended or was stopped. Looking at it leaves no doubt, so this is
+time by the clock; what it had said before lies in its socket, and was heard before anybody looks."""
+# How long others may, beyond the half second in which pulses come, not counting time in which nobody listened.
 _SILENT_UNSEEN_SECONDS = 2.0
 """On another machine, where nobody can look at its process: stopped, lost and starved look the same from here."""
 _SILENT_BUSY_SECONDS = 20.0
@@ -60,7 +61,7 @@ class RankState:
     waited_ns: int = 0
     memory: int = 0
     times: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
-    """Plan, begin and end of its latest steps, in seconds of the monotonic clock."""
+    """Plan, begin and end of its latest steps' work, in seconds of the monotonic clock."""
     experts: list[LayerLoad] = field(default_factory=list)
     """Of the first tensor rank of each stage: what the experts of its layers have done."""
 
@@ -245,7 +246,7 @@ class RankGroup(threading.Thread):
             if self.failure is not None:
                 return
             state.silence = 0.0 if now - state.heard < 2 * _LOOK_SECONDS else state.silence + elapsed
-            if state.silence < _SILENT_SECONDS:
+            if now - state.heard < _SILENT_SECONDS:
                 continue
             ended = handle.ended(0.0)
             if ended is not None:

@@ -62,6 +62,7 @@ class Pulse(threading.Thread):
         self.ended = 0
         """When the last step was over: those after it may have been launched before."""
         self.waited_ns = 0
+        self.stages_waited_ns = 0
         self.recent: deque[tuple[int, float, float]] = deque(maxlen=_STEPS_SHOWN)
         """Plan, begin and end of steps that were not told yet."""
         self.experts: Callable[[], list[LayerLoad]] = list
@@ -75,6 +76,18 @@ class Pulse(threading.Thread):
             except ConnectionLost:
                 self._leave()
                 return
+
+    def step_over(self, number: int, plan: int, began: int, collectives: Collectives | None) -> None:
+        """A step's time begins where it waits no more for the stage before: what is left is its stage's work."""
+        ended, waited = time.monotonic_ns(), 0
+        began = max(began, self.ended)
+        self.steps, self.ended = number, ended
+        self.busy_ns += ended - began
+        if collectives is not None:
+            self.waited_ns, before = collectives.waited_ns, self.stages_waited_ns
+            self.stages_waited_ns = collectives.stages_waited_ns
+            waited = self.stages_waited_ns - before
+        self.recent.append((plan, min(began + waited, ended) / 1e9, ended / 1e9))
 
     def _content(self) -> dict[str, Any]:
         times = []
@@ -184,11 +197,7 @@ class Rank:
 
     def _over(self, step: _StepUnderWay, found: StepResult | BaseException) -> None:
         """What came of a step, to whoever has to know."""
-        pulse, ended = self._pulse, time.monotonic_ns()
-        pulse.steps, pulse.waited_ns = step.number, 0 if step.collectives is None else step.collectives.waited_ns
-        pulse.busy_ns += ended - max(step.began, pulse.ended)
-        pulse.ended = ended
-        pulse.recent.append((step.step, step.began / 1e9, ended / 1e9))
+        self._pulse.step_over(step.number, step.step, step.began, step.collectives)
         step.kv.step_over(step.number)
         if isinstance(found, BaseException):
             self._link.tell(Kind.STEP_FAILED, {"number": step.number, **_described(found)})

@@ -11,7 +11,10 @@ import pytest
 from quire.errors import EngineDeadError
 from quire.executor.kv_hash import PlainKV, drawn_token
 from quire.executor.lost_rows import REFUSED
+from quire.parallel.collectives import Collectives
 from quire.parallel.place import Place
+from quire.parallel.threads import QueueLink
+from quire.ranks.rank import Pulse
 from quire.ranks.threads import ThreadExecutor, start_threads
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import HOST, BlockMove, PlanEntry, RowStart, StepPlan, TableDiff, TransferStart
@@ -118,3 +121,15 @@ def test_everything_under_way_fails_when_a_connection_is_cut() -> None:
         executor.submit(StepPlan(2)).result(30)
     assert rung.wait(30) and executor.failure is not None
     assert [(r.number, r.finished) for r in executor.arrivals.take()] == [(4, True)]
+
+
+def test_the_time_of_a_step_leaves_out_waits_for_other_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its lane is full, and shows no bubbles. Steps that were launched ahead do not lie over each other."""
+    now, link, other = [0], QueueLink(), QueueLink()
+    monkeypatch.setattr("quire.ranks.rank.time.monotonic_ns", lambda: now[0])
+    pulse, talk = Pulse(None, lambda: None), Collectives(None, link, other)  # type: ignore[arg-type]
+    for number, began, ended, waited in ((1, 1, 5, 3), (2, 2, 8, 1), (3, 9, 10, 0)):
+        now[0], link.waited_ns = ended * 10**9, link.waited_ns + waited * 10**9
+        pulse.step_over(number, 10 + number, began * 10**9, talk)
+    assert list(pulse.recent) == [(11, 4.0, 5.0), (12, 6.0, 8.0), (13, 9.0, 10.0)]
+    assert (pulse.steps, pulse.busy_ns, pulse.waited_ns) == (3, 8 * 10**9, 4 * 10**9)
