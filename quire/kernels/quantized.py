@@ -19,6 +19,8 @@ UNIT = 32
 """Columns that are multiplied as integers before a scale is applied; activations share a scale over as many."""
 BITS = (4, 5, 6, 8)
 _ROWS_AT_ONCE = 4096
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of an MXFP4 code's low three bits."""
 StoredWeight: TypeAlias = Union["Tensor", "CodedWeight"]
 """What a reader hands over for one parameter."""
 
@@ -304,6 +306,85 @@ class Fp8Weight(CodedWeight):
     def dequantized(self) -> Tensor:
         wide = self.scales.repeat_interleave(self.group, 1)[:, : self.shape[1]]
         return self.codes.float() * wide
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Weight(CodedWeight):
+    """A weight [N, K] in MXFP4: w[n, k] = number of code [n, k] * 2 ** (scales[n, k // 32] - 127).
+
+    A code has four bits: a sign, and one of eight magnitudes (e2m1)."""
+
+    codes: Tensor
+    """uint8 [N, K / 2]: two columns a byte, the first in its low half."""
+    scales: Tensor
+    """uint8 [N, K / 32]."""
+
+    def __post_init__(self) -> None:
+        n, k = self.shape
+        if k % UNIT or tuple(self.scales.shape) != (n, k // UNIT):
+            raise ModelLoadError(f"an MXFP4 weight of shape {(n, k)} does not have {tuple(self.scales.shape)} scales")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, half = self.codes.shape
+        return n, 2 * half
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def to(self, device: torch.device) -> Mxfp4Weight:
+        return Mxfp4Weight(self.codes.to(device), self.scales.to(device))
+
+    def rows(self, index: Tensor | Sequence[int] | slice) -> Mxfp4Weight:
+        return Mxfp4Weight(self.codes[index], self.scales[index])
+
+    def columns(self, start: int, stop: int) -> Mxfp4Weight:
+        if start % UNIT or stop % UNIT:
+            raise ModelLoadError(f"columns {start} to {stop} cut a group of {UNIT} of an MXFP4 weight")
+        return Mxfp4Weight(self.codes[:, start // 2 : stop // 2], self.scales[:, start // UNIT : stop // UNIT])
+
+    def one_a_byte(self) -> Tensor:
+        """uint8 [N, K]: the codes."""
+        import torch
+
+        return torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(1)
+
+    def dequantized(self) -> Tensor:
+        import torch
+
+        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=self.codes.device)
+        grouped = table[self.one_a_byte().to(torch.int32)].view(self.shape[0], -1, UNIT)
+        return (grouped * torch.exp2(self.scales.to(torch.float32) - 127).unsqueeze(-1)).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class MergedExperts:
+    """The weights of several experts in one, [experts, N, K], one below the other."""
+
+    flat: CodedWeight
+    """[experts * N, K]."""
+    experts: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        rows, columns = self.flat.shape
+        return self.experts, rows // self.experts, columns
+
+    def dim(self) -> int:
+        return 3
+
+    def to(self, device: torch.device) -> MergedExperts:
+        return replace(self, flat=self.flat.to(device))
+
+    def each(self) -> Iterator[CodedWeight]:
+        """One after the other."""
+        rows = self.shape[1]
+        return (self.flat.rows(slice(index * rows, (index + 1) * rows)) for index in range(self.experts))
+
+    def dequantized(self) -> Tensor:
+        """float32 [experts, N, K]."""
+        return self.flat.dequantized().view(self.shape)
 
 
 def joined(parts: Sequence[QuantizedWeight], dim: int) -> QuantizedWeight:

@@ -74,7 +74,7 @@ class Linear:
         if len(quantized) < len(held):
             self._packed = self._ops.pack_linear(self._joined("weight"), bias, self._slices)
             return
-        self._packed = self._ops.pack_quantized(quantized, bias, self._slices)
+        self._packed = self._ops.pack_quantized(quantized, bias, self._slices, self._use)
         for part in self._parts:
             del self._waiting[part, "weight"]
 

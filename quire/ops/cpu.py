@@ -139,7 +139,8 @@ class CpuOps(Ops):
         return cpu_integer.round_to_codes(self._library, weight, slices, self._rounding, use)
 
     def pack_quantized(
-        self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None
+        self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None,
+        use: WeightUse = WeightUse.LAYER,
     ) -> PanelLinear:
         # All of them: `quantized` gave them.
         codes = [part for part in parts if isinstance(part, QuantizedWeight | UnreadWeight)]

@@ -27,6 +27,7 @@ from quire.kernels.triton import (
 )
 from quire.kernels.triton.coded_rows import FP8, CodedRows
 from quire.kernels.triton.linear_row import RowShape, linear_row
+from quire.ops import device_experts
 from quire.ops.cpu_integer import group_of
 from quire.ops.device_weights import BytesLinear, CodesLinear, QuantizedLinear, SplitLinear, to_codes, to_fp8, to_int8
 
@@ -62,9 +63,7 @@ class DeviceFormats:
         if self._dtype == torch.float32 or use in (WeightUse.VOCABULARY, WeightUse.EXACT):
             return None
         if use is WeightUse.EXPERT:
-            if self._rounding is not None and (self._rounding.fp8 or self._rounding.bits):
-                raise UnsupportedModelError("quantization of experts is not built for GPUs yet: leave it out")
-            return None
+            return device_experts.quantized(weight, self._rounding)
         if isinstance(weight, UnreadWeight):
             weight = weight.whole()
         slices = slices if self._deterministic else None

@@ -1,4 +1,4 @@
-"""Quantized weights as they lie on a GPU, and floats rounded to them at load."""
+"""Weights as they lie on a GPU, plain and quantized, and floats rounded to codes at load."""
 
 from __future__ import annotations
 
@@ -12,6 +12,58 @@ from quire.kernels.quantized import Fp8Weight, QuantizedWeight
 from quire.kernels.slices import Slices
 from quire.kernels.triton import linear_codes, linear_planes
 from quire.kernels.triton.coded_rows import FP8, LARGEST, LARGEST_INT8
+from quire.kernels.triton.expert_codes import CodedExperts
+
+
+@dataclass(slots=True)
+class DeviceLinear:
+    """A weight [out_features, in_features] as it was stored, on the device."""
+
+    weight: Tensor
+    bias: Tensor | None
+    slices: Slices | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(slots=True)
+class ExpertLinear:
+    """The weight of one expert in codes, which is only ever multiplied as one of a group."""
+
+    packed: CodedExperts
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.packed.features
+
+    @property
+    def in_features(self) -> int:
+        return self.packed.width
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """Weights of one shape in one tensor [members, out_features, in_features]: experts, or heads; or experts in
+    codes."""
+
+    members: tuple[DeviceLinear | ExpertLinear, ...]
+    weight: Tensor | CodedExperts
+    bias: Tensor | None
 
 
 @dataclass(slots=True)

@@ -104,9 +104,10 @@ class Ops(AttentionBackend):
         return None
 
     def pack_quantized(
-        self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None
+        self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None,
+        use: WeightUse = WeightUse.LAYER,
     ) -> PackedLinear:
-        """As `pack_linear`, of parts one below the other that `quantized` gave."""
+        """As `pack_linear`, of parts one below the other that `quantized` gave for that use."""
         raise EngineError("this device multiplies no codes")
 
     @abstractmethod

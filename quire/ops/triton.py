@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from quire.kernels.triton import (
     activation,
     all_head_norm,
     copy,
-    expert_few,
-    expert_linear,
     gemm_table,
     latent_rope,
     linear_few,
@@ -30,50 +28,20 @@ from quire.kernels.triton import (
     linear_prefetch,
     norm,
     rope_cache,
-    route,
 )
 from quire.kernels.triton.fixed_prefetch import linear_fixed_prefetch, units_for
 from quire.kernels.triton.gemm_table import GemmChoice
 from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
+from quire.ops import device_experts
 from quire.ops.device_formats import DeviceFormats
-from quire.ops.device_weights import CodesLinear, QuantizedLinear
+from quire.ops.device_weights import CodesLinear, DeviceGroup, DeviceLinear, ExpertLinear, QuantizedLinear
 from quire.ops.interface import Fusion, Ops, PackedLinear
 from quire.parallel.collectives import TensorGroup
 
 _EARLY_ROWS = 512
 _FIXED_HEADS = 8
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
-
-
-@dataclass(slots=True)
-class DeviceLinear:
-    """A weight [out_features, in_features] as it was stored, on the device."""
-
-    weight: Tensor
-    bias: Tensor | None
-    slices: Slices | None = None
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceGroup:
-    """Weights of one shape in one tensor [members, out_features, in_features]: experts, or heads."""
-
-    members: tuple[DeviceLinear, ...]
-    weight: Tensor
-    bias: Tensor | None
 
 
 class TritonOps(Ops):
@@ -146,8 +114,14 @@ class TritonOps(Ops):
         return self._formats.quantized(weight, slices, use)
 
     def pack_quantized(
-        self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None
+        self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None,
+        use: WeightUse = WeightUse.LAYER,
     ) -> PackedLinear:
+        if use is WeightUse.EXPERT:
+            packed = device_experts.pack(parts)
+            if isinstance(packed, Tensor):
+                return self.pack_linear(packed, bias)
+            return ExpertLinear(packed, None if bias is None else bias.to(self.device, self.dtype).contiguous())
         return self._formats.pack(parts, bias, slices)
 
     def linear(self, x: Any, w: Any, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -226,64 +200,32 @@ class TritonOps(Ops):
         deterministic mode for every number of rows or none, since it is another compiled kernel."""
         return self._fixed_prefetch or (self.pdl and rows <= _EARLY_ROWS)
 
-    def group_linears(self, ws: Sequence[DeviceLinear]) -> DeviceGroup:
+    def group_linears(self, ws: Sequence[DeviceLinear | ExpertLinear]) -> DeviceGroup:
         """One tensor of all, which they then are views of."""
-        first = ws[0].bias
-        weight = torch.stack([w.weight for w in ws])
-        bias = None if first is None else torch.stack([w.bias for w in ws if w.bias is not None])
-        members = tuple(DeviceLinear(weight[i], None if bias is None else bias[i]) for i in range(len(ws)))
-        return DeviceGroup(members, weight, bias)
+        return device_experts.group(ws, self.dtype)
 
-    def head_linear(self, x: Tensor, group: DeviceGroup) -> Tensor:
+    def head_linear(self, x: Tensor, group: Any) -> Tensor:
         if self.deterministic:
             return torch.stack([self.linear(part, w) for part, w in zip(x, group.members, strict=True)])
         return torch.bmm(x, group.weight.transpose(1, 2))
+
+    @property
+    def _experts(self) -> device_experts.ExpertKernels:
+        return device_experts.ExpertKernels(
+            self.dtype, self.deterministic, self.pdl, self.attention.shared_memory, self._copy_engine
+        )
 
     def routed_experts(
         self, x: Tensor, routed: RoutedRows, up: DeviceGroup, down: DeviceGroup, kind: str, clamp: Clamp | None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Without a host sync on the routing, so that graphs can hold it. In deterministic mode blocks have one
-        size."""
-        chosen, gains = route.choose(routed)
-        if not self.deterministic and chosen.numel() <= expert_few.FEW_PAIRS:
-            inner = expert_few.few_up(x, up.weight, up.bias, chosen, kind, clamp, pdl=self.pdl)
-            return expert_few.few_down(inner, down.weight, down.bias, chosen, gains, residual, pdl=self.pdl)
-        first, second = self._expert_shapes(chosen.numel(), routed.router.num_experts)
-        blocks = route.block_experts(chosen, routed.router.num_experts, first.rows)
-        inner = expert_linear.up_experts(x, up.weight, up.bias, chosen, blocks, kind, clamp, first)
-        found = expert_linear.down_experts(inner, down.weight, down.bias, chosen, gains, blocks, second)
-        return expert_linear.sum_pairs(found, routed.router.top_k, residual)
-
-    def _expert_shapes(self, pairs: int, experts: int) -> tuple[expert_linear.ExpertShape, expert_linear.ExpertShape]:
-        """Of gate and up, and of down."""
-        if self.deterministic:
-            return expert_linear.ExpertShape(), expert_linear.ExpertShape()
-        choice = expert_linear.expert_choice(pairs, experts)
-        chip = self.dtype.itemsize, self.attention.shared_memory, self._copy_engine
-        return expert_linear.suited(choice.up, True, *chip), expert_linear.suited(choice.down, False, *chip)
+        return self._experts.routed(x, routed, up, down, kind, clamp, residual)
 
     def experts_over_ranks(
         self, x: Tensor, routed: RoutedRows, up: DeviceGroup, down: DeviceGroup, kind: str, clamp: Clamp | None,
         residual: Tensor | None, ranks: TensorGroup, runs: Sequence[tuple[int, int]],
     ) -> Tensor:
-        """In deterministic mode every pair of a row and an expert comes from the rank that has the expert, and is added
-        where one rank would add it; else ranks add what they have."""
-        chosen, gains = route.choose(routed)
-        first, last = runs[ranks.rank]
-        # No torch.where with a number: it would copy the number to the device, and no graph can hold such a copy.
-        mine = (chosen - first).masked_fill_((chosen < first) | (chosen >= last), -1)
-        shape = expert_linear.ExpertShape()
-        blocks = route.block_experts(mine, last - first, shape.rows)
-        inner = expert_linear.up_experts(x, up.weight, up.bias, mine, blocks, kind, clamp, shape)
-        found = expert_linear.down_experts(inner, down.weight, down.bias, mine, gains, blocks, shape)
-        if self.deterministic:
-            owners = torch.zeros_like(chosen).view(-1)
-            for _, end in runs[:-1]:
-                owners += chosen.view(-1) >= end
-            return expert_linear.sum_pairs(ranks.pick(found, owners), routed.router.top_k, residual)
-        found.masked_fill_(mine.view(-1, 1) < 0, 0.0)  # rows of other ranks' experts are uninitialised
-        return ranks.sum_parts(expert_linear.sum_pairs(found, routed.router.top_k), None, residual)
+        return self._experts.over_ranks(x, routed, up, down, kind, clamp, residual, ranks, runs)
 
     def latent_attend(
         self,

@@ -1,16 +1,8 @@
 """GEMMs of a weight of 5-, 6- or 8-bit codes with scales of groups: W8A16, and what GGUF stores in 5 and 6 bits.
 
-Codes stay packed in memory. 256 columns of a feature are as many pieces of 32 bytes as a code has bits, all features of
-a piece side by side: uint8 [blocks of columns, bits, features, 32]. Byte i of a piece has a part of the codes of
-columns 32 s + i (s = 0 to 7), so that unpacking moves nothing from one place to another:
-
-    8 bits   piece s: the code
-    5, 6     piece s % 4: its low four bits, those of s < 4 in the low half of the byte
-    5        piece 4: the fifth bit, at bit s
-    6        piece 4 + s // 4: two more bits, at bits 2 (s % 4) and 2 (s % 4) + 1
-
-A weight is scale * (code - zero) + offset in float32, rounded once to the activations' type. Up to 64 rows are
-multiplied by the codes; for more the weight is unpacked to scratch memory.
+Codes stay packed in memory, in planes of bytes (`code_planes` says how they lie, and what number a code stands for),
+here in blocks of 256 columns for all of them. A weight is scale * (code - zero) + offset in float32, rounded once to
+the activations' type. Up to 64 rows are multiplied by the codes; for more the weight is unpacked to scratch memory.
 """
 
 from __future__ import annotations
@@ -23,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.triton.code_planes import INTEGERS, PIECE, codes_in, codes_of, numbers_of, planes
 
 BITS = (5, 6, 8)
 UNIT = 32
 """Columns come in multiples of so many."""
 MOST_ROWS = 64
-_BLOCK, _PIECE = 256, 32
+_BLOCK = 256
+_INTEGERS = tl.constexpr(INTEGERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,63 +69,17 @@ def pack(weight: QuantizedWeight) -> PackedPlanes:
     codes = weight.codes
     if width % _BLOCK:
         codes = torch.nn.functional.pad(codes, (0, blocks * _BLOCK - width))
-    parts = codes.view(features, blocks, 8, _PIECE).permute(1, 2, 0, 3)
-    pieces = torch.empty(blocks, weight.bits, features, _PIECE, dtype=torch.uint8, device=codes.device)
-    if weight.bits == 8:
-        pieces.copy_(parts)
-    else:
-        for place in range(4):
-            pieces[:, place] = parts[:, place] & 15 | (parts[:, place + 4] & 15) << 4
-        each, extra = weight.bits - 4, pieces[:, 4:].zero_()
-        for place in range(8):
-            extra[:, place * each // 8] |= parts[:, place] >> 4 << place * each % 8
-    offsets = None if weight.offsets is None else _narrow(weight.offsets)
-    return PackedPlanes(pieces, _narrow(weight.scales), offsets, width, weight.bits, weight.zero, weight.group)
+    pieces = planes(codes, weight.bits).view(blocks, weight.bits, features, PIECE)
+    offsets = None if weight.offsets is None else narrow(weight.offsets)
+    return PackedPlanes(pieces, narrow(weight.scales), offsets, width, weight.bits, weight.zero, weight.group)
 
 
-def _narrow(scales: Tensor) -> Tensor:
+def narrow(scales: Tensor) -> Tensor:
     """[groups, features], in half precision unless that would round away more than the last of ten bits."""
     turned = scales.t().contiguous()
     half = turned.to(torch.float16)
     lost = (half.float() - turned).abs() > turned.abs() * 2.0**-10
     return turned if bool(lost.any()) else half
-
-
-@triton.jit
-def _numbers(code, column, feature, real, scales, offsets, num_features, WIDTH, ZERO: tl.constexpr,
-             GROUP: tl.constexpr, OFFSETS: tl.constexpr):  # fmt: skip
-    """The floats that codes [features, 32] stand for, of columns [32] that begin at a multiple of 32."""
-    wide = code.to(tl.int32) - ZERO
-    if GROUP % 32 == 0:
-        group = tl.min(column, axis=0) // GROUP
-        place = group * num_features + feature
-        inside = real & (group * GROUP < WIDTH)
-        scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)[:, None]
-        if OFFSETS:
-            offset = tl.load(offsets + place, mask=inside, other=0.0).to(tl.float32)[:, None]
-    else:
-        place = (column // GROUP)[None, :] * num_features + feature[:, None]
-        inside = real[:, None] & (column < WIDTH)[None, :]
-        scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
-        if OFFSETS:
-            offset = tl.load(offsets + place, mask=inside, other=0.0).to(tl.float32)
-    found = wide.to(tl.float32) * scale
-    if OFFSETS:
-        found += offset
-    return found
-
-
-@triton.jit
-def _codes_of(start, step, low, extra, more, S: tl.constexpr, BITS: tl.constexpr):
-    """The codes of part S of a block: `low` is piece S % 4, `extra` and `more` are pieces 4 and 5; 8 bits load theirs
-    from `start`, `step` bytes a piece."""
-    if BITS == 8:
-        return tl.load(start + S * step)
-    elif BITS == 5:
-        return (low >> (S // 4 * 4)) & 15 | ((extra >> S) & 1) << 4
-    else:
-        high = extra if S < 4 else more
-        return (low >> (S // 4 * 4)) & 15 | ((high >> (S % 4 * 2)) & 3) << 4
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -160,9 +108,13 @@ def _planes_kernel(
         for part in tl.static_range(4):
             low = tl.load(start + part * step) if BITS < 8 else 0
             for half in tl.static_range(2):
-                column = block * 256 + (part + 4 * half) * 32 + lane
-                code = _codes_of(start, step, low, extra, more, part + 4 * half, BITS)
-                w = _numbers(code, column, read, real, scales, offsets, num_features, WIDTH, ZERO, GROUP, OFFSETS)
+                first = block * 256 + (part + 4 * half) * 32
+                column = first + lane
+                if BITS == 8:
+                    low = tl.load(start + (part + 4 * half) * step)
+                code = codes_of(low, extra, more, part + 4 * half, BITS)
+                w = numbers_of(code, first, lane[None, :], read[:, None], scales, offsets, num_features, WIDTH, ZERO,
+                               GROUP, OFFSETS, _INTEGERS)
                 values = tl.load(
                     x_row + column[None, :], mask=used[:, None] & (column < WIDTH)[None, :], other=0.0)
                 acc = tl.dot(values, tl.trans(w.to(values.dtype)), acc)
@@ -191,10 +143,12 @@ def _unpack_kernel(
     extra = tl.load(start + 4 * step) if BITS < 8 else 0
     more = tl.load(start + 5 * step) if BITS == 6 else 0
     for part in tl.static_range(8):
-        low = tl.load(start + part % 4 * step) if BITS < 8 else 0
-        column = block * 256 + part * 32 + lane
-        code = _codes_of(start, step, low, extra, more, part, BITS)
-        w = _numbers(code, column, read, real, scales, offsets, num_features, WIDTH, ZERO, GROUP, OFFSETS)
+        low = tl.load(start + (part if BITS == 8 else part % 4) * step)
+        first = block * 256 + part * 32
+        column = first + lane
+        code = codes_of(low, extra, more, part, BITS)
+        w = numbers_of(code, first, lane[None, :], read[:, None], scales, offsets, num_features, WIDTH, ZERO, GROUP,
+                       OFFSETS, _INTEGERS)
         target = out + feature.to(tl.int64)[:, None] * WIDTH + column[None, :]
         tl.store(target, w.to(out.dtype.element_ty), mask=real[:, None] & (column < WIDTH)[None, :])
 
@@ -212,14 +166,8 @@ def unpack(weight: PackedPlanes, out: Tensor) -> Tensor:
 
 def unpacked(weight: PackedPlanes) -> Tensor:
     """float32 [features, width]: what `unpack` writes, before its rounding."""
-    parts = weight.pieces.permute(2, 0, 1, 3)
-    if weight.bits < 8:
-        low = torch.cat([parts[:, :, :4] & 15, parts[:, :, :4] >> 4], 2)
-        each = weight.bits - 4
-        mask = (1 << each) - 1
-        high = [parts[:, :, 4 + s * each // 8] >> s * each % 8 & mask for s in range(8)]
-        parts = low | torch.stack(high, 2) << 4
-    codes = parts.reshape(weight.features, -1)[:, : weight.width]
+    pieces = weight.pieces.view(-1, 1, weight.features, PIECE) if weight.bits == 8 else weight.pieces
+    codes = codes_in(pieces, weight.bits)[:, : weight.width]
     grouped = (codes.float() - weight.zero).view(weight.features, -1, weight.group)
     grouped *= weight.scales.t().float()[..., None]
     if weight.offsets is not None:
