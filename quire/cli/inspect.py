@@ -55,10 +55,15 @@ def run(args: argparse.Namespace) -> int:
     plain = read_spec(source.config)
     spec = plain.with_kv_dtype(config.cache.kv_cache_dtype)
     facts = {**_identity(source), **_shape(spec), **_memory(spec, config)}
-    facts["on_gpu"] = gpu_facts(plain)
+    facts["on_gpu"] = gpu_facts(plain, _sizes(config))
     facts["longrope"] = _longrope(spec, config.model.max_model_len)
     print(json.dumps(facts) if args.json else _page(facts))
     return 0
+
+
+def _sizes(config: EngineConfig) -> tuple[int, int]:
+    """Tensor ranks and stages."""
+    return config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
 
 
 def _identity(source: ModelSource) -> dict[str, Any]:
@@ -158,8 +163,7 @@ def _memory(spec: DecoderSpec, config: EngineConfig) -> dict[str, Any]:
     from quire.parallel.place import Place
     from quire.worker.memory import available_memory, size_pool, smallest_pool, step_tokens_of
 
-    sizes = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    shards = [shard_of(spec, place) for place in Place.all(*sizes)]
+    shards = [shard_of(spec, place) for place in Place.all(*_sizes(config))]
     free = available_memory()
     facts: dict[str, Any] = {"available_memory": free, "fits": False, "pool": None, "sequences": {}, "ranks": []}
     draft, beside = _drafts(spec, config, shards)

@@ -53,6 +53,11 @@ class Rounding:
     fp8: bool = False
     """Weights stored as floats become fp8 with a scale per row (a GPU)."""
 
+    @property
+    def whole_rows(self) -> bool:
+        """On a GPU: rows of activations become codes of the same type, with one scale each (W8A8)."""
+        return self.fp8 or (self.bits == 8 and not self.group and not self.zero_points)
+
 
 class CodedWeight(ABC):
     """A weight [N, K] of codes with scales, whatever the codes are."""

@@ -86,7 +86,7 @@ class DeviceFormats:
 
     def _rounded(self, weight: Tensor, slices: Slices | None, rounding: Rounding) -> CodedWeight | None:
         features, width = weight.shape
-        if rounding.fp8 or (rounding.bits == 8 and not rounding.group and not rounding.zero_points):
+        if rounding.whole_rows:
             if features % _UNIT or width % _UNIT or (not rounding.fp8 and width % linear_planes.UNIT):
                 return None
             return to_fp8(weight) if rounding.fp8 else to_int8(weight)

@@ -33,6 +33,8 @@ from quire.ranks.shared_parts import SharedParts, stage_after, stage_before
 from quire.ranks.start import MemoryAddress, RankStart, place_name
 
 LOOPBACK = "127.0.0.1"
+_PACK_SECONDS = 5.0
+"""How long all ranks wait for room on one node, where stages may be spread instead."""
 _PLACE_SECONDS = 60.0
 _CONNECT_SECONDS = 120.0
 _END_SECONDS = 5.0
@@ -126,29 +128,47 @@ class RayLauncher:
 
     def _place(self) -> list[Any]:
         """Actors in a placement group: all on one node, or each stage on one."""
-        ray = self._ray
-        ranks, size = len(self.places), self.places[0].tensor_size
-        rooms = [self._room(node["Resources"]) for node in ray.nodes() if node["Alive"]]
-        if max(rooms, default=0) >= ranks:
-            bundles, strategy = [self._resources(ranks)], "STRICT_PACK"
-        elif self._gpus:
+        ray, ways = self._ray, self._ways()
+        for bundles, strategy in ways:
+            self._group = ray.util.placement_group(bundles, strategy=strategy)
+            last = (bundles, strategy) == ways[-1]
+            ready, _ = ray.wait([self._group.ready()], timeout=_PLACE_SECONDS if last else _PACK_SECONDS)
+            if ready:
+                return [self._actor(place, 0 if len(bundles) == 1 else place.stage) for place in self.places]
+            ray.util.remove_placement_group(self._group)
+            self._group = None
+        raise EngineError(f"Ray found no room for {len(self.places)} ranks of {self._each()} within "
+                          f"{_PLACE_SECONDS:.0f} seconds: other jobs hold the cluster's")
+
+    def _ways(self) -> list[tuple[list[dict[str, int]], str]]:
+        """Bundles and strategies that suit the cluster's nodes, if nobody else uses them, the best first."""
+        ranks, size, stages = len(self.places), self.places[0].tensor_size, self.places[0].num_stages
+        rooms = [self._room(node["Resources"]) for node in self._ray.nodes() if node["Alive"]]
+        most, stages_fit = max(rooms, default=0), sum(room // size for room in rooms)
+        ways = [([self._resources(ranks)], "STRICT_PACK")] if most >= ranks else []
+        if stages > 1 and stages_fit >= stages and not self._gpus:
+            ways.append(([self._resources(size)] * stages, "PACK"))
+        if ways:
+            return ways
+        if self._gpus:
             raise ConfigError(
                 f"the {ranks} ranks of an engine on GPUs share a node, and no node of this cluster has room for more "
-                f"than {max(rooms, default=0)} of {self._cpus} CPUs and {self._gpus} GPU each: lower "
-                "tensor_parallel_size or pipeline_parallel_size", field="tensor_parallel_size")
-        elif max(rooms, default=0) >= size:
-            bundles, strategy = [self._resources(size)] * self.places[0].num_stages, "PACK"
-        else:
+                f"than {most} of {self._each()} each: lower tensor_parallel_size or pipeline_parallel_size",
+                field="tensor_parallel_size")
+        if most < size:
             raise ConfigError(
                 f"the {size} tensor ranks of a stage share a node, and no node of this cluster has room for more than "
-                f"{max(rooms, default=0)} ranks of {self._cpus} CPUs: lower tensor_parallel_size or num_threads",
+                f"{most} ranks of {self._each()}: lower tensor_parallel_size or num_threads",
                 field="tensor_parallel_size")
-        self._group = ray.util.placement_group(bundles, strategy=strategy)
-        ready, _ = ray.wait([self._group.ready()], timeout=_PLACE_SECONDS)
-        if not ready:
-            raise EngineError(f"Ray found no room for {ranks} ranks of {self._cpus} CPUs and {self._gpus} GPUs within "
-                              f"{_PLACE_SECONDS:.0f} seconds: other jobs hold the cluster's, or it has too few")
-        return [self._actor(place, 0 if len(bundles) == 1 else place.stage) for place in self.places]
+        raise ConfigError(
+            f"the nodes of this cluster have room for {stages_fit} of the {stages} stages ({size} ranks of "
+            f"{self._each()} each, on one node): use pipeline_parallel_size={stages_fit}, or lower num_threads",
+            field="pipeline_parallel_size")
+
+    def _each(self) -> str:
+        """What a rank takes, in words."""
+        cpus = f"{self._cpus} CPU{'s' * (self._cpus > 1)}"
+        return f"{cpus} and {self._gpus} GPU" if self._gpus else cpus
 
     def _room(self, resources: dict[str, float]) -> int:
         """Ranks that a node of these resources could hold."""

@@ -184,9 +184,14 @@ def test_inspect_says_what_each_rank_would_hold(tmp_path: Path, inside: Callable
     assert sum(rank["kv_bytes"] for rank in ranks) == facts["pool"]["bytes"]
     norms = sum(weight.numel() for name, weight in model.named_parameters() if "norm" in name)
     assert sum(rank["parameters"] for rank in ranks) == facts["parameters"] + norms
+    on_gpus = facts["on_gpu"]["ranks"]
+    assert [rank["weight_bytes"]["none"] for rank in on_gpus] == [2 * rank["parameters"] for rank in ranks]
+    assert [4 * rank["kv_bytes_per_token"]["fp8"] for rank in on_gpus] == [rank["kv_bytes_per_token"] for rank in ranks]
     page = inside(*words).out
-    assert "rank 5" in page and "head of tokens" in page and "kv heads 1" in page
+    assert "rank 5" in page and "head of tokens" in page and "kv heads 1" in page and "on 6 GPUs" in page
     one = facts_of(inside("inspect", str(tmp_path), "--json"))
+    assert one["on_gpu"]["ranks"] == [] and one["on_gpu"]["tokens"]["24 GB"]["none"] \
+        < facts["on_gpu"]["tokens"]["24 GB"]["none"], "each has a part of what a token keeps"
     assert one["pool"]["blocks"] == facts["pool"]["blocks"] and len(one["ranks"]) == 1
     refused = inside("inspect", str(tmp_path), "--tensor-parallel-size", "7")
     assert refused.code != 0 and "use 1 to 6" in refused.err

@@ -81,10 +81,29 @@ def test_a_lost_node_is_noticed_and_takes_the_ranks_with_it(cluster: Any) -> Non
         ray.shutdown()
 
 
-def test_tensor_ranks_that_fit_no_node_are_refused(cluster: Any, tiny_llama: Path) -> None:
-    with pytest.raises(ConfigError, match="no node of this cluster has room for more than 2 ranks"):
-        LLM(str(tiny_llama), tensor_parallel_size=3, ray_address=cluster.address, **SMALL)
+@pytest.mark.parametrize(("sizes", "why"), [
+    ({"tensor_parallel_size": 3}, "no node of this cluster has room for more than 2 ranks of 1 CPU:"),
+    ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "for 2 of the 3 stages .* pipeline_parallel_size=2,")])
+def test_ranks_that_fit_no_node_are_refused(cluster: Any, tiny_llama: Path, sizes: dict[str, int], why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as refused:
+        LLM(str(tiny_llama), ray_address=cluster.address, **sizes, **SMALL)
+    assert refused.value.field == list(sizes)[-1]
     assert not ray.is_initialized()
+
+
+def test_stages_are_spread_where_other_jobs_hold_a_part_of_every_node(cluster: Any) -> None:
+    ray.init(address=cluster.address, logging_level="error")
+    try:
+        others = [ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_SPREAD")]
+        ray.get(others[0].ready())
+        executor, _ = start_ray(Place.all(1, 2), {"kind": "dummy", "vocab_size": 9}, same_for_all, None, 1)
+        executor.submit(StepPlan(1)).result(PATIENCE)
+        assert len({handle.local for handle in executor.ranks.handles}) == 2  # one on the driver's node, one not
+        executor.close()
+        ray.util.remove_placement_group(others[0])
+        assert placement_groups() == []
+    finally:
+        ray.shutdown()
 
 
 def test_ranks_on_gpus_ask_for_one_each_and_share_a_node(cluster: Any) -> None:
