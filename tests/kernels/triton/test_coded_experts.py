@@ -210,6 +210,6 @@ def test_numbers_of_small_floats_are_those_of_torch() -> None:
     real = (codes & 127) != 127  # no number
     want = codes.view(torch.float8_e4m3fn).float()
     assert torch.equal(code_planes.numbers_in(codes, 0, code_planes.E4M3)[real], want[real])
-    few = Mxfp4Weight(torch.tensor([[16 * high + low for low, high in zip(range(0, 16, 2), range(1, 16, 2), strict=True)]
-                                    + [0] * 8], dtype=torch.uint8), torch.tensor([[127]], dtype=torch.uint8))
+    pairs = [16 * (low + 1) + low for low in range(0, 16, 2)] + [0] * 8
+    few = Mxfp4Weight(torch.tensor([pairs], dtype=torch.uint8), torch.tensor([[127]], dtype=torch.uint8))
     assert torch.equal(code_planes.numbers_in(codes[:16], 0, code_planes.E2M1), few.dequantized()[0, :16])
