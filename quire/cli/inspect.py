@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     plain = read_spec(source.config)
     spec = plain.with_kv_dtype(config.cache.kv_cache_dtype)
     facts = {**_identity(source), **_shape(spec), **_memory(spec, config)}
-    facts["on_gpu"] = gpu_facts(plain, _sizes(config))
+    facts["on_gpu"] = gpu_facts(plain, source.config, _sizes(config))
     facts["longrope"] = _longrope(spec, config.model.max_model_len)
     print(json.dumps(facts) if args.json else _page(facts))
     return 0

@@ -363,35 +363,6 @@ class Mxfp4Weight(CodedWeight):
         return (grouped * torch.exp2(self.scales.to(torch.float32) - 127).unsqueeze(-1)).flatten(1)
 
 
-@dataclass(frozen=True, slots=True)
-class MergedExperts:
-    """The weights of several experts in one, [experts, N, K], one below the other."""
-
-    flat: CodedWeight
-    """[experts * N, K]."""
-    experts: int
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        rows, columns = self.flat.shape
-        return self.experts, rows // self.experts, columns
-
-    def dim(self) -> int:
-        return 3
-
-    def to(self, device: torch.device) -> MergedExperts:
-        return replace(self, flat=self.flat.to(device))
-
-    def each(self) -> Iterator[CodedWeight]:
-        """One after the other."""
-        rows = self.shape[1]
-        return (self.flat.rows(slice(index * rows, (index + 1) * rows)) for index in range(self.experts))
-
-    def dequantized(self) -> Tensor:
-        """float32 [experts, N, K]."""
-        return self.flat.dequantized().view(self.shape)
-
-
 def joined(parts: Sequence[QuantizedWeight], dim: int) -> QuantizedWeight:
     """Parts of one form, one below the other (dim 0) or side by side (dim 1)."""
     import torch

@@ -14,7 +14,7 @@ from quire.layers.spec import MoeSpec
 from quire.models.spec import DecoderSpec, Shape
 
 if TYPE_CHECKING:  # reading a spec must not cost the import of torch
-    from torch import Tensor
+    pass
 
 
 _NUMBER = re.compile(r"\.\d+\.")
@@ -37,14 +37,19 @@ class Merged:
     def targets(self, layer: str, expert: int) -> tuple[str, ...]:
         return tuple(f"layers.{layer}.{part.format(expert)}.{self.kind}" for part in self.parts)
 
-    def split(self, tensor: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """The parts of one expert after the other."""
+    def split(self, tensor: StoredWeight, experts: int) -> Iterator[tuple[StoredWeight, ...]]:
+        """The parts of one expert after the other; of codes the rows of all lie one below the other, never turned."""
+        count = len(self.parts)
+        if isinstance(tensor, CodedWeight):
+            rows = tensor.shape[0] // experts
+            for index in range(experts):
+                one = tensor.rows(slice(index * rows, (index + 1) * rows))
+                yield tuple(one.rows(slice(first, None, count)) for first in range(count)) if self.interleaved else (
+                    tuple(one.split([rows // count] * count)))
+            return
         turned = tensor.transpose(1, 2) if self.transposed and tensor.dim() == 3 else tensor
         for expert in turned:
-            if self.interleaved:
-                yield tuple(expert[first :: len(self.parts)] for first in range(len(self.parts)))
-            else:
-                yield expert.chunk(len(self.parts))
+            yield tuple(expert[first::count] for first in range(count)) if self.interleaved else expert.chunk(count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +120,7 @@ class WeightNames:
         of merged experts may have these alone."""
         merged = self.merged_in(name)
         if merged is not None:
-            floats = tensor.dequantized() if isinstance(tensor, CodedWeight) else tensor
-            yield from self._split_experts(name, floats, spec_shapes, held, *merged)
+            yield from self._split_experts(name, tensor, spec_shapes, held, *merged)
             return
         targets = self.targets(name)
         if targets and self.is_transposed(targets[0]) and tensor.dim() == 2:
@@ -132,19 +136,22 @@ class WeightNames:
         yield from zip(targets, tensor.split(rows), strict=True)  # type: ignore[no-untyped-call]
 
     def _split_experts(
-        self, name: str, tensor: Tensor, shapes: Mapping[str, Shape], held: Container[str], layer: str, merged: Merged
-    ) -> Iterator[tuple[str, Tensor]]:
+        self, name: str, tensor: StoredWeight, shapes: Mapping[str, Shape], held: Container[str], layer: str,
+        merged: Merged,
+    ) -> Iterator[tuple[str, StoredWeight]]:  # fmt: skip
         count = next(number for number in itertools.count() if merged.targets(layer, number)[0] not in shapes)
         experts = list(range(count))
         if not count:
             raise KeyError(name)
-        if tensor.dim() and tensor.shape[0] != count:
+        # Of codes the rows of all experts lie one below the other.
+        each = sum(shapes[target][0] for target in merged.targets(layer, 0)) if isinstance(tensor, CodedWeight) else 1
+        if tensor.dim() and tensor.shape[0] != count * each:
             experts = [number for number in experts if merged.targets(layer, number)[0] in held]
-        if tensor.dim() < 2 or tensor.shape[0] != len(experts):
+        if tensor.dim() < 2 or tensor.shape[0] != len(experts) * each:
             raise ModelLoadError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, but the config asks for {count} experts"
             )
-        for number, parts in zip(experts, merged.split(tensor), strict=True):
+        for number, parts in zip(experts, merged.split(tensor, len(experts)), strict=True):
             yield from zip(merged.targets(layer, number), parts, strict=True)
 
     def stored(self, spec: DecoderSpec) -> dict[str, Shape]:

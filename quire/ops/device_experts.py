@@ -165,7 +165,7 @@ class ExpertKernels:
         clamp: Clamp | None, fixed: bool,
     ) -> Tensor:  # fmt: skip
         if isinstance(up.weight, CodedExperts):
-            coded = self._coded_shape(chosen, experts, fixed)
+            coded = self._coded_shape(chosen, up.weight, fixed)
             return expert_codes.up_coded_experts(x, up.weight, up.bias, chosen, blocks, kind, clamp, coded)
         shape = expert_linear.ExpertShape() if fixed else expert_linear.suited(
             expert_linear.expert_choice(chosen.numel(), experts).up, True, *self._chip)  # fmt: skip
@@ -176,7 +176,7 @@ class ExpertKernels:
         fixed: bool,
     ) -> Tensor:  # fmt: skip
         if isinstance(down.weight, CodedExperts):
-            coded = self._coded_shape(chosen, experts, fixed)
+            coded = self._coded_shape(chosen, down.weight, fixed)
             return expert_codes.down_coded_experts(inner, down.weight, down.bias, chosen, gains, blocks, coded)
         shape = expert_linear.ExpertShape() if fixed else expert_linear.suited(
             expert_linear.expert_choice(chosen.numel(), experts).down, False, *self._chip)  # fmt: skip
@@ -186,10 +186,10 @@ class ExpertKernels:
     def _chip(self) -> tuple[int, int, bool]:
         return self.dtype.itemsize, self.shared_memory, self.copy_engine
 
-    def _coded_shape(self, chosen: Tensor, experts: int, fixed: bool) -> expert_codes.CodedShape:
+    def _coded_shape(self, chosen: Tensor, weight: CodedExperts, fixed: bool) -> expert_codes.CodedShape:
         if fixed:
             return expert_codes.CodedShape()
-        return expert_codes.coded_shape(chosen.numel(), experts, self.shared_memory)
+        return expert_codes.coded_shape(chosen.numel(), weight, self.shared_memory)
 
     def routed(
         self, x: Tensor, routed: RoutedRows, up: DeviceGroup, down: DeviceGroup, kind: str, clamp: Clamp | None,

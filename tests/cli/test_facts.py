@@ -12,9 +12,10 @@ import pytest
 from quire.config import CPU_DEFAULTS
 from quire.models.loader.catalog import CATALOG
 from quire.models.loader.pull import STAMP, model_folder
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_model, weights_of
 from tests.cli.conftest import Done
 from tests.eagle_heads import make_head
+from tests.mxfp4_checkpoints import write_mxfp4
 
 
 def facts_of(done: Done) -> dict[str, Any]:
@@ -50,6 +51,21 @@ def test_inspect_counts_what_a_checkpoint_holds(tmp_path: Path, inside: Callable
     assert on_gpu["tokens"]["24 GB"]["int4"] > on_gpu["tokens"]["24 GB"]["none"] > 0
     eight = facts_of(inside("inspect", str(tmp_path), "--kv-cache-dtype", "int8", "--json"))
     assert eight["kv_bytes_per_token"] == 3 * 2 * 2 * (16 + 4), "heads of 8 are padded to 16 codes, and have a scale"
+
+
+def test_inspect_counts_experts_that_stay_packed_on_a_gpu(tmp_path: Path, inside: Callable[..., Done]) -> None:
+    model = make_model("gpt_oss", hidden_size=64, intermediate_size=96)
+    write_mxfp4(tmp_path, model)
+    taken = facts_of(inside("inspect", str(tmp_path), "--json"))["on_gpu"]["weight_bytes"]
+    weights = [tensor for name, tensor in weights_of(model) if name.endswith(("gate_up_proj", "down_proj"))]
+    numbers = sum(tensor.numel() for tensor in weights)
+    rows = [(tensor.shape[0] * tensor.shape[2], tensor.shape[1]) for tensor in weights]
+    packed = sum(count * (width // 32 + -(-width // 64) * 32) for count, width in rows)
+    assert taken["none"] - taken["file"] == 2 * numbers - packed > 0
+    assert taken["file"] > taken["fp8"] > taken["int4"], "what is rounded at load beside them"
+    make_checkpoint(tmp_path / "other", "qwen3_moe", hidden_size=64, moe_intermediate_size=96)
+    taken = facts_of(inside("inspect", str(tmp_path / "other"), "--json"))["on_gpu"]["weight_bytes"]
+    assert "file" not in taken and taken["none"] > taken["fp8"] > taken["int4"]
 
 
 def test_inspect_says_how_many_sequences_fit(tiny: Path, inside: Callable[..., Done]) -> None:

@@ -112,14 +112,17 @@ CHOICES = (
 those of `expert_linear`."""
 _COLUMNS_AT_ONCE = 128
 """That an iteration multiplies, where blocks are smaller."""
+_BESIDE = 32 << 10
+"""Bytes of shared memory that are not of a stage: weights on their way to the tensor cores."""
 
 
-def coded_shape(pairs: int, num_experts: int, shared: int) -> CodedShape:
+def coded_shape(pairs: int, weight: CodedExperts, shared: int) -> CodedShape:
     """For so many pairs of rows and experts, with as many stages as fit so many bytes of shared memory."""
-    shape = next(shape for most, shape in CHOICES if pairs / num_experts <= most)
-    # Of an iteration over 256 columns: rows in 16 bits, and the codes of gate and up.
-    tile = 256 * (2 * shape.rows + 2 * shape.columns)
-    return replace(shape, stages=max(1, min(shape.stages, shared * 9 // 10 // tile)))
+    shape = next(shape for most, shape in CHOICES if pairs / weight.experts <= most)
+    columns = max(_COLUMNS_AT_ONCE, code_planes.columns_of(weight.bits))
+    # Of an iteration: rows in 16 bits, and the codes of gate and up.
+    tile = columns * (2 * shape.rows + 2 * shape.columns * weight.bits // 8)
+    return replace(shape, stages=max(1, min(shape.stages, (shared - _BESIDE) // tile)))
 
 
 @triton.jit

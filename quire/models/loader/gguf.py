@@ -20,6 +20,7 @@ from quire.models.loader.gguf_quants import (
     dequantize_into,
     known_formats,
     read_codes,
+    read_mxfp4,
 )
 
 MAGIC = b"GGUF"
@@ -360,6 +361,12 @@ class GgufFile:
             return np.ascontiguousarray(values.reshape(part.rows, -1)[:, columns])
 
         return kept(codes, 1), kept(scales, coding.group), None if offsets is None else kept(offsets, coding.group)
+
+    def read_mxfp4(self, tensor: GgufTensor, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows [start, stop) of a matrix in MXFP4: codes, two columns a byte, and exponents, [rows, ...] each."""
+        part = _Part.of(tensor, 0, start, stop)
+        codes, scales = read_mxfp4(tensor.format, part.reader(self._reader(tensor)), part.rows * part.blocks)
+        return codes.reshape(part.rows, -1), scales.reshape(part.rows, -1)
 
     def _reader(self, tensor: GgufTensor) -> ReadAt:
         descriptor = self._file.fileno()

@@ -145,6 +145,7 @@ def _q6_k(blocks: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, None]:
     return _half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
 
 
+MXFP4 = "MXFP4"
 _MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 """Twice the number that each code stands for."""
 
@@ -174,7 +175,7 @@ QUANT_FORMATS: dict[int, QuantFormat] = {
     13: _coded("Q5_K", 256, 176, Coding(5, 0, 32, _q5_k, offsets=True)),
     14: _coded("Q6_K", 256, 210, Coding(6, 32, 16, _q6_k)),
     30: QuantFormat("BF16", 1, 2, _bf16),
-    39: QuantFormat("MXFP4", 32, 17, _mxfp4),
+    39: QuantFormat(MXFP4, 32, 17, _mxfp4),
 }
 
 
@@ -205,6 +206,17 @@ def read_codes(quant: QuantFormat, coding: Coding, read_at: ReadAt, count: int) 
             offsets = np.empty_like(scales) if offsets is None else offsets
             offsets[part] = found
     return codes.reshape(-1), scales.reshape(-1), None if offsets is None else offsets.reshape(-1)
+
+
+def read_mxfp4(quant: QuantFormat, read_at: ReadAt, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of `count` blocks of MXFP4: codes uint8 [count, 16], two columns a byte, and exponents uint8 [count]."""
+    packed, scales = np.empty((count, 16), np.uint8), np.empty(count, np.uint8)
+    for start, blocks in _chunks(quant, read_at, count):
+        codes = np.empty((len(blocks), 32), np.uint8)
+        _nibbles(blocks[:, 1:], codes)
+        part = slice(start, start + len(blocks))
+        packed[part], scales[part] = codes[:, ::2] | codes[:, 1::2] << 4, blocks[:, 0]
+    return packed, scales
 
 
 Codes = tuple[np.ndarray, np.ndarray, np.ndarray | None]

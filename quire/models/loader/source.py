@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -19,7 +20,7 @@ from quire.models.loader.catalog import CATALOG
 from quire.models.loader.fp8_config import fp8_scheme
 from quire.models.loader.gguf import GgufFile, GgufTensor
 from quire.models.loader.gguf_names import architecture_of, hf_config, hf_name, is_extra
-from quire.models.loader.gguf_quants import Coding
+from quire.models.loader.gguf_quants import MXFP4, Coding
 from quire.models.loader.gguf_rope import CONFIG_TENSORS
 from quire.models.loader.hub import fetch_from_hub, looks_like_hub_id
 from quire.models.loader.json_file import read_json_object
@@ -225,6 +226,8 @@ class GgufSource(ModelSource):
 
         from quire.kernels.quantized import UNIT, UnreadWeight, joined
 
+        if len(tensor.shape) == 3:
+            return self._read_experts(tensor, name, ranges)
         coding = tensor.format.coding
         dim, runs = ranges or (0, ((0, tensor.shape[0]),))
         cut = dim == 1 and coding is not None and any(edge % coding.group for run in runs for edge in run)
@@ -239,6 +242,24 @@ class GgufSource(ModelSource):
                                 coding.offsets, half, lambda start, stop: self._codes(tensor, coding, 0, start, stop))
         weight = joined([self._codes(tensor, coding, dim, *run) for run in runs], dim)
         return weight if order is rows else weight.rows(order.squeeze(1))
+
+    def _read_experts(
+        self, tensor: GgufTensor, name: str, ranges: Ranges | None
+    ) -> torch.Tensor | CodedWeight:
+        """All experts of a layer, or a rank's run of them; in codes their rows lie one below the other."""
+        import torch
+
+        from quire.kernels.quantized import Mxfp4Weight
+
+        experts, each, columns = tensor.shape
+        first, last = (0, experts) if ranges is None else ranges[1][0]
+        flat = replace(tensor, shape=(experts * each, columns))
+        if tensor.format.name == MXFP4:
+            codes, scales = self._file.read_mxfp4(flat, first * each, last * each)
+            return Mxfp4Weight(torch.from_numpy(codes), torch.from_numpy(scales))
+        if tensor.format.coding is None:
+            return self._read(tensor, name, None, ranges)
+        return self._read_stored(flat, name, (0, ((first * each, last * each),)))
 
     def _codes(self, tensor: GgufTensor, coding: Coding, dim: int, start: int, stop: int) -> QuantizedWeight:
         import torch
@@ -357,14 +378,27 @@ class FolderSource(ModelSource):
         coded = self._coded_weights(parts)
         if coded is not None:
             return _dequantized(coded, dtype)
-        stored = safetensors.iterate_weights(self.path, dtype, None if parts is None else parts.ranges)
+        if self._is_mxfp4:
+            return mxfp4.joined(self._mxfp4_tensors(dtype, parts))
+        return safetensors.iterate_weights(self.path, dtype, None if parts is None else parts.ranges)
+
+    @property
+    def _is_mxfp4(self) -> bool:
         quantization = self._config.get("quantization_config")
-        packed = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
-        return mxfp4.joined(stored) if packed else stored
+        return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+
+    def _mxfp4_tensors(
+        self, dtype: torch.dtype | None, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Blocks and scales are cut as the weight is whose parts they are: by experts."""
+        ranges = None if parts is None else lambda name, shape: parts.ranges(mxfp4.stem(name), shape)
+        return safetensors.iterate_weights(self.path, dtype, ranges)
 
     def _stored_weights(
         self, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
+        if self._is_mxfp4:
+            return mxfp4.joined_codes(self._mxfp4_tensors(None, parts))
         return self._coded_weights(parts) or self._weights(None, parts)
 
     def _coded_weights(

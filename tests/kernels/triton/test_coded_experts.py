@@ -4,18 +4,26 @@ for."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from quire.cli.inspect_gpu import expert_bytes
 from quire.kernels.quantized import CodedWeight, Fp8Weight, Mxfp4Weight, QuantizedWeight, Rounding, WeightUse
 from quire.kernels.routing import Clamp, RoutedRows, RouterSpec
 from quire.kernels.triton import code_planes, expert_codes, expert_codes_few, route
 from quire.kernels.triton.expert_codes import CodedExperts
 from quire.kernels.triton.expert_linear import experts_reference, sum_pairs
+from quire.models.build import build_decoder
+from quire.models.loader.source import resolve_model
 from quire.ops.device_weights import DeviceGroup, ExpertLinear
 from quire.ops.triton import TritonOps
+from tests.checkpoints import config_of, make_model, weights_of
+from tests.mxfp4_checkpoints import write_mxfp4
+from tests.paged_driver import PagedDriver
 
 BF16, EXPERT = torch.bfloat16, WeightUse.EXPERT
 EXPERTS, TOP_K = 5, 2
@@ -68,7 +76,7 @@ FORMATS = {
 """What makes a weight, and the width of its rows: not whole blocks where the format allows it."""
 
 
-def weights_of(kind: str, features: int, seed: int, width: int | None = None) -> list[CodedWeight]:
+def coded_of(kind: str, features: int, seed: int, width: int | None = None) -> list[CodedWeight]:
     make, usual = FORMATS[kind]
     return [make(features, width or usual, seed + index) for index in range(EXPERTS)]
 
@@ -109,7 +117,7 @@ def test_experts_are_those_of_the_floats_their_codes_stand_for(kind: str) -> Non
     """One token and a few go through a kernel of their own, more through blocks."""
     ops, width = TritonOps("cpu", BF16), FORMATS[kind][1]
     inner = width
-    gate, up, down = (weights_of(kind, size, seed, inner) for size, seed in ((inner, 0), (inner, 20), (24, 40)))
+    gate, up, down = (coded_of(kind, size, seed, inner) for size, seed in ((inner, 0), (inner, 20), (24, 40)))
     groups = grouped(ops, gate, up), grouped(ops, down)
     assert all(isinstance(group.weight, CodedExperts) for group in groups)
     wide = floats_of(gate, up), floats_of(down)
@@ -124,7 +132,7 @@ def test_experts_are_those_of_the_floats_their_codes_stand_for(kind: str) -> Non
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_gpt_oss_has_biases_and_a_clamp_and_tiles_that_rows_and_features_do_not_fill(tokens: int) -> None:
     ops, clamp = TritonOps("cpu", BF16), Clamp(0.7, 1.702)
-    gate, up, down = (weights_of("MXFP4", size, seed, 160) for size, seed in ((160, 0), (160, 20), (50, 40)))
+    gate, up, down = (coded_of("MXFP4", size, seed, 160) for size, seed in ((160, 0), (160, 20), (50, 40)))
     biases = numbers(EXPERTS, 320, seed=5), numbers(EXPERTS, 50, seed=6)
     groups = grouped(ops, gate, up, bias=biases[0]), grouped(ops, down, bias=biases[1])
     x, rows = numbers(tokens, 160), routed(tokens)
@@ -135,7 +143,7 @@ def test_gpt_oss_has_biases_and_a_clamp_and_tiles_that_rows_and_features_do_not_
 @pytest.mark.parametrize("kind", ["MXFP4", "fp8", "Q6_K", "AWQ"])
 def test_rows_do_not_depend_on_each_other_in_deterministic_mode(kind: str) -> None:
     ops, width = TritonOps("cpu", BF16, deterministic=True), FORMATS[kind][1]
-    gate, up, down = (weights_of(kind, size, seed, width) for size, seed in ((width, 0), (width, 20), (16, 40)))
+    gate, up, down = (coded_of(kind, size, seed, width) for size, seed in ((width, 0), (width, 20), (16, 40)))
     groups = grouped(ops, gate, up), grouped(ops, down)
     x, rows = numbers(40, width), routed(40)
     whole = ops.routed_experts(x, rows, *groups, "silu", None, None)
@@ -149,7 +157,7 @@ def test_rows_do_not_depend_on_each_other_in_deterministic_mode(kind: str) -> No
 def test_blocks_of_other_sizes_and_padding(rows: int) -> None:
     """Rows of no expert (-1) change nobody else's, in blocks and in the kernel of few rows."""
     ops, width = TritonOps("cpu", BF16), 96
-    gate, up, down = (weights_of("MXFP4", size, seed, width) for size, seed in ((width, 0), (width, 20), (24, 40)))
+    gate, up, down = (coded_of("MXFP4", size, seed, width) for size, seed in ((width, 0), (width, 20), (24, 40)))
     first, second = grouped(ops, gate, up).weight, grouped(ops, down).weight
     x, (chosen, gains) = numbers(9, width), route.choose(routed(9))
     want = experts_reference(x.float(), floats_of(gate, up), None, floats_of(down), None, chosen, gains, "silu", None)
@@ -200,9 +208,22 @@ def test_experts_of_formats_that_are_almost_one_become_one_and_others_floats() -
 
 def test_packed_experts_take_the_bytes_of_their_codes() -> None:
     ops = TritonOps("cpu", BF16)
-    group = grouped(ops, weights_of("MXFP4", 48, 0, 128))
+    group = grouped(ops, coded_of("MXFP4", 48, 0, 128))
     assert group.weight.nbytes == EXPERTS * 48 * 128 * 17 // 32
     assert sum(member.nbytes for member in group.members) == group.weight.nbytes
+
+
+@pytest.mark.parametrize("width", [96, 128, 40])
+def test_inspect_counts_what_packing_takes(width: int) -> None:
+    forms = {"fp8": Rounding(None, fp8=True), "int8": Rounding(8, 0), "int4": Rounding(4, 128, True)}
+    for form, rounding in forms.items():
+        ops = TritonOps("cpu", BF16, rounding=rounding)
+        kept = ops.quantized(numbers(24, width), None, EXPERT)
+        taken = 2 * 24 * width if kept is None else ops.pack_quantized([kept], None, None, EXPERT).nbytes
+        assert (kept is None) == (width == 40 and form != "fp8") and taken == expert_bytes(form, 24, width)
+    if width % 32 == 0:
+        packed = ops.pack_quantized([mxfp4(24, width, 0)], None, None, EXPERT)
+        assert packed.nbytes == expert_bytes("mxfp4", 24, width)
 
 
 def test_numbers_of_small_floats_are_those_of_torch() -> None:
@@ -210,6 +231,37 @@ def test_numbers_of_small_floats_are_those_of_torch() -> None:
     real = (codes & 127) != 127  # no number
     want = codes.view(torch.float8_e4m3fn).float()
     assert torch.equal(code_planes.numbers_in(codes, 0, code_planes.E4M3)[real], want[real])
-    few = Mxfp4Weight(torch.tensor([[16 * high + low for low, high in zip(range(0, 16, 2), range(1, 16, 2), strict=True)]
-                                    + [0] * 8], dtype=torch.uint8), torch.tensor([[127]], dtype=torch.uint8))
+    pairs = [16 * (low + 1) + low for low in range(0, 16, 2)] + [0] * 8
+    few = Mxfp4Weight(torch.tensor([pairs], dtype=torch.uint8), torch.tensor([[127]], dtype=torch.uint8))
     assert torch.equal(code_planes.numbers_in(codes[:16], 0, code_planes.E2M1), few.dequantized()[0, :16])
+
+
+def logits_of(config: dict[str, Any], weights: Any, rounding: Rounding | None = None) -> tuple[Tensor, Any]:
+    """Of a short prompt, and the decoder."""
+    decoder = build_decoder(config, weights, TritonOps("cpu", BF16, rounding=rounding), dtype=BF16)
+    return PagedDriver(decoder).run(0, [5, 3, 96, 41], [3, 1]), decoder
+
+
+def test_an_mxfp4_checkpoint_stays_packed_and_is_the_model_with_those_weights(tmp_path: Path) -> None:
+    """Rows of gate and up in turns, biases and the clamp of gpt-oss; bf16 holds MXFP4 exactly."""
+    model = make_model("gpt_oss", hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+                       layer_types=["sliding_attention"])
+    write_mxfp4(tmp_path, model)
+    source = resolve_model(str(tmp_path))
+    want, wide = logits_of(source.config, source.weights())
+    got, packed = logits_of(source.config, source.stored_weights(), Rounding(None))
+    groups = packed.layers[0].mlp._experts._up.group, packed.layers[0].mlp._experts._down.group
+    assert all(group.weight.numbers == code_planes.E2M1 for group in groups)
+    saved = sum(group.weight.experts * group.weight.features * group.weight.width for group in groups)
+    assert wide.weight_bytes - packed.weight_bytes == saved * 2 - sum(group.weight.nbytes for group in groups)
+    close(got, want, 0.02)
+
+
+@pytest.mark.parametrize(("rounding", "most"), [(Rounding(None, fp8=True), 0.1), (Rounding(4, 32, True), 0.3)])
+def test_a_decoder_with_rounded_experts_is_near_the_one_without(rounding: Rounding, most: float) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1}
+    model = make_model("qwen3_moe", **sizes)
+    want, _ = logits_of(config_of(model), weights_of(model))
+    got, decoder = logits_of(config_of(model), weights_of(model), rounding)
+    assert isinstance(decoder.layers[0].mlp._experts._up.group.weight, CodedExperts)
+    close(got, want, most)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from quire.kernels.quantized import Rounding, WeightUse
 from quire.kernels.routing import RoutedRows, RouterSpec
 from quire.kernels.types import HeadShape, HeadTurn, StepContext
 from quire.layers.share import HeadShare
@@ -103,20 +104,29 @@ class _NoNumbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("rounding", [None, Rounding(None, fp8=True), Rounding(4, 32, True)], ids=["", "fp8", "int4"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @torch.inference_mode()
-def test_experts_of_two_ranks(deterministic: bool) -> None:
+def test_experts_of_two_ranks(deterministic: bool, rounding: Rounding | None) -> None:
+    """In floats, or in codes: an expert is rounded alike whoever has it."""
     torch.manual_seed(5)
-    tokens, width, inner, experts = 5, 16, 16, 5
-    ops = TritonOps(DEVICE, torch.float32, deterministic=deterministic)
+    tokens, width, inner, experts = 5, 32, 32, 5
+    dtype = torch.float32 if rounding is None else torch.bfloat16
+    ops = TritonOps(DEVICE, dtype, deterministic=deterministic, rounding=rounding)
     up, down = torch.randn(experts, 2 * inner, width, device=DEVICE), torch.randn(experts, width, inner, device=DEVICE)
-    x, residual = torch.randn(tokens, width, device=DEVICE), torch.randn(tokens, width, device=DEVICE)
+    up, down = up / 8, down / 8
+    x, residual = (torch.randn(tokens, width, device=DEVICE).to(dtype) for _ in range(2))
     slots = torch.tensor([0, 1, -1, 2, 3], device=DEVICE)
     logits = torch.randn(tokens, experts, device=DEVICE)
     routed = RoutedRows(RouterSpec(experts, 2), logits, None, slots, None)
 
     def group(weight: torch.Tensor):  # type: ignore[no-untyped-def]
-        return ops.group_linears([ops.pack_linear(each) for each in weight])
+        coded = [ops.quantized(each, None, WeightUse.EXPERT) for each in weight]
+        assert all((each is None) == (rounding is None) for each in coded)
+        return ops.group_linears([
+            ops.pack_linear(each) if codes is None else ops.pack_quantized([codes], None, None, WeightUse.EXPERT)
+            for each, codes in zip(weight, coded, strict=True)
+        ])  # fmt: skip
 
     want = ops.routed_experts(x, routed, group(up), group(down), "silu", None, residual)
     runs, given = ((0, 2), (2, 5)), []
@@ -131,4 +141,4 @@ def test_experts_of_two_ranks(deterministic: bool) -> None:
                 if deterministic:
                     assert torch.equal(found[some], want[some])
                 else:
-                    assert torch.allclose(found[some], want[some], atol=1e-4)
+                    assert torch.allclose(found[some], want[some], atol=1e-4 if rounding is None else 0.05)

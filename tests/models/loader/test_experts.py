@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,16 @@ import torch
 from safetensors.torch import save_file
 
 from quire.errors import ModelLoadError
+from quire.kernels.quantized import CodedWeight, Mxfp4Weight, QuantizedWeight, Rounding
 from quire.models.build import build_decoder, stored_parts
-from quire.models.loader.mxfp4 import dequantized
 from quire.models.loader.source import resolve_model
 from quire.models.registry import read_spec
 from quire.models.shard import shard_of
 from quire.ops.cpu import CpuOps
 from quire.parallel.place import Place
-from tests.checkpoints import config_of, make_model, oracle_logits, weights_of
+from tests.checkpoints import make_model, oracle_logits, weights_of
 from tests.models.loader.tiny_gguf import permute_for_llama_cpp, write_vocabulary
+from tests.mxfp4_checkpoints import write_mxfp4
 from tests.paged_driver import PagedDriver
 
 TOKENS = [5, 3, 90, 0, 41, 7, 8, 9, 10, 11, 12, 13]
@@ -124,7 +124,7 @@ def _write_latent(writer: gguf.GGUFWriter, config: Any, halves: bool) -> None:
 
 def _write(
     path: Path, family: str, model: Any, tensors: list[tuple[str, torch.Tensor]] | None = None, *,
-    halves: bool = False, mxfp4: bool = False, extra: int = 0,
+    halves: bool = False, experts: gguf.GGMLQuantizationType | None = None, extra: int = 0,
 ) -> None:
     config, writer = model.config, gguf.GGUFWriter(path, ARCHS[family])
     latent = family.startswith("deepseek")
@@ -162,11 +162,9 @@ def _write(
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     write_vocabulary(writer, config.vocab_size)
     for name, tensor in _tensors(family, model, halves) if tensors is None else tensors:
-        values, kind = tensor.float().contiguous().numpy(), None
-        if mxfp4 and name.endswith("_exps.weight"):
-            kind = gguf.GGMLQuantizationType.MXFP4
-            values = gguf.quants.quantize(values, kind)
-        writer.add_tensor(name, values, raw_dtype=kind)
+        values = tensor.float().contiguous().numpy()
+        kind = experts if name.endswith("_exps.weight") else None
+        writer.add_tensor(name, values if kind is None else gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -274,9 +272,9 @@ def test_layers_that_guess_further_tokens_are_not_read(tmp_path: Path) -> None:
 
 def test_experts_of_four_bits_in_gguf_are_the_dequantized_ones(tmp_path: Path) -> None:
     model = make_model("gpt_oss", hidden_size=64, intermediate_size=96)
-    _write(tmp_path / "m.gguf", "gpt_oss", model, mxfp4=True)
-    source = resolve_model(str(tmp_path / "m.gguf"))
     kind = gguf.GGMLQuantizationType.MXFP4
+    _write(tmp_path / "m.gguf", "gpt_oss", model, experts=kind)
+    source = resolve_model(str(tmp_path / "m.gguf"))
     read = dict(source.weights())
     for name, tensor in _tensors("gpt_oss", model):
         if name.endswith("_exps.weight"):
@@ -285,38 +283,56 @@ def test_experts_of_four_bits_in_gguf_are_the_dequantized_ones(tmp_path: Path) -
             got = read[f"model.layers.{layer}.mlp.experts.{part.split('_')[1]}_proj.weight"]
             assert torch.equal(got, torch.from_numpy(want))
     assert build_decoder(source.config, source.weights(), CpuOps(), max_model_len=64).missing() == []
+    for name, weight in source.stored_weights():
+        if name.endswith("_proj.weight") and ".experts." in name:
+            assert isinstance(weight, Mxfp4Weight)
+            assert torch.equal(weight.dequantized(), read[name].flatten(0, 1))
 
 
-def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[experts, columns, rows] as MXFP4 blocks and scales: the nearest magnitude at a scale that fits."""
-    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    groups = weight.transpose(1, 2).contiguous().unflatten(-1, (-1, 32))
-    exponent = torch.ceil(torch.log2(groups.abs().amax(-1) / 6.0))
-    scaled = groups / torch.exp2(exponent).unsqueeze(-1)
-    code = (scaled.abs().unsqueeze(-1) - table).abs().argmin(-1) + 8 * (scaled < 0)
-    pairs = code.to(torch.uint8).unflatten(-1, (-1, 2))
-    return pairs[..., 0] | pairs[..., 1] << 4, (exponent + 127).to(torch.uint8)
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0], ids=str)
+def test_experts_of_a_gguf_keep_their_bits_and_a_rank_reads_its_own(
+    kind: gguf.GGMLQuantizationType, tmp_path: Path
+) -> None:
+    model = make_model("qwen3_moe", hidden_size=64, moe_intermediate_size=96, norm_topk_prob=True)
+    _write(tmp_path / "m.gguf", "qwen3_moe", model, experts=kind)
+    source = resolve_model(str(tmp_path / "m.gguf"))
+    floats, bits = dict(source.weights()), 4 if kind is gguf.GGMLQuantizationType.Q4_0 else 8
+    shard = shard_of(read_spec(source.config), Place(1, tensor_size=2))
+    mine = shard.layer(0).expert_run
+    run = slice(mine.border(mine.first), mine.border(mine.last))
+    for parts, part in ((None, slice(None)), (stored_parts(source.config, shard), run)):
+        coded = {name: weight for name, weight in source.stored_weights(parts) if ".experts." in name}
+        assert len(coded) == 3 * model.config.num_hidden_layers
+        for name, weight in coded.items():
+            assert isinstance(weight, QuantizedWeight) and weight.bits == bits
+            assert torch.equal(weight.dequantized(), floats[name][part].flatten(0, 1))
+    decoder = build_decoder(source.config, source.stored_weights(), CpuOps(rounding=Rounding(None)), max_model_len=64)
+    got = PagedDriver(decoder).run(0, TOKENS, [len(TOKENS)])
+    want = PagedDriver(build_decoder(source.config, floats.items(), CpuOps(), max_model_len=64)).run(
+        0, TOKENS, [len(TOKENS)])  # fmt: skip
+    off = (got - want).norm(dim=1) / want.norm(dim=1)
+    # Rows in 8 bits. The fourth token may choose another expert then, and those behind it attend to it.
+    assert 0 < off[:3].max() < 0.02
 
 
 def test_an_mxfp4_checkpoint_is_the_model_with_those_weights(tmp_path: Path) -> None:
     model = make_model("gpt_oss", hidden_size=64, intermediate_size=96)
-    stored: dict[str, torch.Tensor] = {}
-    floats = dict(model.state_dict())
-    for name, tensor in weights_of(model):
-        if name.endswith(("gate_up_proj", "down_proj")):
-            stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales = _packed(tensor)
-            floats[name] = dequantized(blocks, scales, name).transpose(1, 2).contiguous()
-            assert (floats[name] - tensor).abs().max() < 0.3  # it was packed well
-        else:
-            stored[name] = tensor.contiguous()
-    model.load_state_dict(floats)
-    config = config_of(model) | {"quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(stored, tmp_path / "model.safetensors")
+    stored = write_mxfp4(tmp_path, model)
     source = resolve_model(str(tmp_path))
     decoder = build_decoder(source.config, source.weights(), CpuOps())
     got = PagedDriver(decoder).run(0, TOKENS, [len(TOKENS)])
     assert (got - oracle_logits(model, TOKENS)).abs().max() < 1e-4
+    coded = [weight for _, weight in source.stored_weights() if isinstance(weight, CodedWeight)]
+    assert len(coded) == 2 * model.config.num_hidden_layers and all(isinstance(each, Mxfp4Weight) for each in coded)
+    decoder = build_decoder(source.config, source.stored_weights(), CpuOps(rounding=Rounding(None)))
+    assert torch.equal(PagedDriver(decoder).run(0, TOKENS, [len(TOKENS)]), got)
+    shard = shard_of(read_spec(source.config), Place(1, tensor_size=2))
+    run, count = shard.layer(0).expert_run, model.config.num_local_experts
+    mine = [weight for _, weight in source.stored_weights(stored_parts(source.config, shard))]
+    for part, whole in zip((each for each in mine if isinstance(each, CodedWeight)), coded, strict=True):
+        each = whole.shape[0] // count
+        wanted = whole.rows(slice(run.border(run.first) * each, run.border(run.last) * each))
+        assert part.shape[0] < whole.shape[0] and torch.equal(part.dequantized(), wanted.dequantized())
     stored.pop(next(name for name in stored if name.endswith("_scales")))
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match="_blocks"):
