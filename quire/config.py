@@ -511,16 +511,16 @@ def _check_parallel(options: ParallelConfig) -> None:
 
 
 def _check_tree(config: EngineConfig) -> None:
-    """Stages that do not draw learn tokens with a later plan, too late to move a branch that was kept."""
+    """Stages that do not draw move a branch that was kept when the next plan comes; KV that leaves the engine does not
+    wait for that."""
     options = config.speculation.options
-    if options is None or options.tree is None:
+    if options is None or options.tree is None or config.parallel.pipeline_parallel_size == 1:
         return
-    if config.parallel.pipeline_parallel_size > 1:
-        raise ConfigError("speculative_config tree does not go with pipeline_parallel_size > 1: leave one of them out",
-                          field="speculative_config")
-    if options.method == "skip_layers" and config.parallel.tensor_parallel_size > 1:
-        raise ConfigError("speculative_config tree of method 'skip_layers' does not go with tensor_parallel_size > 1: "
-                          "leave one of them out, or use another method", field="speculative_config")
+    for field, value in (("kv_role", config.transfer.kv_role), ("kv_disk", config.cache.kv_disk),
+                         ("kv_pool", config.cache.kv_pool)):
+        if value is not None:
+            raise ConfigError(f"{field} does not go with speculative_config tree and pipeline_parallel_size > 1: leave "
+                              "one of the three out", field=field)
 
 
 def _check_slo(options: SchedulerConfig) -> None:

@@ -23,7 +23,7 @@ from quire.executor.kv_hash import (
 )
 from quire.sampling.token_logprobs import LogprobRecord, TokenLogprobs
 from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan
-from quire.speculation.tree import ROOT, child_with, depths
+from quire.speculation.tree import ROOT, ancestry, child_with, depths, path_along
 
 
 class KVPart(Protocol):
@@ -72,6 +72,10 @@ class KVHashWorker:
         self._rows: dict[int, _Row] = {}
         self._states: dict[tuple[int, int], int] = {}
         """Of this step, by row and end: what is read there."""
+        self._nodes: dict[tuple[int, tuple[int, ...]], int] = {}
+        """Of this step, by row and nodes from the text on: what is read after the last of them."""
+        self._undecided: dict[int, PlanEntry] = {}
+        """By row, where another stage draws: the tree of its last step, until `learn` says what was kept."""
 
     def apply(self, plan: StepPlan) -> None:
         """Rows, tables and copies of a plan: all that comes before its forward pass."""
@@ -80,6 +84,7 @@ class KVHashWorker:
         for start in plan.starts:
             row = self._row(start.row)
             row.start = start
+            self._undecided.pop(start.row, None)
             row.tokens[: len(start.token_ids)] = start.token_ids
         for diff in plan.diffs:
             table = self._row(diff.row).tables[diff.group]
@@ -94,11 +99,22 @@ class KVHashWorker:
             self._write(entry)
         wanted = list(dict.fromkeys(place for entry in entries for place in self._places_read(entry)))
         self._states = dict(zip(wanted, self._read(wanted), strict=True))
-        return [self._draw(entry) for entry in entries] if self._part.draws else []
+        trees = [entry for entry in entries if entry.parents]
+        nodes = [(entry.row, entry.drawn_at, path) for entry in trees for path in ([], *ancestry(entry.parents))]
+        self._nodes = {(row, tuple(path)): state
+                       for (row, _, path), state in zip(nodes, self._read_nodes(nodes), strict=True)}
+        if self._part.draws:
+            return [self._draw(entry) for entry in entries]
+        self._undecided |= {entry.row: entry for entry in trees}
+        return []
 
     def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
-        """Tokens that another rank has drawn."""
+        """Tokens that another rank has drawn. Of a tree this rank moves its part of what was kept."""
         _put(self._row(row).tokens, position, tokens)
+        entry = self._undecided.pop(row, None)
+        if entry is not None and entry.drawn_at == position:
+            for place, node in enumerate(path_along(entry.drafts, entry.parents, tokens)):
+                self._move_slot(self._row(row), position + node, position + place)
 
     def owner(self, row: int) -> RowStart | None:
         """Who has the row now."""
@@ -223,22 +239,29 @@ class KVHashWorker:
 
     # ---- trees
 
-    def _read_after(self, row: _Row, first: int, path: Sequence[int]) -> int:
-        """What the query of a tree's node reads: the text before `first`, and the nodes from there to itself."""
-        end, sums = first + len(path), []
-        for store, table, window in zip(self.device, row.tables, self._windows, strict=True):
-            low = visible_from(window, end)
-            blocks = [*table, *[0] * (-(-(first + max(path, default=0) + 1) // self._block_size) - len(table))]
-            known = store.sum(blocks, low, first) if low < first else 0
-            for position, node in enumerate(path, start=first):
-                if position >= low:
-                    index, offset = divmod(first + node, self._block_size)
-                    known += store.at(blocks[index], offset, position)
-            sums.append(total([known]))
-        return combined(self._part.total(sums))
+    def _read_nodes(self, nodes: Sequence[tuple[int, int, Sequence[int]]]) -> list[int]:
+        """What the queries of trees' nodes (row, place of node 0, nodes from the text to it) read, in all ranks
+        together: the text before node 0, and the nodes from there to itself."""
+        sums: list[int] = []
+        for number, first, path in nodes:
+            for store, table, window in zip(self.device, self._row(number).tables, self._windows, strict=True):
+                low = visible_from(window, first + len(path))
+                blocks = [*table, *[0] * (-(-(first + max(path, default=0) + 1) // self._block_size) - len(table))]
+                known = store.sum(blocks, low, first) if low < first else 0
+                for position, node in enumerate(path, start=first):
+                    if position >= low:
+                        index, offset = divmod(first + node, self._block_size)
+                        known += store.at(blocks[index], offset, position)
+                sums.append(total([known]))
+        whole, size = self._part.total(sums), len(self._windows)
+        return [combined(whole[at : at + size]) for at in range(0, len(whole), size)]
 
-    def _drawn_after(self, row: _Row, start: RowStart, first: int, path: Sequence[int]) -> EntryResult:
-        return self._drawn(self._read_after(row, first, path), start, first + len(path), b"")
+    def _drawn_after(self, entry: PlanEntry, start: RowStart, path: Sequence[int]) -> EntryResult:
+        first = entry.drawn_at
+        state = self._nodes.get((entry.row, tuple(path)))
+        if state is None:
+            state = self._read_nodes([(entry.row, first, path)])[0]
+        return self._drawn(state, start, first + len(path), b"")
 
     def _grown(self, entry: PlanEntry, row: _Row, start: RowStart) -> PlanEntry:
         """The entry with a tree of its own, if it asks for one: two guesses at a place, of which the second is right,
@@ -247,7 +270,7 @@ class KVHashWorker:
             return entry
         first, drafts, parents, path = entry.drawn_at, list[int](), list[int](), list[int]()
         for depth in range(entry.draft_depth):
-            right = self._drawn_after(row, start, first, path).tokens[0]
+            right = self._drawn_after(entry, start, path).tokens[0]
             guesses = [(right + step) % self.vocab_size for step in ((1, 0), (0, 1), (1, 2))[(first + depth) % 3]]
             parent, grows = path[-1] if path else ROOT, len(drafts)
             for guess in guesses[: entry.device_drafts - len(drafts)]:
@@ -270,7 +293,7 @@ class KVHashWorker:
                            logprobs=None if start.params.logprobs is None else [])
         node: int | None = ROOT
         while node is not None:
-            drawn = self._drawn_after(row, start, first, path)
+            drawn = self._drawn_after(entry, start, path)
             kept.tokens += drawn.tokens
             if kept.logprobs is not None:
                 kept.logprobs += drawn.logprobs or []

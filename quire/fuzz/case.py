@@ -118,11 +118,6 @@ def model_on_ranks(case: FuzzCase, tensor_size: int, num_stages: int) -> FuzzCas
     model["num_hidden_layers"] = max(num_stages, model["num_hidden_layers"])
     options = case.options | {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": num_stages,
                               "distributed_executor_backend": "threads", "num_threads": 1}
-    drafts = dict(options.get("speculative_config", {}))
-    if num_stages > 1 or drafts.get("method") == "skip_layers":  # whose trees are refused, by name
-        drafts.pop("tree", None)
-    if drafts:
-        options["speculative_config"] = drafts
     return FuzzCase(model, options, case.requests)
 
 

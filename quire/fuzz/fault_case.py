@@ -119,7 +119,6 @@ def on_ranks(case: FaultCase, tensor_size: int, num_stages: int) -> FaultCase:
     options = {**case.options, "ranks": [tensor_size, num_stages]}
     options.pop("far", None)
     options.pop("units", None)  # a tier that one worker plays
-    options.pop("tree", None)  # so are nodes that move
     if num_stages > 1:  # drafts that the worker makes itself are known to the last stage only
         options["drafts_on_device"] = False
     return dataclasses.replace(case, options=options, lost_steps=[], transfers=[])

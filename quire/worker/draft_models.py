@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 from torch import Tensor
 
-from quire.errors import ConfigError, DownloadError, EngineError, ModelLoadError
+from quire.errors import ConfigError, DownloadError, ModelLoadError
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
@@ -152,12 +152,9 @@ class SkippedLayers(NoKV):
         ids, ctx = step_inputs(self._table, passes)
         return self._passes.logits(self._passes.forward(ids, ctx, self._caches, self._kept))
 
-    def node_logits(self, nodes: Sequence[Node]) -> Tensor:
+    def node_logits(self, nodes: Sequence[Node]) -> Tensor | None:
         ids, ctx = node_inputs(self._table, nodes)
-        found = self._passes.logits(self._passes.forward(ids, ctx, self._caches, self._kept))
-        if found is None:
-            raise EngineError("this rank drafts no trees")
-        return found
+        return self._passes.logits(self._passes.forward(ids, ctx, self._caches, self._kept))
 
 
 def kept_layers(num_layers: int, skipped: Sequence[int] | None) -> list[int]:

@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.errors import EngineError
 from quire.kernels.cpu.sampling import CpuSampling
 from quire.kernels.types import StepContext
 from quire.layers.stream import ResidualStream
@@ -60,9 +59,9 @@ class DraftModel(Protocol):
         """Compute these, and give what may follow the last token of each; None on a rank that does not draw."""
         ...
 
-    def node_logits(self, nodes: Sequence[Node]) -> Tensor:
-        """Compute nodes of trees, whose ancestors were computed before, and give what may follow each of them. What it
-        keeps of them holds until the row's next `catch_up`."""
+    def node_logits(self, nodes: Sequence[Node]) -> Tensor | None:
+        """Compute nodes of trees, whose ancestors were computed before, and give what may follow each of them; None on
+        a rank that does not draw. What it keeps of them holds until the row's next `catch_up`."""
         ...
 
     def kept(self, row: int, num_tokens: int) -> None:
@@ -100,7 +99,7 @@ class Drafter:
         self._table = table
         self._sampling = CpuSampling()
         self._rejection = rejection
-        self._passes = passes
+        self.passes = passes
 
     def propose(self, entries: Sequence[PlanEntry]) -> tuple[list[PlanEntry], dict[int, Tensor]]:
         drafts: dict[int, list[int]] = {}
@@ -127,9 +126,9 @@ class Drafter:
         if going and logits is not None:
             tokens = self._draw(logits[[places.index(i) for i in going]], [states[i] for i in going],
                                 [weights[i] for i in going])
-        if going and self._passes is not None:
+        if going and self.passes is not None:
             mine = None if logits is None else [[_NO_TOKEN if token is None else token for token in tokens]]
-            tokens = [None if token == _NO_TOKEN else token for token in self._passes.tell_all(mine)[0]]
+            tokens = [None if token == _NO_TOKEN else token for token in self.passes.tell_all(mine)[0]]
         passes_done = dict(passes)
         passes.clear()
         for i, token in zip(going, tokens, strict=True):
@@ -213,8 +212,8 @@ class NoKV:
     def logits(self, passes: Sequence[PlanEntry]) -> Tensor | None:
         return None
 
-    def node_logits(self, nodes: Sequence[Node]) -> Tensor:
-        raise EngineError("this rank drafts no trees")
+    def node_logits(self, nodes: Sequence[Node]) -> Tensor | None:
+        return None
 
 
 def with_drafts(entries: Sequence[PlanEntry], drafts: Mapping[int, Sequence[int]],

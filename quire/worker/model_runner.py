@@ -53,6 +53,8 @@ class ModelRunner:
         self.drafter = drafter
         self._rejection = rejection
         """Judge drafts by rejection; else a draft is kept if it is what the target draws."""
+        self._undecided: dict[int, PlanEntry] = {}
+        """By row, on a stage that does not draw: the tree of its last step, until `learn` says what was kept."""
 
     def run(self, entries: Sequence[PlanEntry]) -> list[EntryResult]:
         """Results in the order of the entries; on ranks that do not draw there are none."""
@@ -68,6 +70,7 @@ class ModelRunner:
         ids, ctx = step_inputs(self._table, computing)
         hidden = self._forward(ids, ctx)
         if not self._passes.place.is_last:
+            self._undecided |= {entry.row: entry for entry in computing if entry.parents}
             return []
         row_ends = dict(zip((entry.row for entry in computing), accumulate(entry.num_tokens for entry in computing),
                             strict=True))
@@ -104,14 +107,35 @@ class ModelRunner:
         mine = [result.tokens for result in results] if self._passes.place.is_sampler else None
         kept: list[tuple[int, int, int]] = []
         for entry, tokens in zip(entries, self._passes.tell_group(mine, failure), strict=True):
-            self.learn(entry.row, entry.drawn_at, tokens)
+            self._append(entry.row, entry.drawn_at, tokens)
             if entry.parents:
                 kept += kept_moves(entry, tokens)
         if kept:
             self._cache.move_tokens(self._table, kept)
 
     def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
-        """These tokens were drawn for a row, the first of them for `position`. A row that is empty is left alone."""
+        """These tokens were drawn for a row on a later stage, the first of them for `position`. A row that is empty is
+        left alone.
+
+        The sequence has not been planned since, and what was drawn counts as written only when the engine knows of it:
+        plans that could read the slots of a kept branch come with these tokens, or after them.
+        """
+        if not tokens or self._table.is_empty(row):
+            return
+        self._append(row, position, tokens)
+        entry = self._undecided.pop(row, None)
+        if entry is not None and entry.drawn_at == position:
+            kept = kept_moves(entry, tokens)
+            if kept:
+                self._cache.move_tokens(self._table, kept)
+
+    def restart(self, row: int) -> None:
+        """The row belongs to another sequence from now on."""
+        self._undecided.pop(row, None)
+        if self.drafter is not None:
+            self.drafter.model.restart(row)
+
+    def _append(self, row: int, position: int, tokens: Sequence[int]) -> None:
         if not tokens or self._table.is_empty(row):
             return
         for place, token in enumerate(tokens):

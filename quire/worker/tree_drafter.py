@@ -1,6 +1,9 @@
 """Proposes draft trees with a model: level by level it expands the likeliest nodes, then the best of all are kept.
 
 Nodes are chosen for their value, so they are judged as a deterministic proposal, whatever the verifier.
+
+Where ranks share the model that drafts, each of them computes every node. The one that has the logits chooses: it tells
+the others which nodes come next, and in the end what the trees are.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from quire.sampling.sampler import OK, sample
 from quire.scheduler.plan import PlanEntry
 from quire.speculation.growing import in_order
 from quire.speculation.tree import ROOT, TreeShape
-from quire.worker.drafter import MOST_AT_ONCE, Drafter, DraftModel, without_logprobs
+from quire.worker.drafter import MOST_AT_ONCE, Drafter, DraftModel, with_drafts, without_logprobs
 from quire.worker.request_table import RequestTable
 from quire.worker.tree_inputs import Node
 
@@ -83,6 +86,7 @@ class TreeDrafter:
     def __init__(self, chains: Drafter, table: RequestTable, shape: TreeShape, rejection: bool) -> None:
         self.model: DraftModel = chains.model
         self._chains = chains
+        self._passes = chains.passes
         self._table = table
         self._shape = shape
         self._sampling = CpuSampling()
@@ -108,31 +112,52 @@ class TreeDrafter:
             found = self._children(logits[ready], [growing[i].state for i in ready])
             for i, children in zip(ready, found, strict=True):
                 growing[i].add(ROOT, children)
+        chooses = self._passes is None or self._passes.place.is_sampler
         for depth in range(1, max((entry.draft_depth for entry in entries), default=0)):
-            self._expand(growing, depth)
-        return [each.filled() for each in growing]
+            self._expand(growing, depth, chooses)
+        if not entries or self._passes is None:
+            return [each.filled() for each in growing]
+        mine = None
+        if chooses:
+            filled = [each.filled() for each in growing]
+            mine = [entry.drafts for entry in filled] + [entry.parents for entry in filled]
+        told, count = self._passes.tell_all(mine), len(entries)
+        return with_drafts(entries, dict(enumerate(told[:count])), dict(enumerate(told[count:])))
 
-    def _expand(self, growing: Sequence[_Growing], depth: int) -> None:
+    def _expand(self, growing: Sequence[_Growing], depth: int, chooses: bool) -> None:
         """One pass: the best nodes of a level get children."""
-        nodes: list[Node] = []
+        owners = self._chosen(growing, depth) if chooses else []
+        nodes = [Node(each.entry.row, each.entry.start + 1, tuple(one.number for one in each.line(at)))
+                 for each, at in owners]
+        tokens = [each.candidates[at].token for each, at in owners]
+        if self._passes is not None:
+            mine = [(token, node.row, node.first, *node.path) for token, node in zip(tokens, nodes, strict=True)]
+            told = self._passes.tell_all(mine if chooses else None)
+            tokens = [token for token, *_ in told]
+            nodes = [Node(row, first, tuple(path)) for _, row, first, *path in told]
+        if not nodes:
+            return
+        for token, node in zip(tokens, nodes, strict=True):
+            self._table.tokens[node.row, node.first + node.path[-1]] = token
+        logits = self.model.node_logits(nodes)
+        if logits is None or not chooses:
+            return
+        states = [each.state.ahead([one.token for one in each.line(at)]) for each, at in owners]
+        for (each, at), children in zip(owners, self._children(logits, states), strict=True):
+            each.add(at, children)
+
+    def _chosen(self, growing: Sequence[_Growing], depth: int) -> list[tuple[_Growing, int]]:
+        """The best nodes of a level, each with the next free place of its tree."""
         owners: list[tuple[_Growing, int]] = []
         most = max(1, min(self._shape.width, self._shape.nodes // self._shape.depth))
         for each in growing:
             if depth >= each.entry.draft_depth:
                 continue
-            first = each.entry.start + 1
             for at in each.best(depth, most):
-                candidate = each.candidates[at]
-                candidate.number = each.num_expanded
+                each.candidates[at].number = each.num_expanded
                 each.num_expanded += 1
-                self._table.tokens[each.entry.row, first + candidate.number] = candidate.token
-                nodes.append(Node(each.entry.row, first, tuple(one.number for one in each.line(at))))
                 owners.append((each, at))
-        if not nodes:
-            return
-        states = [each.state.ahead([one.token for one in each.line(at)]) for each, at in owners]
-        for (each, at), children in zip(owners, self._children(self.model.node_logits(nodes), states), strict=True):
-            each.add(at, children)
+        return owners
 
     def _children(self, logits: Tensor, rows: list[SamplingRow]) -> list[list[tuple[int, float]]]:
         """Of each row: tokens that may come next, and how likely each is.

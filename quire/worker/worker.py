@@ -174,7 +174,8 @@ class Worker:
     def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
         """What was drawn for a row on a later stage, the first token for `position`; before the plan that goes on from
         there. A row that is empty is left alone."""
-        self._runner.learn(row, position, tokens)
+        with torch.inference_mode():
+            self._runner.learn(row, position, tokens)
 
     def _prepare(self, plan: StepPlan) -> None:
         self._table.apply(plan)
@@ -183,8 +184,8 @@ class Worker:
         if drafter is not None:
             drafter.model.copied(plan.copies)
             drafter.model.moved(plan.transfers)
-            for start in plan.starts:
-                drafter.model.restart(start.row)
+        for start in plan.starts:
+            self._runner.restart(start.row)
 
     def close(self) -> None:
         """Free cache and weights, even if something still refers to the worker."""

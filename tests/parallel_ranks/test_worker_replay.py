@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from quire.scheduler.plan import StepPlan, StepResult
 from tests.checkpoints import make_checkpoint
 from tests.eagle_heads import make_head
 from tests.parallel_ranks.rank_threads import RankWorkers
+from tests.test_draft_trees import planted
 
 PROMPTS = [random.Random(i).choices(range(3, 97), k=3 + 11 * i % 41) for i in range(6)]
 SIZES = [(2, 1), (3, 1), (1, 2), (2, 2)]
@@ -56,10 +59,16 @@ def params(index: int) -> SamplingParams:
 Steps = list[tuple[StepPlan, StepResult]]
 
 
-def recorded(folder: Path, options: dict[str, Any], beams: bool = False) -> tuple[Any, Steps]:
+def unchanged(llm: LLM) -> None:
+    pass
+
+
+def recorded(folder: Path, options: dict[str, Any], beams: bool = False,
+             prepare: Callable[[LLM], None] = unchanged) -> tuple[Any, Steps]:
     """The pool of an engine of one rank, and every plan that it carried out with what came of it."""
     steps: Steps = []
     with LLM(str(folder), **options) as llm:
+        prepare(llm)
         worker = llm._core.executor._worker  # type: ignore[attr-defined]
         execute = worker.execute
 
@@ -77,9 +86,10 @@ def recorded(folder: Path, options: dict[str, Any], beams: bool = False) -> tupl
         return worker.pool, steps
 
 
-def replayed(folder: Path, options: dict[str, Any], sizes: list[tuple[int, int]] = SIZES, beams: bool = False) -> None:
+def replayed(folder: Path, options: dict[str, Any], sizes: list[tuple[int, int]] = SIZES,
+             beams: bool = False, prepare: Callable[[LLM], None] = unchanged) -> Steps:
     options = ENGINE | options
-    pool, steps = recorded(folder, options, beams)
+    pool, steps = recorded(folder, options, beams, prepare)
     assert sum(len(result.entries) for _, result in steps) > 10
     for tensor_size, num_stages in sizes:
         ranks = RankWorkers(EngineConfig.create(model=str(folder), **options), pool, tensor_size, num_stages)
@@ -88,6 +98,7 @@ def replayed(folder: Path, options: dict[str, Any], sizes: list[tuple[int, int]]
                 assert ranks.execute(copy.deepcopy(plan)).entries == expected.entries, (tensor_size, num_stages, plan)
         finally:
             ranks.close()
+    return steps
 
 
 def test_prompts_in_chunks_draws_groups_and_logprobs(llama: Path) -> None:
@@ -120,9 +131,24 @@ def test_drafts_and_how_they_are_judged(llama: Path, method: str, verifier: str)
     replayed(llama, {"speculative_config": said, "block_size": 4}, [(2, 1), (1, 3), (2, 2)])
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_trees_of_a_model_on_tensor_ranks(llama: Path, method: str) -> None:
-    """One rank grows them, the others are told their shape, and each moves its share of the branch that was kept."""
-    said = {"method": method, "num_speculative_tokens": 3, "adaptive": False, "tree": {"width": 3, "nodes": 8},
-            "model": str(llama / ("draft" if method == "draft_model" else "eagle"))}
-    replayed(llama, {"speculative_config": said, "block_size": 4}, [(2, 1)])
+@pytest.mark.parametrize("method", ["ngram", "skip_layers", "draft_model", "eagle"])
+def test_trees_on_ranks(llama: Path, method: str) -> None:
+    """Ranks with the model grow them, the others are told their shape. Each moves its share of what was kept, earlier
+    stages when they learn which branch it is; blocks that were swapped out come back with it."""
+    said: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "adaptive": False,
+                            "tree": {"width": 3, "nodes": 8}}
+    if method == "draft_model":
+        said["model"] = str(llama / "draft")
+    elif method == "eagle":
+        said |= {"model": str(llama / method), "tree": {"width": 16, "nodes": 40}}  # of weights at random
+    options = {"speculative_config": said, "block_size": 4, "num_kv_blocks": 28, "swap_space": 0.01,
+               "preemption_mode": "swap"}
+    prepare: Callable[[LLM], None] = unchanged
+    if method == "ngram":  # finds little in texts at random: trees are planted, of which some branch is right
+        with LLM(str(llama), **ENGINE) as llm:
+            found = llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))], use_tqdm=False)
+        prepare = partial(planted, outputs=[one.outputs[0].token_ids for one in found], seed=1)
+    steps = replayed(llama, options, [(2, 1), (1, 2), (1, 3), (2, 2)], prepare=prepare)
+    assert any(plan.transfers for plan, _ in steps)
+    kept = [result.kept for _, found in steps for result in found.entries if result.parents]
+    assert any(nodes != tuple(range(len(nodes))) for nodes in kept)  # something was moved

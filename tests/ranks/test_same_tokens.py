@@ -49,13 +49,25 @@ def test_ranks_give_the_bits_of_one(tiny_llama: Path, plain: list[Any], tensor_s
     assert found == plain
 
 
-def test_draft_trees_on_ranks(tiny_llama: Path, plain: list[Any]) -> None:
-    """Every tensor rank moves its share of a branch that was kept; stages are refused by name."""
-    speculation = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False, "tree": {"width": 3}}
-    options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "threads"}
-    assert everything(tiny_llama, speculative_config=speculation, num_kv_blocks=32, **options) == plain
-    with pytest.raises(ConfigError, match="tree does not go with pipeline_parallel_size"):
-        everything(tiny_llama, speculative_config=speculation, pipeline_parallel_size=2)
+@pytest.mark.parametrize(("method", "tensor_size", "num_stages"),
+                         [("ngram", 2, 1), ("ngram", 1, 3), ("skip_layers", 2, 2)])
+def test_draft_trees_on_ranks(tiny_llama: Path, plain: list[Any], method: str, tensor_size: int,
+                              num_stages: int) -> None:
+    """Every rank moves its share of a branch that was kept; stages compute other steps meanwhile."""
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": 4, "adaptive": False,
+                                   "tree": {"width": 3}}
+    if method == "skip_layers":
+        speculation["skipped_layers"] = [1]
+    found = everything(tiny_llama, speculative_config=speculation, num_kv_blocks=32, tensor_parallel_size=tensor_size,
+                       pipeline_parallel_size=num_stages, distributed_executor_backend="threads")
+    assert found == plain
+
+
+def test_kept_branches_on_stages_do_not_leave_the_engine(tiny_llama: Path, tmp_path: Path) -> None:
+    """Earlier stages move them with the next plan, and KV for others does not wait for that."""
+    with pytest.raises(ConfigError, match="kv_disk does not go with speculative_config tree and pipeline"):
+        LLM(str(tiny_llama), skip_tokenizer_init=True, kv_disk=str(tmp_path), pipeline_parallel_size=2,
+            speculative_config={"method": "ngram", "tree": {}})
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "skip_layers"])
