@@ -41,8 +41,9 @@ def quantized(weight: Tensor | CodedWeight, rounding: Rounding | None) -> CodedW
 
 def _packs(weight: CodedWeight) -> bool:
     """Whether scales are those of whole rows or of columns that the kernels take at once."""
-    whole = isinstance(weight, Fp8Weight) and weight.scales.shape[1] == 1
-    return whole or isinstance(weight, QuantizedWeight | Mxfp4Weight) or weight.group % UNIT == 0
+    if isinstance(weight, Fp8Weight):
+        return weight.scales.shape[1] == 1 or weight.group % UNIT == 0
+    return isinstance(weight, QuantizedWeight | Mxfp4Weight)
 
 
 def pack(parts: Sequence[CodedWeight]) -> CodedExperts | Tensor:
@@ -58,21 +59,25 @@ def pack(parts: Sequence[CodedWeight]) -> CodedExperts | Tensor:
 def _packed(weight: CodedWeight) -> CodedExperts:
     features, width = weight.shape
     if isinstance(weight, QuantizedWeight):
-        # A scale for a whole row may as well be exact.
-        turned = (lambda scales: scales.t().contiguous()) if weight.group == width else narrow
+        # A scale for a whole row of bytes may as well be exact.
+        turned = _turned if weight.group == width and weight.bits == 8 else narrow
         order = None if weight.order is None else weight.order.to(torch.int32).unsqueeze(0)
         offsets = None if weight.offsets is None else turned(weight.offsets)
         pieces = code_planes.planes(weight.codes, weight.bits)
         return CodedExperts(pieces, turned(weight.scales), offsets, order, features, width, weight.bits, weight.zero,
                             weight.group, code_planes.INTEGERS)
     if isinstance(weight, Mxfp4Weight):
-        pieces, scales = code_planes.planes(weight.one_a_byte(), 4), weight.scales.t().contiguous()
+        pieces, scales = code_planes.planes(weight.one_a_byte(), 4), _turned(weight.scales)
         return CodedExperts(pieces, scales, None, None, features, width, 4, 0, UNIT, code_planes.E2M1)
     if not isinstance(weight, Fp8Weight):
         raise TypeError(f"no form for experts of {type(weight).__name__}")
-    pieces, scales = code_planes.planes(weight.codes.view(torch.uint8), 8), weight.scales.t().contiguous()
+    pieces, scales = code_planes.planes(weight.codes.view(torch.uint8), 8), _turned(weight.scales)
     group = width if weight.scales.shape[1] == 1 else weight.group
     return CodedExperts(pieces, scales, None, None, features, width, 8, 0, group, code_planes.E4M3)
+
+
+def _turned(scales: Tensor) -> Tensor:
+    return scales.t().contiguous()
 
 
 def _alike(experts: Sequence[CodedExperts]) -> list[CodedExperts] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,18 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
-    from quire.kernels.quantized import QuantizedWeight
-    from quire.kernels.triton import coded_rows, linear_bytes, linear_codes, linear_planes, linear_prefetch
+    from quire.kernels.quantized import CodedWeight, Fp8Weight, Mxfp4Weight, QuantizedWeight, WeightUse
+    from quire.kernels.routing import Clamp, RoutedRows, RouterSpec
+    from quire.kernels.triton import (
+        coded_rows,
+        expert_codes,
+        expert_linear,
+        linear_bytes,
+        linear_codes,
+        linear_planes,
+        linear_prefetch,
+        route,
+    )
     from quire.ops.device_weights import to_codes, to_fp8, to_int8
     from quire.ops.triton import TritonOps
 
@@ -110,6 +121,61 @@ def test_columns_in_another_order_and_parts_of_different_formats() -> None:
         x = numbers(rows, 1024)
         close(ops.linear(x, packed), x.float() @ floats.t(), 0.01, rows)
     ops.close()
+
+
+EXPERTS = ("MXFP4", "fp8", "fp8 in blocks", "int8", "int4", "Q6_K", "act-order")
+"""Formats of experts that stay packed."""
+
+
+def expert(form: str, features: int, width: int) -> CodedWeight:
+    scale = width**-0.5
+    if form == "MXFP4":
+        scales = torch.randint(119, 123, (features, width // 32), dtype=torch.uint8, device="cuda")
+        return Mxfp4Weight(torch.randint(0, 256, (features, width // 2), dtype=torch.uint8, device="cuda"), scales)
+    if form == "fp8 in blocks":
+        scales = (torch.rand(features, -(-width // 128), device="cuda") + 0.5) * scale
+        return Fp8Weight(numbers(features, width).to(coded_rows.FP8), scales, 128)
+    if form == "Q6_K":
+        weight = coded(features, width, *WIDE["Q6_K"])
+        return replace(weight, scales=(weight.scales / 16 * scale).half().float())
+    floats = numbers(features, width) * scale
+    if form in ("fp8", "int8"):
+        return to_fp8(floats) if form == "fp8" else to_int8(floats)
+    weight = to_codes(floats, 32, True)
+    generator = torch.Generator("cuda").manual_seed(1)
+    order = torch.randperm(width, device="cuda", generator=generator) if form == "act-order" else None
+    return replace(weight, order=order)
+
+
+@pytest.mark.parametrize("form", EXPERTS)
+def test_experts_that_stay_packed_for_every_number_of_rows(form: str) -> None:
+    """Widths that are no whole blocks where the format allows it, an expert that nobody chooses, biases, a clamp."""
+    hidden, inner, experts = (512, 256, 8) if form == "Q6_K" else (480, 352, 8)
+    clamp, spec = Clamp(7.0, 1.702), RouterSpec(experts, 2)
+    ups = [[expert(form, inner, hidden) for _ in range(2)] for _ in range(experts)]
+    downs = [expert(form, hidden, inner) for _ in range(experts)]
+    biases = numbers(experts, 2 * inner), numbers(experts, hidden)
+    wide = torch.stack([torch.cat([part.dequantized() for part in both]) for both in ups]), torch.stack(
+        [weight.dequantized() for weight in downs])  # fmt: skip
+    for deterministic in (False, True):
+        ops = TritonOps("cuda", torch.bfloat16, deterministic=deterministic, pdl=True)
+        pack = partial(ops.pack_quantized, slices=None, use=WeightUse.EXPERT)
+        up = ops.group_linears([pack(both, biases[0][index]) for index, both in enumerate(ups)])
+        down = ops.group_linears([pack([weight], biases[1][index]) for index, weight in enumerate(downs)])
+        assert isinstance(up.weight, expert_codes.CodedExperts) and isinstance(down.weight, expert_codes.CodedExperts)
+        x, residual, logits = numbers(300, hidden), numbers(300, hidden), torch.randn(300, experts, device="cuda")
+        logits[:, -1] = -100.0
+        chosen, gains = route.choose(RoutedRows(spec, logits, None, None, None))
+        want = residual.float() + expert_linear.experts_reference(
+            x.float(), wide[0], biases[0], wide[1], biases[1], chosen, gains, "silu", clamp)  # fmt: skip
+        whole: torch.Tensor | None = None
+        for rows in (300, 90, 40, 16, 3, 1):
+            routed = RoutedRows(spec, logits[:rows].contiguous(), None, None, None)
+            got = ops.routed_experts(x[:rows].contiguous(), routed, up, down, "silu", clamp, residual[:rows].clone())
+            close(got, want[:rows], 0.02, (rows, deterministic))
+            whole = got if whole is None else whole
+            assert not deterministic or torch.equal(got, whole[:rows])
+        ops.close()
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 64, 128])

@@ -22,6 +22,7 @@ import torch
 
 from quire.attention import triton as attention
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.routing import Clamp, RouterSpec
 from quire.kernels.slices import Slices
 from quire.kernels.triton import (
     activation,
@@ -44,6 +45,7 @@ from quire.kernels.triton import (
 )
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache
 from quire.models.build import build_decoder, dummy_weights
+from quire.ops.device_experts import ExpertKernels
 from quire.ops.triton import TritonOps
 from tests.kernels.triton import cases
 from tests.kernels.triton.hopper import compiling
@@ -99,6 +101,15 @@ def decode(capability: int) -> None:
                                    sizes=latent_attention.decode_sizes(shape, 2, shared), pdl=early)  # fmt: skip
 
 
+def packed_experts(capability: int) -> None:
+    """For a handful of rows and for many."""
+    kernels = ExpertKernels(HALF, False, capability >= 90, SHARED[capability], capability >= 90)
+    spec = RouterSpec(8, 4)
+    for form in ("MXFP4", "fp8", "Q6_K"):
+        for tokens in (1, 1024):
+            compile_for_hopper.coded_experts(form, tokens, spec, 768, 512, Clamp(7.0, 1.702), kernels)
+
+
 def others(capability: int) -> None:
     """Kernels of formats, of ranks, of drawing, of the engine's tables; those without matrices need no real sizes."""
     heads, flags = HeadShape(4, 2, 64), torch.zeros(3, dtype=torch.int32)
@@ -151,6 +162,7 @@ def main(capability: int) -> None:
         ("deterministic", partial(steps, capability, DENSE, 40, True)),
         ("heads of 256", partial(steps, capability, LARGE_HEADS, 40)),
         ("latents and experts", partial(steps, capability, LATENTS, 40)),
+        ("packed experts", partial(packed_experts, capability)),
         ("decode", partial(decode, capability)),
         ("others", partial(others, capability)),
         *everything,

@@ -38,7 +38,9 @@ from quire.kernels.triton import (  # noqa: E402
     attention_rope,
     attention_split,
     branch,
+    code_planes,
     coded_rows,
+    expert_codes,
     expert_few,
     expert_linear,
     features,
@@ -57,6 +59,8 @@ from quire.kernels.triton import (  # noqa: E402
 )
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, pair_cache  # noqa: E402
 from quire.ops import device_formats  # noqa: E402
+from quire.ops.device_experts import ExpertKernels  # noqa: E402
+from quire.ops.device_weights import DeviceGroup  # noqa: E402
 from tests.kernels.triton import bits  # noqa: E402
 from tests.kernels.triton.hopper import compiling, resources  # noqa: E402
 
@@ -210,6 +214,37 @@ def experts(tokens: int, spec: RouterSpec, hidden: int, inner: int, clamp: Clamp
     expert_linear.sum_pairs(found, spec.top_k)
 
 
+CODED = {
+    "MXFP4": (4, 0, 32, code_planes.E2M1, torch.uint8), "int4": (4, 0, 128, code_planes.INTEGERS, torch.float16),
+    "fp8": (8, 0, 128, code_planes.E4M3, torch.float32), "Q6_K": (6, 32, 16, code_planes.INTEGERS, torch.float16),
+    "Q5_K": (5, 0, 32, code_planes.INTEGERS, torch.float16),
+}  # fmt: skip
+"""Bits, zero, group, kind of numbers and type of scales of experts that stay packed."""
+
+
+def coded_group(form: str, experts: int, features: int, width: int, biased: bool) -> DeviceGroup:
+    bits, zero, group, numbers, dtype = CODED[form]
+    pieces = code_planes.planes(torch.zeros(1, width, dtype=torch.uint8), bits).shape
+    scales = torch.empty(-(-width // group), experts * features, dtype=dtype)
+    packed = expert_codes.CodedExperts(
+        torch.empty(*pieces[:2], experts * features, 32, dtype=torch.uint8), scales,
+        scales if form in ("int4", "Q5_K") else None, None, features, width, bits, zero, group, numbers,
+    )  # fmt: skip
+    return DeviceGroup((), packed, torch.empty(experts, features, dtype=torch.bfloat16) if biased else None)
+
+
+def coded_experts(
+    form: str, tokens: int, spec: RouterSpec, hidden: int, inner: int, clamp: Clamp | None = None,
+    kernels: ExpertKernels = ExpertKernels(torch.bfloat16, False, True, 227 << 10, True),  # noqa: B008 (frozen)
+) -> None:  # fmt: skip
+    """All launches of a layer of experts that stay packed, as the operations choose them."""
+    slots = torch.zeros(tokens, dtype=torch.int64)
+    rows = RoutedRows(spec, torch.empty(tokens, spec.num_experts), None, slots, None)
+    up = coded_group(form, spec.num_experts, 2 * inner, hidden, clamp is not None)
+    down = coded_group(form, spec.num_experts, hidden, inner, clamp is not None)
+    kernels.routed(torch.empty(tokens, hidden, dtype=torch.bfloat16), rows, up, down, "silu", clamp, None)
+
+
 def sinks(heads: HeadShape) -> None:
     """Attention with sinks, as gpt-oss has it in its layers with a window."""
     half, ints = partial(torch.empty, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
@@ -297,7 +332,7 @@ def quantized() -> None:
 
 def families() -> dict[str, str]:
     """Kernels that only some requests and models need, at real sizes: what became of each, by name."""
-    clamp = Clamp(7.0, 1.702)
+    clamp, gpt_oss = Clamp(7.0, 1.702), RouterSpec(32, 4)
     parts: list[tuple[str, Callable[[], Any]]] = [
         *sampling(),
         *((f"experts of {tokens}", partial(experts, tokens, RouterSpec(128, 8), 2048, 768, None))
@@ -305,7 +340,11 @@ def families() -> dict[str, str]:
         ("sinks", partial(sinks, HeadShape(64, 8, 64))),
         ("drafts", partial(drafts, HeadShape(32, 8, 128))),
         ("quantized", quantized),
-        ("clamped experts", partial(experts, 256, RouterSpec(32, 4), 2880, 2880, clamp)),
+        *((f"experts of {tokens} in MXFP4", partial(coded_experts, "MXFP4", tokens, gpt_oss, 2880, 2880, clamp))
+          for tokens in (1, 256, 8192)),
+        *((f"experts of {tokens} in {form}", partial(coded_experts, form, tokens, RouterSpec(128, 8), 2048, 768))
+          for form in ("int4", "fp8", "Q6_K") for tokens in (1, 256)),
+        ("clamped experts", partial(experts, 256, gpt_oss, 2880, 2880, clamp)),
         *((f"latents of {heads} heads", partial(latents, LatentShape(heads, 512, 64))) for heads in (16, 128)),
     ]  # fmt: skip
     found = {}

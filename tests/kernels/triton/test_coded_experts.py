@@ -257,11 +257,10 @@ def test_an_mxfp4_checkpoint_stays_packed_and_is_the_model_with_those_weights(tm
     close(got, want, 0.02)
 
 
-@pytest.mark.parametrize(("rounding", "most"), [(Rounding(None, fp8=True), 0.1), (Rounding(4, 32, True), 0.3)])
-def test_a_decoder_with_rounded_experts_is_near_the_one_without(rounding: Rounding, most: float) -> None:
+def test_a_decoder_with_rounded_experts_is_near_the_one_without() -> None:
     sizes = {"hidden_size": 64, "moe_intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1}
     model = make_model("qwen3_moe", **sizes)
     want, _ = logits_of(config_of(model), weights_of(model))
-    got, decoder = logits_of(config_of(model), weights_of(model), rounding)
+    got, decoder = logits_of(config_of(model), weights_of(model), Rounding(4, 32, True))
     assert isinstance(decoder.layers[0].mlp._experts._up.group.weight, CodedExperts)
-    close(got, want, most)
+    close(got, want, 0.3)
