@@ -34,6 +34,8 @@ _LOOK_SECONDS = 0.25
 _SILENT_SECONDS = 1.75
 """How long a rank may say nothing whose process has ended or was stopped. Looking at it leaves no doubt, so this is
 time by the clock; what it had said before lies in its socket, and was heard before anybody looks."""
+_STOPPED_SECONDS = 0.75
+"""For how long it must have been found stopped: whoever samples a process's stacks stops it for moments."""
 # How long others may, beyond the half second in which pulses come, not counting time in which nobody listened.
 _SILENT_UNSEEN_SECONDS = 2.0
 """On another machine, where nobody can look at its process: stopped, lost and starved look the same from here."""
@@ -54,6 +56,8 @@ class RankState:
     pid: int = 0
     heard: float = field(default_factory=time.monotonic)
     silence: float = 0.0
+    stopped_since: float | None = None
+    """When a look first found it stopped, and every one since."""
     ready: bool = False
     sized: dict[str, Any] | None = None
     steps: int = 0
@@ -246,6 +250,8 @@ class RankGroup(threading.Thread):
             if self.failure is not None:
                 return
             state.silence = 0.0 if now - state.heard < 2 * _LOOK_SECONDS else state.silence + elapsed
+            stopped = handle.stopped() if state.silence else False
+            state.stopped_since = (state.stopped_since or now) if stopped else None
             if now - state.heard < _SILENT_SECONDS:
                 continue
             ended = handle.ended(0.0)
@@ -253,10 +259,9 @@ class RankGroup(threading.Thread):
                 self.lose(rank, ended)
                 return
             silent = f"has given no sign of life for {now - state.heard:.1f} seconds"
-            stopped = handle.stopped()
-            if stopped:
+            if state.stopped_since is not None and now - state.stopped_since >= _STOPPED_SECONDS:
                 self.lose(rank, f"it was stopped and {silent}")
-            elif state.silence >= _patience(state.ready, seen=stopped is not None):
+            elif not stopped and state.silence >= _patience(state.ready, seen=stopped is not None):
                 self.lose(rank, f"it {silent}")
 
     def _kill(self) -> None:

@@ -125,6 +125,13 @@ class Rank:
 
     def run(self) -> int:
         """Until the engine closes the connection, or the rank cannot start; the exit code."""
+        try:
+            return self._run()
+        except ConnectionLost:  # also when others failed to start before this one: nobody asks for a second reason
+            self._leave()
+            return 1
+
+    def _run(self) -> int:
         made = MadeForOthers()
         kind, data = self._link.receive()
         while kind is Kind.MAKE:
@@ -152,8 +159,6 @@ class Rank:
         self._link.send(Kind.READY)
         try:
             self._carry_out(source, start, worker, collectives, kv)
-        except ConnectionLost:
-            self._leave()
         finally:
             kv.close()
         return 0

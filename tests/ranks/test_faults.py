@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,10 @@ from quire.child import child_environment
 from quire.errors import ConfigError, EngineDeadError, EngineError
 from quire.parallel.place import Place
 from quire.ranks.executor import RankExecutor
+from quire.ranks.frames import FrameSocket, Kind
 from quire.ranks.local import start_local
+from quire.ranks.rank import Rank
+from quire.ranks.start import RankStart
 from quire.scheduler.plan import StepPlan
 from tests.async_engines import greedy, last, run, until
 from tests.ranks.processes import PATIENCE, alive, children, named_memory, ranks_of, until_gone
@@ -97,6 +102,15 @@ def test_a_rank_that_fails_while_it_starts_is_named_once(caplog: pytest.LogCaptu
     with pytest.raises(EngineError, match=r"rank \d of 3.*there is no worker 'nonsense'"):
         start_local(Place.all(3, 1), {"kind": "nonsense"})
     assert sum("Traceback" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_rank_that_fails_when_its_engine_has_given_up_says_nothing() -> None:
+    """Another has failed before: the engine has closed its connections, and wants no second reason."""
+    ours, theirs = map(FrameSocket, socket.socketpair())
+    left = threading.Event()
+    ours.send(Kind.START, RankStart(Place(), {"kind": "nonsense"}, 1).to_json())
+    ours.close()
+    assert Rank(theirs, leave=left.set).run() == 1 and left.is_set()
 
 
 def test_sizes_that_cannot_work_are_refused_before_a_process_is_started(tiny_llama: Path) -> None:

@@ -74,12 +74,15 @@ def test_how_long_a_silent_rank_is_waited_for(found: bool | None, ready: bool, l
 
 
 def test_a_rank_that_ran_and_is_then_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its silence was forgiven while its process could be seen to run."""
+    """Its silence was forgiven while its process could be seen to run, and so is a moment in which it is stopped."""
     watched = Watched(False, True, monkeypatch)
-    watched.lost_after(most=10.0)
-    assert watched.group.failure is None
-    watched.group.handles[0].found = True  # type: ignore[attr-defined]
-    assert watched.lost_after() < 1.0
+    rank: Any = watched.group.handles[0]
+    for stopped, seconds in ((False, 10.0), (True, 0.5), (False, 2.0)):
+        rank.found = stopped
+        watched.lost_after(most=seconds)
+        assert watched.group.failure is None
+    rank.found = True
+    assert watched.lost_after() <= 1.0
 
 
 def test_time_in_which_the_watcher_itself_was_starved_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
