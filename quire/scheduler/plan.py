@@ -123,8 +123,9 @@ class PlanEntry:
     is its number, its position that of its parent and one. Empty: each follows the one before it."""
     draft_depth: int = 0
     """`device_drafts` are to be a tree, at most so deep; 0: a chain."""
-    judged: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Of a tree, once its result is known: the parents and the nodes that were accepted, for whoever watches."""
+    judged: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
+    """Of drafts, once their result is known, for whoever watches: how many there were (the worker may have had fewer
+    than it was asked for), and of a tree the parents and the nodes that were accepted."""
 
     @property
     def num_drafts(self) -> int:

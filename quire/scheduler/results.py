@@ -29,9 +29,8 @@ class Results:
             accepted = len(tokens) - 1
             cut_at_stop(result, seq.request.stop_ids)
             state.speculator.took(seq, entry, result, accepted)
-            if result.parents:
-                entry.judged = result.parents, result.kept[: len(tokens)]
             if entry.num_drafts:  # What was refused, or follows the end, has neither tokens nor KV.
+                entry.judged = result.num_drafts, result.parents, result.kept[: len(tokens)]
                 end = seq.num_computed = entry.start + len(tokens)
         seq.num_confirmed = end
         if entry.prompt_logprobs_from is not None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
-
+from quire.errors import ConfigError
 from quire.speculation.ngram import NgramSource
-from quire.speculation.options import NGRAM, REJECTION, SUFFIX, SpeculationOptions
+from quire.speculation.options import NGRAM, SUFFIX, SpeculationOptions
 from quire.speculation.speculator import DeviceSpeculator, LookupSpeculator, Speculator
 from quire.speculation.suffix import SuffixSource
-
-log = logging.getLogger("quire.speculation")
 
 
 def build_speculator(options: SpeculationOptions | None, draft_rows: int = 0) -> Speculator | None:
     """`draft_rows`: most drafts in one step of a GPU (0: a CPU, where the step's budget is the limit)."""
-    if options is not None and options.tree is not None and draft_rows and (
-            options.on_device or options.verifier == REJECTION):
-        log.warning("on a GPU only lookups draft trees, and only the coupled verifier judges them: speculative_config "
-                    "tree is left out, and chains are drafted")
-        options = replace(options, tree=None)
+    if options is not None and options.tree is not None and draft_rows and options.on_device:
+        raise ConfigError(f"speculative_config tree of method {options.method!r} is not drafted on a GPU: leave tree "
+                          "out for chains, use method 'ngram' or 'suffix', or device='cpu'", field="speculative_config")
     speculator = None if options is None else _speculator(options)
     if speculator is not None and draft_rows:
         speculator.most_in_step = draft_rows

@@ -47,13 +47,13 @@ def judge_tree(drafts: Tensor, parents: Tensor, target: Tensor, proposal: Tensor
     proportional to p before the first draft and after each of them. `proposal` [B, N, V] are those that each draft was
     drawn with, given its siblings before it; where they are all 0, and everywhere without any, it was chosen by value.
     """
-    count = len(drafts)
-    none = torch.full((count,), -1, dtype=torch.int64)
+    none = torch.full((len(drafts),), -1, dtype=torch.int64, device=drafts.device)
     walk = _Walk(none, torch.zeros_like(none), torch.zeros_like(none), share(target[:, 0]))
     for node in range(drafts.shape[1]):
         draft = drafts[:, node]
         here = (walk.node == parents[:, node]) & (draft >= 0)
-        if not bool(here.any()):
+        # On a CPU a look is cheaper than the sums; a GPU would have to be waited for.
+        if drafts.device.type == "cpu" and not bool(here.any()):
             continue
         q = torch.zeros_like(walk.left).scatter_(1, draft.clamp(min=0)[:, None], 1.0)
         if proposal is not None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     from quire.worker.gpu.options import DeviceOptions
     from tests.kernels.triton.test_branch import check_branches
-    from tests.worker.gpu.drafting import accepted, forking, remembering, trees
+    from tests.worker.gpu.drafting import accepted, forking, guessed_at_random, remembering, trees
     from tests.worker.gpu.engines import GEMMA3, MAX_LEN, QWEN3, SEQS, make_engine, run
     from tests.worker.gpu.head_cases import faint
 
@@ -53,8 +53,23 @@ def test_trees_change_no_bit(family: str, more: dict[str, Any]) -> None:
     core.close()
 
 
-def test_no_step_with_trees_makes_the_host_wait() -> None:
-    core = engine(QWEN3, deterministic=False, dtype="bfloat16", **trees())
+def test_rejection_keeps_greedy_texts_and_some_drafts_of_others() -> None:
+    """Never run on a chip yet. What is drawn at random is compared with a CPU in tests/worker/gpu/test_trees.py."""
+    core = engine(QWEN3)
+    plain = told(core, guessed_at_random())
+    core.close()
+    core = engine(QWEN3, **trees("rejection"))
+    found = told(core, guessed_at_random())
+    greedy = [request.request_id for request in guessed_at_random() if request.params.greedy]
+    assert greedy and {name: found[name] for name in greedy} == {name: plain[name] for name in greedy}
+    kept, offered = accepted(core)
+    assert 0 < kept < offered
+    core.close()
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
+def test_no_step_with_trees_makes_the_host_wait(verifier: str) -> None:
+    core = engine(QWEN3, deterministic=False, dtype="bfloat16", **trees(verifier))
     runner = core.executor._worker._runner
     inner, caught = runner.run, []
 
@@ -69,7 +84,7 @@ def test_no_step_with_trees_makes_the_host_wait() -> None:
             torch.cuda.set_sync_debug_mode("default")
 
     runner.run = watched
-    for requests in (forking(), remembering()):
+    for requests in (forking(), remembering(), guessed_at_random()):
         found = run(core, requests)
         assert caught == []
         assert [one[3] for one in found.values() if one[3]] == []

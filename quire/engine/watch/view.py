@@ -279,16 +279,18 @@ def _step_view(step: _Step, zero: float) -> f.StepView:
     for entry in plan.entries:
         seq = rows.get(entry.row)
         kind = "d"
+        drafts, *shape = entry.judged or (entry.num_drafts,)
+        tokens = entry.num_tokens - entry.num_drafts + drafts
         if entry.shares is not None:
             kind = "f"
         elif entry.num_tokens > 1 + entry.num_drafts or (seq is not None and entry.start < seq.num_prompt_tokens):
             kind = "p"
-            prompt += entry.num_tokens
+            prompt += tokens
         else:
-            decode += entry.num_tokens
+            decode += tokens
         if len(entries) < _MAX_ENTRIES:
-            entries.append(f.EntryView("?" if seq is None else label(seq), entry.start, entry.num_tokens, kind,
-                                       entry.num_drafts, step.accepted.get(entry.row, 0), *(entry.judged or ())))
+            entries.append(f.EntryView("?" if seq is None else label(seq), entry.start, tokens, kind, drafts,
+                                       step.accepted.get(entry.row, 0), *shape))
     return f.StepView(
         plan.step, round(step.began - zero, 5), round(step.ended - zero, 5), prompt, decode, entries,
         others=len(plan.entries) - len(entries), preempted=step.preempted,

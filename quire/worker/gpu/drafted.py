@@ -53,6 +53,10 @@ class Drafted:
         found.tokens = table.arena[found._places(table, range(len(counts)))]
         return found
 
+    def parents_of(self, entry: int) -> Parents:
+        """Of the drafts of one entry, if they are a tree."""
+        return self.parents[entry] if self.parents else ()
+
     def _places(self, table: DeviceTable, entries: Sequence[int]) -> Tensor:
         places = [row * table.max_model_len + first + j for i in entries
                   for (row, first) in (self.starts[i],) for j in range(self.counts[i])]

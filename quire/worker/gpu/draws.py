@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.sampling.logprobs import rank_candidates
 from quire.sampling.sending import send
 from quire.scheduler.plan import PlanEntry
+from quire.speculation.tree import depths
 from quire.worker.gpu.backend import host_sampling
 from quire.worker.gpu.batches import LogitRows, end_of
 from quire.worker.gpu.drafted import Drafted
@@ -130,8 +131,10 @@ class SpecialDraws:
         judged, first = [], 0
         for index, (count, (row, position)) in enumerate(zip(drafted.counts, drafted.starts, strict=True)):
             if count and not self._table.info(row).params.greedy:
-                mine = range(first, first + 1 + count)
-                rows = [SampledRow(places[i], row, position + i - first, step.entries[i].masks) for i in mine]
+                parents = drafted.parents_of(index)
+                ahead = [0, *depths(parents)] if parents else range(1 + count)
+                rows = [SampledRow(places[first + i], row, position + depth, step.entries[first + i].masks)
+                        for i, depth in enumerate(ahead)]
                 judged.append(JudgedEntry(index, rows))
             first += 1 + count
         # Judging looks at the text of the drafts, which the draws before it may have overwritten.

@@ -12,7 +12,9 @@ from quire.sampling.batch import SamplingRow
 from quire.sampling.logprobs import SampledLogprobs, batch_logprobs
 from quire.sampling.sampler import NOT_FINITE, draw_weights
 from quire.sampling.sending import send, send_tensor
+from quire.speculation.tree import ROOT, ancestry
 from quire.speculation.verify import NoiseKeys, judge_by_rejection
+from quire.speculation.verify_tree import judge_tree
 from quire.worker.gpu.backend import host_sampling
 from quire.worker.gpu.drafted import Drafted
 from quire.worker.gpu.sampled_stage import SampledRow
@@ -21,6 +23,8 @@ from quire.worker.gpu.table import DeviceTable
 
 _AT_ONCE = 8
 """Sequences judged together: their weights are a vocabulary wide at every place."""
+_TREES_AT_ONCE = 2
+"""The same of those with trees, which have many more places."""
 
 
 @dataclass(slots=True)
@@ -39,8 +43,12 @@ def judge_drafts(logits: Tensor, judged: Sequence[JudgedEntry], drafted: Drafted
     of those that want some, with the places they belong to.
     """
     found = []
-    for at in range(0, len(judged), _AT_ONCE):
-        part = _Part(judged[at : at + _AT_ONCE], drafted, table, logits)
+    trees = [entry for entry in judged if drafted.parents_of(entry.index)]
+    chains = [entry for entry in judged if not drafted.parents_of(entry.index)]
+    parts = [_Part(chains[at : at + _AT_ONCE], drafted, table, logits) for at in range(0, len(chains), _AT_ONCE)]
+    parts += [_TreePart(trees[at : at + _TREES_AT_ONCE], drafted, table, logits)
+              for at in range(0, len(trees), _TREES_AT_ONCE)]
+    for part in parts:
         logprobs = part.judge(slot)
         if logprobs is not None:
             found.append(logprobs)
@@ -55,7 +63,7 @@ class _Part:
         self.counts = [len(entry.rows) - 1 for entry in entries]
         self.most = max(self.counts)
         self.rows = [row for entry in entries for row in entry.rows]
-        self.picked, self.batch = special_batch(logits, self.rows, table)
+        self._logits = logits
         firsts = [sum(1 + count for count in self.counts[:i]) for i in range(len(entries))]
         self.index = [[first + (j if j <= count else 0) for j in range(self.most + 1)]
                       for first, count in zip(firsts, self.counts, strict=True)]
@@ -64,23 +72,29 @@ class _Part:
         return send(values, torch.int64, self.device)
 
     def judge(self, slot: Tensor) -> tuple[list[int], SampledLogprobs] | None:
-        target = draw_weights(self.picked, self.batch)[self._tensor(self.index)]
-        drafts = self._drafts()
-        kept, token = judge_by_rejection(drafts, target, self._proposal(), self._keys())
-        place = torch.arange(self.most + 1, device=self.device)
-        padded = torch.cat((drafts, drafts[:, :1]), 1)
-        values = torch.where(place < kept[:, None], padded, token[:, None])
-        late = (place > kept[:, None]).long()
+        picked, batch = special_batch(self._logits, self.rows, self.table)
+        values, late = self._outcome(draw_weights(picked, batch)[self._tensor(self.index)], self._drafts())
         real = self._tensor([i * (self.most + 1) + j for i, count in enumerate(self.counts) for j in range(count + 1)])
         values, late = values.flatten()[real], late.flatten()[real]
         where = self._tensor([row.place for row in self.rows])
         status = slot[where, 1].long()
-        status = torch.where(late > 0, NOT_FINITE, status)
+        status = torch.where(late, NOT_FINITE, status)
         slot[where] = torch.stack((values, status), 1).to(torch.int32)
+        self._put_in_rows(values)
+        found = batch_logprobs(picked, values, batch, host_sampling(self.device))
+        return None if found is None else ([self.rows[row].place for row in found.rows], found)
+
+    def _outcome(self, target: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+        """[entries, 1 + most]: the tokens at all places, and which places are not reached."""
+        kept, token = judge_by_rejection(drafts, target, self._proposal(), self._keys())
+        place = torch.arange(self.most + 1, device=self.device)
+        padded = torch.cat((drafts, drafts[:, :1]), 1)
+        return torch.where(place < kept[:, None], padded, token[:, None]), place > kept[:, None]
+
+    def _put_in_rows(self, values: Tensor) -> None:
         end = self.table.max_model_len
         tokens = self._tensor([row.row * end + min(row.position, end - 1) for row in self.rows])
         self.table.arena[tokens] = values.to(torch.int32)
-        return self._logprobs(values)
 
     def _drafts(self) -> Tensor:
         """[entries, most]; -1 after the last of an entry."""
@@ -109,6 +123,23 @@ class _Part:
             states.append(state)
         return NoiseKeys.of(states, self.device)
 
-    def _logprobs(self, tokens: Tensor) -> tuple[list[int], SampledLogprobs] | None:
-        found = batch_logprobs(self.picked, tokens, self.batch, host_sampling(self.device))
-        return None if found is None else ([self.rows[row].place for row in found.rows], found)
+
+class _TreePart(_Part):
+    """Entries whose drafts are trees that came with the plan: chosen, not drawn. What is kept is written so that who
+    walks along a tree by what was drawn goes where the judge went."""
+
+    def _outcome(self, target: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+        most, count = self.most, len(self.entries)
+        shapes = [self.drafted.parents_of(entry.index) for entry in self.entries]
+        parents = self._tensor([[*shape, *[ROOT] * (most - len(shape))] for shape in shapes])
+        last, _, token = judge_tree(drafts, parents, target, None, self._keys())
+        paths = [[[], *ancestry(shape), *[[]] * (most - len(shape))] for shape in shapes]
+        lines = self._tensor([[[node in path for node in range(most)] for path in each] for each in paths])
+        kept = lines[torch.arange(count, device=self.device), last + 1] > 0
+        # A kept draft is what was drawn at its parent; all others go to a column that is cut off.
+        values = token[:, None].repeat(1, most + 2)
+        values.scatter_(1, torch.where(kept, parents + 1, most + 1), drafts)
+        return values[:, : most + 1], torch.cat((torch.zeros_like(kept[:, :1]), ~kept), 1)
+
+    def _put_in_rows(self, values: Tensor) -> None:
+        """Whoever walks along the tree does."""

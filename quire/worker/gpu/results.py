@@ -163,8 +163,7 @@ def _judged(drafted: Drafted, places: list[EntryResult]) -> list[EntryResult]:
     """The plan's entries, of which each is as many places here as it has drafts, and one more."""
     results, first = [], 0
     for index, mine in enumerate(drafted.by_entry()):
-        parents = drafted.parents[index] if drafted.parents else ()
-        results.append(along_drafts(mine, places[first : first + 1 + len(mine)], parents))
+        results.append(along_drafts(mine, places[first : first + 1 + len(mine)], drafted.parents_of(index)))
         first += 1 + len(mine)
     return results
 

@@ -227,9 +227,9 @@ class GpuWorker:
         return WatchedPasses(self.decoder, ranks, draft, self._states)
 
     def _tree_steps(self) -> TreeSteps | None:
-        """For trees that come with plans, judged by what the target draws; latents are attended to along chains."""
+        """For trees that come with plans; latents are attended to along chains."""
         asked = self._speculation
-        if asked is None or asked.options.tree is None or asked.options.on_device or asked.rejection:
+        if asked is None or asked.options.tree is None or asked.options.on_device:
             return None
         if self._share is not None or any(layer.attention.latent is not None for layer in self.spec.layers):
             return None

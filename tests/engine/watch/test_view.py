@@ -11,13 +11,15 @@ import pytest
 
 from quire import AsyncLLM
 from quire.engine.watch.pool_view import label
-from quire.engine.watch.view import FRAME_SECONDS, EngineView
+from quire.engine.watch.view import FRAME_SECONDS, EngineView, _Step, _step_view
+from quire.engine.watch.view_frame import EntryView
 from quire.executor.base import RankFacts
 from quire.executor.dummy import DummyExecutor
 from quire.kernels.routing import LayerLoad
 from quire.kvcache.host_tier import HostTier
 from quire.kvcache.manager import GroupWindow, KVCacheManager
 from quire.sampling.params import SamplingParams
+from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.scheduler.preemption import Preemption, PreemptionMode
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
@@ -180,6 +182,14 @@ def test_steps_say_who_computed_how_much_and_what_happened() -> None:
     assert [(owner, round(seconds, 3)) for owner, _, seconds in first] == [("1", 0.02), ("2.1", 0.02)]
     totals = frames[-1]["totals"]
     assert totals["steps"] == len(steps) and totals["preemptions"] == len(preempted)
+
+
+def test_drafts_are_those_that_there_were_and_a_tree_has_its_shape() -> None:
+    """A worker that had fewer drafts than it was asked for is not shown with more that were refused."""
+    asked = PlanEntry(0, 6, 5, True, device_drafts=4, judged=(3, (-1, -1, 1), (1,)))
+    told = _step_view(_Step(StepPlan(1, entries=[asked]), {}, 0.0, [], accepted={0: 1}), 0.0)
+    assert told.entries == [EntryView("?", 6, 4, "d", 3, 1, (-1, -1, 1), (1,))]
+    assert told.decode_tokens == 4
 
 
 def test_no_token_name_or_tenant_is_ever_told() -> None:

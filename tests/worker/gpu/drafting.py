@@ -45,10 +45,10 @@ def looping(count: int = 12, max_tokens: int | None = None, vocab: int = 131) ->
     return requests
 
 
-def trees() -> dict[str, Any]:
+def trees(verifier: str = "coupled") -> dict[str, Any]:
     """Keywords of `make_engine`."""
     return {"speculation": SpeculationOptions.parse({
-        "method": "ngram", "num_speculative_tokens": 4, "adaptive": False,
+        "method": "ngram", "num_speculative_tokens": 4, "adaptive": False, "verifier": verifier,
         "tree": {"width": 3, "depth": 4, "nodes": 9}})}
 
 
@@ -62,6 +62,22 @@ def forking(count: int = 8, again: bool = False) -> list[Any]:
             request.prompt_token_ids = [20 + i] * 5 + [3, 20 + i, 8, 2, 20 + i]
         request.sequences.clear()
         request.__post_init__()
+    return requests
+
+
+def guessed_at_random(count: int = 6) -> list[Request]:
+    """Requests that begin and end together, of all kinds whose draws do not read their text: on a GPU each has trees in
+    every step."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.8}, {"temperature": 0.0}, {"temperature": 1.0, "top_k": 5, "logprobs": 2},
+        {"temperature": 1.2, "top_p": 0.6}, {"temperature": 0.9, "min_p": 0.1},
+        {"temperature": 0.7, "logit_bias": {7: 4.0, 8: 4.0, 9: 3.0}},
+    ]
+    requests = []
+    for i in range(count):
+        params = SamplingParams(max_tokens=24, ignore_eos=True, **kinds[i % len(kinds)])
+        text = [7, 8, 9, 7, 8, 30 + i, 7, 8, 40, 8, 9, 9, 8, 7, 7, 8] * 2
+        requests.append(Request(f"g{i}", text, params, seed=i, arrival_time=0.0))
     return requests
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from quire.errors import ConfigError
+from quire.speculation.options import SpeculationOptions
 from quire.worker.gpu.trees import TreeSteps, first_branch
-from tests.worker.gpu.drafting import WINDOWS_ONLY, accepted, forking, remembering, trees
+from tests.worker.gpu.drafting import WINDOWS_ONLY, accepted, forking, guessed_at_random, remembering, trees
 from tests.worker.gpu.engines import GEMMA3, QWEN3, make_engine, run
 from tests.worker.gpu.head_cases import faint
 from tests.worker.gpu.test_drafts import same
@@ -48,6 +50,21 @@ def test_a_branch_that_is_not_the_first_is_moved_and_read(monkeypatch: pytest.Mo
         found.append(run(core, forking(6, again=True)))
     same(*found)
     assert sum(moved) > 6
+
+
+def test_rejection_draws_what_it_draws_on_a_cpu() -> None:
+    want = make_engine(QWEN3, device=False, budget=400, **trees("rejection"))
+    got = make_engine(QWEN3, device=True, budget=400, **trees("rejection"))
+    same(run(got, guessed_at_random()), run(want, guessed_at_random()))
+    assert accepted(got) == accepted(want)
+    assert 0 < accepted(got)[0] < accepted(got)[1]
+    assert got.scheduler.speculator is not None and got.scheduler.speculator.tree is not None
+
+
+def test_trees_of_models_are_refused_by_name() -> None:
+    options = SpeculationOptions.parse({"method": "skip_layers", "tree": {}})
+    with pytest.raises(ConfigError, match="tree of method 'skip_layers' is not drafted on a GPU"):
+        make_engine(QWEN3, device=True, speculation=options)
 
 
 def test_sequences_whose_draws_read_their_text_take_the_first_branch() -> None:
