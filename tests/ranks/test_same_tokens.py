@@ -50,7 +50,7 @@ def test_ranks_give_the_bits_of_one(tiny_llama: Path, plain: list[Any], tensor_s
 
 
 @pytest.mark.parametrize(("method", "tensor_size", "num_stages"),
-                         [("ngram", 2, 1), ("ngram", 1, 3), ("skip_layers", 2, 2)])
+                         [("ngram", 2, 1), ("skip_layers", 1, 3), ("skip_layers", 2, 2)])
 def test_draft_trees_on_ranks(tiny_llama: Path, plain: list[Any], method: str, tensor_size: int,
                               num_stages: int) -> None:
     """Every rank moves its share of a branch that was kept; stages compute other steps meanwhile."""
