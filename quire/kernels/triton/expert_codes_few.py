@@ -37,7 +37,7 @@ class CodedFewShape:
 
 
 UP, DOWN = CodedFewShape(8, 512, 4), CodedFewShape(8, 1024, 4)
-"""Not timed yet. Columns are unrolled, so that their loads are in flight together; gate and up have half the registers."""
+"""Not timed yet. Columns are unrolled, so that their loads are in flight together: of gate and up half as many."""
 
 
 @triton.jit
