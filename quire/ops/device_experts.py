@@ -41,8 +41,9 @@ def quantized(weight: Tensor | CodedWeight, rounding: Rounding | None) -> CodedW
 
 def _packs(weight: CodedWeight) -> bool:
     """Whether scales are those of whole rows or of columns that the kernels take at once."""
-    whole = isinstance(weight, Fp8Weight) and weight.scales.shape[1] == 1
-    return whole or isinstance(weight, QuantizedWeight | Mxfp4Weight) or weight.group % UNIT == 0
+    if isinstance(weight, Fp8Weight):
+        return weight.scales.shape[1] == 1 or weight.group % UNIT == 0
+    return isinstance(weight, QuantizedWeight | Mxfp4Weight)
 
 
 def pack(parts: Sequence[CodedWeight]) -> CodedExperts | Tensor:
