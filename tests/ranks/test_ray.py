@@ -28,6 +28,14 @@ PARAMS = [SamplingParams(temperature=0.0, max_tokens=8, logprobs=2),
 SMALL: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory": "32MiB", "device": "cpu", "num_threads": 1}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def priority() -> Iterator[None]:
+    """Ray's workers run at nice 15 else: where other tests compute, a rank then takes minutes to start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")
+        yield
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
