@@ -50,7 +50,7 @@ def planes(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return parts.contiguous()
     if bits == 4:
-        return parts[:, :1] | parts[:, 1:] << 4
+        return (parts[:, :1] | parts[:, 1:] << 4).contiguous()
     pieces = torch.empty(blocks, bits, features, PIECE, dtype=torch.uint8, device=codes.device)
     for place in range(4):
         pieces[:, place] = parts[:, place] & 15 | (parts[:, place + 4] & 15) << 4

@@ -87,7 +87,7 @@ def stacked(experts: Sequence[CodedExperts]) -> CodedExperts:
         offsets = [each.half() for each in offsets]
     orders = [each.order for each in experts if each.order is not None]
     return replace(
-        first, pieces=torch.cat([each.pieces for each in experts], 2), scales=torch.cat(scales, 1),
+        first, pieces=torch.cat([each.pieces for each in experts], 2).contiguous(), scales=torch.cat(scales, 1),
         offsets=torch.cat(offsets, 1) if offsets else None, order=torch.cat(orders) if orders else None,
     )  # fmt: skip
 

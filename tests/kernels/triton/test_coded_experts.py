@@ -66,11 +66,11 @@ def fp8(block: int | None):  # type: ignore[no-untyped-def]
 
 
 FORMATS = {
-    "MXFP4": (mxfp4, 96), "fp8": (fp8(None), 44), "fp8 in blocks": (fp8(128), 200),
+    "MXFP4": (mxfp4, 96), "fp8": (fp8(None), 44), "fp8 in blocks": (fp8(128), 136),
     "int8": (integers(8, 128, 0, False), 96), "Q8_0": (integers(8, 128, 32, False), 96),
     "GPTQ of 8 bits": (integers(8, 0, 128, True), 128), "Q4_0": (integers(4, 8, 32, False), 96),
-    "AWQ": (integers(4, 0, 64, True), 192), "GPTQ in groups of 128": (integers(4, 8, 128, False), 128),
-    "Q5_K": (integers(5, 0, 32, True), 288), "Q6_K": (integers(6, 32, 16, False), 256),
+    "AWQ": (integers(4, 0, 64, True), 64), "GPTQ in groups of 128": (integers(4, 8, 128, False), 128),
+    "Q5_K": (integers(5, 0, 32, True), 96), "Q6_K": (integers(6, 32, 16, False), 48),
     "act-order": (integers(4, 0, 32, True, ordered=True), 96),
 }  # fmt: skip
 """What makes a weight, and the width of its rows: not whole blocks where the format allows it."""
