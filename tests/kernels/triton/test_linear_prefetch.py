@@ -283,8 +283,8 @@ def test_only_boxes_with_rows_in_them_are_copied(rows: int, boxes: Sequence[int]
 
 _OVER, _NEVER = "is copied over", "never ends: (?=.*load_turns ).*"
 _ARRIVES = "            mbarrier.arrive(free.index((done + STAGES - 1) % STAGES), pred=turn > first)\n"
-_TURN = "            sums = _multiply_turn(w_ring, x_ring, stage, sums, TILES, SLABS)\n"
-_SUMS = "        sums = _waited(sums, 0, TILES)\n"
+_TURN = "            sums = multiply_turn(w_ring, x_ring, stage, sums, TILES, SLABS)\n"
+_SUMS = "        sums = waited(sums, 0, TILES)\n"
 _LAST = "        mbarrier.arrive(free.index((last - 1 - begin) % STAGES))\n"
 _FREE = "mbarrier.wait(free.index(stage), done // STAGES - 1 & 1)"
 _ROWS = (
@@ -366,8 +366,8 @@ MUTATIONS = {
 }
 # Said to be read while it is: whether it is harmed depends on time, that it may be does not.
 EARLY = {
-    "an MMA too few": (("_waited(sums, SLABS * TILES,", "_waited(sums, SLABS * TILES + 1,"),),
-    "a turn too few": (("_waited(sums, SLABS * TILES,", "_waited(sums, 2 * SLABS * TILES,"),),
+    "an MMA too few": (("waited(sums, SLABS * TILES,", "waited(sums, SLABS * TILES + 1,"),),
+    "a turn too few": (("waited(sums, SLABS * TILES,", "waited(sums, 2 * SLABS * TILES,"),),
     "before the wait": ((_ARRIVES, ""), (_TURN, _ARRIVES + _TURN)),
     "before the last wait": ((_SUMS + _LAST, _LAST + _SUMS),),
 }
