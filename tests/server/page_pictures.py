@@ -46,12 +46,15 @@ def take_pictures(watched: Watched, folder: Path, question: str, *, speed: str =
 def _film(page: Any, name: str) -> list[Any]:
     from PIL import Image
 
+    def shot() -> Any:
+        picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+        return picture.resize((WIDTH * 7 // 10, HEIGHT * 7 // 10), Image.Resampling.LANCZOS)
+
+    frames = [shot()]  # a busy machine may show no more than the end
     page.click(f"[data-scenario={name}]")
-    frames = []
     while True:
         began = time.monotonic()
-        shot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-        frames.append(shot.resize((WIDTH * 7 // 10, HEIGHT * 7 // 10), Image.Resampling.LANCZOS))
+        frames.append(shot())
         if page.get_attribute("#stage", "data-played") == name:
             return frames + [frames[-1]] * 4
         page.wait_for_timeout(1000 * max(0.0, _FRAME_SECONDS - (time.monotonic() - began)))
