@@ -6,16 +6,11 @@ import itertools
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from quire.errors import ModelLoadError
 from quire.kernels.quantized import CodedWeight, StoredWeight
 from quire.layers.spec import MoeSpec
 from quire.models.spec import DecoderSpec, Shape
-
-if TYPE_CHECKING:  # reading a spec must not cost the import of torch
-    pass
-
 
 _NUMBER = re.compile(r"\.\d+\.")
 

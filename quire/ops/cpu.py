@@ -134,7 +134,9 @@ class CpuOps(Ops):
             return None
         if isinstance(weight, UnreadWeight) or (isinstance(weight, QuantizedWeight) and weight.order is None):
             return weight if cpu_integer.fits(weight.shape[1], slices) else None
-        if isinstance(weight, CodedWeight):  # fp8 or act-order, which no CPU multiplies
+        if self._rounding.bits is None:
+            return None
+        if isinstance(weight, CodedWeight):  # fp8, MXFP4 or act-order, which no CPU multiplies
             weight = weight.dequantized()
         return cpu_integer.round_to_codes(self._library, weight, slices, self._rounding, use)
 
