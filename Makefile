@@ -124,12 +124,13 @@ clean:
 
 # Uses the environment's own python where it has torch with CUDA (TEST_PYTHON=python3), since that of make test may not.
 TEST_PYTHON ?= $(BIN)/python
+# TIMES=FILE: when each test ended and how long it took, written as it ends.
 # Tests that run compiled kernels where there is a GPU; the others of tests/kernels/triton never do, and are part of make test.
-COMPILED_KERNELS := kernels experts latent sample rank_parts bits formats fp8 meeting
+COMPILED_KERNELS := kernels experts latent sample rank_parts bits meeting
 test-gpu: $(if $(filter $(BIN)/python,$(TEST_PYTHON)),$(VENV)/.ready-test)
 	@if $(TEST_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  $(TEST_PYTHON) -m quire.kernels.cpu.build && \
-	  $(TEST_PYTHON) tests/parallel.py -n 14 --alone tests/gpu/test_waiting.py --alone tests/gpu/test_memory.py \
+	  $(TEST_PYTHON) tests/parallel.py -n 14 $(if $(TIMES),--times $(TIMES)) --alone tests/gpu/test_waiting.py --alone tests/gpu/test_memory.py \
 	    --alone tests/gpu/test_rank_memory.py tests/gpu/test_kernels.py tests/gpu/test_ranks.py tests/gpu/test_checkpoints.py \
 	    tests/gpu/test_speculation.py tests/gpu/test_gpu.py tests/gpu \
 	    $(foreach part,$(COMPILED_KERNELS),tests/kernels/triton/test_$(part).py) tests/sampling/test_sampler_gpu.py; \

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TextIO
 
 SLOWEST = 20
 REPLACEMENTS = 20
@@ -113,6 +113,9 @@ class Run:
     reports: list[Report] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
     """What no test can be blamed for."""
+    times: TextIO | None = None
+    """Where each test's end and length are written, in seconds, as it ends."""
+    began: float = field(default_factory=time.perf_counter)
     _queue: deque[list[str]] | None = None
     _running: dict[Connection, str | None] = field(default_factory=dict)
     _promised: dict[Connection, list[str]] = field(default_factory=dict)
@@ -154,8 +157,7 @@ class Run:
         elif kind == "done":
             self._running[link] = None
             self.reports.append(value)
-            mark = {"passed": ".", "skipped": "s", "failed": "F"}[value.outcome]
-            print(mark if value.outcome != "failed" else f"\nFAILED {value.name}\n", end="", flush=True)
+            self._show(value)
         elif kind == "trouble":
             if value not in self.trouble:
                 self.trouble.append(value)
@@ -163,6 +165,14 @@ class Run:
             code, text = value
             if code not in (0, 1, 5):
                 self.trouble.append(f"pytest ended with {code}\n{text}")
+
+    def _show(self, report: Report) -> None:
+        """At once: a run that is cut off has said what failed and what took long."""
+        mark = {"passed": ".", "skipped": "s", "failed": f"\n===== FAILED {report.name}\n{report.text}\n"}
+        print(mark[report.outcome], end="", flush=True)
+        if self.times is not None:
+            ended = time.perf_counter() - self.began
+            print(f"{ended:8.2f} {report.seconds:8.2f} {report.name}", file=self.times, flush=True)
 
     def _turn(self, unit: list[str]) -> int:
         """Of the first path that names it; pytest itself may sort the paths it is given."""
@@ -177,7 +187,7 @@ class Run:
         if running is not None:
             text = f"its process ended with {process.exitcode}"
             self.reports.append(Report(running, "failed", 0.0, text))
-            print(f"\nFAILED {running} ({text})\n", end="", flush=True)
+            self._show(self.reports[-1])
         if not process.exitcode:
             return
         if promised and self._queue is not None:
@@ -193,12 +203,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run tests in several processes, without pytest-xdist.")
     parser.add_argument("-n", type=int, default=os.cpu_count() or 1, metavar="PROCESSES")
     parser.add_argument("--alone", action="append", default=[], metavar="PATH", help="run it by itself, at the end")
+    parser.add_argument("--times", type=argparse.FileType("w"), metavar="FILE", help="write each one's end and seconds")
     parser.add_argument("paths", nargs="+")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     apart = [option for path in args.alone for option in ("--ignore", path)]
     started = time.perf_counter()
-    runs = [Run([*args.paths, *apart], args.n), *(Run([path], 1) for path in args.alone)]
+    sizes = [([*args.paths, *apart], args.n), *(([path], 1) for path in args.alone)]
+    runs = [Run(paths, size, times=args.times) for paths, size in sizes]
     for run in runs:
         begin = time.perf_counter()
         run.run()
@@ -212,7 +224,7 @@ def summary(reports: Sequence[Report], trouble: Sequence[str], seconds: float) -
     counts = {kind: sum(report.outcome == kind for report in reports) for kind in ("passed", "failed", "skipped")}
     for report in reports:
         if report.outcome == "failed":
-            print(f"\n===== {report.name}\n{report.text}")
+            print(f"FAILED {report.name}")
     for each in trouble:
         print(f"\n===== {each}")
     print(f"\nslowest {SLOWEST}:")

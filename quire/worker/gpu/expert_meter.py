@@ -29,7 +29,7 @@ class ExpertMeter:
         if self._arrived is None or self._arrived.query():
             if self._arrived is not None:
                 self._latest = self._load.as_data(self._copied)
-            with torch.cuda.stream(self._stream):
+            with torch.inference_mode(), torch.cuda.stream(self._stream):  # as the worker that made both tensors
                 self._copied.copy_(self._load.counts, non_blocking=True)
                 self._arrived = torch.cuda.Event()
                 self._arrived.record()
