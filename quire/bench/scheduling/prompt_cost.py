@@ -122,12 +122,18 @@ class Door:
         if any(output.error for output in outputs):
             raise RuntimeError(f"a request failed: {outputs[0].error}")
         device, planned = self._device, self._scheduler.began or began
-        return {"prepare": planned - began, "plan": device.submitted - planned,
-                "stage": device.staged - device.submitted, "idle": device.idle, "after": done - device.ended}
+        return {
+            "prepare": planned - began,
+            "plan": device.submitted - planned,
+            "stage": device.staged - device.submitted,
+            "idle": device.idle,
+            "after": done - device.ended,
+        }
 
 
-def measure(count: int, length: int, prefix_caching: bool, repeat: int = 20,
-            step_seconds: float = 0.02) -> dict[str, list[float]]:
+def measure(
+    count: int, length: int, prefix_caching: bool, repeat: int = 20, step_seconds: float = 0.02
+) -> dict[str, list[float]]:
     """Microseconds of each part, by round. Every round has other prompts, so that none is cached."""
     door = Door(count, length, prefix_caching, step_seconds)
     params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0, seed=1)
@@ -149,7 +155,14 @@ def lines(count: int, length: int, repeat: int) -> Iterator[dict[str, Any]]:
     for prefix_caching in (False, True):
         found = measure(count, length, prefix_caching, repeat)
         totals = [sum(times) for times in zip(*found.values(), strict=True)]
-        yield {"bench": "scheduler", "case": "prompts", "prompts": count, "tokens": length,
-               "prefix_caching": prefix_caching, "rounds": repeat,
-               **{f"{part}_us": round(min(times), 1) for part, times in found.items()},
-               "total_us": round(min(totals), 1), "total_us_median": round(statistics.median(totals), 1)}
+        yield {
+            "bench": "scheduler",
+            "case": "prompts",
+            "prompts": count,
+            "tokens": length,
+            "prefix_caching": prefix_caching,
+            "rounds": repeat,
+            **{f"{part}_us": round(min(times), 1) for part, times in found.items()},
+            "total_us": round(min(totals), 1),
+            "total_us_median": round(statistics.median(totals), 1),
+        }
