@@ -109,17 +109,17 @@ class BlockPool:
         return block
 
     def allocate_into(self, blocks: list[int], count: int) -> None:
-        """Append `count` blocks as `allocate` gives them, in a third of the time: a long prompt takes hundreds."""
-        free, counts = self._free, self.counts
-        for _ in range(min(count, len(free))):
-            block = free.popleft()
+        """Append `count` blocks as `allocate` gives them, without a call for each: a long prompt takes hundreds."""
+        take, put, counts = self._free.popleft, blocks.append, self.counts
+        at_hand = min(count, len(self._free))
+        for _ in range(at_hand):
+            block = take()
             if counts[block]:
                 raise InvariantError(f"KV block {block} was handed out while {counts[block]} hold it")
             counts[block] = 1
-            blocks.append(block)
-            count -= 1
-        for _ in range(count):
-            blocks.append(self.allocate())
+            put(block)
+        for _ in range(count - at_hand):
+            put(self.allocate())
 
     def make_room(self, count: int) -> bool:
         """Are `count` blocks free? If not, evicts cached ones until they are, or will be once a tier has their content.

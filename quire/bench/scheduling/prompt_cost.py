@@ -135,6 +135,8 @@ def measure(
     count: int, length: int, prefix_caching: bool, repeat: int = 20, step_seconds: float = 0.02
 ) -> dict[str, list[float]]:
     """Microseconds of each part, by round. Every round has other prompts, so that none is cached."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a GPU's copies are not made by threads of the host
     door = Door(count, length, prefix_caching, step_seconds)
     params = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0, seed=1)
     found: dict[str, list[float]] = {part: [] for part in PARTS}
@@ -148,6 +150,7 @@ def measure(
                     found[part].append(1e6 * seconds)
     finally:
         door.llm.close()
+        torch.set_num_threads(threads)
     return found
 
 
