@@ -286,7 +286,8 @@ class LLM:
         """Verify the engine's bookkeeping; raises InvariantError where it contradicts itself.
 
         In a process of its own an engine does so by itself while it has nothing to do. Here it has only the moments
-        before a batch and calls of `step` without requests, and takes less than a millisecond of each.
+        before a batch, if it was not examined lately, and calls of `step` without requests, and takes less than a
+        millisecond of each.
         """
         self._core.scheduler.check()
 
@@ -319,7 +320,7 @@ class LLM:
                    tenants: Sequence[str | None] | None = None) -> list[str]:
         """Add all or none: when one is refused, those before it are taken back. A step begins as soon as there are
         tokens enough to fill it, where the order in which requests come is the order in which they are served."""
-        self._core.self_check.slice()
+        self._core.self_check.glance()
         ids: list[str] = []
         ordered = (self.config.scheduler.scheduling_policy, self.config.scheduler.batching_policy)
         begins = self._core.overlaps and ordered == ("fcfs", "decode-first")

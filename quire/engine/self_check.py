@@ -23,10 +23,12 @@ class SelfCheck:
         self._stopwatch = stopwatch
         self._parts: Iterator[None] | None = None
         self._changed = True
-        self._examined_at = float("-inf")
+        self._examined_at = self._cut_short_at = float("-inf")
 
     def disturb(self) -> None:
         """Something changed: an examination that had begun must begin again."""
+        if self._parts is not None:
+            self._cut_short_at = self._clock()
         self._parts, self._changed = None, True
 
     @property
@@ -50,6 +52,12 @@ class SelfCheck:
                 return
         self._parts, self._changed = None, self._scheduler.mend()
         self._examined_at = self._clock()
+
+    def glance(self) -> None:
+        """A slice for whoever has work at hand: none soon after work cut an examination short. Of a large pool there
+        is time for the first slice only, and batch after batch would wait for the same one."""
+        if self._scheduler.broken or self._clock() - self._cut_short_at >= EXAMINE_EVERY:
+            self.slice()
 
     def mend(self) -> None:
         """Work comes to an engine at rest: what is known to be broken is mended before."""

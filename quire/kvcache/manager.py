@@ -381,8 +381,7 @@ class KVCacheManager:
                     self._copy_on_write(index, kv, i)
                 elif holders < 1:
                     raise InvariantError(f"KV block {table.blocks[i]} is in a table but counts no holder")
-            while len(table.blocks) < wanted:
-                table.blocks.append(pool.allocate())
+            pool.allocate_into(table.blocks, wanted - len(table.blocks))
         return True
 
     def _copy_on_write(self, index: int, kv: SequenceKV, i: int) -> None:

@@ -144,6 +144,33 @@ def test_an_examination_begins_again_when_something_changed() -> None:
     assert seen.begun == 3 and core.scheduler.stats.invariant_errors == 0
 
 
+def test_batches_do_not_wait_for_the_first_slice_of_a_large_pool_again_and_again() -> None:
+    core = make_core(20 * PART_BLOCKS)
+    ticks, now = itertools.count(), [0.0]
+    core.self_check = SelfCheck(core.scheduler, lambda: now[0], lambda: float(next(ticks)))  # every slice is one part
+    seen = Examined(core.scheduler)
+    begun = []
+    for clock in (0.0, 1.0, EXAMINE_EVERY - 1, EXAMINE_EVERY, EXAMINE_EVERY + 5):
+        now[0] = clock
+        core.self_check.glance()
+        serve(core, "a")
+        begun.append(seen.begun)
+    assert begun == [1, 1, 1, 2, 2]
+    core.step()
+    assert seen.begun == 3, "without work at hand it is examined as before"
+
+
+def test_what_is_known_to_be_broken_is_mended_at_the_next_glance() -> None:
+    core = make_core(20 * PART_BLOCKS)
+    ticks = itertools.count()
+    core.self_check = SelfCheck(core.scheduler, stopwatch=lambda: float(next(ticks)))
+    core.self_check.glance()
+    serve(core, "a")
+    core.scheduler._endings.note_broken(ValueError("found while it ran"))  # type: ignore[arg-type]
+    core.self_check.glance()
+    assert not core.scheduler.broken
+
+
 def test_what_an_examination_finds_wrong_is_mended_at_its_end() -> None:
     core = make_core(20 * PART_BLOCKS)
     pool = core.scheduler.cache.pools[0]

@@ -63,6 +63,29 @@ def test_allocating_from_an_exhausted_pool_is_an_invariant_error() -> None:
         pool.allocate()
 
 
+def test_many_blocks_at_once_are_those_of_one_after_another() -> None:
+    pool, blocks = pool_with_chain(3, 8)
+    other, _ = pool_with_chain(3, 8)
+    for each in (pool, other):
+        each.release(blocks[::-1])
+    taken = [99]
+    pool.allocate_into(taken, 7)  # five are free, two cached ones must go
+    assert taken == [99, *(other.allocate() for _ in range(7))]
+    assert pool.num_evicted == other.num_evicted == 2 and pool.counts == other.counts
+    pool.allocate_into(taken, 0)
+    pool.allocate_into(taken, -1)
+    assert len(taken) == 8
+
+
+def test_a_block_that_is_held_is_not_handed_out_among_many() -> None:
+    pool = BlockPool(4, LRU())
+    pool.counts[2] = 1
+    taken: list[int] = []
+    with pytest.raises(InvariantError, match="block 2 was handed out while 1 hold it"):
+        pool.allocate_into(taken, 3)
+    assert taken == [0, 1], "those before it are the caller's"
+
+
 def test_releasing_too_often_is_reported_after_the_other_blocks_were_released() -> None:
     pool = BlockPool(3, LRU())
     a, b, c = (pool.allocate() for _ in range(3))

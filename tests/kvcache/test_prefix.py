@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +34,18 @@ def test_a_chain_grown_in_pieces_is_the_chain_of_the_whole() -> None:
     for n in (2, 3, 10, 10, 17):
         chain.extend(pieces, tokens, n)
     assert pieces.hashes == chain.extend(SequenceKV(), tokens, 17) and len(pieces.hashes) == 5
+
+
+def test_names_are_those_that_other_processes_know() -> None:
+    """KV that was stored or sent under a name is found under it by a later version too."""
+    tokens = [(7919 * i + 5) % 151936 for i in range(16 * 70)]
+    names = HashChain(16, b"k" * 32).extend(SequenceKV(cache_key(["salt", "x"])), tokens, len(tokens))
+    parent = cache_key(["salt", "x"])
+    for i, name in enumerate(names):
+        words = b"".join(token.to_bytes(8, sys.byteorder) for token in tokens[16 * i : 16 * i + 16])
+        parent = hashlib.blake2b(parent + words, digest_size=16, key=b"k" * 32).digest()
+        assert name == parent
+    assert len(names) == 70
 
 
 def test_two_engines_name_the_same_prefix_differently() -> None:

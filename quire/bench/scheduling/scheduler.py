@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="steps measured of each (default: 200)")
     parser.add_argument("--host", action="store_true",
                         help="what the host pays for a token of LLM.generate, plain and with log-probabilities")
+    parser.add_argument("--prompts", action="store_true",
+                        help="what the host adds to 16 prompts of 4,096 tokens through LLM.generate, by part")
     parser.add_argument("--growth", action="store_true",
                         help="count the operations of costs that must not grow with queues, prompts and answers")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 4096, 16384], metavar="N",
@@ -44,6 +46,12 @@ def run(args: argparse.Namespace) -> int:
         from quire.bench.scheduling.host_cost import lines
 
         for line in lines(args.sequences, args.steps):
+            print(json.dumps({**line, **machine}), flush=True)
+        return 0
+    if args.prompts:
+        from quire.bench.scheduling import prompt_cost
+
+        for line in prompt_cost.lines(16, 4096, args.steps):
             print(json.dumps({**line, **machine}), flush=True)
         return 0
     cases = [measure(n, args.steps) for n in sorted(args.sequences)]

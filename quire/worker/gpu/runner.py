@@ -220,7 +220,7 @@ class DeviceRunner:
                 return self._nothing_drawn(plan.step)
             self.draws.draw(DrawnStep(pending, entries, reads.drawing, launches.buffers.logits, drawn, slot))
             return pending
-        stage = _staged(slot, entries, batch, reads, places, values)
+        stage = staged_step(slot, entries, batch, reads, places, values)
         fresh = self.contexts.add_tiles(stage, batch)
         sent = stage.send(self._device)
         if len(places):
@@ -251,7 +251,7 @@ def _with_chains(plan: StepPlan) -> StepPlan:
     return replace(plan, entries=[first_branch(entry) if entry.parents else entry for entry in plan.entries])
 
 
-def _staged(
+def staged_step(
     slot: int,
     entries: Sequence[PlanEntry],
     batch: MixedBatch,

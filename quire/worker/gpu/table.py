@@ -7,6 +7,7 @@ one copy to the device and one scatter. Sampled tokens are written into the rows
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -116,9 +117,15 @@ class DeviceTable:
         values: list[int] = []
         for diff in plan.diffs:
             base = self._table_base[diff.group] + diff.row * self._width + diff.start
+            mine = self.host_tables[diff.group][diff.row, diff.start : diff.start + len(diff.blocks)]
+            if len(diff.blocks) >= _LONG_DIFF:
+                mine[:] = _words(diff.blocks)
+                self._places.append(np.arange(base, base + len(mine), dtype=np.int32))
+                self._values.append(mine)
+                continue
             places.extend(range(base, base + len(diff.blocks)))
             values.extend(diff.blocks)
-            self.host_tables[diff.group][diff.row, diff.start : diff.start + len(diff.blocks)] = diff.blocks
+            mine[:] = diff.blocks
         for entry in plan.entries:
             known = entry.drafts or entry.given
             if known:
@@ -140,7 +147,7 @@ class DeviceTable:
     def _start(self, start: RowStart) -> None:
         base = start.row * self.max_model_len
         self._places.append(np.arange(base, base + len(start.token_ids), dtype=np.int32))
-        self._values.append(np.array(start.token_ids, np.int32))
+        self._values.append(_words(start.token_ids))
         place = self._state_base + start.row * FIELDS
         info = self._info[start.row] = self._row_info(start)
         self._places.append(np.arange(place, place + 6, dtype=np.int32))
@@ -178,6 +185,16 @@ class DraftView(DeviceTable):
 
 
 NOTHING = np.zeros(0, np.int32)
+_LONG_DIFF = 16
+"""Blocks of a diff that is worth arrays of its own. Most have one block, and are gathered in lists."""
+
+
+def _words(numbers: list[int]) -> np.ndarray:
+    """As int32. Two or three times as fast as `np.array`, if none is negative."""
+    try:
+        return np.frombuffer(array("I", numbers), np.int32)
+    except OverflowError:
+        return np.array(numbers, np.int32)
 
 
 def _state_words(start: RowStart, elsewhere: bool) -> np.ndarray:
