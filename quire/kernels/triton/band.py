@@ -1,9 +1,10 @@
 """Where top_k, top_p and the likeliest tokens end, by one pass over the logits where `cut.py` takes two or three.
 
 The largest logits of small groups of tokens, and a sample of the others, say between which two logits the cut lies: a
-band wide enough for the error of that guess. One pass over the logits sums the weights above the band and collects the
-tokens in it; the search among these (`band_search.py`) is exact, and knows from the sums whether the cut lies there at
-all. If not it reads the row itself: slower, the same result. Never run on a chip: see docs/gpu.md.
+band wide enough for the error of that guess. Where that would be too many tokens, since most weigh about the same, a
+larger sample (`band_refine.py`) makes the guess finer. One pass over the logits sums the weights above the band and
+collects the tokens in it; the search among these (`band_search.py`) is exact, and knows from the sums whether the cut
+lies there at all. If not it reads the row itself: slower, the same result.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import sampled_row
+from quire.kernels.triton.band_refine import BESIDE, refined_band
 from quire.kernels.triton.cut import is_cut, measured, row_floor, row_temperature, top_p_of
 from quire.kernels.triton.report import drawn_token
 from quire.kernels.triton.sampling_parts import (
@@ -42,8 +44,10 @@ NEAR = 2000
 """Tokens on each side of the guess that the band holds at least: likely tokens that were not in the sample move the cut
 further than the sample tells, where few tokens have most of the weight. (Logits of SmolLM2-135M and Gemma-3-270m: with
 this many the band held every cut of top_p 0.95 at temperature 0.6 and of 0.9 at 1.0, and 97 in 100 of 0.99 at 1.0.)"""
-FAR = 6000
-"""And at most, so that they fit in the collection."""
+FAR = 3800
+"""And at most, so that a program can hold the band in registers."""
+_SURE = tl.constexpr(0.4)
+"""In temperatures: a guess that is good to this can be refined."""
 
 
 @triton.jit
@@ -110,7 +114,8 @@ def _sampled_band(
     BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, SUBS: tl.constexpr, SOURCE: tl.constexpr,
     RANKED: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """The band about a share of the weight, or about a number of tokens too large to go by the peaks."""
+    """The band about a share of the weight, or about a number of tokens too large to go by the peaks; of a flat row no
+    band but the guess."""
     size: tl.constexpr = BLOCK // SUBS
     each: tl.constexpr = max(size // _SHARE, 1)
     scale: tl.constexpr = size / each
@@ -129,35 +134,45 @@ def _sampled_band(
     share = tl.minimum(top_p_of(me), 1.0).to(tl.float32)
     wanted = share * total
     guess = _guess(wanted, bottom, top, values, measure, peaks, peak_measure)
-    known = tl.max(_over(_pivots(guess, guess), values, measure, peaks, peak_measure, scale))
     astray = measure * (tl.where(values > guess, 1.0, 0.0) - share)
     error = _SIGMAS * tl.sqrt(tl.sum(astray * astray)) + _ROUNDING * total
-    least, most, near, far = wanted - error, wanted + error, known + NEAR, known + FAR
-    fewest, too_few = known - NEAR, known - FAR
-    if count > 0:
-        asked = count.to(tl.float32)
-        most, near, far = total * 0.0, asked + 4.0 * tl.sqrt(asked * scale) + NEAR, asked * 0.0 + float("inf")
-    low, _high = _ends(least, most, fewest, near, far, bottom, top, values, measure, peaks, peak_measure,
-                       scale, True)
-    _low, high = _ends(least, most, fewest, near, too_few, bottom, top, values, measure, peaks, peak_measure,
-                       scale, False)
-    unbounded = (count > 0) | (fewest <= 0)
-    return low, tl.where(unbounded, float("inf"), high)
+    beside = _over(guess + temperature * 0.2 * (tl.arange(0, 4) - 1.5), values, measure, peaks, peak_measure, 0)
+    per_temperature = (tl.max(beside) - tl.min(beside)) / 0.6
+    many = error > FAR * tl.max(measured(tl.zeros([2], tl.float32) + guess, top, temperature, float("-inf"), 0))
+    flat = (count <= 0) & many & (error < _SURE * per_temperature)
+    low, high = tl.full([], float("inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
+    if flat == 0:
+        known = tl.max(_over(_pivots(guess, guess), values, measure, peaks, peak_measure, scale))
+        least, most, near, far = wanted - error, wanted + error, known + NEAR, known + FAR
+        fewest, too_few = known - NEAR, known - FAR
+        if count > 0:
+            asked = count.to(tl.float32)
+            most, near, far = total * 0.0, asked + 4.0 * tl.sqrt(asked * scale) + NEAR, asked * 0.0 + float("inf")
+        low, _high = _ends(least, most, fewest, near, far, bottom, top, values, measure, peaks, peak_measure,
+                           scale, True)
+        _low, high = _ends(least, most, fewest, near, too_few, bottom, top, values, measure, peaks, peak_measure,
+                           scale, False)
+        unbounded = (count > 0) | (fewest <= 0)
+        high = tl.where(unbounded, float("inf"), high)
+    return low, high, tl.where(flat, guess, float("inf"))
 
 
 @triton.jit
 def guess_band_kernel(
-    logits, edited, stage, peak, sub, tops, cursor, bracket, stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, SUBS: tl.constexpr, SOURCE: tl.constexpr,
-    RANKED: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+    logits, edited, stage, peak, sub, tops, cursor, bracket, guess, beside, stride, VOCAB: tl.constexpr,
+    MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, SUBS: tl.constexpr,
+    SOURCE: tl.constexpr, RANKED: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """The band (low, high] of a row: tokens above are kept, those in it are collected. A row without a cut has none."""
+    """The band (low, high] of a row: tokens above are kept, those in it are collected. A row without a cut has none.
+    Of a row whose guess is to be refined, that guess."""
     row = tl.program_id(0)
     me = stage + HEAD + row * WORDS
     top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
     tl.store(tops + row, top)
     tl.store(cursor + row, 0)
+    tl.store(beside + row * BESIDE + tl.arange(0, BESIDE), tl.zeros([BESIDE], tl.float32))
     low, high = tl.full([], float("inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
+    about = tl.full([], float("inf"), tl.float32)
     if is_cut(me, RANKED) & is_finite(top):
         if RANKED:
             count = tl.load(me + _LOGPROBS)
@@ -171,10 +186,11 @@ def guess_band_kernel(
         elif (count > 0) & (count * 2 <= BLOCKS * SUBS):
             low, high = _below_kth_peak(peaks, top, count), tl.full([], float("inf"), tl.float32)
         else:
-            low, high = _sampled_band(logits, edited, stage, row, me, peaks, sub, top, count, stride, VOCAB,
-                                      MASK_WORDS, BLOCKS, BLOCKS_POW, BLOCK, SUBS, SOURCE, RANKED, NEAR, FAR)
+            low, high, about = _sampled_band(logits, edited, stage, row, me, peaks, sub, top, count, stride, VOCAB,
+                                             MASK_WORDS, BLOCKS, BLOCKS_POW, BLOCK, SUBS, SOURCE, RANKED, NEAR, FAR)
     tl.store(bracket + row * 2, low)
     tl.store(bracket + row * 2 + 1, high)
+    tl.store(guess + row, about)
 
 
 @triton.jit
@@ -191,26 +207,37 @@ def _collect(values, token, inside, found, ids, cursor, row, CAPACITY: tl.conste
 
 @triton.jit
 def weigh_band_kernel(
-    logits, edited, stage, tops, cursor, bracket, weight, upper, whole, found, ids, stride, VOCAB: tl.constexpr,
-    MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr, SOURCE: tl.constexpr,
+    logits, edited, stage, tops, cursor, bracket, guess, beside, weight, upper, whole, found, ids, stride,
+    VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
+    FAR: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """The weights of a block's tokens: of those above the band, of these and those in it, of all. The ones in it are
-    collected."""
+    """The weights of a block's tokens: of those above the band, of these and those in it, of all; no weights where a
+    number of tokens is wanted. The ones in the band are collected. Block 0 writes down a band that was refined."""
     block, row = tl.program_id(0), tl.program_id(1)
     me = stage + HEAD + row * WORDS
     temperature = load_float(me + _TEMPERATURE)
     top = tl.load(tops + row)
     if (tl.load(me + _OWNER) >= 0) & (temperature > 0) & is_finite(top):
         low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
+        about = tl.load(guess + row)
+        if about < float("inf"):
+            low, high = refined_band(me, row, about, top, temperature, beside, FAR)
+            if block == 0:
+                tl.store(bracket + row * 2, low)
+                tl.store(bracket + row * 2 + 1, high)
         floor = row_floor(me, top, temperature, False)
         token = block * BLOCK + tl.arange(0, BLOCK)
         values = read_logits(logits, edited, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
-        weights = integer_weights(values, top, temperature, floor)
         at = row * BLOCKS + block
-        tl.store(weight + at, tl.sum(tl.where(values > high, weights, 0)))
+        if tl.load(me + _TOP_K) > 0:
+            tl.store(weight + at, tl.sum(tl.zeros([2], tl.int64)))  # nothing lies above a band that has no upper end
+        else:
+            weights = integer_weights(values, top, temperature, floor)
+            tl.store(weight + at, tl.sum(tl.where(values > high, weights, 0)))
+            if low < float("inf"):
+                tl.store(upper + at, tl.sum(tl.where(values > low, weights, 0)))
+                tl.store(whole + at, tl.sum(weights))
         if low < float("inf"):
-            tl.store(upper + at, tl.sum(tl.where(values > low, weights, 0)))
-            tl.store(whole + at, tl.sum(weights))
             # What lies lower has no weight; of the rest the search leaves out what has none.
             least = tl.maximum(floor, top - 28.0 * temperature)
             inside = (values > low) & (values <= high) & (values >= least)

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from quire.kernels.sampled_row import Wants
-from quire.kernels.triton import band, band_search, cut, cut_search, edit, pick, report
+from quire.kernels.triton import band, band_refine, band_search, cut, cut_search, edit, pick, report
 from quire.kernels.triton.sampling_parts import EDITED, MASKED, RAW
 
 BANDED = False
@@ -47,7 +47,10 @@ class SampleScratch:
     """Whether the kernels of `band.py` are used, which need what follows."""
     near: int
     far: int
+    held: int
+    """Tokens of a band that a program holds in registers."""
     sub: Tensor
+    beside: Tensor
     tops: Tensor
     cursor: Tensor
     upper: Tensor
@@ -58,7 +61,7 @@ class SampleScratch:
     def allocate(
         cls, rows: int, vocab_size: int, device: torch.device | str, *, block: int = 1024, capacity: int = 16384,
         few: int = 512, many: int = 4096, banded: bool | None = None, near: int = band.NEAR,
-        far: int = band.FAR,
+        far: int = band.FAR, held: int = 8192,
     ) -> SampleScratch:  # fmt: skip
         """`capacity`: tokens that can be in question at a row's cut; where there are more the row is read again and
         again instead. `few`, `many`: sizes of the tile that a program holds in registers. `banded`: as BANDED if it is
@@ -84,7 +87,8 @@ class SampleScratch:
             ids=empty(rows, capacity, dtype=torch.int32),
             cut=empty(rows, dtype=torch.float32),
             cut_id=empty(rows, dtype=torch.int32),
-            banded=banded, near=near, far=far,
+            banded=banded, near=near, far=far, held=held,
+            beside=empty(rows, band_refine.BESIDE_WORDS, dtype=torch.float32),
             sub=empty(rows, blocks, band.SUBS, dtype=torch.float32),
             tops=empty(rows, dtype=torch.float32),
             cursor=empty(rows, dtype=torch.int32),
@@ -192,23 +196,27 @@ def _guess_band(step: SampledStep, rows: int, source: int, ranked: bool, scratch
     s, vocab = scratch, step.logits.shape[1]
     blocks = s.peak.shape[1]
     band.guess_band_kernel[(rows,)](
-        step.logits, step.edited, step.stage, s.peak, s.sub, s.tops, s.cursor, s.bracket, step.logits.stride(0), vocab,
-        _mask_words(step), blocks, triton.next_power_of_2(blocks), s.block, band.SUBS, source, ranked, s.near, s.far,
-        num_warps=8)
+        step.logits, step.edited, step.stage, s.peak, s.sub, s.tops, s.cursor, s.bracket, s.guess, s.beside,
+        step.logits.stride(0), vocab, _mask_words(step), blocks, triton.next_power_of_2(blocks), s.block, band.SUBS,
+        source, ranked, s.near, s.far, num_warps=8)
 
 
 def _draw_banded(step: SampledStep, rows: int, source: int, scratch: SampleScratch) -> None:
     s, vocab, stride = scratch, step.logits.shape[1], step.logits.stride(0)
     blocks = s.peak.shape[1]
     _guess_band(step, rows, source, False, scratch)
+    band_refine.refine_kernel[(triton.cdiv(blocks, band_refine.SHARE), rows)](
+        step.logits, step.edited, step.stage, s.tops, s.guess, s.beside, stride, vocab, _mask_words(step), s.block,
+        source, num_warps=1)
     band.weigh_band_kernel[(blocks, rows)](
-        step.logits, step.edited, step.stage, s.tops, s.cursor, s.bracket, s.weight, s.upper, s.whole, s.found, s.ids,
-        stride, vocab, _mask_words(step), blocks, s.block, s.capacity, source, num_warps=2)
+        step.logits, step.edited, step.stage, s.tops, s.cursor, s.bracket, s.guess, s.beside, s.weight, s.upper,
+        s.whole, s.found, s.ids, stride, vocab, _mask_words(step), blocks, s.block, s.capacity, s.far, source,
+        num_warps=2)
     band_search.finish_kernel[(rows,)](
         step.logits, step.edited, step.stage, s.raw_peak, s.peak, s.place, s.tops, s.cursor, s.bracket, s.weight,
         s.upper, s.whole, s.found, s.ids, step.tokens, step.out, stride, step.tokens.stride(0), step.tokens.shape[1],
         step.out.stride(0), vocab, _mask_words(step), blocks, triton.next_power_of_2(blocks), s.block, s.capacity,
-        s.few, s.many, source, num_warps=8)
+        s.few, s.held, source, num_warps=16)
 
 
 def _report(step: SampledStep, rows: int, wants: Wants, scratch: SampleScratch) -> None:

@@ -111,7 +111,7 @@ class Drawn:
         report = torch.zeros(2, count, sampled_row.REPORT_WORDS, dtype=torch.int32, device=device)
         edited = torch.full((count + padding, vocab), torch.nan, device=device)
         counts = torch.zeros(count, vocab, dtype=torch.int32, device=device)
-        memory = SampleScratch.allocate(count + padding, vocab, device, **scratch)
+        self.scratch = memory = SampleScratch.allocate(count + padding, vocab, device, **scratch)
         step = SampledStep(words, logits, self.tokens, out, report, edited, counts)
         sample_rows(step, count + padding, self.wants | sampled_row.Wants.DRAW, memory)
         self.token_ids, self.status = out[1, :, 0].cpu(), out[1, :, 1].cpu()
