@@ -1,9 +1,9 @@
 """`python -m quire.bench.gpu.tune_fixed --models 0.6b`: GEMMs of deterministic mode by every kernel that might serve.
 
-Of each kernel: does it give the bits of `linear_fixed` by its smallest tile, and how long does it take? A JSON line for
-each weight and number of rows. "fixed" is what `linear_fixed` chooses itself, "fixed ROWS FEATURES DEPTH WARPS STAGES" a
-tile, with slices "in PARTS" programs that share them. cuBLAS's algorithms are tried too: those that split no sum may add
-in the same order.
+Of each kernel: does it give the bits of `linear_fixed` (without slices: by its smallest tile), and how long does it
+take? A JSON line for each weight and number of rows. "fixed" is what `linear_fixed` chooses itself, "fixed ROWS FEATURES
+DEPTH WARPS STAGES" a tile, with slices "in PARTS" programs that share them. cuBLAS's algorithms are tried too: those
+that split no sum may add in the same order.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ def _ways(x: Any, weight: Any, slices: Any) -> Iterator[tuple[str, Way]]:
         for early in (False, True):
             yield "prefetch early" if early else "prefetch", lambda w, e=early: fixed_prefetch.linear_fixed_prefetch(
                 x, w, None, None, units=units, scratch=scratch, pdl=e)
-    for *sizes, parts in _tiles(x.shape[0], slices):
+    for *sizes, parts in tiles_for(x.shape[0], slices):
         name = " ".join(map(str, ("fixed", *sizes, *(() if slices is None else ("in", parts)))))
         yield name, partial(_shaped, x, slices, FixedShape(*sizes), parts)
     if slices is None:
         yield from _library(x, weight)
 
 
-def _tiles(rows: int, slices: Any) -> tuple[tuple[int, ...], ...]:
-    """Tiles for more than a few rows, each with its number of parts: those whose parts are nodes of the slices' tree."""
+def tiles_for(rows: int, slices: Any) -> tuple[tuple[int, ...], ...]:
+    """Tiles for more than a few rows, each with its number of parts, if those are nodes of the slices' tree."""
     if rows < _TILE_ROWS:
         return ()
     if slices is None:

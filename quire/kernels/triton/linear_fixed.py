@@ -1,11 +1,11 @@
 """A GEMM whose every output element is summed in one fixed order, whatever the number of rows: deterministic mode.
 
 One program sums all of k for its tile, in the same steps whatever the tile, so a row's bits depend on the row and the
-weight alone. **Why a tile's size changes no bit**: an element's sum is one chain of MMA instructions, each of which adds
-the products of 16 columns to the element's accumulator, in the order of k and from zero. Rows and features of a tile say
-how many other elements an instruction computes besides (64 x 64, 64 x 128 or 64 x 256 on Hopper) and which warps issue
-it. No warps share an element's products, and nothing rounds or moves an accumulator before its sum is complete. What
-could change bits is the step along k, so all tiles of a GEMM have the same; tests hold them to it.
+weight alone. **Why a tile's size changes no bit**: an element's sum is one chain of MMA instructions, each of which
+adds the products of 16 columns to the element's accumulator, in the order of k and from zero. Rows and features of a
+tile say how many other elements an instruction computes besides (64 x 64, 64 x 128 or 64 x 256 on Hopper) and which
+warps issue it. No two warps share an element's products, and nothing else touches an accumulator before its sum is
+complete. What could change bits is the step along k, so all tiles of a GEMM have the same; tests hold them to it.
 
 A weight with slices sums each slice from zero and adds the slices in the tree of `quire.kernels.slices`: at each
 slice's end the sum goes into a binary counter of sums. A slice that is one block of columns (a head) makes the loop
