@@ -1,9 +1,9 @@
 """`python -m quire.bench.gpu.tune_fixed --models 0.6b`: GEMMs of deterministic mode by every kernel that might serve.
 
 Of each kernel: does it give the bits of `linear_fixed` (without slices: by its smallest tile), and how long does it
-take? A JSON line for each weight and number of rows. "fixed" is what `linear_fixed` chooses itself, "fixed ROWS FEATURES
-DEPTH WARPS STAGES" a tile, with slices "in PARTS" programs that share them. cuBLAS's algorithms are tried too: those
-that split no sum may add in the same order.
+take? A JSON line for each weight and number of rows. "fixed" is what `linear_fixed` chooses itself, "fixed ROWS
+FEATURES DEPTH WARPS STAGES" a tile, with slices "in PARTS" programs that share them. cuBLAS's algorithms are tried too:
+those that split no sum may add in the same order.
 """
 
 from __future__ import annotations

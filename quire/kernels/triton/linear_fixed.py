@@ -231,6 +231,10 @@ def _sliced_shape(sizes: FixedShape, slices: Slices, most: int, shared_out: bool
 
     H200, 4,096 rows, 32 heads of 128 (eight ranges of 12,288) to 4,096 features: 616 us (1,112) by these tiles, 2,825
     (1,268) by the 64 x 64 of a sum without slices, which takes 380 (1,269). The shape changed no bit there.
+
+    `TILES` are not for these: the sums of 128 x 128 take 64 KiB, and a counter of eight slices holds four such, all the
+    registers that a multiprocessor has. Larger tiles need shorter runs, whose sums go through memory;
+    `quire.bench.gpu.tune_fixed` times some.
     """
     if slices.longest <= most:
         sizes = replace(sizes, columns=max(16, triton.next_power_of_2(slices.longest)), stages=3)
