@@ -144,7 +144,7 @@ def fixed(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """GEMMs of deterministic mode by the tiles of few and many rows, and by those that `tune_fixed` tries for slices."""
+    """GEMMs of deterministic mode by the tiles of few and many rows, and those that `tune_fixed` tries for slices."""
     features, width = 6144, 4096
     weight, bias = torch.empty(features, width, dtype=dtype), torch.empty(features, dtype=dtype)
     for rows in (64, 1024, 8192):
