@@ -60,6 +60,8 @@ TILES = ((FixedShape(128, 256, 64, 8, 3), 768), (FixedShape(128, 128, 64, 8, 4),
 columns (docs/gpu-speed.md): 128 x 256 lost to 128 x 128 with 192 tiles and won with 768; 128 x 128 lost to 64 x 64 with
 48, drew with 96 and won with 384. With up to 64 rows 64 x 64 was the fastest, however many features.
 """
+_MOST_ADDED = 128
+"""Features of a tile of 128 rows to which a residual is added."""
 _FLOAT32 = FixedShape(32, 32, 32, 4, 3)
 
 
@@ -69,13 +71,14 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def tile_for(rows: int, features: int, device: torch.device) -> FixedShape:
+def tile_for(rows: int, features: int, device: torch.device, residual: bool = False) -> FixedShape:
     """Of a GEMM in 16 bits without slices. 128 x 128 and 128 x 256 need 128 and 144 KiB of shared memory, which not
-    every chip has, and were timed and compared bit by bit on Hopper alone."""
+    every chip has, and were timed and compared bit by bit on Hopper alone. Beside a residual the registers do not hold
+    the sums of 128 x 256."""
     small = FixedShape()
     if rows > small.rows and capability(device)[0] == 9:
         for tile, least in TILES:
-            if tile.tiles(rows, features) >= least:
+            if tile.tiles(rows, features) >= least and not (residual and tile.features > _MOST_ADDED):
                 return tile
     return small
 
@@ -243,7 +246,7 @@ def _sliced_shape(sizes: FixedShape, slices: Slices, most: int, shared_out: bool
 
 
 def _chosen(
-    rows: int, features: int, slices: Slices, count: int, num_parts: int | None, x: Tensor
+    rows: int, features: int, slices: Slices, count: int, num_parts: int | None, x: Tensor, residual: bool
 ) -> tuple[FixedShape, int]:
     """Tile of a sum of `count` slices, and programs that share them."""
     ieee = x.dtype == torch.float32
@@ -251,7 +254,7 @@ def _chosen(
     parts = num_parts or _num_parts(base.tiles(rows, features), count)
     if slices.total > 1:
         return _sliced_shape(base, slices, 64 if ieee else 128, parts > 1), parts
-    return base if ieee else tile_for(rows, features, x.device), parts
+    return base if ieee else tile_for(rows, features, x.device, residual), parts
 
 
 def _num_parts(tiles: int, count: int) -> int:
@@ -280,7 +283,7 @@ def _launch(
         return
     count = node[1] - node[0]
     if sizes is None:
-        sizes, parts = _chosen(rows, features, slices, count, num_parts, x)
+        sizes, parts = _chosen(rows, features, slices, count, num_parts, x, residual is not None)
     else:
         parts = num_parts or _num_parts(sizes.tiles(rows, features), count)
     sums = out if parts == 1 else torch.empty(parts, rows, features, dtype=torch.float32, device=x.device)

@@ -150,7 +150,10 @@ def tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     for rows in (64, 1024, 8192):
         sizes = linear_fixed.tile_for(rows, features, torch.device("cpu"))
         x, residual = torch.empty(rows, width, dtype=dtype), torch.empty(rows, features, dtype=dtype)
-        yield f"tile {sizes.rows} x {sizes.features}", partial(linear_fixed.linear_fixed, x, weight, bias, residual)
+        name = f"tile {sizes.rows} x {sizes.features}"
+        yield name, partial(linear_fixed.linear_fixed, x, weight, bias)
+        if linear_fixed.tile_for(rows, features, torch.device("cpu"), residual=True) == sizes:
+            yield f"{name} and residual", partial(linear_fixed.linear_fixed, x, weight, bias, residual)
     weight = torch.empty(256, width, dtype=dtype)
     for name, slices in (("heads", Slices.of_heads(32, 128)), ("ranges", Slices.of_width(width))):
         for *sizes, parts in tune_fixed.tiles_for(x.shape[0], slices)[1:]:  # the first is the one in use
