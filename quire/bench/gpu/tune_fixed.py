@@ -86,9 +86,8 @@ def _ways(x: Any, weight: Any, slices: Any) -> Iterator[tuple[str, Way]]:
     scratch = PrefetchScratch.allocate("cuda")
     units = fixed_prefetch.units_for(x.shape[0], weight, slices)
     if units is not None and units.fits(x, weight, scratch):
-        for early in (False, True):
-            yield "prefetch early" if early else "prefetch", lambda w, e=early: fixed_prefetch.linear_fixed_prefetch(
-                x, w, None, None, units=units, scratch=scratch, pdl=e)
+        for name, early in (("prefetch", False), ("prefetch early", True)):
+            yield name, partial(_prefetched, x, units, scratch, early)
     for *sizes, parts in tiles_for(x.shape[0], slices):
         name = " ".join(map(str, ("fixed", *sizes, *(() if slices is None else ("in", parts)))))
         yield name, partial(_shaped, x, slices, FixedShape(*sizes), parts)
@@ -110,6 +109,12 @@ def is_shared_evenly(count: int, parts: int) -> bool:
     """Whether `count` slices fall into so many equal runs that are nodes of their tree."""
     run, rest = divmod(count, parts)
     return rest == 0 and run & (run - 1) == 0
+
+
+def _prefetched(x: Any, units: Any, scratch: Any, early: bool, weight: Any) -> Any:
+    from quire.kernels.triton.fixed_prefetch import linear_fixed_prefetch
+
+    return linear_fixed_prefetch(x, weight, None, None, units=units, scratch=scratch, pdl=early)
 
 
 def _shaped(x: Any, slices: Any, sizes: Any, parts: int, weight: Any) -> Any:
