@@ -29,7 +29,7 @@ from quire.kernels.triton import (
     norm,
     rope_cache,
 )
-from quire.kernels.triton.fixed_prefetch import linear_fixed_prefetch, units_for
+from quire.kernels.triton.fixed_prefetch import FEW_ROWS, linear_fixed_prefetch, units_for
 from quire.kernels.triton.gemm_table import GemmChoice
 from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
@@ -64,21 +64,23 @@ class TritonOps(Ops):
         prompt_rows: bool = True,
         pdl: bool = False,
         named_algorithms: bool = True,
-        fixed_prefetch: bool = False,
+        fixed_prefetch: bool = True,
         rounding: Rounding | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
         self.deterministic = deterministic
         self.kv_dtype = kv_dtype or dtype
-        # Deterministic mode runs one compiled kernel in every step. Early launch would be another kernel, which might
-        # round differently; so would another number of heads at once, whose squares are summed in another order.
-        self.pdl = pdl = pdl and not deterministic
-        self._heads_at_once = _FIXED_HEADS if deterministic else None
-        self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
         prefetch = linear_prefetch.available(self.device) and dtype != torch.float32
         prefetch = prefetch and (fixed_prefetch or not deterministic)
         self._fixed_prefetch = prefetch and deterministic
+        # Deterministic mode runs one compiled kernel in every step. Early launch would be another kernel, which might
+        # round differently, so there norms and gates have it in every step (beside GEMMs that prefetch) or in none. So
+        # would another number of heads at once, whose squares are summed in another order.
+        self._fixed_early = self._fixed_prefetch and pdl
+        self.pdl = pdl = pdl and not deterministic
+        self._heads_at_once = _FIXED_HEADS if deterministic else None
+        self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
         self._parts = linear_prefetch.PrefetchScratch.allocate(self.device) if prefetch else None
         self._formats = DeviceFormats(
             self.device, dtype, rounding, deterministic=deterministic, pdl=pdl, scratch=self._parts
@@ -137,11 +139,11 @@ class TritonOps(Ops):
         return self._gemm(gemm_table.lookup(x.shape[0], w.out_features, w.in_features, x.dtype), x, w, residual, out)
 
     def _fixed_gemm(self, x: Tensor, w: DeviceLinear, residual: Tensor | None) -> Tensor:
-        if self._fixed_prefetch and self._parts is not None and x.shape[0]:
+        if self._fixed_prefetch and self._parts is not None and 0 < x.shape[0] <= FEW_ROWS:
             units = units_for(x.shape[0], w.weight, w.slices)
             if units is not None and units.fits(x, w.weight, self._parts):
                 return linear_fixed_prefetch(
-                    x, w.weight, w.bias, residual, units=units, scratch=self._parts, pdl=True)
+                    x, w.weight, w.bias, residual, units=units, scratch=self._parts, pdl=self._fixed_early)
         return linear_fixed.linear_fixed(x, w.weight, w.bias, residual, w.slices)
 
     def linear_nodes(self, x: Tensor, w: Any, out: Tensor | None = None) -> Tensor:
@@ -198,7 +200,7 @@ class TritonOps(Ops):
     def _early(self, rows: int) -> bool:
         """Whether a small kernel should start while the one before it ends: only where its launch shows, but in
         deterministic mode for every number of rows or none, since it is another compiled kernel."""
-        return self._fixed_prefetch or (self.pdl and rows <= _EARLY_ROWS)
+        return self._fixed_early or (self.pdl and rows <= _EARLY_ROWS)
 
     def group_linears(self, ws: Sequence[DeviceLinear | ExpertLinear]) -> DeviceGroup:
         """One tensor of all, which they then are views of."""

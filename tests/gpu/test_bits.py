@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 if torch.cuda.is_available():
     from quire.kernels.slices import Slices
+    from quire.kernels.triton import fixed_prefetch, linear_fixed, linear_prefetch
     from quire.kernels.types import HeadShape
     from tests.kernels.triton import bits, cases
 
@@ -38,6 +42,52 @@ def test_norms_gemms_and_gates(dtype: str, hidden: int, features: int) -> None:
 def test_slices_give_the_same_bits_for_any_number_of_ranks(dtype: str, slices: tuple[str, int, int]) -> None:
     make, *sizes = slices
     cases.check_linear_slices("cuda", getattr(torch, dtype), 300, 1000, getattr(Slices, make)(*sizes))
+
+
+def _hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+def _other_rows(
+    got: Callable[..., torch.Tensor], want: Callable[..., torch.Tensor], counts: Sequence[int], features: int,
+    width: int, kind: torch.dtype,
+) -> list[int]:  # fmt: skip
+    """For which numbers of rows two GEMMs, given rows, weight, bias and residual, differ."""
+    weight, bias = torch.randn(features, width, device="cuda") / 24, torch.randn(features, device="cuda")
+    rows, added = torch.randn(max(counts), width, device="cuda"), torch.randn(max(counts), features, device="cuda")
+    x, weight, bias, added = (each.to(kind) for each in (rows, weight, bias, added))
+    given = ((x[:count], weight, bias, added[:count]) for count in counts)
+    return [count for count, each in zip(counts, given) if not torch.equal(got(*each), want(*each))]
+
+
+@pytest.mark.parametrize(("features", "width", "kind"), [(1000, 4096, "bfloat16"), (259, 200, "float16")])
+@torch.inference_mode()
+def test_large_tiles_give_the_bits_of_the_small_one(features: int, width: int, kind: str) -> None:
+    """Three kernels for each weight: the number of rows compiles no other."""
+    if not _hopper():
+        pytest.skip("other chips have the small tile only")
+    small = partial(linear_fixed.linear_fixed, sizes=linear_fixed.FixedShape())
+    for tile, _ in linear_fixed.TILES:
+        large = partial(linear_fixed.linear_fixed, sizes=tile)
+        assert _other_rows(large, small, (1, 64, 65, 129, 1000), features, width, getattr(torch, kind)) == []
+
+
+@pytest.mark.parametrize("slices", [None, ("of_heads", 32, 128), ("of_width", 1536)])
+@torch.inference_mode()
+def test_gemms_that_prefetch_give_the_bits_of_those_that_do_not(slices: tuple[str, int, int] | None) -> None:
+    if not _hopper() or not linear_prefetch.available(torch.device("cuda")):
+        pytest.skip("needs Hopper, and the version of Triton that the kernel is written for")
+    cut = None if slices is None else getattr(Slices, slices[0])(*slices[1:])
+    width, counts = 4096 if cut is None else cut.width, tuple(range(1, fixed_prefetch.FEW_ROWS + 1))
+    scratch = linear_prefetch.PrefetchScratch.allocate("cuda")
+
+    def prefetching(x: torch.Tensor, weight: torch.Tensor, *added: torch.Tensor) -> torch.Tensor:
+        units = fixed_prefetch.units_for(x.shape[0], weight, cut)
+        assert units is not None and units.fits(x, weight, scratch)
+        return fixed_prefetch.linear_fixed_prefetch(x, weight, *added, units=units, scratch=scratch, pdl=True)
+
+    plain = partial(linear_fixed.linear_fixed, slices=cut)
+    assert _other_rows(prefetching, plain, counts, 1000, width, torch.bfloat16) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

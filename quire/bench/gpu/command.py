@@ -80,8 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of the layers' weights, made at load; int4 in groups of 128 (default: none)")
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
-    parser.add_argument("--fixed-prefetch", action="store_true",
-                        help="with --deterministic: GEMMs of few rows by the kernel that prefetches, which is off else")
+    parser.add_argument("--fixed-prefetch", action=argparse.BooleanOptionalAction, default=True,
+                        help="with --deterministic: GEMMs of up to 8 rows by the kernel that prefetches, same bits "
+                             "(default: on)")
     parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
                         help="programmatic dependent launch in decode steps (default: on)")
     parser.add_argument("--pad-mixed", action=argparse.BooleanOptionalAction, default=True,

@@ -1,7 +1,9 @@
 """`python -m quire.bench.gpu.tune_fixed --models 0.6b`: GEMMs of deterministic mode by every kernel that might serve.
 
-Of each kernel: does it give the bits of `linear_fixed`, and how long does it take? A JSON line for each weight and
-number of rows. cuBLAS's algorithms are tried too: those that split no sum may add in the same order.
+Of each kernel: does it give the bits of `linear_fixed` (without slices: by its smallest tile), and how long does it
+take? A JSON line for each weight and number of rows. "fixed" is what `linear_fixed` chooses itself, "fixed ROWS
+FEATURES DEPTH WARPS STAGES" a tile, with slices "in PARTS" programs that share them. cuBLAS's algorithms are tried too:
+those that split no sum may add in the same order.
 """
 
 from __future__ import annotations
@@ -19,8 +21,16 @@ from quire.bench.gpu.tune import graph_seconds, weights_of
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 8192)
 _SHAPES = ((64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3))
+_HEADS = (
+    (64, 32, 128, 4, 3, 1), (128, 32, 128, 8, 3, 1), (128, 64, 128, 8, 3, 8), (128, 128, 128, 8, 2, 16),
+)
+_RANGES = (
+    (128, 64, 64, 8, 4, 1), (128, 128, 64, 8, 4, 4), (128, 128, 64, 8, 4, 8), (128, 256, 64, 8, 3, 8),
+)  # fmt: skip
+"""Tiles of sums in slices, and into how many runs the slices of a tile are shared out: the longer a run, the more sums
+a program holds in registers; the more runs, the more of them go through memory. The first of each is the one in use."""
 _LEAST_BYTES, _HEAD_FEATURES, _HEAD_ROWS = 2e8, 100_000, 256
-_FIRST_ALGORITHMS = 6
+_FIRST_ALGORITHMS, _TILE_ROWS = 6, 64
 Way = Callable[[Any], Any]
 
 
@@ -53,9 +63,9 @@ def _timed(x: Any, weights: list[Any], slices: Any) -> dict[str, Any]:
     """By name: microseconds, and what share of its elements has the bits of `linear_fixed`."""
     import torch
 
-    from quire.kernels.triton.linear_fixed import linear_fixed
+    from quire.kernels.triton.linear_fixed import FixedShape, linear_fixed
 
-    want = linear_fixed(x, weights[0], slices=slices)
+    want = linear_fixed(x, weights[0], slices=slices, sizes=FixedShape() if slices is None else None)
     found: dict[str, Any] = {}
     for name, way in _ways(x, weights[0], slices):
         try:
@@ -76,18 +86,41 @@ def _ways(x: Any, weight: Any, slices: Any) -> Iterator[tuple[str, Way]]:
     scratch = PrefetchScratch.allocate("cuda")
     units = fixed_prefetch.units_for(x.shape[0], weight, slices)
     if units is not None and units.fits(x, weight, scratch):
-        yield "prefetch", lambda w: fixed_prefetch.linear_fixed_prefetch(
-            x, w, None, None, units=units, scratch=scratch)
+        for name, early in (("prefetch", False), ("prefetch early", True)):
+            yield name, partial(_prefetched, x, units, scratch, early)
+    for *sizes, parts in tiles_for(x.shape[0], slices):
+        name = " ".join(map(str, ("fixed", *sizes, *(() if slices is None else ("in", parts)))))
+        yield name, partial(_shaped, x, slices, FixedShape(*sizes), parts)
     if slices is None:
-        for shape in _SHAPES[1:] if x.shape[0] >= 64 else ():
-            yield "fixed " + " ".join(map(str, shape)), partial(_shaped, x, FixedShape(*shape))
         yield from _library(x, weight)
 
 
-def _shaped(x: Any, sizes: Any, weight: Any) -> Any:
+def tiles_for(rows: int, slices: Any) -> tuple[tuple[int, ...], ...]:
+    """Tiles for more than a few rows, each with its number of parts, if those are nodes of the slices' tree."""
+    if rows < _TILE_ROWS:
+        return ()
+    if slices is None:
+        return tuple((*sizes, 1) for sizes in _SHAPES)
+    return tuple(tile for tile in (_HEADS if slices.longest <= _HEADS[0][2] else _RANGES)
+                 if tile[-1] == 1 or is_shared_evenly(slices.total, tile[-1]))
+
+
+def is_shared_evenly(count: int, parts: int) -> bool:
+    """Whether `count` slices fall into so many equal runs that are nodes of their tree."""
+    run, rest = divmod(count, parts)
+    return rest == 0 and run & (run - 1) == 0
+
+
+def _prefetched(x: Any, units: Any, scratch: Any, early: bool, weight: Any) -> Any:
+    from quire.kernels.triton.fixed_prefetch import linear_fixed_prefetch
+
+    return linear_fixed_prefetch(x, weight, None, None, units=units, scratch=scratch, pdl=early)
+
+
+def _shaped(x: Any, slices: Any, sizes: Any, parts: int, weight: Any) -> Any:
     from quire.kernels.triton.linear_fixed import linear_fixed
 
-    return linear_fixed(x, weight, sizes=sizes)
+    return linear_fixed(x, weight, slices=slices, sizes=sizes, parts=parts)
 
 
 def _library(x: Any, weight: Any) -> Iterator[tuple[str, Way]]:

@@ -1,9 +1,10 @@
 """`linear_fixed` for few rows on Hopper: its additions in its order, by a kernel that prefetches the weight.
 
 A sum's bits depend on the order of its additions alone: k in steps of 16 (one tensor core instruction), slices from
-zero, the slices' tree. `linear_fixed` and this kernel share that order, whatever their tiles. **Never run on a chip:**
-`python -m quire.bench.gpu.tune_fixed` says whether the bits are the same there, and until then nobody calls it unasked
-(`DeviceOptions.fixed_prefetch`).
+zero, the slices' tree. `linear_fixed` and this kernel share that order, whatever their tiles: `python -m
+quire.bench.gpu.tune_fixed` found the same bits on an H200 (1 row in every GEMM of 8B, 64 rows without slices), and
+tests/gpu/test_bits.py compares them. Deterministic mode calls it for up to `FEW_ROWS` rows unless
+`DeviceOptions.fixed_prefetch` is off.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ try:
 except ImportError:  # another version of Triton
     fixed_prefetch_kernel = None
 
+FEW_ROWS = linear_prefetch.LEAST_BOX
+"""Up to so many rows one compiled kernel serves all, since rows are padded to them. At 1 row it was faster than
+`linear_fixed` in every GEMM of 8B; at 64 rows faster in one of three, slower in the others (docs/gpu-speed.md). Numbers
+between have not been timed."""
 _MOST_ROWS, _MOST_SLICED_ROWS = 128, 32
-"""Beyond these the registers hold too few counters, or `linear_fixed` is as fast."""
+"""What the kernel can do: beyond these the registers hold too few counters."""
 _LONGEST_RUN, _MOST_PARTS = 8, 32
 _RING, _TURN, _MOST_STAGES = 104 << 10, 32 << 10, 16
 """Shared memory of a ring, such that two programs fit a multiprocessor; bytes of a turn at most."""

@@ -1,9 +1,15 @@
 """A GEMM whose every output element is summed in one fixed order, whatever the number of rows: deterministic mode.
 
-Tiles have the same shape for 1 row and for 10,000, and one program sums all of k, so a row's bits depend on the row and
-the weight alone. A weight with slices sums each slice from zero and adds the slices in the tree of
-`quire.kernels.slices`: at each slice's end the sum goes into a binary counter of sums. A slice that is one block of
-columns (a head) makes the loop over slices the pipelined one; else each slice is a pipelined loop.
+One program sums all of k for its tile, in the same steps whatever the tile, so a row's bits depend on the row and the
+weight alone. **Why a tile's size changes no bit**: an element's sum is one chain of MMA instructions, each of which
+adds the products of 16 columns to the element's accumulator, in the order of k and from zero. Rows and features of a
+tile say how many other elements an instruction computes besides (64 x 64, 64 x 128 or 64 x 256 on Hopper) and which
+warps issue it. No two warps share an element's products, and nothing else touches an accumulator before its sum is
+complete. What could change bits is the step along k, so all tiles of a GEMM have the same; tests hold them to it.
+
+A weight with slices sums each slice from zero and adds the slices in the tree of `quire.kernels.slices`: at each
+slice's end the sum goes into a binary counter of sums. A slice that is one block of columns (a head) makes the loop
+over slices the pipelined one; else each slice is a pipelined loop.
 
 Few rows make too few programs to fill a GPU, so there the slices are shared out: each program sums an aligned run of
 them, which is a node of the tree, and a second kernel adds the nodes. The additions are the same, and so are the bits.
@@ -12,6 +18,7 @@ them, which is a node of the tree, and a second kernel adds the nodes. The addit
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import triton
@@ -33,14 +40,47 @@ _TREE_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class FixedShape:
-    """One shape for every call of a data type, but for sums in slices: there two were found to give the same bits, and
-    tests on a GPU hold them to it."""
+    """A tile, and the step along k (`columns`). The default is the tile of few rows, and the only one of chips on which
+    no other has been timed."""
 
     rows: int = 64
     features: int = 64
     columns: int = 64
     warps: int = 4
     stages: int = 4
+
+    def tiles(self, rows: int, features: int) -> int:
+        return triton.cdiv(rows, self.rows) * triton.cdiv(features, self.features)
+
+
+TILES = ((FixedShape(128, 256, 64, 8, 3), 768), (FixedShape(128, 128, 64, 8, 4), 96))
+"""Tiles for more than 64 rows on Hopper, for sums without slices; each with the number of tiles that a GEMM must have.
+
+768 and 96 are the fewest with which they were not slower than the next smaller tile, on an H200 in bf16 with 4,096
+columns (docs/gpu-speed.md): 128 x 256 lost to 128 x 128 with 192 tiles and won with 768; 128 x 128 lost to 64 x 64 with
+48, drew with 96 and won with 384. With up to 64 rows 64 x 64 was the fastest, however many features.
+"""
+_MOST_ADDED = 128
+"""Features of a tile of 128 rows to which a residual is added."""
+_FLOAT32 = FixedShape(32, 32, 32, 4, 3)
+
+
+@lru_cache(maxsize=8)
+def capability(device: torch.device) -> tuple[int, int]:
+    """The chip's compute capability, (0, 0) where there is none."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def tile_for(rows: int, features: int, device: torch.device, residual: bool = False) -> FixedShape:
+    """Of a GEMM in 16 bits without slices. 128 x 128 and 128 x 256 need 128 and 144 KiB of shared memory, which not
+    every chip has, and were timed and compared bit by bit on Hopper alone. Beside a residual the registers do not hold
+    the sums of 128 x 256."""
+    small = FixedShape()
+    if rows > small.rows and capability(device)[0] == 9:
+        for tile, least in TILES:
+            if tile.tiles(rows, features) >= least and not (residual and tile.features > _MOST_ADDED):
+                return tile
+    return small
 
 
 @triton.jit
@@ -159,12 +199,13 @@ def linear_fixed(
     residual: Tensor | None = None,
     slices: Slices | None = None,
     *,
-    sizes: FixedShape = FixedShape(),  # noqa: B008 (frozen)
+    sizes: FixedShape | None = None,
     parts: int | None = None,
 ) -> Tensor:
     """x W^T + bias + residual in a fixed order; its reference is `linear_few.linear_reference`.
 
-    `parts`: programs that share the slices of one tile (None: as many as fill the GPU). Bits do not depend on it.
+    `sizes`: the tile, as it is (None: chosen by rows, features and slices). `parts`: programs that share the slices of
+    one tile (None: as many as fill the GPU). Bits do not depend on either, as long as the step along k is the same.
     """
     if slices is None:
         slices = Slices.single(weight.shape[1])
@@ -176,8 +217,7 @@ def linear_fixed(
 
 
 def linear_fixed_nodes(
-    x: Tensor, weight: Tensor, slices: Slices, *, sizes: FixedShape = FixedShape(),  # noqa: B008 (frozen)
-    out: Tensor | None = None,
+    x: Tensor, weight: Tensor, slices: Slices, *, out: Tensor | None = None
 ) -> Tensor:
     """float32 [nodes, rows, features], in `out` if given: the sum of each of `slices.nodes()`, without bias and
     residual."""
@@ -185,7 +225,7 @@ def linear_fixed_nodes(
     if out is None:
         out = torch.empty(len(nodes), x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     for node, part in zip(nodes, out, strict=True):
-        _launch(x, weight, None, None, slices, node, part, sizes)
+        _launch(x, weight, None, None, slices, node, part)
     return out
 
 
@@ -194,11 +234,27 @@ def _sliced_shape(sizes: FixedShape, slices: Slices, most: int, shared_out: bool
 
     H200, 4,096 rows, 32 heads of 128 (eight ranges of 12,288) to 4,096 features: 616 us (1,112) by these tiles, 2,825
     (1,268) by the 64 x 64 of a sum without slices, which takes 380 (1,269). The shape changed no bit there.
+
+    `TILES` are not for these: the sums of 128 x 128 take 64 KiB, and a counter of eight slices holds four such, all the
+    registers that a multiprocessor has. Larger tiles need shorter runs, whose sums go through memory;
+    `quire.bench.gpu.tune_fixed` times some.
     """
     if slices.longest <= most:
         sizes = replace(sizes, columns=max(16, triton.next_power_of_2(slices.longest)), stages=3)
         return sizes if shared_out else replace(sizes, features=sizes.features // 2)
-    return sizes if shared_out or sizes.rows > 64 else replace(sizes, rows=2 * sizes.rows, warps=2 * sizes.warps)
+    return sizes if shared_out else replace(sizes, rows=2 * sizes.rows, warps=2 * sizes.warps)
+
+
+def _chosen(
+    rows: int, features: int, slices: Slices, count: int, num_parts: int | None, x: Tensor, residual: bool
+) -> tuple[FixedShape, int]:
+    """Tile of a sum of `count` slices, and programs that share them."""
+    ieee = x.dtype == torch.float32
+    base = _FLOAT32 if ieee else FixedShape()
+    parts = num_parts or _num_parts(base.tiles(rows, features), count)
+    if slices.total > 1:
+        return _sliced_shape(base, slices, 64 if ieee else 128, parts > 1), parts
+    return base if ieee else tile_for(rows, features, x.device, residual), parts
 
 
 def _num_parts(tiles: int, count: int) -> int:
@@ -217,7 +273,7 @@ def _launch(
     slices: Slices,
     node: Node,
     out: Tensor,
-    sizes: FixedShape,
+    sizes: FixedShape | None = None,
     num_parts: int | None = None,
 ) -> None:
     rows, features = out.shape
@@ -225,16 +281,13 @@ def _launch(
         raise EngineError(f"a sum of {slices.total} slices: deterministic mode on a GPU adds up to {_MAX_SLICES}")
     if rows == 0:
         return
-    ieee = x.dtype == torch.float32
-    if ieee:
-        sizes = FixedShape(32, 32, 32, 4, 3)
     count = node[1] - node[0]
-    parts = num_parts or _num_parts(triton.cdiv(rows, sizes.rows) * triton.cdiv(features, sizes.features), count)
-    if slices.total > 1:
-        sizes = _sliced_shape(sizes, slices, 64 if ieee else 128, parts > 1)
-    tiles = triton.cdiv(rows, sizes.rows) * triton.cdiv(features, sizes.features)
+    if sizes is None:
+        sizes, parts = _chosen(rows, features, slices, count, num_parts, x, residual is not None)
+    else:
+        parts = num_parts or _num_parts(sizes.tiles(rows, features), count)
     sums = out if parts == 1 else torch.empty(parts, rows, features, dtype=torch.float32, device=x.device)
-    _fixed_kernel[(tiles, parts)](
+    _fixed_kernel[(sizes.tiles(rows, features), parts)](
         x,
         weight,
         weight if bias is None else bias,
@@ -257,7 +310,7 @@ def _launch(
         sizes.columns,
         bias is not None and parts == 1,
         residual is not None and parts == 1,
-        "ieee" if ieee else "tf32",
+        "ieee" if x.dtype == torch.float32 else "tf32",
         8,
         num_warps=sizes.warps,
         num_stages=sizes.stages,

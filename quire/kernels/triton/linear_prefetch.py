@@ -40,7 +40,7 @@ FEATURES, SLAB = 64, 128
 """Features of a tile: those that one warp group multiplies at once. Bytes of a slab's row: the widest that TMA
 swizzles."""
 _KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m3fn: "float8e4nv"}
-_LEAST_BOX = 8
+LEAST_BOX = 8
 _PARTIALS, _TILES = 5 << 20, 4096
 """Scratch for parts of tiles (two of 64 x 256 for each of 132 multiprocessors), and how many tiles may have parts."""
 WARPS, _LOADING = 4, 24
@@ -90,12 +90,12 @@ def columns(dtype: torch.dtype) -> int:
 
 
 def padded(rows: int) -> int:
-    return max(_LEAST_BOX, triton.next_power_of_2(rows))
+    return max(LEAST_BOX, triton.next_power_of_2(rows))
 
 
 def is_common(rows: int) -> bool:
     """Whether a compiled kernel for so many rows is likely to exist: up to 8 share one, each multiple of 16 has one."""
-    return rows <= _LEAST_BOX or rows % 16 == 0
+    return rows <= LEAST_BOX or rows % 16 == 0
 
 
 @lru_cache(maxsize=8)
@@ -197,7 +197,7 @@ def descriptors(weight: Tensor, x: Tensor) -> tuple[Any, Any, int]:
     """What TMA copies: a slab of a tile of the weight, a slab of a box of rows; and the number of boxes."""
     kind, slab, rows = getattr(gl, _KINDS[x.dtype]), columns(x.dtype), x.shape[0]
     # The tallest box (a power of two) that divides the rows.
-    tile, box = [FEATURES, slab], [max(rows & -rows, _LEAST_BOX), slab]
+    tile, box = [FEATURES, slab], [max(rows & -rows, LEAST_BOX), slab]
     return (
         TensorDescriptor.from_tensor(weight, tile, gl.NVMMASharedLayout.get_default_for(tile, kind)),
         TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, kind)),

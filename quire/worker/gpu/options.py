@@ -40,8 +40,8 @@ class DeviceOptions:
     """Programmatic dependent launch: a kernel of a small step starts while the one before it ends."""
     named_algorithms: bool = True
     """GEMMs on cuBLAS use the algorithm that the GEMM table names, not the library's own choice."""
-    fixed_prefetch: bool = False
-    """With `deterministic`: GEMMs of few rows by `kernels.triton.fixed_prefetch`. Off: it has never run on a chip."""
+    fixed_prefetch: bool = True
+    """With `deterministic`, on Hopper: GEMMs of up to 8 rows by `kernels.triton.fixed_prefetch`, with the same bits."""
     fuse_rope: bool = True
     """Norm, rotation and KV write run inside decode attention; never in steps with drafts, whose queries see keys of
     other rows of the step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from quire.bench.gpu.cases import (
     shares,
 )
 from quire.bench.gpu.engine import Run
+from quire.worker.gpu.options import DeviceOptions
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -55,6 +57,15 @@ def test_kernels_are_told_apart_by_name() -> None:
              "_rms_norm_kernel": "other", "prefetch_kernel": "GEMM", "_rope_decode_kernel": "decode attention",
              "_fresh_mixed_kernel": "prefill attention", "_split_kernel": "other"}  # fmt: skip
     assert {name: kind_of(name) for name in names} == names
+
+
+def test_deterministic_runs_prefetch_unless_told_not_to() -> None:
+    parser = argparse.ArgumentParser()
+    gpu.add_arguments(parser)
+    for given, wanted in (((), True), (("--fixed-prefetch",), True), (("--no-fixed-prefetch",), False)):
+        args = parser.parse_args(["--deterministic", *given])
+        assert gpu._options(args, 8, 64).fixed_prefetch is wanted
+    assert DeviceOptions().fixed_prefetch
 
 
 def test_experts_are_read_as_often_as_rows_choose_them() -> None:

@@ -134,6 +134,8 @@ def others(capability: int) -> None:
     wide, weight = torch.empty(2, 4096, dtype=HALF), torch.empty(256, 4096, dtype=HALF)
     for parts in (1, 8):
         linear_fixed.linear_fixed(wide, weight, slices=Slices.of_width(4096), parts=parts)
+    for rows in (64, 1024, 8192):  # the tile of few rows and those of many, where the chip has them
+        linear_fixed.linear_fixed(torch.empty(rows, 4096, dtype=HALF), torch.empty(6144, 4096, dtype=HALF))
     codes = torch.zeros(256, 128, dtype=torch.uint8)
     packed = linear_codes.pack(QuantizedWeight(codes, torch.ones(256, 1), torch.ones(256, 1), 0.0, 4, 128), HALF)
     linear_codes.unpack(packed, torch.empty(256, 128, dtype=HALF))
@@ -155,6 +157,7 @@ def others(capability: int) -> None:
 
 def main(capability: int) -> None:
     cases.close = lambda *given: 0.0
+    linear_fixed.capability = lambda device: divmod(capability, 10)
     names = ("sampling everything", "sampling everything by a band")
     everything = [(name, launch) for name, launch in compile_for_hopper.sampling() if name in names]
     parts: list[tuple[str, Callable[[], Any]]] = [

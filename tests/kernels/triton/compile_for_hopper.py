@@ -26,6 +26,7 @@ sys.modules.setdefault("tests", _tests)
 import torch  # noqa: E402
 import triton  # noqa: E402
 
+from quire.bench.gpu import tune_fixed  # noqa: E402
 from quire.kernels.kv_spec import KVSpec  # noqa: E402
 from quire.kernels.quantized import QuantizedWeight  # noqa: E402
 from quire.kernels.routing import Clamp, RoutedRows, RouterSpec  # noqa: E402
@@ -97,6 +98,11 @@ def bulk_copies(kernel: Any) -> list[str]:
     return [f"copy {order.index(int(address[copied]))}" if copied else operation for copied, operation in found]
 
 
+def multiplications(kernel: Any) -> list[str]:
+    """Warp groups' MMA instructions in PTX's order: rows, features and columns of each."""
+    return re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)", kernel.asm["ptx"])
+
+
 def machine_copies(operations: list[str]) -> str:
     """Of the machine code: c for a copy of the copy engine, w for the wait for the kernel before."""
     return "".join({"UTMALDG": "c", "ACQBULK": "w"}.get(operation, "") for operation in operations)
@@ -137,6 +143,24 @@ def fixed(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
                             units=units, scratch=scratch, pdl=True)
 
 
+def tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """GEMMs of deterministic mode by the tiles of few and many rows, and those that `tune_fixed` tries for slices."""
+    features, width = 6144, 4096
+    weight, bias = torch.empty(features, width, dtype=dtype), torch.empty(features, dtype=dtype)
+    for rows in (64, 1024, 8192):
+        sizes = linear_fixed.tile_for(rows, features, torch.device("cpu"))
+        x, residual = torch.empty(rows, width, dtype=dtype), torch.empty(rows, features, dtype=dtype)
+        name = f"tile {sizes.rows} x {sizes.features}"
+        yield name, partial(linear_fixed.linear_fixed, x, weight, bias)
+        if linear_fixed.tile_for(rows, features, torch.device("cpu"), residual=True) == sizes:
+            yield f"{name} and residual", partial(linear_fixed.linear_fixed, x, weight, bias, residual)
+    weight = torch.empty(256, width, dtype=dtype)
+    for name, slices in (("heads", Slices.of_heads(32, 128)), ("ranges", Slices.of_width(width))):
+        for *sizes, parts in tune_fixed.tiles_for(x.shape[0], slices)[1:]:  # the first is the one in use
+            yield f"{name} by {' '.join(map(str, sizes))} in {parts}", partial(
+                linear_fixed.linear_fixed, x, weight, slices=slices, sizes=linear_fixed.FixedShape(*sizes), parts=parts)
+
+
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     x, gain, weight = torch.empty(1, 1024, dtype=dtype), torch.empty(1024), torch.empty(256, 1024, dtype=dtype)
     qkv = torch.empty(2, HEADS.width, dtype=dtype)
@@ -175,6 +199,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     if not small:
         yield from prefetch(dtype)
         yield from fixed(dtype)
+        yield from tiles(dtype)
 
 
 def sampling(vocab: int = 151936, rows: int = 4) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -367,11 +392,16 @@ def variants(dtype: torch.dtype) -> dict[str, int]:
             for count in (1, 2, 7, 8, 9, 64, 65, 512, 513, rows):
                 part(0, count)
         found[name] = len({kernel.hash for kernel in kernels})
-    return found
+    x, weight = torch.empty(8192, 96, dtype=dtype), torch.empty(6144, 96, dtype=dtype)
+    with compiling() as kernels:
+        for count in (1, 64, 65, 256, 257, 1024, 4096, 8192):
+            linear_fixed.linear_fixed(x[:count], weight)
+    return found | {"wide GEMM": len({kernel.hash for kernel in kernels})}
 
 
 def main() -> None:
     found: dict[str, Any] = {}
+    linear_fixed.capability = lambda device: (9, 0)
     only = {torch.float32: ("exact", "mixed"), torch.float16: ("prefetch few",)}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for name, launch in launches(dtype):
@@ -385,6 +415,7 @@ def main() -> None:
                 "fused": operations.count("FFMA"), "barriers": operations.count("BAR"),
                 "stores_before_copies": stores_before_copies(kernels[0]), "matrix_loads": operations.count("LDSM"),
                 "bulk_copies": bulk_copies(kernels[0]), "machine_copies": machine_copies(operations),
+                "multiplications": multiplications(kernels[0]),
             }  # fmt: skip
     found["variants"] = {str(dtype)[6:]: variants(dtype) for dtype in (torch.bfloat16, torch.float32)}
     found["families"] = families()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire.config import default_cache_dir
-from quire.kernels.triton import linear_prefetch
+from quire.kernels.triton import linear_fixed, linear_prefetch
 
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 
@@ -65,10 +65,35 @@ def test_the_linear_of_one_row_meets_shared_memory_only_in_its_final_sums(compil
 
 def test_every_batch_of_deterministic_mode_runs_the_same_machine_code(compiled: dict[str, Any]) -> None:
     """Another kernel for another number of rows may round otherwise, whatever its source says. A GEMM in slices is two
-    kernels (sums, then their tree); tests/gpu/test_bits.py compares the bits of all its ways to share out slices."""
+    kernels (sums, then their tree), a wide one in 16 bits has three tiles; tests/gpu/test_bits.py compares the bits of
+    all tiles and of all ways to share out slices."""
     several = {f"{dtype} {name}": count for dtype, counts in compiled["variants"].items()
                for name, count in counts.items() if count != (2 if name.endswith("slices") else 1)}
-    assert several == {}
+    assert several == {"bfloat16 wide GEMM": 1 + len(linear_fixed.TILES)}
+
+
+@pytest.mark.parametrize("tile", [linear_fixed.FixedShape(), *(tile for tile, _ in linear_fixed.TILES)])
+def test_tiles_of_deterministic_mode_fit_a_multiprocessor_and_add_16_columns_at_a_time(
+    compiled: dict[str, Any], tile: linear_fixed.FixedShape
+) -> None:
+    """Whatever the tile, a block of columns is so many MMA instructions of 16 columns, one after another for an
+    element: their rows and features differ, and nothing along k does."""
+    name, ring = f"tile {tile.rows} x {tile.features}", tile.stages * (tile.rows + tile.features) * tile.columns * 2
+    kernels = [kernel for key, kernel in compiled.items() if key.startswith(name) and key.endswith(" bfloat16")]
+    assert len(kernels) == (1 if tile.features == 256 else 2)  # with a residual that one would spill
+    for kernel in kernels:
+        assert ring <= kernel["shared"] <= 227 << 10
+        found = dict(each.split(":") for each in kernel["resources"].split())
+        assert int(found["STACK"]) == 0 and int(found["REG"]) <= 192
+        assert kernel["multiplications"] == [f"m64n{tile.features}k16"] * (tile.columns // 16)
+
+
+def test_tiles_to_be_tried_for_sums_in_slices_hold_their_sums_in_registers(compiled: dict[str, Any]) -> None:
+    tried = {name: kernel for name, kernel in compiled.items() if name.startswith(("heads by", "ranges by"))}
+    assert len(tried) == 6
+    stacks = {name: int(kernel["resources"].split("STACK:")[1].split()[0]) for name, kernel in tried.items()}
+    assert {name: size for name, size in stacks.items() if size} == {}
+    assert all(kernel["shared"] <= 227 << 10 for kernel in tried.values())
 
 
 def test_a_decode_step_writes_its_new_key_before_it_asks_for_any(compiled: dict[str, Any]) -> None:
