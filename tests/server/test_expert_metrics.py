@@ -52,3 +52,12 @@ def test_ranks_that_share_the_experts_count_the_same_rows(tmp_path: Path, tensor
     assert sum(count for name, count in alone[1].items() if name.startswith("expert_rows_")) == (3 + 2 + 2 * 5) * 2 * 3
     assert _rows(tmp_path, tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages,
                  distributed_executor_backend="threads") == alone
+
+
+def test_a_ready_engine_knows_the_experts_of_all_its_ranks(tmp_path: Path) -> None:
+    """Else the page, which asks once which layers have experts, would show none, or those of some stages."""
+    make_checkpoint(tmp_path, "mixtral", num_local_experts=7)
+    with LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=64, device="cpu", num_threads=1,
+             pipeline_parallel_size=3, distributed_executor_backend="threads") as llm:
+        assert [load.layer for load in llm._core.executor.expert_load()] == [0, 1, 2]
+        assert [llm.metrics()[f"expert_rows_{expert}"] for expert in range(7)] == [0] * 7
