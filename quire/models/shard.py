@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from quire.errors import ConfigError
 from quire.kernels.kv_spec import KVSpec
-from quire.kernels.slices import rank_run
-from quire.layers.share import LayerShare, num_slices
+from quire.kernels.slices import Slices, rank_run
+from quire.layers.share import LayerShare, dense_width, num_experts, num_slices
 from quire.layers.spec import MoeSpec
 from quire.models.spec import DecoderSpec, Shape
 from quire.parallel.place import Place
@@ -168,15 +168,28 @@ def shard_of(spec: DecoderSpec, place: Place) -> Shard:
     if place.tensor_size > most:
         raise ConfigError(
             f"tensor_parallel_size {place.tensor_size} is more than this model can be cut into: it has "
-            f"{min(layer.attention.num_heads for layer in spec.layers)} query heads and "
-            f"{min(num_slices(layer.mlp) for layer in spec.layers)} slices of the MLP, and a rank has at least one of "
-            f"each; use 1 to {most}", field="tensor_parallel_size")
+            f"{', '.join(_shared_things(spec))}, and a rank has at least one of each; use 1 to {most}",
+            field="tensor_parallel_size")
     if place.num_stages > spec.num_layers:
         raise ConfigError(
             f"pipeline_parallel_size {place.num_stages} is more than the model's {spec.num_layers} layers: "
             f"use 1 to {spec.num_layers}", field="pipeline_parallel_size")
     first, last = stage_layers(spec, place.num_stages)[place.stage]
     return Shard(spec, place, first, last)
+
+
+def _shared_things(spec: DecoderSpec) -> list[str]:
+    """What ranks share, the fewest of each in any layer: one of them is why there cannot be more ranks."""
+    mlps = [layer.mlp for layer in spec.layers]
+    widths = [width for mlp in mlps if (width := dense_width(mlp))]
+    experts = [count for mlp in mlps if (count := num_experts(mlp))]
+    counts = {
+        "query heads": min(layer.attention.num_heads for layer in spec.layers),
+        "slices of the MLP": min((Slices.of_width(width).total for width in widths), default=None),
+        "ranges of experts": min((Slices.of_experts(count).total for count in experts), default=None),
+        "tokens of the vocabulary": spec.vocab_size,
+    }
+    return [f"{count} {what}" for what, count in counts.items() if count is not None]
 
 
 def most_tensor_ranks(spec: DecoderSpec) -> int:

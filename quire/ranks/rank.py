@@ -72,10 +72,13 @@ class Pulse(threading.Thread):
         while True:
             time.sleep(PULSE_SECONDS)
             try:
-                self._link.tell(Kind.PULSE, self._content())
+                self.tell()
             except ConnectionLost:
                 self._leave()
                 return
+
+    def tell(self) -> None:
+        self._link.tell(Kind.PULSE, self._content())
 
     def step_over(self, number: int, plan: int, began: int, collectives: Collectives | None) -> None:
         """A step's time begins where it waits no more for the stage before: what is left is its stage's work."""
@@ -156,6 +159,7 @@ class Rank:
         if start.place.tensor_rank == 0:
             self._pulse.experts = worker.expert_load
         self._kv = kv = RankKV(worker.kv_memory, lambda told: self._link.tell(Kind.KV_DONE, told))
+        self._pulse.tell()  # which layers have experts: who asks a ready engine is told of all of them
         self._link.send(Kind.READY)
         try:
             self._carry_out(source, start, worker, collectives, kv)

@@ -206,6 +206,13 @@ def test_sizes_that_cannot_be_are_refused_with_those_that_can() -> None:
         Place(2, 2, 0, 1)
 
 
+def test_a_size_beyond_the_experts_is_refused_with_their_ranges() -> None:
+    spec = read_spec(config_of(make_model("mixtral", num_local_experts=3)))
+    with pytest.raises(ConfigError, match=r"6 query heads, 3 ranges of experts, 97 tokens .*; use 1 to 3") as caught:
+        shard_of(spec, Place(0, 4, 0, 1))
+    assert "MLP" not in str(caught.value)  # there is none that ranks would share
+
+
 def test_stages_are_dealt_by_cost() -> None:
     draw = random.Random(0)
     for _ in range(50):

@@ -120,6 +120,12 @@ def _write_latent(writer: gguf.GGUFWriter, config: Any, halves: bool) -> None:
     if halves:
         writer.add_key_length_mla(head)
         writer.add_value_length_mla(config.v_head_dim)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])  # as the converter stores it
 
 
 def _write(
@@ -236,6 +242,21 @@ def test_a_deepseek_gguf_without_keys_for_groups_has_those_of_the_published_mode
     _write(tmp_path / "m.gguf", "deepseek_v3", model)
     config = resolve_model(str(tmp_path / "m.gguf")).config
     assert (config["n_group"], config["topk_group"]) == groups
+
+
+@pytest.mark.parametrize(("family", "sharper"), [("deepseek_v2", 0.707), ("deepseek_v3", 1.0)])
+def test_a_latents_yarn_sharpens_scores_as_the_file_says(family: str, sharper: float, tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 16}
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": sharper, "mscale_all_dim": sharper}
+    model = make_model(family, rope_parameters=yarn)
+    _write(tmp_path / "m.gguf", family, model)
+    source = resolve_model(str(tmp_path / "m.gguf"))
+    decoder = build_decoder(source.config, source.weights(), CpuOps(), max_model_len=64)
+    expected = oracle_logits(model, TOKENS)
+    assert (PagedDriver(decoder).run(0, TOKENS, [len(TOKENS)]) - expected).abs().max() < 1e-4
+    plain = {**source.config["rope_scaling"], "mscale": None, "mscale_all_dim": None}
+    decoder = build_decoder({**source.config, "rope_scaling": plain}, source.weights(), CpuOps(), max_model_len=64)
+    assert (PagedDriver(decoder).run(0, TOKENS, [len(TOKENS)]) - expected).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])

@@ -55,6 +55,22 @@ def test_the_decoder_gives_the_models_logits(arch: str, tmp_path: Path) -> None:
     assert (ours - oracle_logits(model, TOKENS)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("arch", [arch for arch in CONFIGS if arch != "gpt2"])
+def test_another_rotation_would_show(arch: str, tmp_path: Path) -> None:
+    """What the comparison above is worth: rows of q and k in another order, or another theta, are far outside of it."""
+    model = tiny_model(arch)
+    source = load(write_gguf(tmp_path / "m.gguf", arch, model))
+    config = {**source.config}
+    fields = config.setdefault("rope_parameters", {**(config.pop("rope_scaling", None) or {})})
+    config["rope_parameters"] = {**fields, "rope_theta": 3.0 * (fields.get("rope_theta") or config["rope_theta"])}
+    if arch == "gemma3":
+        rope = config["rope_parameters"]
+        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": rope}
+    decoder = build_decoder(config, source.weights(), TorchOps(), max_model_len=64)
+    ours = PagedDriver(decoder).run(0, TOKENS, [len(TOKENS)])
+    assert (ours - oracle_logits(model, TOKENS)).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_quantized_weights_are_the_dequantized_ones(arch: str, quant: str, tmp_path: Path) -> None:

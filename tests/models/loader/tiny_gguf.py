@@ -120,14 +120,17 @@ ARCHS = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name in C
 
 
 def tiny_model(arch: str, **changes: Any) -> PreTrainedModel:
-    """A random model whose norms and biases are not the zeros and ones of a fresh one."""
+    """A random model in which a mistake shows: norms and biases are not the zeros and ones of a fresh one, and matrices
+    keep the length of rows (a fresh one's are so small that attention is even, whatever the rotation)."""
     fields = {**CONFIGS[arch], **changes}
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields)).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.copy_(torch.randn(parameter.shape) * 0.2)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 1.3 / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.normal_(0.0 if name.endswith("bias") or arch.startswith("gemma") else 1.0, 0.2)
     return model
 
 
