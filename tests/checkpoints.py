@@ -114,6 +114,7 @@ _BASE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**SMALL, "num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": LONGROPE}
         | {"original_max_position_embeddings": 256},
     ),
+    "glm": ("GlmConfig", "GlmForCausalLM", {**SMALL, "head_dim": 16}),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", {**SMALL, "head_dim": 16}),
     "granite": ("GraniteConfig", "GraniteForCausalLM", {**SMALL, **_FACTORS}),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", SMALL),

@@ -14,6 +14,7 @@ from quire.models.families import (
     deepseek_v3,
     gemma2,
     gemma3,
+    glm,
     glm4,
     glm4_moe,
     gpt2,
@@ -41,8 +42,8 @@ from quire.models.refused import reason
 from quire.models.spec import DecoderSpec
 
 _FILES = (
-    *(llama, mistral, ministral, ministral3, qwen2, qwen3, smollm3, phi3, glm4, granite, olmo2, olmo3, cohere, cohere2),
-    *(gemma2, gemma3, starcoder2, opt, gpt2),
+    *(llama, mistral, ministral, ministral3, qwen2, qwen3, smollm3, phi3, glm, glm4, granite, olmo2, olmo3),
+    *(cohere, cohere2, gemma2, gemma3, starcoder2, opt, gpt2),
     *(mixtral, qwen2_moe, qwen3_moe, olmoe, gpt_oss, glm4_moe, deepseek_v2, deepseek_v3),
 )
 FAMILIES: dict[str, Family] = {file.FAMILY.architecture: file.FAMILY for file in _FILES}

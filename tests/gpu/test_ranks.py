@@ -9,7 +9,9 @@ import json
 import os
 import random
 import signal
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,15 @@ def _two_sides(kind: str, patience: float) -> tuple[list[Any], list[Any], list[A
     return waits, groups, memories
 
 
+def _loaded(group: Any, launch: Callable[[], object]) -> None:
+    """Launch once without waiting for anybody: what a kernel needs when it is first launched may wait for all that
+    runs, and the host would hang before it is watched."""
+    meet, group._meet = group._meet, lambda turn: None
+    launch()
+    group._meet = meet
+    torch.cuda.synchronize()
+
+
 def _close(waits: list[Any], memories: list[Any]) -> None:
     torch.cuda.synchronize()
     for each in (*waits, *memories):
@@ -143,11 +154,8 @@ def test_two_streams_of_one_process_exchange_inside_graphs(kind: str) -> None:
         groups[rank].settle()
 
     sides = [torch.cuda.Stream() for _ in range(2)]
-    # What a kernel needs when it is first launched may wait for all that runs, so nobody may wait for the other yet.
     for rank in range(2):
-        meet, groups[rank]._meet = groups[rank]._meet, lambda turn: None
-        launch(rank)
-        groups[rank]._meet = meet
+        _loaded(groups[rank], partial(launch, rank))
     if kind == "KernelWaits":
         from quire.kernels.triton import meeting
 
@@ -182,7 +190,9 @@ def test_two_streams_of_one_process_exchange_inside_graphs(kind: str) -> None:
 @torch.inference_mode()
 def test_a_wait_for_one_who_does_not_come_is_an_error_and_no_hang(kind: str) -> None:
     waits, groups, memories = _two_sides(kind, 1.0)
-    groups[0].sum_parts(torch.ones(4, 4, device="cuda"), None, None)
+    part = torch.ones(4, 4, device="cuda")
+    _loaded(groups[0], lambda: groups[0].sum_parts(part, None, None))
+    groups[0].sum_parts(part, None, None)
     with pytest.raises(RankLostError, match="did not come"), waits[0].watched():
         torch.cuda.synchronize()
     _close(waits, memories)

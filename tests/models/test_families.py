@@ -106,6 +106,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {**LONGROPE, "factor": 3.0}, "original_max_position_embeddings": 32},
     ),
     "phi3 plain": ("phi3", {"rope_parameters": None, "sliding_window": 24, "num_attention_heads": 6}),
+    "glm": ("glm", {}),
+    "glm whole heads": ("glm", {"partial_rotary_factor": 1.0, "attention_bias": False, "head_dim": 24}),
     "glm4": ("glm4", {}),
     "glm4 whole heads": ("glm4", {"partial_rotary_factor": 1.0, "attention_bias": False, "head_dim": 8}),
     "glm4 tied quarter": ("glm4", {"partial_rotary_factor": 0.25, "tie_word_embeddings": True, "head_dim": 24}),
@@ -357,6 +359,7 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "mlp_bias": False,
     },
+    "glm": {"rope_theta": 500.0, "partial_rotary_factor": 0.75},
     "glm4": {"rope_theta": 500.0, "partial_rotary_factor": 0.75},
     "granite": {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
     "starcoder2": {"rope_theta": 500.0, "sliding_window": 16},
@@ -370,12 +373,12 @@ OLD_CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", OLD_CONFIGS)
 def test_a_config_of_transformers_4_means_the_same(family: str) -> None:
     old = OLD_CONFIGS[family]
-    windowed = family not in ("llama", "phi3", "glm4", "granite", "starcoder2", "olmo2", "cohere")
+    windowed = family not in ("llama", "phi3", "glm", "glm4", "granite", "starcoder2", "olmo2", "cohere")
     overrides = {**old, "rope_parameters": None} | ({"layer_types": None} if windowed else {})
     model = make_model(family, **overrides)
     config = config_of(model)
     for field in ("rope_parameters", "layer_types", "head_dim", "_sliding_window_pattern", "dtype"):
-        if not (field == "head_dim" and family in ("qwen3", "gemma2", "gemma3", "glm4")):
+        if not (field == "head_dim" and family in ("qwen3", "gemma2", "gemma3", "glm", "glm4")):
             config.pop(field, None)
     config = {**config, **old, "torch_dtype": "float32", "transformers_version": "4.40.0"}
     tokens = tokens_of(60, 97)

@@ -29,7 +29,7 @@ OPT: dict[str, Any] = {"architectures": ["OPTForCausalLM"], "num_attention_heads
 GPT2: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"]}
 BASES = {"llama": LLAMA, "gemma3": GEMMA, "opt": OPT, "gpt2": GPT2}
 _LLAMA_LIKE = (
-    *("Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Glm4", "Gemma2", "Granite", "Starcoder2"),
+    *("Mistral", "Ministral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Glm", "Glm4", "Gemma2", "Granite", "Starcoder2"),
     *("Olmo2", "Olmo3", "Cohere", "Cohere2"),
 )
 for _family in _LLAMA_LIKE:

@@ -1,11 +1,11 @@
-"""GLM-4: norms around every part, fused gate and up, half of each head turns, in interleaved pairs."""
+"""GLM-4 of 0414: norms around every part, fused gate and up, half of each head turns, in interleaved pairs."""
 
 from __future__ import annotations
 
 from quire.models.config_reader import ConfigReader
 from quire.models.families import llama
+from quire.models.families.glm import glm_like
 from quire.models.family import Family
-from quire.models.rope_config import rope_of
 from quire.models.spec import DecoderSpec
 from quire.models.weight_names import WeightNames
 
@@ -24,15 +24,7 @@ NAMES = WeightNames(
 
 
 def read(c: ConfigReader) -> DecoderSpec:
-    return llama.llama_like(
-        c,
-        qkv_bias=c.flag("attention_bias", True),
-        out_bias=False,
-        head_dim=128,
-        ropes_of=lambda dim: (rope_of(c, dim, partial=0.5, interleaved=True),),
-        eps=1.5625e-7,
-        placement="sandwich",
-    )
+    return glm_like(c, "sandwich")
 
 
 FAMILY = Family("Glm4ForCausalLM", read, NAMES, handles=("partial_rotary_factor",))

@@ -283,7 +283,7 @@ def cohere2_config(file: GgufFile, arch: str, config: Config) -> None:
 
 def glm4_config(file: GgufFile, arch: str, config: Config) -> None:
     gated_config(file, arch, config)
-    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["attention_bias"] = not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(file.tensors)
     config.setdefault("partial_rotary_factor", 1.0)
     if int_value(file.metadata, f"{arch}.nextn_predict_layers", 0):
         raise UnsupportedModelError(f"{file.path}: layers that predict several tokens (nextn) are not supported")

@@ -135,6 +135,7 @@ _GLM4_BLOCK = {name: hf for name, hf in _LLAMA_BLOCK.items() if name != "ffn_gat
     "ffn_up": "mlp.gate_up_proj",
     "post_ffw_norm": "post_mlp_layernorm",
 }
+_CHATGLM_BLOCK = _PHI3_BLOCK | {name: hf for name, hf in _LLAMA_BLOCK.items() if name.startswith("attn_")}
 _LAYER_NORM_TOP = _LLAMA_TOP | {"output_norm.bias": "model.norm.bias"}
 _STARCODER2_BLOCK = {name: hf for name, hf in _LLAMA_BLOCK.items() if name != "ffn_gate"} | {
     "ffn_up": "mlp.c_fc",
@@ -195,6 +196,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "command-r": _like_llama("CohereForCausalLM", "cohere", configs.command_r_config, _COHERE_BLOCK),
     "cohere2": _like_llama("Cohere2ForCausalLM", "cohere2", configs.cohere2_config, _COHERE_BLOCK),
     "phi3": _like_llama("Phi3ForCausalLM", "phi3", configs.phi3_config, _PHI3_BLOCK),
+    "chatglm": _like_llama("GlmForCausalLM", "glm", configs.glm4_config, _CHATGLM_BLOCK),
     "glm4": _like_llama("Glm4ForCausalLM", "glm4", configs.glm4_config, _GLM4_BLOCK),
     "starcoder2": _like_llama(
         "Starcoder2ForCausalLM", "starcoder2", configs.starcoder2_config, _STARCODER2_BLOCK, top=_LAYER_NORM_TOP

@@ -61,6 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0],
         },
     },
+    "chatglm": {"model_type": "glm", **SMALL, "pad_token_id": 0, "partial_rotary_factor": 0.5},
     "glm4": {"model_type": "glm4", **SMALL, "pad_token_id": 0, "partial_rotary_factor": 0.5},
     "granite": {
         "model_type": "granite",
@@ -155,6 +156,15 @@ def converted(arch: str, model: PreTrainedModel, name: str, weight: torch.Tensor
     return weight
 
 
+def tensors_of(arch: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Those of a chatglm file are as the first checkpoints of the family had them: q, k and v in one."""
+    found = dict(model.state_dict())
+    for name in [each for each in found if arch == "chatglm" and ".q_proj." in each]:
+        parts = [found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+        found[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
+    return found
+
+
 def _write_shape(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -245,7 +255,7 @@ def write_gguf(
         add(key, value)
     names = gguf.get_tensor_name_map(ARCHS[arch], model.config.num_hidden_layers)
     kind = gguf.GGMLQuantizationType[quant]
-    for name, weight in model.state_dict().items():
+    for name, weight in tensors_of(arch, model).items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         values = converted(arch, model, name, weight).float().contiguous().numpy()
