@@ -205,7 +205,7 @@ def test_a_request_is_given_up_after_its_time(smollm2: str) -> None:
             await last(llm.generate([1], greedy(5000), timeout=0.3))
         with pytest.raises(RequestTimeoutError, match=r"within 0\.6 seconds"):
             await last(llm.generate([1], greedy(5000)))
-        await last(llm.generate([1], greedy(3)))
+        await last(llm.generate([1], greedy(3), timeout=60.0))
         metrics = await comes_to_rest(llm)
         assert metrics["requests_timed_out"] == 2 and metrics["requests_aborted"] == 2
 
