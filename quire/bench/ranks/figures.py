@@ -43,7 +43,7 @@ def figures() -> Iterator[dict[str, Any]]:
         for case in "ABC":
             sizes = [_TENSOR, _STAGES] if case == "B" else [_TENSOR]
             for model, load_format in ((_SMOL, "auto"), (quarter if case == "B" else whole, "dummy")):
-                for line in speeds(case, model, load_format, sizes, 1, 1 if case == "B" else 2):
+                for line in speeds(case, model, load_format, sizes, 2, 1 if case == "B" else 2):
                     one = line["size"] not in sizes
                     yield line if one else {**line, "limit": SPEED, "holds": line["speed_to_one_process"] >= SPEED}
     yield {"bench": "parallel", "case": "figures", "seconds": round(time.monotonic() - began, 1)}
