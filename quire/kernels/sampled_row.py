@@ -66,11 +66,14 @@ class Wants(enum.IntFlag):
     """Kinds of things that rows of a step ask for; each has launches of its own."""
 
     DRAW = 1
-    CUT = 2
-    MASKS = 4
-    CHANGES = 8
-    PENALTIES = 16
-    LOGPROBS = 32
+    TOP_K = 2
+    """And perhaps top_p."""
+    TOP_P = 4
+    """Alone."""
+    MASKS = 8
+    CHANGES = 16
+    PENALTIES = 32
+    LOGPROBS = 64
 
     @property
     def edits(self) -> bool:

@@ -198,8 +198,8 @@ def most_tensor_ranks(spec: DecoderSpec) -> int:
 
 
 _HEAD_SHARE = 0.5
-"""How much of the head's cost counts when layers are dealt to stages: a prompt goes through it with its last token alone,
-so stages that are even in decoding leave the first one with two thirds of SmolLM2's prompts."""
+"""How much of the head's cost counts when layers are dealt to stages: a prompt goes through it with its last token
+alone, so stages that are even in decoding leave the first one with two thirds of SmolLM2's prompts."""
 
 
 def layer_costs(spec: DecoderSpec) -> tuple[list[float], float]:

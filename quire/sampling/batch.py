@@ -139,22 +139,32 @@ class Draws:
     rows: Tensor
     temperature: Tensor
     log_min_p: Tensor
-    noise: Tensor
-    """The one random number of each draw."""
+    keys: list[tuple[int, int, int]]
+    """Whose random numbers are drawn with: seed, sequence index, position."""
     top_k: list[int]
     """0: no limit. On the host, since it decides how much is looked at."""
     top_p: Tensor
     uses_min_p: bool
 
+    def noise(self, attempt: int = 0) -> Tensor:
+        """One Philox number per row; a hundred tensor operations only pay for themselves over many rows."""
+        device = self.rows.device
+        if len(self.keys) <= _FEW_ROWS:
+            return send([uniform(*key, Purpose.SAMPLE, attempt) for key in self.keys], torch.float64, device)
+        columns = send(self.keys, torch.int64, device)
+        return uniforms(columns[:, 0], columns[:, 1], columns[:, 2], Purpose.SAMPLE, attempt)
+
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """One pass: rows are greedy but for `plain` (whole vocabulary) and `filtered` (top_k, top_p) ones."""
+    """One pass: rows are greedy but for `plain` (whole vocabulary), `nucleus` (top_p alone) and `filtered` (top_k, and
+    perhaps top_p) ones."""
 
     num_rows: int
     any_greedy: bool
     edits: Edits | None
     plain: Draws | None
+    nucleus: Draws | None
     filtered: Draws | None
     logprob_rows: list[int]
     logprob_counts: list[int]
@@ -164,7 +174,8 @@ class SamplingBatch:
     @property
     def only_greedy(self) -> bool:
         """Every row wants its likeliest token and nothing else."""
-        return self.edits is None and self.plain is None and self.filtered is None and not self.logprob_rows
+        draws = self.plain or self.nucleus or self.filtered
+        return self.edits is None and draws is None and not self.logprob_rows
 
     @classmethod
     def build(
@@ -172,14 +183,15 @@ class SamplingBatch:
     ) -> SamplingBatch:
         device = torch.device(device)
         plain: list[int] = []
+        nucleus: list[int] = []
         filtered: list[int] = []
         wants: list[int] = []
         special: list[int] = []
         for place, row in enumerate(rows):
             params = row.params
             if not params.greedy and params.top_k != 1:
-                cut = params.top_p < 1.0 or 0 < params.top_k < vocab_size
-                (filtered if cut else plain).append(place)
+                by_share = nucleus if params.top_p < 1.0 else plain
+                (filtered if 0 < params.top_k < vocab_size else by_share).append(place)
             if params.logprobs is not None:
                 wants.append(place)
             if _needs_edits(row):
@@ -187,9 +199,10 @@ class SamplingBatch:
         masks = TokenMasks.of({place: rows[place].mask for place in special if rows[place].mask}, device)
         return cls(
             num_rows=len(rows),
-            any_greedy=len(plain) + len(filtered) < len(rows),
+            any_greedy=len(plain) + len(nucleus) + len(filtered) < len(rows),
             edits=_edits(rows, special, masks, device) if special else None,
             plain=_draws(rows, plain, vocab_size, device) if plain else None,
+            nucleus=_draws(rows, nucleus, vocab_size, device) if nucleus else None,
             filtered=_draws(rows, filtered, vocab_size, device) if filtered else None,
             logprob_rows=wants,
             logprob_counts=[rows[place].params.logprobs or 0 for place in wants],
@@ -227,20 +240,11 @@ def _draws(rows: Sequence[SamplingRow], places: list[int], vocab_size: int, devi
         rows=send(places, torch.int64, device),
         temperature=tensor(temperature, torch.float32),
         log_min_p=tensor(log_min_p, torch.float32),
-        noise=_noise(chosen, device),
+        keys=[(row.seed, row.seq_index, row.position) for row in chosen],
         top_k=[row.params.top_k if row.params.top_k < vocab_size else 0 for row in chosen],
         top_p=tensor(top_p, torch.float64),
         uses_min_p=any(row.params.min_p > 0 for row in chosen),
     )
-
-
-def _noise(rows: Sequence[SamplingRow], device: torch.device) -> Tensor:
-    """One Philox number per row; a hundred tensor operations only pay for themselves over many rows."""
-    if len(rows) <= _FEW_ROWS:
-        numbers = [uniform(row.seed, row.seq_index, row.position, Purpose.SAMPLE) for row in rows]
-        return send(numbers, torch.float64, device)
-    columns = send([(row.seed, row.seq_index, row.position) for row in rows], torch.int64, device)
-    return uniforms(columns[:, 0], columns[:, 1], columns[:, 2], Purpose.SAMPLE)
 
 
 def _edits(

@@ -1,6 +1,6 @@
-"""Philox4x32-10: random numbers that are a pure function of (seed, sequence, position, purpose).
+"""Philox4x32-10: random numbers that are a pure function of (seed, sequence, position, purpose, attempt).
 
-The key is the 64-bit seed; the counter is (position, sequence index, purpose, 0). Nothing is carried from
+The key is the 64-bit seed; the counter is (position, sequence index, purpose, attempt). Nothing is carried from
 draw to draw, so a token's noise cannot depend on the batch, on preemption or on the device. The scalar form
 is plain Python; `uniforms` does the same over int64 tensors of any device with the same bits (torch is
 imported there only by whoever passes tensors in).
@@ -44,10 +44,10 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, seq_index: int, position: int, purpose: int = Purpose.SAMPLE) -> float:
+def uniform(seed: int, seq_index: int, position: int, purpose: int = Purpose.SAMPLE, attempt: int = 0) -> float:
     """One number in [0, 1) with 53 random bits; `seed` is taken modulo 2**64."""
     key = (seed & _MASK, (seed >> 32) & _MASK)
-    high, low, _, _ = philox4x32((position & _MASK, seq_index & _MASK, int(purpose), 0), key)
+    high, low, _, _ = philox4x32((position & _MASK, seq_index & _MASK, int(purpose), attempt), key)
     return float(((high >> 5) << 26) | (low >> 6)) * 2.0**-53
 
 
@@ -74,8 +74,9 @@ def philox4x32_tensors(
     return c0, c1, c2, c3
 
 
-def uniforms(seed: Tensor, seq_index: Tensor, position: Tensor, purpose: int | Tensor = Purpose.SAMPLE) -> Tensor:
+def uniforms(seed: Tensor, seq_index: Tensor, position: Tensor, purpose: int | Tensor = Purpose.SAMPLE,
+             attempt: int = 0) -> Tensor:
     """`uniform` for each entry of int64 tensors (seeds as `signed_seed`); float64 on their device."""
-    counter = (position & _MASK, seq_index & _MASK, (position & 0) + purpose, position & 0)
+    counter = (position & _MASK, seq_index & _MASK, (position & 0) + purpose, (position & 0) + attempt)
     high, low, _, _ = philox4x32_tensors(counter, (seed & _MASK, (seed >> 32) & _MASK))
     return (((high >> 5) << 26) | (low >> 6)).double() * 2.0**-53

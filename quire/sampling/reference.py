@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quire.sampling.params import SamplingParams
-from quire.sampling.philox import uniform
+from quire.sampling.philox import Purpose, uniform
 
 
 @dataclass(slots=True)
@@ -74,16 +74,33 @@ def probabilities(logits: Sequence[float], row: ReferenceRow) -> np.ndarray:
     return normalised
 
 
-def noise(row: ReferenceRow) -> float:
-    return uniform(row.seed, row.seq_index, len(row.prompt_ids) + len(row.output_ids))
+def noise(row: ReferenceRow, attempt: int = 0) -> float:
+    position = len(row.prompt_ids) + len(row.output_ids)
+    return uniform(row.seed, row.seq_index, position, Purpose.SAMPLE, attempt)
 
 
 def sample_one(logits: Sequence[float], row: ReferenceRow) -> int:
-    """First token whose cumulative probability exceeds the row's random number."""
-    cumulative = np.cumsum(probabilities(logits, row))
-    return min(
-        int(np.searchsorted(cumulative, noise(row) * cumulative[-1], side="right")), len(cumulative) - 1
-    )
+    """First token whose cumulative probability exceeds the row's random number. Under top_p alone the row is drawn from
+    as if there were none, and what that would not have kept leads to another draw, from the likelier tokens."""
+    params = row.params
+    by_share = not params.greedy and params.top_p < 1.0 and not 0 < params.top_k < len(logits)
+    if not by_share:
+        return _pick(probabilities(logits, row), noise(row))
+    kept = probabilities(logits, row)
+    left = probabilities(logits, replace(row, params=replace(params, top_p=1.0)))
+    values, attempt = edited_logits(logits, row), 0
+    while True:
+        token = _pick(left, noise(row, attempt))
+        if kept[token] > 0.0:
+            return token
+        left = np.array([p if (-x, i) < (-values[token], token) else 0.0
+                         for i, (x, p) in enumerate(zip(values, left, strict=True))])
+        attempt += 1
+
+
+def _pick(weights: np.ndarray, share: float) -> int:
+    cumulative = np.cumsum(weights)
+    return min(int(np.searchsorted(cumulative, share * cumulative[-1], side="right")), len(cumulative) - 1)
 
 
 def logprobs_one(

@@ -5,6 +5,11 @@ repetition, presence and frequency penalties; argmax where the temperature is 0;
 top_k, top_p, and one draw by inverse CDF in vocabulary order with one Philox number. Log-probabilities are of
 the raw logits, before all that but the grammar's mask.
 
+Under top_p alone nobody looks for the cut: a token is drawn from the whole row, and is kept if the tokens likelier
+than it have less than the share top_p. If not, the cut lies among these, and the next attempt draws from them, with
+the next Philox number. Every attempt draws from all the tokens that top_p keeps, in proportion to their weights, so
+the one that is kept has their distribution; 95 of 100 first attempts are kept under top_p 0.95.
+
 Why the result cannot depend on the batch, the thread count or the path taken: probabilities become integers
 (`floor(exp((logit - max) / T) * 2**40)`) and integers add up to the same total in any order. What remains is
 elementwise, or a maximum. Tokens are ordered by (logit, then lower id first), so ties are decided too.
@@ -70,7 +75,8 @@ def sample(logits: Tensor, batch: SamplingBatch, kernels: SamplingKernels | None
     else:
         tokens = torch.zeros(batch.num_rows, dtype=torch.int64, device=logits.device)
         peak = edited.amax(-1)
-    for draws, draw in ((batch.plain, _draw_plain), (batch.filtered, _draw_filtered)):
+    ways = (batch.plain, _draw_plain), (batch.nucleus, draw_nucleus), (batch.filtered, _draw_filtered)
+    for draws, draw in ways:
         if draws is not None and kernels is not None:
             tokens[draws.rows] = _draw_by_kernels(kernels, edited, peak, draws)
         elif draws is not None:
@@ -83,7 +89,7 @@ def sample(logits: Tensor, batch: SamplingBatch, kernels: SamplingKernels | None
 def _draw_by_kernels(kernels: SamplingKernels, logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
     top_k = torch.tensor(draws.top_k, dtype=torch.int64)
     return kernels.draw(logits, draws.rows, peak[draws.rows], draws.temperature, _min_p_floor(peak, draws), top_k,
-                        draws.top_p, draws.noise)
+                        draws.top_p, torch.tensor(draws.keys, dtype=torch.int64))
 
 
 def _greedy(logits: npt.NDArray[np.float32]) -> SamplerOutput:
@@ -115,13 +121,14 @@ def draw_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
         values = edited[rows]
         drawable = integer_weights(values, peak[rows, None], batch.plain.temperature[:, None])
         weights[rows] = drawable * (values >= floor[:, None])
-    if batch.filtered is not None and logits.device.type == "cpu":
-        for row, ids, kept in _cut_rows(edited, peak, batch.filtered):
-            weights[row] = 0
-            weights[row, torch.from_numpy(ids)] = kept
-    elif batch.filtered is not None:
-        for rows, _, drawable in _sorted_weights(edited, peak, batch.filtered):
-            weights[rows] = drawable
+    for draws in (batch.nucleus, batch.filtered):
+        if draws is not None and logits.device.type == "cpu":
+            for row, ids, kept in _cut_rows(edited, peak, draws):
+                weights[row] = 0
+                weights[row, torch.from_numpy(ids)] = kept
+        elif draws is not None:
+            for part, drawable in _sorted_weights(edited, peak, draws):
+                weights[draws.rows[part]] = drawable
     return weights.masked_fill_((_status(logits, edited, peak) != OK)[:, None], 0)
 
 
@@ -168,16 +175,40 @@ def _pick(weights: Tensor, noise: Tensor) -> Tensor:
 
 def _draw_plain(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
     """Inverse CDF over the whole vocabulary."""
+    noise = draws.noise()
+    return torch.cat([_pick(weights, noise[part]) for part, _, weights in _whole_weights(logits, peak, draws)])
+
+
+def draw_nucleus(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
+    """One token of each row from those that top_p keeps: drawn, judged, and drawn again among the likelier ones."""
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    found = []
+    for part, values, weights in _whole_weights(logits, peak, draws):
+        wanted = draws.top_p[part] * weights.sum(-1).double()
+        sound = torch.isfinite(peak[draws.rows[part]])
+        tokens, attempt = _pick(weights, draws.noise()[part]), 0
+        while True:
+            mine = values.gather(1, tokens[:, None])
+            likelier = weights * ((values > mine) | ((values == mine) & (ids < tokens[:, None])))
+            again = sound & (likelier.sum(-1).double() >= wanted)
+            if not bool(again.any()):
+                break
+            attempt += 1
+            tokens = torch.where(again, _pick(likelier, draws.noise(attempt)[part]), tokens)
+        found.append(tokens)
+    return torch.cat(found)
+
+
+def _whole_weights(logits: Tensor, peak: Tensor, draws: Draws) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some rows at a time: (which of the draws these are, their logits, the weights above the min_p floor)."""
     floor = _min_p_floor(peak, draws)
-    parts = []
     for part in row_chunks(len(draws.top_k), logits.shape[1], logits.device):
         rows = draws.rows[part]
         values = logits[rows]
         weights = integer_weights(values, peak[rows, None], draws.temperature[part, None])
         if draws.uses_min_p:
             weights *= values >= floor[part, None]
-        parts.append(_pick(weights, draws.noise[part]))
-    return torch.cat(parts)
+        yield part, values, weights
 
 
 def _min_p_floor(peak: Tensor, draws: Draws) -> Tensor:
@@ -194,12 +225,13 @@ def _draw_filtered(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
 
 def draw_by_sort(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
     """One token of each row from those that top_k and top_p keep."""
-    return torch.cat([_pick(weights, noise) for _, noise, weights in _sorted_weights(logits, peak, draws)])
+    noise = draws.noise()
+    return torch.cat([_pick(weights, noise[part]) for part, weights in _sorted_weights(logits, peak, draws)])
 
 
-def _sorted_weights(logits: Tensor, peak: Tensor, draws: Draws) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Sort whole rows, best first (stable: the lower id first among equals), and keep a prefix: (rows, their noise,
-    their weights in the order of the vocabulary)."""
+def _sorted_weights(logits: Tensor, peak: Tensor, draws: Draws) -> Iterator[tuple[slice, Tensor]]:
+    """Sort whole rows, best first (stable: the lower id first among equals), and keep a prefix: (which of the draws
+    these are, their weights in the order of the vocabulary)."""
     width, device = logits.shape[1], logits.device
     floor = _min_p_floor(peak, draws)
     top_k = send([k or width for k in draws.top_k], torch.int64, device)
@@ -212,16 +244,16 @@ def _sorted_weights(logits: Tensor, peak: Tensor, draws: Draws) -> Iterator[tupl
         running = weights.cumsum(-1)
         wanted = draws.top_p[part] * running[:, -1].double()
         weights *= (running - weights).double() < wanted[:, None]
-        yield rows, draws.noise[part], torch.zeros_like(weights).scatter_(1, ids, weights)
+        yield part, torch.zeros_like(weights).scatter_(1, ids, weights)
 
 
 def draw_by_cut(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
     """One token of each row from those that top_k and top_p keep."""
-    tokens = [0] * len(draws.top_k)
+    tokens, noise = [0] * len(draws.top_k), draws.noise()
     places = {row: place for place, row in enumerate(draws.rows.tolist())}
     for row, ids, weights in _cut_rows(logits, peak, draws):
         place = places[row]
-        tokens[place] = int(ids[int(_pick(weights[None], draws.noise[place : place + 1]))])
+        tokens[place] = int(ids[int(_pick(weights[None], noise[place : place + 1]))])
     return torch.tensor(tokens, dtype=torch.int64)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import statistics
 import subprocess
@@ -118,8 +117,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="with --heads: tokens of each stream (default: 160)")
     parser.add_argument("--sampling", action="store_true",
                         help="instead: what sampling settings cost, at 256 sequences and for one stream")
-    parser.add_argument("--sampling-kernels", choices=("pivots", "band", "both"), default="pivots",
-                        help="with --sampling: which kernels find cuts (default: %(default)s)")
     parser.add_argument("--serve", action="store_true",
                         help="instead: 256 streams of 512 in, 512 out over HTTP, against the same through generate")
     parser.add_argument("--tokens", action="store_true", help="print a checksum of each case's tokens")
@@ -163,9 +160,8 @@ def run(args: argparse.Namespace) -> int:
     if args.sampling:
         from quire.bench.gpu import sampling as gpu_sampling
 
-        chosen = ("pivots", "band") if args.sampling_kernels == "both" else (args.sampling_kernels,)
-        for model, kernels in itertools.product(args.models, chosen):
-            for line in gpu_sampling.measure(model, args.repeat, args.deterministic, args.enforce_eager, kernels):
+        for model in args.models:
+            for line in gpu_sampling.measure(model, args.repeat, args.deterministic, args.enforce_eager):
                 _show(args, line, gpu_sampling.text(line))
         return 0
     if args.mixed:

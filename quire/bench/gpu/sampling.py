@@ -42,20 +42,9 @@ def requests_of(name: str, count: int, round_: int, max_tokens: int = _TOKENS) -
             for i in range(count)]
 
 
-def measure(model: str, repeat: int, deterministic: bool = False, enforce_eager: bool = False,
-            kernels: str = "pivots") -> Iterator[dict[str, Any]]:
+def measure(model: str, repeat: int, deterministic: bool = False, enforce_eager: bool = False
+            ) -> Iterator[dict[str, Any]]:
     """A line for every batch size and setting: tokens a second (or ms a token), and the share of temperature alone."""
-    from quire.kernels.triton import sample as sampling_kernels
-
-    before, sampling_kernels.BANDED = sampling_kernels.BANDED, kernels == "band"
-    try:
-        for line in _measure(model, repeat, deterministic, enforce_eager):
-            yield line | {"kernels": kernels}
-    finally:
-        sampling_kernels.BANDED = before
-
-
-def _measure(model: str, repeat: int, deterministic: bool, enforce_eager: bool) -> Iterator[dict[str, Any]]:
     from quire.bench.gpu.cases import MODELS
     from quire.bench.gpu.engine import GpuClock, Run, build_core, build_worker, front_door, generate
     from quire.worker.gpu.options import DeviceOptions
@@ -108,7 +97,6 @@ def lines_of(model: str, count: int, figures: dict[str, list[float]], gpu_ms: di
 
 def text(line: dict[str, Any]) -> str:
     wanted = "" if line["target"] is None else f"  ({'met' if line['met'] else 'missed'}: {line['target']:g})"
-    kernels = f" by {line['kernels']}" if "kernels" in line else ""
     return (f"{line['model']} x {line['sequences']:<4d}{line['setting']:<30s}{line['median']:>10.2f} {line['unit']} "
             f"({line['low']:g} to {line['high']:g})  {line['of_plain']:.2f} of plain, GPU "
-            f"{line['gpu_ms_per_step']:.2f} ms a step{kernels}{wanted}")
+            f"{line['gpu_ms_per_step']:.2f} ms a step{wanted}")

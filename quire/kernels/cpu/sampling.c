@@ -15,7 +15,6 @@
 #define SCALE 1099511627776.0f
 #define STRIP 256       /* tokens of whose largest logits the top_k-th is taken */
 #define MOST_RANKED 256 /* the largest top_k for which that is done */
-#define LIKELY -6.9077554f /* tokens of at least a thousandth of the best one's probability are looked at first */
 
 typedef struct {
     float value;
@@ -140,39 +139,13 @@ static float least_of_best(const weighing *row, int64_t top_k) {
     return held == top_k ? best[held - 1] : -INFINITY;
 }
 
-/* As `fill`, for the likely tokens alone if the cut is among them, else for all; returns the least logit looked at.
- * `total` becomes the weight of all tokens, unless top_k decides (nobody asks for it then). */
-static float look(const weighing *row, int64_t top_k, double top_p, int64_t *total, histogram *h) {
-    float best = top_k > 0 ? least_of_best(row, top_k) : -INFINITY;
-    if (best > -INFINITY) {
-        best = best > row->floor ? best : row->floor;
-        fill(row, best, h);
-        return best;
-    }
-    float likely = row->peak + row->temperature * LIKELY;
-    int64_t weights[RUN], count = 0, weight = 0;
-    *total = 0;
-    for (int64_t at = 0; at < row->width; at += RUN) {
-        int64_t n = weigh(row, at, weights);
-        for (int64_t i = 0; i < n; i++) {
-            int64_t counts = row->x[at + i] >= likely;
-            *total += weights[i];
-            weight += weights[i] & -counts;
-            count += counts;
-        }
-    }
-    int32_t enough = top_k > 0 ? count >= top_k : !((double)weight < top_p * (double)*total);
-    float least = enough && likely > row->floor ? likely : row->floor;
-    fill(row, least, h);
-    return least;
-}
-
-/* Where top_k (0: everywhere) and top_p cut the row; 0 without memory. */
+/* Where top_k, and of what that keeps top_p, cut the row; 0 without memory. */
 static int32_t find_limit(const weighing *all, histogram *h, int64_t top_k, double top_p, limit *cut) {
     weighing looked_at = *all, *row = &looked_at;
-    int64_t whole = 0;
-    looked_at.floor = look(all, top_k, top_p, &whole, h);
-    int64_t left = top_k > 0 ? top_k : row->width, total = 0, before = 0;
+    float best = least_of_best(all, top_k);
+    looked_at.floor = best > all->floor ? best : all->floor;
+    fill(row, row->floor, h);
+    int64_t left = top_k, total = 0, before = 0;
     int32_t last = 0;
     for (; last < BINS - 1 && h->count[last] < left; last++) {
         left -= h->count[last];
@@ -190,7 +163,7 @@ static int32_t find_limit(const weighing *all, histogram *h, int64_t top_k, doub
         memset(h->count + last + 1, 0, (size_t)(BINS - 1 - last) * sizeof(int64_t));
         memset(h->weight + last + 1, 0, (size_t)(BINS - 1 - last) * sizeof(int64_t));
     }
-    double wanted = top_p * (double)(top_k > 0 ? total : whole);
+    double wanted = top_p * (double)total;
     int32_t bin = 0;
     int32_t end = -1; /* the last bin with a kept token */
     for (; bin < BINS; bin++) {
@@ -225,29 +198,65 @@ INLINE void drop(const weighing *row, int64_t at, int64_t n, limit cut, int64_t 
     }
 }
 
-/* The first token whose running total exceeds the share `noise` of the whole. */
-static int64_t draw(const weighing *row, limit cut, int32_t is_cut, double noise, int64_t *sums) {
-    int64_t weights[RUN], total = 0, runs = 0;
-    for (int64_t at = 0; at < row->width; at += RUN, runs++) {
+/* The weights of all runs that the cut leaves; returns their sum. */
+static int64_t weigh_runs(const weighing *row, const limit *cut, int64_t *sums) {
+    int64_t weights[RUN], total = 0;
+    for (int64_t at = 0, run = 0; at < row->width; at += RUN, run++) {
         int64_t n = weigh(row, at, weights), sum = 0;
-        if (is_cut) drop(row, at, n, cut, weights);
+        if (cut != NULL) drop(row, at, n, *cut, weights);
         for (int64_t i = 0; i < n; i++) sum += weights[i];
-        sums[runs] = sum;
+        sums[run] = sum;
         total += sum;
     }
-    int64_t target = (int64_t)(noise * (double)total), run = 0;
+    return total;
+}
+
+/* The first token whose running total exceeds the share `noise` of `total`, with the weights of `weigh_runs`. */
+static int64_t pick(const weighing *row, const limit *cut, const int64_t *sums, int64_t total, double noise) {
+    int64_t weights[RUN], runs = (row->width + RUN - 1) / RUN, target = (int64_t)(noise * (double)total), run = 0;
     if (target > total - 1) target = total - 1;
     for (; run < runs - 1 && sums[run] <= target; run++) target -= sums[run];
     int64_t n = weigh(row, run * RUN, weights), i = 0;
-    if (is_cut) drop(row, run * RUN, n, cut, weights);
+    if (cut != NULL) drop(row, run * RUN, n, *cut, weights);
     for (; i < n - 1 && weights[i] <= target; i++) target -= weights[i];
     return run * RUN + i;
+}
+
+/* `uniform` of quire/sampling/philox.py for the purpose of drawing; `key`: seed, sequence index, position. */
+static double uniform(const int64_t *key, uint32_t attempt) {
+    uint64_t seed = (uint64_t)key[0];
+    uint32_t c0 = (uint32_t)key[2], c1 = (uint32_t)key[1], c2 = 0, c3 = attempt;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)p1;
+        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)p0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return (double)((uint64_t)(c0 >> 5) << 26 | c1 >> 6) * 0x1p-53;
+}
+
+/* Under top_p alone: a token of the row is kept if those before it in the order have less than that share of the weight;
+ * else they are drawn from, with the next random number. */
+static int64_t draw_share(const weighing *row, double top_p, const int64_t *key, int64_t *sums) {
+    int64_t total = weigh_runs(row, NULL, sums), token = pick(row, NULL, sums, total, uniform(key, 0));
+    double wanted = top_p * (double)total;
+    for (uint32_t attempt = 1;; attempt++) {
+        limit before = {row->x[token], token - 1};
+        total = weigh_runs(row, &before, sums);
+        if ((double)total < wanted) return token;
+        token = pick(row, &before, sums, total, uniform(key, attempt));
+    }
 }
 
 typedef struct {
     const float *logits, *peak, *temperature, *floor;
     const int64_t *rows, *top_k;
-    const double *top_p, *noise;
+    const double *top_p;
+    const int64_t *keys;
     int64_t width;
     int64_t *out;
 } draw_job;
@@ -256,32 +265,38 @@ static void draw_task(void *arg, int64_t task) {
     const draw_job *job = arg;
     weighing row = {job->logits + job->rows[task] * job->width, job->width, job->peak[task], job->temperature[task],
                     job->floor[task], NULL};
-    int64_t runs = (job->width + RUN - 1) / RUN;
-    int32_t is_cut = job->top_k[task] > 0 || job->top_p[task] < 1.0;
+    int64_t runs = (job->width + RUN - 1) / RUN, top_k = job->top_k[task];
+    const int64_t *key = job->keys + 3 * task;
+    double top_p = job->top_p[task];
+    int32_t is_cut = top_k > 0 || top_p < 1.0;
     limit cut = {-INFINITY, job->width};
     job->out[task] = isfinite(row.peak) ? -1 : 0;
     if (!isfinite(row.peak)) return;
     int64_t *sums = malloc((size_t)runs * sizeof *sums);
-    histogram *h = is_cut ? malloc(sizeof *h) : NULL;
+    histogram *h = top_k > 0 ? malloc(sizeof *h) : NULL;
     float *known = is_cut ? malloc((size_t)job->width * sizeof *known) : NULL;
-    int32_t ok = sums != NULL && (!is_cut || (h != NULL && known != NULL));
+    int32_t ok = sums != NULL && (top_k == 0 || h != NULL) && (!is_cut || known != NULL);
     if (ok && is_cut) {
         scaled(&row, 0, job->width, known);
         row.known = known;
-        ok = find_limit(&row, h, job->top_k[task], job->top_p[task], &cut);
     }
-    if (ok) job->out[task] = draw(&row, cut, is_cut, job->noise[task], sums);
+    if (ok && is_cut && top_k == 0) {
+        job->out[task] = draw_share(&row, top_p, key, sums);
+    } else if (ok && (top_k == 0 || find_limit(&row, h, top_k, top_p, &cut))) {
+        const limit *kept = is_cut ? &cut : NULL;
+        job->out[task] = pick(&row, kept, sums, weigh_runs(&row, kept, sums), uniform(key, 0));
+    }
     free(sums);
     free(h);
     free(known);
 }
 
-/* Token out[i] of row rows[i], drawn with the random number noise[i] from what top_k (0: no limit), top_p (1 or more:
- * none) and the floor leave; -1 where there was no memory, 0 where the peak is not finite. */
+/* Token out[i] of row rows[i], drawn from what top_k (0: no limit), top_p (1 or more: none) and the floor leave, with the
+ * random numbers of key i (seed, sequence index, position); -1 where there was no memory, 0 where the peak is not finite. */
 EXPORT void quire_draw(const float *logits, const int64_t *rows, const float *peak, const float *temperature,
-                       const float *floor, const int64_t *top_k, const double *top_p, const double *noise, int64_t *out,
+                       const float *floor, const int64_t *top_k, const double *top_p, const int64_t *keys, int64_t *out,
                        int64_t count, int64_t width) {
-    draw_job job = {logits, peak, temperature, floor, rows, top_k, top_p, noise, width, out};
+    draw_job job = {logits, peak, temperature, floor, rows, top_k, top_p, keys, width, out};
     quire_parallel(draw_task, &job, count);
 }
 

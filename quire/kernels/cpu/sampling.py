@@ -16,12 +16,13 @@ class CpuSampling:
         self._library = load()
 
     def draw(self, logits: Tensor, rows: Tensor, peak: Tensor, temperature: Tensor, floor: Tensor, top_k: Tensor,
-             top_p: Tensor, noise: Tensor) -> Tensor:
-        """One token of each of the `rows` of float32 logits [R, V]; all else is by place in `rows`."""
+             top_p: Tensor, keys: Tensor) -> Tensor:
+        """One token of each of the `rows` of float32 logits [R, V]; all else is by place in `rows`. `keys`, int64
+        [rows, 3]: seed, sequence index, position."""
         logits = logits.contiguous()
         out = torch.empty(len(rows), dtype=torch.int64)
         given = (logits, rows.contiguous(), peak.contiguous(), temperature.contiguous(), floor.contiguous(),
-                 top_k.contiguous(), top_p.contiguous(), noise.contiguous(), out)
+                 top_k.contiguous(), top_p.contiguous(), keys.contiguous(), out)
         self._library.quire_draw(*(tensor.data_ptr() for tensor in given), len(rows), logits.shape[1])
         if bool((out < 0).any()):
             raise OutOfMemoryError("no memory to draw a token: lower max_num_seqs, or stop what else runs here")

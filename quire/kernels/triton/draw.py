@@ -131,7 +131,7 @@ def _pick_kernel(
         temperature = tl.load(state + owner * FIELDS)
         if temperature > 0:
             floor = top + temperature * tl.load(state + owner * FIELDS + 1)
-            noise = uniform(position, state_bits + owner * FIELDS + 2)
+            noise = uniform(position, state_bits + owner * FIELDS + 2, 0)
             sums = tl.load(weight + row * BLOCKS + all_blocks, mask=inside, other=0)
             total = tl.sum(sums)
             target = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)

@@ -6,43 +6,14 @@ import triton
 import triton.language as tl
 
 from quire.kernels import sampled_row
-from quire.kernels.triton.cut import BETTER, CURSOR, SUMS, TOTAL, chunk_of, collect, find_bracket, is_cut
-from quire.kernels.triton.sampling_parts import HEAD, WORDS, is_finite, order_key, read_logits, row_peak
+from quire.kernels.triton.best_search import chunk_of
+from quire.kernels.triton.sampling_parts import HEAD, WORDS, drawn_token, order_key, read_logits, reports, row_peak
 
 _PLACE = tl.constexpr(sampled_row.PLACE)
 _LOGPROBS = tl.constexpr(sampled_row.LOGPROBS)
 _RING = tl.constexpr(sampled_row.RING)
 _TOP = tl.constexpr(sampled_row.TOP)
 _REPORT_WORDS = tl.constexpr(sampled_row.REPORT_WORDS)
-
-
-@triton.jit
-def drawn_token(stage, out, me, out_stride):
-    """The token that was drawn for a row."""
-    return tl.load(out + tl.load(stage + _RING).to(tl.int64) * out_stride + tl.load(me + _PLACE) * 2)
-
-
-@triton.jit
-def rank_kernel(
-    logits, stage, peak, sums, above, pivots, bracket, found, ids, out, stride, out_stride, VOCAB: tl.constexpr,
-    MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
-    CAPACITY: tl.constexpr, SOURCE: tl.constexpr,
-):  # fmt: skip
-    """Count a block's tokens that are likelier than the drawn one; collect those that may be among the likeliest."""
-    block, row = tl.program_id(0), tl.program_id(1)
-    me = stage + HEAD + row * WORDS
-    top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
-    low, high = find_bracket(me, row, top, sums, above, pivots, bracket, block, True)
-    if is_cut(me, True) & is_finite(top):
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        values = read_logits(logits, logits, stage, row, token, stride, VOCAB, MASK_WORDS, SOURCE)
-        drawn = drawn_token(stage, out, me, out_stride)
-        one = drawn + tl.zeros([1], tl.int32)
-        mine = tl.max(read_logits(logits, logits, stage, row, one, stride, VOCAB, MASK_WORDS, SOURCE))
-        better = (values > mine) | ((values == mine) & (token < drawn))
-        tl.atomic_add(sums + row * SUMS + BETTER, tl.sum((better & (token < VOCAB)).to(tl.int64)))
-        inside = (token < VOCAB) & (values > low) & (values <= high)
-        collect(values, token, inside, found, ids, sums + row * SUMS + CURSOR, row, CAPACITY)
 
 
 @triton.jit
@@ -69,27 +40,21 @@ def _logprob(values, top, log_total):
 
 @triton.jit
 def report_kernel(
-    logits, stage, peak, sums, whole, better, cursor, bracket, found, ids, out, report, stride, out_stride,
-    report_stride, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, BANDED: tl.constexpr,
+    logits, stage, peak, whole, better, cursor, bound, found, ids, out, report, stride, out_stride, report_stride,
+    VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """What is reported of a row: see `sampled_row.REPORT_WORDS`. BANDED: the sums of its blocks are in `whole` and
-    `better`, and `cursor` says how many were collected; else they are all in `sums`."""
+    """What is reported of a row: see `sampled_row.REPORT_WORDS`."""
     row = tl.program_id(0)
     me = stage + HEAD + row * WORDS
     top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
-    if is_cut(me, True) & is_finite(top):
+    if reports(me, top):
         drawn = drawn_token(stage, out, me, out_stride)
         mine = report + tl.load(stage + _RING).to(tl.int64) * report_stride + tl.load(me + _PLACE) * _REPORT_WORDS
-        if BANDED:
-            blocks = tl.arange(0, BLOCKS_POW)
-            weight = tl.sum(tl.load(whole + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0))
-            rank = tl.sum(tl.load(better + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0)) + 1
-            collected = tl.load(cursor + row)
-        else:
-            weight = tl.load(sums + row * SUMS + TOTAL)
-            rank = (tl.load(sums + row * SUMS + BETTER) + 1).to(tl.int32)
-            collected = tl.load(sums + row * SUMS + CURSOR).to(tl.int32)
+        blocks = tl.arange(0, BLOCKS_POW)
+        weight = tl.sum(tl.load(whole + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0))
+        rank = tl.sum(tl.load(better + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0)) + 1
+        collected = tl.load(cursor + row)
         log_total = tl.log(weight.to(tl.float64) * (1.0 / 1099511627776.0))
         one = drawn + tl.zeros([1], tl.int32)
         value = tl.max(read_logits(logits, logits, stage, row, one, stride, VOCAB, MASK_WORDS, SOURCE))
@@ -97,8 +62,7 @@ def report_kernel(
         tl.store(mine + 1, _logprob(value, top, log_total).to(tl.int32, bitcast=True))
         tl.store(mine + 2, rank)
         fits = (collected <= CAPACITY).to(tl.int32)
-        low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
-        settings = (tl.where(fits != 0, collected, VOCAB), fits, low, high, top, 1.0, float("-inf"))
+        settings = (tl.where(fits != 0, collected, VOCAB), fits, tl.load(bound + row), top, 1.0, float("-inf"))
         source = (logits, logits, stage, found, ids, stride)
         key, token = order_key(top) + 1, drawn * 0 - 1
         wanted = tl.minimum(tl.load(me + _LOGPROBS), VOCAB)

@@ -1,4 +1,5 @@
-"""What the sampling kernels share: integer weights, random numbers, a row's logits, keys that keep their order."""
+"""What the sampling kernels share: a row's settings and logits, integer weights, random numbers, keys that keep their
+order."""
 
 from __future__ import annotations
 
@@ -10,8 +11,15 @@ from quire.kernels import sampled_row
 HEAD = tl.constexpr(sampled_row.HEAD)
 WORDS = tl.constexpr(sampled_row.WORDS)
 _PLACE = tl.constexpr(sampled_row.PLACE)
+_OWNER = tl.constexpr(sampled_row.OWNER)
 _MASK = tl.constexpr(sampled_row.MASK)
 _MASKS_AT = tl.constexpr(sampled_row.MASKS_AT)
+_RING = tl.constexpr(sampled_row.RING)
+_TEMPERATURE = tl.constexpr(sampled_row.TEMPERATURE)
+_LOG_MIN_P = tl.constexpr(sampled_row.LOG_MIN_P)
+_TOP_K = tl.constexpr(sampled_row.TOP_K)
+_TOP_P = tl.constexpr(sampled_row.TOP_P)
+_LOGPROBS = tl.constexpr(sampled_row.LOGPROBS)
 
 RAW = tl.constexpr(0)
 """Logits as the model gave them."""
@@ -29,10 +37,9 @@ def integer_weights(values, peak, temperature, floor):
 
 
 @triton.jit
-def _philox(c0, c1, k0, k1):
-    """The first two words of Philox4x32-10 for counter (c0, c1, purpose 0, 0)."""
+def _philox(c0, c1, c3, k0, k1):
+    """The first two words of Philox4x32-10 for counter (c0, c1, purpose 0, c3)."""
     c2 = c0 ^ c0
-    c3 = c2
     a: tl.constexpr = 0xD2511F53
     b: tl.constexpr = 0xCD9E8D57
     for _ in tl.static_range(10):
@@ -46,11 +53,12 @@ def _philox(c0, c1, k0, k1):
 
 
 @triton.jit
-def uniform(position, words):
+def uniform(position, words, attempt):
     """The random number of a draw, in [0, 1) with 53 bits; `words`: seed (two) and sequence index."""
     high, low = _philox(
         position.to(tl.uint32),
         tl.load(words + 2).to(tl.uint32),
+        (position * 0 + attempt).to(tl.uint32),
         tl.load(words).to(tl.uint32),
         tl.load(words + 1).to(tl.uint32),
     )
@@ -62,6 +70,45 @@ def uniform(position, words):
 def load_float(word):
     """A float32 out of int32 words."""
     return tl.load(word).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def top_p_of(me):
+    low = tl.load(me + _TOP_P).to(tl.int64) & 0xFFFFFFFF
+    return ((tl.load(me + _TOP_P + 1).to(tl.int64) << 32) | low).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def min_p_floor(me, peak, temperature):
+    """Logits under this have less than min_p of the likeliest token's probability."""
+    return peak + temperature * load_float(me + _LOG_MIN_P)
+
+
+@triton.jit
+def draws(me, top):
+    """Whether a row is drawn at random."""
+    return (tl.load(me + _OWNER) >= 0) & (load_float(me + _TEMPERATURE) > 0) & is_finite(top)
+
+
+@triton.jit
+def draws_share(me, top):
+    """Whether a row is drawn at random under top_p alone."""
+    return draws(me, top) & (tl.load(me + _TOP_K) == 0) & (top_p_of(me) < 2.0)
+
+
+@triton.jit
+def num_best(me, RANKED: tl.constexpr):
+    """How many of a row's likeliest tokens are to be found: to draw from them, or (RANKED) to report them; 0: none."""
+    if RANKED:
+        count = tl.load(me + _LOGPROBS)
+    else:
+        count = tl.where(load_float(me + _TEMPERATURE) > 0, tl.load(me + _TOP_K), 0)
+    return tl.where(tl.load(me + _OWNER) >= 0, tl.maximum(count, 0), 0)
+
+
+@triton.jit
+def reports(me, top):
+    return (tl.load(me + _OWNER) >= 0) & (tl.load(me + _LOGPROBS) >= 0) & is_finite(top)
 
 
 @triton.jit
@@ -100,6 +147,12 @@ def read_logits(logits, edited, stage, row, token, stride, VOCAB: tl.constexpr, 
         if SOURCE == MASKED:
             values = masked(values, stage, tl.load(me + _MASK), token, MASK_WORDS)
     return values
+
+
+@triton.jit
+def drawn_token(stage, out, me, out_stride):
+    """The token that was drawn for a row."""
+    return tl.load(out + tl.load(stage + _RING).to(tl.int64) * out_stride + tl.load(me + _PLACE) * 2)
 
 
 @triton.jit

@@ -60,16 +60,13 @@ class RowSettings:
         return replace(self, words=words, bits=int(self.wants & ~Wants.LOGPROBS))
 
 
-def _is_cut(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether top_k or top_p leave tokens out."""
-    return not params.greedy and params.top_k != 1 and (params.top_p < 1.0 or 0 < params.top_k < vocab_size)
-
-
 def _wants_of(params: SamplingParams, bad_words: bool, vocab_size: int) -> Wants:
     """All that a sequence may ever ask for; nothing: the drawing kernel of plain rows does."""
     wants = Wants(0)
-    if _is_cut(params, vocab_size):
-        wants |= Wants.CUT
+    if not params.greedy and 1 < params.top_k < vocab_size:
+        wants |= Wants.TOP_K
+    elif not params.greedy and params.top_k != 1 and params.top_p < 1.0:
+        wants |= Wants.TOP_P
     if params.allowed_token_ids is not None or params.structured_outputs is not None:
         wants |= Wants.MASKS
     if params.logit_bias or bad_words or params.min_tokens > 0:

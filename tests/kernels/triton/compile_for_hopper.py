@@ -204,17 +204,17 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def sampling(vocab: int = 151936, rows: int = 4) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What draws tokens, by what its rows ask for."""
-    old, banded = (sample.SampleScratch.allocate(rows, vocab, "cpu", banded=banded) for banded in (False, True))
+    scratch = sample.SampleScratch.allocate(rows, vocab, "cpu")
     ints = partial(torch.zeros, dtype=torch.int32)
     step = sample.SampledStep(
         ints(65536), torch.empty(rows, vocab, dtype=torch.bfloat16), ints(8, 4096), ints(2, rows, 2), ints(2, rows, 64),
         torch.empty(rows, vocab), ints(rows, vocab),
     )  # fmt: skip
-    every = Wants.DRAW | Wants.CUT | Wants.MASKS | Wants.CHANGES | Wants.PENALTIES | Wants.LOGPROBS
-    for name, wants, scratch in (
-        ("plain", Wants.DRAW, old), ("cut", Wants.DRAW | Wants.CUT, old),
-        ("penalties", Wants.DRAW | Wants.PENALTIES, old), ("everything", every, old),
-        ("cut by a band", Wants.DRAW | Wants.CUT, banded), ("everything by a band", every, banded),
+    cut = Wants.DRAW | Wants.TOP_K | Wants.TOP_P
+    every = cut | Wants.MASKS | Wants.CHANGES | Wants.PENALTIES | Wants.LOGPROBS
+    for name, wants in (
+        ("plain", Wants.DRAW), ("top_p", Wants.DRAW | Wants.TOP_P), ("top_k", Wants.DRAW | Wants.TOP_K),
+        ("penalties", Wants.DRAW | Wants.PENALTIES), ("everything", every),
     ):  # fmt: skip
         yield f"sampling {name}", partial(sample.sample_rows, step, rows, wants, scratch)
 

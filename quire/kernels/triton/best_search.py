@@ -1,6 +1,6 @@
-"""The last kept token of a row, found among the tokens in question by binary search.
+"""Which of a row's collected tokens top_k and top_p keep, found by binary search; these go to their blocks' weights.
 
-A program holds them in registers if they are few enough, as nearly always; else each probe reads them again.
+A program holds the tokens in registers if they are few enough, as nearly always; else each probe reads them again.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ import triton
 import triton.language as tl
 
 from quire.kernels import sampled_row
-from quire.kernels.triton.cut import CURSOR, SUMS, TOTAL, chunk_of, is_cut, row_floor, top_p_of
+from quire.kernels.triton.best import NO_WEIGHT
 from quire.kernels.triton.sampling_parts import (
-    HEAD,
-    WORDS,
     integer_weights,
-    is_finite,
     key_value,
     load_float,
+    min_p_floor,
     order_key,
-    row_peak,
+    read_logits,
+    top_p_of,
 )
 
 _TEMPERATURE = tl.constexpr(sampled_row.TEMPERATURE)
@@ -28,11 +27,31 @@ _NO_KEY = tl.constexpr(-2147483648)
 
 
 @triton.jit
+def chunk_of(
+    start, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
+    """Some tokens in question: (logits, ids, which of these are real), collected or else out of the row itself."""
+    count, fits, low, _top, _temperature, _floor = settings
+    logits, edited, stage, found, ids, stride = source
+    at = start + tl.arange(0, CHUNK)
+    if fits != 0:
+        real = at < count
+        values = tl.load(found + row * CAPACITY + at, mask=real, other=float("-inf"))
+        token = tl.load(ids + row * CAPACITY + at, mask=real, other=VOCAB)
+    else:
+        values = read_logits(logits, edited, stage, row, at, stride, VOCAB, MASK_WORDS, SOURCE)
+        token = at
+        real = (at < VOCAB) & (values > low)
+    return values, token, real
+
+
+@triton.jit
 def _tokens(start, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
             CHUNK: tl.constexpr, SOURCE: tl.constexpr):  # fmt: skip
     """(Keys, weights, ids) of some tokens in question; those without weight are none."""
     values, token, real = chunk_of(start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
-    weights = integer_weights(values, settings[4], settings[5], settings[6])
+    weights = integer_weights(values, settings[3], settings[4], settings[5])
     real = real & (weights > 0)
     return tl.where(real, order_key(values), _NO_KEY), tl.where(real, weights, 0), token
 
@@ -98,7 +117,7 @@ def _range(
 @triton.jit
 def _weight_of(key, settings):
     """The weight of one token with the logit of `key`."""
-    weights = integer_weights(tl.zeros([2], tl.float32) + key_value(key), settings[4], settings[5], settings[6])
+    weights = integer_weights(tl.zeros([2], tl.float32) + key_value(key), settings[3], settings[4], settings[5])
     return tl.max(weights)
 
 
@@ -161,15 +180,15 @@ def _over_pivots(keys, weights, pivots, BY_COUNT: tl.constexpr):
 
 @triton.jit
 def _smallest_key(
-    base, wanted, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    wanted, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
     CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The smallest key above which less than `wanted` lies, `base` included; eight pivots a look."""
+    """The smallest key above which less than `wanted` lies; eight pivots a look."""
     under, over = low.to(tl.int64), high.to(tl.int64)
     eighths = (tl.arange(0, 8) + 1).to(tl.int64)
     while under < over:
         pivots = under + (((over - under) * eighths) >> 3)
-        sums = base + _sums_above(
+        sums = _sums_above(
             pivots.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD,
             BY_COUNT)
         less = sums.to(tl.float64) < wanted
@@ -186,7 +205,7 @@ def _top_k(
 ):  # fmt: skip
     """(Smallest key that fewer than `most` tokens exceed, how many tokens with it are kept, the weight of all kept.)"""
     if EIGHT:
-        key = _smallest_key(0, most.to(tl.float64), low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY,
+        key = _smallest_key(most.to(tl.float64), low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY,
                             CHUNK, SOURCE, HELD, True)
     else:
         key = _kth_key(
@@ -200,7 +219,7 @@ def _top_k(
 
 @triton.jit
 def _top_p(
-    base, wanted, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    wanted, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
     CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """The smallest key before which less than the wanted weight lies."""
@@ -215,14 +234,14 @@ def _top_p(
         weight3, _n3 = _above(
             third.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
         under, over = _quarter(
-            under, over, first, second, third, (base + weight1).to(tl.float64) < wanted,
-            (base + weight2).to(tl.float64) < wanted, (base + weight3).to(tl.float64) < wanted)
+            under, over, first, second, third, weight1.to(tl.float64) < wanted, weight2.to(tl.float64) < wanted,
+            weight3.to(tl.float64) < wanted)
     return under.to(tl.int32)
 
 
 @triton.jit
 def _last_id(
-    base, wanted, key, kth, equals, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    wanted, key, kth, equals, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
     CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """The last id kept of those with `key`: as many as begin before the wanted weight, lower ids first."""
@@ -234,7 +253,7 @@ def _last_id(
     kept = many * 0 + 1
     while kept < many:
         middle = (kept + many + 1) >> 1
-        begins = (base + weight + (middle - 1).to(tl.int64) * each).to(tl.float64) < wanted
+        begins = (weight + (middle - 1).to(tl.int64) * each).to(tl.float64) < wanted
         kept = tl.where(begins, middle, kept)
         many = tl.where(begins, many, middle - 1)
     over = kept * 0 + VOCAB - 1
@@ -250,29 +269,25 @@ def _last_id(
 
 
 @triton.jit
-def search(
-    me, row, total, base, settings, source, weight, BLOCK: tl.constexpr, VOCAB: tl.constexpr,
-    MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
-    HELD: tl.constexpr, EIGHT: tl.constexpr,
+def _search(
+    me, row, settings, source, weight, BLOCK: tl.constexpr, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    BLOCKS: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
+    EIGHT: tl.constexpr,
 ):  # fmt: skip
     """(Key of the last kept token, last id among those that share it); the blocks get the weights of the kept ones."""
     held = _tokens(0, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
     low, high = _range(held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
-    kth, equals = low - 1, settings[0].to(tl.int32)
-    most = tl.load(me + _TOP_K)
-    if most > 0:
-        kth, equals, total = _top_k(
-            most, low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD, EIGHT)
-        low = kth
+    kth, equals, total = _top_k(
+        tl.load(me + _TOP_K), low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD,
+        EIGHT)
     wanted = top_p_of(me) * total.to(tl.float64)
     if EIGHT:
-        key = _smallest_key(base, wanted, low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK,
-                            SOURCE, HELD, False)
+        key = _smallest_key(wanted, kth, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE,
+                            HELD, False)
     else:
-        key = _top_p(
-            base, wanted, low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        key = _top_p(wanted, kth, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
     last_id = _last_id(
-        base, wanted, key, kth, equals, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        wanted, key, kth, equals, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
     if HELD:
         kept = (held[0] > key) | ((held[0] == key) & (held[2] <= last_id))
         tl.atomic_add(weight + row * BLOCKS + held[2] // BLOCK, held[1], mask=kept & (held[0] != _NO_KEY))
@@ -286,37 +301,27 @@ def search(
 
 
 @triton.jit
-def resolve_kernel(
-    logits, edited, stage, peak, weight, sums, bracket, found, ids, cut, cut_id, stride, VOCAB: tl.constexpr,
-    MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
-    CAPACITY: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, SOURCE: tl.constexpr,
+def find_cut(
+    me, row, top, cursor, bound, weight, source, BLOCK: tl.constexpr, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    BLOCKS: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """The logit of the last token that is kept, and the last id among those that share it. The weights of the kept ones
-    in question are added to their blocks'. Up to FEW, or up to MANY, are held in registers."""
-    row = tl.program_id(0)
-    me = stage + HEAD + row * WORDS
-    top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
-    collected = tl.load(sums + row * SUMS + CURSOR).to(tl.int32)
-    limit, last_id = tl.full([], float("-inf"), tl.float32), collected * 0 + VOCAB
-    if is_cut(me, False) & is_finite(top) & (collected > 0):
-        low, high = tl.load(bracket + row * 2), tl.load(bracket + row * 2 + 1)
-        temperature = load_float(me + _TEMPERATURE)
-        fits = (collected <= CAPACITY).to(tl.int32)
-        count = tl.where(fits != 0, collected, VOCAB)
-        settings = (count, fits, low, high, top, temperature, row_floor(me, top, temperature, False))
-        source = (logits, edited, stage, found, ids, stride)
-        blocks = tl.arange(0, BLOCKS_POW)
-        base = tl.sum(tl.load(weight + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0))
-        total = tl.load(sums + row * SUMS + TOTAL)
-        if count <= FEW:
-            key, last_id = search(me, row, total, base, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS,
-                                  CAPACITY, FEW, SOURCE, True, False)
-        elif count <= MANY:
-            key, last_id = search(me, row, total, base, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS,
-                                  CAPACITY, MANY, SOURCE, True, False)
-        else:
-            key, last_id = search(me, row, total, base, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS,
-                                  CAPACITY, FEW, SOURCE, False, False)
-        limit = key_value(key)
-    tl.store(cut + row, limit)
-    tl.store(cut_id + row, last_id)
+    """(Logit of the last token that top_k and top_p keep, last id among those that share it.) Up to FEW collected
+    tokens, or up to MANY, are held in registers."""
+    temperature = load_float(me + _TEMPERATURE)
+    floor = min_p_floor(me, top, temperature)
+    collected, low = tl.load(cursor + row), tl.load(bound + row)
+    # Fewer than are wanted are all there are if none with weight lies below; else every token is in question.
+    missed = (collected < tl.load(me + _TOP_K)) & (low >= tl.maximum(floor, top - NO_WEIGHT * temperature))
+    low = tl.where(missed, float("-inf"), low)
+    fits = ((missed == 0) & (collected <= CAPACITY)).to(tl.int32)
+    settings = (tl.where(fits != 0, collected, VOCAB), fits, low, top, temperature, floor)
+    if settings[0] <= FEW:
+        key, last_id = _search(me, row, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS, CAPACITY, FEW,
+                               SOURCE, True, True)
+    elif settings[0] <= MANY:
+        key, last_id = _search(me, row, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS, CAPACITY, MANY,
+                               SOURCE, True, False)
+    else:
+        key, last_id = _search(me, row, settings, source, weight, BLOCK, VOCAB, MASK_WORDS, BLOCKS, CAPACITY, MANY,
+                               SOURCE, False, False)
+    return key_value(key), last_id
