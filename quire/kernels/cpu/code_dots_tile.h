@@ -18,7 +18,7 @@ Q_INLINE void q_dots_tile(const code_dots *d, int64_t row, int64_t group, const 
             if (d->ahead && row == 0) __builtin_prefetch(d->next[group + g] + at, 0, 2);
         }
         UNROLL for (int r = 0; r < rows; r++) {
-            qi x = q_x(q + r * d->q_stride + quad * 4);
+            q_four x = q_x(q + r * d->q_stride + quad * 4);
             UNROLL for (int i = 0; i < groups * VPP; i++)
                 acc[r * groups * VPP + i] = q_dot(acc[r * groups * VPP + i], keys[i], x, 1);
         }

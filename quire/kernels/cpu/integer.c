@@ -231,7 +231,8 @@ static void write_rows(const int_job *job, int64_t row, int64_t rows, int64_t pa
 
 /* A tile's slices, one after the other, added in their tree. */
 static void run_tile(const int_job *job, int_tile *t, int64_t row, int64_t rows, int64_t panel, int64_t panels, int mode) {
-    const int64_t size = rows * panels * COLS, step = step_of(job->part);
+    const int64_t size = rows * panels * COLS;
+    const int shift = __builtin_ctzll((unsigned long long)step_of(job->part)); /* 16 or 32 */
     float stack[MAX_STACK * MAX_TILE] __attribute__((aligned(64)));
     t->x = job->q + row * job->k;
     t->dx = job->dx + row * t->row_stride;
@@ -241,7 +242,7 @@ static void run_tile(const int_job *job, int_tile *t, int64_t row, int64_t rows,
     t->last = 0;
     for (const slice *s = job->slices; s < job->slices + job->num_slices; s++, t->sums += size) {
         t->first = t->last;
-        t->last = s->end / step;
+        t->last = s->end >> shift;
         job->kernel->tile(t, (int)rows, (int)panels, mode, (int)job->part->offsets);
         for (int64_t merges = s->merges; merges > 0; merges--) {
             t->sums -= size;

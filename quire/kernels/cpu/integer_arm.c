@@ -12,6 +12,7 @@
 typedef int32x4_t qi;
 typedef float32x4_t qf;
 typedef int8x16_t q_codes;
+typedef qi q_four;
 
 Q_INLINE qi q_load(const void *p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
 Q_INLINE qi q_low(qi x) { return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(x), vdupq_n_u8(15))); }
@@ -21,7 +22,7 @@ Q_INLINE q_codes q_prepare(qi raw, int wide) {
     return vreinterpretq_s8_u8(wide ? veorq_u8(bytes, vdupq_n_u8(0x80)) : bytes); /* wide codes less 128 */
 }
 Q_INLINE qi q_int(const int32_t *p) { return vld1q_dup_s32(p); }
-Q_INLINE qi q_x(const int8_t *p) { return vld1q_dup_s32((const int32_t *)(const void *)p); }
+Q_INLINE q_four q_x(const int8_t *p) { return vld1q_dup_s32((const int32_t *)(const void *)p); }
 Q_INLINE qf q_float(const float *p) { return vld1q_dup_f32(p); }
 Q_INLINE qf q_zero(void) { return vdupq_n_f32(0.0f); }
 Q_INLINE qf q_fma(qf a, qf b, qf c) { return vfmaq_f32(c, a, b); }
@@ -30,7 +31,7 @@ Q_INLINE qf q_scales(const uint8_t *p, int64_t bytes) {
     if (bytes == 2) return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const void *)p)));
     return vld1q_f32((const void *)p);
 }
-Q_INLINE qi q_dot(qi acc, q_codes w, qi x, int wide) {
+Q_INLINE qi q_dot(qi acc, q_codes w, q_four x, int wide) {
     (void)wide;
     return vdotq_s32(acc, w, vreinterpretq_s8_s32(x));
 }

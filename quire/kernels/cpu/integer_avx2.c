@@ -15,6 +15,7 @@ typedef __m256 qf;
 typedef struct {
     qi size, sign;
 } q_codes;
+typedef qi q_four;
 
 Q_INLINE qi q_load(const void *p) { return _mm256_loadu_si256(p); }
 Q_INLINE qi q_low(qi x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
@@ -25,7 +26,7 @@ Q_INLINE q_codes q_prepare(qi raw, int wide) {
     return (q_codes){_mm256_abs_epi8(less), less};
 }
 Q_INLINE qi q_int(const int32_t *p) { return _mm256_set1_epi32(*p); }
-Q_INLINE qi q_x(const int8_t *p) {
+Q_INLINE q_four q_x(const int8_t *p) {
     int32_t four;
     memcpy(&four, p, 4);
     return _mm256_set1_epi32(four);
@@ -37,7 +38,7 @@ Q_INLINE void q_store(float *p, qf x) { _mm256_storeu_ps(p, x); }
 Q_INLINE qf q_scales(const uint8_t *p, int64_t bytes) {
     return bytes == 2 ? _mm256_cvtph_ps(_mm_loadu_si128((const void *)p)) : _mm256_loadu_ps((const void *)p);
 }
-Q_INLINE qi q_dot(qi acc, q_codes w, qi x, int wide) {
+Q_INLINE qi q_dot(qi acc, q_codes w, q_four x, int wide) {
     qi pairs = _mm256_maddubs_epi16(w.size, wide ? _mm256_sign_epi8(x, w.sign) : x);
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }

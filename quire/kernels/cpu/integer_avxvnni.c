@@ -11,13 +11,14 @@
 typedef __m256i qi;
 typedef __m256 qf;
 typedef __m256i q_codes;
+typedef qi q_four;
 
 Q_INLINE qi q_load(const void *p) { return _mm256_loadu_si256(p); }
 Q_INLINE qi q_low(qi x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 Q_INLINE qi q_high(qi x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
 Q_INLINE q_codes q_prepare(qi raw, int wide) { (void)wide; return raw; }
 Q_INLINE qi q_int(const int32_t *p) { return _mm256_set1_epi32(*p); }
-Q_INLINE qi q_x(const int8_t *p) {
+Q_INLINE q_four q_x(const int8_t *p) {
     int32_t four;
     memcpy(&four, p, 4);
     return _mm256_set1_epi32(four);
@@ -29,7 +30,7 @@ Q_INLINE void q_store(float *p, qf x) { _mm256_storeu_ps(p, x); }
 Q_INLINE qf q_scales(const uint8_t *p, int64_t bytes) {
     return bytes == 2 ? _mm256_cvtph_ps(_mm_loadu_si128((const void *)p)) : _mm256_loadu_ps((const void *)p);
 }
-Q_INLINE qi q_dot(qi acc, q_codes w, qi x, int wide) {
+Q_INLINE qi q_dot(qi acc, q_codes w, q_four x, int wide) {
     (void)wide;
     return _mm256_dpbusd_avx_epi32(acc, w, x);
 }

@@ -3,8 +3,9 @@
  *   qi, qf             vectors of 32-bit integers and of floats
  *   q_codes            a vector of codes as q_dot wants them: q_codes q_prepare(qi raw, int wide)
  *   q_load, q_low, q_high                 bytes; their low and high nibbles
- *   q_x(p), q_int(p), q_float(p)          four bytes, an integer, a float at p, in every lane
- *   q_dot(qi acc, q_codes w, qi x, int wide)
+ *   q_int(p), q_float(p)                  an integer, a float at p, in every lane
+ *   q_four             four bytes for every lane as q_dot wants them: q_four q_x(p)
+ *   q_dot(qi acc, q_codes w, q_four x, int wide)
  *   q_flush(qf d, qf dx, qi sum, qf acc)  fma(d * dx, (float)sum, acc)
  *   q_fma, q_zero, q_store, q_scales(p, bytes)
  *   TILE(name)         begins the definition of a function for the instruction set */
@@ -16,8 +17,8 @@ Q_INLINE void q_tile(const int_tile *t, const int rows, const int panels, const 
     qf sum[MAX_TILE_ROWS * MAX_TILE_PANELS * VPP];
     UNROLL for (int i = 0; i < rows * panels * VPP; i++) sum[i] = q_zero();
     int64_t step_bytes = t->quads * QUAD_BYTES / (mode == NIBBLES ? 2 : 1);
-    for (int64_t s = t->first; s < t->last;) {
-        int64_t group = s / t->steps_of_group, stop = (group + 1) * t->steps_of_group;
+    int64_t s = t->first, group = s / t->steps_of_group; /* a division takes as long as a step on some processors */
+    for (int64_t stop = (group + 1) * t->steps_of_group; s < t->last; stop += t->steps_of_group, group++) {
         if (stop > t->last) stop = t->last;
         qf d[MAX_TILE_PANELS * VPP], m[MAX_TILE_PANELS * VPP];
         UNROLL for (int p = 0; p < panels; p++) UNROLL for (int v = 0; v < VPP; v++) {
@@ -49,7 +50,7 @@ Q_INLINE void q_tile(const int_tile *t, const int rows, const int panels, const 
                 }
                 codes += mode == NIBBLES ? QUAD_BYTES : 2 * QUAD_BYTES;
                 UNROLL for (int r = 0; r < rows; r++) {
-                    qi a = q_x(x + r * t->k), b = q_x(x + r * t->k + 4);
+                    q_four a = q_x(x + r * t->k), b = q_x(x + r * t->k + 4);
                     UNROLL for (int i = 0; i < panels * VPP; i++) {
                         qi *to = acc + r * panels * VPP + i;
                         *to = q_dot(*to, even[i], a, wide);
